@@ -1,0 +1,173 @@
+"""Frozen, hashable configuration: what is static in every compiled function.
+
+Nothing here touches an array. Read next: `models/target.py` for what the fields of `ModelConfig` switch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of one kind of layer; `kind` is "default", "linear" or "llama3"."""
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """One parameterised decoder: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 are settings of it."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position: int = 2048
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    """Added to every norm weight: Gemma stores weight - 1."""
+    post_norms: bool = False
+    """Gemma's second norm behind attention and behind the MLP."""
+    embed_scale: float = 1.0
+    query_scale: float | None = None
+    """None: head_dim ** -0.5."""
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
+    """One of SLIDING or FULL a layer; empty: all FULL."""
+    rope: RopeConfig = RopeConfig()
+    rope_local: RopeConfig | None = None
+    """Rotary embedding of SLIDING layers, if another than `rope` (Gemma 3)."""
+    model_type: str = "llama"
+
+    @property
+    def attention_scale(self) -> float:
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    def layer_type(self, layer: int) -> str:
+        return self.layer_types[layer] if self.layer_types else FULL
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+    """The hidden-state drafter: trunk and injector."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    num_steps: int = 6
+    """Trunk states per round K, as trained; a tree may be shallower, never deeper."""
+    rank: int = 128
+    committed_embeddings: bool = True
+    """Embeddings of committed tokens beside the target's features (methods.md, A1)."""
+    norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    max_position: int = 2048
+    target_hash: str = ""
+    """Fingerprint of the target the drafter was trained for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeConfig:
+    """Shape of the draft tree; a chain is `width=1` with `nodes=depth + 1`.
+
+    Args:
+      nodes: nodes of the tree, the root included (N).
+      depth: longest path, in edges (D).
+      width: nodes expanded at each level.
+    Raises:
+      ValueError: naming the wrong value and the allowed ones.
+    """
+
+    nodes: int = 8
+    depth: int = 5
+    width: int = 3
+
+    MAX_NODES = 256
+
+    def __post_init__(self):
+        for name in ("nodes", "depth", "width"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"TreeConfig.{name}={value!r}: expected an int")
+        if not 2 <= self.nodes <= self.MAX_NODES:
+            raise ValueError(
+                f"TreeConfig.nodes={self.nodes}: allowed are 2 (root and one draft token) to {self.MAX_NODES}"
+            )
+        if not 1 <= self.depth <= self.nodes - 1:
+            raise ValueError(
+                f"TreeConfig.depth={self.depth}: allowed are 1 to nodes - 1 = {self.nodes - 1}; a deeper path"
+                " cannot fit into the tree"
+            )
+        if not 1 <= self.width <= self.nodes - 1:
+            raise ValueError(
+                f"TreeConfig.width={self.width}: allowed are 1 to nodes - 1 = {self.nodes - 1}"
+            )
+        available = self.width + (self.depth - 1) * self.width**2
+        if available < self.nodes - 1:
+            raise ValueError(
+                f"TreeConfig(nodes={self.nodes}, depth={self.depth}, width={self.width}): depth and width give at"
+                f" most {available} draft nodes; lower nodes to {available + 1} or raise width"
+            )
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A JSON-ready dict of a configuration dataclass."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(kind: type, values: dict[str, Any], where: str) -> Any:
+    """Builds a configuration dataclass; an unknown or missing key is an error that names the valid ones.
+
+    Raises:
+      ValueError: with `where` (a file or a recipe) in the message.
+    """
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; valid keys are {', '.join(sorted(fields))}")
+    missing = [
+        n
+        for n, f in fields.items()
+        if n not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ValueError(f"{where}: missing key {missing[0]!r}")
+    out = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and "rope" in name:
+            value = from_dict(RopeConfig, value, f"{where}: {name}")
+        elif isinstance(value, list):
+            value = tuple(value)
+        out[name] = value
+    return kind(**out)
+
+
+def bucket(n: int, smallest: int = 16) -> int:
+    """The next power of two at or above `n`, at least `smallest`: shapes come from few buckets."""
+    return max(smallest, 1 << max(0, math.ceil(math.log2(max(n, 1)))))

@@ -1,0 +1,229 @@
+"""The linen layers that target and drafter share: products, norms, rotary embedding, attention, MLP, block.
+
+Kernels are stored [out, in] as in Hugging Face files, which is also the layout XLA multiplies fastest for a few
+rows on CPU. Activations are float32; a product runs in the dtype of its kernel and accumulates in float32.
+Read next: `target.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from hsd_jax.config import RopeConfig
+
+MASKED = -1e30
+"""Score of a masked position; finite, so that a row with nothing to see gives no NaN."""
+
+
+def matmul(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float[Array, "... out"]:
+    """`x @ kernel.T` in the kernel's dtype with float32 accumulation."""
+    return lax.dot_general(
+        x.astype(kernel.dtype), kernel, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+
+
+class Linear(nn.Module):
+    """A product with an [out, in] kernel and an optional bias."""
+
+    features: int
+    use_bias: bool = False
+    init_std: float | None = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
+        std = x.shape[-1] ** -0.5 if self.init_std is None else self.init_std
+        kernel = self.param("kernel", nn.initializers.normal(std), (self.features, x.shape[-1]))
+        y = matmul(x, kernel)
+        if self.use_bias:
+            y = y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(jnp.float32)
+        return y
+
+
+def rms_norm(x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float) -> Float[Array, "... H"]:
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+class RMSNorm(nn.Module):
+    eps: float
+    offset: float = 0.0
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+        weight = self.param("weight", nn.initializers.constant(1.0 - self.offset), (x.shape[-1],))
+        return rms_norm(x, weight.astype(jnp.float32) + self.offset, self.eps)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Inverse frequencies in float32, [head_dim / 2], with the scaling of `rope.kind`."""
+    inverse = 1.0 / (rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim))
+    if rope.kind == "linear":
+        return (inverse / rope.factor).astype(np.float32)
+    if rope.kind == "llama3":
+        wavelength = 2 * np.pi / inverse
+        low = rope.original_max_position / rope.low_freq_factor
+        high = rope.original_max_position / rope.high_freq_factor
+        smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
+        middle = (1 - smooth) * inverse / rope.factor + smooth * inverse
+        scaled = np.where(wavelength > low, inverse / rope.factor, inverse)
+        is_middle = (wavelength <= low) & (wavelength >= high)
+        return np.where(is_middle, middle, scaled).astype(np.float32)
+    if rope.kind != "default":
+        raise ValueError(f"rope kind {rope.kind!r}: allowed are default, linear, llama3")
+    return inverse.astype(np.float32)
+
+
+def rope_table(
+    rope: RopeConfig, head_dim: int, positions: Int[Array, "B N"]
+) -> tuple[Float[Array, "B N E"], Float[Array, "B N E"]]:
+    """Cosine and signed sine for the half-rotation form; angles in float32, bf16 angles are wrong past 256."""
+    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
+
+
+def apply_rope(x: Float[Array, "B N h E"], table: tuple[Array, Array]) -> Float[Array, "B N h E"]:
+    cos, sin = table
+    half = x.shape[-1] // 2
+    rotated = jnp.concatenate([x[..., half:], x[..., :half]], -1)
+    return x * cos[:, :, None, :] + rotated * sin[:, :, None, :]
+
+
+def attend(
+    query: Float[Array, "B G n E"],
+    new: tuple[Array, Array],
+    new_mask: Bool[Array, "B 1 n N"],
+    cached: tuple[Array, Array] | None,
+    cached_mask: Bool[Array, "B 1 n S"] | None,
+    scale: float,
+    softcap: float | None,
+) -> Float[Array, "B G n E"]:
+    """Attention over committed slots and over the nodes of this pass, in one softmax.
+
+    `query` already stands grouped by key/value head: n = nodes x (query heads per key/value head).
+    """
+
+    def scores(keys: Array, mask: Array) -> Array:
+        s = lax.dot_general(query, keys.astype(jnp.float32), (((3,), (3,)), ((0, 1), (0, 1)))) * scale
+        if softcap is not None:
+            s = jnp.tanh(s / softcap) * softcap
+        return jnp.where(mask, s, MASKED)
+
+    def mix(weights: Array, values: Array) -> Array:
+        return lax.dot_general(weights, values.astype(jnp.float32), (((3,), (2,)), ((0, 1), (0, 1))))
+
+    new_scores = scores(new[0], new_mask)
+    if cached is None:
+        return mix(jax.nn.softmax(new_scores, -1), new[1])
+    old_scores = scores(cached[0], cached_mask)
+    top = jnp.maximum(new_scores.max(-1, keepdims=True), old_scores.max(-1, keepdims=True))
+    new_weights, old_weights = jnp.exp(new_scores - top), jnp.exp(old_scores - top)
+    total = new_weights.sum(-1, keepdims=True) + old_weights.sum(-1, keepdims=True)
+    return (mix(new_weights, new[1]) + mix(old_weights, cached[1])) / total
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. Returns its output and the new keys and values, rotary embedding applied."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    scale: float
+    eps: float
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    norm_offset: float = 0.0
+    softcap: float | None = None
+    output_std: float | None = None
+
+    @nn.compact
+    def __call__(self, x, table, new_mask, cached, cached_mask):
+        batch, num, _ = x.shape
+        groups, width = self.num_kv_heads, self.head_dim
+        per_group = self.num_heads // groups
+
+        def heads(name: str, count: int) -> Array:
+            y = Linear(count * width, self.qkv_bias, name=name)(x)
+            return y.reshape(batch, num, count, width)
+
+        query, key, value = heads("q", self.num_heads), heads("k", groups), heads("v", groups)
+        if self.qk_norm:
+            query = RMSNorm(self.eps, self.norm_offset, name="q_norm")(query)
+            key = RMSNorm(self.eps, self.norm_offset, name="k_norm")(key)
+        query, key = apply_rope(query, table), apply_rope(key, table)
+        query = query.reshape(batch, num, groups, per_group, width).transpose(0, 2, 1, 3, 4)
+        query = query.reshape(batch, groups, num * per_group, width)
+        key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+
+        def widen(mask: Array | None) -> Array | None:
+            return None if mask is None else jnp.repeat(mask, per_group, axis=1)[:, None]
+
+        out = attend(
+            query, (key, value), widen(new_mask), cached, widen(cached_mask), self.scale, self.softcap
+        )
+        out = out.reshape(batch, groups, num, per_group, width).transpose(0, 2, 1, 3, 4)
+        out = out.reshape(batch, num, self.num_heads * width)
+        return Linear(self.hidden_size, self.output_bias, self.output_std, name="o")(out), (key, value)
+
+
+class MLP(nn.Module):
+    intermediate_size: int
+    activation: str = "silu"
+    use_bias: bool = False
+    output_std: float | None = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+        gate = Linear(self.intermediate_size, self.use_bias, name="gate")(x)
+        up = Linear(self.intermediate_size, self.use_bias, name="up")(x)
+        gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
+        return Linear(x.shape[-1], self.use_bias, self.output_std, name="down")(gate * up)
+
+
+class Block(nn.Module):
+    """One decoder layer, with Gemma's second norms where `post_norms` asks for them."""
+
+    config: Any
+    """A `ModelConfig` or a `DrafterConfig`; the fields a drafter lacks take their plain values."""
+
+    @nn.compact
+    def __call__(self, x, table, new_mask, cached, cached_mask):
+        c = self.config
+        get = lambda name, default: getattr(c, name, default)  # noqa: E731
+        offset, post_norms = get("norm_offset", 0.0), get("post_norms", False)
+        output_std = (2 * c.num_layers * c.hidden_size) ** -0.5
+
+        def norm(name: str, y: Array) -> Array:
+            return RMSNorm(c.norm_eps, offset, name=name)(y)
+
+        attended, kv = Attention(
+            c.num_heads,
+            c.num_kv_heads,
+            c.head_dim,
+            c.hidden_size,
+            get("attention_scale", c.head_dim**-0.5),
+            c.norm_eps,
+            get("qkv_bias", False),
+            get("output_bias", False),
+            get("qk_norm", False),
+            offset,
+            get("attention_softcap", None),
+            output_std,
+            name="attn",
+        )(norm("attn_norm", x), table, new_mask, cached, cached_mask)
+        x = x + (norm("attn_post_norm", attended) if post_norms else attended)
+        mlp = MLP(
+            c.intermediate_size, get("activation", "silu"), get("mlp_bias", False), output_std, name="mlp"
+        )(norm("mlp_norm", x))
+        return x + (norm("mlp_post_norm", mlp) if post_norms else mlp), kv

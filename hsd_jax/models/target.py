@@ -1,0 +1,122 @@
+"""The target: one parameterised decoder-only transformer, as pure functions of its weights.
+
+Covers Llama 2/3, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 by the fields of `ModelConfig`. A pass scores N nodes a
+row against the committed cache under any mask among the nodes: causal in prefill and training, the ancestor mask in
+verification. It never writes to the cache (`cache.py`). Read next: `infer/step.py`.
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from hsd_jax.config import FULL, SLIDING, ModelConfig
+from hsd_jax.models.layers import Block, RMSNorm, matmul, rope_table
+from hsd_jax.types import KVCache, ModelOutput, NewKV, Weights
+
+
+class Target(nn.Module):
+    """Embedding, blocks, final norm, LM head."""
+
+    config: ModelConfig
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, tokens, positions, new_mask, cache, taps, want_logits):
+        c = self.config
+        embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
+        x = embedding[tokens].astype(jnp.float32) * c.embed_scale
+        masks = layer_masks(c, positions, new_mask, cache)
+        tables = {
+            FULL: rope_table(c.rope, c.head_dim, positions),
+            SLIDING: rope_table(c.rope_local or c.rope, c.head_dim, positions),
+        }
+        block = nn.remat(Block) if self.remat else Block
+        keys, values, features = [], [], []
+        for layer in range(c.num_layers):
+            kind = c.layer_type(layer)
+            cached = None if cache is None else (cache.keys[layer], cache.values[layer])
+            x, (key, value) = block(c, name=f"layer_{layer}")(x, tables[kind], masks[kind][0], cached, masks[kind][1])
+            keys.append(key)
+            values.append(value)
+            if layer in taps:
+                features.append(x)
+        hidden = RMSNorm(c.norm_eps, c.norm_offset, name="final_norm")(x)
+        if not c.tie_embeddings:  # created always, so that init knows it
+            self.param("head", nn.initializers.normal(c.hidden_size**-0.5), (c.vocab_size, c.hidden_size))
+        logits = lm_head(self.variables["params"], c, hidden) if want_logits else None
+        return ModelOutput(logits, hidden, tuple(features), NewKV(tuple(keys), tuple(values)))
+
+
+def layer_masks(
+    config: ModelConfig, positions: Int[Array, "B N"], new_mask: Bool[Array, "B N N"], cache: KVCache | None
+) -> dict[str, tuple[Array, Array | None]]:
+    """For each kind of layer: who sees whom among the nodes, and which cache slots a node sees."""
+    old = None
+    if cache is not None:
+        slots = jnp.arange(cache.keys[0].shape[2])
+        old = jnp.broadcast_to(
+            slots[None, None, :] < cache.length[:, None, None], (*positions.shape, slots.shape[0])
+        )
+    masks: dict[str, tuple[Array, Array | None]] = {FULL: (new_mask, old), SLIDING: (new_mask, old)}
+    if config.sliding_window is not None:
+        near = positions[:, :, None] - positions[:, None, :] < config.sliding_window
+        if old is not None:
+            old = old & (positions[:, :, None] - slots[None, None, :] < config.sliding_window)
+        masks[SLIDING] = (new_mask & near, old)
+    return masks
+
+
+def lm_head(weights: Weights, config: ModelConfig, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
+    """Logits in float32 from states behind a final norm; serves the target and every drafter of it."""
+    logits = matmul(hidden, weights["embedding" if config.tie_embeddings else "head"])
+    if config.logit_softcap is not None:
+        logits = jnp.tanh(logits / config.logit_softcap) * config.logit_softcap
+    return logits
+
+
+def forward(
+    weights: Weights,
+    config: ModelConfig,
+    tokens: Int[Array, "B N"],
+    positions: Int[Array, "B N"],
+    new_mask: Bool[Array, "B N N"],
+    cache: KVCache | None = None,
+    *,
+    taps: tuple[int, ...] = (),
+    want_logits: bool = True,
+    remat: bool = False,
+) -> ModelOutput:
+    """One pass of the target over N nodes a row.
+
+    Args:
+      positions: absolute positions; in a tree they follow depth, not node index.
+      new_mask: `new_mask[b, i, j]`: node i sees node j; must be reflexive.
+      cache: committed slots, all of which every node sees (up to a sliding window).
+      taps: layers whose residual stream is returned in `features`.
+    """
+    return Target(config, remat).apply(
+        {"params": weights}, tokens, positions, new_mask, cache, taps, want_logits
+    )
+
+
+def causal_mask(batch: int, num: int) -> Bool[Array, "B N N"]:
+    return jnp.broadcast_to(jnp.tril(jnp.ones((num, num), bool)), (batch, num, num))
+
+
+def forward_sequence(
+    weights: Weights, config: ModelConfig, tokens: Int[Array, "B T"], **options
+) -> ModelOutput:
+    """One causal pass over whole sequences from position 0: training, prefill, scoring."""
+    batch, num = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
+    return forward(weights, config, tokens, positions, causal_mask(batch, num), None, **options)
+
+
+def init_target(key: jax.Array, config: ModelConfig) -> Weights:
+    """Random float32 weights."""
+    one = jnp.zeros((1, 1), jnp.int32)
+    module = Target(config)
+    return module.init(key, one, one, jnp.ones((1, 1, 1), bool), None, (), True)["params"]

@@ -1,0 +1,165 @@
+"""Every pytree and protocol that crosses a module border, and the dimension legend; no logic.
+
+Read next: `infer/step.py`, where these types meet, and `config.py` for the static configuration.
+
+Dimension legend
+    B  rows of a batch           T  tokens of a buffer        V  vocabulary
+    N  draft-tree nodes, padded, root included                D  maximum draft depth
+    K  trunk states of a round   S  cache slots               H  hidden width
+    G  key/value heads           Q  query heads               E  head width
+    P  prompt bucket             R  token-info rank           L  layers
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Callable, NamedTuple
+
+import flax.struct
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+NO_PARENT = -1
+"""Parent of the root and of padding nodes."""
+ROOT_INDEX = 0
+"""Node index of the last committed token."""
+NO_TOKEN = -1
+"""Fills token slots that hold nothing, in results and in the list of end tokens."""
+
+Weights = dict[str, Any]
+"""Weights as a nested dict of arrays, the form every boundary of the library uses."""
+
+
+class DrawLaw(enum.Enum):
+    """How the children of a node were chosen, given the drafter's law at that node."""
+
+    ARBITRARY = "arbitrary"
+    """Any choice made before the target's draw: top-k, beams, merged trees."""
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Keys and values of committed tokens. Slot index equals absolute position.
+
+    One buffer a layer and not one stacked array: XLA on CPU copies a slice before a product.
+    """
+
+    keys: tuple[Float[Array, "B G S E"], ...]
+    values: tuple[Float[Array, "B G S E"], ...]
+    length: Int[Array, "B"]
+    """Valid slots of each row. Invariant of the decode loop: committed tokens - 1."""
+
+
+@flax.struct.dataclass
+class NewKV:
+    """Keys and values computed by one pass, not yet committed to a cache."""
+
+    keys: tuple[Float[Array, "B G N E"], ...]
+    values: tuple[Float[Array, "B G N E"], ...]
+
+
+@flax.struct.dataclass
+class ModelOutput:
+    """What one pass of a target returns; the pass never writes to the cache it reads."""
+
+    logits: Float[Array, "B N V"] | None
+    hidden: Float[Array, "B N H"]
+    """After the final norm: what the LM head reads."""
+    features: tuple[Float[Array, "B N H"], ...]
+    """Residual stream after each tapped layer, in the order asked for."""
+    new_kv: NewKV
+
+
+@flax.struct.dataclass
+class DraftTree:
+    """Padded draft trees, one a row. `parents[n] < n`; siblings stand in draw order."""
+
+    tokens: Int[Array, "B N"]
+    parents: Int[Array, "B N"]
+    depth: Int[Array, "B N"]
+    valid: Bool[Array, "B N"]
+    law: DrawLaw = flax.struct.field(pytree_node=False, default=DrawLaw.ARBITRARY)
+
+
+@flax.struct.dataclass
+class Verdict:
+    """The outcome of one verification.
+
+    `emitted[:, :num_accepted + 1]` are the accepted draft tokens followed by `next_token`; what stands
+    behind is meaningless.
+    """
+
+    path: Int[Array, "B D+1"]
+    num_accepted: Int[Array, "B"]
+    next_token: Int[Array, "B"]
+    is_bonus: Bool[Array, "B"]
+    emitted: Int[Array, "B D+1"]
+
+
+@flax.struct.dataclass
+class SamplingParams:
+    """Per-row sampling settings, all traced: changing one never compiles anything.
+
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch a filter off.
+    """
+
+    temperature: Float[Array, "B"]
+    top_k: Int[Array, "B"]
+    top_p: Float[Array, "B"]
+
+
+@flax.struct.dataclass
+class Limits:
+    """Where rows end, all traced."""
+
+    max_length: Int[Array, "B"]
+    """Committed tokens at which a row stops, prompt included."""
+    eos: Int[Array, "num_eos"]
+    """End tokens, padded with NO_TOKEN."""
+
+
+@flax.struct.dataclass
+class DecodeStats:
+    """Counts per row, in integers."""
+
+    num_target_passes: Int[Array, "B"]
+    accepted_histogram: Int[Array, "B D+1"]
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """The carry of the decode loop."""
+
+    tokens: Int[Array, "B T"]
+    length: Int[Array, "B"]
+    done: Bool[Array, "B"]
+    cache: KVCache
+    drafter: Any
+    keys: jax.Array
+    """One typed random key a row; folded with the absolute position, never consumed."""
+    stats: DecodeStats
+
+
+class Drafter(NamedTuple):
+    """A proposer as pure functions; `state` is the drafter's own pytree and opaque to everybody else."""
+
+    init: Callable[..., Any]
+    """`init(params, output, tokens, length, capacity) -> state`, from the prefill pass."""
+    draft: Callable[..., tuple[DraftTree, Any]]
+    """`draft(params, state, root, root_position) -> (tree, state)`."""
+    commit: Callable[..., Any]
+    """`commit(params, state, verdict, output, num_committed) -> state`."""
+    grow: Callable[..., Any]
+    """`grow(state, capacity) -> state`, when the decode loop moves to a larger cache."""
+    law: DrawLaw
+    num_nodes: int
+    max_depth: int
+
+
+class AcceptRule(NamedTuple):
+    """A judge of trees, and the draw laws for which it is lossless."""
+
+    name: str
+    laws: frozenset[DrawLaw]
+    verify: Callable[..., Verdict]
+    """`verify(keys, tree, ancestors, logits, sampling, root_position) -> Verdict`."""
