@@ -1,0 +1,58 @@
+# Everything happens inside .venv; nothing else on the machine is touched. `make help` lists the targets.
+SHELL := /bin/sh
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+
+# The first interpreter that runs and is new enough; a launcher on the PATH may be an empty shim, so each is run.
+IS_NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	"$$p" -c "$(IS_NEW_ENOUGH)" >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+
+# On Linux a package index's plain torch brings CUDA libraries of gigabytes; TORCH=torch==2.13.0+cpu asks for less.
+TORCH ?= torch==2.13.0
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-slow lint clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+venv: $(STAMP) ## Create .venv and install the package with its tests (again when pyproject.toml changes)
+
+demo: $(STAMP) ## Decode prompts with the bundled models, with and without speculation
+	@$(BIN)/hsd demo
+
+test: $(STAMP) ## Run the tests, without the slow ones
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(STAMP) ## Run all tests; those against torch are skipped where it cannot be installed
+	@$(BIN)/python -c "import torch" 2>/dev/null || { echo "Installing $(TORCH) for the comparisons"; \
+		$(PIP) install --quiet "$(TORCH)" || echo "torch is not available here: its tests are skipped"; }
+	@$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
+lint: $(DEV_STAMP) ## Check style, format and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+
+clean: ## Remove .venv and all caches; runs/ stays
+	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
+
+# The stamp is touched last: an installation that broke off is taken up again by the next call.
+$(STAMP): pyproject.toml
+	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c "$(IS_NEW_ENOUGH)" 2>/dev/null; then \
+		echo "error: '$(PYTHON)' is no Python 3.11 or newer with venv; install one, or: make PYTHON=/path/to/python3" >&2; \
+		exit 1; fi
+	@$(PIP) --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(VENV)
+	@echo "Installing hsd_jax and its tests into $(VENV) (a minute or two)"
+	@$(PIP) install --quiet --editable '.[test]'
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
+	@echo "Installing the development tools into $(VENV)"
+	@$(PIP) install --quiet --editable '.[dev]'
+	@touch $@

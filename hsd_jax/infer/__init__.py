@@ -1,0 +1,1 @@
+"""Decoding: sampling, trees, acceptance rules, drafters, and the loop in which they meet."""

@@ -1,0 +1,157 @@
+"""Prefill and the compiled loop: pure functions on arrays, under the user's `decode` in `api.py`.
+
+A decode is a prefill of the prompt bucket and one `lax.while_loop` over rounds, both jitted, the state donated.
+The host sees nothing until the loop ends: when all rows are done, when `num_rounds` have run (streaming), or when the
+cache bucket is full, in which case `run` moves to the next bucket. Read first: `step.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from hsd_jax.config import ModelConfig
+from hsd_jax.infer.step import Step
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.target import forward_sequence
+from hsd_jax.types import NO_TOKEN, DecodeState, DecodeStats, Drafter, Limits, SamplingParams
+
+UNBOUNDED = 2**30
+"""Rounds of a decode that stops only when its rows do."""
+
+
+def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.float32) -> Callable:
+    """`prefill(models, tokens [B, P], length [B], keys, limits, capacity=, max_tokens=) -> DecodeState`.
+
+    The prompt's last token stays out of the cache: it is the root of the first round. So nothing is sampled here,
+    and the invariant cached positions = committed tokens - 1 holds from the start.
+    """
+
+    def prefill(
+        models: dict,
+        tokens: Int[Array, "B P"],
+        length: Int[Array, "B"],
+        keys: jax.Array,
+        limits: Limits,
+        *,
+        capacity: int,
+        max_tokens: int,
+    ) -> DecodeState:
+        batch, num = tokens.shape
+        output = forward_sequence(models["target"], config, tokens, want_logits=False)
+        cache = cache_lib.empty_cache(
+            config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, cache_dtype
+        )
+        cache = cache_lib.commit(cache, output.new_kv, None, length - 1)
+        drafter_state = None if drafter is None else drafter.init(models, output, tokens, length, capacity)
+        depth = 0 if drafter is None else drafter.max_depth
+        is_prompt = jnp.arange(num) < length[:, None]
+        return DecodeState(
+            tokens=jnp.pad(
+                jnp.where(is_prompt, tokens, NO_TOKEN), ((0, 0), (0, max_tokens - num)), constant_values=NO_TOKEN
+            ),
+            length=length,
+            done=length >= limits.max_length,
+            cache=cache,
+            drafter=drafter_state,
+            keys=keys,
+            stats=DecodeStats(jnp.zeros(batch, jnp.int32), jnp.zeros((batch, depth + 1), jnp.int32)),
+        )
+
+    return prefill
+
+
+def make_loop(step: Step, max_depth: int) -> Callable:
+    """`loop(models, sampling, limits, num_rounds, state) -> state`: rounds until nothing is left to do."""
+
+    def loop(
+        models: dict,
+        sampling: SamplingParams,
+        limits: Limits,
+        num_rounds: Int[Array, ""],
+        state: DecodeState,
+    ) -> DecodeState:
+        capacity = state.cache.keys[0].shape[2]
+
+        def goes_on(carry):
+            round_index, state = carry
+            return (
+                (round_index < num_rounds)
+                & jnp.any(~state.done)
+                & ~is_full(state.length, state.done, capacity, max_depth)
+            )
+
+        def body(carry):
+            round_index, state = carry
+            return round_index + 1, step(models, sampling, limits, state)
+
+        return lax.while_loop(goes_on, body, (jnp.zeros((), jnp.int32), state))[1]
+
+    return loop
+
+
+def is_full(length: Int[Array, "B"], done: Array, capacity: int, max_depth: int) -> Array:
+    """Whether the next round might write behind the last cache slot of an unfinished row."""
+    return jnp.any(jnp.where(done, 0, length) + max_depth > capacity)
+
+
+class Decoder:
+    """The compiled functions of one configuration; everything static is fixed here, everything else traced.
+
+    Args:
+      precision: matmul precision of every product inside, a `jax.default_matmul_precision` name or None.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        step: Step,
+        drafter: Drafter | None,
+        cache_dtype=jnp.float32,
+        precision: str | None = None,
+    ):
+        self.max_depth = 0 if drafter is None else drafter.max_depth
+        self._drafter = drafter
+        with_precision = functools.partial(_with_precision, precision)
+        self.prefill = jax.jit(
+            with_precision(make_prefill(config, drafter, cache_dtype)), static_argnames=("capacity", "max_tokens")
+        )
+        self.loop = jax.jit(with_precision(make_loop(step, self.max_depth)), donate_argnums=4)
+        self._grow = jax.jit(self._grown, static_argnames="capacity")
+
+    def _grown(self, state: DecodeState, *, capacity: int) -> DecodeState:
+        drafter_state = None if self._drafter is None else self._drafter.grow(state.drafter, capacity)
+        return state.replace(cache=cache_lib.grow(state.cache, capacity), drafter=drafter_state)
+
+    def run(
+        self,
+        models: dict,
+        sampling: SamplingParams,
+        limits: Limits,
+        state: DecodeState,
+        num_rounds: int = UNBOUNDED,
+    ) -> DecodeState:
+        """Runs the loop, moving to a cache bucket of twice the size whenever one is full."""
+        while True:
+            state = self.loop(models, sampling, limits, jnp.int32(num_rounds), state)
+            capacity = state.cache.keys[0].shape[2]
+            if not bool(is_full(state.length, state.done, capacity, self.max_depth)):
+                return state
+            state = self._grow(state, capacity=2 * capacity)
+
+
+def _with_precision(precision: str | None, function: Callable) -> Callable:
+    if precision is None:
+        return function
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        with jax.default_matmul_precision(precision):
+            return function(*args, **kwargs)
+
+    return wrapped

@@ -1,0 +1,1 @@
+"""Drafters: each proposes a `DraftTree` and knows nothing about acceptance."""

@@ -1,0 +1,129 @@
+"""The hidden-state drafter: K token-free trunk steps, one batched head, a beam with token information.
+
+The recurrence reads the target's features and its own states only; drafted tokens first appear in `grow_beam`
+(Lyanna, arXiv:2602.21224; methods.md 1.5). Weights and their modules live in `models/hidden.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.infer.tree import grow_beam
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.hidden import base_logits, token_info, trunk_pass
+from hsd_jax.models.target import causal_mask
+from hsd_jax.types import Drafter, DrawLaw, KVCache, ModelOutput, Verdict
+
+
+@flax.struct.dataclass
+class HiddenState:
+    """What the drafter carries between rounds.
+
+    `pending` are the features the target computed in the last round; the trunk has not read them yet. Cached plus
+    pending features = committed tokens - 1.
+    """
+
+    cache: KVCache
+    pending: Float[Array, "B M H"]
+    next_tokens: Int[Array, "B M"]
+    """The committed token behind each pending feature."""
+    num_pending: Int[Array, "B"]
+
+
+def hidden_drafter(
+    target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, cache_dtype: Any = jnp.float32
+) -> Drafter:
+    """A `Drafter` whose trees have the shape of `tree`.
+
+    Raises:
+      ValueError: if the tree is deeper than the trunk was trained for.
+    """
+    if tree.depth > config.num_steps:
+        raise ValueError(
+            f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps"
+        )
+    max_pending = tree.depth + 1
+
+    def embed(models, tokens):
+        if not config.committed_embeddings:
+            return None
+        rows = models["target"]["embedding"][tokens].astype(jnp.float32)
+        return rows * target_config.embed_scale
+
+    def init(models, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
+        """Reads all features of the prompt but the last one, which becomes the pending query."""
+        batch, num = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
+        following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], 1)
+        _, kv = trunk_pass(
+            models["drafter"], config, output.hidden, embed(models, following), positions, causal_mask(batch, num), None
+        )
+        cache = cache_lib.empty_cache(
+            config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, cache_dtype
+        )
+        cache = cache_lib.commit(cache, kv, None, jnp.maximum(length - 2, 0))
+        last = jnp.maximum(length - 2, 0)[:, None]
+        has_feature = (length >= 2)[:, None, None]  # a prompt of one token leaves nothing but its embedding
+        feature = jnp.where(has_feature, jnp.take_along_axis(output.hidden, last[..., None], 1), 0.0)
+        root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
+        pad = ((0, 0), (0, max_pending - 1))
+        return HiddenState(
+            cache,
+            jnp.pad(feature, (*pad, (0, 0))),
+            jnp.pad(root, pad),
+            jnp.where(length >= 2, 1, 0).astype(jnp.int32),
+        )
+
+    def trunk(models, state: HiddenState) -> tuple[Float[Array, "B K H"], KVCache]:
+        """The K token-free states, and the cache with the pending features committed."""
+        weights, cache = models["drafter"], state.cache
+        batch = state.pending.shape[0]
+        positions = cache.length[:, None] + jnp.arange(max_pending)
+        out, kv = trunk_pass(
+            weights,
+            config,
+            state.pending,
+            embed(models, state.next_tokens),
+            positions,
+            causal_mask(batch, max_pending),
+            cache,
+        )
+        cache = cache_lib.commit(cache, kv, None, state.num_pending)
+        last = jnp.maximum(state.num_pending - 1, 0)[:, None, None]
+        states = [jnp.take_along_axis(out, last, 1)]
+        one = jnp.ones((batch, 1, 1), bool)
+        scratch = cache
+        for _ in range(tree.depth - 1):
+            out, kv = trunk_pass(weights, config, states[-1], None, scratch.length[:, None], one, scratch)
+            scratch = cache_lib.commit(scratch, kv, None, jnp.ones(batch, jnp.int32))
+            states.append(out)
+        # Own states stand behind the committed length, where the next commit overwrites them.
+        return jnp.concatenate(states, 1), scratch.replace(length=cache.length)
+
+    def draft(models, state: HiddenState, root: Int[Array, "B"], root_position: Int[Array, "B"]):
+        del root_position
+        with jax.named_scope("trunk"):
+            states, cache = trunk(models, state)
+        with jax.named_scope("head"):
+            base = base_logits(models["drafter"], config, models["target"], target_config, states)
+        with jax.named_scope("tree"):
+            tokens = grow_beam(base, lambda previous: token_info(models["drafter"], config, previous), root, tree)
+        return tokens, state.replace(cache=cache)
+
+    def commit(
+        models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]
+    ):
+        del models
+        pending = cache_lib.take_nodes(output.hidden, verdict.path, axis=1)
+        return HiddenState(state.cache, pending, verdict.emitted, num_committed)
+
+    def grow(state: HiddenState, capacity: int):
+        return state.replace(cache=cache_lib.grow(state.cache, capacity))
+
+    return Drafter(init, draft, commit, grow, DrawLaw.ARBITRARY, tree.nodes, tree.depth)

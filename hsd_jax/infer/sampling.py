@@ -1,0 +1,102 @@
+"""Temperature, top-k, top-p and position-keyed noise: the one place where logits become a draw.
+
+Every setting is traced and per row. Greedy is not a mode: at temperature 0 the same code takes the argmax.
+Thresholds are found by bisection on the bits of the float, not by sorting. Read next: `accept.py`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from hsd_jax.types import SamplingParams
+
+REMOVED = -jnp.inf
+"""Logit of a token that a filter removed."""
+
+
+def position_noise(
+    keys: jax.Array, positions: Int[Array, "B M"], vocab_size: int
+) -> Float[Array, "B M V"]:
+    """Gumbel noise for the token at each absolute position: a function of (row key, position) alone.
+
+    The keys are folded, not consumed: plain and speculative decoding see the same noise.
+    """
+
+    def one(key, position):
+        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)
+
+    return jax.vmap(lambda key, row: jax.vmap(lambda p: one(key, p))(row))(keys, positions)
+
+
+def _ordered_bits(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    """Unsigned integers in the order of the floats."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def warp(logits: Float[Array, "B M V"], sampling: SamplingParams) -> Float[Array, "B M V"]:
+    """Logits after temperature, top-k and top-p, in that order; removed tokens become -inf.
+
+    At temperature 0 the logits are returned as they are, and the argmax is the draw. Top-k keeps every token tied with
+    the k-th; top-p keeps the smallest set of most likely tokens whose mass reaches p, ties at its edge included.
+    """
+    is_greedy = (sampling.temperature <= 0.0)[:, None, None]
+    scaled = logits / jnp.where(is_greedy, 1.0, sampling.temperature[:, None, None])
+    vocab_size = logits.shape[-1]
+    top_k = jnp.where(sampling.top_k > 0, sampling.top_k, vocab_size)[:, None, None]
+    top_p = sampling.top_p[:, None, None]
+
+    def filtered(scaled: Array) -> Array:
+        bits = _ordered_bits(scaled)
+        # The largest threshold that keeps at least k tokens.
+        kth = _bisect(scaled, lambda t: jnp.sum(bits >= t, -1, keepdims=True) >= top_k)
+        in_top_k = bits >= kth
+        weight = jnp.where(in_top_k, jnp.exp(scaled - scaled.max(-1, keepdims=True)), 0.0)
+        needed = top_p * weight.sum(-1, keepdims=True)
+        # The largest threshold whose kept mass reaches p.
+        edge = _bisect(
+            scaled, lambda t: jnp.sum(jnp.where(bits >= t, weight, 0.0), -1, keepdims=True) >= needed
+        )
+        return jnp.where(in_top_k & ((bits >= edge) | (top_p >= 1.0)), scaled, REMOVED)
+
+    is_filtered = jnp.any(~is_greedy[:, 0, 0] & ((sampling.top_k > 0) | (sampling.top_p < 1.0)))
+    warped = lax.cond(is_filtered, filtered, lambda x: x, scaled)
+    return jnp.where(is_greedy, logits, warped)
+
+
+def _bisect(like: Float[Array, "B M V"], holds) -> Array:
+    """The largest uint32 threshold [B, M, 1] for which `holds` (true at 0, falling), bit by bit."""
+
+    def body(i, low):
+        candidate = low | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
+        return jnp.where(holds(candidate), candidate, low)
+
+    return lax.fori_loop(0, 32, body, jnp.zeros((*like.shape[:-1], 1), jnp.uint32))
+
+
+def perturb(
+    keys: jax.Array,
+    logits: Float[Array, "B M V"],
+    positions: Int[Array, "B M"],
+    sampling: SamplingParams,
+) -> Float[Array, "B M V"]:
+    """Warped logits plus position noise; their argmax is the draw of each node (Gumbel-max)."""
+
+    def noisy(logits: Array) -> Array:
+        noise = position_noise(keys, positions, logits.shape[-1])
+        return warp(logits, sampling) + jnp.where((sampling.temperature > 0.0)[:, None, None], noise, 0.0)
+
+    return lax.cond(jnp.any(sampling.temperature > 0.0), noisy, lambda x: x, logits)
+
+
+def draw(
+    keys: jax.Array,
+    logits: Float[Array, "B M V"],
+    positions: Int[Array, "B M"],
+    sampling: SamplingParams,
+) -> Int[Array, "B M"]:
+    """The target's token at absolute position `positions[b, m]`, given the logits that predict it."""
+    return jnp.argmax(perturb(keys, logits, positions, sampling), -1).astype(jnp.int32)

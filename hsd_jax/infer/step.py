@@ -1,0 +1,91 @@
+"""One round, in a straight line: draft, target, judge, commit. The only file where drafters and rules meet.
+
+`make_step` closes over what is static and returns a pure transition of `DecodeState`; `decode.py` runs it in one
+`lax.while_loop`, `plain.py` has the transition without speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from hsd_jax.config import ModelConfig
+from hsd_jax.infer.accept import check_legal
+from hsd_jax.infer.tree import ancestor_mask
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.target import forward
+from hsd_jax.types import AcceptRule, DecodeState, Drafter, Limits, SamplingParams
+
+Step = Callable[[dict, SamplingParams, Limits, DecodeState], DecodeState]
+"""`step(models, sampling, limits, state) -> state`; `models` holds the weights, "target" and "drafter"."""
+
+
+def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
+    """The speculative round.
+
+    Raises:
+      ValueError: if `rule` is not lossless for the trees of `drafter`.
+    """
+    check_legal(rule, drafter.law)
+
+    def step(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState) -> DecodeState:
+        root_position = state.length - 1
+        root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
+        with jax.named_scope("draft"):
+            tree, drafter_state = drafter.draft(models, state.drafter, root, root_position)
+        with jax.named_scope("target"):
+            ancestors = ancestor_mask(tree, drafter.max_depth)
+            positions = root_position[:, None] + tree.depth
+            output = forward(models["target"], config, tree.tokens, positions, ancestors, state.cache)
+        with jax.named_scope("judge"):
+            verdict = rule.verify(state.keys, tree, ancestors, output.logits, sampling, root_position)
+            num_committed, done = cut(verdict.emitted, verdict.num_accepted + 1, limits, state)
+        with jax.named_scope("commit"):
+            cache = cache_lib.commit(state.cache, output.new_kv, verdict.path, num_committed)
+            drafter_state = drafter.commit(models, drafter_state, verdict, output, num_committed)
+            return advance(state, verdict.emitted, num_committed, done, cache, drafter_state)
+
+    return step
+
+
+def cut(
+    emitted: Int[Array, "B M"], num_emitted: Int[Array, "B"], limits: Limits, state: DecodeState
+) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
+    """How many of the emitted tokens count, after the first end token, the length limit and finished rows."""
+    index = jnp.arange(emitted.shape[1])
+    is_eos = jnp.any(emitted[:, :, None] == limits.eos, -1) & (index < num_emitted[:, None])
+    until_eos = jnp.where(jnp.any(is_eos, -1), jnp.argmax(is_eos, -1) + 1, num_emitted)
+    count = jnp.minimum(until_eos, limits.max_length - state.length)
+    count = jnp.where(state.done, 0, count).astype(jnp.int32)
+    hit_eos = jnp.any(is_eos & (index < count[:, None]), -1)
+    return count, state.done | hit_eos | (state.length + count >= limits.max_length)
+
+
+def advance(
+    state: DecodeState,
+    emitted: Int[Array, "B M"],
+    count: Int[Array, "B"],
+    done: Bool[Array, "B"],
+    cache,
+    drafter_state,
+) -> DecodeState:
+    """Appends `count` emitted tokens to every row; a finished row keeps its buffer bit for bit."""
+    old = cache_lib.take_nodes(state.tokens, state.length[:, None] + jnp.arange(emitted.shape[1]), axis=1)
+    kept = jnp.where(jnp.arange(emitted.shape[1]) < count[:, None], emitted, old)
+    histogram = state.stats.accepted_histogram
+    bins = jnp.arange(histogram.shape[1]) == (count - 1)[:, None]  # a finished row has count 0: no bin
+    stats = state.stats.replace(
+        num_target_passes=state.stats.num_target_passes + (count > 0),
+        accepted_histogram=histogram + bins,
+    )
+    return state.replace(
+        tokens=cache_lib.write_rows(state.tokens, kept, state.length, axis=1),
+        length=state.length + count,
+        done=done,
+        cache=cache,
+        drafter=drafter_state,
+        stats=stats,
+    )

@@ -1,0 +1,114 @@
+"""The hidden-state drafter's weights: a token-free trunk and, separately, the token-info injector.
+
+The trunk maps a state that predicts position t to one that predicts position t + 1; it reads the target's features of
+committed positions and its own earlier states, never a drafted token (Lyanna, arXiv:2602.21224). The injector adds
+what the previous token says, behind the LM head, as a low-rank bias. Read next: `infer/drafters/hidden.py`.
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from hsd_jax.config import FULL, DrafterConfig, ModelConfig
+from hsd_jax.models.layers import Block, Linear, RMSNorm, matmul, rms_norm, rope_table
+from hsd_jax.models.target import layer_masks, lm_head
+from hsd_jax.types import KVCache, NewKV, Weights
+
+
+class Trunk(nn.Module):
+    """Decoder layers over states. `embeddings` are those of committed tokens; drafted positions have none."""
+
+    config: DrafterConfig
+
+    @nn.compact
+    def __call__(self, states, embeddings, positions, new_mask, cache):
+        c = self.config
+        x = states
+        if c.committed_embeddings:
+            no_token = self.param("no_token", nn.initializers.zeros, (c.hidden_size,)).astype(jnp.float32)
+            if embeddings is None:
+                x = x + no_token
+            else:
+                embeddings = RMSNorm(c.norm_eps, name="embedding_norm")(embeddings)
+                x = x + Linear(c.hidden_size, init_std=0.01, name="embedding_in")(embeddings)
+        table = rope_table(c.rope, c.head_dim, positions)
+        masks = layer_masks(_NO_WINDOW, positions, new_mask, cache)[FULL]
+        keys, values = [], []
+        for layer in range(c.num_layers):
+            cached = None if cache is None else (cache.keys[layer], cache.values[layer])
+            x, (key, value) = Block(c, name=f"layer_{layer}")(x, table, masks[0], cached, masks[1])
+            keys.append(key)
+            values.append(value)
+        return x, NewKV(tuple(keys), tuple(values))
+
+
+_NO_WINDOW = ModelConfig(1, 1, 1, 1, 1, 1, 1)
+
+
+def trunk_pass(
+    weights: Weights,
+    config: DrafterConfig,
+    states: Float[Array, "B N H"],
+    embeddings: Float[Array, "B N H"] | None,
+    positions: Int[Array, "B N"],
+    new_mask: Bool[Array, "B N N"],
+    cache: KVCache | None,
+) -> tuple[Float[Array, "B N H"], NewKV]:
+    """One pass of the trunk over N states a row.
+
+    Args:
+      states: features of committed positions, or the trunk's own states.
+      embeddings: the target's embedding of the token that follows each position, where that token is committed;
+        None for the trunk's own states. Ignored when the configuration has no committed embeddings.
+    Returns:
+      The next states, before the output norm, and keys and values to commit or to drop.
+    """
+    if not config.committed_embeddings:
+        embeddings = None
+    return Trunk(config).apply(
+        {"params": weights["trunk"]}, states, embeddings, positions, new_mask, cache
+    )
+
+
+def base_logits(
+    weights: Weights,
+    config: DrafterConfig,
+    target_weights: Weights,
+    target_config: ModelConfig,
+    states: Float[Array, "... H"],
+) -> Float[Array, "... V"]:
+    """Logits of all states through the target's own LM head, in one product."""
+    norm = weights["output_norm"]["weight"].astype(jnp.float32)
+    return lm_head(target_weights, target_config, rms_norm(states, norm, config.norm_eps))
+
+
+def token_info(
+    weights: Weights, config: DrafterConfig, previous: Int[Array, "..."]
+) -> Float[Array, "... V"]:
+    """The bias of the previous token: RMSNorm(W1[previous]) . W2; zero at initialisation (methods.md 1.5, 3)."""
+    row = weights["injector"]["previous"][previous]
+    row = rms_norm(row, weights["injector"]["norm"].astype(jnp.float32), config.norm_eps)
+    return matmul(row, weights["injector"]["bias"])
+
+
+def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
+    """Random float32 weights; `injector/bias` is zero, so the first logits are the base logits."""
+    trunk_key, table_key = jax.random.split(key)
+    one = jnp.zeros((1, 1), jnp.int32)
+    state = jnp.zeros((1, 1, config.hidden_size))
+    mask = jnp.ones((1, 1, 1), bool)
+    trunk = Trunk(config).init(trunk_key, state, state, one, mask, None)["params"]
+    if config.committed_embeddings:  # created only on the pass without embeddings
+        trunk = dict(trunk, no_token=jnp.zeros(config.hidden_size))
+    return {
+        "trunk": trunk,
+        "output_norm": {"weight": jnp.ones(config.hidden_size)},
+        "injector": {
+            "previous": jax.random.normal(table_key, (config.vocab_size, config.rank)),
+            "norm": jnp.ones(config.rank),
+            "bias": jnp.zeros((config.vocab_size, config.rank)),
+        },
+    }
