@@ -132,7 +132,10 @@ def attend(
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. Returns its output and the new keys and values, rotary embedding applied."""
+    """Grouped-query attention. Returns its output and the new keys and values, rotary embedding applied.
+
+    `attend_fn` stands in for `attend` where who sees whom is no mask over nodes (`train/unroll.py`).
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -148,7 +151,7 @@ class Attention(nn.Module):
     output_std: float | None = None
 
     @nn.compact
-    def __call__(self, x, table, new_mask, cached, cached_mask):
+    def __call__(self, x, table, new_mask, cached, cached_mask, attend_fn=attend):
         batch, num, _ = x.shape
         groups, width = self.num_kv_heads, self.head_dim
         per_group = self.num_heads // groups
@@ -169,7 +172,7 @@ class Attention(nn.Module):
         def widen(mask: Array | None) -> Array | None:
             return None if mask is None else jnp.repeat(mask, per_group, axis=1)[:, None]
 
-        out = attend(
+        out = attend_fn(
             query, (key, value), widen(new_mask), cached, widen(cached_mask), self.scale, self.softcap
         )
         out = out.reshape(batch, groups, num, per_group, width).transpose(0, 2, 1, 3, 4)
@@ -198,7 +201,7 @@ class Block(nn.Module):
     """A `ModelConfig` or a `DrafterConfig`; the fields a drafter lacks take their plain values."""
 
     @nn.compact
-    def __call__(self, x, table, new_mask, cached, cached_mask):
+    def __call__(self, x, table, new_mask, cached, cached_mask, attend_fn=attend):
         c = self.config
         get = lambda name, default: getattr(c, name, default)  # noqa: E731
         offset, post_norms = get("norm_offset", 0.0), get("post_norms", False)
@@ -221,7 +224,7 @@ class Block(nn.Module):
             get("attention_softcap", None),
             output_std,
             name="attn",
-        )(norm("attn_norm", x), table, new_mask, cached, cached_mask)
+        )(norm("attn_norm", x), table, new_mask, cached, cached_mask, attend_fn)
         x = x + (norm("attn_post_norm", attended) if post_norms else attended)
         mlp = MLP(
             c.intermediate_size, get("activation", "silu"), get("mlp_bias", False), output_std, name="mlp"

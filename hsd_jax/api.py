@@ -1,0 +1,184 @@
+"""What users call: `decode` and `stream`, and the records they return.
+
+The arguments are checked and padded in `request.py`; the work is done by the pure functions of `infer/decode.py`.
+Read next: `infer/step.py` for one round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from hsd_jax.config import TreeConfig
+from hsd_jax.params import Params
+from hsd_jax.request import Prompt, Request, prepare
+from hsd_jax.tokenizer import IncrementalDecoder
+from hsd_jax.types import NO_TOKEN, DecodeState
+
+
+@dataclasses.dataclass(frozen=True)
+class RowStats:
+    """Counts of every row."""
+
+    tau: np.ndarray
+    num_target_passes: np.ndarray
+    accepted_histogram: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What a decode did. `tau`: tokens emitted per target pass of the loop, prefill excluded."""
+
+    tau: float
+    num_target_passes: int
+    """Passes summed over rows."""
+    accepted_histogram: np.ndarray
+    """[D+1]: rounds by accepted draft tokens that were kept, over all rows."""
+    per_row: RowStats
+    prefill_seconds: float
+    decode_seconds: float
+    """Wall time of the loop; the first call of a shape includes its compilation."""
+
+    @property
+    def mean_accepted(self) -> float:
+        """Draft tokens kept per target pass: tau - 1."""
+        return self.tau - 1.0
+
+    @property
+    def conditional_acceptance(self) -> np.ndarray:
+        """[D]: of the rounds that kept depth d - 1, the share that kept depth d; the last round counts as cut."""
+        reached = np.cumsum(self.accepted_histogram[::-1])[::-1]
+        return reached[1:] / np.maximum(reached[:-1], 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeResult:
+    """`tokens` [B, T_out] without the prompt, padded with NO_TOKEN; `num_tokens` [B] counts the end token."""
+
+    tokens: np.ndarray
+    num_tokens: np.ndarray
+    text: list[str] | None
+    stats: Stats
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What a stream adds to one row: whole UTF-8 characters, or None without a tokenizer."""
+
+    row: int
+    tokens: np.ndarray
+    text: str | None
+
+
+def decode(
+    params: Params,
+    prompt: Prompt | Sequence[Prompt],
+    max_new_tokens: int | Sequence[int] = 128,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int | None] | None = None,
+    top_p: float | Sequence[float | None] | None = None,
+    seed: int | Sequence[int] = 0,
+    tree: TreeConfig | None = None,
+    speculate: bool = True,
+    eos: int | Sequence[int] | None = None,
+    pad_rows: int = 1,
+) -> DecodeResult:
+    """Continues prompts; with speculation the text is that of plain decoding, sooner.
+
+    Every setting may be one value or one per row; none of them compiles anything. With the same `seed` the sampled
+    text is the same with and without speculation, whatever the tree, and a row's text does not depend on the others.
+
+    Args:
+      prompt: a text, token ids, or a list of either (ragged lengths are fine).
+      max_new_tokens: per row; the end token counts.
+      temperature: 0 is greedy.
+      top_k, top_p: None switches the filter off.
+      seed: row i of a batch uses seed + i, or give a list.
+      tree: shape of the draft tree; None: `params.tree`.
+      speculate: False decodes plainly.
+      eos: end tokens in place of the checkpoint's; () for none.
+      pad_rows: rows a plain pass is padded to (see `infer/plain.py`).
+    Raises:
+      ValueError: naming the wrong value and the allowed ones, before anything compiles.
+    """
+    request = prepare(
+        params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, pad_rows
+    )
+    start = time.perf_counter()
+    state = request.decoder.run(request.models, request.sampling, request.limits, request.state)
+    jax.block_until_ready(state.length)
+    seconds = time.perf_counter() - start
+    rows = len(request.prompt_length)
+    tokens, length = np.asarray(state.tokens)[:rows], np.asarray(state.length)[:rows]
+    num_tokens = length - request.prompt_length
+    out = np.full((rows, int(num_tokens.max(initial=0))), NO_TOKEN, np.int32)
+    for row, (first, last) in enumerate(zip(request.prompt_length, length, strict=True)):
+        out[row, : last - first] = tokens[row, first:last]
+    text = None
+    if params.tokenizer is not None:
+        text = [params.tokenizer.decode(out[row, :n]) for row, n in enumerate(num_tokens)]
+    stats = _stats(state, num_tokens, request.prefill_seconds, seconds)
+    return DecodeResult(out, num_tokens.astype(np.int32), text, stats)
+
+
+def stream(
+    params: Params,
+    prompt: Prompt | Sequence[Prompt],
+    max_new_tokens: int | Sequence[int] = 128,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int | None] | None = None,
+    top_p: float | Sequence[float | None] | None = None,
+    seed: int | Sequence[int] = 0,
+    tree: TreeConfig | None = None,
+    speculate: bool = True,
+    eos: int | Sequence[int] | None = None,
+    rounds: int = 4,
+) -> Iterator[Piece]:
+    """Like `decode`, in pieces: the same compiled loop runs `rounds` rounds at a time.
+
+    The pieces of a row join to the text of `decode`. Bad arguments raise at the call, not at the first piece.
+
+    Raises:
+      ValueError: as `decode`.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds}: allowed are 1 and more")
+    request = prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, 1)
+    return _stream(params, request, rounds)
+
+
+def _stream(params: Params, request: Request, rounds: int) -> Iterator[Piece]:
+    state, rows = request.state, len(request.prompt_length)
+    shown = request.prompt_length.copy()
+    decoders = [IncrementalDecoder(params.tokenizer) for _ in range(rows)] if params.tokenizer else None
+    finished = np.zeros(rows, bool)
+    while not finished.all():
+        state = request.decoder.run(request.models, request.sampling, request.limits, state, rounds)
+        length, done = np.asarray(state.length)[:rows], np.asarray(state.done)[:rows]
+        tokens = np.asarray(state.tokens)
+        for row in np.flatnonzero(~finished):
+            new = tokens[row, shown[row] : length[row]]
+            text = decoders[row].push(new, is_last=bool(done[row])) if decoders else None
+            shown[row] = length[row]
+            if len(new) or text:
+                yield Piece(int(row), new, text)
+        finished = done
+
+
+def _stats(state: DecodeState, num_tokens: np.ndarray, prefill_seconds: float, seconds: float) -> Stats:
+    rows = len(num_tokens)
+    passes = np.asarray(state.stats.num_target_passes)[:rows]
+    histogram = np.asarray(state.stats.accepted_histogram)[:rows]
+    per_row = RowStats(num_tokens / np.maximum(passes, 1), passes, histogram)
+    return Stats(
+        tau=float(num_tokens.sum() / max(passes.sum(), 1)),
+        num_target_passes=int(passes.sum()),
+        accepted_histogram=histogram.sum(0),
+        per_row=per_row,
+        prefill_seconds=prefill_seconds,
+        decode_seconds=seconds,
+    )

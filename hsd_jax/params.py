@@ -1,0 +1,145 @@
+"""What a user passes around: `Params`, and `load`, which makes one from folders.
+
+Everything that can be wrong with a checkpoint is checked here, before anything compiles. Read next: `api.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from hsd_jax import sharding as sharding_lib
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.models import convert
+from hsd_jax.tokenizer import Tokenizer
+
+DEMO = Path(__file__).parent / "assets" / "demo"
+PRECISIONS = ("fast", "exact")
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+DEFAULT_TREE = TreeConfig(nodes=8, depth=5, width=3)
+
+
+@flax.struct.dataclass
+class Params:
+    """A target, perhaps a drafter, and what decoding them needs: a pytree of weights with static settings.
+
+    Passes through `jax.jit`, `jax.device_put` and `jax.tree.map`.
+    """
+
+    target: dict[str, Any]
+    drafter: dict[str, Any] | None
+    target_config: ModelConfig = flax.struct.field(pytree_node=False)
+    drafter_config: DrafterConfig | None = flax.struct.field(pytree_node=False, default=None)
+    tokenizer: Tokenizer | None = flax.struct.field(pytree_node=False, default=None)
+    eos: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
+    max_len: int = flax.struct.field(pytree_node=False, default=2048)
+    precision: str = flax.struct.field(pytree_node=False, default="fast")
+    tree: TreeConfig = flax.struct.field(pytree_node=False, default=DEFAULT_TREE)
+    mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
+
+
+def fastest_dtype() -> Any:
+    """bfloat16 where the device multiplies it natively (accelerators, CPUs with AMX), else float32."""
+    if jax.default_backend() != "cpu":
+        return jnp.bfloat16
+    try:
+        return jnp.bfloat16 if "amx_bf16" in Path("/proc/cpuinfo").read_text() else jnp.float32
+    except OSError:
+        return jnp.float32
+
+
+def load(
+    name: str | None = None,
+    *,
+    target: str | Path | None = None,
+    drafter: str | Path | None = None,
+    dtype: Any = None,
+    max_len: int | None = None,
+    precision: str = "fast",
+    mesh: str | Mesh | None = None,
+    tree: TreeConfig | None = None,
+) -> Params:
+    """Loads a target and, if given, its drafter.
+
+    Args:
+      name: "demo", the bundled pair; or use `target`.
+      target: a Hugging Face folder (safetensors, config.json, tokenizer if there is one).
+      drafter: a folder written by `hsd train drafter`; None decodes plainly.
+      dtype: of the weights: "float32", "bfloat16" or None, the fastest on this device.
+      max_len: most tokens of a row, prompt included; None: what the model was made for.
+      precision: "fast", or "exact": float32 weights and highest matmul precision, where speculative and plain text
+        agree token for token.
+      mesh: "data=2,model=4" or a `jax.sharding.Mesh`: rows over data, weights over model.
+      tree: default draft tree of `decode`.
+    Raises:
+      FileNotFoundError, ValueError: naming the wrong value and what to do, before anything compiles.
+    """
+    if (name is None) == (target is None):
+        raise ValueError('load() wants either a name, load("demo"), or load(target=FOLDER)')
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r}: allowed are {', '.join(PRECISIONS)}")
+    if name is not None:
+        if name != "demo":
+            raise ValueError(f'load({name!r}): the only bundled name is "demo"; folders go into target=')
+        target, drafter = DEMO / "target", DEMO / "drafter" if drafter is None else drafter
+    assert target is not None
+    weights_dtype = _check_dtype(dtype, precision)
+    mesh = sharding_lib.make_mesh(mesh)
+    config = convert.read_config(target)
+    weights = convert.read_weights(target, config, weights_dtype)
+    drafter_config, drafter_weights = None, None
+    if drafter is not None:
+        drafter_config, drafter_weights = convert.read_drafter(drafter, weights_dtype)
+        convert.check_drafter(drafter_config, config, convert.weights_hash(weights))
+    longest = config.max_position
+    if max_len is not None and not 1 < max_len <= longest:
+        raise ValueError(f"max_len={max_len}: allowed are 2 to {longest}, the model's max_position_embeddings")
+    tokenizer = Tokenizer.find(target)
+    eos = convert.read_eos(target)
+    if not eos and tokenizer is not None and tokenizer.eos_id is not None:
+        eos = (tokenizer.eos_id,)
+    if tree is None and drafter_config is not None:
+        tree = dataclasses.replace(DEFAULT_TREE, depth=min(DEFAULT_TREE.depth, drafter_config.num_steps))
+    params = Params(
+        weights,
+        drafter_weights,
+        config,
+        drafter_config,
+        tokenizer,
+        eos,
+        max_len or longest,
+        precision,
+        tree or DEFAULT_TREE,
+        mesh,
+    )
+    return place(params, mesh)
+
+
+def place(params: Params, mesh: Mesh | None) -> Params:
+    """Puts the weights on the default device, or on a mesh by the table of `sharding.py`."""
+    if mesh is None:
+        return jax.device_put(params)
+    c, d = params.target_config, params.drafter_config
+    target = sharding_lib.weight_shardings(mesh, params.target, c.num_heads, c.num_kv_heads)
+    placed = params.replace(target=jax.device_put(params.target, target), mesh=mesh)
+    if d is not None:
+        drafter = sharding_lib.weight_shardings(mesh, params.drafter, d.num_heads, d.num_kv_heads)
+        placed = placed.replace(drafter=jax.device_put(params.drafter, drafter))
+    return placed
+
+
+def _check_dtype(dtype: Any, precision: str) -> Any:
+    if dtype is None:
+        return jnp.float32 if precision == "exact" else fastest_dtype()
+    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    if name not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
+    if precision == "exact" and name != "float32":
+        raise ValueError(f'dtype={name!r} with precision="exact": exact means float32; leave dtype out')
+    return DTYPES[name]

@@ -1,0 +1,208 @@
+"""From the arguments of a call to checked, padded arrays: prompts, settings per row, buckets, prefill.
+
+Everything that can be wrong with a call is found here, before anything compiles. Used by `api.py` alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hsd_jax import sharding as sharding_lib
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig, bucket
+from hsd_jax.infer.accept import match_rule
+from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.step import make_step
+from hsd_jax.params import Params
+from hsd_jax.types import NO_TOKEN, DecodeState, Limits, SamplingParams
+
+FIRST_CAPACITY = 256
+"""Generated tokens the first cache bucket has room for; longer decodes move to larger buckets as they grow."""
+
+Prompt = str | Sequence[int] | np.ndarray | jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A checked call, as arrays: what `decode` and `stream` share."""
+
+    decoder: Decoder
+    models: dict
+    sampling: SamplingParams
+    limits: Limits
+    state: DecodeState
+    prompt_length: np.ndarray
+    prefill_seconds: float
+
+
+@functools.lru_cache(maxsize=64)
+def _decoder(
+    config: ModelConfig,
+    drafter_config: DrafterConfig | None,
+    tree: TreeConfig | None,
+    precision: str,
+    cache_dtype: str,
+    pad_rows: int,
+) -> Decoder:
+    """One set of compiled functions for each static configuration of this process."""
+    matmul_precision = "highest" if precision == "exact" else None
+    if drafter_config is None or tree is None:
+        return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision)
+    drafter = hidden_drafter(config, drafter_config, tree, cache_dtype)
+    return Decoder(config, make_step(config, drafter, match_rule(tree.depth)), drafter, cache_dtype, matmul_precision)
+
+
+def prepare(
+    params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, pad_rows
+) -> Request:
+    """Checks a call, pads it to its bucket and runs the prefill."""
+    rows = _encode(params, prompt)
+    batch = len(rows)
+    sampling = _sampling(batch, temperature, top_k, top_p)
+    new_tokens = _per_row("max_new_tokens", max_new_tokens, batch, int)
+    if min(new_tokens) < 0:
+        raise ValueError(f"max_new_tokens={min(new_tokens)}: allowed are 0 and more")
+    for row, (ids, new) in enumerate(zip(rows, new_tokens, strict=True)):
+        if len(ids) + new > params.max_len:
+            raise ValueError(
+                f"prompt {row} has {len(ids)} tokens and max_new_tokens is {new}: together more than"
+                f" max_len={params.max_len}; shorten one or load with a larger max_len (at most"
+                f" {params.target_config.max_position})"
+            )
+    seeds = list(seed) if isinstance(seed, (list, tuple, np.ndarray)) else [int(seed) + i for i in range(batch)]
+    seeds = _per_row("seed", seeds, batch, int)
+    speculate = speculate and params.drafter is not None
+    tree = params.tree if tree is None else tree
+    if not isinstance(tree, TreeConfig):
+        raise ValueError(f"tree={tree!r}: expected a hsd_jax.TreeConfig")
+    if pad_rows < 1:
+        raise ValueError(f"pad_rows={pad_rows}: allowed are 1 and more")
+    decoder = _decoder(
+        params.target_config,
+        params.drafter_config if speculate else None,
+        tree if speculate else None,
+        params.precision,
+        params.target["embedding"].dtype.name,
+        1 if speculate else pad_rows,
+    )
+
+    # Rows that only fill the mesh are born finished: one token, no room for another.
+    fill = -batch % sharding_lib.rows_multiple(params.mesh)
+    rows = rows + [[0]] * fill
+    length = np.array([len(r) for r in rows], np.int32)
+    max_length = length + np.array([*new_tokens, *[0] * fill], np.int32)
+    prompt_bucket = bucket(int(length.max()))
+    tokens = np.zeros((len(rows), prompt_bucket), np.int32)
+    for i, ids in enumerate(rows):
+        tokens[i, : len(ids)] = ids
+    depth = decoder.max_depth
+    capacity = bucket(max(prompt_bucket, int(np.minimum(max_length, length + FIRST_CAPACITY).max()) + depth + 1), 64)
+    max_tokens = bucket(int(max_length.max()) + depth + 1, 64)
+    pad = ((0, fill),)
+    sampling = jax.tree.map(lambda x: jnp.asarray(np.pad(x, pad, mode="edge")), sampling)
+    keys = jax.vmap(jax.random.key)(jnp.asarray(seeds + [0] * fill, jnp.uint32))
+    limits = Limits(jnp.asarray(max_length), jnp.asarray(_eos(params, eos)))
+    arrays = (jnp.asarray(tokens), jnp.asarray(length), keys, limits, sampling)
+    if params.mesh is not None:
+        arrays = jax.device_put(arrays, sharding_lib.row_shardings(params.mesh, arrays, len(rows)))
+    tokens, lengths, keys, limits, sampling = arrays
+    models = {"target": params.target, "drafter": params.drafter if speculate else None}
+    start = time.perf_counter()
+    state = decoder.prefill(models, tokens, lengths, keys, limits, capacity=capacity, max_tokens=max_tokens)
+    if params.mesh is not None:
+        state = jax.device_put(state, sharding_lib.row_shardings(params.mesh, state, len(rows)))
+    jax.block_until_ready(state.length)
+    seconds = time.perf_counter() - start
+    return Request(decoder, models, sampling, limits, state, length[:batch].copy(), seconds)
+
+
+def _encode(params: Params, prompt) -> list[list[int]]:
+    """Prompts as lists of token ids.
+
+    Raises:
+      ValueError: for empty prompts, text without a tokenizer, text that is not UTF-8, ids outside the vocabulary.
+    """
+    if isinstance(prompt, (str, bytes)):
+        prompts: list = [prompt]
+    elif isinstance(prompt, (np.ndarray, jax.Array)):
+        prompts = [prompt] if prompt.ndim == 1 else list(prompt)
+    elif isinstance(prompt, Sequence):
+        is_ids = len(prompt) > 0 and all(isinstance(x, (int, np.integer)) for x in prompt)
+        prompts = [prompt] if is_ids else list(prompt)
+    else:
+        raise ValueError(f"prompt of type {type(prompt).__name__}: expected a text, token ids, or a list of either")
+    if not prompts:
+        raise ValueError("prompt is an empty list: give at least one text or one token id")
+    return [_encode_one(params, p, i) for i, p in enumerate(prompts)]
+
+
+def _encode_one(params: Params, prompt, row: int) -> list[int]:
+    if isinstance(prompt, bytes):
+        try:
+            prompt = prompt.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"prompt {row} is not UTF-8 ({error.reason} at byte {error.start})") from error
+    if isinstance(prompt, str):
+        if params.tokenizer is None:
+            raise ValueError(f"prompt {row} is text, but the checkpoint has no tokenizer: give token ids")
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt {row} is not UTF-8 text (lone surrogate at character {error.start})") from error
+        if not prompt:
+            raise ValueError(f"prompt {row} is empty: give at least one token")
+        prompt = params.tokenizer.encode(prompt)
+    ids = np.asarray(prompt)
+    if ids.size == 0:
+        raise ValueError(f"prompt {row} is empty: give at least one token")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"prompt {row} has shape {ids.shape} and dtype {ids.dtype}: expected a row of integers")
+    vocab_size = params.target_config.vocab_size
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise ValueError(f"prompt {row} holds token {wrong}: allowed are 0 to {vocab_size - 1}")
+    return [int(x) for x in ids]
+
+
+def _per_row(name: str, value, batch: int, kind: type) -> list:
+    values = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value] * batch
+    if len(values) != batch:
+        raise ValueError(f"{name} has {len(values)} values for {batch} rows")
+    try:
+        return [None if v is None else kind(v) for v in values]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={value!r}: expected {kind.__name__} values") from error
+
+
+def _sampling(batch: int, temperature, top_k, top_p) -> SamplingParams:
+    temperatures = _per_row("temperature", temperature, batch, float)
+    ks = [0 if k is None else k for k in _per_row("top_k", top_k, batch, int)]
+    ps = [1.0 if p is None else p for p in _per_row("top_p", top_p, batch, float)]
+    for t in temperatures:
+        if t is None or not 0.0 <= t < float("inf"):
+            raise ValueError(f"temperature={t}: allowed are 0 (greedy) and positive numbers")
+    for k, given in zip(ks, _per_row("top_k", top_k, batch, int), strict=True):
+        if given is not None and k < 1:
+            raise ValueError(f"top_k={k}: allowed are 1 and more, or None")
+    for p in ps:
+        if not 0.0 < p <= 1.0:
+            raise ValueError(f"top_p={p}: allowed are numbers in (0, 1], or None")
+    return SamplingParams(np.array(temperatures, np.float32), np.array(ks, np.int32), np.array(ps, np.float32))
+
+
+def _eos(params: Params, eos) -> np.ndarray:
+    """End tokens in a bucket of their own, so that their number never compiles anything."""
+    ids = params.eos if eos is None else ((int(eos),) if isinstance(eos, (int, np.integer)) else tuple(eos))
+    vocab_size = params.target_config.vocab_size
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"eos={token}: allowed are 0 to {vocab_size - 1}")
+    return np.array([*ids, *[NO_TOKEN] * (bucket(len(ids), 4) - len(ids))], np.int32)

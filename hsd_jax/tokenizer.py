@@ -1,0 +1,84 @@
+"""Text in and out: a Hugging Face tokenizer behind four methods, and incremental decoding for streams.
+
+A checkpoint without tokenizer works with token ids; only text needs this. Torch is never imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+UNFINISHED = "\ufffd"
+"""What a byte-level decoder prints for bytes that are no whole UTF-8 character yet."""
+
+
+class Tokenizer:
+    """Encodes prompts, decodes tokens. Compared by identity, so that it can be a static field of a pytree."""
+
+    def __init__(self, folder: str | Path):
+        from transformers import AutoTokenizer  # seconds of import time that token-id users need not pay
+
+        self._inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+    @staticmethod
+    def find(folder: str | Path) -> Tokenizer | None:
+        """The tokenizer of a checkpoint folder, None if it has none.
+
+        Raises:
+          ValueError: if tokenizer files are there but cannot be read.
+        """
+        folder = Path(folder)
+        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+            return None
+        try:
+            return Tokenizer(folder)
+        except Exception as error:  # transformers raises many kinds for one cause: a file it cannot read
+            raise ValueError(f"{folder}: the tokenizer cannot be read ({error}); restore tokenizer.json") from error
+
+    @property
+    def eos_id(self) -> int | None:
+        return self._inner.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens the checkpoint puts around a text."""
+        return list(self._inner(text)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._inner.decode(list(tokens), skip_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, through the checkpoint's own chat template, open for the answer.
+
+        Raises:
+          ValueError: if the checkpoint has no chat template.
+        """
+        if not getattr(self._inner, "chat_template", None):
+            raise ValueError("this checkpoint has no chat template; prompt it without --chat")
+        text = self._inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        return list(self._inner(text, add_special_tokens=False)["input_ids"])
+
+
+class IncrementalDecoder:
+    """Turns a growing list of tokens into pieces of text that join to the whole text.
+
+    A piece is held back while it ends inside a UTF-8 character. A few tokens of context are decoded again each time,
+    because some tokenizers write a token differently at the start of a text.
+    """
+
+    CONTEXT = 4
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._printed = 0
+
+    def push(self, tokens: Sequence[int], is_last: bool = False) -> str:
+        """The text that `tokens` complete; with `is_last` also what is still held back."""
+        self._tokens.extend(int(t) for t in tokens)
+        start = max(0, self._printed - self.CONTEXT)
+        before = self._tokenizer.decode(self._tokens[start : self._printed])
+        text = self._tokenizer.decode(self._tokens[start:])
+        if text.endswith(UNFINISHED) and not is_last:
+            return ""
+        self._printed = len(self._tokens)
+        return text[len(before) :]
