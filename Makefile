@@ -30,7 +30,7 @@ test: $(STAMP) ## Run the tests, without the slow ones
 
 test-slow: $(STAMP) ## Run all tests; those against torch are skipped where it cannot be installed
 	@$(BIN)/python -c "import torch" 2>/dev/null || { echo "Installing $(TORCH) for the comparisons"; \
-		$(PIP) install --quiet "$(TORCH)" || echo "torch is not available here: its tests are skipped"; }
+		$(PIP) install -qq "$(TORCH)" || echo "torch is not available here: its tests are skipped"; }
 	@$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
 
 lint: $(DEV_STAMP) ## Check style, format and types
@@ -49,10 +49,10 @@ $(STAMP): pyproject.toml
 		exit 1; fi
 	@$(PIP) --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(VENV)
 	@echo "Installing hsd_jax and its tests into $(VENV) (a minute or two)"
-	@$(PIP) install --quiet --editable '.[test]'
+	@$(PIP) install -qq --editable '.[test]'
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)
 	@echo "Installing the development tools into $(VENV)"
-	@$(PIP) install --quiet --editable '.[dev]'
+	@$(PIP) install -qq --editable '.[dev]'
 	@touch $@

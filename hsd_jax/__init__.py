@@ -1,8 +1,15 @@
-"""hsd_jax: hidden-state speculative decoding in JAX. `decode` and `load` are where to start."""
+"""hsd_jax: hidden-state speculative decoding in JAX. `decode` and `load` are where to start.
 
-from hsd_jax.api import DecodeResult, Piece, Stats, decode, stream
-from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.params import Params, load, place
+The names are imported when they are first used, so that `hsd --help` does not wait for jax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hsd_jax.api import DecodeResult, Piece, Stats, decode, stream
+    from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+    from hsd_jax.params import Params, load, place
 
 __version__ = "0.1.0"
 
@@ -19,3 +26,22 @@ __all__ = [
     "place",
     "stream",
 ]
+
+_MODULES = {
+    "hsd_jax.api": ("DecodeResult", "Piece", "Stats", "decode", "stream"),
+    "hsd_jax.config": ("DrafterConfig", "ModelConfig", "TreeConfig"),
+    "hsd_jax.params": ("Params", "load", "place"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'hsd_jax' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

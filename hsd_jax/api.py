@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import jax
 import numpy as np
@@ -137,10 +137,11 @@ def stream(
     speculate: bool = True,
     eos: int | Sequence[int] | None = None,
     rounds: int = 4,
-) -> Iterator[Piece]:
+) -> Generator[Piece, None, Stats]:
     """Like `decode`, in pieces: the same compiled loop runs `rounds` rounds at a time.
 
-    The pieces of a row join to the text of `decode`. Bad arguments raise at the call, not at the first piece.
+    The pieces of a row join to the text of `decode`. Bad arguments raise at the call, not at the first piece. The
+    generator returns the `Stats` (the value of its StopIteration).
 
     Raises:
       ValueError: as `decode`.
@@ -151,14 +152,16 @@ def stream(
     return _stream(params, request, rounds)
 
 
-def _stream(params: Params, request: Request, rounds: int) -> Iterator[Piece]:
-    state, rows = request.state, len(request.prompt_length)
+def _stream(params: Params, request: Request, rounds: int) -> Generator[Piece, None, Stats]:
+    state, rows, seconds = request.state, len(request.prompt_length), 0.0
     shown = request.prompt_length.copy()
     decoders = [IncrementalDecoder(params.tokenizer) for _ in range(rows)] if params.tokenizer else None
     finished = np.zeros(rows, bool)
     while not finished.all():
+        start = time.perf_counter()
         state = request.decoder.run(request.models, request.sampling, request.limits, state, rounds)
         length, done = np.asarray(state.length)[:rows], np.asarray(state.done)[:rows]
+        seconds += time.perf_counter() - start
         tokens = np.asarray(state.tokens)
         for row in np.flatnonzero(~finished):
             new = tokens[row, shown[row] : length[row]]
@@ -167,6 +170,7 @@ def _stream(params: Params, request: Request, rounds: int) -> Iterator[Piece]:
             if len(new) or text:
                 yield Piece(int(row), new, text)
         finished = done
+    return _stats(state, shown - request.prompt_length, request.prefill_seconds, seconds)
 
 
 def _stats(state: DecodeState, num_tokens: np.ndarray, prefill_seconds: float, seconds: float) -> Stats:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.models import convert
+from hsd_jax.models import convert, native
 from hsd_jax.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parent / "assets" / "demo"
@@ -46,12 +46,7 @@ class Params:
 
 def fastest_dtype() -> Any:
     """bfloat16 where the device multiplies it natively (accelerators, CPUs with AMX), else float32."""
-    if jax.default_backend() != "cpu":
-        return jnp.bfloat16
-    try:
-        return jnp.bfloat16 if "amx_bf16" in Path("/proc/cpuinfo").read_text() else jnp.float32
-    except OSError:
-        return jnp.float32
+    return jnp.bfloat16 if jax.default_backend() != "cpu" or native.has_matrix_unit() else jnp.float32
 
 
 def load(

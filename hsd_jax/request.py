@@ -51,13 +51,15 @@ def _decoder(
     precision: str,
     cache_dtype: str,
     pad_rows: int,
+    use_native: bool,
 ) -> Decoder:
     """One set of compiled functions for each static configuration of this process."""
     matmul_precision = "highest" if precision == "exact" else None
     if drafter_config is None or tree is None:
-        return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision)
+        return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, use_native)
     drafter = hidden_drafter(config, drafter_config, tree, cache_dtype)
-    return Decoder(config, make_step(config, drafter, match_rule(tree.depth)), drafter, cache_dtype, matmul_precision)
+    step = make_step(config, drafter, match_rule(tree.depth))
+    return Decoder(config, step, drafter, cache_dtype, matmul_precision, use_native)
 
 
 def prepare(
@@ -92,6 +94,7 @@ def prepare(
         params.precision,
         params.target["embedding"].dtype.name,
         1 if speculate else pad_rows,
+        use_native=params.mesh is None,
     )
 
     # Rows that only fill the mesh are born finished: one token, no room for another.

@@ -7,6 +7,7 @@ cache bucket is full, in which case `run` moves to the next bucket. Read first: 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from jaxtyping import Array, Int
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer.step import Step
 from hsd_jax.models import cache as cache_lib
+from hsd_jax.models import native
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.types import NO_TOKEN, DecodeState, DecodeStats, Drafter, Limits, SamplingParams
 
@@ -105,6 +107,7 @@ class Decoder:
 
     Args:
       precision: matmul precision of every product inside, a `jax.default_matmul_precision` name or None.
+      use_native: products of few rows by `models/native.py`, where that can be had; not on a mesh.
     """
 
     def __init__(
@@ -114,10 +117,11 @@ class Decoder:
         drafter: Drafter | None,
         cache_dtype=jnp.float32,
         precision: str | None = None,
+        use_native: bool = True,
     ):
         self.max_depth = 0 if drafter is None else drafter.max_depth
         self._drafter = drafter
-        with_precision = functools.partial(_with_precision, precision)
+        with_precision = functools.partial(_traced_with, precision, use_native)
         self.prefill = jax.jit(
             with_precision(make_prefill(config, drafter, cache_dtype)), static_argnames=("capacity", "max_tokens")
         )
@@ -145,13 +149,13 @@ class Decoder:
             state = self._grow(state, capacity=2 * capacity)
 
 
-def _with_precision(precision: str | None, function: Callable) -> Callable:
-    if precision is None:
-        return function
+def _traced_with(precision: str | None, use_native: bool, function: Callable) -> Callable:
+    """`function` traced under a matmul precision and with or without the native kernel."""
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
-        with jax.default_matmul_precision(precision):
+        context = contextlib.nullcontext() if precision is None else jax.default_matmul_precision(precision)
+        with context, native.enabled(use_native):
             return function(*args, **kwargs)
 
     return wrapped

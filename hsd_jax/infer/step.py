@@ -78,8 +78,8 @@ def advance(
     histogram = state.stats.accepted_histogram
     bins = jnp.arange(histogram.shape[1]) == (count - 1)[:, None]  # a finished row has count 0: no bin
     stats = state.stats.replace(
-        num_target_passes=state.stats.num_target_passes + (count > 0),
-        accepted_histogram=histogram + bins,
+        num_target_passes=state.stats.num_target_passes + (count > 0).astype(jnp.int32),
+        accepted_histogram=histogram + bins.astype(jnp.int32),
     )
     return state.replace(
         tokens=cache_lib.write_rows(state.tokens, kept, state.length, axis=1),

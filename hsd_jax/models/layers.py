@@ -7,6 +7,7 @@ Read next: `target.py`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -17,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import RopeConfig
+from hsd_jax.models import native
 
 MASKED = -1e30
 """Score of a masked position; finite, so that a row with nothing to see gives no NaN."""
@@ -24,6 +26,10 @@ MASKED = -1e30
 
 def matmul(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float[Array, "... out"]:
     """`x @ kernel.T` in the kernel's dtype with float32 accumulation."""
+    num_rows = math.prod(x.shape[:-1])
+    if native.applies(num_rows, kernel):
+        y = native.rows_matmul(x.reshape(num_rows, x.shape[-1]), kernel)
+        return y.reshape(*x.shape[:-1], kernel.shape[0])
     return lax.dot_general(
         x.astype(kernel.dtype), kernel, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )

@@ -98,7 +98,7 @@ def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, num_pas
         ((value, metrics), grads), _ = jax.lax.scan(one_pass, zeros, (jnp.arange(num_passes), parts))
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        metrics = {"loss": value, "grad_norm": optax.global_norm(grads), **metrics}
+        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
         return dict(state, params=params, opt_state=opt_state, step=state["step"] + 1), metrics
 
     return jax.jit(step, donate_argnums=0)

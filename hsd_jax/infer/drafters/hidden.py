@@ -36,6 +36,42 @@ class HiddenState:
     num_pending: Int[Array, "B"]
 
 
+def embed_committed(models, target_config: ModelConfig, config: DrafterConfig, tokens: Int[Array, "B M"]):
+    """The target's embeddings of committed tokens [B, M, H]; None if the drafter does not read them."""
+    if not config.committed_embeddings:
+        return None
+    rows = models["target"]["embedding"][tokens].astype(jnp.float32)
+    return rows * target_config.embed_scale
+
+
+def trunk_states(
+    models, target_config: ModelConfig, config: DrafterConfig, num_states: int, state: HiddenState
+) -> tuple[Float[Array, "B K H"], KVCache]:
+    """K = `num_states` token-free states, and the trunk's cache with the pending features committed."""
+    weights, cache = models["drafter"], state.cache
+    batch, max_pending = state.pending.shape[:2]
+    out, kv = trunk_pass(
+        weights,
+        config,
+        state.pending,
+        embed_committed(models, target_config, config, state.next_tokens),
+        cache.length[:, None] + jnp.arange(max_pending),
+        causal_mask(batch, max_pending),
+        cache,
+    )
+    cache = cache_lib.commit(cache, kv, None, state.num_pending)
+    last = jnp.maximum(state.num_pending - 1, 0)[:, None, None]
+    states = [jnp.take_along_axis(out, last, 1)]
+    one = jnp.ones((batch, 1, 1), bool)
+    scratch = cache
+    for _ in range(num_states - 1):
+        out, kv = trunk_pass(weights, config, states[-1], None, scratch.length[:, None], one, scratch)
+        scratch = cache_lib.commit(scratch, kv, None, jnp.ones(batch, jnp.int32))
+        states.append(out)
+    # Own states stand behind the committed length, where the next commit overwrites them.
+    return jnp.concatenate(states, 1), scratch.replace(length=cache.length)
+
+
 def hidden_drafter(
     target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, cache_dtype: Any = jnp.float32
 ) -> Drafter:
@@ -50,19 +86,14 @@ def hidden_drafter(
         )
     max_pending = tree.depth + 1
 
-    def embed(models, tokens):
-        if not config.committed_embeddings:
-            return None
-        rows = models["target"]["embedding"][tokens].astype(jnp.float32)
-        return rows * target_config.embed_scale
-
     def init(models, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         """Reads all features of the prompt but the last one, which becomes the pending query."""
         batch, num = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
         following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], 1)
+        embeddings = embed_committed(models, target_config, config, following)
         _, kv = trunk_pass(
-            models["drafter"], config, output.hidden, embed(models, following), positions, causal_mask(batch, num), None
+            models["drafter"], config, output.hidden, embeddings, positions, causal_mask(batch, num), None
         )
         cache = cache_lib.empty_cache(
             config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, cache_dtype
@@ -80,36 +111,10 @@ def hidden_drafter(
             jnp.where(length >= 2, 1, 0).astype(jnp.int32),
         )
 
-    def trunk(models, state: HiddenState) -> tuple[Float[Array, "B K H"], KVCache]:
-        """The K token-free states, and the cache with the pending features committed."""
-        weights, cache = models["drafter"], state.cache
-        batch = state.pending.shape[0]
-        positions = cache.length[:, None] + jnp.arange(max_pending)
-        out, kv = trunk_pass(
-            weights,
-            config,
-            state.pending,
-            embed(models, state.next_tokens),
-            positions,
-            causal_mask(batch, max_pending),
-            cache,
-        )
-        cache = cache_lib.commit(cache, kv, None, state.num_pending)
-        last = jnp.maximum(state.num_pending - 1, 0)[:, None, None]
-        states = [jnp.take_along_axis(out, last, 1)]
-        one = jnp.ones((batch, 1, 1), bool)
-        scratch = cache
-        for _ in range(tree.depth - 1):
-            out, kv = trunk_pass(weights, config, states[-1], None, scratch.length[:, None], one, scratch)
-            scratch = cache_lib.commit(scratch, kv, None, jnp.ones(batch, jnp.int32))
-            states.append(out)
-        # Own states stand behind the committed length, where the next commit overwrites them.
-        return jnp.concatenate(states, 1), scratch.replace(length=cache.length)
-
     def draft(models, state: HiddenState, root: Int[Array, "B"], root_position: Int[Array, "B"]):
         del root_position
         with jax.named_scope("trunk"):
-            states, cache = trunk(models, state)
+            states, cache = trunk_states(models, target_config, config, tree.depth, state)
         with jax.named_scope("head"):
             base = base_logits(models["drafter"], config, models["target"], target_config, states)
         with jax.named_scope("tree"):

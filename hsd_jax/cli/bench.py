@@ -1,0 +1,392 @@
+"""`hsd bench`: speculative against plain decoding, honestly: one process, interleaved, everything printed.
+
+Batch 1, EOS honoured, prefill excluded. Pass 0 over the prompts compiles and compares tokens; the passes behind it are
+timed. The records are built by `measure`, shown by `cli/report.py`. Read next: `infer/metrics.py` for the stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+from hsd_jax.cli import options, prompts
+
+PLAIN_DTYPES = ("float32", "bfloat16")
+PLAIN_PAD_ROWS = (1, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """One way to decode; `tree` None is plain."""
+
+    name: str
+    params: Any
+    tree: Any = None
+    pad_rows: int = 1
+
+    @property
+    def dtype(self) -> str:
+        return self.params.target["embedding"].dtype.name
+
+
+def add_parser(commands) -> None:
+    parser = options.add_command(
+        commands,
+        "bench",
+        run,
+        "measure speculative against plain decoding",
+        "Measure tau, speed and the stages of a round, batch 1, with the end token honoured and prefill excluded.\n"
+        "Plain and speculative runs are interleaved in one process; speeds are medians over the repeats, with ranges.",
+        """
+hsd bench --demo
+hsd bench --demo --prompts dev.jsonl --half report --limit 40 --plain-variants --json OUT.json --plot OUT.png
+hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5x3,16x6x4 --repeats 5
+""",
+    )
+    options.add_model_arguments(parser)
+    add_prompt_arguments(parser)
+    parser.add_argument(
+        "--max-new-tokens", type=options.COUNT, default=128, metavar="N", help="per prompt (default: 128)"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    parser.add_argument("--seed", type=options.WHOLE, default=0, help="of prompt i: seed + i (default: 0)")
+    parser.add_argument("--repeats", type=options.COUNT, default=3, metavar="R", help="timed passes (default: 3)")
+    tree = options.add_tree_arguments(parser)
+    tree.add_argument("--trees", metavar="NxDxW,...", help="several trees in one run, for example 4x3x2,8x5x3")
+    parser.add_argument(
+        "--plain-variants",
+        action="store_true",
+        help="also time plain decoding in float32 and bfloat16, with 1 row and padded to 4: the fastest is the rival",
+    )
+    parser.add_argument("--no-stages", action="store_true", help="do not time the stages of a round")
+    parser.add_argument("--json", metavar="OUT", help="write every figure to this file")
+    parser.add_argument("--plot", metavar="OUT", help="write a PNG (needs matplotlib)")
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = None) -> None:
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "--prompts",
+        nargs="+",
+        metavar="FILE",
+        help="JSON lines with turns, question, prompt or text; or plain text, a prompt a line"
+        " (default: the dozen of the demo)",
+    )
+    shown = "all" if limit is None else limit
+    group.add_argument(
+        "--limit", type=options.COUNT, default=limit, metavar="N", help=f"prompts of each file (default: {shown})"
+    )
+    group.add_argument(
+        "--half", choices=prompts.HALVES, help="crc32(id) %% 2: 0 is tune, 1 is report (default: both halves)"
+    )
+
+
+def read_prompts(args: argparse.Namespace, params) -> list[prompts.BenchPrompt]:
+    """The prompts of the command line, encodable by this checkpoint, short enough for `max_len`."""
+    if params.tokenizer is None:
+        raise ValueError("this checkpoint has no tokenizer: hsd bench and hsd identity need text prompts")
+    if not args.prompts:
+        from hsd_jax import demo
+
+        found = [prompts.BenchPrompt(p.name, p.text) for p in demo.read_prompts()]
+        return found[: args.limit]
+    found = prompts.read_prompts(args.prompts, lambda t: len(params.tokenizer.encode(t)), args.half, args.limit)
+    room = params.max_len - args.max_new_tokens
+    fitting = [p for p in found if len(params.tokenizer.encode(p.text)) <= room]
+    if len(fitting) < len(found):
+        options.say(f"{len(found) - len(fitting)} prompts left out: longer than {room} tokens")
+    if not fitting:
+        raise ValueError(f"no prompt has at most {room} tokens (max_len {params.max_len} less --max-new-tokens)")
+    return fitting
+
+
+def run(args: argparse.Namespace) -> int:
+    params = options.load_params(args)
+    options.need_drafter(params, "bench")
+    trees = options.parse_trees(args.trees) if args.trees else [options.tree_of(args, params)]
+    found = read_prompts(args, params)
+    modes = make_modes(args, params, trees)
+    options.say(f"{len(found)} prompts, {', '.join(m.name for m in modes)}")
+    record = measure(args, params, modes, found)
+    from hsd_jax.cli import report
+
+    report.print_bench(record)
+    if args.json:
+        Path(args.json).write_text(json.dumps(record, indent=2) + "\n")
+        options.say(f"wrote {args.json}")
+    if args.plot:
+        report.plot_bench(record, args.plot)
+    return 0
+
+
+def make_modes(args: argparse.Namespace, params, trees) -> list[Mode]:
+    """Plain first, then a mode a tree, then the other plain loops if asked for."""
+    own = params.target["embedding"].dtype.name
+    modes = [Mode(f"plain {own}", params), *(Mode(f"tree {options.tree_name(t)}", params, t) for t in trees)]
+    if args.plain_variants:
+        for dtype in PLAIN_DTYPES if args.precision == "fast" else ("float32",):
+            loaded = params if dtype == own else options.load_params(_without_drafter(args), dtype)
+            for pad_rows in PLAIN_PAD_ROWS:
+                if (dtype, pad_rows) != (own, 1):
+                    name = f"plain {dtype}" + (f" padded to {pad_rows}" if pad_rows > 1 else "")
+                    modes.append(Mode(name, loaded, pad_rows=pad_rows))
+    return modes
+
+
+def _without_drafter(args: argparse.Namespace) -> argparse.Namespace:
+    return args if args.demo else argparse.Namespace(**{**vars(args), "drafter": None})
+
+
+def measure(args: argparse.Namespace, params, modes: list[Mode], found: list[prompts.BenchPrompt]) -> dict:
+    """Runs every mode on every prompt and returns the whole record."""
+    import hsd_jax
+
+    def decode(mode: Mode, row: int):
+        return hsd_jax.decode(
+            mode.params,
+            found[row].text,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            seed=args.seed + row,
+            tree=mode.tree,
+            speculate=mode.tree is not None,
+            pad_rows=mode.pad_rows,
+        )
+
+    first: dict[str, list] = {m.name: [] for m in modes}
+    for row in range(len(found)):  # pass 0: compiles, and keeps what was said
+        _progress("warming up", row, len(found))
+        for mode in modes:
+            first[mode.name].append(decode(mode, row))
+    seconds = {m.name: [[0.0] * len(found) for _ in range(args.repeats)] for m in modes}
+    for repeat in range(args.repeats):
+        for row in range(len(found)):
+            _progress(f"timing, pass {repeat + 1} of {args.repeats}", row, len(found))
+            for mode in modes:
+                seconds[mode.name][repeat][row] = decode(mode, row).stats.decode_seconds
+    plain = first[modes[0].name]
+    records = {m.name: _mode_record(m, first[m.name], seconds[m.name], plain) for m in modes}
+    for mode in modes:
+        if mode.tree is not None:
+            _add_speedups(records, mode, seconds, first, modes)
+            records[mode.name]["stages"] = None if args.no_stages else _stages(args, mode, found[0].text)
+    return {
+        "command": args.command_line,
+        "settings": _settings(args, params, found),
+        "hardware": hardware(),
+        "target": model_record(params.target),
+        "drafter": model_record(params.drafter),
+        "bits_per_byte": held_out_bits_per_byte(params, found),
+        "repeated_4gram_share": _repeated(plain),
+        "modes": records,
+        "prompts": _prompt_records(found, first, seconds),
+    }
+
+
+def _progress(what: str, row: int, num: int) -> None:
+    if row % 10 == 0:
+        options.say(f"{what}: prompt {row + 1} of {num}")
+
+
+def _generated(result) -> list[int]:
+    return result.tokens[0, : result.num_tokens[0]].tolist()
+
+
+def _repeated(results) -> float:
+    from hsd_jax.infer.metrics import pooled_repeated_ngram_share
+
+    return pooled_repeated_ngram_share([_generated(r) for r in results])
+
+
+def spread(values) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _mode_record(mode: Mode, results, seconds, plain) -> dict:
+    num_tokens = sum(int(r.num_tokens[0]) for r in results)
+    passes = sum(r.stats.num_target_passes for r in results)
+    record = {
+        "kind": "plain" if mode.tree is None else "speculative",
+        "dtype": mode.dtype,
+        "pad_rows": mode.pad_rows,
+        "num_tokens": num_tokens,
+        "num_target_passes": passes,
+        "tau": num_tokens / max(passes, 1),
+        "tokens_per_second": spread([num_tokens / sum(rows) for rows in seconds]),
+        "seconds_per_pass": spread([sum(rows) / max(passes, 1) for rows in seconds]),
+        "same_text_as_plain": sum(_generated(a) == _generated(b) for a, b in zip(results, plain, strict=True)),
+        "differing_prompts": [
+            i for i, (a, b) in enumerate(zip(results, plain, strict=True)) if _generated(a) != _generated(b)
+        ],
+    }
+    if mode.tree is not None:
+        histogram = sum(r.stats.accepted_histogram for r in results)
+        reached = histogram[::-1].cumsum()[::-1]
+        record |= {
+            "tree": dataclasses.asdict(mode.tree),
+            "mean_accepted": record["tau"] - 1.0,
+            "accepted_histogram": histogram.tolist(),
+            "conditional_acceptance": [int(b) / max(int(a), 1) for a, b in itertools.pairwise(reached)],
+        }
+    return record
+
+
+def _add_speedups(records: dict, mode: Mode, seconds: dict, first: dict, modes: list[Mode]) -> None:
+    """Ratios of tokens per second, pass by pass of the same run: against plain loops of one dtype and of any."""
+
+    def rates(name: str) -> list[float]:
+        num_tokens = records[name]["num_tokens"]
+        return [num_tokens / sum(rows) for rows in seconds[name]]
+
+    def fastest(candidates: list[Mode]) -> str:
+        return max((m.name for m in candidates), key=lambda name: statistics.median(rates(name)))
+
+    plain = [m for m in modes if m.tree is None]
+    for key, rival in (
+        ("same_dtype", fastest([m for m in plain if m.dtype == mode.dtype])),
+        ("fastest_plain", fastest(plain)),
+    ):
+        ratios = [a / b for a, b in zip(rates(mode.name), rates(rival), strict=True)]
+        records[mode.name][f"speedup_{key}"] = {"against": rival, **spread(ratios)}
+    by_prompt = [
+        statistics.median(p) / statistics.median(s) * t.num_tokens[0] / max(q.num_tokens[0], 1)
+        for p, s, t, q in zip(
+            zip(*seconds[modes[0].name], strict=True),
+            zip(*seconds[mode.name], strict=True),
+            first[mode.name],
+            first[modes[0].name],
+            strict=True,
+        )
+    ]
+    records[mode.name]["speedup_by_prompt"] = spread([float(x) for x in by_prompt])
+
+
+def _stages(args: argparse.Namespace, mode: Mode, text: str) -> dict | None:
+    profile = profile_mode(mode.params, mode.tree, text, args.max_new_tokens, args.temperature)
+    from hsd_jax.infer.metrics import STAGES
+
+    return {
+        "seconds": {"whole": profile.whole, **{name: getattr(profile, name) for name in STAGES}},
+        "shares": profile.shares(),
+    }
+
+
+def profile_mode(params, tree, text: str, max_new_tokens: int, temperature: float = 0.0):
+    """Times the stages of a round at the shapes of a decode of `text`."""
+    from hsd_jax.infer.metrics import profile_round
+    from hsd_jax.request import prepare
+
+    options.say(f"timing the stages of tree {options.tree_name(tree)}")
+    request = prepare(params, text, max_new_tokens, temperature, None, None, 0, tree, True, (), 1)
+    return profile_round(
+        request.decoder.loop,
+        request.models,
+        params.target_config,
+        params.drafter_config,
+        tree,
+        request.sampling,
+        request.limits,
+        request.state,
+        precision="highest" if params.precision == "exact" else None,
+        use_native=params.mesh is None,
+    )
+
+
+def held_out_bits_per_byte(params, found: list[prompts.BenchPrompt], limit: int = 64) -> dict | None:
+    """The target's bits per byte on the texts that really follow the first prompts; None without such texts."""
+    from hsd_jax.infer import metrics
+
+    nats, num_bytes, num_texts = 0.0, 0, 0
+    for prompt in found:
+        if not prompt.rest or num_texts == limit:
+            continue
+        before = params.tokenizer.encode(prompt.text)
+        whole = params.tokenizer.encode(prompt.text + prompt.rest)[: params.target_config.max_position]
+        first = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
+        if not 0 < first < len(whole):
+            continue
+        decode = params.tokenizer.decode
+        nats += metrics.text_nats(params.target, params.target_config, whole, first)
+        num_bytes += len(decode(whole).encode()) - len(decode(whole[:first]).encode())
+        num_texts += 1
+    if not num_bytes:
+        return None
+    return {"value": metrics.bits_per_byte(nats, num_bytes), "num_texts": num_texts, "num_bytes": num_bytes}
+
+
+def model_record(weights) -> dict[str, int]:
+    import jax
+
+    leaves = jax.tree.leaves(weights)
+    return {"parameters": sum(x.size for x in leaves), "bytes": sum(x.nbytes for x in leaves)}
+
+
+def hardware() -> dict[str, Any]:
+    import jax
+
+    from hsd_jax.models import native
+
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "device": jax.devices()[0].device_kind,
+        "num_devices": jax.device_count(),
+        "backend": jax.default_backend(),
+        "native_kernel": native.available(),
+        "load_average": os.getloadavg()[0],
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _settings(args: argparse.Namespace, params, found) -> dict[str, Any]:
+    lengths = sorted(len(params.tokenizer.encode(p.text)) for p in found)
+    return {
+        "batch": 1,
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "seed": args.seed,
+        "repeats": args.repeats,
+        "dtype": params.target["embedding"].dtype.name,
+        "precision": params.precision,
+        "prompt_files": [str(p) for p in args.prompts or ["the demo's own"]],
+        "half": args.half,
+        "num_prompts": len(found),
+        "prompt_tokens": {"min": lengths[0], "median": statistics.median(lengths), "max": lengths[-1]},
+        "prefill": "excluded",
+        "kind_of_figures": "measured",
+    }
+
+
+def _prompt_records(found, first: dict, seconds: dict) -> list[dict]:
+    return [
+        {
+            "name": prompt.name,
+            "modes": {
+                name: {
+                    "num_tokens": int(results[row].num_tokens[0]),
+                    "num_target_passes": results[row].stats.num_target_passes,
+                    "seconds": [rows[row] for rows in seconds[name]],
+                }
+                for name, results in first.items()
+            },
+        }
+        for row, prompt in enumerate(found)
+    ]

@@ -1,0 +1,156 @@
+"""`hsd generate`: continues prompts, streaming the text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from hsd_jax.cli import options
+
+
+def add_parser(commands) -> None:
+    parser = options.add_command(
+        commands,
+        "generate",
+        run,
+        "continue prompts, streaming the text",
+        "Continue one or more prompts. The text goes to stdout as it comes, a summary line to stderr.\n"
+        "With the same --seed the text is the same with and without speculation.",
+        """
+hsd generate --demo $'Question: A box holds 12 eggs. How many eggs are in 7 boxes?\\nAnswer:'
+hsd generate --target DIR --drafter DIR --temperature 0.8 --top-p 0.95 --seed 7 "Once upon a time,"
+hsd generate --target DIR --chat --system "Answer briefly." "Where is Lisbon?"
+cat letter.txt | hsd generate --demo --no-stream --json -
+""",
+    )
+    parser.add_argument("prompt", nargs="+", metavar="PROMPT", help='text; "-" reads stdin as UTF-8')
+    options.add_model_arguments(parser)
+    text = parser.add_argument_group("text")
+    text.add_argument("--chat", action="store_true", help="each prompt is a message: apply the chat template")
+    text.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    text.add_argument("--ids", action="store_true", help='prompts are token ids, as in "1 15 22"')
+    text.add_argument(
+        "--max-new-tokens", type=options.WHOLE, default=128, metavar="N", help="per prompt (default: 128)"
+    )
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default: all)")
+    sampling.add_argument("--top-p", type=float, metavar="P", help="keep a share P of the mass (default: all)")
+    sampling.add_argument(
+        "--seed", type=options.WHOLE, default=0, help="of the first prompt, plus 1 for each further one (default: 0)"
+    )
+    tree = options.add_tree_arguments(parser)
+    tree.add_argument("--no-speculate", action="store_true", help="decode plainly: the same text, one token a pass")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    output.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.system is not None and not args.chat:
+        raise ValueError("--system needs --chat")
+    if args.chat and args.ids:
+        raise ValueError("--chat and --ids exclude each other: a chat template wants text")
+    texts = [_read(p) for p in args.prompt]
+    import hsd_jax
+
+    params = options.load_params(args)
+    prompts = [_encode(params, text, args) for text in texts]
+    settings = {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "seed": args.seed,
+        "tree": options.tree_of(args, params) if params.drafter is not None else None,
+        "speculate": not args.no_speculate,
+    }
+    if args.json or args.no_stream or len(prompts) > 1:
+        out = hsd_jax.decode(params, prompts, **settings)
+        if args.json:
+            print(json.dumps(_record(out, args), ensure_ascii=False))
+        else:
+            for row in range(len(prompts)):
+                if len(prompts) > 1:
+                    print(f"--- prompt {row}")
+                print(out.text[row] if out.text else _ids(out.tokens[row, : out.num_tokens[row]]))
+        _summary(int(out.num_tokens.sum()), out.stats, out.stats.decode_seconds, "compilation included")
+        return 0
+    _stream(hsd_jax.stream(params, prompts, **settings))
+    return 0
+
+
+def _stream(pieces) -> None:
+    """Prints pieces as they come. The rate leaves out the first one, which waits for compilation and prefill."""
+    counts, first, last = [], None, 0.0
+    while True:
+        try:
+            piece = next(pieces)
+        except StopIteration as end:
+            stats = end.value
+            break
+        last = time.perf_counter()
+        first = last if first is None else first
+        counts.append(len(piece.tokens))
+        sys.stdout.write(f"{_ids(piece.tokens)} " if piece.text is None else piece.text)
+        sys.stdout.flush()
+    print()
+    timed = sum(counts[1:])
+    if timed:
+        _summary(sum(counts), stats, last - first, "first piece excluded", timed)
+    else:
+        _summary(sum(counts), stats, stats.decode_seconds, "compilation included")
+
+
+def _read(prompt: str) -> str | bytes:
+    if prompt == "-":
+        return sys.stdin.buffer.read()  # the library checks that it is UTF-8
+    return prompt
+
+
+def _encode(params, text: str | bytes, args: argparse.Namespace):
+    if isinstance(text, bytes):
+        try:
+            text = text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"stdin is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    if args.ids:
+        parts = text.replace(",", " ").split()
+        if not all(part.isdigit() for part in parts):
+            raise ValueError(f'--ids {text!r}: expected whole numbers, as in "1 15 22"')
+        return [int(part) for part in parts]
+    if params.tokenizer is None:
+        raise ValueError("this checkpoint has no tokenizer: give token ids and --ids")
+    if not args.chat:
+        return text
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    return params.tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+
+
+def _ids(tokens) -> str:
+    return " ".join(str(int(t)) for t in tokens)
+
+
+def _summary(num_tokens: int, stats, seconds: float, note: str, timed: int | None = None) -> None:
+    rate = (num_tokens if timed is None else timed) / max(seconds, 1e-9)
+    options.say(
+        f"{num_tokens} tokens in {stats.num_target_passes} target passes, tau {stats.tau:.2f},"
+        f" {rate:,.0f} tokens/s ({note})"
+    )
+
+
+def _record(out, args: argparse.Namespace) -> dict:
+    rows = range(len(out.num_tokens))
+    return {
+        "text": out.text,
+        "tokens": [out.tokens[r, : out.num_tokens[r]].tolist() for r in rows],
+        "num_tokens": out.num_tokens.tolist(),
+        "tau": out.stats.tau,
+        "num_target_passes": out.stats.num_target_passes,
+        "accepted_histogram": out.stats.accepted_histogram.tolist(),
+        "prefill_seconds": out.stats.prefill_seconds,
+        "decode_seconds": out.stats.decode_seconds,
+        "command": args.command_line,
+    }

@@ -1,0 +1,127 @@
+"""Arguments that several commands share, and how they become `Params`, a tree, a line on the screen."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+
+def number(kind: type, least: float, name: str):
+    """An argparse type: a number of at least `least`."""
+
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not value >= least:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {name}")
+        return value
+
+    return parse
+
+
+COUNT = number(int, 1, "a whole number of at least 1")
+WHOLE = number(int, 0, "a whole number of at least 0")
+
+
+def add_command(commands, name: str, run, help: str, description: str, examples: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog="examples:\n" + "".join(f"  {line}\n" for line in examples.strip().splitlines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("models")
+    which = group.add_mutually_exclusive_group(required=True)
+    which.add_argument("--demo", action="store_true", help="the bundled target and drafter")
+    which.add_argument(
+        "--target", metavar="DIR", help="a Hugging Face folder: config.json, safetensors, tokenizer if there is one"
+    )
+    group.add_argument("--drafter", metavar="DIR", help="a folder written by `hsd train drafter`")
+    group.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: the fastest on this device)"
+    )
+    group.add_argument(
+        "--precision",
+        choices=("fast", "exact"),
+        default="fast",
+        help="exact: float32 and highest matmul precision, where speculation never changes a token (default: fast)",
+    )
+    group.add_argument("--mesh", metavar="SPEC", help='devices, for example "data=2,model=4" (default: one device)')
+    group.add_argument(
+        "--max-len", type=COUNT, metavar="TOKENS", help="longest prompt and answer (default: what the model allows)"
+    )
+
+
+def add_tree_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("draft tree")
+    group.add_argument("--nodes", type=COUNT, metavar="N", help="nodes, the root included (default: the drafter's own)")
+    group.add_argument("--depth", type=COUNT, metavar="D", help="longest path in tokens (default: the drafter's own)")
+    group.add_argument("--width", type=COUNT, metavar="W", help="nodes expanded per level; 1 is a chain")
+    return group
+
+
+def load_params(args: argparse.Namespace, dtype: str | None = None) -> Any:
+    """The models that `add_model_arguments` asked for; `dtype` in place of --dtype."""
+    import hsd_jax
+    from hsd_jax import params as params_lib
+
+    if args.demo and not (params_lib.DEMO / "target" / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{params_lib.DEMO}: the bundled demo models are missing from this installation; reinstall hsd_jax from a"
+            " complete checkout, or use --target DIR --drafter DIR"
+        )
+    return hsd_jax.load(
+        "demo" if args.demo else None,
+        target=args.target,
+        drafter=args.drafter,
+        dtype=dtype or args.dtype,
+        max_len=args.max_len,
+        precision=args.precision,
+        mesh=args.mesh,
+    )
+
+
+def tree_of(args: argparse.Namespace, params) -> Any:
+    """The tree of --nodes, --depth and --width; what is not given comes from the drafter's own tree."""
+    from hsd_jax.config import TreeConfig
+
+    own = params.tree
+    nodes = args.nodes or own.nodes
+    depth = args.depth or min(own.depth, nodes - 1)
+    return TreeConfig(nodes=nodes, depth=depth, width=args.width or min(own.width, nodes - 1))
+
+
+def parse_trees(text: str) -> list[Any]:
+    """Trees from "8x5x3,16x6x4": nodes x depth x width."""
+    from hsd_jax.config import TreeConfig
+
+    trees = []
+    for part in text.split(","):
+        numbers = part.strip().split("x")
+        if len(numbers) != 3 or not all(n.isdigit() for n in numbers):
+            raise ValueError(f"--trees {text!r}: {part.strip()!r} is not NODESxDEPTHxWIDTH, for example 8x5x3")
+        trees.append(TreeConfig(*map(int, numbers)))
+    return trees
+
+
+def tree_name(tree) -> str:
+    return f"{tree.nodes}x{tree.depth}x{tree.width}"
+
+
+def need_drafter(params, command: str) -> None:
+    if params.drafter is None:
+        raise ValueError(f"hsd {command} compares plain with speculative decoding: give --drafter DIR")
+
+
+def say(text: str) -> None:
+    """One line of progress, on stderr: stdout carries results only."""
+    print(text, file=sys.stderr, flush=True)

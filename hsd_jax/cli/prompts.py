@@ -1,0 +1,136 @@
+"""Benchmark prompts from files: dialogues, maths problems, chat questions, plain text.
+
+A prompt may know the text that really followed (`rest`), on which the target's bits per byte are measured. Read only:
+nothing here is training data. Read next: `bench.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+HALVES = ("tune", "report")
+"""Half h of a file holds the records with crc32(id) % 2 == h: tune on the first, report on the second."""
+MAX_PROMPT_TOKENS = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchPrompt:
+    name: str
+    text: str
+    rest: str | None = None
+    """The text that follows in the data."""
+
+
+def read_prompts(
+    files: Sequence[str | Path],
+    count: Callable[[str], int],
+    half: str | None = None,
+    limit: int | None = None,
+    max_tokens: int = MAX_PROMPT_TOKENS,
+) -> list[BenchPrompt]:
+    """The prompts of all files, at most `limit` of each.
+
+    Args:
+      count: tokens of a text, to cut dialogues.
+      half: "tune" or "report"; None: all.
+    Raises:
+      FileNotFoundError, ValueError: naming file and line.
+    """
+    if half is not None and half not in HALVES:
+        raise ValueError(f"half={half!r}: allowed are {', '.join(HALVES)}")
+    prompts = []
+    for path in map(Path, files):
+        found = []
+        for where, key, record in _records(path):
+            if half is None or zlib.crc32(key.encode()) % 2 == HALVES.index(half):
+                found.append(prompt_of(record, key, where, count, max_tokens))
+            if limit is not None and len(found) >= limit:
+                break
+        if not found:
+            raise ValueError(f"{path}: holds no prompt" + (f" of half {half}" if half else ""))
+        prompts.extend(found)
+    return prompts
+
+
+def _records(path: Path):
+    """(where, id, record) of every line; a line of plain text is its own record."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such prompt file")
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    is_json = ".jsonl" in path.suffixes
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        where, record = f"{path}:{number}", {"prompt": line}
+        if is_json:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where}: not JSON ({error.msg})") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"{where}: expected a JSON object")
+        key = next(
+            (record[k] for k in ("id", "question_id", "task_id", "name") if k in record), f"{path.stem}-{number}"
+        )
+        yield where, str(key), record
+
+
+def prompt_of(record: dict, name: str, where: str, count: Callable[[str], int], max_tokens: int) -> BenchPrompt:
+    """The prompt of one record.
+
+    Raises:
+      ValueError: naming the place and the fields that would do.
+    """
+    turns = record.get("turns")
+    if turns and isinstance(turns[0], str):  # MT-bench, Spec-Bench: the user's turns only
+        return BenchPrompt(name, turns[0])
+    if turns:
+        return dialogue_prompt(turns, name, where, count, max_tokens)
+    if "question" in record:
+        from hsd_jax.train.data import render_record
+
+        text = f"Question: {record['question'].strip()}\nAnswer:"
+        full = render_record(record, where) if "answer" in record else text
+        return BenchPrompt(name, text, full.removeprefix(text) if full.startswith(text) and full != text else None)
+    if "prompt" in record:
+        return BenchPrompt(name, record["prompt"], record.get("response") or record.get("rest"))
+    if "text" in record:
+        return text_prompt(record["text"], name, count, max_tokens)
+    raise ValueError(f"{where}: fields {sorted(record)}; expected turns, question, prompt or text")
+
+
+def dialogue_prompt(turns, name: str, where: str, count: Callable[[str], int], max_tokens: int) -> BenchPrompt:
+    """The first half of the turns at most, and at most `max_tokens`, open for the assistant's next turn."""
+    from hsd_jax.train.data import render_turns
+
+    full = render_turns([(t[0], t[1]) for t in turns])
+    cuts = [i for i, turn in enumerate(turns) if i and turn[0].lower() in ("s", "assistant", "gpt")]
+    if not cuts:
+        raise ValueError(f"{where}: no turn of the assistant behind one of the user")
+    best = None
+    for cut in cuts:
+        text = render_turns([(t[0], t[1]) for t in turns[:cut]], open_for="Assistant")
+        if best is not None and (cut > len(turns) / 2 or count(text) > max_tokens):
+            break
+        best = text
+    assert best is not None
+    return BenchPrompt(name, best, full.removeprefix(best) if full.startswith(best) else None)
+
+
+def text_prompt(text: str, name: str, count: Callable[[str], int], max_tokens: int) -> BenchPrompt:
+    """The first words of a text: half of them, or as many as fit. The cut is before a space, never inside a word."""
+    spaces = [i for i, c in enumerate(text) if c == " " and 0 < i <= len(text) / 2]
+    while len(spaces) > 1 and count(text[: spaces[-1]]) > max_tokens:
+        spaces = spaces[: max(1, int(len(spaces) * 0.8))]
+    if not spaces:
+        return BenchPrompt(name, text)
+    return BenchPrompt(name, text[: spaces[-1]], text[spaces[-1] :])

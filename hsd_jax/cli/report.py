@@ -1,0 +1,249 @@
+"""What the commands print and draw: rich tables on stdout, PNGs where matplotlib is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hsd_jax.cli import options
+
+STAGES = {
+    "trunk": "draft",
+    "head": "head",
+    "tree": "tree",
+    "verify": "verify",
+    "commit": "commit",
+    "rest": "rest",
+}
+
+
+def _console():
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=120)  # not cut at 80 columns in a file
+
+
+def _table(title: str, left: int, *columns: str):
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < left else "right")
+    return table
+
+
+def _range(value: dict[str, float], form: str) -> str:
+    return f"{value['median']:{form}} ({value['min']:{form}}-{value['max']:{form}})"
+
+
+def print_bench(record: dict[str, Any]) -> None:
+    console, settings = _console(), record["settings"]
+    table = _table(
+        f"{settings['num_prompts']} prompts, {settings['dtype']}, temperature {settings['temperature']:g};"
+        " medians (ranges)",
+        1,
+        "mode",
+        "tokens",
+        "tau",
+        "tokens/s",
+        "vs same dtype",
+        "vs fastest plain",
+        "same text",
+    )
+    for name, mode in record["modes"].items():
+        speedups = [mode.get(f"speedup_{key}") for key in ("same_dtype", "fastest_plain")]
+        table.add_row(
+            name,
+            str(mode["num_tokens"]),
+            f"{mode['tau']:.2f}",
+            _range(mode["tokens_per_second"], ".0f"),
+            *("" if s is None else _range(s, ".2f") for s in speedups),
+            f"{mode['same_text_as_plain']}/{settings['num_prompts']}",
+        )
+    console.print(table)
+    for name, mode in record["modes"].items():
+        if mode["kind"] == "speculative":
+            _print_tree(console, name, mode)
+    bits = record["bits_per_byte"]
+    if bits:
+        console.print(f"target: {bits['value']:.3f} bits per byte on {bits['num_texts']} held-out texts")
+    console.print(f"repeated 4-grams in the plain text: {record['repeated_4gram_share']:.1%}")
+    sizes = (
+        f"{k} {record[k]['parameters'] / 1e6:.2f}M ({record[k]['bytes'] / 1e6:.1f} MB)" for k in ("target", "drafter")
+    )
+    console.print("parameters: " + ", ".join(sizes))
+    machine = record["hardware"]
+    console.print(
+        f"hardware: {machine['cpu']}, {machine['cores']} cores, {machine['backend']}, jax {machine['jax']},"
+        f" {'native' if machine['native_kernel'] else 'no native'} kernel, load {machine['load_average']:.1f}"
+    )
+    console.print(record["command"], markup=False, highlight=False)
+
+
+def _print_tree(console, name: str, mode: dict[str, Any]) -> None:
+    fastest = mode["speedup_fastest_plain"]["against"]
+    console.print(f"{name}: tau {mode['tau']:.2f}, {mode['mean_accepted']:.2f} accepted; fastest plain loop: {fastest}")
+    console.print("  rounds by accepted tokens  " + " ".join(map(str, mode["accepted_histogram"])))
+    console.print("  acceptance by depth        " + " ".join(f"{x:.2f}" for x in mode["conditional_acceptance"]))
+    if mode["stages"]:
+        console.print(
+            "  share of a round           " + stage_line(mode["stages"]["shares"], mode["stages"]["seconds"]["whole"])
+        )
+
+
+def stage_line(shares: dict[str, float], whole: float) -> str:
+    parts = ", ".join(f"{STAGES[name]} {share:.0%}" for name, share in shares.items())
+    return f"{parts} of {whole * 1e3:.2f} ms"
+
+
+def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], shares: dict[str, float], whole: float) -> None:
+    console = _console()
+    table = _table(
+        "Plain and speculative decoding", 2, "prompt", "identical", "tau", "plain tok/s", "spec tok/s", "speed-up"
+    )
+
+    def add(row: dict[str, Any], **options_) -> None:
+        table.add_row(
+            row["name"],
+            "yes" if row["identical"] else "NO",
+            f"{row['tau']:.2f}",
+            f"{row['plain']:.0f}",
+            f"{row['speculative']:.0f}",
+            f"{row['speedup']:.2f}x",
+            **options_,
+        )
+
+    for row in rows:
+        add(row)
+    table.add_section()
+    add(total, style="bold")
+    console.print(table)
+    merged = {
+        "draft (trunk)": shares["trunk"],
+        "head and tree": shares["head"] + shares["tree"],
+        "verify": shares["verify"],
+        "commit": shares["commit"],
+        "rest": shares["rest"],
+    }
+    console.print(
+        f"A round takes {whole * 1e3:.2f} ms: " + ", ".join(f"{name} {share:.0%}" for name, share in merged.items())
+    )
+
+
+def print_identity(record: dict[str, Any]) -> None:
+    console = _console()
+    table = _table(
+        f"{record['num_prompts']} prompts x {record['max_new_tokens']} tokens,"
+        f" {record['precision']}, {record['dtype']}",
+        1,
+        "setting",
+        "tokens compared",
+        "rows differing",
+        "per 1,000",
+        "excused",
+        "tau",
+    )
+    for setting in record["settings"]:
+        table.add_row(
+            setting["name"],
+            str(setting["tokens_compared"]),
+            str(len(setting["differences"])),
+            f"{setting['per_thousand']:.2f}",
+            str(sum(d["excused"] for d in setting["differences"])),
+            f"{setting['tau']:.2f}",
+        )
+    console.print(table)
+    for setting in record["settings"]:
+        for d in setting["differences"]:
+            boundary = "" if d["boundary"] is None else f", filter boundary at {d['boundary']:.2e}"
+            verdict = "excused" if d["excused"] else "NOT EXCUSED"
+            console.print(
+                f"{setting['name']}: {d['name']}, token {d['index']}: plain {d['plain_token']}, speculative"
+                f" {d['speculative_token']}, gap {d['gap']:.2e}{boundary}, {verdict}",
+                highlight=False,
+            )
+    if record["logit_noise"] is not None:
+        console.print(
+            f"logit noise between passes of 1 and {record['tree']['nodes']} nodes: {record['logit_noise']:.2e}"
+        )
+    console.print("identity: " + ("ok" if record["ok"] else "FAILED"))
+
+
+def _figure(panels: int):
+    """A matplotlib figure and axes, or None where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        options.say("no plot: matplotlib is not installed (pip install matplotlib)")
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(1, panels, figsize=(4.6 * panels, 4.2), layout="constrained")
+
+
+def _save(figure, path: str | Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+    options.say(f"wrote {path}")
+
+
+def _draw_stages(axis, stages: dict[str, dict[str, float]]) -> None:
+    """Stacked bars in ms per round, one a tree."""
+    bottom = [0.0] * len(stages)
+    for stage in STAGES:
+        heights = [max(seconds[stage], 0.0) * 1e3 for seconds in stages.values()]
+        axis.bar(list(stages), heights, bottom=bottom, label=STAGES[stage], width=0.6)
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    axis.set(title="Where a round goes", ylabel="ms per round")
+    axis.legend(fontsize=8)
+
+
+def plot_bench(record: dict[str, Any], path: str | Path) -> None:
+    made = _figure(3)
+    if made is None:
+        return
+    figure, (speed, depth, stage) = made
+    modes = record["modes"]
+    names = list(modes)
+    rates = [modes[n]["tokens_per_second"] for n in names]
+    errors = [[r["median"] - r["min"] for r in rates], [r["max"] - r["median"] for r in rates]]
+    colors = ["tab:orange" if modes[n]["kind"] == "speculative" else "tab:gray" for n in names]
+    speed.barh(names, [r["median"] for r in rates], xerr=errors, color=colors)
+    speed.invert_yaxis()
+    speed.set(title="Speed, batch 1", xlabel="tokens/s (median, range)")
+    stages = {}
+    for name in names:
+        if modes[name]["kind"] != "speculative":
+            continue
+        acceptance = modes[name]["conditional_acceptance"]
+        depth.plot(range(1, len(acceptance) + 1), acceptance, marker="o", label=f"{name}, tau {modes[name]['tau']:.2f}")
+        if modes[name]["stages"]:
+            stages[name] = modes[name]["stages"]["seconds"]
+    depth.set(title="Acceptance by depth", xlabel="depth", ylabel="P(accepted | reached)", ylim=(0, 1))
+    depth.legend(fontsize=8)
+    if stages:
+        _draw_stages(stage, stages)
+    _save(figure, path)
+
+
+def plot_demo(rows: list[dict[str, Any]], seconds: dict[str, float], path: str | Path) -> None:
+    made = _figure(2)
+    if made is None:
+        return
+    figure, (speed, stage) = made
+    names = [row["name"] for row in rows]
+    places = range(len(rows))
+    speed.barh([p - 0.2 for p in places], [r["plain"] for r in rows], height=0.4, label="plain", color="tab:gray")
+    speed.barh(
+        [p + 0.2 for p in places], [r["speculative"] for r in rows], height=0.4, label="speculative", color="tab:orange"
+    )
+    speed.set_yticks(list(places), names)
+    speed.invert_yaxis()
+    speed.set(title="Speed, batch 1", xlabel="tokens/s")
+    speed.legend(fontsize=8)
+    _draw_stages(stage, {"demo": seconds})
+    _save(figure, path)

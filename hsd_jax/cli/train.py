@@ -1,0 +1,152 @@
+"""`hsd train`: a drafter for a target, a target from scratch, a tokenizer. The work is done in `train/run.py`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hsd_jax.cli import options
+
+SET_HELP = "change one value of the recipe, for example train.steps=100 (may be repeated)"
+
+
+def add_parser(commands) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a drafter, a target or a tokenizer",
+        description="Train a drafter for a target, a small target from scratch, or a tokenizer.",
+    )
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+    drafter = options.add_command(
+        kinds,
+        "drafter",
+        run_drafter,
+        "train a hidden-state drafter for a target",
+        "Train a drafter on the target's own hidden states, computed on the fly. A run that broke off continues from\n"
+        "its newest checkpoint when the same command is given again.",
+        """
+hsd train drafter --target runs/demo-target --data train.jsonl --out runs/demo
+hsd train drafter --target DIR --data a.jsonl b.txt --out DIR --config configs/demo_drafter.yaml --set train.steps=500
+""",
+    )
+    drafter.add_argument("--target", metavar="DIR", required=True, help="a Hugging Face folder")
+    _add_run_arguments(
+        drafter, config_required=False, out_help="folder of the run; the drafter itself goes to OUT/drafter"
+    )
+    target = options.add_command(
+        kinds,
+        "target",
+        run_target,
+        "train a small target language model",
+        "Train a tokenizer, if there is none in --out yet, and a language model. A run that broke off continues from\n"
+        "its newest checkpoint when the same command is given again.",
+        """
+hsd train target --config configs/demo_target.yaml --data dialogues.jsonl maths.jsonl --out runs/demo-target
+""",
+    )
+    _add_run_arguments(target, config_required=True)
+    target.add_argument(
+        "--tokenizer", metavar="DIR", help="a folder with tokenizer.json (default: the one in --out, or a new one)"
+    )
+    tokenizer = options.add_command(
+        kinds,
+        "tokenizer",
+        run_tokenizer,
+        "train a byte-level BPE tokenizer",
+        "Learn a byte-level BPE and write it as a Hugging Face tokenizer.json.",
+        """
+hsd train tokenizer --data train.jsonl --vocab-size 4096 --out runs/tokenizer
+""",
+    )
+    _add_data_arguments(tokenizer)
+    tokenizer.add_argument("--vocab-size", type=options.COUNT, default=4096, metavar="V", help="(default: 4096)")
+
+
+def _add_data_arguments(parser: argparse.ArgumentParser, out_help: str = "folder of the result") -> None:
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON lines with text, turns, messages, question and answer, or prompt and response; or plain text",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help=out_help)
+
+
+def _add_run_arguments(
+    parser: argparse.ArgumentParser, config_required: bool, out_help: str = "folder of the result and its checkpoints"
+) -> None:
+    _add_data_arguments(parser, out_help)
+    default = "" if config_required else " (default: the built-in recipe)"
+    parser.add_argument(
+        "--config", metavar="YAML", required=config_required, help=f"the recipe: a file as in configs/{default}"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=SET_HELP)
+    parser.add_argument("--mesh", metavar="SPEC", help='devices, for example "data=2,model=4" (default: one device)')
+
+
+def run_drafter(args: argparse.Namespace) -> int:
+    from hsd_jax.sharding import make_mesh
+    from hsd_jax.train import run as run_lib
+    from hsd_jax.train.drafter import DrafterRecipe
+
+    recipe = DrafterRecipe.from_dict(read_recipe(args.config, args.set), args.config or "--set")
+    run_lib.train_drafter(args.target, args.data, args.out, recipe, make_mesh(args.mesh), options.say)
+    return 0
+
+
+def run_target(args: argparse.Namespace) -> int:
+    from hsd_jax.sharding import make_mesh
+    from hsd_jax.train import run as run_lib
+    from hsd_jax.train.target import TargetRecipe
+
+    recipe = TargetRecipe.from_dict(read_recipe(args.config, args.set), args.config)
+    run_lib.train_target(args.data, args.out, recipe, make_mesh(args.mesh), options.say, args.tokenizer)
+    return 0
+
+
+def run_tokenizer(args: argparse.Namespace) -> int:
+    from hsd_jax.train.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(args.data, args.vocab_size, args.out)
+    options.say(f"wrote {args.out}: {tokenizer.get_vocab_size()} tokens")
+    return 0
+
+
+def read_recipe(path: str | None, changes: Sequence[str]) -> dict[str, Any]:
+    """The values of a YAML file with the changes of --set; the recipe's class checks the keys.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      ValueError: if it is no YAML mapping, or a change is not KEY=VALUE.
+    """
+    import yaml
+
+    values: Any = {}
+    if path is not None:
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{path}: no such recipe")
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+        values = {} if values is None else values
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: expected sections with keys and values")
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not (equals and key):
+            raise ValueError(f"--set {change!r}: expected KEY=VALUE, for example train.steps=100")
+        *sections, last = key.split(".")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"--set {change!r}: {section!r} is a value, not a section")
+        try:
+            place[last] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set {change!r}: {text!r} is not YAML") from error
+    return values

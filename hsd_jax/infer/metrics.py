@@ -1,0 +1,294 @@
+"""What a decode was like: seconds by stage, looping text, bits per byte, the logits of a text once more.
+
+`profile_round` times each stage of a round alone, at the shapes of a real decode, inside one compiled loop. The others
+are small numeric helpers of the benchmarks. Nothing here is part of a decode. Read first: `step.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig, bucket
+from hsd_jax.infer.accept import match_rule
+from hsd_jax.infer.drafters.hidden import hidden_drafter, trunk_states
+from hsd_jax.infer.step import advance, cut
+from hsd_jax.infer.tree import ancestor_mask, grow_beam
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models import native
+from hsd_jax.models.hidden import base_logits, token_info
+from hsd_jax.models.target import causal_mask, forward, forward_sequence
+from hsd_jax.types import DecodeState, Limits, SamplingParams
+
+STAGES = ("trunk", "head", "tree", "verify", "commit", "rest")
+
+
+def repeated_ngram_share(tokens: Sequence[int], n: int = 4) -> float:
+    """The share of n-grams that occurred earlier in the same text, in [0, 1]; looping text comes near 1.
+
+    0 for a text of fewer than n tokens.
+    """
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def pooled_repeated_ngram_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:
+    """The share over all n-grams of several texts; each text is compared with itself only."""
+    weights = Counter({i: max(len(t) - n + 1, 0) for i, t in enumerate(texts)})
+    total = weights.total()
+    return sum(repeated_ngram_share(texts[i], n) * w for i, w in weights.items()) / total if total else 0.0
+
+
+def bits_per_byte(nats: float, num_bytes: int) -> float:
+    """Bits per UTF-8 byte of a text whose negative log-likelihood is `nats`; comparable between tokenizers.
+
+    Raises:
+      ValueError: if there are no bytes.
+    """
+    if num_bytes < 1:
+        raise ValueError(f"num_bytes={num_bytes}: allowed are 1 and more")
+    return nats / float(np.log(2.0)) / num_bytes
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _nats(weights, config: ModelConfig, tokens: Int[Array, "1 T"], first: Array, length: Array) -> Array:
+    logits = forward_sequence(weights, config, tokens).logits
+    logp = jax.nn.log_softmax(logits[0, :-1], -1)
+    nats = -jnp.take_along_axis(logp, tokens[0, 1:, None], 1)[:, 0]
+    index = jnp.arange(1, tokens.shape[1])
+    return jnp.sum(jnp.where((index >= first) & (index < length), nats, 0.0))
+
+
+def text_nats(weights, config: ModelConfig, tokens: Sequence[int], first: int) -> float:
+    """Negative log-likelihood in nats of `tokens[first:]`, given what stands before each (first >= 1)."""
+    padded = np.zeros((1, bucket(len(tokens))), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return float(_nats(weights, config, padded, first, len(tokens)))
+
+
+def replay_logits(
+    weights,
+    config: ModelConfig,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    num_nodes: int = 1,
+    dtype: Any = None,
+    use_native: bool = True,
+) -> Float[np.ndarray, "T V"]:
+    """The logits that predict each of `tokens`, from passes of `num_nodes` nodes against a cache.
+
+    With 1 node these are plain decoding's own passes, with more those of verification (as a chain): the difference
+    of the two is the noise of the arithmetic.
+
+    Args:
+      dtype: of the cache; None: that of the embedding, as in `decode`.
+      use_native: as `Decoder`.
+    """
+    if not len(prompt) or not len(tokens):
+        raise ValueError("replay_logits wants at least one token of prompt and one of text")
+    text = np.asarray([*prompt, *tokens], np.int32)
+    num_chunks = bucket(-(-len(tokens) // num_nodes))
+    padded = np.zeros(bucket(len(prompt) + num_chunks * num_nodes), np.int32)
+    padded[: len(text)] = text
+    dtype = weights["embedding"].dtype if dtype is None else dtype
+    text, num_prompt = jnp.asarray(padded), len(prompt)
+    logits = _replay(weights, config, text, num_prompt, bucket(num_prompt), num_chunks, num_nodes, dtype, use_native)
+    return np.asarray(logits)[: len(tokens)]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "prompt_bucket", "num_chunks", "num_nodes", "dtype", "use_native")
+)
+def _replay(weights, config, text, prompt_length, prompt_bucket, num_chunks, num_nodes, dtype, use_native):
+    prefill = forward_sequence(weights, config, text[None, :prompt_bucket], want_logits=False)
+    capacity = max(text.shape[0], prompt_bucket + num_nodes)
+    cache = cache_lib.empty_cache(config.num_layers, 1, config.num_kv_heads, capacity, config.head_dim, dtype)
+    cache = cache_lib.commit(cache, prefill.new_kv, None, (prompt_length - 1)[None])
+
+    def chunk(cache, _):
+        nodes = lax.dynamic_slice(text, (cache.length[0],), (num_nodes,))[None]
+        positions = cache.length[:, None] + jnp.arange(num_nodes)
+        with native.enabled(use_native):
+            output = forward(weights, config, nodes, positions, causal_mask(1, num_nodes), cache)
+        return cache_lib.commit(cache, output.new_kv, None, jnp.full(1, num_nodes)), output.logits[0]
+
+    logits = lax.scan(chunk, cache, None, length=num_chunks)[1]
+    return logits.reshape(num_chunks * num_nodes, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundProfile:
+    """Seconds of one speculative round, measured; `rest` is the whole less the stages and may be negative.
+
+    The stages are timed alone, so what XLA overlaps or fuses across them in the real round ends up in `rest`.
+    """
+
+    whole: float
+    trunk: float
+    head: float
+    tree: float
+    verify: float
+    commit: float
+    """Judge, cut, commit of both caches."""
+
+    @property
+    def rest(self) -> float:
+        return self.whole - (self.trunk + self.head + self.tree + self.verify + self.commit)
+
+    def shares(self) -> dict[str, float]:
+        """The share of a round spent in each of STAGES; they sum to 1."""
+        return {name: getattr(self, name) / self.whole for name in STAGES}
+
+
+def profile_round(
+    loop: Callable,
+    models: dict,
+    config: ModelConfig,
+    drafter_config: DrafterConfig,
+    tree: TreeConfig,
+    sampling: SamplingParams,
+    limits: Limits,
+    state: DecodeState,
+    *,
+    precision: str | None = None,
+    use_native: bool = True,
+    iterations: int = 20,
+    repeats: int = 5,
+) -> RoundProfile:
+    """Measures a round and its stages, from a prefilled speculative state whose rows are not done.
+
+    Args:
+      loop: the compiled loop of the same configuration (`Decoder.loop`); the whole round is its time over its rounds.
+      state: not consumed; it needs room for `iterations` rounds, of which the whole round uses what the rows allow.
+      precision, use_native: as `Decoder`.
+      iterations: runs of a stage inside one compiled loop.
+      repeats: timings of which the median counts.
+    """
+    zero = jnp.zeros((), jnp.float32)
+
+    def whole() -> float:
+        fresh = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+        start = time.perf_counter()
+        end = jax.block_until_ready(loop(models, sampling, limits, jnp.int32(iterations), fresh))
+        return (time.perf_counter() - start) / max(int(np.max(np.asarray(end.stats.num_target_passes))), 1)
+
+    def stage(repeated: Callable, inputs: Any) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(repeated(models, inputs, zero))
+        return (time.perf_counter() - start) / iterations
+
+    timers: dict[str, Callable[[], float]] = {"whole": whole}
+    for name, (run, inputs) in _stages(models, config, drafter_config, tree, sampling, limits, state).items():
+        timers[name] = functools.partial(stage, jax.jit(_repeated(run, iterations, precision, use_native)), inputs)
+    for timer in timers.values():  # compiles
+        timer()
+    # Interleaved, so that a change of the machine's pace meets all stages alike.
+    seconds = [{name: timer() for name, timer in timers.items()} for _ in range(repeats)]
+    return RoundProfile(**{name: statistics.median(s[name] for s in seconds) for name in timers})
+
+
+def _stages(models, config, drafter_config, tree, sampling, limits, state) -> dict[str, tuple[Callable, Any]]:
+    """For each stage `run(models, inputs) -> outputs` and its inputs, as they stand in a real round.
+
+    A stage that moves a cache puts the lengths back, so that every iteration does the same work.
+    """
+    drafter = hidden_drafter(config, drafter_config, tree, state.cache.keys[0].dtype)
+    rule = match_rule(tree.depth)
+    root_position = state.length - 1
+    root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
+
+    def trunk(models, inputs):
+        states, cache = trunk_states(models, config, drafter_config, tree.depth, inputs)
+        return states, inputs.replace(cache=cache.replace(length=inputs.cache.length))
+
+    def head(models, states):
+        return base_logits(models["drafter"], drafter_config, models["target"], config, states), states
+
+    def grow(models, inputs):
+        base, root = inputs
+        return grow_beam(base, lambda t: token_info(models["drafter"], drafter_config, t), root, tree), inputs
+
+    def verify(models, inputs):
+        tree_, cache = inputs
+        positions = cache.length[:, None] + tree_.depth
+        ancestors = ancestor_mask(tree_, tree.depth)
+        output = forward(models["target"], config, tree_.tokens, positions, ancestors, cache)
+        return (output, ancestors), inputs
+
+    def commit(models, inputs):
+        tree_, ancestors, output, before = inputs
+        verdict = rule.verify(before.keys, tree_, ancestors, output.logits, sampling, before.length - 1)
+        count, done = cut(verdict.emitted, verdict.num_accepted + 1, limits, before)
+        cache = cache_lib.commit(before.cache, output.new_kv, verdict.path, count)
+        drafter_state = drafter.commit(models, before.drafter, verdict, output, count)
+        after = advance(before, verdict.emitted, count, done, cache, drafter_state)
+        restored = after.replace(
+            length=before.length, done=before.done, cache=cache.replace(length=before.cache.length), stats=before.stats
+        )
+        return count, (tree_, ancestors, output, restored)
+
+    @jax.jit
+    def one_round(models, state):
+        states, _ = trunk(models, state.drafter)
+        base, _ = head(models, states)
+        draft, _ = grow(models, (base, root))
+        return states, base, draft, verify(models, (draft, state.cache))[0]
+
+    states, base, draft, (output, ancestors) = one_round(models, state)
+    return {
+        "trunk": (trunk, state.drafter),
+        "head": (head, states),
+        "tree": (grow, (base, root)),
+        "verify": (verify, (draft, state.cache)),
+        "commit": (commit, (draft, ancestors, output, state)),
+    }
+
+
+def _repeated(run: Callable, iterations: int, precision: str | None, use_native: bool) -> Callable:
+    """`run` in a compiled loop whose every iteration reads the last one's outputs, so that XLA can hoist nothing.
+
+    `zero` is traced: XLA cannot know that the touched inputs keep their values.
+    """
+
+    def repeated(models, inputs, zero):
+        def body(_, carry):
+            inputs, outputs = carry
+            outputs, inputs = run(models, _touch(inputs, zero * _first_number(outputs)))
+            return inputs, outputs
+
+        matmul_precision = jax.default_matmul_precision(precision) if precision else contextlib.nullcontext()
+        with matmul_precision, native.enabled(use_native):
+            like = jax.eval_shape(lambda: run(models, inputs)[0])
+            outputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+            return lax.fori_loop(0, iterations, body, (inputs, outputs))
+
+    return repeated
+
+
+def _first_number(tree: Any) -> Float[Array, ""]:
+    """The sum of one element of every array: depends on every output."""
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.number)]
+    return sum(x[(0,) * x.ndim].astype(jnp.float32) for x in leaves)
+
+
+def _touch(tree: Any, zero: Array) -> Any:
+    """Adds a traced zero to one element of every numeric array, in place inside a loop."""
+
+    def one(x):
+        if not jnp.issubdtype(x.dtype, jnp.number):
+            return x
+        return x.at[(0,) * x.ndim].add(zero.astype(x.dtype))
+
+    return jax.tree.map(one, tree)

@@ -1,0 +1,313 @@
+"""Weights to and from safetensors: targets in Hugging Face folders, drafters in our own.
+
+Every file is checked against the configuration before anything compiles, and pickles are never opened. Kernels keep
+the [out, in] layout of the files, so reading is renaming. Knows nothing about decoding. Read next: `hf_config.py`
+for `config.json`, `tensor_files.py` for the files themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from hsd_jax.checkpoint import write_json
+from hsd_jax.config import DrafterConfig, ModelConfig, from_dict, to_dict
+from hsd_jax.models.hf_config import format_config, read_config, read_json
+from hsd_jax.models.hidden import init_drafter
+from hsd_jax.models.target import init_target
+from hsd_jax.models.tensor_files import Stored, checked_dtype, load_tree, open_all, read_array, store_tree
+from hsd_jax.types import Weights
+
+__all__ = [
+    "check_drafter",
+    "read_bos",
+    "read_config",
+    "read_drafter",
+    "read_eos",
+    "read_weights",
+    "save_drafter",
+    "save_target",
+    "weights_hash",
+]
+
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+DRAFTER_CONFIG, DRAFTER_FILE = "drafter_config.json", "drafter.safetensors"
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_PREFIXES = ("model.", "language_model.")
+_TEXT = ("layers.", "embed_tokens.", "norm.", "lm_head.")
+"""How the tensors of the text model begin, without prefixes; a vision tower's begin otherwise and are left out."""
+_HASH_SAMPLES = 4096
+
+_MODULES = {
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.o": "self_attn.o_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+_PLAIN_NORMS = {"mlp_norm": "post_attention_layernorm"}
+_POST_NORMS = {  # the same Hugging Face name stands for another norm in Gemma
+    "attn_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+
+
+def read_weights(folder: str | Path, config: ModelConfig, dtype: Any = "float32") -> Weights:
+    """A target's weights from `model.safetensors` or its shards, in `dtype`, in the tree of `init_target`.
+
+    Names may stand with or without the prefixes `model.` and `language_model.`; a tied checkpoint may hold the
+    embedding as `embed_tokens`, as `lm_head` or as both.
+
+    Raises:
+      FileNotFoundError: if the folder or one of its weight files is missing.
+      ValueError: naming file and tensor, for a damaged file, pickles, a missing, unexpected or misshapen tensor,
+        a dtype that is no float, NaN or infinity.
+    """
+    dtype, folder = checked_dtype(dtype), Path(folder)
+    shapes = _shapes(init_target, config)
+    with contextlib.ExitStack() as stack:
+        stored: dict[str, Stored] = {}
+        for tensor in open_all(_weight_files(folder), stack):
+            name = _bare_name(tensor.name)
+            if not name.startswith(_TEXT) or name.endswith("rotary_emb.inv_freq"):
+                continue
+            if name in stored:
+                raise ValueError(f"{tensor}: also stored as {stored[name]}; one of them must go")
+            stored[name] = tensor
+        if config.tie_embeddings:
+            _untie(stored)
+        wanted = {path: _hf_name(path, config) for path in shapes}
+        return load_tree(stored, wanted, shapes, dtype, folder, "config.json")
+
+
+def save_target(
+    folder: str | Path,
+    config: ModelConfig,
+    weights: Weights,
+    dtype: Any = "float32",
+    *,
+    bos: int | None = None,
+    eos: Iterable[int] = (),
+) -> None:
+    """Writes `model.safetensors` and `config.json` as transformers reads them; each appears whole or not at all.
+
+    Args:
+      dtype: of the file; `weights` may be in another.
+      bos, eos: special tokens to name in `config.json`; none is written as null, so that no default takes its place.
+
+    Raises:
+      ValueError: if the family cannot express `config`, or a weight is missing, unexpected, misshapen or not finite.
+    """
+    dtype, folder, eos = checked_dtype(dtype), Path(folder), [int(token) for token in eos]
+    values = format_config(config) | {"torch_dtype": dtype.name, "bos_token_id": bos}
+    values["eos_token_id"] = eos[0] if len(eos) == 1 else eos or None
+
+    def name(path: str) -> str:
+        bare = _hf_name(path, config)
+        return bare if bare.startswith("lm_head") else f"model.{bare}"
+
+    store_tree(folder / WEIGHTS_FILE, weights, _shapes(init_target, config), dtype, name)
+    write_json(folder / "config.json", values)
+
+
+def read_eos(folder: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
+    """End tokens of a checkpoint, from `generation_config.json`, else `config.json`, else `tokenizer_config.json`.
+
+    Args:
+      tokenizer: looks up the name in `tokenizer_config.json`, by `token_to_id` or `convert_tokens_to_ids`; without
+        one the added tokens in the tokenizer's own files are searched.
+    Returns:
+      The ids; empty if the folder names none.
+    """
+    return _special_tokens(Path(folder), "eos_token", tokenizer)
+
+
+def read_bos(folder: str | Path, tokenizer: Any = None) -> int | None:
+    """The start token of a checkpoint, found as by `read_eos`; None if the folder names none.
+
+    A name in a configuration does not say that prompts begin with it: that is the tokenizer's to decide.
+    """
+    found = _special_tokens(Path(folder), "bos_token", tokenizer)
+    return found[0] if found else None
+
+
+def weights_hash(weights: Weights) -> str:
+    """Fingerprint of a target: 64 hexadecimal digits, the same in float32 and bfloat16.
+
+    Covers names, shapes and a strided sample of each tensor rounded to bfloat16, at most 4096 numbers, so that
+    gigabytes hash in seconds. Two targets that differ only between the samples hash alike; fine-tuning moves every
+    tensor and is seen. Float16 storage rounds twice and may hash differently.
+    """
+    digest = hashlib.sha256()
+    for path, array in sorted(flatten_dict(weights, sep=".").items()):
+        stride = -(-array.size // _HASH_SAMPLES) | 1  # odd: an even one can stay in a few columns
+        index = np.arange(0, array.size, stride)
+        index = tuple(i.astype(np.int32) for i in np.unravel_index(index, array.shape))
+        sample = np.asarray(array[index]).astype(jnp.bfloat16)
+        digest.update(f"{path}{tuple(array.shape)}".encode())
+        digest.update(sample.view(np.uint16).astype("<u2").tobytes())
+    return digest.hexdigest()
+
+
+def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dtype: Any = "float32") -> None:
+    """Writes `drafter.safetensors` and `drafter_config.json`; each appears whole or not at all.
+
+    Raises:
+      ValueError: if a weight is missing, unexpected, misshapen or not finite.
+    """
+    folder = Path(folder)
+    store_tree(folder / DRAFTER_FILE, weights, _shapes(init_drafter, config), checked_dtype(dtype), lambda path: path)
+    write_json(folder / DRAFTER_CONFIG, to_dict(config))
+
+
+def read_drafter(folder: str | Path, dtype: Any = "float32") -> tuple[DrafterConfig, Weights]:
+    """What `save_drafter` wrote, weights in `dtype`.
+
+    Raises:
+      FileNotFoundError: if one of the two files is missing.
+      ValueError: as `read_weights`, and for an unknown, missing or mistyped key of the configuration.
+    """
+    dtype, folder = checked_dtype(dtype), Path(folder)
+    path = folder / DRAFTER_CONFIG
+    config = from_dict(DrafterConfig, read_json(path), str(path))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{path}: {field.name}={value!r}: expected a positive integer")
+    shapes = _shapes(init_drafter, config)
+    with contextlib.ExitStack() as stack:
+        if not (folder / DRAFTER_FILE).is_file():
+            raise FileNotFoundError(f"{folder / DRAFTER_FILE}: no such file, though {DRAFTER_CONFIG} is there")
+        stored = {tensor.name: tensor for tensor in open_all([folder / DRAFTER_FILE], stack)}
+        return config, load_tree(stored, {path: path for path in shapes}, shapes, dtype, folder, DRAFTER_CONFIG)
+
+
+def check_drafter(drafter_config: DrafterConfig, target_config: ModelConfig, target_hash: str) -> None:
+    """Refuses a drafter that was trained for another target.
+
+    A drafter with an empty `target_hash` says nothing of its target; then only the sizes are compared.
+
+    Raises:
+      ValueError: naming both targets, if hidden size, vocabulary or fingerprint differ.
+    """
+    trained_for = (
+        f"the drafter was trained for target {drafter_config.target_hash[:12] or '(no fingerprint)'} with hidden_size="
+        f"{drafter_config.hidden_size}, vocab_size={drafter_config.vocab_size}"
+    )
+    for name in ("hidden_size", "vocab_size"):
+        found = getattr(target_config, name)
+        if getattr(drafter_config, name) != found:
+            raise ValueError(f"{trained_for}; this target has {name}={found}. Take its own drafter or train one")
+    if drafter_config.target_hash not in ("", target_hash):
+        raise ValueError(
+            f"{trained_for}; this target is {target_hash[:12]}, same sizes but other weights. Take its own drafter or"
+            " train one"
+        )
+
+
+def _shapes(init: Callable[..., Weights], config: Any) -> dict[str, tuple[int, ...]]:
+    """Shape of each weight by its dotted path, without computing any."""
+    tree = jax.eval_shape(lambda: init(jax.random.key(0), config))
+    return {path: leaf.shape for path, leaf in flatten_dict(tree, sep=".").items()}
+
+
+def _hf_name(path: str, config: ModelConfig) -> str:
+    """`layer_3.attn.q.kernel` -> `layers.3.self_attn.q_proj.weight`."""
+    outer = {"embedding": "embed_tokens.weight", "head": "lm_head.weight", "final_norm.weight": "norm.weight"}
+    if path in outer:
+        return outer[path]
+    layer, _, rest = path.partition(".")
+    module, _, leaf = rest.rpartition(".")
+    modules = _MODULES | (_POST_NORMS if config.post_norms else _PLAIN_NORMS)
+    return f"layers.{layer.removeprefix('layer_')}.{modules[module]}.{'bias' if leaf == 'bias' else 'weight'}"
+
+
+def _bare_name(name: str) -> str:
+    while name.startswith(_PREFIXES):
+        name = name.partition(".")[2]
+    return name
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """`model.safetensors`, or the shards its index names."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder; give a local folder with a checkpoint")
+    if (folder / WEIGHTS_FILE).is_file():
+        return [folder / WEIGHTS_FILE]
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+        if pickles:
+            raise ValueError(
+                f"{folder}: holds {pickles[0]} but no {WEIGHTS_FILE}; pickles are never loaded, because they can run"
+                " code. Convert the checkpoint to safetensors (in transformers: save_pretrained)"
+            )
+        raise FileNotFoundError(f"{folder}: no checkpoint; expected {WEIGHTS_FILE} or {INDEX_FILE}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: no weight_map; fetch the file again")
+    files = sorted(set(map(str, weight_map.values())))
+    for name in files:
+        if Path(name).name != name:
+            raise ValueError(f"{index}: weight_map names {name!r}: expected a file of this folder")
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name}: no such file, though {INDEX_FILE} names it; fetch all shards")
+    return [folder / name for name in files]
+
+
+def _untie(stored: dict[str, Stored]) -> None:
+    """Leaves the embedding of a tied checkpoint under the one name `embed_tokens.weight`."""
+    head = stored.pop("lm_head.weight", None)
+    if head is None:
+        return
+    embedding = stored.setdefault("embed_tokens.weight", head)
+    if embedding is not head and not np.array_equal(read_array(embedding), read_array(head)):
+        raise ValueError(
+            f"{head}: differs from {embedding.name!r}, though the model is tied; set tie_word_embeddings to false in"
+            " config.json"
+        )
+
+
+def _special_tokens(folder: Path, name: str, tokenizer: Any) -> tuple[int, ...]:
+    for file in ("generation_config.json", "config.json"):
+        path = folder / file
+        values = read_json(path) if path.is_file() else {}
+        for part in (values, values.get("text_config") or {}):
+            ids = part.get(f"{name}_id")
+            if ids is None:
+                continue
+            ids = tuple(ids) if isinstance(ids, list) else (ids,)
+            if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+                raise ValueError(f"{path}: {name}_id={list(ids)!r}: expected token ids, integers from 0")
+            return ids
+    path = folder / "tokenizer_config.json"
+    values = read_json(path) if path.is_file() else {}
+    token = values.get(name)
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is None:
+        return ()
+    if tokenizer is not None:
+        look_up = getattr(tokenizer, "token_to_id", None) or tokenizer.convert_tokens_to_ids
+        found = look_up(token)
+        return () if found is None else (found,)
+    added = [(int(i), t.get("content")) for i, t in values.get("added_tokens_decoder", {}).items()]
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        added += [(t["id"], t["content"]) for t in read_json(path).get("added_tokens", [])]
+    return tuple(i for i, content in added if content == token)[:1]

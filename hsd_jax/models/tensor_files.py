@@ -1,0 +1,140 @@
+"""Trees of weights in safetensors files: opening, checking, reading, and writing whole or not at all.
+
+Every name and shape is checked before a number is read, and every number before it is used. Knows files and dotted
+paths, no models. Read next: `convert.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from hsd_jax.types import Weights
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""What weights may be held and stored in."""
+_READABLE = ("F64", "F32", "BF16", "F16")
+
+
+class Stored(NamedTuple):
+    """A tensor in an open file, under the name it has there."""
+
+    file: Path
+    handle: Any
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: tensor {self.name!r}"
+
+
+def checked_dtype(dtype: Any) -> np.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: allowed are {', '.join(DTYPES)}")
+    return found
+
+
+def open_all(files: list[Path], stack: contextlib.ExitStack) -> list[Stored]:
+    tensors = []
+    for file in files:
+        size = file.stat().st_size
+        if size == 0:  # cannot be mapped
+            raise ValueError(f"{file}: empty; fetch the file again")
+        try:
+            handle = stack.enter_context(safe_open(file, framework="np"))
+        except SafetensorError as error:
+            raise ValueError(
+                f"{file}: not a whole safetensors file ({error}; {size} bytes found). A download cut short or a"
+                " Git LFS pointer? Fetch it again"
+            ) from error
+        tensors += [Stored(file, handle, name) for name in handle.keys()]  # noqa: SIM118
+    return tensors
+
+
+def read_array(tensor: Stored) -> np.ndarray:
+    kind = tensor.handle.get_slice(tensor.name).get_dtype()
+    if kind not in _READABLE:
+        raise ValueError(f"{tensor}: found dtype {kind}, expected one of {', '.join(_READABLE)}")
+    return tensor.handle.get_tensor(tensor.name)
+
+
+def _cast(array: Any, dtype: np.dtype, where: str) -> np.ndarray:
+    with np.errstate(over="ignore"):  # an overflow is reported below
+        cast = np.asarray(array).astype(dtype)
+    if not np.isfinite(cast).all():
+        raise ValueError(f"{where}: holds NaN or infinity in {dtype.name}, expected finite numbers; the file is damaged"
+                         " or its numbers need a wider dtype")  # fmt: skip
+    return np.ascontiguousarray(cast)
+
+
+def _check_names(found: Iterable[str], expected: Iterable[str], where: str, config: str) -> None:
+    found, expected = set(found), set(expected)
+    missing, extra = sorted(expected - found), sorted(found - expected)
+    if missing:
+        raise ValueError(
+            f"{where}: missing tensor {missing[0]!r} ({len(missing)} of {len(expected)} missing) which {config} asks"
+            f" for; found {', '.join(sorted(found)[:3]) or 'none'}. The files or {config} belong to another model"
+        )
+    if extra:
+        raise ValueError(
+            f"{where}: tensor {extra[0]!r} ({len(extra)} in all) has no place in the model of {config}, which expects"
+            f" {len(expected)} tensors; {config} belongs to another model"
+        )
+
+
+def _check_shape(found: Iterable[int], expected: tuple[int, ...], where: str, config: str) -> None:
+    if tuple(found) != expected:
+        raise ValueError(
+            f"{where}: found shape {list(found)}, expected {list(expected)} from {config}; the two belong to"
+            " different models"
+        )
+
+
+def load_tree(
+    stored: dict[str, Stored],
+    wanted: dict[str, str],
+    shapes: dict[str, tuple[int, ...]],
+    dtype: np.dtype,
+    folder: Path,
+    config: str,
+) -> Weights:
+    """The tensors `wanted` (our path -> stored name) as a nested tree; all shapes are checked before any is read."""
+    _check_names(stored, wanted.values(), str(folder), config)
+    for path, name in wanted.items():
+        tensor = stored[name]
+        _check_shape(tensor.handle.get_slice(tensor.name).get_shape(), shapes[path], str(tensor), config)
+    arrays = {}
+    for path, name in wanted.items():
+        arrays[path] = jnp.asarray(_cast(read_array(stored[name]), dtype, str(stored[name])))
+    return unflatten_dict(arrays, sep=".")
+
+
+def store_tree(
+    path: Path, weights: Weights, shapes: dict[str, tuple[int, ...]], dtype: np.dtype, name: Callable[[str], str]
+) -> None:
+    """Writes a tree to one safetensors file, by way of a temporary file beside it."""
+    flat = flatten_dict(weights, sep=".")
+    _check_names(flat, shapes, "weights to save", "the configuration")
+    tensors = {}
+    for key, array in flat.items():
+        _check_shape(np.shape(array), shapes[key], f"weights to save: {key!r}", "the configuration")
+        tensors[name(key)] = _cast(array, dtype, f"weights to save: {key!r}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    try:
+        save_file(tensors, temporary, metadata={"format": "pt"})  # transformers refuses files without it
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,60 @@
+"""How every test runs: on 8 fake CPU devices, in full float32 products, as strictly as the libraries bear.
+
+What is strict here and why something is not stands beside each setting. Warnings are errors (pyproject.toml).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+
+# Before jax is imported. Programs that a test starts inherit both.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+# Shapes are checked where functions are. Not in types.py: jax builds pytrees of None, of 0 and of placeholders
+# (tree.map, vmap's in_axes), which no shape fits. A pytree dataclass within the packages named here says
+# `@typing.no_type_check` above its other decorators for the same reason.
+CHECKS_SHAPES = importlib.util.find_spec("beartype") is not None
+if CHECKS_SHAPES:
+    import jaxtyping
+
+    assert not any(name.startswith("hsd_jax.") for name in sys.modules), "hsd_jax was imported before its import hook"
+    jaxtyping.install_import_hook(["hsd_jax.models", "hsd_jax.infer"], "beartype.beartype")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_numpy_dtype_promotion", "strict")  # tests that run optax ask for `standard_dtypes`
+# jax_numpy_rank_promotion stays "allow": the layers add [H] biases and norm weights to [B, N, H] activations on
+# purpose, and shapes are checked at function borders anyway.
+
+jax.config.update("jax_compilation_cache_dir", str(REPO / ".pytest_cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_report_header() -> str:
+    shapes = "checked" if CHECKS_SHAPES else "NOT checked: beartype is missing (pip install -e '.[test]')"
+    return f"jax {jax.__version__} on {jax.device_count()} {jax.default_backend()} devices, shapes {shapes}"
+
+
+@pytest.fixture
+def standard_dtypes():
+    """Implicit dtype promotion as jax has it by default: optax's Adam raises a float to an int32 step count."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of large models and data that may lie beside the repository; tests that need it skip without."""
+    folder = REPO.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"needs {folder.name}/ beside the repository")
+    return folder

@@ -1,0 +1,62 @@
+"""Exact laws of emitted tokens in rational arithmetic, by enumeration of every draw."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from oracles.tree import walk
+
+Text = tuple[int, ...]
+Table = Sequence[Sequence[Fraction]]
+"""`table[a][b]`: probability of token b behind token a."""
+
+
+def random_table(numbers: Sequence[int], vocab: int) -> list[list[Fraction]]:
+    """A Markov table from positive integers, row by row."""
+    rows = [numbers[i * vocab : (i + 1) * vocab] for i in range(vocab)]
+    return [[Fraction(x, sum(row)) for x in row] for row in rows]
+
+
+def text_law(table: Table, root: int, length: int) -> dict[Text, Fraction]:
+    """Law of the next `length` tokens under the target alone."""
+    law = {(): Fraction(1)}
+    for _ in range(length):
+        longer = {}
+        for text, mass in law.items():
+            for token, p in enumerate(table[text[-1] if text else root]):
+                longer[(*text, token)] = mass * p
+        law = longer
+    return law
+
+
+def verified_law(
+    table: Table,
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    valid: Sequence[bool],
+    length: int,
+    judge: Callable[..., Sequence[int]] | None = None,
+) -> dict[Text, Fraction]:
+    """Law of `length` tokens when one verification of this tree emits some and the target alone writes the rest.
+
+    Enumerates the draw of every node, each from the target's law behind the node's token. `judge(tokens, parents,
+    valid, draws, table)` returns the emitted tokens; None: the walk of `oracles/tree.py`.
+    """
+    judge = judge or (lambda tokens, parents, valid, draws, table: walk(tokens, parents, valid, draws)[1])
+    vocab, law = len(table), defaultdict(Fraction)
+    for draws in itertools.product(range(vocab), repeat=len(tokens)):
+        mass = Fraction(1)
+        for token, y in zip(tokens, draws, strict=True):
+            mass *= table[token][y]
+        emitted = tuple(judge(tokens, parents, valid, draws, table))[:length]
+        rest = text_law(table, emitted[-1], length - len(emitted))
+        for text, p in rest.items():
+            law[emitted + text] += mass * p
+    return dict(law)
+
+
+def total_variation(one: dict[Text, Fraction], other: dict[Text, Fraction]) -> Fraction:
+    return sum((abs(one.get(t, Fraction(0)) - other.get(t, Fraction(0))) for t in {*one, *other}), Fraction(0)) / 2

@@ -1,0 +1,75 @@
+"""Draft trees in plain loops: growing by beam, ancestor mask, and which path a list of draws follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = np.asarray(logits, np.float64)
+    top = logits.max()
+    return logits - top - np.log(np.exp(logits - top).sum())
+
+
+def grow_beam(
+    base_logits: np.ndarray, bias: Callable[[int], np.ndarray], root: int, nodes: int, depth: int, width: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Tokens, parents and depths of one row: the `nodes - 1` best candidates of a beam over all levels.
+
+    Candidates are (score, parent candidate, token, depth). Of equal scores the earlier candidate wins, and earlier
+    levels come first.
+    """
+    candidates: list[tuple[float, int, int, int]] = []
+    frontier = [(0.0, -1, root)]
+    for level in range(depth):
+        grown = []
+        for score, identity, token in frontier:
+            logp = log_softmax(np.asarray(base_logits[level], np.float64) + bias(token))
+            likeliest = sorted(range(len(logp)), key=lambda t: (-logp[t], t))[:width]
+            for child in likeliest:
+                grown.append((score + logp[child], len(candidates), child))
+                candidates.append((score + logp[child], identity, child, level + 1))
+        frontier = sorted(grown, key=lambda c: (-c[0], c[1]))[:width]
+    kept = sorted(range(len(candidates)), key=lambda i: (-candidates[i][0], i))[: nodes - 1]
+    index = {-1: 0} | {candidate: node + 1 for node, candidate in enumerate(kept)}
+    tokens = [root] + [candidates[i][2] for i in kept]
+    parents = [-1] + [index[candidates[i][1]] for i in kept]
+    depths = [0] + [candidates[i][3] for i in kept]
+    return tokens, parents, depths
+
+
+def ancestor_mask(parents: Sequence[int]) -> np.ndarray:
+    """`mask[i, j]`: j is i or lies on the way from i to the root."""
+    mask = np.zeros((len(parents), len(parents)), bool)
+    for node in range(len(parents)):
+        up = node
+        while up != -1:
+            mask[node, up] = True
+            up = parents[up]
+    return mask
+
+
+def walk(
+    tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool], draws: Sequence[int]
+) -> tuple[list[int], list[int], bool]:
+    """Path from the root, the emitted tokens, and whether the path ended at a leaf (then the last token is a bonus).
+
+    Depth first through every valid child that holds the draw of its parent. Such children differ only if siblings hold
+    the same token; then the longest path counts, and of equals the first.
+    """
+
+    def follow(node: int) -> list[int]:
+        children = [n for n in range(1, len(tokens)) if parents[n] == node and valid[n]]
+        longest: list[int] = []
+        for child in children:
+            if tokens[child] == draws[node]:
+                path = follow(child)
+                if len(path) > len(longest):
+                    longest = path
+        return [node, *longest]
+
+    path = follow(0)
+    has_child = any(parents[n] == path[-1] and valid[n] for n in range(1, len(tokens)))
+    return path, [int(draws[n]) for n in path], not has_child

@@ -1,0 +1,216 @@
+"""The shape of the code, read from its syntax trees: who may import whom, sizes, docstrings.
+
+Every check takes the folder of a package and returns violations as `file:line: what is wrong`. Each is run on hsd_jax,
+where it must find nothing, and on a small package with that one fault, where it must find it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "hsd_jax"
+
+# A module imports only from its own layer and from those before it.
+LAYERS = ["types config", "sharding checkpoint", "models", "infer", "api params request tokenizer demo", "train", "cli"]
+INFER_LAYERS = [
+    "sampling draw tree",
+    "accept length reuse ngram",
+    "drafters",
+    "step overlap",
+    "plain decode",
+    "metrics",
+]
+MAX_MODULE_LINES = 400
+MAX_FUNCTION_LINES = 100
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def modules(package: Path) -> Iterator[tuple[Path, str, ast.Module]]:
+    """Path, dotted name and syntax tree of every module of a package."""
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        yield path, name, ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def at(package: Path, path: Path, line: int, text: str) -> str:
+    return f"{path.relative_to(package.parent)}:{line}: {text}"
+
+
+def imports(path: Path, name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything a module imports, inside functions too: `from a import b` gives `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:
+                parents = name.split(".")
+                parents = parents[: len(parents) - node.level + (path.name == "__init__.py")]
+                source = ".".join([*parents, source]).rstrip(".")
+            for alias in node.names:
+                yield node.lineno, f"{source}.{alias.name}"
+
+
+def is_below(name: str, *packages: str) -> bool:
+    return any(name == p or name.startswith(p + ".") for p in packages)
+
+
+def rank_in(layers: list[str], name: str) -> int | None:
+    return next((rank for rank, members in enumerate(layers) if name in members.split()), None)
+
+
+def rank(name: str) -> tuple[int, int] | None:
+    """The place of a module in the order, inside `infer` as second number; None where it has no place yet."""
+    parts = name.split(".")
+    if len(parts) == 1:  # hsd_jax/__init__.py imports everything, and the programs in cli are users of it
+        return len(LAYERS) - 1, 0
+    outer = rank_in(LAYERS, parts[1])
+    if outer is None or parts[1] != "infer":
+        return None if outer is None else (outer, 0)
+    inner = rank_in(INFER_LAYERS, parts[2]) if len(parts) > 2 else len(INFER_LAYERS)
+    return None if inner is None else (outer, inner)
+
+
+def wrong_directions(package: Path) -> list[str]:
+    """Imports against the order of the layers, and modules that have no place in it."""
+    parsed = list(modules(package))
+    known = {name for _, name, _ in parsed}
+    found = []
+    for path, name, tree in parsed:
+        own = rank(name)
+        if own is None:
+            found.append(at(package, path, 1, f"{name} has no layer: add it to LAYERS or INFER_LAYERS in {__name__}"))
+            continue
+        for line, imported in imports(path, name, tree):
+            if not is_below(imported, package.name):
+                continue
+            while imported not in known and "." in imported:  # an object of a module, not a module
+                imported = imported.rpartition(".")[0]
+            other = rank(imported)
+            if other is not None and other > own:
+                found.append(at(package, path, line, f"{name} imports {imported}, which is built on top of it"))
+    return found
+
+
+def foreign_imports(package: Path) -> list[str]:
+    """Libraries where they do not belong."""
+    found = []
+    for path, name, tree in modules(package):
+        inner = name.partition(".")[2]
+        for line, imported in imports(path, name, tree):
+            if is_below(imported, "torch", "pickle", "flax.nnx"):
+                found.append(at(package, path, line, f"imports {imported}: no module may"))
+            if is_below(imported, "flax.linen") and not is_below(inner, "models"):
+                found.append(at(package, path, line, f"imports {imported}: only models/ may"))
+            if is_below(imported, "optax", "orbax") and not is_below(inner, "train", "checkpoint"):
+                found.append(at(package, path, line, f"imports {imported}: only train/ and checkpoint.py may"))
+    return found
+
+
+def long_code(package: Path) -> list[str]:
+    """Modules and functions that have grown too long to read."""
+    found = []
+    for path, _, tree in modules(package):
+        length = len(path.read_text(encoding="utf-8").splitlines())
+        if length > MAX_MODULE_LINES:
+            found.append(at(package, path, 1, f"{length} lines; at most {MAX_MODULE_LINES}"))
+        for node in ast.walk(tree):
+            if isinstance(node, FUNCTIONS):
+                length = node.end_lineno - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    text = f"{node.name} has {length} lines; at most {MAX_FUNCTION_LINES}"
+                    found.append(at(package, path, node.lineno, text))
+    return found
+
+
+def missing_docstrings(package: Path) -> list[str]:
+    """Public modules, and public functions and classes at their top level, that say nothing about themselves."""
+    found = []
+    for path, name, tree in modules(package):
+        if not ast.get_docstring(tree):
+            found.append(at(package, path, 1, f"{name} has no docstring"))
+        for node in tree.body:
+            is_public = isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not node.name.startswith("_")
+            if is_public and not ast.get_docstring(node):
+                found.append(at(package, path, node.lineno, f"{node.name} has no docstring"))
+    return found
+
+
+def unfinished(package: Path) -> list[str]:
+    """Notes to do something later."""
+    return [
+        at(package, path, number, line.strip())
+        for path in sorted(package.rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r"\b(TODO|FIXME|XXX)\b", line)
+    ]
+
+
+CHECKS = [wrong_directions, foreign_imports, long_code, missing_docstrings, unfinished]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_package(check):
+    violations = check(PACKAGE)
+    assert not violations, "\n" + "\n".join(violations)
+
+
+FAULTS = [
+    (wrong_directions, "types.py", "from hsd_jax.models import target", "types.py:2: hsd_jax.types imports"),
+    (wrong_directions, "models/target.py", "import hsd_jax.infer.step", "target.py:2: hsd_jax.models.target imports"),
+    (wrong_directions, "models/target.py", "def f():\n    from ..train import loop", "target.py:3: "),
+    (wrong_directions, "models/__init__.py", "from ..train import loop", "__init__.py:2: hsd_jax.models imports"),
+    (wrong_directions, "infer/tree.py", "from .accept import walk", "tree.py:2: hsd_jax.infer.tree imports"),
+    (wrong_directions, "infer/step.py", "from hsd_jax.infer import decode", "step.py:2: "),
+    (wrong_directions, "infer/drafters/hidden.py", "from hsd_jax.infer import step", "hidden.py:2: "),
+    (wrong_directions, "api.py", "from hsd_jax import load", "api.py:2: hsd_jax.api imports hsd_jax,"),
+    (wrong_directions, "utils.py", "", "utils.py:1: hsd_jax.utils has no layer"),
+    (wrong_directions, "infer/misc.py", "", "misc.py:1: hsd_jax.infer.misc has no layer"),
+    (foreign_imports, "cli/main.py", "import torch.nn", "main.py:2: imports torch.nn"),
+    (foreign_imports, "checkpoint.py", "import pickle", "checkpoint.py:2: imports pickle"),
+    (foreign_imports, "models/target.py", "from flax import nnx", "target.py:2: imports flax.nnx"),
+    (foreign_imports, "infer/step.py", "import flax.linen as nn", "step.py:2: imports flax.linen"),
+    (foreign_imports, "infer/step.py", "import optax", "step.py:2: imports optax"),
+    (foreign_imports, "api.py", "import orbax.checkpoint", "api.py:2: imports orbax.checkpoint"),
+    (long_code, "config.py", "\n".join(["x = 1"] * MAX_MODULE_LINES), "config.py:1: 401 lines"),
+    (long_code, "config.py", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES, "config.py:2: f has 101 lines"),
+    (missing_docstrings, "config.py", "def f():\n    pass", "config.py:2: f has no docstring"),
+    (missing_docstrings, "config.py", "class C:\n    pass", "config.py:2: C has no docstring"),
+    (unfinished, "config.py", "# TO" + "DO: later", "config.py:2: "),
+]
+
+
+@pytest.fixture
+def clean_package(tmp_path) -> Path:
+    """A package in which no check finds anything."""
+    package = tmp_path / "hsd_jax"
+    names = ["types", "checkpoint", "models/target", "infer/tree", "infer/accept", "infer/drafters/hidden"]
+    names += ["infer/step", "infer/decode", "api", "train/loop", "cli/main"]
+    for name in names:
+        path = package / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('"""Says something."""\n')
+    for folder in {path.parent for path in package.rglob("*.py")}:
+        (folder / "__init__.py").write_text('"""Says something."""\n')
+    (package / "__init__.py").write_text('"""All."""\nfrom hsd_jax.cli import main\n')
+    (package / "infer/decode.py").write_text('"""Down."""\nfrom . import step\nfrom hsd_jax.types import KVCache\n')
+    (package / "train/loop.py").write_text('"""Down."""\nimport optax\nfrom hsd_jax.checkpoint import save\n')
+    (package / "models/target.py").write_text('"""Here."""\nimport flax.linen as nn\n')
+    return package
+
+
+@pytest.mark.parametrize("check, file, code, expected", FAULTS)
+def test_check_finds_fault(clean_package, check, file, code, expected):
+    assert [violation for each in CHECKS for violation in each(clean_package)] == []
+    (clean_package / file).write_text(f'"""Says something."""\n{code}\n')
+    violations = check(clean_package)
+    assert len(violations) == 1, violations
+    assert expected in violations[0]

@@ -1,0 +1,353 @@
+"""The `hsd` program, run in this process on a tiny checkpoint with a tokenizer and a drafter that often agrees."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import toy
+
+import hsd_jax
+from hsd_jax.cli import main as main_lib
+from hsd_jax.cli import options, train
+from hsd_jax.models import convert
+from hsd_jax.train.tokenizer import train_tokenizer
+
+TEXTS = [
+    "the cat sat on the mat and the dog ran to the cat",
+    "a dog and a cat ran to the red house on the hill",
+    "the red house is on the hill and the hill is green",
+]
+SHORT = ["--max-new-tokens", "12"]
+TREE = ["--nodes", "5", "--depth", "3", "--width", "2"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target with tokenizer, its drafter, and a file of prompts, on disk."""
+    root = tmp_path_factory.mktemp("checkpoint")
+    data = root / "texts.jsonl"
+    data.write_text("".join(json.dumps({"id": str(i), "text": t}) + "\n" for i, t in enumerate(TEXTS)))
+    tokenizer = train_tokenizer([str(data)], 300, root / "target")
+    config = toy.target_config(vocab_size=tokenizer.get_vocab_size())
+    weights = toy.make_target(config)
+    eos = tokenizer.token_to_id("</s>")
+    convert.save_target(root / "target", config, weights, bos=tokenizer.token_to_id("<s>"), eos=[eos])
+    drafter_config = toy.drafter_config(config, target_hash=convert.weights_hash(weights))
+    convert.save_drafter(root / "drafter", drafter_config, toy.make_drafter(drafter_config, config, weights))
+    return types.SimpleNamespace(root=root, target=str(root / "target"), drafter=str(root / "drafter"), data=str(data))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch):
+    """The tests have a compilation cache of their own."""
+    monkeypatch.setenv("HSD_CACHE", "off")
+    monkeypatch.delenv("HSD_DEBUG", raising=False)
+
+
+def hsd(*argv: str) -> int:
+    return main_lib.main([str(a) for a in argv])
+
+
+def both(folders) -> list[str]:
+    return ["--target", folders.target, "--drafter", folders.drafter]
+
+
+COMMANDS = ["generate", "demo", "bench", "identity", "info", "train drafter", "train target", "train tokenizer"]
+
+
+@pytest.mark.parametrize("command", ["", "train", *COMMANDS])
+def test_help_reads_and_exits_with_0(command, capsys):
+    assert hsd(*command.split(), "--help") == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: hsd {command}".rstrip())
+    if command not in ("", "train"):
+        assert "examples:\n  hsd " in text
+
+
+def test_help_does_not_wait_for_jax():
+    code = (
+        "import sys; from hsd_jax.cli.main import main; main(['--help']);"
+        "sys.exit(any(m in sys.modules for m in ('jax', 'flax', 'transformers')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout
+
+
+def test_generate_streams_the_text_of_decode(folders, capsys):
+    assert hsd("generate", *both(folders), *SHORT, *TREE, "the cat") == 0
+    streamed = capsys.readouterr()
+    assert "target passes, tau " in streamed.err
+    params = hsd_jax.load(target=folders.target)
+    assert streamed.out == hsd_jax.decode(params, "the cat", max_new_tokens=12).text[0] + "\n"
+
+
+def test_generate_prints_json_with_tokens(folders, capsys):
+    sampled = ["--temperature", "0.8", "--top-k", "20", "--top-p", "0.9", "--seed", "3"]
+    assert hsd("generate", *both(folders), *SHORT, *TREE, *sampled, "--json", "the cat", "a dog") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [len(t) for t in record["tokens"]] == record["num_tokens"]
+    assert len(record["text"]) == 2
+    assert record["tau"] >= 1.0
+    assert sum(record["accepted_histogram"]) == record["num_target_passes"]
+    assert record["command"].startswith("hsd generate --target")
+
+
+def test_generate_reads_token_ids_and_stdin(folders, capsys, monkeypatch):
+    plain = ["generate", "--target", folders.target, *SHORT, "--json"]
+    ids = hsd_jax.load(target=folders.target).tokenizer.encode("the dog")
+    assert hsd(*plain, "--ids", " ".join(map(str, ids))) == 0
+    from_ids = json.loads(capsys.readouterr().out)["tokens"]
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(b"the dog")))
+    assert hsd(*plain, "-") == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == from_ids
+
+
+def test_generate_applies_the_chat_template(folders, capsys):
+    params = hsd_jax.load(target=folders.target)
+    ids = params.tokenizer.encode_chat([{"role": "user", "content": "the dog"}])
+    assert hsd("generate", "--target", folders.target, *SHORT, "--json", "--chat", "the dog") == 0
+    expected = hsd_jax.decode(params, ids, max_new_tokens=12)
+    assert json.loads(capsys.readouterr().out)["tokens"] == [expected.tokens[0].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "-1", "the"], "temperature=-1.0: allowed are 0"),
+        (["--top-p", "1.5", "the"], "top_p=1.5: allowed are"),
+        (["--top-k", "0", "the"], "top_k=0: allowed are"),
+        ([""], "prompt 0 is empty"),
+        (["--nodes", "2", "--depth", "5", "the"], "TreeConfig.depth=5: allowed are"),
+        (["--max-len", "20", "--max-new-tokens", "30", "the"], "max_len=20"),
+        (["--precision", "exact", "--dtype", "bfloat16", "the"], "leave dtype out"),
+        (["--system", "Be brief.", "the"], "--system needs --chat"),
+        (["--ids", "one two"], "expected whole numbers"),
+        (["--mesh", "rows=2", "the"], "is not one of data=N, model=N"),
+    ],
+)
+def test_bad_values_end_with_2_and_one_line(folders, arguments, message, capsys):
+    assert hsd("generate", *both(folders), *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("hsd: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("folder", ["missing", "."])
+def test_a_folder_that_is_no_checkpoint(tmp_path, folder, capsys):
+    assert hsd("generate", "--target", tmp_path / folder, "text") == 2
+    assert capsys.readouterr().err.startswith(f"hsd: error: {tmp_path}")
+    assert hsd("info", tmp_path / folder) == 2
+
+
+def test_argparse_errors_end_with_2(capsys):
+    assert hsd("generate", "text") == 2
+    assert "one of the arguments --demo --target is required" in capsys.readouterr().err
+    assert hsd("generate", "--demo", "--max-new-tokens", "-3", "text") == 2
+    assert "expected a whole number of at least 0" in capsys.readouterr().err
+
+
+def test_stdin_that_is_not_text(folders, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(b"\xff\xfe")))
+    assert hsd("generate", "--target", folders.target, "-") == 2
+    assert "stdin is not UTF-8" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(monkeypatch, tmp_path):
+    monkeypatch.setenv("HSD_DEBUG", "1")
+    with pytest.raises(FileNotFoundError):
+        hsd("info", tmp_path / "missing")
+
+
+def test_ctrl_c_ends_with_130(folders, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(options, "load_params", interrupted)
+    assert hsd("generate", "--target", folders.target, "text") == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_the_demo_says_when_its_models_are_missing(monkeypatch, tmp_path, capsys):
+    from hsd_jax import params
+
+    monkeypatch.setattr(params, "DEMO", tmp_path)
+    assert hsd("demo") == 2
+    assert "the bundled demo models are missing" in capsys.readouterr().err
+
+
+def test_info_of_target_and_drafter(folders, capsys):
+    assert hsd("info", folders.target) == 0
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert shown["kind"] == "target" and shown["tokenizer"] == "yes" and len(shown["hash"]) == 64
+    assert hsd("info", folders.drafter) == 0
+    drafter = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert drafter["target_hash"] == shown["hash"]
+    assert int(drafter["parameters"].replace(",", "")) > 0
+
+
+def test_the_cache_folder_can_be_chosen(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main_lib.cache_folder().parent == tmp_path / "hsd_jax"
+    assert main_lib.cache_folder(str(tmp_path / "own")).parent == tmp_path / "own"
+
+
+def test_bench_record_is_complete(folders, tmp_path, capsys):
+    out = tmp_path / "bench.json"
+    arguments = ["--prompts", folders.data, "--limit", "2", "--repeats", "2", "--no-stages"]
+    assert hsd("bench", *both(folders), *arguments, *SHORT, *TREE, "--dtype", "float32", "--json", out) == 0
+    record = json.loads(out.read_text())
+    assert record["command"].startswith("hsd bench --target")
+    assert {"cpu", "cores", "jax", "backend", "load_average"} <= set(record["hardware"])
+    assert record["settings"]["num_prompts"] == len(record["prompts"]) == 2
+    assert record["target"]["bytes"] == 4 * record["target"]["parameters"]
+    assert record["drafter"]["bytes"] == 4 * record["drafter"]["parameters"]
+    assert record["bits_per_byte"]["value"] > 0
+    assert 0 <= record["repeated_4gram_share"] <= 1
+    plain, drafted = record["modes"]["plain float32"], record["modes"]["tree 5x3x2"]
+    assert plain["tau"] == 1.0
+    assert drafted["same_text_as_plain"] == 2 and drafted["differing_prompts"] == []
+    assert drafted["tau"] == pytest.approx(drafted["num_tokens"] / drafted["num_target_passes"])
+    assert sum(drafted["accepted_histogram"]) == drafted["num_target_passes"]
+    assert len(drafted["conditional_acceptance"]) == 3
+    assert drafted["speedup_same_dtype"]["against"] == "plain float32"
+    assert {"median", "min", "max"} <= set(drafted["speedup_fastest_plain"])
+    shown = capsys.readouterr().out
+    assert "tree 5x3x2" in shown and "bits per byte" in shown and "acceptance by depth" in shown
+
+
+@pytest.mark.slow
+def test_bench_with_stages_plain_variants_and_plot(folders, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "bench.json"
+    arguments = ["--prompts", folders.data, "--limit", "1", "--repeats", "1", "--plain-variants"]
+    arguments += ["--trees", "3x2x1,5x3x2", "--json", out, "--plot", tmp_path / "bench.png"]
+    assert hsd("bench", *both(folders), *arguments, *SHORT) == 0
+    record = json.loads(out.read_text())
+    plain = {(m["dtype"], m["pad_rows"]) for m in record["modes"].values() if m["kind"] == "plain"}
+    assert plain == {("float32", 1), ("float32", 4), ("bfloat16", 1), ("bfloat16", 4)}
+    stages = record["modes"]["tree 3x2x1"]["stages"]
+    assert sum(stages["shares"].values()) == pytest.approx(1.0)
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_wants_a_drafter(folders, capsys):
+    assert hsd("bench", "--target", folders.target, "--prompts", folders.data) == 2
+    assert "give --drafter DIR" in capsys.readouterr().err
+
+
+@pytest.fixture
+def identity_run(folders, tmp_path):
+    def run(*arguments: str) -> tuple[int, dict]:
+        out = tmp_path / "identity.json"
+        code = hsd(
+            "identity",
+            *both(folders),
+            "--prompts",
+            folders.data,
+            *SHORT,
+            *TREE,
+            "--batch",
+            "2",
+            "--json",
+            out,
+            *arguments,
+        )
+        return code, json.loads(out.read_text())
+
+    return run
+
+
+def test_identity_finds_no_difference_in_exact_precision(identity_run, capsys):
+    code, record = identity_run("--precision", "exact")
+    assert code == 0 and record["ok"]
+    assert [s["differences"] for s in record["settings"]] == [[], [], []]
+    assert all(s["tokens_compared"] > 3 for s in record["settings"])
+    assert "identity: ok" in capsys.readouterr().out
+
+
+def test_identity_finds_a_planted_difference(identity_run, monkeypatch, capsys):
+    decode = hsd_jax.decode
+
+    def wrong(params, prompt, *args, speculate=True, temperature=0.0, **kwargs):
+        out = decode(params, prompt, *args, speculate=speculate, temperature=temperature, **kwargs)
+        if not speculate or temperature:
+            return out
+        tokens = out.tokens.copy()
+        tokens[0, 2] = (tokens[0, 2] + 1) % params.target_config.vocab_size
+        return dataclasses.replace(out, tokens=tokens)
+
+    monkeypatch.setattr(hsd_jax, "decode", wrong)
+    code, record = identity_run("--precision", "exact")
+    assert code == 1 and not record["ok"]
+    greedy, *others = record["settings"]
+    assert len(greedy["differences"]) == 2  # the first row of each of two batches
+    assert all(d["index"] == 2 and d["gap"] >= 1e-4 and not d["excused"] for d in greedy["differences"])
+    assert all(s["ok"] for s in others)
+    shown = capsys.readouterr().out
+    assert "NOT EXCUSED" in shown and "identity: FAILED" in shown
+
+
+def test_candidate_gap_replays_the_noise_of_plain_decoding(folders):
+    """The best perturbed logit of the replay is the token that plain sampling drew."""
+    from hsd_jax.cli import identity
+
+    params = hsd_jax.load(target=folders.target, precision="exact")
+    ids = params.tokenizer.encode("the cat")
+    sampling = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
+    out = hsd_jax.decode(params, ids, max_new_tokens=6, seed=5, eos=(), **sampling)
+    drawn = out.tokens[0].tolist()
+    gap, boundary = identity.candidate_gap(params, ids, drawn, 5, sampling, [drawn[-1]])
+    assert np.isfinite(gap) and gap > 0
+    assert boundary is not None and boundary > 0
+
+
+def test_recipes_are_read_and_changed(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("train:\n  steps: 10\n  batch: 4\n")
+    assert train.read_recipe(str(path), ["train.steps=3", "model.rank=8"]) == {
+        "train": {"steps": 3, "batch": 4},
+        "model": {"rank": 8},
+    }
+    with pytest.raises(ValueError, match="expected KEY=VALUE"):
+        train.read_recipe(None, ["train.steps"])
+    with pytest.raises(FileNotFoundError, match="no such recipe"):
+        train.read_recipe(str(tmp_path / "none.yaml"), [])
+    path.write_text("train: [1")
+    with pytest.raises(ValueError, match="not YAML"):
+        train.read_recipe(str(path), [])
+
+
+def test_train_commands_name_a_wrong_key(folders, tmp_path, capsys):
+    arguments = ["--target", folders.target, "--data", folders.data, "--out", tmp_path / "run"]
+    assert hsd("train", "drafter", *arguments, "--set", "train.stepz=3") == 2
+    error = capsys.readouterr().err
+    assert "unknown key 'stepz'" in error and "steps" in error
+
+
+def test_train_tokenizer(folders, tmp_path, capsys):
+    out = tmp_path / "tokenizer"
+    assert hsd("train", "tokenizer", "--data", folders.data, "--vocab-size", "280", "--out", out) == 0
+    assert (out / "tokenizer.json").is_file()
+    assert "tokens" in capsys.readouterr().err
+    assert hsd("train", "tokenizer", "--data", tmp_path / "none.txt", "--out", out) == 2
+
+
+@pytest.mark.slow
+def test_train_drafter_end_to_end(folders, tmp_path, standard_dtypes):
+    out = tmp_path / "run"
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": " ".join(TEXTS)}) + "\n" for _ in range(40)))
+    settings = ["train.steps=2", "train.batch=2", "train.length=32", "model.num_steps=3", "model.rank=8"]
+    changes = [x for s in settings for x in ("--set", s)]
+    assert hsd("train", "drafter", "--target", folders.target, "--data", data, "--out", out, *changes) == 0
+    small = ["--nodes", "3", "--depth", "2", "--width", "1"]
+    assert hsd("generate", "--target", folders.target, "--drafter", out / "drafter", *SHORT, *small, "the cat") == 0
