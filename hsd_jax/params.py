@@ -45,8 +45,8 @@ class Params:
 
 
 def fastest_dtype() -> Any:
-    """bfloat16 where the device multiplies it natively (accelerators, CPUs with AMX), else float32."""
-    return jnp.bfloat16 if jax.default_backend() != "cpu" or native.has_matrix_unit() else jnp.float32
+    """bfloat16 where the device or our own kernel multiplies it fast (`models/native.py`), else float32."""
+    return jnp.bfloat16 if not native.is_emulated(jnp.bfloat16) or native.available() else jnp.float32
 
 
 def load(
@@ -100,7 +100,8 @@ def load(
     if not eos and tokenizer is not None and tokenizer.eos_id is not None:
         eos = (tokenizer.eos_id,)
     if tree is None and drafter_config is not None:
-        tree = dataclasses.replace(DEFAULT_TREE, depth=min(DEFAULT_TREE.depth, drafter_config.num_steps))
+        depth, width = min(DEFAULT_TREE.depth, drafter_config.num_steps), DEFAULT_TREE.width
+        tree = TreeConfig(min(DEFAULT_TREE.nodes, 1 + width + (depth - 1) * width**2), depth, width)
     params = Params(
         weights,
         drafter_weights,

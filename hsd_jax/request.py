@@ -26,6 +26,8 @@ from hsd_jax.types import NO_TOKEN, DecodeState, Limits, SamplingParams
 
 FIRST_CAPACITY = 256
 """Generated tokens the first cache bucket has room for; longer decodes move to larger buckets as they grow."""
+COLDEST = 1e-6
+"""Smaller temperatures are greedy: dividing by them would overflow float32."""
 
 Prompt = str | Sequence[int] | np.ndarray | jax.Array
 
@@ -70,8 +72,9 @@ def prepare(
     batch = len(rows)
     sampling = _sampling(batch, temperature, top_k, top_p)
     new_tokens = _per_row("max_new_tokens", max_new_tokens, batch, int)
-    if min(new_tokens) < 0:
-        raise ValueError(f"max_new_tokens={min(new_tokens)}: allowed are 0 and more")
+    for new in new_tokens:
+        if new is None or new < 0:
+            raise ValueError(f"max_new_tokens={new}: allowed are 0 and more")
     for row, (ids, new) in enumerate(zip(rows, new_tokens, strict=True)):
         if len(ids) + new > params.max_len:
             raise ValueError(
@@ -79,8 +82,7 @@ def prepare(
                 f" max_len={params.max_len}; shorten one or load with a larger max_len (at most"
                 f" {params.target_config.max_position})"
             )
-    seeds = list(seed) if isinstance(seed, (list, tuple, np.ndarray)) else [int(seed) + i for i in range(batch)]
-    seeds = _per_row("seed", seeds, batch, int)
+    seeds = _seeds(seed, batch)
     speculate = speculate and params.drafter is not None
     tree = params.tree if tree is None else tree
     if not isinstance(tree, TreeConfig):
@@ -176,13 +178,23 @@ def _encode_one(params: Params, prompt, row: int) -> list[int]:
 
 
 def _per_row(name: str, value, batch: int, kind: type) -> list:
-    values = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value] * batch
+    values = list(value) if np.ndim(value) else [value] * batch
     if len(values) != batch:
         raise ValueError(f"{name} has {len(values)} values for {batch} rows")
     try:
         return [None if v is None else kind(v) for v in values]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}={value!r}: expected {kind.__name__} values") from error
+
+
+def _seeds(seed, batch: int) -> list[int]:
+    """One seed a row; of a single one row i takes seed + i, around the end of the 32 bits that a key is made of."""
+    is_single = np.ndim(seed) == 0
+    seeds = _per_row("seed", seed, 1 if is_single else batch, int)
+    for value in seeds:
+        if value is None or not 0 <= value < 2**32:
+            raise ValueError(f"seed={value}: allowed are 0 to {2**32 - 1}")
+    return [(seeds[0] + row) % 2**32 for row in range(batch)] if is_single else seeds
 
 
 def _sampling(batch: int, temperature, top_k, top_p) -> SamplingParams:
@@ -198,6 +210,8 @@ def _sampling(batch: int, temperature, top_k, top_p) -> SamplingParams:
     for p in ps:
         if not 0.0 < p <= 1.0:
             raise ValueError(f"top_p={p}: allowed are numbers in (0, 1], or None")
+    temperatures = [t if t >= COLDEST else 0.0 for t in temperatures]
+    ks = [min(k, 2**31 - 1) for k in ks]
     return SamplingParams(np.array(temperatures, np.float32), np.array(ks, np.int32), np.array(ps, np.float32))
 
 
@@ -206,6 +220,6 @@ def _eos(params: Params, eos) -> np.ndarray:
     ids = params.eos if eos is None else ((int(eos),) if isinstance(eos, (int, np.integer)) else tuple(eos))
     vocab_size = params.target_config.vocab_size
     for token in ids:
-        if not 0 <= token < vocab_size:
+        if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
             raise ValueError(f"eos={token}: allowed are 0 to {vocab_size - 1}")
     return np.array([*ids, *[NO_TOKEN] * (bucket(len(ids), 4) - len(ids))], np.int32)

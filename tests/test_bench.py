@@ -17,6 +17,8 @@ from hsd_jax.cli import identity, options, prompts
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import metrics
 from hsd_jax.models.target import forward_sequence
+from hsd_jax.params import Params
+from hsd_jax.request import prepare
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +74,13 @@ def test_profile_measures_every_stage_and_leaves_the_state_alone(target):
     drafter_config = toy.drafter_config(config)
     models = {"target": weights, "drafter": toy.make_drafter(drafter_config, config, weights)}
     tree = TreeConfig(nodes=5, depth=3, width=2)
-    decoder = toy.hidden_decoder(config, drafter_config, tree)
-    call = toy.mixed_call().rows([3])
-    state = call.start(decoder, models)
+    params = Params(weights, models["drafter"], config, drafter_config)
+    request = prepare(params, [3, 1, 4, 1, 5], 40, 0.0, None, None, 0, tree, True, (), 1)
+    state, limits, sampling = request.state, request.limits, request.sampling
     before = np.asarray(state.tokens)
-    _, _, _, limits, sampling = call.arrays()
+    loop = request.decoder.loop
     profile = metrics.profile_round(
-        decoder.loop, models, config, drafter_config, tree, sampling, limits, state, iterations=3, repeats=2
+        loop, models, config, drafter_config, tree, sampling, limits, state, iterations=3, repeats=2
     )
     assert all(getattr(profile, name) > 0 for name in ("whole", "trunk", "head", "tree", "verify", "commit"))
     assert set(profile.shares()) == set(metrics.STAGES)

@@ -199,7 +199,7 @@ def _draw_stages(axis, stages: dict[str, dict[str, float]]) -> None:
         axis.bar(list(stages), heights, bottom=bottom, label=STAGES[stage], width=0.6)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     axis.set(title="Where a round goes", ylabel="ms per round")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def plot_bench(record: dict[str, Any], path: str | Path) -> None:

@@ -29,7 +29,7 @@ def walk(
     """Follows, from the root, the child that holds the node's own draw, until no child does.
 
     Loop-free: a node survives if it and all its ancestors hold the draw of their parent; the deepest survivor ends the
-    path. Of siblings that hold the same token the first counts.
+    path. Siblings that hold the same token have the same draw, so either emits the same text; the deeper path counts.
     """
     num = tree.tokens.shape[1]
     parent_draw = jnp.take_along_axis(draws, jnp.maximum(tree.parents, 0), 1)

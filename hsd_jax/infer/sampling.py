@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from hsd_jax.types import SamplingParams
 
@@ -31,7 +31,7 @@ def position_noise(
     return jax.vmap(lambda key, row: jax.vmap(lambda p: one(key, p))(row))(keys, positions)
 
 
-def _ordered_bits(x: Float[Array, "..."]) -> Int[Array, "..."]:
+def _ordered_bits(x: Float[Array, "..."]) -> UInt[Array, "..."]:
     """Unsigned integers in the order of the floats."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))

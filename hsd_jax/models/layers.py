@@ -25,11 +25,13 @@ MASKED = -1e30
 
 
 def matmul(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float[Array, "... out"]:
-    """`x @ kernel.T` in the kernel's dtype with float32 accumulation."""
+    """`x @ kernel.T` with float32 accumulation; in the kernel's dtype where the device multiplies that."""
     num_rows = math.prod(x.shape[:-1])
     if native.applies(num_rows, kernel):
         y = native.rows_matmul(x.reshape(num_rows, x.shape[-1]), kernel)
         return y.reshape(*x.shape[:-1], kernel.shape[0])
+    if native.is_emulated(kernel.dtype):
+        kernel = kernel.astype(jnp.float32)
     return lax.dot_general(
         x.astype(kernel.dtype), kernel, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )

@@ -1,7 +1,7 @@
 """An optional CPU kernel for products with few rows, compiled on first use with the machine's own C++ compiler.
 
-XLA's CPU product of 2 to 32 rows packs the weights on every call; `native/rows_matmul.cc` does not (docs/LOG.md has
-the measurements). Without a compiler, on another platform, or with HSD_NATIVE=0, `layers.matmul` uses XLA.
+XLA's CPU product of a few rows packs the weights on every call; `native/rows_matmul.cc` does not, and it reads bfloat16
+weights without rounding the activations (docs/LOG.md has the measurements). Without a compiler, on another platform, or with HSD_NATIVE=0, `layers.matmul` uses XLA.
 The kernel has no gradient and knows no mesh, so it is switched on only while a decode loop is traced.
 """
 
@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 SOURCE = Path(__file__).parents[1] / "native" / "rows_matmul.cc"
+FLAGS = ("-O3", "-march=native", "-funroll-loops", "-std=c++17", "-shared", "-fPIC")
 TARGET_NAME = "hsd_rows_matmul"
-MAX_ROWS = 32
+MAX_ROWS = 128
 """Above this XLA's packed product wins."""
 
 _is_on: contextvars.ContextVar[bool] = contextvars.ContextVar("hsd_native", default=False)
@@ -67,6 +68,11 @@ def rows_matmul(x: Float[Array, "N in"], kernel: Array) -> Float[Array, "N out"]
     return jax.ffi.ffi_call(TARGET_NAME, [out])(x.astype(jnp.float32), kernel)[0]
 
 
+def is_emulated(dtype) -> bool:
+    """Whether products in `dtype` are slower here than in float32: bfloat16 on a CPU without a matrix unit."""
+    return dtype == jnp.bfloat16 and jax.default_backend() == "cpu" and not has_matrix_unit()
+
+
 @functools.cache
 def available() -> bool:
     """Builds and registers the kernel once; False where that is impossible or unwanted."""
@@ -96,7 +102,7 @@ def _build() -> Path | None:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             built = Path(folder) / "rows_matmul.so"
-            command = [compiler, "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-I", jax.ffi.include_dir()]
-            subprocess.run([*command, str(SOURCE), "-o", str(built)], check=True, capture_output=True, timeout=120)
+            command = [compiler, *FLAGS, "-I", jax.ffi.include_dir(), str(SOURCE), "-o", str(built)]
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
             built.replace(library)
     return library

@@ -28,14 +28,34 @@ constexpr int kLanes = 16;
 #else
 constexpr int kLanes = 8;
 #endif
-typedef float Vec __attribute__((vector_size(kLanes * 4), aligned(4)));
-typedef uint16_t Half __attribute__((vector_size(kLanes * 2), aligned(2)));
-typedef uint32_t Word __attribute__((vector_size(kLanes * 4), aligned(4)));
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Half __attribute__((vector_size(kLanes * 2)));
+typedef uint32_t Word __attribute__((vector_size(kLanes * 4)));
 
-static inline Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+static inline Vec Load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
 static inline Vec Load(const uint16_t* p) {  // bfloat16 is the upper half of a float
-  Word w = __builtin_convertvector(*reinterpret_cast<const Half*>(p), Word) << 16;
-  return reinterpret_cast<Vec&>(w);
+#if defined(__AVX512F__)
+  return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
+  Half h;
+  std::memcpy(&h, p, sizeof(h));
+  return (Vec)(__builtin_convertvector(h, Word) << 16);
+#endif
+}
+
+// Keeps a value in a register; the compiler would rather load it again for every product.
+static inline void Hold(Vec& v) {
+#if defined(__x86_64__)
+  asm("" : "+x"(v));
+#else
+  (void)v;
+#endif
 }
 static inline float Scalar(float v) { return v; }
 static inline float Scalar(uint16_t v) {
@@ -75,14 +95,17 @@ static inline void Tile(const float* x, const W* w, float* y, int64_t k, int64_t
   Vec acc[kO][kN] = {};
   int64_t i = 0;
   for (; i + kLanes <= k; i += kLanes) {
-    Vec wv[kO];
-#pragma GCC unroll 8
-    for (int a = 0; a < kO; a++) wv[a] = Load(w + a * k + i);
+    Vec xv[kN];
 #pragma GCC unroll 8
     for (int b = 0; b < kN; b++) {
-      Vec xv = Load(x + b * k + i);
+      xv[b] = Load(x + b * k + i);
+      Hold(xv[b]);
+    }
 #pragma GCC unroll 8
-      for (int a = 0; a < kO; a++) acc[a][b] += wv[a] * xv;
+    for (int a = 0; a < kO; a++) {
+      Vec wv = Load(w + a * k + i);
+#pragma GCC unroll 8
+      for (int b = 0; b < kN; b++) acc[a][b] += wv * xv[b];
     }
   }
   for (int b = 0; b < kN; b++) {

@@ -32,29 +32,35 @@ def text_law(table: Table, root: int, length: int) -> dict[Text, Fraction]:
     return law
 
 
-def verified_law(
+def emitted_law(
     table: Table,
     tokens: Sequence[int],
     parents: Sequence[int],
     valid: Sequence[bool],
-    length: int,
     judge: Callable[..., Sequence[int]] | None = None,
 ) -> dict[Text, Fraction]:
-    """Law of `length` tokens when one verification of this tree emits some and the target alone writes the rest.
+    """Law of what one verification of this tree emits, accepted tokens and the next one.
 
     Enumerates the draw of every node, each from the target's law behind the node's token. `judge(tokens, parents,
     valid, draws, table)` returns the emitted tokens; None: the walk of `oracles/tree.py`.
     """
     judge = judge or (lambda tokens, parents, valid, draws, table: walk(tokens, parents, valid, draws)[1])
-    vocab, law = len(table), defaultdict(Fraction)
-    for draws in itertools.product(range(vocab), repeat=len(tokens)):
+    law = defaultdict(Fraction)
+    for draws in itertools.product(range(len(table)), repeat=len(tokens)):
         mass = Fraction(1)
         for token, y in zip(tokens, draws, strict=True):
             mass *= table[token][y]
-        emitted = tuple(judge(tokens, parents, valid, draws, table))[:length]
-        rest = text_law(table, emitted[-1], length - len(emitted))
-        for text, p in rest.items():
-            law[emitted + text] += mass * p
+        law[tuple(judge(tokens, parents, valid, draws, table))] += mass
+    return dict(law)
+
+
+def completed_law(table: Table, emitted: dict[Text, Fraction], length: int) -> dict[Text, Fraction]:
+    """Law of `length` tokens when the target alone writes what the verification did not emit."""
+    law = defaultdict(Fraction)
+    for start, mass in emitted.items():
+        start = start[:length]
+        for text, p in text_law(table, start[-1], length - len(start)).items():
+            law[start + text] += mass * p
     return dict(law)
 
 

@@ -1,0 +1,439 @@
+"""`load`, `decode` and `stream` as users call them: forms of input, results, settings per row, and every bad input.
+
+The checkpoint on disk is a Markov chain over bytes that cycles through characters of one to four bytes, with a
+byte-level tokenizer: one token is one byte, so characters are always split over tokens. Sampling breaks the cycle and
+writes bytes that are no UTF-8 at all.
+"""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+import hsd_jax
+from hsd_jax.models import convert
+from hsd_jax.request import _decoder
+from hsd_jax.types import NO_TOKEN
+
+CYCLE = "aé€😀 "
+EOS = 256
+VOCAB = 257
+MAX_LEN = 96
+TREE = hsd_jax.TreeConfig(nodes=8, depth=4, width=2)
+
+
+def byte_tokenizer() -> dict:
+    """`tokenizer.json` in which the id of a token is its byte."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
+    return json.loads(tokenizer.to_str())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target folder with a tokenizer, one without, and a drafter folder for both."""
+    logits = np.random.default_rng(0).normal(0.0, 1.0, (VOCAB, VOCAB))
+    logits[:, EOS] = -30.0
+    cycle = list(CYCLE.encode())
+    logits[:, cycle[0]] += 6.0
+    for byte, following in zip(cycle, cycle[1:] + cycle[:1], strict=True):
+        logits[byte, cycle[0]] -= 6.0
+        logits[byte, following] += 7.0
+    config, weights = toy.markov_target(logits)
+    root = tmp_path_factory.mktemp("checkpoint")
+    for name in ("text", "ids"):
+        convert.save_target(root / name, config, weights, eos=(EOS,))
+    (root / "text" / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    (root / "text" / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"})
+    )
+    drafter_config = toy.drafter_config(config, target_hash=convert.weights_hash(weights))
+    convert.save_drafter(root / "drafter", drafter_config, toy.make_drafter(drafter_config, config, weights))
+    return root
+
+
+@pytest.fixture(scope="module")
+def text_params(folders):
+    return hsd_jax.load(
+        target=folders / "text", drafter=folders / "drafter", precision="exact", max_len=MAX_LEN, tree=TREE
+    )
+
+
+@pytest.fixture(scope="module")
+def params():
+    """The pair of the other tests, without a checkpoint: ids alone."""
+    setup = toy.setup("llama", "beam")
+    return hsd_jax.Params(
+        setup.models["target"],
+        setup.models["drafter"],
+        setup.config,
+        setup.drafter_config,
+        max_len=MAX_LEN,
+        precision="exact",
+        tree=toy.TREES["beam"],
+    )
+
+
+# --- prompts and results ----------------------------------------------------------------------------------------------
+
+ONE, TWO = [3, 1, 4, 1, 5], [[3, 1, 4, 1, 5], [9, 2]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "same"),
+    [
+        (tuple(ONE), ONE),
+        (np.array(ONE), ONE),
+        (np.array(ONE, np.uint8), ONE),
+        (jnp.array(ONE), ONE),
+        ([np.int64(x) for x in ONE], ONE),
+        ([ONE], ONE),
+        (np.array([ONE]), ONE),
+        (tuple(map(tuple, TWO)), TWO),
+        ([np.array(TWO[0]), jnp.array(TWO[1])], TWO),
+    ],
+    ids=["tuple", "numpy", "uint8", "jax", "numpy scalars", "list of one", "matrix", "tuples", "mixed arrays"],
+)
+def test_token_ids_in_every_form(params, prompt, same):
+    found, wanted = (hsd_jax.decode(params, p, max_new_tokens=6, temperature=1.0) for p in (prompt, same))
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    assert found.tokens.shape == (1 if same is ONE else 2, 6)
+    assert found.text is None
+
+
+def test_text_in_every_form(text_params):
+    one = hsd_jax.decode(text_params, "aé", max_new_tokens=8)
+    for prompt in (["aé"], "aé".encode(), list("aé".encode()), ["aé".encode()]):
+        assert hsd_jax.decode(text_params, prompt, max_new_tokens=8).text == one.text
+    assert one.text == ["€😀 "]
+    two = hsd_jax.decode(text_params, ["aé", "€"], max_new_tokens=[8, 5])
+    assert two.text == ["€😀 ", "😀 "]
+    assert two.num_tokens.tolist() == [8, 5]
+    assert two.tokens[1].tolist() == [*"😀 ".encode(), *[NO_TOKEN] * 3]
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_stats_add_up(params, speculate):
+    new = [12, 5]
+    result = hsd_jax.decode(params, TWO, max_new_tokens=new, temperature=[0.0, 1.0], seed=4, speculate=speculate)
+    stats, depth = result.stats, TREE.depth if speculate else 0
+    assert result.tokens.shape == (2, 12) and result.tokens.dtype == np.int32
+    assert result.num_tokens.tolist() == new
+    assert result.tokens[1, 5:].tolist() == [NO_TOKEN] * 7
+    assert stats.accepted_histogram.shape == (depth + 1,)
+    assert stats.per_row.accepted_histogram.shape == (2, depth + 1)
+    assert stats.accepted_histogram.sum() == stats.num_target_passes == stats.per_row.num_target_passes.sum()
+    assert stats.accepted_histogram @ np.arange(1, depth + 2) == sum(new)
+    assert stats.tau == pytest.approx(sum(new) / stats.num_target_passes)
+    np.testing.assert_allclose(stats.per_row.tau, np.array(new) / stats.per_row.num_target_passes)
+    assert stats.mean_accepted == pytest.approx(stats.tau - 1)
+    assert stats.conditional_acceptance.shape == (depth,)
+    assert ((stats.conditional_acceptance >= 0) & (stats.conditional_acceptance <= 1)).all()
+    assert stats.prefill_seconds > 0 and stats.decode_seconds > 0
+    if not speculate:
+        assert stats.tau == 1.0
+
+
+def test_conditional_acceptance_by_hand():
+    rows = hsd_jax.api.RowStats(np.ones(1), np.ones(1), np.ones((1, 3)))
+    stats = hsd_jax.Stats(1.0, 10, np.array([5, 1, 4]), rows, 0.0, 0.0)
+    assert stats.conditional_acceptance.tolist() == [0.5, 0.8]
+
+
+def test_speculation_pays_on_text(text_params):
+    """The drafter knows the chain, so greedy text comes several tokens a pass, and is the plain text."""
+    spec, plain = (hsd_jax.decode(text_params, "a", max_new_tokens=32, speculate=s) for s in (True, False))
+    assert spec.text == plain.text
+    assert spec.stats.tau > 3 and plain.stats.tau == 1
+
+
+def test_nothing_to_generate(params):
+    result = hsd_jax.decode(params, ONE, max_new_tokens=0)
+    assert result.tokens.shape == (1, 0) and result.num_tokens.tolist() == [0]
+    assert result.stats.num_target_passes == 0 and result.stats.tau == 0
+    assert list(hsd_jax.stream(params, ONE, max_new_tokens=0)) == []
+
+
+def test_a_prompt_may_fill_max_len(params):
+    prompt = list(np.arange(MAX_LEN - 2) % toy.VOCAB)
+    result = hsd_jax.decode(params, prompt, max_new_tokens=2)
+    assert result.num_tokens.tolist() == [2]
+
+
+def test_end_tokens_of_checkpoint_and_call(text_params):
+    """`eos` of a call replaces the checkpoint's; the end token is counted and the text stops behind it."""
+    assert text_params.eos == (EOS,)
+    stop = "€".encode()[-1]
+    for eos in (stop, (stop,), [EOS, stop], np.int32(stop)):
+        result = hsd_jax.decode(text_params, "a", max_new_tokens=30, eos=eos)
+        assert result.text == ["é€"] and result.num_tokens.tolist() == [5]
+    assert hsd_jax.decode(text_params, "a", max_new_tokens=30, eos=()).num_tokens.tolist() == [30]
+
+
+# --- seeds ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_one_prompt_differ_by_seed(params):
+    result = hsd_jax.decode(params, [ONE] * 3, max_new_tokens=16, temperature=1.0, seed=5)
+    assert len({tuple(row) for row in result.tokens.tolist()}) == 3
+    again = hsd_jax.decode(params, [ONE] * 3, max_new_tokens=16, temperature=1.0, seed=[5, 6, 7])
+    np.testing.assert_array_equal(again.tokens, result.tokens)
+
+
+def test_a_key_travels_with_its_row(params):
+    settings = {"max_new_tokens": 16, "temperature": 1.0}
+    batch = hsd_jax.decode(params, [TWO[1], ONE, TWO[1]], seed=[1, 7, 7], **settings)
+    for speculate in (True, False):
+        alone = hsd_jax.decode(params, ONE, seed=[7], speculate=speculate, **settings)
+        np.testing.assert_array_equal(alone.tokens[0], batch.tokens[1])
+    np.testing.assert_array_equal(hsd_jax.decode(params, ONE, seed=7, **settings).tokens[0], batch.tokens[1])
+
+
+def test_the_largest_seed_counts_on_from_zero(params):
+    settings = {"max_new_tokens": 8, "temperature": 1.0}
+    one = hsd_jax.decode(params, [ONE, ONE], seed=2**32 - 1, **settings)
+    other = hsd_jax.decode(params, [ONE, ONE], seed=[2**32 - 1, 0], **settings)
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+
+
+def test_settings_may_be_arrays(params):
+    lists = hsd_jax.decode(params, TWO, 8, [0.0, 1.0], [None, 5], [None, 0.9], [3, 4])
+    arrays = hsd_jax.decode(
+        params, TWO, np.array([8, 8]), jnp.array([0.0, 1.0]), (None, np.int64(5)), [1.0, np.float32(0.9)], jnp.array([3, 4])
+    )
+    np.testing.assert_array_equal(lists.tokens, arrays.tokens)
+
+
+def test_temperatures_next_to_zero_are_greedy(params):
+    """1e-40 is no zero, but nothing can be divided by it."""
+    greedy = hsd_jax.decode(params, TWO, 8)
+    for temperature in (1e-40, 1e-37, 1e-12):
+        np.testing.assert_array_equal(hsd_jax.decode(params, TWO, 8, temperature).tokens, greedy.tokens)
+
+
+def test_a_huge_top_k_is_no_filter(params):
+    one, other = (hsd_jax.decode(params, TWO, 8, 1.0, k).tokens for k in (None, 2**40))
+    np.testing.assert_array_equal(one, other)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_pieces_join_to_what_decode_says(text_params, rounds, temperature):
+    """Tokens and text, for two rows; every piece of the greedy cycle is whole characters."""
+    call = {"max_new_tokens": [40, 23], "temperature": temperature, "seed": 2}
+    whole = hsd_jax.decode(text_params, ["a", "€"], **call)
+    pieces = list(hsd_jax.stream(text_params, ["a", "€"], rounds=rounds, **call))
+    assert len(pieces) > 4
+    for row in range(2):
+        mine = [p for p in pieces if p.row == row]
+        tokens = np.concatenate([p.tokens for p in mine])
+        assert tokens.tolist() == whole.tokens[row, : whole.num_tokens[row]].tolist()
+        assert "".join(p.text for p in mine) == whole.text[row]
+        if temperature == 0.0:
+            assert all("\ufffd" not in p.text for p in mine[:-1])
+
+
+def test_a_stream_of_ids(params):
+    whole = hsd_jax.decode(params, TWO, 12, 1.0)
+    pieces = list(hsd_jax.stream(params, TWO, 12, 1.0, rounds=2))
+    assert all(p.text is None for p in pieces)
+    for row in range(2):
+        tokens = np.concatenate([p.tokens for p in pieces if p.row == row])
+        np.testing.assert_array_equal(tokens, whole.tokens[row])
+
+
+def test_a_stream_returns_the_stats_of_decode(params):
+    def drain():
+        stats.append((yield from hsd_jax.stream(params, TWO, 12, rounds=2)))
+
+    stats: list = []
+    for _ in drain():
+        pass
+    whole = hsd_jax.decode(params, TWO, 12).stats
+    assert stats[0].tau == whole.tau
+    np.testing.assert_array_equal(stats[0].accepted_histogram, whole.accepted_histogram)
+
+
+def test_a_stream_complains_at_the_call(params):
+    with pytest.raises(ValueError, match="temperature=-1"):
+        hsd_jax.stream(params, ONE, temperature=-1.0)
+    with pytest.raises(ValueError, match="rounds=0"):
+        hsd_jax.stream(params, ONE, rounds=0)
+
+
+# --- params -----------------------------------------------------------------------------------------------------------
+
+
+def test_params_are_a_pytree(params):
+    """Through jit, device_put and tree.map, with the settings beside; and still the same compiled functions."""
+    wanted = hsd_jax.decode(params, ONE, 6)
+    misses = _decoder.cache_info().misses
+    passed = [
+        jax.jit(lambda p: p)(params),
+        jax.device_put(params),
+        jax.tree.map(lambda x: x + jnp.zeros((), x.dtype), params),
+        jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(params)),
+    ]
+    for other in passed:
+        assert isinstance(other, hsd_jax.Params)
+        assert other.target_config == params.target_config and other.tree == params.tree
+        np.testing.assert_array_equal(hsd_jax.decode(other, ONE, 6).tokens, wanted.tokens)
+    assert _decoder.cache_info().misses == misses
+
+
+def test_load_without_drafter_or_tokenizer(folders):
+    loaded = hsd_jax.load(target=folders / "ids", dtype="float32")
+    assert loaded.drafter is None and loaded.tokenizer is None and loaded.eos == (EOS,)
+    assert loaded.max_len == loaded.target_config.max_position
+    with pytest.raises(ValueError, match=r"prompt 0 is text.*no tokenizer.*token ids"):
+        hsd_jax.decode(loaded, "a")
+
+
+def test_bfloat16_weights(folders):
+    loaded = hsd_jax.load(target=folders / "ids", drafter=folders / "drafter", dtype=jnp.bfloat16)
+    assert {x.dtype for x in jax.tree.leaves(loaded)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 9])
+def test_the_default_tree_fits_the_drafter(folders, tmp_path, num_steps):
+    config, weights = convert.read_drafter(folders / "drafter")
+    convert.save_drafter(tmp_path, hsd_jax.DrafterConfig(**{**vars(config), "num_steps": num_steps}), weights)
+    loaded = hsd_jax.load(target=folders / "ids", drafter=tmp_path)
+    assert loaded.tree.depth == min(num_steps, 5)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+LAST = toy.VOCAB - 1
+BAD_CALLS = {
+    "empty prompt": ({"prompt": []}, ["empty"]),
+    "empty row": ({"prompt": [[1], []]}, ["prompt 1 is empty"]),
+    "no prompt at all": ({"prompt": 5}, ["int"]),
+    "float ids": ({"prompt": [0.5, 1.5]}, ["float64", "integers"]),
+    "three axes": ({"prompt": np.zeros((1, 2, 2), int)}, ["(2, 2)"]),
+    "text without tokenizer": ({"prompt": "hello"}, ["no tokenizer", "token ids"]),
+    "too long": ({"prompt": [1] * MAX_LEN, "max_new_tokens": 1}, [f"{MAX_LEN} tokens", f"max_len={MAX_LEN}"]),
+    "too many new": ({"max_new_tokens": MAX_LEN}, [f"max_new_tokens is {MAX_LEN}", f"max_len={MAX_LEN}"]),
+    "id too large": ({"prompt": [1, toy.VOCAB]}, [f"token {toy.VOCAB}", f"0 to {LAST}"]),
+    "id negative": ({"prompt": [1, -1]}, ["token -1", f"0 to {LAST}"]),
+    "id huge": ({"prompt": [2**70]}, ["integers"]),
+    "temperature negative": ({"temperature": -0.5}, ["temperature=-0.5", "0 (greedy)"]),
+    "temperature nan": ({"temperature": float("nan")}, ["temperature=nan"]),
+    "temperature inf": ({"temperature": float("inf")}, ["temperature=inf"]),
+    "temperature None": ({"temperature": None}, ["temperature=None"]),
+    "temperature text": ({"temperature": "hot"}, ["temperature='hot'", "float"]),
+    "temperature count": ({"temperature": [0.0, 1.0]}, ["temperature has 2 values for 1 rows"]),
+    "top_k zero": ({"top_k": 0}, ["top_k=0", "1 and more"]),
+    "top_k negative": ({"top_k": -3}, ["top_k=-3"]),
+    "top_p zero": ({"top_p": 0.0}, ["top_p=0.0", "(0, 1]"]),
+    "top_p large": ({"top_p": 1.5}, ["top_p=1.5", "(0, 1]"]),
+    "top_p nan": ({"top_p": float("nan")}, ["top_p=nan"]),
+    "new tokens negative": ({"max_new_tokens": -1}, ["max_new_tokens=-1"]),
+    "new tokens None": ({"max_new_tokens": None}, ["max_new_tokens=None"]),
+    "new tokens count": ({"max_new_tokens": [1, 2, 3]}, ["max_new_tokens has 3 values for 1 rows"]),
+    "seed count": ({"seed": [1, 2]}, ["seed has 2 values for 1 rows"]),
+    "seed negative": ({"seed": -1}, ["seed=-1", "0 to 4294967295"]),
+    "seed large": ({"seed": [2**32]}, ["seed=4294967296"]),
+    "seed None": ({"seed": None}, ["seed=None"]),
+    "eos large": ({"eos": toy.VOCAB}, [f"eos={toy.VOCAB}", f"0 to {LAST}"]),
+    "eos negative": ({"eos": (1, -2)}, ["eos=-2"]),
+    "eos text": ({"eos": "ab"}, ["eos=a"]),
+    "tree of another type": ({"tree": (8, 4, 2)}, ["tree=(8, 4, 2)", "TreeConfig"]),
+    "tree too deep": ({"tree": hsd_jax.TreeConfig(nodes=8, depth=5, width=2)}, ["depth=5", "1 to 4"]),
+    "pad_rows": ({"pad_rows": 0}, ["pad_rows=0"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls_are_refused(params, name):
+    """With the wrong value and the allowed ones in the message."""
+    arguments, words = BAD_CALLS[name]
+    with pytest.raises(ValueError) as error:
+        hsd_jax.decode(params, **({"prompt": ONE, "max_new_tokens": 4} | arguments))
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", ["prompt 0 is empty"]),
+        (["a", ""], ["prompt 1 is empty"]),
+        ("a\ud800", ["prompt 0", "lone surrogate at character 1"]),
+        (b"a\xff", ["prompt 0 is not UTF-8", "byte 1"]),
+    ],
+)
+def test_bad_texts_are_refused(text_params, prompt, words):
+    with pytest.raises(ValueError) as error:
+        hsd_jax.decode(text_params, prompt, 4)
+    for word in words:
+        assert word in str(error.value)
+
+
+BAD_LOADS = {
+    "nothing": ({}, ["load("]),
+    "name": ({"name": "llama"}, ["load('llama')", '"demo"']),
+    "name and target": ({"name": "demo", "target": "somewhere"}, ["load("]),
+    "precision": ({"precision": "half"}, ["precision='half'", "fast, exact"]),
+    "dtype": ({"dtype": "float16"}, ["dtype='float16'", "float32, bfloat16"]),
+    "exact bfloat16": ({"dtype": "bfloat16", "precision": "exact"}, ["exact means float32"]),
+    "max_len small": ({"max_len": 1}, ["max_len=1", "2 to 2048"]),
+    "max_len zero": ({"max_len": 0}, ["max_len=0", "2 to 2048"]),
+    "max_len large": ({"max_len": 4096}, ["max_len=4096", "2 to 2048"]),
+    "mesh axis": ({"mesh": "rows=2"}, ["mesh='rows=2'", "data=N", "model=N"]),
+    "mesh size": ({"mesh": "data=0"}, ["'data=0'", "N >= 1"]),
+    "mesh text": ({"mesh": "data=two"}, ["'data=two'"]),
+    "mesh too large": ({"mesh": "data=8,model=8"}, ["needs 64 devices", "there are"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LOADS)
+def test_bad_loads_are_refused(folders, name):
+    arguments, words = BAD_LOADS[name]
+    if arguments and "name" not in arguments:
+        arguments = {"target": folders / "ids"} | arguments
+    with pytest.raises(ValueError) as error:
+        hsd_jax.load(**arguments)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_missing_folders_are_named(folders, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        hsd_jax.load(target=tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        hsd_jax.load(target=folders / "ids", drafter=tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        hsd_jax.load(target=tmp_path / "empty")
+
+
+def test_a_broken_tokenizer_is_named(folders, tmp_path):
+    for file in (folders / "ids").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer cannot be read.*tokenizer\.json"):
+        hsd_jax.load(target=tmp_path)
+
+
+def test_the_drafter_of_another_target_is_refused(folders, tmp_path):
+    config = convert.read_config(folders / "ids")
+    weights = convert.read_weights(folders / "ids", config)
+    convert.save_target(tmp_path, config, weights | {"head": weights["head"] * 1.5})
+    with pytest.raises(ValueError, match="trained for target"):
+        hsd_jax.load(target=tmp_path, drafter=folders / "drafter")

@@ -1,0 +1,148 @@
+"""What compiles and how often, what is donated, and how much memory the compiled loop asks for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.infer.accept import match_rule
+from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.step import make_step
+from hsd_jax.models.hidden import init_drafter
+from hsd_jax.models.target import init_target
+from hsd_jax.types import Limits, SamplingParams
+
+
+def random_call(rng: np.random.Generator, vocab: int) -> toy.Call:
+    """Two rows of one prompt bucket with any settings there are."""
+    batch = 2
+    return toy.Call(
+        prompts=[rng.integers(0, vocab, rng.integers(1, toy.PROMPT_BUCKET + 1)) for _ in range(batch)],
+        new_tokens=rng.integers(0, 24, batch).tolist(),
+        temperature=rng.choice([0.0, 0.5, 1.0, 2.0], batch).tolist(),
+        top_k=rng.choice([0, 1, 5, 99], batch).tolist(),
+        top_p=rng.choice([0.1, 0.9, 1.0], batch).tolist(),
+        seeds=rng.integers(0, 2**32, batch).tolist(),
+        eos=tuple(rng.integers(0, vocab, rng.integers(0, 3)).tolist()),
+    )
+
+
+@pytest.mark.parametrize("proposer", ["beam", "plain"])
+def test_a_hundred_prompts_compile_once(proposer):
+    """Prompts, lengths, settings, seeds, limits, end tokens and acceptance patterns are all traced."""
+    setup = toy.setup("llama", proposer)
+    decoder = setup.decoder_with()
+    rng = np.random.default_rng(0)
+    for _ in range(100 if proposer == "beam" else 10):
+        random_call(rng, toy.VOCAB).run(decoder, setup.models)
+    assert decoder.prefill._cache_size() == 1
+    assert decoder.loop._cache_size() == 1
+
+
+def test_other_weights_compile_nothing():
+    setup, call = toy.setup("llama", "beam"), toy.mixed_call()
+    call.run(setup.decoder, setup.models)
+    before = setup.decoder.loop._cache_size(), setup.decoder.prefill._cache_size()
+    call.run(setup.decoder, jax.tree.map(lambda x: x * 1.01, setup.models))
+    assert (setup.decoder.loop._cache_size(), setup.decoder.prefill._cache_size()) == before
+
+
+def test_the_state_is_donated():
+    """The buffers of a state are gone once the loop has read it; the caches are never held twice."""
+    setup, call = toy.setup("llama", "beam"), toy.mixed_call()
+    state = call.start(setup.decoder, setup.models)
+    call.resume(setup.decoder, setup.models, state, 1)
+    buffers = [state.tokens, *state.cache.keys, *state.cache.values, *state.drafter.cache.keys, state.drafter.pending]
+    assert all(buffer.is_deleted() for buffer in buffers)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(setup.models))
+
+
+def compiled_loop(config: ModelConfig, drafter_config: DrafterConfig | None, batch: int, capacity: int):
+    """The compiled loop for abstract inputs, and the bytes of all cache buffers."""
+    drafter, step = None, make_plain_step(config)
+    if drafter_config is not None:
+        tree = TreeConfig(nodes=8, depth=4, width=3)
+        drafter = hidden_drafter(config, drafter_config, tree)
+        step = make_step(config, drafter, match_rule(tree.depth))
+    decoder = Decoder(config, step, drafter)
+
+    def inputs():
+        models = {"target": init_target(jax.random.key(0), config), "drafter": None}
+        if drafter_config is not None:
+            models["drafter"] = init_drafter(jax.random.key(0), drafter_config)
+        ints, ones = jnp.ones(batch, jnp.int32), jnp.ones(batch)
+        limits = Limits(ints, jnp.zeros(4, jnp.int32))
+        keys = jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32))
+        state = decoder.prefill(
+            models, jnp.zeros((batch, 16), jnp.int32), ints, keys, limits, capacity=capacity, max_tokens=capacity
+        )
+        return models, SamplingParams(ones, ints, ones), limits, jnp.int32(1), state
+
+    shapes = jax.eval_shape(inputs)
+    state = shapes[-1]
+    caches = [state.cache] + ([] if state.drafter is None else [state.drafter.cache])
+    return decoder.loop.lower(*shapes).compile(), sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches))
+
+
+SMALL = ModelConfig(
+    vocab_size=64,
+    hidden_size=64,
+    num_layers=8,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=64,
+    tie_embeddings=True,
+)
+DEMO = ModelConfig(
+    vocab_size=4096,
+    hidden_size=384,
+    num_layers=8,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=1024,
+    tie_embeddings=True,
+)
+
+
+def drafter_for(config: ModelConfig) -> DrafterConfig:
+    return DrafterConfig(
+        hidden_size=config.hidden_size,
+        num_layers=1,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        rank=64,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "batch"),
+    [
+        pytest.param(SMALL, 1, id="small-1"),
+        pytest.param(SMALL, 4, id="small-4", marks=pytest.mark.slow),
+        pytest.param(DEMO, 1, id="demo-1", marks=pytest.mark.slow),
+        pytest.param(DEMO, 4, id="demo-4", marks=pytest.mark.slow),
+    ],
+)
+def test_the_loop_holds_no_second_cache(config, batch):
+    """Temporary memory stays below a quarter of the caches at 2,048 slots: they are updated in place."""
+    compiled, cache_bytes = compiled_loop(config, drafter_for(config), batch, 2048)
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)
+    assert memory.alias_size_in_bytes >= cache_bytes
+
+
+@pytest.mark.slow
+def test_the_plain_loop_holds_no_second_cache():
+    compiled, cache_bytes = compiled_loop(SMALL, None, 1, 2048)
+    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 4

@@ -1,0 +1,220 @@
+"""The hidden-state drafter: what its recurrence may read, and that both caches hold what a fresh pass computes.
+
+Checks 1, 3 and 4 of methods.md 1.9; the equality of texts (check 6) is `test_exact.py`. The cache checks run under
+the oracle's trees ("steered"), so that every number of accepted tokens goes through commit and pending features.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from hsd_jax.config import TreeConfig
+from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.infer.tree import ancestor_mask
+from hsd_jax.models.hidden import base_logits, init_drafter, token_info, trunk_pass
+from hsd_jax.models.target import causal_mask, forward_sequence, lm_head
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@functools.cache
+def jitted_draft():
+    return jax.jit(toy.setup("llama", "beam").drafter.draft)
+
+
+@functools.cache
+def mid_state():
+    """Models and the decode state of six rows after three rounds."""
+    setup, call = toy.setup("llama", "beam"), toy.mixed_call()
+    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 3)
+    position = state.length - 1
+    return setup.models, state, jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0], position
+
+
+def change(models: dict, **parts) -> dict:
+    return models | {"drafter": models["drafter"] | parts}
+
+
+def perturbed(tree, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, 1, x.shape), jnp.float32), tree)
+
+
+def test_states_do_not_see_drafted_tokens():
+    """Other injector weights and another root draft other trees; every trunk state, scratch included, keeps its bits."""
+    models, state, root, position = mid_state()
+    tree, after = jitted_draft()(models, state.drafter, root, position)
+    other = change(models, injector=perturbed(models["drafter"]["injector"]))
+    for changed_models, changed_root in ((other, root), (models, (root + 1) % toy.VOCAB)):
+        changed_tree, changed_after = jitted_draft()(changed_models, state.drafter, changed_root, position)
+        assert (np.asarray(changed_tree.tokens)[:, 1:] != np.asarray(tree.tokens)[:, 1:]).any(1).all()
+        jax.tree.map(np.testing.assert_array_equal, changed_after, after)
+
+
+@pytest.mark.parametrize("part", ["trunk", "pending", "next_tokens"])
+def test_states_see_what_they_should(part):
+    """The check above would be empty if nothing moved the states."""
+    models, state, root, position = mid_state()
+    _, after = jitted_draft()(models, state.drafter, root, position)
+    drafter_state = state.drafter
+    if part == "trunk":
+        models = change(models, trunk=perturbed(models["drafter"]["trunk"]))
+    elif part == "pending":
+        drafter_state = drafter_state.replace(pending=drafter_state.pending + 1.0)
+    else:
+        drafter_state = drafter_state.replace(next_tokens=(drafter_state.next_tokens + 1) % toy.VOCAB)
+    _, changed = jitted_draft()(models, drafter_state, root, position)
+    assert (np.asarray(changed.cache.keys[0]) != np.asarray(after.cache.keys[0])).any()
+
+
+def test_refused_tokens_leave_nothing_behind():
+    """Two oracles that differ only behind the first wrong token of a path commit the same state."""
+    setup, call = toy.setup("llama", "steered"), toy.mixed_call().replace(new_tokens=[30] * 6)
+    table = setup.models["drafter"]
+    # Depth 2 is wrong in both; what hangs below it differs.
+    depth = jnp.arange(table["text"].shape[1], dtype=jnp.int32)[None] - (call.length - 1)[:, None]
+    states = []
+    for deeper_is_wrong in (False, True):
+        is_wrong = (depth == 2) | (deeper_is_wrong & (depth > 2))
+        models = setup.models | {"drafter": table | {"is_wrong": is_wrong}}
+        states.append(call.resume(setup.decoder, models, call.start(setup.decoder, models), 1))
+    one, other = states
+    assert (one.length == call.length + 2).all()
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_array_equal(one.drafter.num_pending, other.drafter.num_pending)
+    for a, b in ((one.drafter.pending, other.drafter.pending), (one.drafter.next_tokens, other.drafter.next_tokens)):
+        np.testing.assert_array_equal(np.asarray(a)[:, :2], np.asarray(b)[:, :2])
+
+
+def test_without_token_information_the_logits_are_the_base_logits():
+    """At initialisation; and the tree is then the beam of the base logits, whatever the root."""
+    setup = toy.setup("llama", "beam")
+    fresh = init_drafter(jax.random.key(0), setup.drafter_config)
+    tokens = jnp.arange(toy.VOCAB, dtype=jnp.int32)
+    assert not np.asarray(token_info(fresh, setup.drafter_config, tokens)).any()
+    models, state, root, position = mid_state()
+    injector = models["drafter"]["injector"]
+    models = change(models, injector=injector | {"bias": jnp.zeros_like(injector["bias"])})
+    tree, _ = jitted_draft()(models, state.drafter, root, position)
+    shifted, _ = jitted_draft()(models, state.drafter, (root + 1) % toy.VOCAB, position)
+    np.testing.assert_array_equal(tree.tokens[:, 1:], shifted.tokens[:, 1:])
+    np.testing.assert_array_equal(tree.parents, shifted.parents)
+
+
+def test_base_logits_go_through_the_target_head():
+    """With an output norm of ones they are the target's own logits of the normalised state."""
+    setup = toy.setup("llama", "beam")
+    states = jnp.asarray(np.random.default_rng(0).normal(0, 2, (1, 3, 32)), jnp.float32)
+    weights = {"output_norm": {"weight": jnp.ones(32)}}
+    found = base_logits(weights, setup.drafter_config, setup.models["target"], setup.config, states)
+    normed = states / jnp.sqrt(jnp.mean(states**2, -1, keepdims=True))
+    np.testing.assert_allclose(found, lm_head(setup.models["target"], setup.config, normed), rtol=1e-4, atol=1e-5)
+
+
+def test_trees_are_closed_and_without_twins():
+    from test_tree import assert_well_formed
+
+    models, state, root, position = mid_state()
+    tree, _ = jitted_draft()(models, state.drafter, root, position)
+    assert tree.tokens[:, 0].tolist() == root.tolist()
+    assert_well_formed(jax.tree.map(np.asarray, tree), np.asarray(ancestor_mask(tree, toy.TREES["beam"].depth)))
+
+
+def test_a_tree_deeper_than_the_training_is_refused():
+    setup = toy.setup("llama", "beam")
+    with pytest.raises(ValueError, match=r"depth=5.*1 to 4 steps"):
+        hidden_drafter(setup.config, setup.drafter_config, TreeConfig(nodes=8, depth=5, width=2))
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+def assert_lengths(state) -> None:
+    """Both caches stand one token behind the text, the trunk's with its pending features."""
+    np.testing.assert_array_equal(state.cache.length, state.length - 1)
+    np.testing.assert_array_equal(state.drafter.cache.length + state.drafter.num_pending, state.length - 1)
+
+
+def find_stale_slot(setup: toy.Setup, state) -> str | None:
+    """Where a cache or a pending feature is not what one fresh causal pass over the text gives, or None."""
+    target, drafter, config = setup.models["target"], setup.models["drafter"], setup.drafter_config
+    tokens = jnp.maximum(state.tokens, 0)
+    batch, num = tokens.shape
+    fresh = forward_sequence(target, setup.config, tokens)
+    following = jnp.roll(tokens, -1, 1)
+    embeddings = target["embedding"][following] * setup.config.embed_scale
+    positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
+    _, trunk = trunk_pass(drafter, config, fresh.hidden, embeddings, positions, causal_mask(batch, num), None)
+    parts = (("target", state.cache, fresh.new_kv), ("trunk", state.drafter.cache, trunk))
+    for row in range(batch):
+        for name, cache, wanted in parts:
+            length = int(cache.length[row])
+            for kind in ("keys", "values"):
+                for layer, (one, other) in enumerate(zip(getattr(cache, kind), getattr(wanted, kind), strict=True)):
+                    if not np.allclose(one[row, :, :length], other[row, :, :length], **TOLERANCE):
+                        return f"{name} {kind}, layer {layer}, row {row}"
+        first, count = int(state.drafter.cache.length[row]), int(state.drafter.num_pending[row])
+        place = slice(first, first + count)
+        if not np.allclose(state.drafter.pending[row, :count], fresh.hidden[row, place], **TOLERANCE):
+            return f"pending features, row {row}"
+        if state.drafter.next_tokens[row, :count].tolist() != following[row, place].tolist():
+            return f"tokens behind the pending features, row {row}"
+    return None
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma"])
+def test_caches_hold_what_fresh_passes_compute(variant):
+    """After prefill and after every round, until all rows are done and have been carried along for some rounds."""
+    setup, call = toy.setup(variant, "steered"), toy.mixed_call()
+    state = call.start(setup.decoder, setup.models)
+    assert_lengths(state)
+    assert find_stale_slot(setup, state) is None
+    rounds = 0
+    while not bool(state.done.all()):
+        state = call.resume(setup.decoder, setup.models, state, 1)
+        rounds += 1
+        assert_lengths(state)
+        if rounds in (1, 2, 5):
+            assert find_stale_slot(setup, state) is None
+    assert find_stale_slot(setup, state) is None
+    assert rounds > 6
+    histogram = np.asarray(state.stats.accepted_histogram).sum(0)
+    assert (histogram > 0).all(), histogram
+
+
+def test_caches_survive_growing():
+    setup, call = toy.setup("llama", "steered"), toy.mixed_call()
+    state = call.start(setup.decoder, setup.models, capacity=16)
+    state = call.resume(setup.decoder, setup.models, state)
+    assert state.cache.keys[0].shape[2] == state.drafter.cache.keys[0].shape[2] == 64
+    assert_lengths(state)
+    assert find_stale_slot(setup, state) is None
+
+
+@pytest.mark.parametrize("where", ["trunk", "target", "pending", "next_tokens"])
+def test_the_comparison_finds_a_stale_slot(where):
+    """A committed slot, feature or token of one row is moved a little."""
+    setup, call = toy.setup("llama", "steered"), toy.mixed_call()
+    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 2)
+    drafter, row = state.drafter, 3
+
+    def moved(cache):
+        keys = cache.keys[0].at[row, 0, int(cache.length[row]) - 1].add(0.01)
+        return cache.replace(keys=(keys, *cache.keys[1:]))
+
+    if where == "target":
+        state = state.replace(cache=moved(state.cache))
+    elif where == "trunk":
+        state = state.replace(drafter=drafter.replace(cache=moved(drafter.cache)))
+    elif where == "pending":
+        state = state.replace(drafter=drafter.replace(pending=drafter.pending.at[row, 0].add(0.01)))
+    else:
+        tokens = drafter.next_tokens.at[row, 0].set((drafter.next_tokens[row, 0] + 1) % toy.VOCAB)
+        state = state.replace(drafter=drafter.replace(next_tokens=tokens))
+    assert find_stale_slot(setup, state) is not None
