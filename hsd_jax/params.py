@@ -5,7 +5,6 @@ Everything that can be wrong with a checkpoint is checked here, before anything 
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 

@@ -21,6 +21,7 @@ from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
+from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params
 from hsd_jax.types import NO_TOKEN, DecodeState, Limits, SamplingParams
 
@@ -94,7 +95,7 @@ def prepare(
         params.drafter_config if speculate else None,
         tree if speculate else None,
         params.precision,
-        params.target["embedding"].dtype.name,
+        cache_lib.fastest_dtype(params.target["embedding"].dtype).name,
         1 if speculate else pad_rows,
         use_native=params.mesh is None,
     )

@@ -93,7 +93,7 @@ def replay_logits(
     of the two is the noise of the arithmetic.
 
     Args:
-      dtype: of the cache; None: that of the embedding, as in `decode`.
+      dtype: of the cache; None: as in `decode`.
       use_native: as `Decoder`.
     """
     if not len(prompt) or not len(tokens):
@@ -102,7 +102,7 @@ def replay_logits(
     num_chunks = bucket(-(-len(tokens) // num_nodes))
     padded = np.zeros(bucket(len(prompt) + num_chunks * num_nodes), np.int32)
     padded[: len(text)] = text
-    dtype = weights["embedding"].dtype if dtype is None else dtype
+    dtype = cache_lib.fastest_dtype(weights["embedding"].dtype) if dtype is None else dtype
     text, num_prompt = jnp.asarray(padded), len(prompt)
     logits = _replay(weights, config, text, num_prompt, bucket(num_prompt), num_chunks, num_nodes, dtype, use_native)
     return np.asarray(logits)[: len(tokens)]

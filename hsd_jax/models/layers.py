@@ -176,6 +176,8 @@ class Attention(nn.Module):
         query = query.reshape(batch, num, groups, per_group, width).transpose(0, 2, 1, 3, 4)
         query = query.reshape(batch, groups, num * per_group, width)
         key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+        if cached is not None:  # rounded now as the cache will round them: a node's text must not depend on the round
+            key, value = key.astype(cached[0].dtype), value.astype(cached[1].dtype)
 
         def widen(mask: Array | None) -> Array | None:
             return None if mask is None else jnp.repeat(mask, per_group, axis=1)[:, None]

@@ -135,6 +135,7 @@ def store_tree(
     temporary = path.with_suffix(path.suffix + ".tmp")
     try:
         save_file(tensors, temporary, metadata={"format": "pt"})  # transformers refuses files without it
+        temporary.chmod(0o644)  # safetensors writes files for the owner only
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

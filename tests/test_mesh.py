@@ -1,0 +1,160 @@
+"""Sharded decoding on 8 fake devices: the same tokens on every mesh, and weights that really are in parts."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import toy
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+import hsd_jax
+from hsd_jax import sharding
+
+TREE = hsd_jax.TreeConfig(nodes=6, depth=2, width=2)
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]
+"""Three rows: no mesh with a data axis divides them, so rows that fill it up are added."""
+CALL = {"max_new_tokens": [8, 12, 10], "temperature": [0.0, 1.0, 0.8], "top_k": [None, None, 5], "top_p": 0.9}
+
+needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
+
+
+@functools.cache
+def params() -> hsd_jax.Params:
+    config = toy.target_config(
+        vocab_size=32, num_layers=1, num_heads=8, num_kv_heads=4, head_dim=4, intermediate_size=32, tie_embeddings=False
+    )
+    target = toy.make_target(config)
+    drafter_config = toy.drafter_config(config, num_heads=8, num_kv_heads=4, head_dim=4, intermediate_size=32)
+    drafter = toy.make_drafter(drafter_config, config, target)
+    return hsd_jax.Params(
+        target, drafter, config, drafter_config, eos=(7,), max_len=64, precision="exact", tree=TREE
+    )
+
+
+@functools.cache
+def wanted() -> hsd_jax.DecodeResult:
+    return hsd_jax.decode(params(), PROMPTS, **CALL)
+
+
+def on(spec: str) -> hsd_jax.Params:
+    return hsd_jax.place(params(), sharding.make_mesh(spec))
+
+
+def assert_same(found: hsd_jax.DecodeResult, rows: list[int]) -> None:
+    for one, row in enumerate(rows):
+        last = wanted().num_tokens[row]
+        assert found.num_tokens[one] == last
+        assert found.tokens[one, :last].tolist() == wanted().tokens[row, :last].tolist()
+
+
+slow = pytest.mark.slow
+
+
+@needs_devices
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param("data=1", marks=slow),
+        pytest.param("data=2", marks=slow),
+        pytest.param("data=4", marks=slow),
+        pytest.param("data=8", marks=slow),
+        pytest.param("model=2", marks=slow),
+        pytest.param("model=4", marks=slow),
+        pytest.param("model=8", marks=slow),
+        "data=2,model=4",
+    ],
+)
+def test_every_mesh_decodes_the_same_tokens(spec):
+    """Greedy, sampled and filtered rows at once; three rows on a data axis that does not divide them."""
+    found = hsd_jax.decode(on(spec), PROMPTS, **CALL)
+    assert found.tokens.shape[0] == len(PROMPTS)
+    assert_same(found, [0, 1, 2])
+    np.testing.assert_array_equal(found.stats.accepted_histogram, wanted().stats.accepted_histogram)
+    assert found.stats.num_target_passes == wanted().stats.num_target_passes
+
+
+@needs_devices
+@slow
+def test_one_row_and_plain_decoding_on_a_mesh():
+    alone = {name: value[1] if isinstance(value, list) else value for name, value in CALL.items()}
+    for speculate in (True, False):
+        found = hsd_jax.decode(on("data=4,model=2"), PROMPTS[1], seed=1, speculate=speculate, **alone)
+        assert_same(found, [1])
+
+
+@needs_devices
+@slow
+def test_streaming_on_a_mesh():
+    pieces = list(hsd_jax.stream(on("data=2,model=2"), PROMPTS, rounds=2, **CALL))
+    for row in range(len(PROMPTS)):
+        tokens = np.concatenate([p.tokens for p in pieces if p.row == row])
+        assert tokens.tolist() == wanted().tokens[row, : wanted().num_tokens[row]].tolist()
+
+
+@needs_devices
+def test_weights_are_in_parts():
+    """Vocabulary, heads and MLP over "model", replicated over "data"; each device holds its part alone."""
+    placed = on("data=2,model=4")
+    layer = placed.target["layer_0"]
+    specs = {
+        "q": (layer["attn"]["q"]["kernel"], PartitionSpec("model", None)),
+        "k": (layer["attn"]["k"]["kernel"], PartitionSpec("model", None)),
+        "o": (layer["attn"]["o"]["kernel"], PartitionSpec(None, "model")),
+        "up": (layer["mlp"]["up"]["kernel"], PartitionSpec("model", None)),
+        "down": (layer["mlp"]["down"]["kernel"], PartitionSpec(None, "model")),
+        "embedding": (placed.target["embedding"], PartitionSpec("model", None)),
+        "head": (placed.target["head"], PartitionSpec("model", None)),
+        "norm": (layer["attn_norm"]["weight"], PartitionSpec(None)),
+        "injector": (placed.drafter["injector"]["bias"], PartitionSpec("model", None)),
+    }
+    for name, (array, spec) in specs.items():
+        assert array.sharding.spec == spec, name
+        parts = 4 if "model" in spec else 1
+        assert {shard.data.size for shard in array.addressable_shards} == {array.size // parts}, name
+    jax.tree.map(np.testing.assert_array_equal, placed.target, params().target)
+
+
+@needs_devices
+def test_heads_are_never_cut():
+    """On model=8 the 4 key/value heads stay whole and replicated, the 8 query heads do not."""
+    attention = on("model=8").target["layer_0"]["attn"]
+    assert attention["q"]["kernel"].sharding.spec == PartitionSpec("model", None)
+    assert attention["k"]["kernel"].sharding.spec == PartitionSpec(None, None)
+
+
+@needs_devices
+def test_meshes_from_text():
+    assert sharding.make_mesh(None) is None
+    mesh = sharding.make_mesh(" data=2 , model=4")
+    assert dict(mesh.shape) == {"data": 2, "model": 4}
+    assert sharding.make_mesh(mesh) is mesh
+    assert dict(sharding.make_mesh("model=8").shape) == {"data": 1, "model": 8}
+    assert sharding.rows_multiple(mesh) == 2 and sharding.rows_multiple(None) == 1
+
+
+@needs_devices
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("rows=2", ["mesh='rows=2'", "data=N", "model=N"]),
+        ("data", ["'data'"]),
+        ("data=2,model", ["'model'"]),
+        ("data=-1", ["'data=-1'", "N >= 1"]),
+        ("data=3,model=3", ["needs 9 devices", "there are 8"]),
+    ],
+)
+def test_impossible_meshes_are_refused(spec, words):
+    with pytest.raises(ValueError) as error:
+        sharding.make_mesh(spec)
+    for word in words:
+        assert word in str(error.value)
+
+
+@needs_devices
+def test_a_mesh_of_other_axes_is_refused():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("rows",), axis_types=(AxisType.Auto,))
+    with pytest.raises(ValueError, match="rows"):
+        sharding.make_mesh(mesh)
