@@ -11,6 +11,8 @@ PROMPTS = Path(__file__).parent / "assets" / "demo_prompts.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class DemoPrompt:
+    """One prompt of the demo."""
+
     name: str
     text: str
 

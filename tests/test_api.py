@@ -128,7 +128,7 @@ def test_text_in_every_form(text_params):
 def test_stats_add_up(params, speculate):
     new = [12, 5]
     result = hsd_jax.decode(params, TWO, max_new_tokens=new, temperature=[0.0, 1.0], seed=4, speculate=speculate)
-    stats, depth = result.stats, TREE.depth if speculate else 0
+    stats, depth = result.stats, params.tree.depth if speculate else 0
     assert result.tokens.shape == (2, 12) and result.tokens.dtype == np.int32
     assert result.num_tokens.tolist() == new
     assert result.tokens[1, 5:].tolist() == [NO_TOKEN] * 7

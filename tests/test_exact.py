@@ -19,8 +19,9 @@ PROPOSERS = ["beam", "chain", "two", "no_embeddings", "steered", toy.CHAIN_ORACL
 TABLE = [
     *[("llama", proposer) for proposer in PROPOSERS],
     ("untied", toy.DECOYS_ORACLE),
-    ("qwen", toy.DECOYS_ORACLE),
+    pytest.param("qwen", toy.DECOYS_ORACLE, marks=pytest.mark.slow),
     ("gemma", "steered"),
+    pytest.param("gemma", "beam", marks=pytest.mark.slow),
 ]
 NEVER = toy.VOCAB + 1
 """An end token that no row ever draws."""
@@ -215,7 +216,7 @@ def test_finished_rows_are_frozen(proposer):
     jax.tree.map(np.testing.assert_array_equal, others, all_rows)
 
 
-@pytest.mark.parametrize("proposer", ["plain", "steered"])
+@pytest.mark.parametrize("proposer", [pytest.param("plain", marks=pytest.mark.slow), "steered"])
 def test_growing_caches_change_nothing(proposer):
     """From the smallest bucket that holds the prompt, the loop moves to 32 and 64 slots on its way."""
     call = toy.mixed_call()
@@ -270,6 +271,7 @@ def test_the_inputs_are_untouched():
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
+@pytest.mark.slow
 def test_the_xla_products_decode_the_same_text():
     """Without the native kernel, which `Decoder` uses where it can be compiled."""
     call = toy.mixed_call()

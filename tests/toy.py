@@ -291,10 +291,10 @@ VARIANTS = {
 """Settings of the one decoder, by name."""
 
 TREES = {
-    "beam": TreeConfig(nodes=10, depth=4, width=3),
+    "beam": TreeConfig(nodes=10, depth=3, width=3),
     "chain": TreeConfig(nodes=5, depth=4, width=1),
     "two": TreeConfig(nodes=2, depth=1, width=1),
-    "no_embeddings": TreeConfig(nodes=8, depth=3, width=2),
+    "no_embeddings": TreeConfig(nodes=6, depth=2, width=2),
 }
 """Trees of the hidden-state drafter, by the name of the proposer in `setup`."""
 
@@ -343,7 +343,7 @@ def setup(variant: str = "llama", proposer: str = "plain") -> Setup:
         drafter = oracle_drafter(CHAIN if proposer == CHAIN_ORACLE else DECOYS)
         drafter_weights = oracle_table(long_text(variant), WRONG_SHARE)
     elif proposer == "steered":
-        drafter = steered(hidden_drafter(config, wanted, TREES["beam"]), oracle_drafter(DECOYS))
+        drafter = steered(hidden_drafter(config, wanted, TREES["chain"]), oracle_drafter(DECOYS))
         drafter_weights = make_drafter(wanted, config, target) | oracle_table(long_text(variant), WRONG_SHARE)
     elif proposer != "plain":
         raise ValueError(f"unknown proposer {proposer!r}")

@@ -37,6 +37,7 @@ class Mode:
 
 
 def add_parser(commands) -> None:
+    """Declares `hsd bench`."""
     parser = options.add_command(
         commands,
         "bench",
@@ -71,6 +72,7 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = None) -> None:
+    """Declares --prompts, --limit and --half; `limit` is the default number of prompts of a file."""
     group = parser.add_argument_group("prompts")
     group.add_argument(
         "--prompts",
@@ -108,6 +110,7 @@ def read_prompts(args: argparse.Namespace, params) -> list[prompts.BenchPrompt]:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measures, prints, and writes what was asked for."""
     params = options.load_params(args)
     options.need_drafter(params, "bench")
     trees = options.parse_trees(args.trees) if args.trees else [options.tree_of(args, params)]
@@ -206,6 +209,7 @@ def _repeated(results) -> float:
 
 
 def spread(values) -> dict[str, float]:
+    """Median and range of repeated measurements."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -322,6 +326,7 @@ def held_out_bits_per_byte(params, found: list[prompts.BenchPrompt], limit: int 
 
 
 def model_record(weights) -> dict[str, int]:
+    """Size of a model's weights as they are held in memory."""
     import jax
 
     leaves = jax.tree.leaves(weights)
@@ -329,6 +334,7 @@ def model_record(weights) -> dict[str, int]:
 
 
 def hardware() -> dict[str, Any]:
+    """What the figures were measured on."""
     import jax
 
     from hsd_jax.models import native
@@ -348,6 +354,7 @@ def hardware() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
+    """The processor's name, as far as the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

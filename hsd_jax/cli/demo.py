@@ -15,6 +15,7 @@ from hsd_jax.cli import bench, options
 
 
 def add_parser(commands) -> None:
+    """Declares `hsd demo`."""
     parser = options.add_command(
         commands,
         "demo",
@@ -46,6 +47,7 @@ hsd demo --precision exact --temperature 0.8
 
 
 def run(args: argparse.Namespace) -> int:
+    """Decodes all prompts both ways and prints the table."""
     from hsd_jax import demo
 
     start = time.perf_counter()

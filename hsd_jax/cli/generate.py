@@ -11,6 +11,7 @@ from hsd_jax.cli import options
 
 
 def add_parser(commands) -> None:
+    """Declares `hsd generate`."""
     parser = options.add_command(
         commands,
         "generate",
@@ -49,6 +50,7 @@ cat letter.txt | hsd generate --demo --no-stream --json -
 
 
 def run(args: argparse.Namespace) -> int:
+    """Continues the prompts of the command line."""
     if args.system is not None and not args.chat:
         raise ValueError("--system needs --chat")
     if args.chat and args.ids:

@@ -47,6 +47,7 @@ class Difference:
 
 
 def add_parser(commands) -> None:
+    """Declares `hsd identity`."""
     parser = options.add_command(
         commands,
         "identity",
@@ -73,6 +74,7 @@ hsd identity --target DIR --drafter DIR --prompts texts.jsonl --limit 50 --dtype
 
 
 def run(args: argparse.Namespace) -> int:
+    """Compares, prints, and returns 1 if a difference is not excused."""
     params = options.load_params(args)
     options.need_drafter(params, "identity")
     tree = options.tree_of(args, params)

@@ -10,6 +10,7 @@ from hsd_jax.cli import options
 
 
 def add_parser(commands) -> None:
+    """Declares `hsd info`."""
     parser = options.add_command(
         commands,
         "info",
@@ -26,6 +27,7 @@ hsd info runs/demo/drafter
 
 
 def run(args: argparse.Namespace) -> int:
+    """Prints the facts of one folder, a line each."""
     from hsd_jax.models import convert
 
     folder = Path(args.folder)

@@ -33,6 +33,7 @@ environment:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; imports no jax."""
     parser = argparse.ArgumentParser(
         prog="hsd",
         description="Decode language models faster without changing a word: hidden-state speculative decoding in JAX.",

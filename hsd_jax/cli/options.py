@@ -27,6 +27,7 @@ WHOLE = number(int, 0, "a whole number of at least 0")
 
 
 def add_command(commands, name: str, run, help: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """A subparser with a summary, a description and examples, that calls `run(args)`."""
     parser = commands.add_parser(
         name,
         help=help,
@@ -39,6 +40,7 @@ def add_command(commands, name: str, run, help: str, description: str, examples:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares which models to load, and how; `load_params` reads it."""
     group = parser.add_argument_group("models")
     which = group.add_mutually_exclusive_group(required=True)
     which.add_argument("--demo", action="store_true", help="the bundled target and drafter")
@@ -62,6 +64,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tree_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Declares the shape of the draft tree; `tree_of` reads it."""
     group = parser.add_argument_group("draft tree")
     group.add_argument("--nodes", type=COUNT, metavar="N", help="nodes, the root included (default: the drafter's own)")
     group.add_argument("--depth", type=COUNT, metavar="D", help="longest path in tokens (default: the drafter's own)")
@@ -74,7 +77,8 @@ def load_params(args: argparse.Namespace, dtype: str | None = None) -> Any:
     import hsd_jax
     from hsd_jax import params as params_lib
 
-    if args.demo and not (params_lib.DEMO / "target" / "config.json").is_file():
+    needed = ("target/config.json", "drafter/drafter_config.json")
+    if args.demo and not all((params_lib.DEMO / name).is_file() for name in needed):
         raise FileNotFoundError(
             f"{params_lib.DEMO}: the bundled demo models are missing from this installation; reinstall hsd_jax from a"
             " complete checkout, or use --target DIR --drafter DIR"
@@ -114,10 +118,12 @@ def parse_trees(text: str) -> list[Any]:
 
 
 def tree_name(tree) -> str:
+    """A tree as --trees writes it."""
     return f"{tree.nodes}x{tree.depth}x{tree.width}"
 
 
 def need_drafter(params, command: str) -> None:
+    """Raises a ValueError if only a target was loaded."""
     if params.drafter is None:
         raise ValueError(f"hsd {command} compares plain with speculative decoding: give --drafter DIR")
 

@@ -20,6 +20,8 @@ MAX_PROMPT_TOKENS = 200
 
 @dataclasses.dataclass(frozen=True)
 class BenchPrompt:
+    """One prompt of a benchmark."""
+
     name: str
     text: str
     rest: str | None = None

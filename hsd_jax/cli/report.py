@@ -38,6 +38,7 @@ def _range(value: dict[str, float], form: str) -> str:
 
 
 def print_bench(record: dict[str, Any]) -> None:
+    """Prints the record of `bench.measure`."""
     console, settings = _console(), record["settings"]
     table = _table(
         f"{settings['num_prompts']} prompts, {settings['dtype']}, temperature {settings['temperature']:g};"
@@ -93,11 +94,13 @@ def _print_tree(console, name: str, mode: dict[str, Any]) -> None:
 
 
 def stage_line(shares: dict[str, float], whole: float) -> str:
+    """The stages of a round on one line; `whole` is in seconds."""
     parts = ", ".join(f"{STAGES[name]} {share:.0%}" for name, share in shares.items())
     return f"{parts} of {whole * 1e3:.2f} ms"
 
 
 def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], shares: dict[str, float], whole: float) -> None:
+    """Prints a row a prompt, their medians, and where a round's time goes; `whole` is in seconds."""
     console = _console()
     table = _table(
         "Plain and speculative decoding", 2, "prompt", "identical", "tau", "plain tok/s", "spec tok/s", "speed-up"
@@ -132,6 +135,7 @@ def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], shares: dict[s
 
 
 def print_identity(record: dict[str, Any]) -> None:
+    """Prints a row a setting, and every difference."""
     console = _console()
     table = _table(
         f"{record['num_prompts']} prompts x {record['max_new_tokens']} tokens,"
@@ -203,6 +207,7 @@ def _draw_stages(axis, stages: dict[str, dict[str, float]]) -> None:
 
 
 def plot_bench(record: dict[str, Any], path: str | Path) -> None:
+    """Draws speeds, acceptance by depth and stages of the record of `bench.measure`."""
     made = _figure(3)
     if made is None:
         return
@@ -225,12 +230,14 @@ def plot_bench(record: dict[str, Any], path: str | Path) -> None:
             stages[name] = modes[name]["stages"]["seconds"]
     depth.set(title="Acceptance by depth", xlabel="depth", ylabel="P(accepted | reached)", ylim=(0, 1))
     depth.legend(fontsize=8)
+    depth.xaxis.get_major_locator().set_params(integer=True)
     if stages:
         _draw_stages(stage, stages)
     _save(figure, path)
 
 
 def plot_demo(rows: list[dict[str, Any]], seconds: dict[str, float], path: str | Path) -> None:
+    """Draws speeds by prompt and the stages of a round; `seconds` are by stage."""
     made = _figure(2)
     if made is None:
         return

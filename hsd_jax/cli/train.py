@@ -13,6 +13,7 @@ SET_HELP = "change one value of the recipe, for example train.steps=100 (may be 
 
 
 def add_parser(commands) -> None:
+    """Declares `hsd train` and its three kinds."""
     parser = commands.add_parser(
         "train",
         help="train a drafter, a target or a tokenizer",
@@ -88,6 +89,7 @@ def _add_run_arguments(
 
 
 def run_drafter(args: argparse.Namespace) -> int:
+    """Trains a drafter by a recipe."""
     from hsd_jax.sharding import make_mesh
     from hsd_jax.train import run as run_lib
     from hsd_jax.train.drafter import DrafterRecipe
@@ -98,6 +100,7 @@ def run_drafter(args: argparse.Namespace) -> int:
 
 
 def run_target(args: argparse.Namespace) -> int:
+    """Trains a target by a recipe."""
     from hsd_jax.sharding import make_mesh
     from hsd_jax.train import run as run_lib
     from hsd_jax.train.target import TargetRecipe
@@ -108,6 +111,7 @@ def run_target(args: argparse.Namespace) -> int:
 
 
 def run_tokenizer(args: argparse.Namespace) -> int:
+    """Trains a tokenizer."""
     from hsd_jax.train.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(args.data, args.vocab_size, args.out)
