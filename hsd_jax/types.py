@@ -13,7 +13,8 @@ Dimension legend
 from __future__ import annotations
 
 import enum
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax

@@ -111,7 +111,7 @@ def markov_target(logits: np.ndarray) -> tuple[ModelConfig, dict[str, Any]]:
         num_kv_heads=1,
         head_dim=2,
         intermediate_size=2,
-        norm_eps=0.0,
+        norm_eps=1e-12,
     )
     weights = jax.tree.map(jnp.zeros_like, random_like(init_target, config, 0, 1.0))
     weights["embedding"] = jnp.eye(vocab)

@@ -22,6 +22,7 @@ def fastest_dtype(weights_dtype) -> jnp.dtype:
 def empty_cache(
     num_layers: int, batch: int, num_kv_heads: int, capacity: int, head_dim: int, dtype
 ) -> KVCache:
+    """Allocates a cache of `capacity` slots a row, none of them valid."""
     shape = (batch, num_kv_heads, capacity, head_dim)
     layers = tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
     return KVCache(layers, tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)), jnp.zeros(batch, jnp.int32))

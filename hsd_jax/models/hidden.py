@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import FULL, DrafterConfig, ModelConfig
-from hsd_jax.models.layers import Block, Linear, RMSNorm, matmul, rms_norm, rope_table
+from hsd_jax.models.layers import Block, RMSNorm, Weight, linears, matmul, rms_norm, rope_table
 from hsd_jax.models.target import layer_masks, lm_head
 from hsd_jax.types import KVCache, NewKV, Weights
 
@@ -33,7 +33,7 @@ class Trunk(nn.Module):
                 x = x + no_token
             else:
                 embeddings = RMSNorm(c.norm_eps, name="embedding_norm")(embeddings)
-                x = x + Linear(c.hidden_size, init_std=0.01, name="embedding_in")(embeddings)
+                x = x + linears(embeddings, Weight(c.hidden_size, c.hidden_size, init_std=0.01, name="embedding_in"))[0]
         table = rope_table(c.rope, c.head_dim, positions)
         masks = layer_masks(_NO_WINDOW, positions, new_mask, cache)[FULL]
         keys, values = [], []

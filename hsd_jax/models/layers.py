@@ -26,40 +26,60 @@ MASKED = -1e30
 
 def matmul(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float[Array, "... out"]:
     """`x @ kernel.T` with float32 accumulation; in the kernel's dtype where the device multiplies that."""
+    return matmuls(x, (kernel,))[0]
+
+
+def matmuls(x: Float[Array, "... in"], kernels: tuple[Array, ...]) -> list[Array]:
+    """The products of one input with several kernels: one call of the native kernel, where that applies."""
     num_rows = math.prod(x.shape[:-1])
-    if native.applies(num_rows, kernel):
-        y = native.rows_matmul(x.reshape(num_rows, x.shape[-1]), kernel)
-        return y.reshape(*x.shape[:-1], kernel.shape[0])
-    if native.is_emulated(kernel.dtype):
-        kernel = kernel.astype(jnp.float32)
-    return lax.dot_general(
-        x.astype(kernel.dtype), kernel, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    if all(native.applies(num_rows, kernel) for kernel in kernels):
+        products = native.rows_matmul(x.reshape(num_rows, x.shape[-1]), kernels)
+        return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in products]
+
+    def one(kernel: Array) -> Array:
+        if native.is_emulated(kernel.dtype):
+            kernel = kernel.astype(jnp.float32)
+        return lax.dot_general(
+            x.astype(kernel.dtype), kernel, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+
+    return [one(kernel) for kernel in kernels]
 
 
-class Linear(nn.Module):
-    """A product with an [out, in] kernel and an optional bias."""
+class Weight(nn.Module):
+    """An [out, in] kernel and its bias, None without one."""
 
-    features: int
+    out_features: int
+    in_features: int
     use_bias: bool = False
     init_std: float | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
-        std = x.shape[-1] ** -0.5 if self.init_std is None else self.init_std
-        kernel = self.param("kernel", nn.initializers.normal(std), (self.features, x.shape[-1]))
-        y = matmul(x, kernel)
-        if self.use_bias:
-            y = y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(jnp.float32)
-        return y
+    def __call__(self) -> tuple[Array, Array | None]:
+        std = self.in_features**-0.5 if self.init_std is None else self.init_std
+        kernel = self.param("kernel", nn.initializers.normal(std), (self.out_features, self.in_features))
+        bias = self.param("bias", nn.initializers.zeros, (self.out_features,)) if self.use_bias else None
+        return kernel, bias
+
+
+def linears(x: Float[Array, "... in"], *weights: Weight) -> list[Array]:
+    """`x` through several weights of one width, biases added."""
+    pairs = [weight() for weight in weights]
+    products = matmuls(x, tuple(kernel for kernel, _ in pairs))
+    return [
+        y if bias is None else y + bias.astype(jnp.float32) for y, (_, bias) in zip(products, pairs, strict=True)
+    ]
 
 
 def rms_norm(x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float) -> Float[Array, "... H"]:
+    """Root-mean-square norm over the last axis, in float32."""
     x = x.astype(jnp.float32)
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
 class RMSNorm(nn.Module):
+    """`rms_norm` with its weight; `offset` is added to the weight (Gemma stores weight - 1)."""
+
     eps: float
     offset: float = 0.0
 
@@ -100,6 +120,7 @@ def rope_table(
 
 
 def apply_rope(x: Float[Array, "B N h E"], table: tuple[Array, Array]) -> Float[Array, "B N h E"]:
+    """Rotates heads by the angles of `rope_table`, halves paired (not neighbours)."""
     cos, sin = table
     half = x.shape[-1] // 2
     rotated = jnp.concatenate([x[..., half:], x[..., :half]], -1)
@@ -164,11 +185,9 @@ class Attention(nn.Module):
         groups, width = self.num_kv_heads, self.head_dim
         per_group = self.num_heads // groups
 
-        def heads(name: str, count: int) -> Array:
-            y = Linear(count * width, self.qkv_bias, name=name)(x)
-            return y.reshape(batch, num, count, width)
-
-        query, key, value = heads("q", self.num_heads), heads("k", groups), heads("v", groups)
+        counts = {"q": self.num_heads, "k": groups, "v": groups}
+        projections = [Weight(n * width, x.shape[-1], self.qkv_bias, name=name) for name, n in counts.items()]
+        query, key, value = (y.reshape(batch, num, -1, width) for y in linears(x, *projections))
         if self.qk_norm:
             query = RMSNorm(self.eps, self.norm_offset, name="q_norm")(query)
             key = RMSNorm(self.eps, self.norm_offset, name="k_norm")(key)
@@ -187,10 +206,13 @@ class Attention(nn.Module):
         )
         out = out.reshape(batch, groups, num, per_group, width).transpose(0, 2, 1, 3, 4)
         out = out.reshape(batch, num, self.num_heads * width)
-        return Linear(self.hidden_size, self.output_bias, self.output_std, name="o")(out), (key, value)
+        output = Weight(self.hidden_size, out.shape[-1], self.output_bias, self.output_std, name="o")
+        return linears(out, output)[0], (key, value)
 
 
 class MLP(nn.Module):
+    """The gated MLP: down(act(gate(x)) * up(x))."""
+
     intermediate_size: int
     activation: str = "silu"
     use_bias: bool = False
@@ -198,10 +220,11 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
-        gate = Linear(self.intermediate_size, self.use_bias, name="gate")(x)
-        up = Linear(self.intermediate_size, self.use_bias, name="up")(x)
+        width = (self.intermediate_size, x.shape[-1], self.use_bias)
+        gate, up = linears(x, Weight(*width, name="gate"), Weight(*width, name="up"))
         gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-        return Linear(x.shape[-1], self.use_bias, self.output_std, name="down")(gate * up)
+        down = Weight(x.shape[-1], self.intermediate_size, self.use_bias, self.output_std, name="down")
+        return linears(gate * up, down)[0]
 
 
 class Block(nn.Module):

@@ -62,10 +62,13 @@ def has_matrix_unit() -> bool:
         return False
 
 
-def rows_matmul(x: Float[Array, "N in"], kernel: Array) -> Float[Array, "N out"]:
-    """`x @ kernel.T` in float32 arithmetic; a row's result is the same to the bit for any number of rows."""
-    out = jax.ShapeDtypeStruct((x.shape[0], kernel.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(TARGET_NAME, [out])(x.astype(jnp.float32), kernel)[0]
+def rows_matmul(x: Float[Array, "N in"], kernels: tuple[Array, ...]) -> list[Float[Array, "N out"]]:
+    """`x @ kernel.T` for each kernel, in float32 arithmetic, in one call.
+
+    A row's result is the same to the bit for any number of rows.
+    """
+    outs = [jax.ShapeDtypeStruct((x.shape[0], kernel.shape[0]), jnp.float32) for kernel in kernels]
+    return jax.ffi.ffi_call(TARGET_NAME, outs)(x.astype(jnp.float32), *kernels)
 
 
 def is_emulated(dtype) -> bool:

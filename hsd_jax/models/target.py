@@ -103,6 +103,7 @@ def forward(
 
 
 def causal_mask(batch: int, num: int) -> Bool[Array, "B N N"]:
+    """Node i sees nodes 0 to i."""
     return jnp.broadcast_to(jnp.tril(jnp.ones((num, num), bool)), (batch, num, num))
 
 

@@ -37,6 +37,7 @@ class Stored(NamedTuple):
 
 
 def checked_dtype(dtype: Any) -> np.dtype:
+    """The dtype, if weights may be kept in it; a ValueError names the allowed ones."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:
@@ -47,6 +48,7 @@ def checked_dtype(dtype: Any) -> np.dtype:
 
 
 def open_all(files: list[Path], stack: contextlib.ExitStack) -> list[Stored]:
+    """All tensors of some safetensors files, unread; `stack` closes them."""
     tensors = []
     for file in files:
         size = file.stat().st_size
@@ -64,6 +66,7 @@ def open_all(files: list[Path], stack: contextlib.ExitStack) -> list[Stored]:
 
 
 def read_array(tensor: Stored) -> np.ndarray:
+    """Reads one tensor, of a floating dtype only."""
     kind = tensor.handle.get_slice(tensor.name).get_dtype()
     if kind not in _READABLE:
         raise ValueError(f"{tensor}: found dtype {kind}, expected one of {', '.join(_READABLE)}")

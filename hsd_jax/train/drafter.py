@@ -18,7 +18,7 @@ from hsd_jax.config import DrafterConfig, ModelConfig
 from hsd_jax.models.hidden import base_logits, token_info
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.train import losses
-from hsd_jax.train.loop import Loss, LoopConfig
+from hsd_jax.train.loop import LoopConfig, Loss
 from hsd_jax.train.target import at_least, check_loop, read_section, read_sections
 from hsd_jax.train.unroll import unroll
 
@@ -128,7 +128,7 @@ def sample_anchors(key: jax.Array, batch: int, length: int, count: int) -> Int[A
 
 
 def make_loss(
-    target_config: ModelConfig, config: DrafterConfig, loss_config: LossConfig = LossConfig()  # noqa: B008
+    target_config: ModelConfig, config: DrafterConfig, loss_config: LossConfig = LossConfig()
 ) -> Loss:
     """The drafter's loss for `loop.fit`: `params` are the drafter's weights, `frozen` the target's.
 

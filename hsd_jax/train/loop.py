@@ -59,6 +59,7 @@ class LoopConfig:
 
 
 def make_optimizer(config: LoopConfig) -> optax.GradientTransformation:
+    """AdamW with warm-up, a cosine and a clipped gradient norm."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0,
         config.learning_rate,
@@ -166,6 +167,7 @@ def fit(
 
 
 def progress_line(step: int, config: LoopConfig, rate: float, values: dict[str, Any]) -> str:
+    """One line a person can read while training."""
     left = (config.steps - step) * config.batch * config.length / rate
     shown = [f"step {step}/{config.steps}", f"loss {values['loss']:.3f}"]
     for name, value in values.items():

@@ -60,6 +60,7 @@ def at_least(section: str, config: Any, **smallest: int) -> None:
 
 
 def check_loop(train: LoopConfig) -> None:
+    """Refuses a `LoopConfig` with a count that makes no sense, by a ValueError that names it."""
     at_least("train", train, steps=1, batch=1, length=2, warmup=0, log_every=1, checkpoint_every=1)
 
 
