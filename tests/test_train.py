@@ -1,6 +1,6 @@
-"""Training: the unroll is the recurrence of inference, the loss its labels, runs resume bit for bit, errors name things.
+"""Training: the unroll is the recurrence of inference, the loss its labels, a killed run resumes bit for bit.
 
-Random weights at float32; nothing here is statistical.
+Errors name what is wrong. Random weights at float32; nothing here is statistical.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ def inference_states(weights, config: DrafterConfig, features, embeddings, ancho
     """One round of `infer/drafters/hidden.py`: features before the anchor are cached, the anchor's is the query."""
     batch, num = features.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
-    cache = cache_lib.empty_cache(
-        config.num_layers, batch, config.num_kv_heads, 2 * num, config.head_dim, jnp.float32
-    )
+    cache = cache_lib.empty_cache(config.num_layers, batch, config.num_kv_heads, 2 * num, config.head_dim, jnp.float32)
     _, kv = trunk_pass(weights, config, features, embeddings, positions, causal_mask(batch, num), None)
     cache = cache_lib.commit(cache, kv, None, anchor)
     one, mask = jnp.ones(batch, jnp.int32), jnp.ones((batch, 1, 1), bool)

@@ -127,9 +127,7 @@ def sample_anchors(key: jax.Array, batch: int, length: int, count: int) -> Int[A
     return jnp.sort(chosen, -1)
 
 
-def make_loss(
-    target_config: ModelConfig, config: DrafterConfig, loss_config: LossConfig = LossConfig()
-) -> Loss:
+def make_loss(target_config: ModelConfig, config: DrafterConfig, loss_config: LossConfig = LossConfig()) -> Loss:
     """The drafter's loss for `loop.fit`: `params` are the drafter's weights, `frozen` the target's.
 
     Rows hold length + 1 packed tokens. Labels are the target's laws given the corpus prefix, and the previous token

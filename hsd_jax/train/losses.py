@@ -16,9 +16,7 @@ def _log_laws(target_logits: Array, draft_logits: Array) -> tuple[Array, Array]:
     return target_logp, jax.nn.log_softmax(draft_logits.astype(jnp.float32), -1)
 
 
-def cross_entropy(
-    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... V"]
-) -> Float[Array, "..."]:
+def cross_entropy(target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... V"]) -> Float[Array, "..."]:
     """-sum p log q over the target's law p: the forward divergence plus the target's entropy."""
     target_logp, draft_logp = _log_laws(target_logits, draft_logits)
     return -jnp.sum(jnp.exp(target_logp) * draft_logp, -1)
@@ -30,9 +28,7 @@ def forward_kl(target_logits: Float[Array, "... V"], draft_logits: Float[Array, 
     return jnp.sum(jnp.exp(target_logp) * (target_logp - draft_logp), -1)
 
 
-def total_variation(
-    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... V"]
-) -> Float[Array, "..."]:
+def total_variation(target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... V"]) -> Float[Array, "..."]:
     """Half the L1 norm, in [0, 1]: one minus the chance that a draw from q survives the chain rule."""
     target_logp, draft_logp = _log_laws(target_logits, draft_logits)
     return 0.5 * jnp.sum(jnp.abs(jnp.exp(target_logp) - jnp.exp(draft_logp)), -1)

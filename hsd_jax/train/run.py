@@ -79,9 +79,7 @@ def train_drafter(
     _describe(report, "drafter", params, rows, recipe.train)
     place, batches = _placement(mesh, rows, recipe.train, drafter_config)
     if mesh is not None:
-        frozen = jax.device_put(
-            frozen, sharding.weight_shardings(mesh, frozen, config.num_heads, config.num_kv_heads)
-        )
+        frozen = jax.device_put(frozen, sharding.weight_shardings(mesh, frozen, config.num_heads, config.num_kv_heads))
     loss = drafter.make_loss(config, drafter_config, recipe.loss)
     params = fit(loss, params, frozen, batches, recipe.train, out, report, place)
     folder = out / "drafter"
