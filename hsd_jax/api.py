@@ -89,8 +89,9 @@ def decode(
 ) -> DecodeResult:
     """Continues prompts; with speculation the text is that of plain decoding, sooner.
 
-    Every setting may be one value or one per row; none of them compiles anything. With the same `seed` the sampled
-    text is the same with and without speculation, whatever the tree, and a row's text does not depend on the others.
+    Every setting may be one value or one per row. None compiles anything but `max_new_tokens`, once for each power of
+    two. With the same `seed` the sampled text is the same with and without speculation, whatever the tree, and a row's
+    text does not depend on the others.
 
     Args:
       prompt: a text, token ids, or a list of either (ragged lengths are fine).
@@ -162,7 +163,7 @@ def _stream(params: Params, request: Request, rounds: int) -> Generator[Piece, N
         state = request.decoder.run(request.models, request.sampling, request.limits, state, rounds)
         length, done = np.asarray(state.length)[:rows], np.asarray(state.done)[:rows]
         seconds += time.perf_counter() - start
-        tokens = np.asarray(state.tokens)
+        tokens = np.array(state.tokens)  # a copy: the buffer is donated to the next rounds
         for row in np.flatnonzero(~finished):
             new = tokens[row, shown[row] : length[row]]
             text = decoders[row].push(new, is_last=bool(done[row])) if decoders else None

@@ -98,6 +98,7 @@ def load(
     eos = convert.read_eos(target)
     if not eos and tokenizer is not None and tokenizer.eos_id is not None:
         eos = (tokenizer.eos_id,)
+    eos = tuple(token for token in eos if token < config.vocab_size)  # one that cannot be drawn ends nothing
     if tree is None and drafter_config is not None:
         depth, width = min(DEFAULT_TREE.depth, drafter_config.num_steps), DEFAULT_TREE.width
         tree = TreeConfig(min(DEFAULT_TREE.nodes, 1 + width + (depth - 1) * width**2), depth, width)

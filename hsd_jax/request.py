@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import time
 from collections.abc import Sequence
 
@@ -25,8 +26,10 @@ from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params
 from hsd_jax.types import NO_TOKEN, DecodeState, Limits, SamplingParams
 
-FIRST_CAPACITY = 256
+FIRST_CAPACITY = 320
 """Generated tokens the first cache bucket has room for; longer decodes move to larger buckets as they grow."""
+SMALLEST_ROOM = 32
+"""The smallest bucket of new tokens, and of the margin for one round's drafts."""
 COLDEST = 1e-6
 """Smaller temperatures are greedy: dividing by them would overflow float32."""
 
@@ -109,9 +112,11 @@ def prepare(
     tokens = np.zeros((len(rows), prompt_bucket), np.int32)
     for i, ids in enumerate(rows):
         tokens[i, : len(ids)] = ids
-    depth = decoder.max_depth
-    capacity = bucket(max(prompt_bucket, int(np.minimum(max_length, length + FIRST_CAPACITY).max()) + depth + 1), 64)
-    max_tokens = bucket(int(max_length.max()) + depth + 1, 64)
+    # Sizes from buckets alone, and the same for plain and speculative: a true length must not compile anything.
+    room = bucket(max(new_tokens), SMALLEST_ROOM) + bucket(decoder.max_depth + 1, SMALLEST_ROOM)
+    first_room = min(room, FIRST_CAPACITY)
+    capacity = -(-(prompt_bucket + first_room) // SMALLEST_ROOM) * SMALLEST_ROOM
+    max_tokens = prompt_bucket + room
     pad = ((0, fill),)
     sampling = jax.tree.map(lambda x: jnp.asarray(np.pad(x, pad, mode="edge")), sampling)
     keys = jax.vmap(jax.random.key)(jnp.asarray(seeds + [0] * fill, jnp.uint32))
@@ -138,8 +143,8 @@ def _encode(params: Params, prompt) -> list[list[int]]:
     """
     if isinstance(prompt, (str, bytes)):
         prompts: list = [prompt]
-    elif isinstance(prompt, (np.ndarray, jax.Array)):
-        prompts = [prompt] if prompt.ndim == 1 else list(prompt)
+    elif isinstance(prompt, (np.ndarray, jax.Array)) and prompt.ndim > 0:
+        prompts = [prompt] if prompt.ndim == 1 and prompt.dtype.kind != "U" else list(prompt)
     elif isinstance(prompt, Sequence):
         is_ids = len(prompt) > 0 and all(isinstance(x, (int, np.integer)) for x in prompt)
         prompts = [prompt] if is_ids else list(prompt)
@@ -182,8 +187,9 @@ def _per_row(name: str, value, batch: int, kind: type) -> list:
     values = list(value) if np.ndim(value) else [value] * batch
     if len(values) != batch:
         raise ValueError(f"{name} has {len(values)} values for {batch} rows")
+    convert = operator.index if kind is int else kind  # int() would cut 10.7 down without a word
     try:
-        return [None if v is None else kind(v) for v in values]
+        return [None if v is None else convert(v) for v in values]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}={value!r}: expected {kind.__name__} values") from error
 

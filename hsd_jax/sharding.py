@@ -52,10 +52,12 @@ def make_mesh(spec: str | Mesh | None) -> Mesh | None:
     Raises:
       ValueError: naming the wrong part, the allowed axes, or the devices there are.
     """
-    if spec is None or isinstance(spec, Mesh):
-        if isinstance(spec, Mesh) and not set(spec.axis_names) <= set(MESH_AXES):
+    if spec is None:
+        return None
+    if isinstance(spec, Mesh):
+        if not set(spec.axis_names) <= set(MESH_AXES):
             raise ValueError(f"mesh axes {spec.axis_names}: allowed are {MESH_AXES}")
-        return spec
+        return Mesh(spec.devices, spec.axis_names, axis_types=(AxisType.Auto,) * len(spec.axis_names))
     sizes = dict.fromkeys(MESH_AXES, 1)
     for part in str(spec).split(","):
         name, _, size = part.strip().partition("=")
@@ -91,7 +93,7 @@ def weight_shardings(mesh: Mesh, weights: Any, num_heads: int, num_kv_heads: int
 
     def one(path, leaf):
         names = ["", *(str(getattr(p, "key", p)) for p in path)]
-        axes = WEIGHT_AXES.get((names[-2], names[-1]), (None,) * leaf.ndim)
+        axes = WEIGHT_AXES.get((names[-2], names[-1])) or WEIGHT_AXES.get(("", names[-1])) or (None,) * leaf.ndim
         return _sharding(mesh, leaf.shape, axes, units)
 
     return jax.tree_util.tree_map_with_path(one, weights)

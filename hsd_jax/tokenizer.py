@@ -44,7 +44,7 @@ class Tokenizer:
         return list(self._inner(text)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._inner.decode(list(tokens), skip_special_tokens=True)
+        return self._inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, through the checkpoint's own chat template, open for the answer.
@@ -61,24 +61,32 @@ class Tokenizer:
 class IncrementalDecoder:
     """Turns a growing list of tokens into pieces of text that join to the whole text.
 
-    A piece is held back while it ends inside a UTF-8 character. A few tokens of context are decoded again each time,
-    because some tokenizers write a token differently at the start of a text.
+    A piece is held back while it ends inside a UTF-8 character. Some tokenizers write a token differently at the start
+    of a text, so the last pieces are decoded again as context: whole pieces, for a byte-fallback decoder spoils a run
+    of bytes that begins inside a character.
     """
 
     CONTEXT = 4
+    """Pieces of context."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._printed = 0
+        self._borders = [0]
+        """Where pieces ended, in tokens."""
 
     def push(self, tokens: Sequence[int], is_last: bool = False) -> str:
         """The text that `tokens` complete; with `is_last` also what is still held back."""
         self._tokens.extend(int(t) for t in tokens)
-        start = max(0, self._printed - self.CONTEXT)
-        before = self._tokenizer.decode(self._tokens[start : self._printed])
+        back = min(self.CONTEXT, len(self._borders) - 1)
+        while True:
+            start = self._borders[-1 - back]
+            before = self._tokenizer.decode(self._tokens[start : self._borders[-1]])
+            if start == 0 or (before and UNFINISHED not in before):
+                break
+            back = min(2 * back, len(self._borders) - 1)
         text = self._tokenizer.decode(self._tokens[start:])
         if text.endswith(UNFINISHED) and not is_last:
             return ""
-        self._printed = len(self._tokens)
+        self._borders.append(len(self._tokens))
         return text[len(before) :]

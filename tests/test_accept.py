@@ -12,11 +12,12 @@ from oracles import law as law_oracle
 from oracles import tree as oracle
 from scipy import stats
 
+from hsd_jax.config import ModelConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.accept import check_legal, match_rule, walk
 from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import ancestor_mask
-from hsd_jax.types import NO_PARENT, AcceptRule, DraftTree, Drafter, DrawLaw, SamplingParams, Verdict
+from hsd_jax.types import NO_PARENT, AcceptRule, Drafter, DraftTree, DrawLaw, SamplingParams, Verdict
 
 NUM, MAX_DEPTH, BATCH, VOCAB = 9, 4, 256, 3
 
@@ -307,6 +308,6 @@ def test_a_rule_refuses_laws_it_is_not_exact_for():
         check_legal(nothing, DrawLaw.ARBITRARY)
     drafter = Drafter(*[lambda *_: None] * 4, DrawLaw.ARBITRARY, 2, 1)
     with pytest.raises(ValueError, match="ARBITRARY"):
-        make_step(None, drafter, nothing)
+        make_step(ModelConfig(4, 8, 1, 1, 1, 8, 8), drafter, nothing)
     for law in DrawLaw:
         check_legal(match_rule(1), law)

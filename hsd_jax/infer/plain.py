@@ -38,7 +38,7 @@ def make_plain_step(config: ModelConfig, pad_rows: int = 1) -> Step:
             count, done = cut(emitted, jnp.ones(batch, jnp.int32), limits, state)
         with jax.named_scope("commit"):
             first = NewKV(*(tuple(x[:, :, :1] for x in xs) for xs in (output.new_kv.keys, output.new_kv.values)))
-            cache = cache_lib.commit(state.cache, first, None, count)
+            cache = cache_lib.commit(state.cache, first, None, count, after=emitted)
             return advance(state, emitted, count, done, cache, state.drafter)
 
     return step

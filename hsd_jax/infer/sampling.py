@@ -60,6 +60,7 @@ def warp(logits: Float[Array, "B M V"], sampling: SamplingParams) -> Float[Array
         edge = _bisect(
             scaled, lambda t: jnp.sum(jnp.where(bits >= t, weight, 0.0), -1, keepdims=True) >= needed
         )
+        edge = jnp.minimum(edge, bits.max(-1, keepdims=True))  # a top_p that float32 rounds to 0 keeps the best token
         return jnp.where(in_top_k & ((bits >= edge) | (top_p >= 1.0)), scaled, REMOVED)
 
     is_filtered = jnp.any(~is_greedy[:, 0, 0] & ((sampling.top_k > 0) | (sampling.top_p < 1.0)))

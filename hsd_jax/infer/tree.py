@@ -30,15 +30,16 @@ def grow_beam(
     the nodes kept are closed under ancestors, and the order of scores puts parents first. Choices are made without
     randomness: the law is ARBITRARY.
     """
-    batch, depth, vocab = base_logits.shape
-    depth, width = min(depth, config.depth), min(config.width, vocab)
+    batch, depth, _ = base_logits.shape
+    depth, width = min(depth, config.depth), config.width
     frontier_tokens, frontier_scores = root[:, None], jnp.zeros((batch, 1))
     frontier_ids = jnp.full((batch, 1), NO_PARENT)  # the root is no candidate
     scores, tokens, parents = [], [], []
     for level in range(depth):
         logits = base_logits[:, level, None, :] + bias(frontier_tokens)
         top, children = lax.top_k(logits, width)
-        logp = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        # A score above its parent's, or none at all, would cut a node off from its parent: never trust a drafter.
+        logp = jnp.fmin(top - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)
         level_scores = (frontier_scores[:, :, None] + logp).reshape(batch, -1)
         level_tokens = children.reshape(batch, -1)
         first_id = sum(s.shape[1] for s in scores)

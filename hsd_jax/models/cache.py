@@ -47,20 +47,34 @@ def take_nodes(values: Array, index: Int[Array, "B M"], axis: int) -> Array:
 
 
 def commit(
-    cache: KVCache, new: NewKV, path: Int[Array, "B M"] | None, num_committed: Int[Array, "B"]
+    cache: KVCache,
+    new: NewKV,
+    path: Int[Array, "B M"] | None,
+    num_committed: Int[Array, "B"],
+    after: Array | None = None,
 ) -> KVCache:
     """Writes the nodes of `path` contiguously behind each row's committed slots.
 
     All M nodes are written, so that shapes are static; only `num_committed` count, and the next commit overwrites
     the rest. Needs `length + M <= capacity`. `path=None` commits the nodes in their order (prefill).
+
+    Args:
+      after: a result [B, ...] of the pass that reads `cache`. The write then waits for that pass. Without it XLA may
+        write first and copy the whole cache for the reader. (A `path` from the verdict waits by itself.)
     """
+    start = cache.length if after is None else cache.length + _zero_known_after(after)
 
     def move(buffers, rows):
         if path is not None:
             rows = tuple(take_nodes(r, path, axis=2) for r in rows)
-        return tuple(write_rows(b, r, cache.length, axis=2) for b, r in zip(buffers, rows, strict=True))
+        return tuple(write_rows(b, r, start, axis=2) for b, r in zip(buffers, rows, strict=True))
 
     return KVCache(move(cache.keys, new.keys), move(cache.values, new.values), cache.length + num_committed)
+
+
+def _zero_known_after(x: Array) -> Int[Array, "B"]:
+    """Zeros that cannot be computed before `x`; XLA on CPU drops optimization barriers before it places buffers."""
+    return jnp.minimum((x.reshape(x.shape[0], -1)[:, 0] > 0).astype(jnp.int32), 0)
 
 
 def grow(cache: KVCache, capacity: int) -> KVCache:

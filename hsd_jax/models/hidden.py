@@ -7,13 +7,15 @@ what the previous token says, behind the LM head, as a low-rank bias. Read next:
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import FULL, DrafterConfig, ModelConfig
-from hsd_jax.models.layers import Block, RMSNorm, Weight, linears, matmul, rms_norm, rope_table
+from hsd_jax.models.layers import Block, RMSNorm, Weight, attend, linears, matmul, rms_norm, rope_table
 from hsd_jax.models.target import layer_masks, lm_head
 from hsd_jax.types import KVCache, NewKV, Weights
 
@@ -24,7 +26,7 @@ class Trunk(nn.Module):
     config: DrafterConfig
 
     @nn.compact
-    def __call__(self, states, embeddings, positions, new_mask, cache):
+    def __call__(self, states, embeddings, positions, new_mask, cache, earlier):
         c = self.config
         x = states
         if c.committed_embeddings:
@@ -39,10 +41,19 @@ class Trunk(nn.Module):
         keys, values = [], []
         for layer in range(c.num_layers):
             cached = None if cache is None else (cache.keys[layer], cache.values[layer])
-            x, (key, value) = Block(c, name=f"layer_{layer}")(x, table, masks[0], cached, masks[1])
+            see = attend
+            if earlier is not None:
+                see = functools.partial(_attend_behind, (earlier.keys[layer], earlier.values[layer]))
+            x, (key, value) = Block(c, name=f"layer_{layer}")(x, table, masks[0], cached, masks[1], see)
             keys.append(key)
             values.append(value)
         return x, NewKV(tuple(keys), tuple(values))
+
+
+def _attend_behind(earlier, query, new, *rest):
+    """`attend` where the nodes also see entries of earlier passes of this round, which no cache holds."""
+    new = tuple(jnp.concatenate([e.astype(n.dtype), n], 2) for e, n in zip(earlier, new, strict=True))
+    return attend(query, new, *rest)
 
 
 _NO_WINDOW = ModelConfig(1, 1, 1, 1, 1, 1, 1)
@@ -54,8 +65,9 @@ def trunk_pass(
     states: Float[Array, "B N H"],
     embeddings: Float[Array, "B N H"] | None,
     positions: Int[Array, "B N"],
-    new_mask: Bool[Array, "B N N"],
+    new_mask: Bool[Array, "B N X"],
     cache: KVCache | None,
+    earlier: NewKV | None = None,
 ) -> tuple[Float[Array, "B N H"], NewKV]:
     """One pass of the trunk over N states a row.
 
@@ -63,13 +75,15 @@ def trunk_pass(
       states: features of committed positions, or the trunk's own states.
       embeddings: the target's embedding of the token that follows each position, where that token is committed;
         None for the trunk's own states. Ignored when the configuration has no committed embeddings.
+      new_mask: which of the `earlier` entries, and behind them of the N states, each state sees.
+      earlier: keys and values of earlier passes of the same round.
     Returns:
       The next states, before the output norm, and keys and values to commit or to drop.
     """
     if not config.committed_embeddings:
         embeddings = None
     return Trunk(config).apply(
-        {"params": weights["trunk"]}, states, embeddings, positions, new_mask, cache
+        {"params": weights["trunk"]}, states, embeddings, positions, new_mask, cache, earlier
     )
 
 
@@ -100,7 +114,7 @@ def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
     one = jnp.zeros((1, 1), jnp.int32)
     state = jnp.zeros((1, 1, config.hidden_size))
     mask = jnp.ones((1, 1, 1), bool)
-    trunk = Trunk(config).init(trunk_key, state, state, one, mask, None)["params"]
+    trunk = Trunk(config).init(trunk_key, state, state, one, mask, None, None)["params"]
     if config.committed_embeddings:  # created only on the pass without embeddings
         trunk = dict(trunk, no_token=jnp.zeros(config.hidden_size))
     return {

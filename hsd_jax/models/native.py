@@ -83,11 +83,11 @@ def available() -> bool:
         return False
     try:
         library = _build()
-    except (OSError, subprocess.SubprocessError):
-        return False
-    if library is None:
-        return False
-    handler = ctypes.cdll.LoadLibrary(str(library)).HsdRowsMatmul
+        if library is None:
+            return False
+        handler = ctypes.cdll.LoadLibrary(str(library)).HsdRowsMatmul
+    except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
+        return False  # no compiler, no home, a cache that may not execute: XLA does the work
     jax.ffi.register_ffi_target(TARGET_NAME, jax.ffi.pycapsule(handler), platform="cpu")
     return True
 
@@ -98,8 +98,8 @@ def _build() -> Path | None:
     if compiler is None or platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         return None
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))]
-    identity = "\n".join([SOURCE.read_text(), jax.__version__, *cpu[:2]])
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hsd_jax"
+    identity = "\n".join([SOURCE.read_text(), compiler, *FLAGS, jax.__version__, *cpu[:2]])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
     library = cache / f"rows_matmul-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not library.is_file():
         cache.mkdir(parents=True, exist_ok=True)

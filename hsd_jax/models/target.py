@@ -51,7 +51,7 @@ class Target(nn.Module):
 
 
 def layer_masks(
-    config: ModelConfig, positions: Int[Array, "B N"], new_mask: Bool[Array, "B N N"], cache: KVCache | None
+    config: ModelConfig, positions: Int[Array, "B N"], new_mask: Bool[Array, "B N X"], cache: KVCache | None
 ) -> dict[str, tuple[Array, Array | None]]:
     """For each kind of layer: who sees whom among the nodes, and which cache slots a node sees."""
     old = None

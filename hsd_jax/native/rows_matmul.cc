@@ -174,11 +174,15 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
   job->x = x.typed_data();
   job->n = x.dimensions()[0];
   job->k = x.dimensions()[1];
+  if (job->k < 1) return ffi::Error::InvalidArgument("rows_matmul: rows of no width");
   constexpr int64_t kShardBytes = 64 << 10;
   for (size_t i = 0; i < weights.size(); i++) {
     auto w = weights.get<ffi::AnyBuffer>(i);
     auto y = results.get<ffi::AnyBuffer>(i);
     if (w.has_error() || y.has_error()) return ffi::Error::InvalidArgument("rows_matmul: bad buffer");
+    bool is_known = w->element_type() == ffi::F32 || w->element_type() == ffi::BF16;
+    if (!is_known || w->dimensions().size() != 2 || w->dimensions()[1] != job->k)
+      return ffi::Error::InvalidArgument("rows_matmul: weights must be [out, in] in float32 or bfloat16");
     int64_t o = w->dimensions()[0];
     bool is_bf16 = w->element_type() == ffi::BF16;
     job->products.push_back({w->untyped_data(), is_bf16, static_cast<float*>((*y)->untyped_data()), o});

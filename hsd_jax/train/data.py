@@ -68,13 +68,15 @@ def read_documents(path: str | Path) -> list[str]:
         documents = [text]
     else:
         documents = []
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON strings may hold U+2028
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}:{number}: not JSON ({error.msg})") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}:{number}: a JSON {type(record).__name__}; expected an object")
             documents.append(render_record(record, f"{path}:{number}"))
     documents = [d for d in documents if d.strip()]
     if not documents:

@@ -148,11 +148,7 @@ def fit(
             done = step + 1
             if done % config.log_every == 0 or done == config.steps:
                 values = {k: np.asarray(v).tolist() for k, v in metrics.items()}
-                if not math.isfinite(values["loss"]):
-                    raise FloatingPointError(
-                        f"loss is {values['loss']} at step {done}: lower train.learning_rate; the last checkpoint is"
-                        f" step {checkpoints.latest_step()}"
-                    )
+                check_finite(values, done, checkpoints.latest_step())
                 now = time.perf_counter()
                 rate = tokens_per_step * (done - last) / (now - clock)
                 clock, last = now, done
@@ -161,9 +157,20 @@ def fit(
                 log.flush()
                 report(progress_line(done, config, rate, values))
             if done % config.checkpoint_every == 0 or done == config.steps:
+                check_finite(metrics, done, checkpoints.latest_step())  # a bad state must not replace a good one
                 checkpoints.save(done, state)
     checkpoints.close()
     return state["params"]
+
+
+def check_finite(metrics: dict[str, Any], step: int, last_checkpoint: int | None) -> None:
+    """Raises FloatingPointError if loss or gradients are not finite, naming the step."""
+    for name in ("loss", "grad_norm"):
+        if not math.isfinite(float(metrics[name])):
+            raise FloatingPointError(
+                f"{name} is {float(metrics[name])} at step {step}: lower train.learning_rate; the last checkpoint is"
+                f" step {last_checkpoint}"
+            )
 
 
 def progress_line(step: int, config: LoopConfig, rate: float, values: dict[str, Any]) -> str:

@@ -6,11 +6,13 @@ The recurrence reads the target's features and its own states only; drafted toke
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
@@ -21,6 +23,7 @@ from hsd_jax.models.target import causal_mask
 from hsd_jax.types import Drafter, DrawLaw, KVCache, ModelOutput, Verdict
 
 
+@typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
 @flax.struct.dataclass
 class HiddenState:
     """What the drafter carries between rounds.
@@ -59,17 +62,16 @@ def trunk_states(
         causal_mask(batch, max_pending),
         cache,
     )
-    cache = cache_lib.commit(cache, kv, None, state.num_pending)
     last = jnp.maximum(state.num_pending - 1, 0)[:, None, None]
-    states = [jnp.take_along_axis(out, last, 1)]
-    one = jnp.ones((batch, 1, 1), bool)
-    scratch = cache
-    for _ in range(num_states - 1):
-        out, kv = trunk_pass(weights, config, states[-1], None, scratch.length[:, None], one, scratch)
-        scratch = cache_lib.commit(scratch, kv, None, jnp.ones(batch, jnp.int32))
+    states, earlier = [jnp.take_along_axis(out, last, 1)], kv
+    is_pending = (jnp.arange(max_pending) < state.num_pending[:, None])[:, None]
+    for step in range(1, num_states):
+        position = (cache.length + state.num_pending + step - 1)[:, None]
+        sees = jnp.concatenate([is_pending, jnp.ones((batch, 1, step), bool)], -1)
+        out, own = trunk_pass(weights, config, states[-1], None, position, sees, cache, earlier)
         states.append(out)
-    # Own states stand behind the committed length, where the next commit overwrites them.
-    return jnp.concatenate(states, 1), scratch.replace(length=cache.length)
+        earlier = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 2), earlier, own)
+    return jnp.concatenate(states, 1), cache_lib.commit(cache, kv, None, state.num_pending, after=states[-1])
 
 
 def hidden_drafter(
@@ -84,6 +86,8 @@ def hidden_drafter(
         raise ValueError(
             f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps"
         )
+    if tree.width > config.vocab_size:
+        raise ValueError(f"TreeConfig.width={tree.width}: allowed are 1 to the vocabulary, {config.vocab_size}")
     max_pending = tree.depth + 1
 
     def init(models, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
