@@ -186,15 +186,15 @@ def test_end_tokens_of_checkpoint_and_call(text_params):
 
 
 def test_rows_of_one_prompt_differ_by_seed(params):
-    result = hsd_jax.decode(params, [ONE] * 3, max_new_tokens=16, temperature=1.0, seed=5)
-    assert len({tuple(row) for row in result.tokens.tolist()}) == 3
-    again = hsd_jax.decode(params, [ONE] * 3, max_new_tokens=16, temperature=1.0, seed=[5, 6, 7])
+    result = hsd_jax.decode(params, [ONE] * 2, max_new_tokens=16, temperature=1.0, seed=5)
+    assert result.tokens[0].tolist() != result.tokens[1].tolist()
+    again = hsd_jax.decode(params, [ONE] * 2, max_new_tokens=16, temperature=1.0, seed=[5, 6])
     np.testing.assert_array_equal(again.tokens, result.tokens)
 
 
 def test_a_key_travels_with_its_row(params):
     settings = {"max_new_tokens": 16, "temperature": 1.0}
-    batch = hsd_jax.decode(params, [TWO[1], ONE, TWO[1]], seed=[1, 7, 7], **settings)
+    batch = hsd_jax.decode(params, [TWO[1], ONE], seed=[1, 7], **settings)
     for speculate in (True, False):
         alone = hsd_jax.decode(params, ONE, seed=[7], speculate=speculate, **settings)
         np.testing.assert_array_equal(alone.tokens[0], batch.tokens[1])
@@ -211,7 +211,13 @@ def test_the_largest_seed_counts_on_from_zero(params):
 def test_settings_may_be_arrays(params):
     lists = hsd_jax.decode(params, TWO, 8, [0.0, 1.0], [None, 5], [None, 0.9], [3, 4])
     arrays = hsd_jax.decode(
-        params, TWO, np.array([8, 8]), jnp.array([0.0, 1.0]), (None, np.int64(5)), [1.0, np.float32(0.9)], jnp.array([3, 4])
+        params,
+        TWO,
+        np.array([8, 8]),
+        jnp.array([0.0, 1.0]),
+        (None, np.int64(5)),
+        [1.0, np.float32(0.9)],
+        jnp.array([3, 4]),
     )
     np.testing.assert_array_equal(lists.tokens, arrays.tokens)
 

@@ -6,6 +6,7 @@ the oracle's trees ("steered"), so that every number of accepted tokens goes thr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -15,9 +16,10 @@ import pytest
 import toy
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.infer.drafters.hidden import hidden_drafter, trunk_states
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models.hidden import base_logits, init_drafter, token_info, trunk_pass
+from hsd_jax.models.layers import rms_norm
 from hsd_jax.models.target import causal_mask, forward_sequence, lm_head
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -46,8 +48,16 @@ def perturbed(tree, seed: int = 0):
     return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, 1, x.shape), jnp.float32), tree)
 
 
+@functools.cache
+def jitted_states():
+    """The recurrence alone: every trunk state of a round, and the cache it leaves."""
+    setup = toy.setup("llama", "beam")
+    num_states = toy.TREES["beam"].depth
+    return jax.jit(lambda models, state: trunk_states(models, setup.config, setup.drafter_config, num_states, state))
+
+
 def test_states_do_not_see_drafted_tokens():
-    """Other injector weights and another root draft other trees; every trunk state, scratch included, keeps its bits."""
+    """Other injector weights and another root draft other trees; every state and every cache slot keeps its bits."""
     models, state, root, position = mid_state()
     tree, after = jitted_draft()(models, state.drafter, root, position)
     other = change(models, injector=perturbed(models["drafter"]["injector"]))
@@ -55,22 +65,70 @@ def test_states_do_not_see_drafted_tokens():
         changed_tree, changed_after = jitted_draft()(changed_models, state.drafter, changed_root, position)
         assert (np.asarray(changed_tree.tokens)[:, 1:] != np.asarray(tree.tokens)[:, 1:]).any(1).all()
         jax.tree.map(np.testing.assert_array_equal, changed_after, after)
+    states, cache = jitted_states()(models, state.drafter)
+    assert states.shape == (6, toy.TREES["beam"].depth, 32)
+    changed_states, changed_cache = jitted_states()(other, state.drafter)
+    np.testing.assert_array_equal(changed_states, states)
+    jax.tree.map(np.testing.assert_array_equal, changed_cache, cache)
 
 
-@pytest.mark.parametrize("part", ["trunk", "pending", "next_tokens"])
+@pytest.mark.parametrize("part", ["trunk", "pending", "next_tokens", "cache"])
 def test_states_see_what_they_should(part):
     """The check above would be empty if nothing moved the states."""
-    models, state, root, position = mid_state()
-    _, after = jitted_draft()(models, state.drafter, root, position)
+    models, state, _, _ = mid_state()
     drafter_state = state.drafter
+    states, _ = jitted_states()(models, drafter_state)
     if part == "trunk":
         models = change(models, trunk=perturbed(models["drafter"]["trunk"]))
     elif part == "pending":
         drafter_state = drafter_state.replace(pending=drafter_state.pending + 1.0)
+    elif part == "cache":
+        cache = drafter_state.cache
+        drafter_state = drafter_state.replace(cache=cache.replace(values=tuple(v + 1.0 for v in cache.values)))
     else:
         drafter_state = drafter_state.replace(next_tokens=(drafter_state.next_tokens + 1) % toy.VOCAB)
-    _, changed = jitted_draft()(models, drafter_state, root, position)
-    assert (np.asarray(changed.cache.keys[0]) != np.asarray(after.cache.keys[0])).any()
+    changed, _ = jitted_states()(models, drafter_state)
+    has_pending = np.asarray(drafter_state.num_pending) > 0
+    moved = (np.asarray(changed) != np.asarray(states)).any(-1)
+    assert moved[has_pending].all()
+
+
+def test_states_are_those_of_one_long_causal_pass():
+    """The recurrence with caches against the same recurrence without: one pass a step over all there is so far."""
+    setup = toy.setup("llama", "beam")
+    models, state, _, _ = mid_state()
+    states, _ = jitted_states()(models, state.drafter)
+    target, drafter, config = models["target"], models["drafter"], setup.drafter_config
+    tokens = jnp.maximum(state.tokens, 0)
+    hidden = forward_sequence(target, setup.config, tokens).hidden
+    embeddings = target["embedding"][jnp.roll(tokens, -1, 1)] * setup.config.embed_scale
+    inputs = trunk_inputs(drafter, config, hidden, embeddings)
+    blocks = jax.jit(lambda x: plain_trunk(drafter, config, x))
+    row = np.flatnonzero(state.drafter.num_pending)  # a finished row has no query
+    known = np.asarray(state.length)[row] - 1  # features of all committed tokens but the last
+    assert len(row) == 5
+    for step in range(states.shape[1]):
+        out = blocks(inputs)[row, known - 1 + step]
+        np.testing.assert_allclose(states[row, step], out, rtol=1e-3, atol=1e-4)
+        inputs = inputs.at[row, known + step].set(trunk_inputs(drafter, config, out, None))
+
+
+def trunk_inputs(drafter, config, states, embeddings):
+    """What the trunk's first layer reads: states plus embeddings, or plus the vector that says there is none."""
+    trunk = drafter["trunk"]
+    if embeddings is None:
+        return states + trunk["no_token"]
+    normed = rms_norm(embeddings, trunk["embedding_norm"]["weight"], config.norm_eps)
+    return states + normed @ trunk["embedding_in"]["kernel"].T
+
+
+def plain_trunk(drafter, config, x):
+    """The blocks of the trunk over whole rows under a causal mask, fed with inputs that are summed already."""
+    bare = dataclasses.replace(config, committed_embeddings=False)
+    weights = {"trunk": {k: v for k, v in drafter["trunk"].items() if k.startswith("layer_")}}
+    batch, num = x.shape[:2]
+    positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
+    return trunk_pass(weights, bare, x, None, positions, causal_mask(batch, num), None)[0]
 
 
 def test_refused_tokens_leave_nothing_behind():

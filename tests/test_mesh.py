@@ -29,9 +29,7 @@ def params() -> hsd_jax.Params:
     target = toy.make_target(config)
     drafter_config = toy.drafter_config(config, num_heads=8, num_kv_heads=4, head_dim=4, intermediate_size=32)
     drafter = toy.make_drafter(drafter_config, config, target)
-    return hsd_jax.Params(
-        target, drafter, config, drafter_config, eos=(7,), max_len=64, precision="exact", tree=TREE
-    )
+    return hsd_jax.Params(target, drafter, config, drafter_config, eos=(7,), max_len=64, precision="exact", tree=TREE)
 
 
 @functools.cache
