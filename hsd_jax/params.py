@@ -21,7 +21,7 @@ from hsd_jax.tokenizer import Tokenizer
 DEMO = Path(__file__).parent / "assets" / "demo"
 PRECISIONS = ("fast", "exact")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-DEFAULT_TREE = TreeConfig(nodes=8, depth=5, width=3)
+DEFAULT_TREE = TreeConfig(nodes=8, depth=5, width=2)
 
 
 @flax.struct.dataclass
