@@ -1,7 +1,8 @@
 """An optional CPU kernel for products with few rows, compiled on first use with the machine's own C++ compiler.
 
 XLA's CPU product of a few rows packs the weights on every call; `native/rows_matmul.cc` does not, and it reads bfloat16
-weights without rounding the activations (docs/LOG.md has the measurements). Without a compiler, on another platform, or with HSD_NATIVE=0, `layers.matmul` uses XLA.
+weights without rounding the activations (docs/LOG.md has the measurements). Without a compiler, on another platform,
+or with HSD_NATIVE=0, `layers.matmul` uses XLA.
 The kernel has no gradient and knows no mesh, so it is switched on only while a decode loop is traced.
 """
 

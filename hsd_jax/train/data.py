@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-SPEAKERS = {"u": "User", "user": "User", "human": "User", "s": "Assistant", "assistant": "Assistant", "gpt": "Assistant"}
+SPEAKERS = dict.fromkeys(("u", "user", "human"), "User") | dict.fromkeys(("s", "assistant", "gpt"), "Assistant")
 CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
 """GSM8K writes `<<48/2=24>>` before results; they are no text anybody wants to read."""
 

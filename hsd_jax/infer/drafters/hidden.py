@@ -12,7 +12,6 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
