@@ -106,9 +106,7 @@ def decode(
     Raises:
       ValueError: naming the wrong value and the allowed ones, before anything compiles.
     """
-    request = prepare(
-        params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, pad_rows
-    )
+    request = prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, pad_rows)
     start = time.perf_counter()
     state = request.decoder.run(request.models, request.sampling, request.limits, request.state)
     jax.block_until_ready(state.length)

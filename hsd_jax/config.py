@@ -125,9 +125,7 @@ class TreeConfig:
                 " cannot fit into the tree"
             )
         if not 1 <= self.width <= self.nodes - 1:
-            raise ValueError(
-                f"TreeConfig.width={self.width}: allowed are 1 to nodes - 1 = {self.nodes - 1}"
-            )
+            raise ValueError(f"TreeConfig.width={self.width}: allowed are 1 to nodes - 1 = {self.nodes - 1}")
         available = self.width + (self.depth - 1) * self.width**2
         if available < self.nodes - 1:
             raise ValueError(

@@ -68,9 +68,7 @@ def _decoder(
     return Decoder(config, step, drafter, cache_dtype, matmul_precision, use_native)
 
 
-def prepare(
-    params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, pad_rows
-) -> Request:
+def prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, pad_rows) -> Request:
     """Checks a call, pads it to its bucket and runs the prefill."""
     rows = _encode(params, prompt)
     batch = len(rows)

@@ -62,7 +62,7 @@ def make_mesh(spec: str | Mesh | None) -> Mesh | None:
     for part in str(spec).split(","):
         name, _, size = part.strip().partition("=")
         if name not in sizes or not size.isdigit() or int(size) < 1:
-            raise ValueError(f'mesh={spec!r}: {part.strip()!r} is not one of data=N, model=N with N >= 1')
+            raise ValueError(f"mesh={spec!r}: {part.strip()!r} is not one of data=N, model=N with N >= 1")
         sizes[name] = int(size)
     needed, there = int(np.prod(list(sizes.values()))), jax.device_count()
     if needed > there:

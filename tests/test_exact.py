@@ -190,9 +190,13 @@ def test_a_row_does_not_depend_on_its_batch(batch):
 
 
 @pytest.mark.parametrize("proposer", ["beam", toy.DECOYS_ORACLE])
-def test_finished_rows_are_frozen(proposer):
+@pytest.mark.parametrize("end", ["limit", "end token"])
+def test_finished_rows_are_frozen(proposer, end):
     """Row 4 ends after one token and the others go on; later, rounds run though all rows are done."""
     call = toy.mixed_call()
+    if end == "end token":
+        first = toy.generated(call, toy.long_text())[4][0]
+        call = call.replace(eos=(first,), new_tokens=[30] * 6)
     setup = toy.setup("llama", proposer)
     state = call.start(setup.decoder, setup.models)
 
@@ -208,12 +212,12 @@ def test_finished_rows_are_frozen(proposer):
     state = call.resume(setup.decoder, setup.models, state)
     jax.tree.map(np.testing.assert_array_equal, frozen(state), before)
     # The loop would not start again; one more round is forced by claiming that a row is not done.
-    all_rows = jax.tree.map(np.array, (state.tokens[1:], state.length[1:], state.stats))
+    before = jax.tree.map(lambda x: np.array(x[1:]), (state.tokens, state.length, state.stats))
     _, _, _, limits, sampling = call.arrays()
     state = state.replace(done=state.done.at[0].set(False))
     state = setup.decoder.loop(setup.models, sampling, limits, jnp.int32(2), state)
-    others = jax.tree.map(np.array, (state.tokens[1:], state.length[1:], state.stats))
-    jax.tree.map(np.testing.assert_array_equal, others, all_rows)
+    after = jax.tree.map(lambda x: np.array(x[1:]), (state.tokens, state.length, state.stats))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
 @pytest.mark.parametrize("proposer", [pytest.param("plain", marks=pytest.mark.slow), "steered"])

@@ -23,9 +23,7 @@ def check_legal(rule: AcceptRule, law: DrawLaw) -> None:
         raise ValueError(f"rule {rule.name!r} is not lossless for draw law {law.name}; it allows {allowed}")
 
 
-def walk(
-    tree: DraftTree, ancestors: Bool[Array, "B N N"], draws: Int[Array, "B N"], max_depth: int
-) -> Verdict:
+def walk(tree: DraftTree, ancestors: Bool[Array, "B N N"], draws: Int[Array, "B N"], max_depth: int) -> Verdict:
     """Follows, from the root, the child that holds the node's own draw, until no child does.
 
     Loop-free: a node survives if it and all its ancestors hold the draw of their parent; the deepest survivor ends the

@@ -17,9 +17,7 @@ REMOVED = -jnp.inf
 """Logit of a token that a filter removed."""
 
 
-def position_noise(
-    keys: jax.Array, positions: Int[Array, "B M"], vocab_size: int
-) -> Float[Array, "B M V"]:
+def position_noise(keys: jax.Array, positions: Int[Array, "B M"], vocab_size: int) -> Float[Array, "B M V"]:
     """Gumbel noise for the token at each absolute position: a function of (row key, position) alone.
 
     The keys are folded, not consumed: plain and speculative decoding see the same noise.
@@ -57,9 +55,7 @@ def warp(logits: Float[Array, "B M V"], sampling: SamplingParams) -> Float[Array
         weight = jnp.where(in_top_k, jnp.exp(scaled - scaled.max(-1, keepdims=True)), 0.0)
         needed = top_p * weight.sum(-1, keepdims=True)
         # The largest threshold whose kept mass reaches p.
-        edge = _bisect(
-            scaled, lambda t: jnp.sum(jnp.where(bits >= t, weight, 0.0), -1, keepdims=True) >= needed
-        )
+        edge = _bisect(scaled, lambda t: jnp.sum(jnp.where(bits >= t, weight, 0.0), -1, keepdims=True) >= needed)
         edge = jnp.minimum(edge, bits.max(-1, keepdims=True))  # a top_p that float32 rounds to 0 keeps the best token
         return jnp.where(in_top_k & ((bits >= edge) | (top_p >= 1.0)), scaled, REMOVED)
 

@@ -19,9 +19,7 @@ def fastest_dtype(weights_dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else weights_dtype)
 
 
-def empty_cache(
-    num_layers: int, batch: int, num_kv_heads: int, capacity: int, head_dim: int, dtype
-) -> KVCache:
+def empty_cache(num_layers: int, batch: int, num_kv_heads: int, capacity: int, head_dim: int, dtype) -> KVCache:
     """Allocates a cache of `capacity` slots a row, none of them valid."""
     shape = (batch, num_kv_heads, capacity, head_dim)
     layers = tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))

@@ -82,9 +82,7 @@ def trunk_pass(
     """
     if not config.committed_embeddings:
         embeddings = None
-    return Trunk(config).apply(
-        {"params": weights["trunk"]}, states, embeddings, positions, new_mask, cache, earlier
-    )
+    return Trunk(config).apply({"params": weights["trunk"]}, states, embeddings, positions, new_mask, cache, earlier)
 
 
 def base_logits(
@@ -99,9 +97,7 @@ def base_logits(
     return lm_head(target_weights, target_config, rms_norm(states, norm, config.norm_eps))
 
 
-def token_info(
-    weights: Weights, config: DrafterConfig, previous: Int[Array, "..."]
-) -> Float[Array, "... V"]:
+def token_info(weights: Weights, config: DrafterConfig, previous: Int[Array, "..."]) -> Float[Array, "... V"]:
     """The bias of the previous token: RMSNorm(W1[previous]) . W2; zero at initialisation (methods.md 1.5, 3)."""
     row = weights["injector"]["previous"][previous]
     row = rms_norm(row, weights["injector"]["norm"].astype(jnp.float32), config.norm_eps)

@@ -66,9 +66,7 @@ def linears(x: Float[Array, "... in"], *weights: Weight) -> list[Array]:
     """`x` through several weights of one width, biases added."""
     pairs = [weight() for weight in weights]
     products = matmuls(x, tuple(kernel for kernel, _ in pairs))
-    return [
-        y if bias is None else y + bias.astype(jnp.float32) for y, (_, bias) in zip(products, pairs, strict=True)
-    ]
+    return [y if bias is None else y + bias.astype(jnp.float32) for y, (_, bias) in zip(products, pairs, strict=True)]
 
 
 def rms_norm(x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float) -> Float[Array, "... H"]:
@@ -201,9 +199,7 @@ class Attention(nn.Module):
         def widen(mask: Array | None) -> Array | None:
             return None if mask is None else jnp.repeat(mask, per_group, axis=1)[:, None]
 
-        out = attend_fn(
-            query, (key, value), widen(new_mask), cached, widen(cached_mask), self.scale, self.softcap
-        )
+        out = attend_fn(query, (key, value), widen(new_mask), cached, widen(cached_mask), self.scale, self.softcap)
         out = out.reshape(batch, groups, num, per_group, width).transpose(0, 2, 1, 3, 4)
         out = out.reshape(batch, num, self.num_heads * width)
         output = Weight(self.hidden_size, out.shape[-1], self.output_bias, self.output_std, name="o")
@@ -259,7 +255,7 @@ class Block(nn.Module):
             name="attn",
         )(norm("attn_norm", x), table, new_mask, cached, cached_mask, attend_fn)
         x = x + (norm("attn_post_norm", attended) if post_norms else attended)
-        mlp = MLP(
-            c.intermediate_size, get("activation", "silu"), get("mlp_bias", False), output_std, name="mlp"
-        )(norm("mlp_norm", x))
+        mlp = MLP(c.intermediate_size, get("activation", "silu"), get("mlp_bias", False), output_std, name="mlp")(
+            norm("mlp_norm", x)
+        )
         return x + (norm("mlp_post_norm", mlp) if post_norms else mlp), kv

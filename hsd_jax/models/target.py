@@ -57,9 +57,7 @@ def layer_masks(
     old = None
     if cache is not None:
         slots = jnp.arange(cache.keys[0].shape[2])
-        old = jnp.broadcast_to(
-            slots[None, None, :] < cache.length[:, None, None], (*positions.shape, slots.shape[0])
-        )
+        old = jnp.broadcast_to(slots[None, None, :] < cache.length[:, None, None], (*positions.shape, slots.shape[0]))
     masks: dict[str, tuple[Array, Array | None]] = {FULL: (new_mask, old), SLIDING: (new_mask, old)}
     if config.sliding_window is not None:
         near = positions[:, :, None] - positions[:, None, :] < config.sliding_window
@@ -97,9 +95,7 @@ def forward(
       cache: committed slots, all of which every node sees (up to a sliding window).
       taps: layers whose residual stream is returned in `features`.
     """
-    return Target(config, remat).apply(
-        {"params": weights}, tokens, positions, new_mask, cache, taps, want_logits
-    )
+    return Target(config, remat).apply({"params": weights}, tokens, positions, new_mask, cache, taps, want_logits)
 
 
 def causal_mask(batch: int, num: int) -> Bool[Array, "B N N"]:
@@ -107,9 +103,7 @@ def causal_mask(batch: int, num: int) -> Bool[Array, "B N N"]:
     return jnp.broadcast_to(jnp.tril(jnp.ones((num, num), bool)), (batch, num, num))
 
 
-def forward_sequence(
-    weights: Weights, config: ModelConfig, tokens: Int[Array, "B T"], **options
-) -> ModelOutput:
+def forward_sequence(weights: Weights, config: ModelConfig, tokens: Int[Array, "B T"], **options) -> ModelOutput:
     """One causal pass over whole sequences from position 0: training, prefill, scoring."""
     batch, num = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(num), (batch, num))

@@ -45,8 +45,7 @@ def render_record(record: dict, where: str) -> str:
     if "prompt" in record and "response" in record:
         return record["prompt"] + record["response"]
     raise ValueError(
-        f"{where}: fields {sorted(record)}; expected text, turns, messages, question and answer, or prompt and"
-        " response"
+        f"{where}: fields {sorted(record)}; expected text, turns, messages, question and answer, or prompt and response"
     )
 
 
@@ -84,9 +83,7 @@ def read_documents(path: str | Path) -> list[str]:
     return documents
 
 
-def pack(
-    documents: Sequence[str], tokenizer, length: int, bos: int | None, eos: int, seed: int
-) -> np.ndarray:
+def pack(documents: Sequence[str], tokenizer, length: int, bos: int | None, eos: int, seed: int) -> np.ndarray:
     """Token rows [num, length + 1]: documents in a seeded order, each closed by `eos`, cut without padding.
 
     The extra token is the last label. Neighbouring rows share one token, so that no label is lost.

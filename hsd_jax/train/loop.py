@@ -89,9 +89,7 @@ def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, num_pas
 
         def one_pass(total, part):
             i, rows = part
-            result = jax.value_and_grad(loss, has_aux=True)(
-                state["params"], frozen, rows, jax.random.fold_in(key, i)
-            )
+            result = jax.value_and_grad(loss, has_aux=True)(state["params"], frozen, rows, jax.random.fold_in(key, i))
             return jax.tree.map(lambda t, r: t + r / num_passes, total, result), None
 
         like = jax.eval_shape(jax.value_and_grad(loss, has_aux=True), state["params"], frozen, parts[0], key)

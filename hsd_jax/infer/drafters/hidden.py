@@ -82,9 +82,7 @@ def hidden_drafter(
       ValueError: if the tree is deeper than the trunk was trained for.
     """
     if tree.depth > config.num_steps:
-        raise ValueError(
-            f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps"
-        )
+        raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps")
     if tree.width > config.vocab_size:
         raise ValueError(f"TreeConfig.width={tree.width}: allowed are 1 to the vocabulary, {config.vocab_size}")
     max_pending = tree.depth + 1
@@ -124,9 +122,7 @@ def hidden_drafter(
             tokens = grow_beam(base, lambda previous: token_info(models["drafter"], config, previous), root, tree)
         return tokens, state.replace(cache=cache)
 
-    def commit(
-        models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]
-    ):
+    def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         del models
         pending = cache_lib.take_nodes(output.hidden, verdict.path, axis=1)
         return HiddenState(state.cache, pending, verdict.emitted, num_committed)
