@@ -5,6 +5,7 @@ Everything that can be wrong with a checkpoint is checked here, before anything 
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,10 @@ def place(params: Params, mesh: Mesh | None) -> Params:
         return jax.device_put(params)
     c, d = params.target_config, params.drafter_config
     target = sharding_lib.weight_shardings(mesh, params.target, c.num_heads, c.num_kv_heads)
-    placed = params.replace(target=jax.device_put(params.target, target), mesh=mesh)
+    placed = dataclasses.replace(params, target=jax.device_put(params.target, target), mesh=mesh)
     if d is not None:
         drafter = sharding_lib.weight_shardings(mesh, params.drafter, d.num_heads, d.num_kv_heads)
-        placed = placed.replace(drafter=jax.device_put(params.drafter, drafter))
+        placed = dataclasses.replace(placed, drafter=jax.device_put(params.drafter, drafter))
     return placed
 
 

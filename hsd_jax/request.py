@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig, bucket
@@ -57,22 +58,22 @@ def _decoder(
     precision: str,
     cache_dtype: str,
     pad_rows: int,
-    use_native: bool,
+    mesh: Mesh | None,
 ) -> Decoder:
     """One set of compiled functions for each static configuration of this process."""
     matmul_precision = "highest" if precision == "exact" else None
     if drafter_config is None or tree is None:
-        return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, use_native)
+        return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, mesh=mesh)
     drafter = hidden_drafter(config, drafter_config, tree, cache_dtype)
     step = make_step(config, drafter, match_rule(tree.depth))
-    return Decoder(config, step, drafter, cache_dtype, matmul_precision, use_native)
+    return Decoder(config, step, drafter, cache_dtype, matmul_precision, mesh=mesh)
 
 
 def prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, pad_rows) -> Request:
     """Checks a call, pads it to its bucket and runs the prefill."""
     rows = _encode(params, prompt)
     batch = len(rows)
-    sampling = _sampling(batch, temperature, top_k, top_p)
+    settings = _sampling(batch, temperature, top_k, top_p)
     new_tokens = _per_row("max_new_tokens", max_new_tokens, batch, int)
     for new in new_tokens:
         if new is None or new < 0:
@@ -98,7 +99,7 @@ def prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tre
         params.precision,
         cache_lib.fastest_dtype(params.target["embedding"].dtype).name,
         1 if speculate else pad_rows,
-        use_native=params.mesh is None,
+        params.mesh,
     )
 
     # Rows that only fill the mesh are born finished: one token, no room for another.
@@ -115,8 +116,7 @@ def prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tre
     first_room = min(room, FIRST_CAPACITY)
     capacity = -(-(prompt_bucket + first_room) // SMALLEST_ROOM) * SMALLEST_ROOM
     max_tokens = prompt_bucket + room
-    pad = ((0, fill),)
-    sampling = jax.tree.map(lambda x: jnp.asarray(np.pad(x, pad, mode="edge")), sampling)
+    sampling = SamplingParams(*(jnp.asarray(np.pad(x, (0, fill), mode="edge")) for x in settings))
     keys = jax.vmap(jax.random.key)(jnp.asarray(seeds + [0] * fill, jnp.uint32))
     limits = Limits(jnp.asarray(max_length), jnp.asarray(_eos(params, eos)))
     arrays = (jnp.asarray(tokens), jnp.asarray(length), keys, limits, sampling)
@@ -126,8 +126,6 @@ def prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tre
     models = {"target": params.target, "drafter": params.drafter if speculate else None}
     start = time.perf_counter()
     state = decoder.prefill(models, tokens, lengths, keys, limits, capacity=capacity, max_tokens=max_tokens)
-    if params.mesh is not None:
-        state = jax.device_put(state, sharding_lib.row_shardings(params.mesh, state, len(rows)))
     jax.block_until_ready(state.length)
     seconds = time.perf_counter() - start
     return Request(decoder, models, sampling, limits, state, length[:batch].copy(), seconds)
@@ -202,7 +200,8 @@ def _seeds(seed, batch: int) -> list[int]:
     return [(seeds[0] + row) % 2**32 for row in range(batch)] if is_single else seeds
 
 
-def _sampling(batch: int, temperature, top_k, top_p) -> SamplingParams:
+def _sampling(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The fields of `SamplingParams`, a value a row."""
     temperatures = _per_row("temperature", temperature, batch, float)
     ks = [0 if k is None else k for k in _per_row("top_k", top_k, batch, int)]
     ps = [1.0 if p is None else p for p in _per_row("top_p", top_p, batch, float)]
@@ -217,7 +216,7 @@ def _sampling(batch: int, temperature, top_k, top_p) -> SamplingParams:
             raise ValueError(f"top_p={p}: allowed are numbers in (0, 1], or None")
     temperatures = [t if t >= COLDEST else 0.0 for t in temperatures]
     ks = [min(k, 2**31 - 1) for k in ks]
-    return SamplingParams(np.array(temperatures, np.float32), np.array(ks, np.int32), np.array(ps, np.float32))
+    return np.array(temperatures, np.float32), np.array(ks, np.int32), np.array(ps, np.float32)
 
 
 def _eos(params: Params, eos) -> np.ndarray:

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
+Tokens = Sequence[int] | np.ndarray
+
 UNFINISHED = "\ufffd"
 """What a byte-level decoder prints for bytes that are no whole UTF-8 character yet."""
 
@@ -43,7 +47,7 @@ class Tokenizer:
         """Token ids, with the special tokens the checkpoint puts around a text."""
         return list(self._inner(text)["input_ids"])
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Tokens) -> str:
         return self._inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -75,7 +79,7 @@ class IncrementalDecoder:
         self._borders = [0]
         """Where pieces ended, in tokens."""
 
-    def push(self, tokens: Sequence[int], is_last: bool = False) -> str:
+    def push(self, tokens: Tokens, is_last: bool = False) -> str:
         """The text that `tokens` complete; with `is_last` also what is still held back."""
         self._tokens.extend(int(t) for t in tokens)
         back = min(self.CONTEXT, len(self._borders) - 1)

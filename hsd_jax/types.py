@@ -63,7 +63,7 @@ class NewKV:
 class ModelOutput:
     """What one pass of a target returns; the pass never writes to the cache it reads."""
 
-    logits: Float[Array, "B N V"] | None
+    logits: Float[Array, "B N V"]
     hidden: Float[Array, "B N H"]
     """After the final norm: what the LM head reads."""
     features: tuple[Float[Array, "B N H"], ...]

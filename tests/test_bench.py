@@ -113,6 +113,11 @@ def test_halves_split_by_checksum(tmp_path):
     [
         ({"question": "2 + 2?", "answer": "It is <<2+2=4>>4.\n#### 4"}, "Question: 2 + 2?\nAnswer:", " It is 4."),
         ({"turns": ["First question", "Second"]}, "First question", None),
+        (
+            {"turns": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Yes?"}]},
+            "User: Hi.\nAssistant:",
+            " Yes?",
+        ),
         ({"prompt": "Say", "response": " it"}, "Say", " it"),
         ({"text": "one two three four"}, "one two", " three four"),
     ],
@@ -133,6 +138,9 @@ def test_plain_text_is_a_prompt_a_line_and_bad_files_say_where(tmp_path):
     (tmp_path / "odd.jsonl").write_text('{"answer": "x"}\n')
     with pytest.raises(ValueError, match=r"odd\.jsonl:1: fields \['answer'\]"):
         prompts.read_prompts([tmp_path / "odd.jsonl"], len)
+    (tmp_path / "null.jsonl").write_text('{"prompt": null}\n')
+    with pytest.raises(ValueError, match=r"null\.jsonl:1: prompt is null: expected a text"):
+        prompts.read_prompts([tmp_path / "null.jsonl"], len)
     with pytest.raises(FileNotFoundError, match="no such prompt file"):
         prompts.read_prompts([tmp_path / "none.jsonl"], len)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")

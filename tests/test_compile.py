@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models.hidden import init_drafter
-from hsd_jax.models.target import init_target
+from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.types import Limits, SamplingParams
 
 
@@ -61,6 +63,21 @@ def test_the_state_is_donated():
     buffers = [state.tokens, *state.cache.keys, *state.cache.values, *state.drafter.cache.keys, state.drafter.pending]
     assert all(buffer.is_deleted() for buffer in buffers)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(setup.models))
+
+
+@pytest.mark.parametrize("use_native", [True, False])
+def test_a_prefill_computes_no_logits(use_native):
+    """A pass always has logits; those of a prompt, its largest array, are dropped with the product that makes them."""
+    config, batch, vocab = toy.target_config(vocab_size=97), 2, 97
+    decoder = Decoder(config, make_plain_step(config), None, use_native=use_native)
+    tokens, ints = jnp.zeros((batch, toy.PROMPT_BUCKET), jnp.int32), jnp.ones(batch, jnp.int32)
+    keys, limits = jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32)), Limits(ints, jnp.zeros(4, jnp.int32))
+    models = {"target": toy.make_target(config), "drafter": None}
+    sizes = {"capacity": toy.CAPACITY, "max_tokens": toy.MAX_TOKENS}
+    prefill = decoder.prefill.lower(models, tokens, ints, keys, limits, **sizes).compile().as_text()
+    whole = jax.jit(forward_sequence, static_argnums=1).lower(models["target"], config, tokens).compile().as_text()
+    logits = re.compile(rf"f32\[({batch},{toy.PROMPT_BUCKET}|{batch * toy.PROMPT_BUCKET}),{vocab}\]")
+    assert logits.search(whole) and not logits.search(prefill)
 
 
 def compiled_loop(config: ModelConfig, drafter_config: DrafterConfig | None, batch: int, capacity: int):

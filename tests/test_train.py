@@ -419,12 +419,45 @@ def test_shipped_recipes_are_valid():
         ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', r"bad\.jsonl:3: not JSON"),
         ("fields.jsonl", b'{"words": "a"}\n', r"fields\.jsonl:1: fields \['words'\]; expected text"),
         ("latin.txt", b"caf\xe9", r"latin\.txt: not UTF-8 text \(.* at byte 3\)"),
+        ("null.jsonl", b'{"text": "a"}\n{"text": null}\n', r"null\.jsonl:2: text is null: expected a text"),
+        ("number.jsonl", b'{"prompt": "a", "response": 3}\n', r"number\.jsonl:1: response is 3: expected a text"),
+        ("sum.jsonl", b'{"question": ["a"], "answer": ""}\n', r'sum\.jsonl:1: question is \["a"\]: expected a text'),
+        ("turns.jsonl", b'{"turns": "hello"}\n', r'turns\.jsonl:1: turns is "hello": expected a list'),
+        (
+            "chat.jsonl",
+            b'{"messages": [["a", "b"], {"role": "c"}]}\n',
+            r'chat\.jsonl:1: turn 2 of messages is {"role": "c"}',
+        ),
+        (
+            "parts.jsonl",
+            b'{"turns": [{"role": "a", "content": [1]}]}\n',
+            r"turn 1 of turns .* expected the texts \[speaker",
+        ),
+        ("three.jsonl", b'{"turns": [["a", "b", "c"]]}\n', r'three\.jsonl:1: turn 1 of turns is \["a", "b", "c"\]'),
     ],
 )
 def test_data_errors(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         data.read_documents(tmp_path / name)
+
+
+@pytest.mark.parametrize("field", ["turns", "messages"])
+def test_turns_in_every_form(tmp_path, field):
+    """Pairs, and the objects of two widespread chat formats; a line may mix them."""
+    turns = [["user", "Hi."], {"role": "assistant", "content": "Hello,\nyou."}, {"from": "human", "value": "Bye."}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({field: turns}) + "\n")
+    assert data.read_documents(tmp_path / "chat.jsonl") == ["User: Hi.\nAssistant: Hello, you.\nUser: Bye."]
+
+
+def test_batches_resume_in_the_middle_of_an_epoch():
+    rows = np.arange(7)[:, None]
+    stream = data.batches(rows, 2, seed=1)
+    whole = [next(stream).tolist() for _ in range(9)]  # three epochs of three, a row left out of each
+    assert [len({row for batch in whole[i : i + 3] for (row,) in batch}) for i in (0, 3, 6)] == [6, 6, 6]
+    for start in range(9):
+        again = data.batches(rows, 2, seed=1, start_step=start)
+        assert [next(again).tolist() for _ in range(9 - start)] == whole[start:]
 
 
 def test_missing_data_file(tmp_path):

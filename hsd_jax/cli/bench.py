@@ -231,13 +231,13 @@ def _mode_record(mode: Mode, results, seconds, plain) -> dict:
         ],
     }
     if mode.tree is not None:
-        histogram = sum(r.stats.accepted_histogram for r in results)
-        reached = histogram[::-1].cumsum()[::-1]
+        histogram = [int(sum(n)) for n in zip(*(r.stats.accepted_histogram for r in results), strict=True)]
+        reached = list(itertools.accumulate(histogram[::-1]))[::-1]
         record |= {
             "tree": dataclasses.asdict(mode.tree),
             "mean_accepted": record["tau"] - 1.0,
-            "accepted_histogram": histogram.tolist(),
-            "conditional_acceptance": [int(b) / max(int(a), 1) for a, b in itertools.pairwise(reached)],
+            "accepted_histogram": histogram,
+            "conditional_acceptance": [b / max(a, 1) for a, b in itertools.pairwise(reached)],
         }
     return record
 

@@ -82,7 +82,8 @@ def _one(params, prompt, settings: dict[str, Any], repeats: int, is_first: bool)
         return hsd_jax.decode(params, prompt.text, speculate=speculate, **settings)
 
     if is_first:  # all prompts share their shapes, so this compiles for all
-        decode(False), decode(True)
+        for speculate in (False, True):
+            decode(speculate)
     print(f"\n\033[1m{prompt.name}\033[0m" if sys.stdout.isatty() else f"\n== {prompt.name}")
     sys.stdout.write(prompt.text)
     for piece in hsd_jax.stream(params, prompt.text, **settings):

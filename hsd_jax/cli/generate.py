@@ -86,22 +86,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _stream(pieces) -> None:
     """Prints pieces as they come. The rate leaves out the first one, which waits for compilation and prefill."""
-    counts, first, last = [], None, 0.0
+    counts, times = [], []
     while True:
         try:
             piece = next(pieces)
         except StopIteration as end:
             stats = end.value
             break
-        last = time.perf_counter()
-        first = last if first is None else first
+        times.append(time.perf_counter())
         counts.append(len(piece.tokens))
         sys.stdout.write(f"{_ids(piece.tokens)} " if piece.text is None else piece.text)
         sys.stdout.flush()
     print()
     timed = sum(counts[1:])
     if timed:
-        _summary(sum(counts), stats, last - first, "first piece excluded", timed)
+        _summary(sum(counts), stats, times[-1] - times[0], "first piece excluded", timed)
     else:
         _summary(sum(counts), stats, stats.decode_seconds, "compilation included")
 

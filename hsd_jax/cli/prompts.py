@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hsd_jax.train.data import conversation, render_record, render_turns, text_of
+
 HALVES = ("tune", "report")
 """Half h of a file holds the records with crc32(id) % 2 == h: tune on the first, report on the second."""
 MAX_PROMPT_TOKENS = 200
@@ -93,34 +95,32 @@ def prompt_of(record: dict, name: str, where: str, count: Callable[[str], int], 
       ValueError: naming the place and the fields that would do.
     """
     turns = record.get("turns")
-    if turns and isinstance(turns[0], str):  # MT-bench, Spec-Bench: the user's turns only
+    if turns and isinstance(turns, list) and isinstance(turns[0], str):  # MT-bench, Spec-Bench: the user's turns only
         return BenchPrompt(name, turns[0])
     if turns:
-        return dialogue_prompt(turns, name, where, count, max_tokens)
+        return dialogue_prompt(conversation(record, "turns", where), name, where, count, max_tokens)
     if "question" in record:
-        from hsd_jax.train.data import render_record
-
-        text = f"Question: {record['question'].strip()}\nAnswer:"
+        text = f"Question: {text_of(record, 'question', where).strip()}\nAnswer:"
         full = render_record(record, where) if "answer" in record else text
         return BenchPrompt(name, text, full.removeprefix(text) if full.startswith(text) and full != text else None)
     if "prompt" in record:
-        return BenchPrompt(name, record["prompt"], record.get("response") or record.get("rest"))
+        return BenchPrompt(name, text_of(record, "prompt", where), record.get("response") or record.get("rest"))
     if "text" in record:
-        return text_prompt(record["text"], name, count, max_tokens)
+        return text_prompt(text_of(record, "text", where), name, count, max_tokens)
     raise ValueError(f"{where}: fields {sorted(record)}; expected turns, question, prompt or text")
 
 
-def dialogue_prompt(turns, name: str, where: str, count: Callable[[str], int], max_tokens: int) -> BenchPrompt:
+def dialogue_prompt(
+    turns: Sequence[tuple[str, str]], name: str, where: str, count: Callable[[str], int], max_tokens: int
+) -> BenchPrompt:
     """The first half of the turns at most, and at most `max_tokens`, open for the assistant's next turn."""
-    from hsd_jax.train.data import render_turns
-
-    full = render_turns([(t[0], t[1]) for t in turns])
-    cuts = [i for i, turn in enumerate(turns) if i and turn[0].lower() in ("s", "assistant", "gpt")]
+    full = render_turns(turns)
+    cuts = [i for i, (speaker, _) in enumerate(turns) if i and speaker.lower() in ("s", "assistant", "gpt")]
     if not cuts:
         raise ValueError(f"{where}: no turn of the assistant behind one of the user")
     best = None
     for cut in cuts:
-        text = render_turns([(t[0], t[1]) for t in turns[:cut]], open_for="Assistant")
+        text = render_turns(turns[:cut], open_for="Assistant")
         if best is not None and (cut > len(turns) / 2 or count(text) > max_tokens):
             break
         best = text

@@ -30,7 +30,7 @@ from hsd_jax.models import cache as cache_lib
 from hsd_jax.models import native
 from hsd_jax.models.hidden import base_logits, token_info
 from hsd_jax.models.target import causal_mask, forward, forward_sequence
-from hsd_jax.types import DecodeState, Limits, SamplingParams
+from hsd_jax.types import DecodeState, KVCache, Limits, SamplingParams
 
 STAGES = ("trunk", "head", "tree", "verify", "commit", "rest")
 
@@ -112,7 +112,7 @@ def replay_logits(
     jax.jit, static_argnames=("config", "prompt_bucket", "num_chunks", "num_nodes", "dtype", "use_native")
 )
 def _replay(weights, config, text, prompt_length, prompt_bucket, num_chunks, num_nodes, dtype, use_native):
-    prefill = forward_sequence(weights, config, text[None, :prompt_bucket], want_logits=False)
+    prefill = forward_sequence(weights, config, text[None, :prompt_bucket])
     capacity = max(text.shape[0], prompt_bucket + num_nodes)
     cache = cache_lib.empty_cache(config.num_layers, 1, config.num_kv_heads, capacity, config.head_dim, dtype)
     cache = cache_lib.commit(cache, prefill.new_kv, None, (prompt_length - 1)[None])
@@ -209,9 +209,12 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state) -> di
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
 
+    def at_length(cache: KVCache, length: Array) -> KVCache:
+        return dataclasses.replace(cache, length=length)
+
     def trunk(models, inputs):
         states, cache = trunk_states(models, config, drafter_config, tree.depth, inputs)
-        return states, inputs.replace(cache=cache.replace(length=inputs.cache.length))
+        return states, dataclasses.replace(inputs, cache=at_length(cache, inputs.cache.length))
 
     def head(models, states):
         return base_logits(models["drafter"], drafter_config, models["target"], config, states), states
@@ -234,9 +237,8 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state) -> di
         cache = cache_lib.commit(before.cache, output.new_kv, verdict.path, count)
         drafter_state = drafter.commit(models, before.drafter, verdict, output, count)
         after = advance(before, verdict.emitted, count, done, cache, drafter_state)
-        restored = after.replace(
-            length=before.length, done=before.done, cache=cache.replace(length=before.cache.length), stats=before.stats
-        )
+        cache = at_length(cache, before.cache.length)
+        restored = dataclasses.replace(after, length=before.length, done=before.done, cache=cache, stats=before.stats)
         return count, (tree_, ancestors, output, restored)
 
     @jax.jit
@@ -280,7 +282,7 @@ def _repeated(run: Callable, iterations: int, precision: str | None, use_native:
 def _first_number(tree: Any) -> Float[Array, ""]:
     """The sum of one element of every array: depends on every output."""
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.number)]
-    return sum(x[(0,) * x.ndim].astype(jnp.float32) for x in leaves)
+    return sum((x[(0,) * x.ndim].astype(jnp.float32) for x in leaves), start=jnp.zeros(()))
 
 
 def _touch(tree: Any, zero: Array) -> Any:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -77,11 +78,13 @@ def advance(
     kept = jnp.where(jnp.arange(emitted.shape[1]) < count[:, None], emitted, old)
     histogram = state.stats.accepted_histogram
     bins = jnp.arange(histogram.shape[1]) == (count - 1)[:, None]  # a finished row has count 0: no bin
-    stats = state.stats.replace(
+    stats = dataclasses.replace(
+        state.stats,
         num_target_passes=state.stats.num_target_passes + (count > 0).astype(jnp.int32),
         accepted_histogram=histogram + bins.astype(jnp.int32),
     )
-    return state.replace(
+    return dataclasses.replace(
+        state,
         tokens=cache_lib.write_rows(state.tokens, kept, state.length, axis=1),
         length=state.length + count,
         done=done,

@@ -33,7 +33,7 @@ def write_rows(buffer: Array, rows: Array, start: Int[Array, "B"], axis: int) ->
     """
     rows = rows.astype(buffer.dtype)
     if buffer.shape[0] == 1:  # an update in place; the batched form below is a scatter
-        index = [0] * buffer.ndim
+        index: list[int | Array] = [0] * buffer.ndim
         index[axis] = start[0]
         return lax.dynamic_update_slice(buffer, rows, index)
     return jax.vmap(lambda b, r, s: lax.dynamic_update_slice_in_dim(b, r, s, axis - 1))(buffer, rows, start)

@@ -224,7 +224,8 @@ def check_drafter(drafter_config: DrafterConfig, target_config: ModelConfig, tar
 def _shapes(init: Callable[..., Weights], config: Any) -> dict[str, tuple[int, ...]]:
     """Shape of each weight by its dotted path, without computing any."""
     tree = jax.eval_shape(lambda: init(jax.random.key(0), config))
-    return {path: leaf.shape for path, leaf in flatten_dict(tree, sep=".").items()}
+    flat: dict[str, Any] = flatten_dict(tree, sep=".")
+    return {path: leaf.shape for path, leaf in flat.items()}
 
 
 def _hf_name(path: str, config: ModelConfig) -> str:

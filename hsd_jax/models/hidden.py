@@ -8,6 +8,7 @@ what the previous token says, behind the LM head, as a low-rank bias. Read next:
 from __future__ import annotations
 
 import functools
+from typing import cast
 
 import flax.linen as nn
 import jax
@@ -52,8 +53,8 @@ class Trunk(nn.Module):
 
 def _attend_behind(earlier, query, new, *rest):
     """`attend` where the nodes also see entries of earlier passes of this round, which no cache holds."""
-    new = tuple(jnp.concatenate([e.astype(n.dtype), n], 2) for e, n in zip(earlier, new, strict=True))
-    return attend(query, new, *rest)
+    keys, values = (jnp.concatenate([e.astype(n.dtype), n], 2) for e, n in zip(earlier, new, strict=True))
+    return attend(query, (keys, values), *rest)
 
 
 _NO_WINDOW = ModelConfig(1, 1, 1, 1, 1, 1, 1)
@@ -82,7 +83,9 @@ def trunk_pass(
     """
     if not config.committed_embeddings:
         embeddings = None
-    return Trunk(config).apply({"params": weights["trunk"]}, states, embeddings, positions, new_mask, cache, earlier)
+    variables = {"params": weights["trunk"]}
+    output = Trunk(config).apply(variables, states, embeddings, positions, new_mask, cache, earlier)
+    return cast(tuple[Array, NewKV], output)
 
 
 def base_logits(

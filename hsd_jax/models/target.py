@@ -7,6 +7,8 @@ verification. It never writes to the cache (`cache.py`). Read next: `infer/step.
 
 from __future__ import annotations
 
+from typing import cast
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ class Target(nn.Module):
     remat: bool = False
 
     @nn.compact
-    def __call__(self, tokens, positions, new_mask, cache, taps, want_logits):
+    def __call__(self, tokens, positions, new_mask, cache, taps):
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
         x = embedding[tokens].astype(jnp.float32) * c.embed_scale
@@ -44,9 +46,9 @@ class Target(nn.Module):
             if layer in taps:
                 features.append(x)
         hidden = RMSNorm(c.norm_eps, c.norm_offset, name="final_norm")(x)
-        if not c.tie_embeddings:  # created always, so that init knows it
+        if not c.tie_embeddings:  # `lm_head` reads it
             self.param("head", nn.initializers.normal(c.hidden_size**-0.5), (c.vocab_size, c.hidden_size))
-        logits = lm_head(self.variables["params"], c, hidden) if want_logits else None
+        logits = lm_head(dict(self.variables["params"]), c, hidden)
         return ModelOutput(logits, hidden, tuple(features), NewKV(tuple(keys), tuple(values)))
 
 
@@ -84,7 +86,6 @@ def forward(
     cache: KVCache | None = None,
     *,
     taps: tuple[int, ...] = (),
-    want_logits: bool = True,
     remat: bool = False,
 ) -> ModelOutput:
     """One pass of the target over N nodes a row.
@@ -95,7 +96,8 @@ def forward(
       cache: committed slots, all of which every node sees (up to a sliding window).
       taps: layers whose residual stream is returned in `features`.
     """
-    return Target(config, remat).apply({"params": weights}, tokens, positions, new_mask, cache, taps, want_logits)
+    output = Target(config, remat).apply({"params": weights}, tokens, positions, new_mask, cache, taps)
+    return cast(ModelOutput, output)  # flax allows for mutable collections, of which there are none
 
 
 def causal_mask(batch: int, num: int) -> Bool[Array, "B N N"]:
@@ -113,5 +115,4 @@ def forward_sequence(weights: Weights, config: ModelConfig, tokens: Int[Array, "
 def init_target(key: jax.Array, config: ModelConfig) -> Weights:
     """Random float32 weights."""
     one = jnp.zeros((1, 1), jnp.int32)
-    module = Target(config)
-    return module.init(key, one, one, jnp.ones((1, 1, 1), bool), None, (), True)["params"]
+    return dict(Target(config).init(key, one, one, jnp.ones((1, 1, 1), bool), None, ())["params"])

@@ -128,7 +128,7 @@ def store_tree(
     path: Path, weights: Weights, shapes: dict[str, tuple[int, ...]], dtype: np.dtype, name: Callable[[str], str]
 ) -> None:
     """Writes a tree to one safetensors file, by way of a temporary file beside it."""
-    flat = flatten_dict(weights, sep=".")
+    flat: dict[str, Any] = flatten_dict(weights, sep=".")
     _check_names(flat, shapes, "weights to save", "the configuration")
     tensors = {}
     for key, array in flat.items():

@@ -29,24 +29,33 @@ constexpr int kLanes = 16;
 constexpr int kLanes = 8;
 #endif
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
-typedef uint16_t Half __attribute__((vector_size(kLanes * 2)));
 typedef uint32_t Word __attribute__((vector_size(kLanes * 4)));
+
+// Weights are taken two vectors at a time. A pair of bfloat16 lies in one 32-bit word, and a bfloat16 is the upper half
+// of a float: the low halves come first, then the high ones, so the rows must stand in that order too (`Deinterleave`).
+constexpr int kPair = 2 * kLanes;
 
 static inline Vec Load(const float* p) {
   Vec v;
   std::memcpy(&v, p, sizeof(v));
   return v;
 }
-static inline Vec Load(const uint16_t* p) {  // bfloat16 is the upper half of a float
-#if defined(__AVX512F__)
-  return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
-#elif defined(__AVX2__)
-  return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
-#else
-  Half h;
-  std::memcpy(&h, p, sizeof(h));
-  return (Vec)(__builtin_convertvector(h, Word) << 16);
-#endif
+static inline Vec First(const float* p) { return Load(p); }
+static inline Vec Second(const float* p) { return Load(p + kLanes); }
+static inline Word Words(const uint16_t* p) {
+  Word words;
+  std::memcpy(&words, p, sizeof(words));
+  return words;
+}
+static inline Vec First(const uint16_t* p) { return (Vec)(Words(p) << 16); }
+static inline Vec Second(const uint16_t* p) { return (Vec)(Words(p) & 0xffff0000u); }
+static void Deinterleave(const float* x, int64_t n, int64_t k, float* out) {
+  for (int64_t b = 0; b < n; b++, x += k, out += k) {
+    int64_t i = 0;
+    for (; i + kPair <= k; i += kPair)
+      for (int j = 0; j < kLanes; j++) out[i + j] = x[i + 2 * j], out[i + kLanes + j] = x[i + 2 * j + 1];
+    for (; i < k; i++) out[i] = x[i];
+  }
 }
 
 // Keeps a value in a register; the compiler would rather load it again for every product.
@@ -64,13 +73,6 @@ static inline float Scalar(uint16_t v) {
   std::memcpy(&f, &bits, 4);
   return f;
 }
-static inline float Sum(Vec v) {
-  float s[kLanes];
-  std::memcpy(s, &v, sizeof(s));
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) s[i] += s[i + width];
-  return s[0];
-}
 
 // The sums of four accumulators, together: one at a time they cost as much as the products of a short K.
 static inline void Sum4(const Vec& a, const Vec& b, const Vec& c, const Vec& d, float* out) {
@@ -85,45 +87,70 @@ static inline void Sum4(const Vec& a, const Vec& b, const Vec& c, const Vec& d, 
   __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(half(a), half(b)), _mm256_hadd_ps(half(c), half(d)));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 #else
-  out[0] = Sum(a), out[1] = Sum(b), out[2] = Sum(c), out[3] = Sum(d);
+  const Vec* all[4] = {&a, &b, &c, &d};
+  for (int j = 0; j < 4; j++) {
+    float s[kLanes];
+    std::memcpy(s, all[j], sizeof(s));
+    for (int width = kLanes / 2; width > 0; width /= 2)
+      for (int i = 0; i < width; i++) s[i] += s[i + width];
+    out[j] = s[0];
+  }
 #endif
 }
 
-// A tile of kO outputs by kN rows.
-template <int kO, int kN, typename W>  // kO is 4 or 1
-static inline void Tile(const float* x, const W* w, float* y, int64_t k, int64_t o) {
+// A tile of kO outputs by kN rows; `next` are weights of a later tile, fetched meanwhile: the memory and the
+// multipliers are each busy for about half of the time otherwise.
+template <int kO, int kN, typename W>
+static inline void Tile(const float* x, const W* w, const W* next, float* y, int64_t k, int64_t o) {
   Vec acc[kO][kN] = {};
   int64_t i = 0;
-  for (; i + kLanes <= k; i += kLanes) {
+  for (; i + kPair <= k; i += kPair) {
     Vec xv[kN];
 #pragma GCC unroll 8
-    for (int b = 0; b < kN; b++) {
-      xv[b] = Load(x + b * k + i);
-      Hold(xv[b]);
+    for (int a = 0; a < kO; a++) {
+      __builtin_prefetch(next + a * k + i);
+      if (kPair * sizeof(W) > 64) __builtin_prefetch(next + a * k + i + kLanes);
     }
 #pragma GCC unroll 8
+    for (int b = 0; b < kN; b++) xv[b] = Load(x + b * k + i), Hold(xv[b]);
+#pragma GCC unroll 8
     for (int a = 0; a < kO; a++) {
-      Vec wv = Load(w + a * k + i);
+      Vec wv = First(w + a * k + i);
+      Hold(wv);
+#pragma GCC unroll 8
+      for (int b = 0; b < kN; b++) acc[a][b] += wv * xv[b];
+    }
+#pragma GCC unroll 8
+    for (int b = 0; b < kN; b++) xv[b] = Load(x + b * k + i + kLanes), Hold(xv[b]);
+#pragma GCC unroll 8
+    for (int a = 0; a < kO; a++) {
+      Vec wv = Second(w + a * k + i);
+      Hold(wv);
 #pragma GCC unroll 8
       for (int b = 0; b < kN; b++) acc[a][b] += wv * xv[b];
     }
   }
-  for (int b = 0; b < kN; b++) {
-    float* out = y + b * o;
-    if constexpr (kO == 4) Sum4(acc[0][b], acc[1][b], acc[2][b], acc[3][b], out);
-    else out[0] = Sum(acc[0][b]);
-    for (int64_t j = i; j < k; j++)
-      for (int a = 0; a < kO; a++) out[a] += Scalar(w[a * k + j]) * x[b * k + j];
+  constexpr int kSums = kO * kN;
+  float sums[kSums + 3];
+#pragma GCC unroll 8
+  for (int c = 0; c < kSums; c += 4) {
+    auto at = [&](int j) -> const Vec& { return acc[j < kSums ? j / kN : 0][j < kSums ? j % kN : 0]; };
+    Sum4(at(c), at(c + 1), at(c + 2), at(c + 3), sums + c);
   }
+  for (int a = 0; a < kO; a++)
+    for (int b = 0; b < kN; b++) {
+      float sum = sums[a * kN + b];
+      for (int64_t j = i; j < k; j++) sum += Scalar(w[a * k + j]) * x[b * k + j];
+      y[b * o + a] = sum;
+    }
 }
 
 template <int kO, typename W>
-static void AllRows(const float* x, const W* w, float* y, int64_t n, int64_t k, int64_t o) {
-  constexpr int kN = kLanes == 16 ? 6 : 3;
+static void AllRows(const float* x, const W* w, const W* next, float* y, int64_t n, int64_t k, int64_t o) {
   int64_t b = 0;
-  for (; b + kN <= n; b += kN) Tile<kO, kN>(x + b * k, w, y + b * o, k, o);
-  for (; b + 2 <= n; b += 2) Tile<kO, 2>(x + b * k, w, y + b * o, k, o);
-  for (; b < n; b++) Tile<kO, 1>(x + b * k, w, y + b * o, k, o);
+  for (; b + 4 <= n; b += 4) Tile<kO, 4>(x + b * k, w, next, y + b * o, k, o);
+  if (n - b >= 2) Tile<kO, 2>(x + b * k, w, next, y + b * o, k, o), b += 2;
+  if (n - b >= 1) Tile<kO, 1>(x + b * k, w, next, y + b * o, k, o);
 }
 
 struct Product {
@@ -133,12 +160,18 @@ struct Product {
   int64_t o;
 };
 
+// Two outputs at a time: with 4 rows, 8 sums and what feeds them fit the 16 registers of AVX2.
+constexpr int kOutputs = kLanes == 16 ? 4 : 2;
+
 template <typename W>
 static void Outputs(const float* x, const Product& p, int64_t n, int64_t k, int64_t first, int64_t last) {
   const W* w = static_cast<const W*>(p.w);
   int64_t a = first;
-  for (; a + 4 <= last; a += 4) AllRows<4>(x, w + a * k, p.y + a, n, k, p.o);
-  for (; a < last; a++) AllRows<1>(x, w + a * k, p.y + a, n, k, p.o);
+  for (; a + kOutputs <= last; a += kOutputs) {
+    int64_t ahead = a + 5 * kOutputs <= p.o ? a + 4 * kOutputs : a;
+    AllRows<kOutputs>(x, w + a * k, w + ahead * k, p.y + a, n, k, p.o);
+  }
+  for (; a < last; a++) AllRows<1>(x, w + a * k, w + a * k, p.y + a, n, k, p.o);
 }
 
 static inline void Pause() {
@@ -148,7 +181,9 @@ static inline void Pause() {
 }
 
 struct Job {
-  const float* x;
+  const float* x;        // [n, k]
+  const float* paired;   // the same, deinterleaved for bfloat16 weights
+  std::vector<float> storage;
   int64_t n, k;
   std::vector<Product> products;
   struct Shard { int product; int64_t first, last; };
@@ -161,7 +196,7 @@ struct Job {
     for (int i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
       const Shard& s = shards[i];
       const Product& p = products[s.product];
-      if (p.is_bf16) Outputs<uint16_t>(x, p, n, k, s.first, s.last);
+      if (p.is_bf16) Outputs<uint16_t>(paired, p, n, k, s.first, s.last);
       else Outputs<float>(x, p, n, k, s.first, s.last);
       done.fetch_add(1, std::memory_order_release);
     }
@@ -175,6 +210,7 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
   job->n = x.dimensions()[0];
   job->k = x.dimensions()[1];
   if (job->k < 1) return ffi::Error::InvalidArgument("rows_matmul: rows of no width");
+  bool any_bf16 = false;
   constexpr int64_t kShardBytes = 64 << 10;
   for (size_t i = 0; i < weights.size(); i++) {
     auto w = weights.get<ffi::AnyBuffer>(i);
@@ -185,11 +221,17 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
       return ffi::Error::InvalidArgument("rows_matmul: weights must be [out, in] in float32 or bfloat16");
     int64_t o = w->dimensions()[0];
     bool is_bf16 = w->element_type() == ffi::BF16;
+    any_bf16 |= is_bf16;
     job->products.push_back({w->untyped_data(), is_bf16, static_cast<float*>((*y)->untyped_data()), o});
     int64_t rows = kShardBytes / (job->k * (is_bf16 ? 2 : 4));
     rows = rows < 16 ? 16 : rows / 4 * 4;
     for (int64_t first = 0; first < o; first += rows)
       job->shards.push_back({static_cast<int>(i), first, first + rows < o ? first + rows : o});
+  }
+  if (any_bf16) {
+    job->storage.resize(job->n * job->k);
+    Deinterleave(job->x, job->n, job->k, job->storage.data());
+    job->paired = job->storage.data();
   }
   int count = static_cast<int>(job->shards.size());
   int64_t helpers = pool.num_threads() - 1;

@@ -1,7 +1,7 @@
 """From files to packed token rows: reading documents, rendering chats, packing, deterministic batches.
 
 A document is one string. Files are plain text (one document a file), or JSON lines whose objects hold `text`,
-`prompt` and `response`, `question` and `answer`, `messages` (role, content), or `turns` (speaker, text).
+`prompt` and `response`, `question` and `answer`, or a conversation as `turns` or `messages` (see `conversation`).
 Read next: `loop.py`.
 """
 
@@ -11,12 +11,57 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-SPEAKERS = dict.fromkeys(("u", "user", "human"), "User") | dict.fromkeys(("s", "assistant", "gpt"), "Assistant")
+_NAMES = {"User": ("u", "user", "human"), "Assistant": ("s", "assistant", "gpt")}
+SPEAKERS = {alias: name for name, aliases in _NAMES.items() for alias in aliases}
 CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
 """GSM8K writes `<<48/2=24>>` before results; they are no text anybody wants to read."""
+
+
+_TURN_KEYS = (("role", "content"), ("from", "value"))
+
+
+def text_of(record: dict, field: str, where: str) -> str:
+    """A field that must hold text.
+
+    Raises:
+      ValueError: naming file, line, field and what it holds, null for example.
+    """
+    value = record[field]
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {field} is {_shown(value)}: expected a text")
+    return value
+
+
+def conversation(record: dict, field: str, where: str) -> list[tuple[str, str]]:
+    """Speaker and text of each turn of a field that lists pairs, objects with role and content, or with from and value.
+
+    Raises:
+      ValueError: naming file, line and the turn that is something else.
+    """
+    if not isinstance(record[field], list):
+        raise ValueError(f"{where}: {field} is {_shown(record[field])}: expected a list")
+    pairs = []
+    for number, turn in enumerate(record[field], 1):
+        pair = turn
+        if isinstance(turn, dict):
+            pair = next(([turn[k] for k in keys] for keys in _TURN_KEYS if set(keys) <= set(turn)), None)
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            raise ValueError(
+                f"{where}: turn {number} of {field} is {_shown(turn)}: expected the texts [speaker, text], role and"
+                " content, or from and value"
+            )
+        pairs.append((pair[0], pair[1]))
+    return pairs
+
+
+def _shown(value: Any) -> str:
+    """A value as it stands in the file, not too long for an error."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def render_turns(turns: Sequence[tuple[str, str]], open_for: str | None = None) -> str:
@@ -31,19 +76,19 @@ def render_record(record: dict, where: str) -> str:
     """The document of one JSON line.
 
     Raises:
-      ValueError: naming file, line and the fields that would do.
+      ValueError: naming file, line and the fields that would do, or the field that holds no text.
     """
     if "text" in record:
-        return record["text"]
-    if "turns" in record:
-        return render_turns([(turn[0], turn[1]) for turn in record["turns"]])
-    if "messages" in record:
-        return render_turns([(m["role"], m["content"]) for m in record["messages"]])
+        return text_of(record, "text", where)
+    for field in ("turns", "messages"):
+        if field in record:
+            return render_turns(conversation(record, field, where))
     if "question" in record and "answer" in record:
-        answer = CALCULATOR_NOTE.sub("", record["answer"]).replace("\n#### ", "\nThe answer is ")
-        return f"Question: {record['question'].strip()}\nAnswer: {answer.strip()}."
+        question, answer = (text_of(record, field, where) for field in ("question", "answer"))
+        answer = CALCULATOR_NOTE.sub("", answer).replace("\n#### ", "\nThe answer is ")
+        return f"Question: {question.strip()}\nAnswer: {answer.strip()}."
     if "prompt" in record and "response" in record:
-        return record["prompt"] + record["response"]
+        return text_of(record, "prompt", where) + text_of(record, "response", where)
     raise ValueError(
         f"{where}: fields {sorted(record)}; expected text, turns, messages, question and answer, or prompt and response"
     )
@@ -107,11 +152,9 @@ def batches(rows: np.ndarray, batch: int, seed: int, start_step: int = 0) -> Ite
     per_epoch = len(rows) // batch
     if per_epoch < 1:
         raise ValueError(f"{len(rows)} rows of text: fewer than one batch of {batch}")
-    step, epoch, order = start_step, -1, None
+    epoch, first = divmod(start_step, per_epoch)
     while True:
-        if step // per_epoch != epoch:
-            epoch = step // per_epoch
-            order = np.random.default_rng((seed, epoch)).permutation(len(rows))
-        i = step % per_epoch
-        yield rows[order[i * batch : (i + 1) * batch]]
-        step += 1
+        order = np.random.default_rng((seed, epoch)).permutation(len(rows))
+        for i in range(first, per_epoch):
+            yield rows[order[i * batch : (i + 1) * batch]]
+        epoch, first = epoch + 1, 0

@@ -77,10 +77,16 @@ def make_optimizer(config: LoopConfig) -> optax.GradientTransformation:
     )
 
 
-def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, num_passes: int = 1) -> Callable:
+def make_train_step(
+    loss: Loss, optimizer: optax.GradientTransformation, num_passes: int = 1, shardings: Any = None
+) -> Callable:
     """`step(state, frozen, batch) -> (state, metrics)`, jitted; the state is donated.
 
     The batch is cut into `num_passes` equal parts, whose losses and gradients are averaged.
+
+    Args:
+      shardings: of the state on a mesh. The step returns it there; where XLA likes it best may be elsewhere, and the
+        second step would compile again.
     """
 
     def step(state, frozen, batch):
@@ -100,7 +106,7 @@ def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, num_pas
         metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
         return dict(state, params=params, opt_state=opt_state, step=state["step"] + 1), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
 
 def fit(
@@ -111,31 +117,31 @@ def fit(
     config: LoopConfig,
     out: str | Path,
     report: Callable[[str], None] = print,
-    place: Callable[[Any], Any] = lambda tree: tree,
+    shardings: Callable[[Any], Any] = lambda state: None,
 ) -> Any:
     """Trains and returns the parameters; continues from the newest checkpoint in `out/checkpoints`, if any.
 
     Args:
       batches: `batches(start_step)` yields the batch of every step from there on.
-      place: puts the state on a mesh.
+      shardings: of a state on a mesh; None: one device.
     Raises:
       FloatingPointError: at the first loss that is not finite, naming the step; the last checkpoint stays.
     """
     out = Path(out)
     optimizer = make_optimizer(config)
-    state = place(
-        {
-            "params": params,
-            "opt_state": optimizer.init(params),
-            "step": jnp.zeros((), jnp.int32),
-            "seed": jnp.asarray(config.seed, jnp.int32),
-        }
-    )
+    state = {
+        "params": params,
+        "opt_state": optimizer.init(params),
+        "step": jnp.zeros((), jnp.int32),
+        "seed": jnp.asarray(config.seed, jnp.int32),
+    }
+    placement = shardings(state)
+    state = jax.device_put(state, placement)
     checkpoints = Checkpointer(out / "checkpoints")
     if checkpoints.latest_step() is not None:
         state = checkpoints.restore(state)
         report(f"resuming at step {int(state['step'])} of {config.steps}")
-    train_step = make_train_step(loss, optimizer, config.num_passes)
+    train_step = make_train_step(loss, optimizer, config.num_passes, placement)
     start = int(state["step"])
     tokens_per_step = config.batch * config.length
     clock, last = time.perf_counter(), start

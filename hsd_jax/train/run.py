@@ -77,11 +77,11 @@ def train_drafter(
     )
     params = init_drafter(jax.random.key(recipe.train.seed), drafter_config)
     _describe(report, "drafter", params, rows, recipe.train)
-    place, batches = _placement(mesh, rows, recipe.train, drafter_config)
+    shardings, batches = _placement(mesh, rows, recipe.train, drafter_config)
     if mesh is not None:
         frozen = jax.device_put(frozen, sharding.weight_shardings(mesh, frozen, config.num_heads, config.num_kv_heads))
     loss = drafter.make_loss(config, drafter_config, recipe.loss)
-    params = fit(loss, params, frozen, batches, recipe.train, out, report, place)
+    params = fit(loss, params, frozen, batches, recipe.train, out, report, shardings)
     folder = out / "drafter"
     convert.save_drafter(folder, drafter_config, params)
     report(f"wrote {folder}")
@@ -126,8 +126,8 @@ def train_target(
     )
     params = init_target(jax.random.key(recipe.train.seed), recipe.model)
     _describe(report, "target", params, rows, recipe.train)
-    place, batches = _placement(mesh, rows, recipe.train, recipe.model)
-    params = fit(target.make_loss(recipe.model), params, None, batches, recipe.train, out, report, place)
+    shardings, batches = _placement(mesh, rows, recipe.train, recipe.model)
+    params = fit(target.make_loss(recipe.model), params, None, batches, recipe.train, out, report, shardings)
     for name in TOKENIZER_FILES:
         if tokenizer_dir.resolve() != out.resolve() and (tokenizer_dir / name).is_file():
             shutil.copyfile(tokenizer_dir / name, out / name)
@@ -221,7 +221,7 @@ def _describe(report: Report, kind: str, params: Any, rows: np.ndarray, train: L
 
 
 def _placement(mesh: Mesh | None, rows: np.ndarray, train: LoopConfig, config: Any) -> tuple[Callable, Callable]:
-    """How `fit` puts its state on a mesh, and the batches of every step, split over the mesh's data axis.
+    """Where the state of `fit` lies on a mesh, and the batches of every step, split over the mesh's data axis.
 
     Raises:
       ValueError: if a pass has too few rows for the mesh.
@@ -231,16 +231,16 @@ def _placement(mesh: Mesh | None, rows: np.ndarray, train: LoopConfig, config: A
         return data.batches(rows, train.batch, train.seed, start)
 
     if mesh is None:
-        return lambda tree: tree, batches
+        return lambda state: None, batches
     per_pass, multiple = train.batch // train.num_passes, sharding.rows_multiple(mesh)
     if per_pass % multiple:
         raise ValueError(f"a pass has {per_pass} rows; mesh axis data={multiple} needs a multiple (train.micro_batch)")
 
-    def place(tree):
-        return jax.device_put(tree, sharding.weight_shardings(mesh, tree, config.num_heads, config.num_kv_heads))
+    def shardings(state):
+        return sharding.weight_shardings(mesh, state, config.num_heads, config.num_kv_heads)
 
     def placed(start: int):
         for batch in batches(start):
             yield jax.device_put(jnp.asarray(batch), sharding.row_shardings(mesh, batch, len(batch)))
 
-    return place, placed
+    return shardings, placed

@@ -9,6 +9,7 @@ which a test holds it to. Read next: `drafter.py`.
 from __future__ import annotations
 
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -84,11 +85,12 @@ def unroll(
     causal = causal_mask(batch, num)
     mask = positions[:, None, :] <= anchors[:, :, None]
 
-    def block(layer: int, *args, **options):
-        return Block(config).apply({"params": trunk[f"layer_{layer}"]}, *args, **options)
+    def block(layer: int, *args, **options) -> tuple[Array, KV]:
+        return cast(tuple[Array, KV], Block(config).apply({"params": trunk[f"layer_{layer}"]}, *args, **options))
 
     x = features
     if config.committed_embeddings:
+        assert embeddings is not None, "the drafter reads embeddings of committed tokens: pass them"
         embeddings = rms_norm(embeddings, trunk["embedding_norm"]["weight"].astype(jnp.float32), config.norm_eps)
         x = x + matmul(embeddings, trunk["embedding_in"]["kernel"])
     committed: list[KV] = []
@@ -102,7 +104,8 @@ def unroll(
     at_anchors = rope_table(config.rope, config.head_dim, anchors)
     last = config.num_layers - 1
     state, _ = block(last, _take(before, anchors), at_anchors, None, committed[last], mask, attend_fn=first)
-    states, own = [state], [()] * config.num_layers
+    states: list[Array] = [state]
+    own: list[tuple[KV, ...]] = [()] * config.num_layers
     for step in range(1, config.num_steps):
         at = rope_table(config.rope, config.head_dim, anchors + step)
         if config.committed_embeddings:

@@ -6,6 +6,7 @@ The recurrence reads the target's features and its own states only; drafted toke
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from typing import Any
 
@@ -120,7 +121,7 @@ def hidden_drafter(
             base = base_logits(models["drafter"], config, models["target"], target_config, states)
         with jax.named_scope("tree"):
             tokens = grow_beam(base, lambda previous: token_info(models["drafter"], config, previous), root, tree)
-        return tokens, state.replace(cache=cache)
+        return tokens, dataclasses.replace(state, cache=cache)
 
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         del models
@@ -128,6 +129,6 @@ def hidden_drafter(
         return HiddenState(state.cache, pending, verdict.emitted, num_committed)
 
     def grow(state: HiddenState, capacity: int):
-        return state.replace(cache=cache_lib.grow(state.cache, capacity))
+        return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
     return Drafter(init, draft, commit, grow, DrawLaw.ARBITRARY, tree.nodes, tree.depth)
