@@ -72,6 +72,8 @@ def linears(x: Float[Array, "... in"], *weights: Weight) -> list[Array]:
 def rms_norm(x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float) -> Float[Array, "... H"]:
     """Root-mean-square norm over the last axis, in float32."""
     x = x.astype(jnp.float32)
+    if native.is_on():
+        return native.rms_norm(x, weight, eps)
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
@@ -119,6 +121,8 @@ def rope_table(
 
 def apply_rope(x: Float[Array, "B N h E"], table: tuple[Array, Array]) -> Float[Array, "B N h E"]:
     """Rotates heads by the angles of `rope_table`, halves paired (not neighbours)."""
+    if native.is_on():
+        return native.rope(x, table)
     cos, sin = table
     half = x.shape[-1] // 2
     rotated = jnp.concatenate([x[..., half:], x[..., :half]], -1)
@@ -138,6 +142,8 @@ def attend(
 
     `query` already stands grouped by key/value head: n = nodes x (query heads per key/value head).
     """
+    if native.attend_applies(query, cached):
+        return native.attend(query, new, new_mask, cached, cached_mask, scale, softcap)
 
     def scores(keys: Array, mask: Array) -> Array:
         s = lax.dot_general(query, keys.astype(jnp.float32), (((3,), (3,)), ((0, 1), (0, 1)))) * scale

@@ -1,9 +1,10 @@
-"""An optional CPU kernel for products with few rows, compiled on first use with the machine's own C++ compiler.
+"""Optional CPU kernels for passes of few rows, compiled on first use with the machine's own C++ compiler.
 
 XLA's CPU product of a few rows packs the weights on every call; `native/rows_matmul.cc` does not, and it reads bfloat16
-weights without rounding the activations (docs/LOG.md has the measurements). Without a compiler, on another platform,
-or with HSD_NATIVE=0, `layers.matmul` uses XLA.
-The kernel has no gradient and knows no mesh, so it is switched on only while a decode loop is traced.
+weights without rounding the activations. `native/attend.cc` is attention in one call a layer instead of ten
+(docs/LOG.md has the measurements). With both, a token's bits do not depend on which tree verified it. Without a
+compiler, on another platform, or with HSD_NATIVE=0, `layers` uses XLA.
+The kernels have no gradient and know no mesh, so they are switched on only while a decode loop is traced.
 """
 
 from __future__ import annotations
@@ -23,11 +24,19 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float
 
-SOURCE = Path(__file__).parents[1] / "native" / "rows_matmul.cc"
+FOLDER = Path(__file__).parents[1] / "native"
+SOURCES = (FOLDER / "rows_matmul.cc", FOLDER / "attend.cc", FOLDER / "rows.cc")
+HEADER = FOLDER / "tiles.h"
 FLAGS = ("-O3", "-march=native", "-funroll-loops", "-std=c++17", "-shared", "-fPIC")
-TARGET_NAME = "hsd_rows_matmul"
+SYMBOLS = {
+    "hsd_rows_matmul": "HsdRowsMatmul",
+    "hsd_attend": "HsdAttend",
+    "hsd_rms_norm": "HsdRmsNorm",
+    "hsd_rope": "HsdRope",
+}
 MAX_ROWS = 128
 """Above this XLA's packed product wins."""
 
@@ -49,7 +58,7 @@ def applies(num_rows: int, kernel: Array) -> bool:
 
     bfloat16 weights on a CPU with a bfloat16 matrix unit (AMX) stay with XLA, which uses it.
     """
-    if not _is_on.get() or num_rows > MAX_ROWS:
+    if not is_on() or num_rows > MAX_ROWS:
         return False
     return kernel.dtype == jnp.float32 or (kernel.dtype == jnp.bfloat16 and not has_matrix_unit())
 
@@ -69,7 +78,47 @@ def rows_matmul(x: Float[Array, "N in"], kernels: tuple[Array, ...]) -> list[Flo
     A row's result is the same to the bit for any number of rows.
     """
     outs = [jax.ShapeDtypeStruct((x.shape[0], kernel.shape[0]), jnp.float32) for kernel in kernels]
-    return jax.ffi.ffi_call(TARGET_NAME, outs)(x.astype(jnp.float32), *kernels)
+    return jax.ffi.ffi_call("hsd_rows_matmul", outs)(x.astype(jnp.float32), *kernels)
+
+
+def attend_applies(query: Array, cached: tuple[Array, Array] | None) -> bool:
+    """Whether attention traced here and now goes to the kernel."""
+    return is_on() and cached is not None and query.dtype == cached[0].dtype == cached[1].dtype == jnp.float32
+
+
+def attend(
+    query: Float[Array, "B G n E"],
+    new: tuple[Array, Array],
+    new_mask: Bool[Array, "B 1 n N"],
+    cached: tuple[Array, Array],
+    cached_mask: Bool[Array, "B 1 n S"],
+    scale: float,
+    softcap: float | None,
+) -> Float[Array, "B G n E"]:
+    """`layers.attend` over a cache, in one call.
+
+    A query's result depends on the entries it sees and their order alone: slots first, nodes of this pass behind them.
+    """
+    out = jax.ShapeDtypeStruct(query.shape, jnp.float32)
+    arguments = (query, *new, new_mask, *cached, cached_mask)
+    attributes = {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0)}
+    return jax.ffi.ffi_call("hsd_attend", out)(*arguments, **attributes)
+
+
+def is_on() -> bool:
+    """Whether what is traced here and now runs on the kernels."""
+    return _is_on.get()
+
+
+def rms_norm(x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float) -> Float[Array, "... H"]:
+    """`layers.rms_norm`; a row's result is the same to the bit for any number of rows."""
+    out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return jax.ffi.ffi_call("hsd_rms_norm", out)(x, weight, eps=np.float32(eps))
+
+
+def rope(x: Float[Array, "B N h E"], table: tuple[Array, Array]) -> Float[Array, "B N h E"]:
+    """`layers.apply_rope`; a row's result is the same to the bit for any number of rows."""
+    return jax.ffi.ffi_call("hsd_rope", jax.ShapeDtypeStruct(x.shape, jnp.float32))(x, *table)
 
 
 def is_emulated(dtype) -> bool:
@@ -86,10 +135,12 @@ def available() -> bool:
         library = _build()
         if library is None:
             return False
-        handler = ctypes.cdll.LoadLibrary(str(library)).HsdRowsMatmul
+        loaded = ctypes.cdll.LoadLibrary(str(library))
+        handlers = {name: getattr(loaded, symbol) for name, symbol in SYMBOLS.items()}
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
         return False  # no compiler, no home, a cache that may not execute: XLA does the work
-    jax.ffi.register_ffi_target(TARGET_NAME, jax.ffi.pycapsule(handler), platform="cpu")
+    for name, handler in handlers.items():
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
     return True
 
 
@@ -99,14 +150,15 @@ def _build() -> Path | None:
     if compiler is None or platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         return None
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))]
-    identity = "\n".join([SOURCE.read_text(), compiler, *FLAGS, jax.__version__, *cpu[:2]])
+    sources = [path.read_text() for path in (*SOURCES, HEADER)]
+    identity = "\n".join([*sources, compiler, *FLAGS, jax.__version__, *cpu[:2]])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
-    library = cache / f"rows_matmul-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    library = cache / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not library.is_file():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            built = Path(folder) / "rows_matmul.so"
-            command = [compiler, *FLAGS, "-I", jax.ffi.include_dir(), str(SOURCE), "-o", str(built)]
+            built = Path(folder) / "native.so"
+            command = [compiler, *FLAGS, "-I", jax.ffi.include_dir(), *map(str, SOURCES), "-o", str(built)]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
             built.replace(library)
     return library

@@ -1,0 +1,65 @@
+// What a layer does to each row on its own: root-mean-square norm and rotary embedding.
+//
+// XLA adds squares up in an order that depends on how many rows there are, and rounds a rotation once or twice depending
+// on what it is fused with. Here a row's result depends on the row alone.
+
+#include <cmath>
+
+#include "tiles.h"
+
+// y = x / sqrt(mean(x^2) + eps) * weight over the last axis.
+static ffi::Error RmsNorm(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight, ffi::ResultBuffer<ffi::F32> y,
+                          float eps) {
+  int64_t width = weight.element_count(), rows = width < 1 ? 0 : x.element_count() / width;
+  const float* w = weight.typed_data();
+  for (int64_t r = 0; r < rows; r++) {
+    const float* in = x.typed_data() + r * width;
+    float* out = y->typed_data() + r * width;
+    Vec sums[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= width; i += 4 * kLanes)
+      for (int j = 0; j < 4; j++) {
+        Vec v = Load(in + i + j * kLanes);
+        sums[j] = MulAdd(v, v, sums[j]);
+      }
+    float parts[4];
+    Sum4(sums[0], sums[1], sums[2], sums[3], parts);
+    float total = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    for (; i < width; i++) total = MulAdd(in[i], in[i], total);
+    float scale = 1.0f / std::sqrt(total / width + eps);
+    for (i = 0; i < width; i++) out[i] = in[i] * scale * w[i];
+  }
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRmsNorm, RmsNorm,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("eps"));
+
+using Floats4 = ffi::Buffer<ffi::F32, 4>;
+using Floats3 = ffi::Buffer<ffi::F32, 3>;
+
+// Rotates heads x [B, N, h, E] by the tables cosine and signed sine [B, N, E]; halves are paired.
+static ffi::Error Rope(Floats4 x, Floats3 cosine, Floats3 sine, ffi::ResultBuffer<ffi::F32, 4> y) {
+  int64_t rows = x.dimensions()[0] * x.dimensions()[1], heads = x.dimensions()[2], width = x.dimensions()[3];
+  if (cosine.element_count() != size_t(rows * width) || sine.element_count() != size_t(rows * width))
+    return ffi::Error::InvalidArgument("rope: the tables do not fit the heads");
+  int64_t half = width / 2;
+  for (int64_t r = 0; r < rows; r++) {
+    const float* c = cosine.typed_data() + r * width;
+    const float* s = sine.typed_data() + r * width;
+    for (int64_t h = 0; h < heads; h++) {
+      const float* in = x.typed_data() + (r * heads + h) * width;
+      float* out = y->typed_data() + (r * heads + h) * width;
+      for (int64_t i = 0; i < half; i++) out[i] = MulAdd(in[i], c[i], in[i + half] * s[i]);
+      for (int64_t i = half; i < width; i++) out[i] = MulAdd(in[i], c[i], in[i - half] * s[i]);
+    }
+  }
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRope, Rope,
+                              ffi::Ffi::Bind().Arg<Floats4>().Arg<Floats3>().Arg<Floats3>().Ret<Floats4>());

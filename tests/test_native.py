@@ -1,0 +1,131 @@
+"""The CPU kernels: right, and the same to the bit whatever stands beside a row.
+
+The second is what makes speculative text equal plain text in bfloat16 too: verification of N nodes and a plain pass
+of one give the same logits.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hsd_jax.config import RopeConfig
+from hsd_jax.infer.metrics import replay_logits
+from hsd_jax.models import layers, native
+from tests import toy
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="no compiler, or HSD_NATIVE=0")
+
+WIDTHS = [64, 40, 37]  # whole vectors, a vector left over, odd
+ROWS = range(1, 10)
+
+
+def on(function, *args):
+    """`function` traced with the kernels."""
+
+    def traced(*args):
+        with native.enabled(True):
+            return function(*args)
+
+    return jax.jit(traced)(*args)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("outputs", [1, 6, 33])
+def test_a_product_is_right_and_a_row_keeps_its_bits(width, outputs, dtype):
+    x, kernel = normal(0, 9, width), normal(1, outputs, width).astype(dtype)
+    whole = on(layers.matmul, x, kernel)
+    exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
+    np.testing.assert_allclose(whole, exact, atol=2e-5)
+    for n in ROWS:
+        np.testing.assert_array_equal(on(layers.matmul, x[:n], kernel), whole[:n])
+    for first in range(outputs):
+        np.testing.assert_array_equal(on(layers.matmul, x, kernel[first:]), whole[:, first:])
+
+
+def test_weights_of_two_dtypes_share_a_call():
+    x, kernels = normal(0, 3, 64), (normal(1, 8, 64), normal(2, 4, 64).astype(jnp.bfloat16))
+    for found, kernel in zip(on(layers.matmuls, x, kernels), kernels, strict=True):
+        np.testing.assert_array_equal(found, on(layers.matmul, x, kernel))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_norm_is_right_and_a_row_keeps_its_bits(width):
+    x, weight = 3 * normal(0, 9, width), normal(1, width)
+    whole = on(lambda x, w: layers.rms_norm(x, w, 1e-5), x, weight)
+    np.testing.assert_allclose(whole, layers.rms_norm(x, weight, 1e-5), rtol=2e-6)
+    for n in ROWS:
+        np.testing.assert_array_equal(on(lambda x, w: layers.rms_norm(x, w, 1e-5), x[:n], weight), whole[:n])
+
+
+def test_a_rotation_is_right_and_a_row_keeps_its_bits():
+    x, positions = normal(0, 2, 9, 3, 40), jnp.arange(18).reshape(2, 9) + 137
+    rotate = lambda x, p: layers.apply_rope(x, layers.rope_table(RopeConfig(), 40, p))  # noqa: E731
+    whole = on(rotate, x, positions)
+    np.testing.assert_allclose(whole, rotate(x, positions), atol=1e-6)
+    for n in ROWS:
+        np.testing.assert_array_equal(on(rotate, x[:, :n], positions[:, :n]), whole[:, :n])
+
+
+def entries(seed: int, batch: int, groups: int, count: int, width: int):
+    return normal(seed, batch, groups, count, width), normal(seed + 1, batch, groups, count, width)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 3, 64, 1, 128), (3, 1, 8, 40, 8, 32), (2, 2, 5, 20, 2, 16), (1, 1, 2, 256, 2, 70)]
+)
+def test_attention_is_that_of_xla(shape, softcap):
+    """Any masks; a query that sees nothing gives no NaN."""
+    batch, groups, n, width, nodes, slots = shape
+    rng = np.random.default_rng(0)
+    new_mask = jnp.asarray(rng.random((batch, 1, n, nodes)) < 0.6)
+    mask = rng.random((batch, 1, n, slots)) < 0.7
+    mask[..., slots // 2 :] = False
+    query, new, cached = normal(9, batch, groups, n, width), entries(1, batch, groups, nodes, width), None
+    cached = entries(3, batch, groups, slots, width)
+    args = (query, new, new_mask, cached, jnp.asarray(mask))
+    found = on(lambda *a: layers.attend(*a, width**-0.5, softcap), *args)
+    np.testing.assert_allclose(found, layers.attend(*args, width**-0.5, softcap), atol=2e-6)
+
+    nothing = (query, new, jnp.zeros_like(new_mask), cached, jnp.zeros_like(jnp.asarray(mask)))
+    assert np.isfinite(on(lambda *a: layers.attend(*a, width**-0.5, softcap), *nothing)).all()
+
+
+def test_an_entry_counts_the_same_committed_or_not():
+    """The last of five tokens sees four in the cache, or none in the cache and four nodes before it."""
+    width, count = 40, 5
+    query = normal(0, 1, 2, 3, width)
+    keys, values = entries(1, 1, 2, count, width)
+    empty = jnp.zeros((1, 2, 16, width))
+    attend = lambda *a: layers.attend(*a, 0.3, None)  # noqa: E731
+    results = []
+    for committed in range(count):
+        cached = tuple(empty.at[:, :, :committed].set(x[:, :, :committed]) for x in (keys, values))
+        mask = jnp.broadcast_to(jnp.arange(16) < committed, (1, 1, 3, 16))
+        new = (keys[:, :, committed:], values[:, :, committed:])
+        results.append(on(attend, query, new, jnp.ones((1, 1, 3, count - committed), bool), cached, mask))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", ["llama", "gemma"])
+def test_verification_has_the_bits_of_plain_decoding(variant, dtype):
+    """Logits of a text from passes of 1 node and of N nodes; bfloat16 as in the fast configuration."""
+    config = toy.setup(variant).config
+    weights = jax.tree.map(lambda x: x.astype(dtype), toy.weights(variant))
+    text = np.random.default_rng(0).integers(0, config.vocab_size, 40).tolist()
+    plain = replay_logits(weights, config, text[:9], text[9:], dtype=jnp.float32)
+    for num_nodes in (2, 3, 8):
+        found = replay_logits(weights, config, text[:9], text[9:], num_nodes, dtype=jnp.float32)
+        np.testing.assert_array_equal(found, plain)
+    by_xla = replay_logits(weights, config, text[:9], text[9:], dtype=jnp.float32, use_native=False)
+    np.testing.assert_allclose(by_xla, plain, atol=1e-3)
