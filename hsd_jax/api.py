@@ -57,7 +57,10 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeResult:
-    """`tokens` [B, T_out] without the prompt, padded with NO_TOKEN; `num_tokens` [B] counts the end token."""
+    """`tokens` [B, T_out] without the prompt, padded with NO_TOKEN; `num_tokens` [B] counts the end token.
+
+    `text` continues the text of the prompts: joined they read right, a space between them is the first of `text`.
+    """
 
     tokens: np.ndarray
     num_tokens: np.ndarray
@@ -119,7 +122,8 @@ def decode(
         out[row, : last - first] = tokens[row, first:last]
     text = None
     if params.tokenizer is not None:
-        text = [params.tokenizer.decode(out[row, :n]) for row, n in enumerate(num_tokens)]
+        decoders = [IncrementalDecoder(params.tokenizer, p) for p in request.prompts]
+        text = [d.push(out[row, : num_tokens[row]], is_last=True) for row, d in enumerate(decoders)]
     stats = _stats(state, num_tokens, request.prefill_seconds, seconds)
     return DecodeResult(out, num_tokens.astype(np.int32), text, stats)
 
@@ -154,7 +158,7 @@ def stream(
 def _stream(params: Params, request: Request, rounds: int) -> Generator[Piece, None, Stats]:
     state, rows, seconds = request.state, len(request.prompt_length), 0.0
     shown = request.prompt_length.copy()
-    decoders = [IncrementalDecoder(params.tokenizer) for _ in range(rows)] if params.tokenizer else None
+    decoders = [IncrementalDecoder(params.tokenizer, p) for p in request.prompts] if params.tokenizer else None
     finished = np.zeros(rows, bool)
     while not finished.all():
         start = time.perf_counter()

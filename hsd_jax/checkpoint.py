@@ -16,21 +16,34 @@ import orbax.checkpoint as ocp
 
 
 class Checkpointer:
-    """Saves and restores `{"params", "opt_state", "step"}` trees in `folder`, keeping the newest two."""
+    """Saves and restores states in `folder`, each with a JSON note, keeping the newest two.
+
+    Writing goes on behind the training; an error of it is raised by the next call.
+    """
 
     def __init__(self, folder: str | Path, keep: int = 2):
         self.folder = Path(folder).resolve()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "note"))
 
-    def save(self, step: int, state: Any) -> None:
-        self._manager.save(step, args=ocp.args.StandardSave(state))
+    def save(self, step: int, state: Any, note: dict[str, Any]) -> None:
+        """Starts to write a checkpoint; the state may be donated as soon as this returns.
+
+        Raises:
+          OSError: naming folder, step and remedy, if this or the checkpoint before it cannot be written.
+        """
+        try:
+            self._manager.wait_until_finished()
+            args = ocp.args.Composite(state=ocp.args.StandardSave(state), note=ocp.args.JsonSave(note))
+            self._manager.save(step, args=args)
+        except Exception as error:  # orbax and tensorstore wrap a full disk in errors of many types
+            raise self._not_written(step, error) from error
 
     def latest_step(self) -> int | None:
         return self._manager.latest_step()
 
-    def restore(self, like: Any) -> Any:
-        """The newest checkpoint, in the shapes, dtypes and placement of `like`.
+    def restore(self, like: Any) -> tuple[Any, dict[str, Any]]:
+        """The newest checkpoint, in the shapes, dtypes and placement of `like`, and its note.
 
         Raises:
           FileNotFoundError: if the folder holds no complete checkpoint.
@@ -39,11 +52,43 @@ class Checkpointer:
         if step is None:
             raise FileNotFoundError(f"{self.folder}: no complete checkpoint")
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        return self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), note=ocp.args.JsonRestore())
+        found = self._manager.restore(step, args=args)
+        return found["state"], found["note"]
+
+    def read_note(self) -> dict[str, Any]:
+        """The note of the newest checkpoint, without its state.
+
+        Raises:
+          FileNotFoundError: if the folder holds no complete checkpoint.
+        """
+        step = self.latest_step()
+        if step is None:
+            raise FileNotFoundError(f"{self.folder}: no complete checkpoint")
+        return self._manager.restore(step, args=ocp.args.Composite(note=ocp.args.JsonRestore()))["note"]
 
     def close(self) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Waits for the last checkpoint.
+
+        Raises:
+          OSError: as `save`.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._not_written(None, error) from error
+        finally:
+            self._manager.close()
+
+    def _not_written(self, step: int | None, error: Exception) -> OSError:
+        which = "the last checkpoint" if step is None else f"the checkpoint of step {step}, or the one before it,"
+        complete = [int(p.name) for p in self.folder.iterdir() if p.name.isdigit()] if self.folder.is_dir() else []
+        kept = f"that of step {max(complete)} is complete" if complete else "none is complete"
+        reason = " ".join(str(error).split())[:300]
+        return OSError(
+            f"{self.folder}: {which} could not be written ({reason}); {kept}. Free room on the disk and give the same"
+            " command again"
+        )
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -90,6 +90,28 @@ class DrafterConfig:
     max_position: int = 2048
     target_hash: str = ""
     """Fingerprint of the target the drafter was trained for."""
+    feature_layers: tuple[int, ...] = ()
+    """Layers of the target, counted from 0 and ascending, behind which the trunk reads the residual stream (A2);
+    empty: the final hidden state."""
+
+    def __post_init__(self):
+        if not self.are_layers(self.feature_layers):
+            raise ValueError(
+                f"DrafterConfig.feature_layers={self.feature_layers!r}: expected layer numbers from 0, ascending"
+            )
+
+    @staticmethod
+    def are_layers(layers: Any) -> bool:
+        """Whether this is a tuple of layer numbers, ascending and each once."""
+        is_list = isinstance(layers, tuple) and all(type(i) is int and i >= 0 for i in layers)
+        return is_list and list(layers) == sorted(set(layers))
+
+    def check_feature_layers(self, num_layers: int) -> None:
+        """Raises a ValueError if the trunk reads behind a layer that a target of `num_layers` does not have."""
+        if self.feature_layers and self.feature_layers[-1] >= num_layers:
+            raise ValueError(
+                f"feature_layers={list(self.feature_layers)}: this target has layers 0 to {num_layers - 1}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig, bucket
@@ -46,6 +45,7 @@ class Request:
     sampling: SamplingParams
     limits: Limits
     state: DecodeState
+    prompts: list[list[int]]
     prompt_length: np.ndarray
     prefill_seconds: float
 
@@ -58,15 +58,15 @@ def _decoder(
     precision: str,
     cache_dtype: str,
     pad_rows: int,
-    mesh: Mesh | None,
+    use_native: bool,
 ) -> Decoder:
     """One set of compiled functions for each static configuration of this process."""
     matmul_precision = "highest" if precision == "exact" else None
     if drafter_config is None or tree is None:
-        return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, mesh=mesh)
+        return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, use_native)
     drafter = hidden_drafter(config, drafter_config, tree, cache_dtype)
     step = make_step(config, drafter, match_rule(tree.depth))
-    return Decoder(config, step, drafter, cache_dtype, matmul_precision, mesh=mesh)
+    return Decoder(config, step, drafter, cache_dtype, matmul_precision, use_native)
 
 
 def prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, pad_rows) -> Request:
@@ -99,12 +99,12 @@ def prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tre
         params.precision,
         cache_lib.fastest_dtype(params.target["embedding"].dtype).name,
         1 if speculate else pad_rows,
-        params.mesh,
+        use_native=params.mesh is None,
     )
 
     # Rows that only fill the mesh are born finished: one token, no room for another.
     fill = -batch % sharding_lib.rows_multiple(params.mesh)
-    rows = rows + [[0]] * fill
+    prompts, rows = rows, rows + [[0]] * fill
     length = np.array([len(r) for r in rows], np.int32)
     max_length = length + np.array([*new_tokens, *[0] * fill], np.int32)
     prompt_bucket = bucket(int(length.max()))
@@ -126,9 +126,11 @@ def prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tre
     models = {"target": params.target, "drafter": params.drafter if speculate else None}
     start = time.perf_counter()
     state = decoder.prefill(models, tokens, lengths, keys, limits, capacity=capacity, max_tokens=max_tokens)
+    if params.mesh is not None:
+        state = jax.device_put(state, sharding_lib.row_shardings(params.mesh, state, len(rows)))
     jax.block_until_ready(state.length)
     seconds = time.perf_counter() - start
-    return Request(decoder, models, sampling, limits, state, length[:batch].copy(), seconds)
+    return Request(decoder, models, sampling, limits, state, prompts, length[:batch].copy(), seconds)
 
 
 def _encode(params: Params, prompt) -> list[list[int]]:

@@ -5,6 +5,7 @@ A checkpoint without tokenizer works with token ids; only text needs this. Torch
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,12 +18,22 @@ UNFINISHED = "\ufffd"
 
 
 class Tokenizer:
-    """Encodes prompts, decodes tokens. Compared by identity, so that it can be a static field of a pytree."""
+    """Encodes prompts, decodes tokens. Two are equal if their folders hold the same files beside the weights.
+
+    So it can be a static field of a pytree: what was compiled for one load of a folder serves the next.
+    """
 
     def __init__(self, folder: str | Path):
         from transformers import AutoTokenizer  # seconds of import time that token-id users need not pay
 
         self._inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        self._files = _fingerprint(Path(folder))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokenizer) and self._files == other._files
+
+    def __hash__(self) -> int:
+        return hash(self._files)
 
     @staticmethod
     def find(folder: str | Path) -> Tokenizer | None:
@@ -62,8 +73,21 @@ class Tokenizer:
         return list(self._inner(text, add_special_tokens=False)["input_ids"])
 
 
+def _fingerprint(folder: Path) -> str:
+    """Of the names and contents of all files a tokenizer may be read from: vocabularies, settings, templates."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".model", ".txt", ".jinja"):
+            content = path.read_bytes()
+            digest.update(f"{path.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
 class IncrementalDecoder:
     """Turns a growing list of tokens into pieces of text that join to the whole text.
+
+    The text continues that of the prompt. Alone it would lose its first space where the words of a tokenizer begin
+    with theirs, for a decoder drops the space before the first word of a text (SentencePiece, as in Llama 2).
 
     A piece is held back while it ends inside a UTF-8 character. Some tokenizers write a token differently at the start
     of a text, so the last pieces are decoded again as context: whole pieces, for a byte-fallback decoder spoils a run
@@ -73,11 +97,13 @@ class IncrementalDecoder:
     CONTEXT = 4
     """Pieces of context."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, prompt: Tokens = ()):
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._borders = [0]
-        """Where pieces ended, in tokens."""
+        self._tokens = [int(t) for t in prompt]
+        if tokenizer.decode(self._tokens).endswith(UNFINISHED):
+            self._tokens = []  # what completes a character of the prompt has no text of its own
+        self._borders = list(range(len(self._tokens) + 1))
+        """Where pieces ended, in tokens; each token of the prompt is a piece."""
 
     def push(self, tokens: Tokens, is_last: bool = False) -> str:
         """The text that `tokens` complete; with `is_last` also what is still held back."""

@@ -67,7 +67,7 @@ class ModelOutput:
     hidden: Float[Array, "B N H"]
     """After the final norm: what the LM head reads."""
     features: tuple[Float[Array, "B N H"], ...]
-    """Residual stream after each tapped layer, in the order asked for."""
+    """Residual stream after each tapped layer, in the order of the layers."""
     new_kv: NewKV
 
 
@@ -155,6 +155,8 @@ class Drafter(NamedTuple):
     law: DrawLaw
     num_nodes: int
     max_depth: int
+    taps: tuple[int, ...] = ()
+    """Layers whose residual streams `init` and `commit` read in `ModelOutput.features`."""
 
 
 class AcceptRule(NamedTuple):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 
+import jax
 import numpy as np
 import pytest
 import toy
@@ -98,6 +99,29 @@ def test_generate_prints_json_with_tokens(folders, capsys):
     assert record["tau"] >= 1.0
     assert sum(record["accepted_histogram"]) == record["num_target_passes"]
     assert record["command"].startswith("hsd generate --target")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 (fake) devices: XLA_FLAGS in conftest.py")
+def test_generate_on_a_mesh(folders, capsys):
+    """The tokens of one device, for rows that the mesh's data axis does not divide, at once and as a stream."""
+    exact = ["generate", *both(folders), *SHORT, *TREE, "--precision", "exact", "--seed", "3"]
+    call, mesh = ["--temperature", "0.8", "--json", "the cat", "a dog", "the red"], ["--mesh", "data=2,model=2"]
+    loaded = []
+    load_params = options.load_params
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "load_params", lambda args: loaded.append(load_params(args)) or loaded[-1])
+        assert hsd(*exact, *mesh, *call) == 0
+    assert len(loaded[0].target["embedding"].sharding.device_set) == 4
+    found = json.loads(capsys.readouterr().out)
+    assert hsd(*exact, *call) == 0
+    wanted = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == wanted["tokens"] and found["text"] == wanted["text"]
+    assert found["num_target_passes"] == wanted["num_target_passes"]
+    assert hsd(*exact, *mesh, "the cat") == 0
+    streamed = capsys.readouterr().out
+    assert hsd(*exact, "the cat") == 0
+    assert streamed == capsys.readouterr().out
 
 
 def test_generate_reads_token_ids_and_stdin(folders, capsys, monkeypatch):

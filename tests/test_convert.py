@@ -13,6 +13,7 @@ import os
 import struct
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import jax
@@ -23,7 +24,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hsd_jax.config import FULL, SLIDING, DrafterConfig, ModelConfig, RopeConfig
-from hsd_jax.models import convert
+from hsd_jax.models import convert, native, tensor_files
 from hsd_jax.models.cache import commit, empty_cache
 from hsd_jax.models.hf_config import format_config, parse_config
 from hsd_jax.models.hidden import init_drafter
@@ -134,13 +135,18 @@ def random_tokens(vocab_size: int) -> np.ndarray:
     return np.random.default_rng(0).integers(1, vocab_size, (2, NUM_TOKENS)).astype(np.int32)
 
 
-def torch_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+def torch_logits(folder: Path, tokens: np.ndarray, dtype: str = "float32", rounded: bool = False) -> np.ndarray:
+    """What transformers computes in `dtype`; `rounded`: from the weights as bfloat16 holds them."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    dtype = getattr(torch, dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    if rounded:
+        for weight in model.parameters():
+            weight.data = weight.data.bfloat16().to(dtype)
     with torch.no_grad():
-        return model(torch.from_numpy(tokens).long(), use_cache=False).logits.numpy()
+        return model(torch.from_numpy(tokens).long(), use_cache=False).logits.float().numpy()
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +234,22 @@ def test_logits_equal_transformers(torch_checkpoint, case):
 
 
 @pytest.mark.hf
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3_text"])
+def test_bfloat16_logits_equal_transformers(torch_checkpoint, case):
+    """Up to bfloat16's own noise: the distance of float32 arithmetic on the same weights from the same logits."""
+    folder, tokens, _ = torch_checkpoint(case)
+    config = convert.read_config(folder)
+    found = np.asarray(whole_pass(convert.read_weights(folder, config, "bfloat16"), config, tokens).logits)
+    expected = torch_logits(folder, tokens, "bfloat16")
+    exact = torch_logits(folder, tokens, "float32", rounded=True)
+    noise, error = (np.sqrt(np.mean((logits - expected) ** 2)) for logits in (exact, found))
+    assert noise < 0.03 * exact.std()
+    assert error < 2 * noise  # where the device multiplies in bfloat16, two roundings meet: up to 1.4
+    if native.is_emulated(jnp.bfloat16):  # our activations are float32 then: only the weights are rounded
+        np.testing.assert_allclose(found, exact, atol=1e-4, rtol=0)
+
+
+@pytest.mark.hf
 @pytest.mark.parametrize("case", CASES)
 def test_saved_target_loads_in_transformers(torch_checkpoint, tmp_path, case):
     folder, tokens, expected = torch_checkpoint(case)
@@ -264,6 +286,28 @@ def test_sharded_checkpoint_equals_single_file(torch_checkpoint, tmp_path):
     config = convert.read_config(folder)
     assert convert.read_config(tmp_path) == config
     assert same_tree(convert.read_weights(folder, config), convert.read_weights(tmp_path, config))
+
+
+def test_shards_are_read_one_tensor_at_a_time(saved, weights, monkeypatch):
+    """Three files and an index give the weights of the one file, and no second copy of them is held on the way."""
+    tensors = load_file(saved / "model.safetensors")
+    (saved / "model.safetensors").unlink()
+    names = {f"model-{i}-of-3.safetensors": sorted(tensors)[i::3] for i in range(3)}
+    for file, part in names.items():
+        save_file({name: tensors[name] for name in part}, saved / file, metadata={"format": "pt"})
+    index = {"weight_map": {name: file for file, part in names.items() for name in part}}
+    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
+    read, held, alive = tensor_files.read_array, [], []
+
+    def watched(tensor):
+        alive.append(sum(array() is not None for array in held))
+        array = read(tensor)
+        held.append(weakref.ref(array))
+        return array
+
+    monkeypatch.setattr(tensor_files, "read_array", watched)
+    assert same_tree(convert.read_weights(saved, MODEL), weights)
+    assert len(alive) == len(tensors) and max(alive) == 0
 
 
 def test_loads_where_torch_cannot_be_imported(saved, weights):

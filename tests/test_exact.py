@@ -15,7 +15,7 @@ from test_accept import keyed
 
 from hsd_jax.types import NO_TOKEN
 
-PROPOSERS = ["beam", "chain", "two", "no_embeddings", "steered", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
+PROPOSERS = ["beam", "chain", "two", "no_embeddings", "layers", "steered", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
 TABLE = [
     *[("llama", proposer) for proposer in PROPOSERS],
     ("untied", toy.DECOYS_ORACLE),

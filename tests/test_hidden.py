@@ -18,7 +18,7 @@ import toy
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer.drafters.hidden import hidden_drafter, trunk_states
 from hsd_jax.infer.tree import ancestor_mask
-from hsd_jax.models.hidden import base_logits, init_drafter, token_info, trunk_pass
+from hsd_jax.models.hidden import base_logits, init_drafter, token_info, trunk_features, trunk_pass
 from hsd_jax.models.layers import rms_norm
 from hsd_jax.models.target import causal_mask, forward_sequence, lm_head
 
@@ -204,11 +204,12 @@ def find_stale_slot(setup: toy.Setup, state) -> str | None:
     target, drafter, config = setup.models["target"], setup.models["drafter"], setup.drafter_config
     tokens = jnp.maximum(state.tokens, 0)
     batch, num = tokens.shape
-    fresh = forward_sequence(target, setup.config, tokens)
+    fresh = forward_sequence(target, setup.config, tokens, taps=config.feature_layers)
+    features = trunk_features(drafter, config, fresh.hidden, fresh.features)
     following = jnp.roll(tokens, -1, 1)
     embeddings = target["embedding"][following] * setup.config.embed_scale
     positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
-    _, trunk = trunk_pass(drafter, config, fresh.hidden, embeddings, positions, causal_mask(batch, num), None)
+    _, trunk = trunk_pass(drafter, config, features, embeddings, positions, causal_mask(batch, num), None)
     parts = (("target", state.cache, fresh.new_kv), ("trunk", state.drafter.cache, trunk))
     for row in range(batch):
         for name, cache, wanted in parts:
@@ -219,7 +220,7 @@ def find_stale_slot(setup: toy.Setup, state) -> str | None:
                         return f"{name} {kind}, layer {layer}, row {row}"
         first, count = int(state.drafter.cache.length[row]), int(state.drafter.num_pending[row])
         place = slice(first, first + count)
-        if not np.allclose(state.drafter.pending[row, :count], fresh.hidden[row, place], **TOLERANCE):
+        if not np.allclose(state.drafter.pending[row, :count], features[row, place], **TOLERANCE):
             return f"pending features, row {row}"
         if state.drafter.next_tokens[row, :count].tolist() != following[row, place].tolist():
             return f"tokens behind the pending features, row {row}"
@@ -244,6 +245,26 @@ def test_caches_hold_what_fresh_passes_compute(variant):
     assert rounds > 6
     histogram = np.asarray(state.stats.accepted_histogram).sum(0)
     assert (histogram > 0).all(), histogram
+
+
+def test_caches_hold_what_several_layers_say():
+    """A drafter that reads fused layers, under its own trees: prefill and every round tap them."""
+    setup, call = toy.setup("llama", "layers"), toy.mixed_call()
+    assert setup.drafter.taps == setup.drafter_config.feature_layers == (0, 1)
+    state = call.start(setup.decoder, setup.models)
+    assert find_stale_slot(setup, state) is None
+    for _ in range(3):
+        state = call.resume(setup.decoder, setup.models, state, 2)
+        assert_lengths(state)
+        assert find_stale_slot(setup, state) is None
+    histogram = np.asarray(state.stats.accepted_histogram).sum(0)
+    assert (histogram > 0).all(), histogram
+    # The comparison would find the final hidden states in their place.
+    hidden = forward_sequence(setup.models["target"], setup.config, jnp.maximum(state.tokens, 0)).hidden
+    row = int(np.flatnonzero(state.drafter.num_pending)[0])
+    last = hidden[row, int(state.drafter.cache.length[row])]
+    moved = state.drafter.replace(pending=state.drafter.pending.at[row, 0].set(last))
+    assert find_stale_slot(setup, state.replace(drafter=moved)) == f"pending features, row {row}"
 
 
 def test_caches_survive_growing():

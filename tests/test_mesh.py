@@ -1,10 +1,15 @@
-"""Sharded decoding on 8 fake devices: the same tokens on every mesh, and weights that really are in parts."""
+"""Sharded decoding on 8 fake devices: the same tokens on every mesh, and weights that really are in parts.
+
+What runs step by step on a mesh, a stream or a training, compiles once.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
@@ -12,6 +17,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import hsd_jax
 from hsd_jax import sharding
+from hsd_jax.train import loop
 
 TREE = hsd_jax.TreeConfig(nodes=6, depth=2, width=2)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]
@@ -83,10 +89,27 @@ def test_one_row_and_plain_decoding_on_a_mesh():
         assert_same(found, [1])
 
 
+@pytest.fixture
+def compiled():
+    """Counts what XLA compiles, or takes from the folder of compiled programs, by the name of the function."""
+    counts = Counter()
+
+    def listen(event, seconds, **about):
+        if event == "/jax/core/compile/backend_compile_duration":
+            counts[about["fun_name"]] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield counts
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @needs_devices
 @slow
-def test_streaming_on_a_mesh():
+def test_streaming_on_a_mesh(compiled):
+    """The tokens of one device; the state comes back from the loop as it went in, so the loop compiles once."""
     pieces = list(hsd_jax.stream(on("data=2,model=2"), PROMPTS, rounds=2, **CALL))
+    assert len(pieces) > 2 * len(PROMPTS)
+    assert compiled["jit(loop)"] == compiled["jit(prefill)"] == 1
     for row in range(len(PROMPTS)):
         tokens = np.concatenate([p.tokens for p in pieces if p.row == row])
         assert tokens.tolist() == wanted().tokens[row, : wanted().num_tokens[row]].tolist()
@@ -121,6 +144,28 @@ def test_heads_are_never_cut():
     attention = on("model=8").target["layer_0"]["attn"]
     assert attention["q"]["kernel"].sharding.spec == PartitionSpec("model", None)
     assert attention["k"]["kernel"].sharding.spec == PartitionSpec(None, None)
+
+
+@needs_devices
+def test_training_compiles_its_step_once(compiled, standard_dtypes):
+    """The step returns its state where it found it, to the letter: dispatch, too, sees one kind of call."""
+    mesh, config = sharding.make_mesh("data=2,model=2"), loop.LoopConfig(steps=3, batch=4, length=2, warmup=1)
+
+    def loss(params, frozen, batch, key, step):
+        states = params["embedding"][batch["tokens"]] @ params["up"]["kernel"].T
+        return jnp.mean((states * params["norm"]["weight"] - 1) ** 2), {}
+
+    params = {"embedding": jnp.ones((8, 4)), "up": {"kernel": jnp.ones((6, 4))}, "norm": {"weight": jnp.ones(6)}}
+    state = {"params": params, "opt_state": loop.make_optimizer(config).init(params), "step": jnp.int32(0)}
+    state["seed"] = jnp.int32(0)
+    placement = sharding.weight_shardings(mesh, state, 2, 2)
+    train_step, state = loop.make_train_step(loss, config, placement), jax.device_put(state, placement)
+    batch = {"tokens": np.arange(12, dtype=np.int32).reshape(4, 3) % 8}
+    batch = jax.device_put(batch, sharding.row_shardings(mesh, batch, 4))
+    for _ in range(3):
+        state, _ = train_step(state, None, batch)
+    assert compiled["jit(step)"] == train_step._cache_size() == 1
+    assert state["params"]["up"]["kernel"].sharding.spec == PartitionSpec("model", None)
 
 
 @needs_devices

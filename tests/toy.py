@@ -295,6 +295,7 @@ TREES = {
     "chain": TreeConfig(nodes=5, depth=4, width=1),
     "two": TreeConfig(nodes=2, depth=1, width=1),
     "no_embeddings": TreeConfig(nodes=6, depth=2, width=2),
+    "layers": TreeConfig(nodes=6, depth=2, width=2),
 }
 """Trees of the hidden-state drafter, by the name of the proposer in `setup`."""
 
@@ -334,7 +335,8 @@ def setup(variant: str = "llama", proposer: str = "plain") -> Setup:
         "steered".
     """
     config, target = VARIANTS[variant], weights(variant)
-    wanted = drafter_config(config, committed_embeddings=proposer != "no_embeddings")
+    layers = (0, 1) if proposer == "layers" else ()
+    wanted = drafter_config(config, committed_embeddings=proposer != "no_embeddings", feature_layers=layers)
     drafter, drafter_weights = None, None
     if proposer in TREES:
         drafter = hidden_drafter(config, wanted, TREES[proposer])

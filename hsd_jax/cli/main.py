@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from hsd_jax.cli import bench, demo, generate, identity, info, train
+from hsd_jax.cli import bench, demo, generate, generate_data, identity, info, train
 
 ERROR, INTERRUPTED = 2, 130
 EPILOG = """\
@@ -20,7 +20,8 @@ examples:
   hsd demo
   hsd generate --demo $'User: I want to book a table for two in Oakland.\\nAssistant:'
   hsd generate --target DIR --drafter DIR --temperature 0.8 --seed 1 "Once upon a time,"
-  hsd train drafter --target DIR --data train.jsonl --out runs/drafter
+  hsd generate-data --target DIR --prompts train.jsonl --out own.jsonl
+  hsd train drafter --target DIR --data own.jsonl --out runs/drafter
   hsd bench --demo --prompts dev.jsonl --half report --json bench.json --plot bench.png
   hsd identity --demo --prompts dev.jsonl --half report --precision exact
 
@@ -41,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (generate, demo, bench, identity, train, info):
+    for module in (generate, demo, bench, identity, train, generate_data, info):
         module.add_parser(commands)
     return parser
 
@@ -58,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _use_cache()
         return args.run(args) or 0
-    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+    except BrokenPipeError:  # `hsd ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError, FloatingPointError) as error:
         if os.environ.get("HSD_DEBUG"):
             raise
         print(f"hsd: error: {error}", file=sys.stderr)
@@ -66,9 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nhsd: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `hsd ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def _use_cache() -> None:

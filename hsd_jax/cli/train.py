@@ -64,6 +64,18 @@ hsd train tokenizer --data train.jsonl --vocab-size 4096 --out runs/tokenizer
     _add_data_arguments(tokenizer)
     tokenizer.add_argument("--vocab-size", type=options.COUNT, default=4096, metavar="V", help="(default: 4096)")
 
+    curves = options.add_command(
+        kinds,
+        "curves",
+        run_curves,
+        "draw the curves of a run",
+        "Draw loss, acceptance and simulated tau of a run, finished or not, into OUT/curves.png.",
+        """
+hsd train curves --out runs/demo-drafter
+""",
+    )
+    curves.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
+
 
 def _add_data_arguments(parser: argparse.ArgumentParser, out_help: str = "folder of the result") -> None:
     parser.add_argument(
@@ -85,6 +97,7 @@ def _add_run_arguments(
         "--config", metavar="YAML", required=config_required, help=f"the recipe: a file as in configs/{default}"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=SET_HELP)
+    parser.add_argument("--force", action="store_true", help="continue a run that was begun with another recipe")
     parser.add_argument("--mesh", metavar="SPEC", help='devices, for example "data=2,model=4" (default: one device)')
 
 
@@ -95,7 +108,7 @@ def run_drafter(args: argparse.Namespace) -> int:
     from hsd_jax.train.drafter import DrafterRecipe
 
     recipe = DrafterRecipe.from_dict(read_recipe(args.config, args.set), args.config or "--set")
-    run_lib.train_drafter(args.target, args.data, args.out, recipe, make_mesh(args.mesh), options.say)
+    run_lib.train_drafter(args.target, args.data, args.out, recipe, make_mesh(args.mesh), options.say, force=args.force)
     return 0
 
 
@@ -106,7 +119,15 @@ def run_target(args: argparse.Namespace) -> int:
     from hsd_jax.train.target import TargetRecipe
 
     recipe = TargetRecipe.from_dict(read_recipe(args.config, args.set), args.config)
-    run_lib.train_target(args.data, args.out, recipe, make_mesh(args.mesh), options.say, args.tokenizer)
+    run_lib.train_target(args.data, args.out, recipe, make_mesh(args.mesh), options.say, args.tokenizer, args.force)
+    return 0
+
+
+def run_curves(args: argparse.Namespace) -> int:
+    """Draws the curves of a run."""
+    from hsd_jax.train.curves import draw_curves
+
+    options.say(f"wrote {draw_curves(args.out)}")
     return 0
 
 

@@ -15,10 +15,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer.step import Step
 from hsd_jax.models import cache as cache_lib
@@ -48,7 +46,9 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
         max_tokens: int,
     ) -> DecodeState:
         batch, num = tokens.shape
-        output = forward_sequence(models["target"], config, tokens)  # XLA drops the logits, which nobody reads
+        taps = () if drafter is None else drafter.taps
+        # XLA drops the logits, which nobody reads.
+        output = forward_sequence(models["target"], config, tokens, taps=taps)
         cache = cache_lib.empty_cache(
             config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, cache_dtype
         )
@@ -110,8 +110,7 @@ class Decoder:
 
     Args:
       precision: matmul precision of every product inside, a `jax.default_matmul_precision` name or None.
-      use_native: products of few rows by `models/native.py`, where that can be had; never on a mesh.
-      mesh: where states lie by the table of `sharding.py`, whichever program they come from.
+      use_native: products of few rows by `models/native.py`, where that can be had; not on a mesh.
     """
 
     def __init__(
@@ -122,16 +121,15 @@ class Decoder:
         cache_dtype=jnp.float32,
         precision: str | None = None,
         use_native: bool = True,
-        mesh: Mesh | None = None,
     ):
         self.max_depth = 0 if drafter is None else drafter.max_depth
         self._drafter = drafter
-        traced = functools.partial(_traced_with, precision, use_native and mesh is None, mesh)
+        with_precision = functools.partial(_traced_with, precision, use_native)
         self.prefill = jax.jit(
-            traced(make_prefill(config, drafter, cache_dtype)), static_argnames=("capacity", "max_tokens")
+            with_precision(make_prefill(config, drafter, cache_dtype)), static_argnames=("capacity", "max_tokens")
         )
-        self.loop = jax.jit(traced(make_loop(step, self.max_depth)), donate_argnums=4)
-        self._grow = jax.jit(traced(self._grown), static_argnames="capacity")
+        self.loop = jax.jit(with_precision(make_loop(step, self.max_depth)), donate_argnums=4)
+        self._grow = jax.jit(self._grown, static_argnames="capacity")
 
     def _grown(self, state: DecodeState, *, capacity: int) -> DecodeState:
         drafter_state = None if self._drafter is None else self._drafter.grow(state.drafter, capacity)
@@ -154,20 +152,13 @@ class Decoder:
             state = self._grow(state, capacity=2 * capacity)
 
 
-def _traced_with(precision: str | None, use_native: bool, mesh: Mesh | None, function: Callable) -> Callable:
-    """A function that returns a state, traced under a matmul precision and with or without the native kernel.
-
-    On a mesh it lays the state as `row_shardings` says. XLA would choose anew in every program, and the loop would
-    compile again for each choice.
-    """
+def _traced_with(precision: str | None, use_native: bool, function: Callable) -> Callable:
+    """`function` traced under a matmul precision and with or without the native kernel."""
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
         context = contextlib.nullcontext() if precision is None else jax.default_matmul_precision(precision)
         with context, native.enabled(use_native):
-            state = function(*args, **kwargs)
-        if mesh is None:
-            return state
-        return lax.with_sharding_constraint(state, sharding_lib.row_shardings(mesh, state, state.length.shape[0]))
+            return function(*args, **kwargs)
 
     return wrapped

@@ -227,7 +227,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state) -> di
         tree_, cache = inputs
         positions = cache.length[:, None] + tree_.depth
         ancestors = ancestor_mask(tree_, tree.depth)
-        output = forward(models["target"], config, tree_.tokens, positions, ancestors, cache)
+        output = forward(models["target"], config, tree_.tokens, positions, ancestors, cache, taps=drafter.taps)
         return (output, ancestors), inputs
 
     def commit(models, inputs):

@@ -40,7 +40,9 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         with jax.named_scope("target"):
             ancestors = ancestor_mask(tree, drafter.max_depth)
             positions = root_position[:, None] + tree.depth
-            output = forward(models["target"], config, tree.tokens, positions, ancestors, state.cache)
+            output = forward(
+                models["target"], config, tree.tokens, positions, ancestors, state.cache, taps=drafter.taps
+            )
         with jax.named_scope("judge"):
             verdict = rule.verify(state.keys, tree, ancestors, output.logits, sampling, root_position)
             num_committed, done = cut(verdict.emitted, verdict.num_accepted + 1, limits, state)

@@ -1,4 +1,4 @@
-"""The hidden-state drafter's weights: a token-free trunk and, separately, the token-info injector.
+"""The hidden-state drafter's weights: a token-free trunk, the fusion in front of it, and the token-info injector.
 
 The trunk maps a state that predicts position t to one that predicts position t + 1; it reads the target's features of
 committed positions and its own earlier states, never a drafted token (Lyanna, arXiv:2602.21224). The injector adds
@@ -88,6 +88,27 @@ def trunk_pass(
     return cast(tuple[Array, NewKV], output)
 
 
+def trunk_features(
+    weights: Weights,
+    config: DrafterConfig,
+    hidden: Float[Array, "... H"],
+    features: tuple[Float[Array, "... H"], ...],
+) -> Float[Array, "... H"]:
+    """What the trunk reads of a pass of the target: the final hidden states, or the tapped layers fused.
+
+    Fusion is one linear layer over the residual streams, each normalised with its own weights, side by side. It sees
+    committed positions only, so the recurrence stays token-free (methods.md, A2).
+
+    Args:
+      hidden, features: of a `ModelOutput` with `config.feature_layers` tapped.
+    """
+    if not config.feature_layers:
+        return hidden
+    norms = weights["fusion"]["norm"].astype(jnp.float32).reshape(len(config.feature_layers), -1)
+    normed = [rms_norm(x, norm, config.norm_eps) for x, norm in zip(features, norms, strict=True)]
+    return matmul(jnp.concatenate(normed, -1), weights["fusion"]["kernel"])
+
+
 def base_logits(
     weights: Weights,
     config: DrafterConfig,
@@ -110,13 +131,19 @@ def token_info(weights: Weights, config: DrafterConfig, previous: Int[Array, "..
 def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
     """Random float32 weights; `injector/bias` is zero, so the first logits are the base logits."""
     trunk_key, table_key = jax.random.split(key)
+    width = config.hidden_size * len(config.feature_layers)
     one = jnp.zeros((1, 1), jnp.int32)
     state = jnp.zeros((1, 1, config.hidden_size))
     mask = jnp.ones((1, 1, 1), bool)
     trunk = Trunk(config).init(trunk_key, state, state, one, mask, None, None)["params"]
     if config.committed_embeddings:  # created only on the pass without embeddings
         trunk = dict(trunk, no_token=jnp.zeros(config.hidden_size))
+    fusion = {}
+    if width:
+        kernel = jax.random.normal(jax.random.fold_in(key, 1), (config.hidden_size, width)) * width**-0.5
+        fusion = {"fusion": {"norm": jnp.ones(width), "kernel": kernel}}
     return {
+        **fusion,
         "trunk": trunk,
         "output_norm": {"weight": jnp.ones(config.hidden_size)},
         "injector": {

@@ -1,160 +1,242 @@
-"""From files to packed token rows: reading documents, rendering chats, packing, deterministic batches.
+"""The data of a run: files to rows (`rows.py`), rows to an endless, deterministic, resumable stream of batches.
 
-A document is one string. Files are plain text (one document a file), or JSON lines whose objects hold `text`,
-`prompt` and `response`, `question` and `answer`, or a conversation as `turns` or `messages` (see `conversation`).
-Read next: `loop.py`.
+A run's batches depend on its files, tokenizer, options and seed, never on the machine. Read next: `loop.py`.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-_NAMES = {"User": ("u", "user", "human"), "Assistant": ("s", "assistant", "gpt")}
-SPEAKERS = {alias: name for name, aliases in _NAMES.items() for alias in aliases}
-CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
-"""GSM8K writes `<<48/2=24>>` before results; they are no text anybody wants to read."""
+from hsd_jax.train.documents import (
+    CALCULATOR_NOTE,
+    SPEAKERS,
+    Document,
+    conversation,
+    load_documents,
+    read_chat_template,
+    read_documents,
+    render_record,
+    render_turns,
+    text_of,
+)
+from hsd_jax.train.rows import ALL, PACKED, PADDED, RESPONSES, Rows, make_rows
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = [
+    "CALCULATOR_NOTE",
+    "SPEAKERS",
+    "Batches",
+    "DataConfig",
+    "Rows",
+    "batches",
+    "conversation",
+    "pack",
+    "read_chat_template",
+    "read_documents",
+    "read_rows",
+    "read_tokenizer",
+    "render_record",
+    "render_turns",
+    "text_of",
+]
 
 
-_TURN_KEYS = (("role", "content"), ("from", "value"))
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """How documents become rows; section `data` of a recipe."""
+
+    packing: str = PACKED
+    """packed: documents behind one another, cut into rows without padding; padded: one document a row, cut at the
+    row's length, the rest of the row padded."""
+    loss_on: str = ALL
+    """all, or responses: what an assistant says, and the end of its turn."""
+    chat_template: bool = True
+    """Conversations in the tokenizer's own chat template, if it has one; else as `User: ...` and `Assistant: ...`."""
+    seed: int | None = None
+    """Of the order of documents and rows; None: the run's."""
+
+    def __post_init__(self):
+        for name, allowed in (("packing", (PACKED, PADDED)), ("loss_on", (ALL, RESPONSES))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"data.{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}")
+        if not isinstance(self.chat_template, bool):
+            raise ValueError(f"data.chat_template={self.chat_template!r}: allowed are true and false")
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"data.seed={self.seed}: must be at least 0")
 
 
-def text_of(record: dict, field: str, where: str) -> str:
-    """A field that must hold text.
-
-    Raises:
-      ValueError: naming file, line, field and what it holds, null for example.
-    """
-    value = record[field]
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: {field} is {_shown(value)}: expected a text")
-    return value
-
-
-def conversation(record: dict, field: str, where: str) -> list[tuple[str, str]]:
-    """Speaker and text of each turn of a field that lists pairs, objects with role and content, or with from and value.
-
-    Raises:
-      ValueError: naming file, line and the turn that is something else.
-    """
-    if not isinstance(record[field], list):
-        raise ValueError(f"{where}: {field} is {_shown(record[field])}: expected a list")
-    pairs = []
-    for number, turn in enumerate(record[field], 1):
-        pair = turn
-        if isinstance(turn, dict):
-            pair = next(([turn[k] for k in keys] for keys in _TURN_KEYS if set(keys) <= set(turn)), None)
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
-            raise ValueError(
-                f"{where}: turn {number} of {field} is {_shown(turn)}: expected the texts [speaker, text], role and"
-                " content, or from and value"
-            )
-        pairs.append((pair[0], pair[1]))
-    return pairs
-
-
-def _shown(value: Any) -> str:
-    """A value as it stands in the file, not too long for an error."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def render_turns(turns: Sequence[tuple[str, str]], open_for: str | None = None) -> str:
-    """One line a turn, `User: ...` or `Assistant: ...`; `open_for` leaves the next speaker's line open."""
-    lines = [f"{SPEAKERS.get(who.lower(), who.capitalize())}: {' '.join(text.split())}" for who, text in turns]
-    if open_for is not None:
-        lines.append(f"{open_for}:")
-    return "\n".join(lines)
-
-
-def render_record(record: dict, where: str) -> str:
-    """The document of one JSON line.
-
-    Raises:
-      ValueError: naming file, line and the fields that would do, or the field that holds no text.
-    """
-    if "text" in record:
-        return text_of(record, "text", where)
-    for field in ("turns", "messages"):
-        if field in record:
-            return render_turns(conversation(record, field, where))
-    if "question" in record and "answer" in record:
-        question, answer = (text_of(record, field, where) for field in ("question", "answer"))
-        answer = CALCULATOR_NOTE.sub("", answer).replace("\n#### ", "\nThe answer is ")
-        return f"Question: {question.strip()}\nAnswer: {answer.strip()}."
-    if "prompt" in record and "response" in record:
-        return text_of(record, "prompt", where) + text_of(record, "response", where)
-    raise ValueError(
-        f"{where}: fields {sorted(record)}; expected text, turns, messages, question and answer, or prompt and response"
-    )
-
-
-def read_documents(path: str | Path) -> list[str]:
-    """All documents of one file.
+def read_tokenizer(folder: str | Path) -> tuple[Tokenizer, int | None, int]:
+    """The tokenizer of a folder, the token it puts before a text (None if it puts none), and the end token.
 
     Raises:
-      FileNotFoundError: if the file is missing.
-      ValueError: if it is empty, not UTF-8, or holds a line that is no known record; names file and line.
+      FileNotFoundError: without a `tokenizer.json`.
+      ValueError: if it cannot be read, or the folder names no end token.
     """
-    path = Path(path)
+    from tokenizers import Tokenizer
+
+    from hsd_jax.models import convert  # imports jax, which the programs that only render records need not wait for
+
+    folder = Path(folder)
+    path = folder / "tokenizer.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such data file")
+        raise FileNotFoundError(f"{path}: training needs the target's tokenizer in this form")
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    if path.suffix != ".jsonl":
-        documents = [text]
-    else:
-        documents = []
-        for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON strings may hold U+2028
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not JSON ({error.msg})") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"{path}:{number}: a JSON {type(record).__name__}; expected an object")
-            documents.append(render_record(record, f"{path}:{number}"))
-    documents = [d for d in documents if d.strip()]
-    if not documents:
-        raise ValueError(f"{path}: holds no document")
-    return documents
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ValueError(f"{path}: not a tokenizer ({error})") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    eos = convert.read_eos(folder, tokenizer)
+    if not eos:
+        raise ValueError(f"{folder}: names no end token; set eos_token_id in config.json")
+    bos = convert.read_bos(folder, tokenizer)
+    starts = tokenizer.encode("", add_special_tokens=True).ids[:1] == [bos]
+    return tokenizer, bos if starts else None, eos[0]
+
+
+def read_rows(
+    files: Sequence[str | Path],
+    folder: str | Path,
+    length: int,
+    seed: int,
+    vocab_size: int,
+    config: DataConfig = DataConfig(),
+) -> Rows:
+    """The rows of some files for the tokenizer, and the chat template if wanted, of `folder`.
+
+    Args:
+      length: tokens of a row, less the last label.
+      seed: the run's, used where `config` has none.
+      vocab_size: of the model.
+    Raises:
+      FileNotFoundError: if a file or the tokenizer is missing.
+      ValueError: naming file and line, for data that cannot be read or hold nothing to learn.
+    """
+    if not files:
+        raise ValueError("no data files given")
+    tokenizer, bos, eos = read_tokenizer(folder)
+    template = read_chat_template(folder) if config.chat_template else None
+    find = config.loss_on == RESPONSES
+    documents = [document for file in files for document in load_documents(file, template, find)]
+    seed = seed if config.seed is None else config.seed
+    return make_rows(documents, tokenizer, length, bos, eos, seed, vocab_size, config.packing, config.loss_on)
 
 
 def pack(documents: Sequence[str], tokenizer, length: int, bos: int | None, eos: int, seed: int) -> np.ndarray:
-    """Token rows [num, length + 1]: documents in a seeded order, each closed by `eos`, cut without padding.
+    """Token rows [num, length + 1] of texts in a seeded order, packed."""
+    as_documents = [Document("", text) for text in documents]
+    return make_rows(as_documents, tokenizer, length, bos, eos, seed, tokenizer.get_vocab_size()).tokens
 
-    The extra token is the last label. Neighbouring rows share one token, so that no label is lost.
-    """
-    order = np.random.default_rng(seed).permutation(len(documents))
-    encoded = tokenizer.encode_batch([documents[i] for i in order], add_special_tokens=False)
-    head = [] if bos is None else [bos]
-    stream = np.concatenate([np.asarray([*head, *e.ids, eos], np.int32) for e in encoded])
-    num = (len(stream) - 1) // length
-    if num < 1:
-        raise ValueError(f"the data hold {len(stream)} tokens: fewer than one row of {length + 1}")
-    return np.stack([stream[i * length : (i + 1) * length + 1] for i in range(num)])
+
+@functools.lru_cache(maxsize=2)  # neighbouring batches may lie in two epochs
+def _epoch_order(seed: int, epoch: int, num: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(num)
+
+
+def _rows_in_use(num: int, batch: int) -> int:
+    """Rows of an epoch: whole batches only."""
+    if num < batch:
+        raise ValueError(f"{num} rows of text: fewer than one batch of {batch}")
+    return num // batch * batch
 
 
 def batches(rows: np.ndarray, batch: int, seed: int, start_step: int = 0) -> Iterator[np.ndarray]:
-    """Endless batches, reshuffled every epoch; batch `i` depends on `seed` and `i` alone, so training resumes.
+    """Endless batches of bare rows in the order of `Batches`; batch `i` depends on `seed` and `i` alone.
 
     Raises:
       ValueError: if there are fewer rows than one batch needs.
     """
-    per_epoch = len(rows) // batch
-    if per_epoch < 1:
-        raise ValueError(f"{len(rows)} rows of text: fewer than one batch of {batch}")
-    epoch, first = divmod(start_step, per_epoch)
+    per_epoch = _rows_in_use(len(rows), batch) // batch
+    step = start_step
     while True:
-        order = np.random.default_rng((seed, epoch)).permutation(len(rows))
-        for i in range(first, per_epoch):
-            yield rows[order[i * batch : (i + 1) * batch]]
-        epoch, first = epoch + 1, 0
+        epoch, i = divmod(step, per_epoch)
+        yield rows[_epoch_order(seed, epoch, len(rows))[i * batch : (i + 1) * batch]]
+        step += 1
+
+
+class Batches:
+    """An endless iterator over `{"tokens": int32 [B, T+1], "mask": bool [B, T+1]}`, reshuffled every epoch.
+
+    Batch `i` depends on rows, `batch`, `seed` and `i` alone, whatever the number of processes: process p reads the
+    p-th part of it, B = batch / process_count rows. With `features`, "hidden" [B, T, H] comes along.
+
+    Args:
+      batch: rows of a step, over all processes.
+      features: `take([B] row indices) -> [B, T, H]`, for example `features.Features`.
+    Raises:
+      ValueError: if there are fewer rows than one batch needs, processes do not divide it, or grain is missing.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        batch: int,
+        seed: int,
+        *,
+        process_index: int = 0,
+        process_count: int = 1,
+        features: Any = None,
+    ):
+        if batch % process_count or not 0 <= process_index < process_count:
+            raise ValueError(
+                f"train.batch={batch}: must be a multiple of the {process_count} processes, of which this is"
+                f" {process_index}"
+            )
+        try:
+            import grain
+        except ImportError as error:
+            raise ValueError("training reads data by grain: pip install 'hsd_jax[train]'") from error
+        num = len(rows.tokens)
+        in_use = _rows_in_use(num, batch)
+
+        def shuffled(index: int, _: int) -> int:  # counts on through the epochs
+            epoch, place = divmod(index, in_use)
+            return int(_epoch_order(seed, epoch, num)[place])
+
+        def read(at: np.ndarray) -> dict[str, np.ndarray]:
+            found = {"tokens": rows.tokens[at], "mask": rows.mask[at]}
+            return found if features is None else found | {"hidden": features.take(at)}
+
+        parts = grain.MapDataset.range(in_use).map_with_index(shuffled).batch(batch // process_count)
+        mine = parts[process_index::process_count].map(read).repeat()
+        # Rows in memory need no thread; features come from the disk.
+        options = grain.ReadOptions(num_threads=0 if features is None else 1, prefetch_buffer_size=2)
+        self._iterator = iter(mine.to_iter_dataset(options))
+        self._setting = {"rows": rows.fingerprint, "batch": batch, "seed": seed}
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the iterator stands, ready for JSON: `step` batches have been given out."""
+        return {"step": self._iterator.get_state()["next_index"], **self._setting}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes where `get_state` was called; the number of processes may be another.
+
+        Raises:
+          ValueError: naming what differs, if the state is of other rows, another batch or another seed.
+        """
+        for name, here in self._setting.items():
+            if state.get(name) != here:
+                raise ValueError(f"the state of the data has {name}={state.get(name)!r}, this run {name}={here!r}")
+        self.seek(state["step"])
+
+    def seek(self, step: int) -> None:
+        """The next batch is that of `step`, counted from 0."""
+        self._iterator.set_state({"next_index": step})
+
+    def close(self) -> None:
+        """Ends the thread that reads ahead."""
+        self._iterator.close()

@@ -1,29 +1,38 @@
 """Training the hidden-state drafter: the recipe, and a loss that runs target and unroll on packed text.
 
-The target runs in the same pass that trains (nothing is cached on disk) and is frozen. The K heads over the whole
-vocabulary cost most, so each row lends only `anchors_per_row` random anchors to the loss. Read next: `run.py`.
+The target runs in the same pass that trains, unless the batch brings its hidden states, and is frozen. The K heads over
+the whole vocabulary cost most, so each row lends only `anchors_per_row` random anchors to the loss. Read next:
+`unroll.py` for the states, `losses.py` for the divergences, `run.py` for whole runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig
-from hsd_jax.models.hidden import base_logits, token_info
-from hsd_jax.models.target import forward_sequence
-from hsd_jax.train import losses
+from hsd_jax.models.cache import take_nodes
+from hsd_jax.models.hidden import trunk_features
+from hsd_jax.models.target import forward_sequence, lm_head
+from hsd_jax.train import losses, on_policy
+from hsd_jax.train.anchors import chain_metrics, labels_of_anchors, sample_anchors
+from hsd_jax.train.data import DataConfig
+from hsd_jax.train.drafts import Drafts, logits_of_draws, logits_of_text
+from hsd_jax.train.evaluate import EvalConfig
+from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
 from hsd_jax.train.target import at_least, check_loop, read_section, read_sections
 from hsd_jax.train.unroll import unroll
+from hsd_jax.types import Weights
 
-ABLATED_DEPTH = 3
-"""Where agreement is shown with and without token information (methods.md 1.9)."""
+LOW_MID_HIGH = "low_mid_high"
+"""EAGLE-3's choice of three feature layers: 2, half of all, the third from the last."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +49,18 @@ class DrafterModel:
     rank: int = 128
     """Of the token-info factors."""
     committed_embeddings: bool = True
+    feature_layers: tuple[int, ...] | str = ()
+    """Layers of the target, from 0, behind which the trunk reads; low_mid_high for 2, L // 2 and L - 3; empty for the
+    final hidden state."""
 
     def __post_init__(self):
         at_least("model", self, num_layers=1, num_steps=1, rank=1)
+        layers = self.feature_layers
+        if layers != LOW_MID_HIGH and not DrafterConfig.are_layers(layers):
+            shown = list(layers) if isinstance(layers, tuple) else layers
+            raise ValueError(
+                f"model.feature_layers={shown!r}: allowed are {LOW_MID_HIGH} and layer numbers from 0, ascending"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,18 +68,37 @@ class LossConfig:
     """What is minimised, and over how many anchors."""
 
     divergence: str = "kl"
-    """kl, ce or tv, of the drafter's law from the target's."""
+    """Of the drafter's law from the target's: kl, rkl, jsd, tv, ce, or ce_tv for 0.1 ce + 0.9 tv (tv is half of L1)."""
+    jsd_beta: float = 0.5
+    """The target's share of the mixture in jsd; near 0 it acts as kl, near 1 as rkl."""
     decay: float = 0.8
     """Weight of depth k relative to depth k - 1."""
     anchors_per_row: int = 128
     """Random positions a row drafts from in a step; all of them if the row has fewer."""
+    anneal_steps: int = 0
+    """Steps over which the loss moves from the trunk's logits alone to those with token information; 0: at once."""
+    feature_weight: float = 0.0
+    """Weight of the distance (SmoothL1) of the trunk's states from the target's own later hidden states."""
+    feature_steps: int = 0
+    """Steps over which that weight falls to 0; 0: it stays."""
+    on_policy: float = 0.0
+    """Share of passes, at random, whose previous tokens the drafter draws itself and the target judges."""
+    on_policy_anchors: int = 16
+    """Anchors a row in such a pass; each costs the target num_steps - 1 nodes."""
 
     def __post_init__(self):
-        at_least("loss", self, anchors_per_row=1)
+        at_least("loss", self, anchors_per_row=1, anneal_steps=0, feature_steps=0, on_policy_anchors=1)
         if self.divergence not in losses.DIVERGENCES:
             raise ValueError(f"loss.divergence={self.divergence!r}: allowed are {', '.join(losses.DIVERGENCES)}")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"loss.decay={self.decay}: allowed is 0 < decay <= 1")
+        allowed = {
+            "jsd_beta": (0 < self.jsd_beta < 1, "0 < jsd_beta < 1"),
+            "decay": (0 < self.decay <= 1, "0 < decay <= 1"),
+            "feature_weight": (0 <= self.feature_weight < float("inf"), "0 and more"),
+            "on_policy": (0 <= self.on_policy < 1, "0 <= on_policy < 1"),
+        }
+        for name, (is_allowed, wanted) in allowed.items():
+            if not is_allowed:
+                raise ValueError(f"loss.{name}={getattr(self, name)}: allowed is {wanted}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +107,9 @@ class DrafterRecipe:
 
     model: DrafterModel = DrafterModel()
     loss: LossConfig = LossConfig()
+    data: DataConfig = DataConfig()
+    features: FeatureConfig = FeatureConfig()
+    eval: EvalConfig = EvalConfig()
     train: LoopConfig = LoopConfig()
 
     @classmethod
@@ -79,7 +119,14 @@ class DrafterRecipe:
         Raises:
           ValueError: naming the wrong key or value and the valid ones.
         """
-        kinds = {"model": DrafterModel, "loss": LossConfig, "train": LoopConfig}
+        kinds = {
+            "model": DrafterModel,
+            "loss": LossConfig,
+            "data": DataConfig,
+            "features": FeatureConfig,
+            "eval": EvalConfig,
+            "train": LoopConfig,
+        }
         parts = read_sections(cls, values, where)
         recipe = cls(**{name: read_section(kinds[name], part, f"{where}: {name}") for name, part in parts.items()})
         check_loop(recipe.train)
@@ -90,7 +137,7 @@ def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = 
     """The configuration of a drafter for `target`: its width, vocabulary, rotary embedding and head shape.
 
     Raises:
-      ValueError: if query heads are no multiple of key/value heads.
+      ValueError: if query heads are no multiple of key/value heads, or the target lacks a layer to read.
     """
     sizes = {
         name: getattr(target, name) if getattr(model, name) is None else getattr(model, name)
@@ -100,7 +147,7 @@ def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = 
         raise ValueError(
             f"model.num_heads={sizes['num_heads']}: must be a multiple of model.num_kv_heads={sizes['num_kv_heads']}"
         )
-    return DrafterConfig(
+    config = DrafterConfig(
         hidden_size=target.hidden_size,
         num_layers=model.num_layers,
         vocab_size=target.vocab_size,
@@ -111,99 +158,137 @@ def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = 
         rope=target.rope,
         max_position=target.max_position,
         target_hash=target_hash,
+        feature_layers=_feature_layers(model.feature_layers, target.num_layers),
         **sizes,
     )
+    config.check_feature_layers(target.num_layers)
+    return config
 
 
-def sample_anchors(key: jax.Array, batch: int, length: int, count: int) -> Int[Array, "B A"]:
-    """`count` different anchors a row, ascending, among those with at least one label: 0..length-2.
+def _feature_layers(layers: tuple[int, ...] | str, num_layers: int) -> tuple[int, ...]:
+    """Layer numbers; those of LOW_MID_HIGH, if that is what stands there."""
+    if isinstance(layers, tuple):
+        return layers
+    found = (2, num_layers // 2, num_layers - 3)
+    if not DrafterConfig.are_layers(found):
+        raise ValueError(
+            f"model.feature_layers={LOW_MID_HIGH}: a target of {num_layers} layers is too small for {list(found)}; list"
+            " the layers"
+        )
+    return found
 
-    Consumes the key. All of them if there are no more than `count`.
+
+def check_hidden_cache(config: DrafterConfig, cache: str) -> None:
+    """Refuses a cache of final hidden states for a drafter that reads other layers.
+
+    Args:
+      cache: how the caller's recipe names the cache.
     """
-    available = length - 1
-    if count >= available:
-        return jnp.broadcast_to(jnp.arange(available), (batch, available))
-    _, chosen = lax.top_k(jax.random.uniform(key, (batch, available)), count)
-    return jnp.sort(chosen, -1)
+    if config.feature_layers:
+        raise ValueError(
+            f"model.feature_layers={list(config.feature_layers)} with {cache}: the cache holds the target's final"
+            " hidden states only; drop one of the two"
+        )
+
+
+def read_target(
+    frozen: Weights, target_config: ModelConfig, config: DrafterConfig, batch: dict[str, Array]
+) -> tuple[Float[Array, "B T H"], tuple[Float[Array, "B T H"], ...], Float[Array, "B T V"]]:
+    """The target's final states, the residual streams behind the layers the drafter reads, and the target's logits."""
+    if "hidden" not in batch:
+        output = forward_sequence(frozen, target_config, batch["tokens"][:, :-1], taps=config.feature_layers)
+        return output.hidden, output.features, output.logits
+    check_hidden_cache(config, "hidden states in the batch")
+    hidden = batch["hidden"].astype(jnp.float32)
+    return hidden, (), lm_head(frozen, target_config, hidden)
+
+
+def node_loss(
+    config: LossConfig,
+    target_logits: Float[Array, "M V"],
+    base: Float[Array, "M V"],
+    draft_logits: Float[Array, "M V"],
+    step: Int[Array, ""],
+) -> Float[Array, "M"]:
+    """The divergence of each node, moved over `anneal_steps` from the base logits to those with token information.
+
+    So the trunk learns what it can before the injector explains its mistakes away (Domino, arXiv:2605.29707).
+    """
+    divergence = losses.DIVERGENCES[config.divergence]
+    if config.divergence == "jsd":
+        divergence = functools.partial(divergence, beta=config.jsd_beta)
+    if not config.anneal_steps:
+        return divergence(target_logits, draft_logits)
+    share = losses.progress(step, config.anneal_steps)
+    return (1 - share) * divergence(target_logits, base) + share * divergence(target_logits, draft_logits)
 
 
 def make_loss(target_config: ModelConfig, config: DrafterConfig, loss_config: LossConfig = LossConfig()) -> Loss:
     """The drafter's loss for `loop.fit`: `params` are the drafter's weights, `frozen` the target's.
 
-    Rows hold length + 1 packed tokens. Labels are the target's laws given the corpus prefix, and the previous token
-    of a depth is the corpus token, which is exact on accepted paths. Metrics: see `chain_metrics`.
+    A batch holds `tokens` [B, T+1] and `mask` [B, T+1], True where a token is a label worth learning (a row's first two
+    never are: no anchor drafts them). It may hold `hidden` [B, T, H], the target's final states, of which then only
+    the LM head is computed. Labels are the target's laws given the row's text, and the previous token of a depth is the
+    row's, which is exact on accepted paths; in passes on policy both follow the drafter's own draws.
+
+    The metrics are those of `chain_metrics`, always of the row's text, and where they apply `on_policy`, 1 in a pass
+    on policy, and `feature_distance`.
+
+    Raises:
+      ValueError: if the target lacks a layer the drafter reads, or a single depth is to be trained on policy.
     """
-    divergence = losses.DIVERGENCES[loss_config.divergence]
+    config.check_feature_layers(target_config.num_layers)
+    if loss_config.on_policy and config.num_steps < 2:
+        raise ValueError(f"loss.on_policy={loss_config.on_policy}: needs model.num_steps of at least 2")
     weights = losses.depth_weights(config.num_steps, loss_config.decay)
 
-    def loss(params, frozen, rows, key):
+    def loss(params, frozen, batch, key, step):
         frozen = lax.stop_gradient(frozen)  # the LM head and the embeddings too
+        tokens = batch["tokens"][:, :-1]
         with jax.named_scope("target"):
-            output = forward_sequence(frozen, target_config, rows[:, :-1])
-        embeddings = None
-        if config.committed_embeddings:
-            embeddings = frozen["embedding"][rows[:, 1:]].astype(jnp.float32) * target_config.embed_scale
-        batch, length = rows.shape[0], rows.shape[1] - 1
-        anchors = sample_anchors(key, batch, length, loss_config.anchors_per_row)
+            hidden, features, logits = read_target(frozen, target_config, config, batch)
+        labels = labels_of_anchors(batch["mask"], config.num_steps)
+        anchors = sample_anchors(key, labels.any(-1), loss_config.anchors_per_row)
         with jax.named_scope("unroll"):
-            states = unroll(params, config, output.hidden, embeddings, anchors)
-        # Anchor a has root a + 1: the token of depth k stands at a + 1 + k, its law and its previous token at a + k.
-        labels = anchors[:, :, None] + jnp.arange(1, config.num_steps + 1)
-        mask = labels < length
-        labels = jnp.minimum(labels, length - 1) + length * jnp.arange(batch)[:, None, None]
-        # Two axes only: XLA on CPU needs twice the time for the same gradients over [B, A, K, V].
-        labels = labels.reshape(-1)
-        with jax.named_scope("head"):
-            base = base_logits(params, config, frozen, target_config, states.reshape(labels.shape[0], -1))
-            draft_logits = base + token_info(params, config, rows[:, :-1].reshape(-1)[labels])
-            target_logits = output.logits.reshape(batch * length, -1)[labels]
-        with jax.named_scope("divergence"):
-            nats = divergence(target_logits, draft_logits).reshape(mask.shape)
-        metrics = chain_metrics(target_logits, draft_logits, base, mask)
-        return losses.over_depths(nats, mask, weights), lax.stop_gradient(metrics)
+            embeddings = None
+            if config.committed_embeddings:
+                embeddings = frozen["embedding"][batch["tokens"][:, 1:]].astype(jnp.float32) * target_config.embed_scale
+            states = unroll(params, config, trunk_features(params, config, hidden, features), embeddings, anchors)
+        positions = jnp.minimum(anchors[:, :, None] + jnp.arange(1, config.num_steps + 1), tokens.shape[1] - 1)
+        drafts = Drafts(anchors, states, positions, take_nodes(labels, anchors, axis=1))
+
+        def judged(drafts: Drafts, draw_key: jax.Array | None):
+            models = params, config, frozen, target_config
+            with jax.named_scope("head"):
+                target_logits, base, draft_logits = logits_of_text(*models, drafts, tokens, logits)
+            metrics = chain_metrics(target_logits, draft_logits, base, drafts.mask)
+            if draw_key is not None:
+                with jax.named_scope("on_policy"):
+                    target_logits, draft_logits = logits_of_draws(draw_key, *models, drafts, tokens, logits, base)
+            with jax.named_scope("divergence"):
+                values = node_loss(loss_config, target_logits, base, draft_logits, step).reshape(drafts.mask.shape)
+            return losses.over_depths(values, drafts.mask, weights), metrics
+
+        def of_draws():
+            choice, draw_key = jax.random.split(jax.random.fold_in(key, 1))
+            few = on_policy.choose_anchors(choice, drafts.mask.any(-1), loss_config.on_policy_anchors)
+            return judged(jax.tree.map(lambda x: take_nodes(x, few, axis=1), drafts), draw_key)
+
+        if loss_config.on_policy:
+            is_on_policy = jax.random.uniform(jax.random.fold_in(key, 0)) < loss_config.on_policy
+            value, metrics = lax.cond(is_on_policy, of_draws, lambda: judged(drafts, None))
+            metrics["on_policy"] = is_on_policy.astype(jnp.float32)
+        else:
+            value, metrics = judged(drafts, None)
+        if loss_config.feature_weight:
+            later = take_nodes(hidden, positions.reshape(len(tokens), -1), axis=1).reshape(states.shape)
+            metrics["feature_distance"] = losses.over_depths(
+                losses.feature_distance(states, later), drafts.mask, weights
+            )
+            share = 1.0
+            if loss_config.feature_steps:
+                share -= losses.progress(step, loss_config.feature_steps)
+            value += loss_config.feature_weight * share * metrics["feature_distance"]
+        return value, lax.stop_gradient(metrics)
 
     return loss
-
-
-def chain_metrics(
-    target_logits: Float[Array, "BAK V"],
-    draft_logits: Float[Array, "BAK V"],
-    base: Float[Array, "BAK V"],
-    mask: Bool[Array, "B A K"],
-) -> dict[str, Array]:
-    """How a greedy chain would fare, over the anchors all of whose labels lie in the row.
-
-    A proxy: the target's argmax is taken given the corpus prefix, not given its own text.
-
-    Returns:
-      acceptance: [K], agreement with the target's argmax at a depth, of the anchors that agreed at all before it.
-      tau: one plus the mean number of leading agreements.
-      agreement_3, agreement_3_base: at depth 3 whatever came before, with and without token information.
-      overlap: sum of min(p, q) at depth 1, the chance that a sampled draft token is accepted.
-    """
-    num_steps = mask.shape[2]
-    whole = mask[:, :, -1].reshape(-1)
-    best = jnp.argmax(target_logits, -1)[:, None]
-
-    def agrees(logits: Array, best: Array) -> Array:
-        # A maximum costs a tenth of an argmax on CPU; exact ties count as agreement.
-        return jnp.take_along_axis(logits, best, -1)[:, 0] >= jnp.max(logits, -1)
-
-    def total(hits: Array) -> Array:
-        return hits.astype(jnp.float32).sum(0)
-
-    count = jnp.maximum(total(whole), 1.0)
-    agreed = agrees(draft_logits, best).reshape(-1, num_steps) & whole[:, None]
-    kept = total(jnp.cumprod(agreed.astype(jnp.int32), 1))
-    before = jnp.concatenate([count[None], kept[:-1]])
-    depth = min(ABLATED_DEPTH, num_steps) - 1
-    base_agreed = agrees(base[depth::num_steps], best[depth::num_steps]) & whole
-    first = mask[:, :, 0].reshape(-1)
-    overlap = 1.0 - losses.total_variation(target_logits[::num_steps], draft_logits[::num_steps])
-    return {
-        "acceptance": kept / jnp.maximum(before, 1.0),
-        "tau": 1.0 + kept.sum() / count,
-        f"agreement_{depth + 1}": total(agreed[:, depth]) / count,
-        f"agreement_{depth + 1}_base": total(base_agreed) / count,
-        "overlap": jnp.where(first, overlap, 0.0).sum() / jnp.maximum(total(first), 1.0),
-    }

@@ -7,10 +7,9 @@ Resuming repeats the run exactly: state, step and batch come back together. Read
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,13 @@ import numpy as np
 import optax
 
 from hsd_jax.checkpoint import Checkpointer
+from hsd_jax.train.journal import Journal
 
-Loss = Callable[[Any, Any, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-"""`loss(params, frozen, batch, key) -> (scalar in nats per token, metrics)`."""
+Batch = dict[str, Any]
+"""`tokens` int32 [B, T+1], `mask` bool [B, T+1] and perhaps `hidden` [B, T, H], see `data.Batches`."""
+Loss = Callable[[Any, Any, Batch, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+"""`loss(params, frozen, batch, key, step) -> (scalar in nats per token, metrics)`."""
+COMPUTE = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +48,19 @@ class LoopConfig:
     weight_decay: float = 0.1
     clip: float = 1.0
     """Global gradient norm."""
+    compute: str = "float32"
+    """Dtype of the weights in products; master weights and optimizer stay float32. bfloat16 pays on accelerators."""
+    remat: bool = False
+    """Compute a target's layers again in the backward pass and keep no activations (`hsd train target`)."""
     seed: int = 0
     log_every: int = 10
     checkpoint_every: int = 100
 
     def __post_init__(self):
+        if self.compute not in COMPUTE:
+            raise ValueError(f"train.compute={self.compute!r}: allowed are {', '.join(COMPUTE)}")
+        if not isinstance(self.remat, bool):
+            raise ValueError(f"train.remat={self.remat!r}: allowed are true and false")
         if self.micro_batch is not None and (self.micro_batch < 1 or self.batch % self.micro_batch):
             raise ValueError(f"train.micro_batch={self.micro_batch}: must divide train.batch={self.batch}")
 
@@ -58,9 +69,9 @@ class LoopConfig:
         return self.batch // (self.micro_batch or self.batch)
 
 
-def make_optimizer(config: LoopConfig) -> optax.GradientTransformation:
-    """AdamW with warm-up, a cosine and a clipped gradient norm."""
-    schedule = optax.warmup_cosine_decay_schedule(
+def learning_rate(config: LoopConfig) -> optax.Schedule:
+    """Linear warm-up and a cosine, by step."""
+    return optax.warmup_cosine_decay_schedule(
         0.0,
         config.learning_rate,
         config.warmup,
@@ -68,37 +79,47 @@ def make_optimizer(config: LoopConfig) -> optax.GradientTransformation:
         config.learning_rate * config.final_fraction,
     )
 
+
+def make_optimizer(config: LoopConfig) -> optax.GradientTransformation:
+    """AdamW with `learning_rate` and a clipped gradient norm."""
+
     def decayed(params):  # norms and biases are not decayed
         return jax.tree.map(lambda p: p.ndim > 1, params)
 
     return optax.chain(
         optax.clip_by_global_norm(config.clip),
-        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=decayed),
+        optax.adamw(learning_rate(config), b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=decayed),
     )
 
 
-def make_train_step(
-    loss: Loss, optimizer: optax.GradientTransformation, num_passes: int = 1, shardings: Any = None
-) -> Callable:
+def make_train_step(loss: Loss, config: LoopConfig, shardings: Any = None) -> Callable:
     """`step(state, frozen, batch) -> (state, metrics)`, jitted; the state is donated.
 
-    The batch is cut into `num_passes` equal parts, whose losses and gradients are averaged.
+    The batch is cut into `config.num_passes` equal parts, whose losses and gradients are averaged.
 
     Args:
-      shardings: of the state on a mesh. The step returns it there; where XLA likes it best may be elsewhere, and the
-        second step would compile again.
+      shardings: of the state on a mesh, where the step returns it too: left to itself, XLA may choose another place,
+        which is another call to compile.
     """
+    optimizer, num_passes = make_optimizer(config), config.num_passes
+
+    def computed(params, frozen, batch, key, step):
+        if config.compute == "bfloat16":  # norms and biases stay float32
+            params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.ndim > 1 else p, params)
+        return loss(params, frozen, batch, key, step)
 
     def step(state, frozen, batch):
         key = jax.random.fold_in(jax.random.key(state["seed"]), state["step"])
-        parts = batch.reshape(num_passes, batch.shape[0] // num_passes, *batch.shape[1:])
+        parts = jax.tree.map(lambda x: x.reshape(num_passes, x.shape[0] // num_passes, *x.shape[1:]), batch)
+        grad_fn = jax.value_and_grad(computed, has_aux=True)
 
         def one_pass(total, part):
             i, rows = part
-            result = jax.value_and_grad(loss, has_aux=True)(state["params"], frozen, rows, jax.random.fold_in(key, i))
+            result = grad_fn(state["params"], frozen, rows, jax.random.fold_in(key, i), state["step"])
             return jax.tree.map(lambda t, r: t + r / num_passes, total, result), None
 
-        like = jax.eval_shape(jax.value_and_grad(loss, has_aux=True), state["params"], frozen, parts[0], key)
+        first = jax.tree.map(lambda x: x[0], parts)
+        like = jax.eval_shape(grad_fn, state["params"], frozen, first, key, state["step"])
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
         ((value, metrics), grads), _ = jax.lax.scan(one_pass, zeros, (jnp.arange(num_passes), parts))
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
@@ -109,80 +130,108 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
 
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """What a run is judged by while it trains, and where its best weights go."""
+
+    every: int
+    """Steps between judgements."""
+    evaluate: Callable[[Any], dict[str, Any]]
+    """`evaluate(params) -> metrics`, JSON-ready."""
+    keep: Callable[[Any, dict[str, Any]], None]
+    """Called with the weights and metrics whenever `score` is the best so far; must write atomically."""
+    score: str = "tau"
+
+
 def fit(
     loss: Loss,
     params: Any,
     frozen: Any,
-    batches: Callable[[int], Iterator[np.ndarray]],
+    batches: Any,
     config: LoopConfig,
     out: str | Path,
-    report: Callable[[str], None] = print,
+    journal: Journal,
     shardings: Callable[[Any], Any] = lambda state: None,
+    place: Callable[[Batch], Batch] = lambda batch: batch,
+    judge: Judge | None = None,
+    note: dict[str, Any] | None = None,
 ) -> Any:
     """Trains and returns the parameters; continues from the newest checkpoint in `out/checkpoints`, if any.
 
     Args:
-      batches: `batches(start_step)` yields the batch of every step from there on.
+      batches: a `data.Batches`; its state is saved with every checkpoint.
       shardings: of a state on a mesh; None: one device.
+      place: puts a batch on the mesh.
+      note: saved with every checkpoint (recipe, hashes, revision).
     Raises:
-      FloatingPointError: at the first loss that is not finite, naming the step; the last checkpoint stays.
+      FloatingPointError: at the first loss or gradient that is not finite, naming step and batch; no checkpoint holds
+        it.
+      OSError: if a checkpoint cannot be written; the last complete one stays.
     """
-    out = Path(out)
-    optimizer = make_optimizer(config)
     state = {
         "params": params,
-        "opt_state": optimizer.init(params),
+        "opt_state": make_optimizer(config).init(params),
         "step": jnp.zeros((), jnp.int32),
         "seed": jnp.asarray(config.seed, jnp.int32),
     }
     placement = shardings(state)
     state = jax.device_put(state, placement)
-    checkpoints = Checkpointer(out / "checkpoints")
+    checkpoints = Checkpointer(Path(out) / "checkpoints")
+    best: dict[str, Any] = {}
     if checkpoints.latest_step() is not None:
-        state = checkpoints.restore(state)
-        report(f"resuming at step {int(state['step'])} of {config.steps}")
-    train_step = make_train_step(loss, optimizer, config.num_passes, placement)
+        state, found = checkpoints.restore(state)
+        batches.set_state(found["data"])
+        best = found["best"]
+        journal.resume(int(state["step"]))
+    train_step, rate_of = make_train_step(loss, config, placement), learning_rate(config)
     start = int(state["step"])
     tokens_per_step = config.batch * config.length
     clock, last = time.perf_counter(), start
-    stream = batches(start)
-    with (out / "metrics.jsonl").open("a") as log:
-        for step in range(start, config.steps):
-            state, metrics = train_step(state, frozen, next(stream))
-            done = step + 1
+    unchecked: tuple[int, dict[str, jax.Array]] | None = None
+    try:
+        for done in range(start + 1, config.steps + 1):
+            state, metrics = train_step(state, frozen, place(next(batches)))
+            # A step is checked while the next one runs: the host never waits for the device it feeds.
+            is_due = done % config.log_every == 0 or done % config.checkpoint_every == 0 or done == config.steps
+            if judge is not None:
+                is_due = is_due or done % judge.every == 0
+            for step, values in ([unchecked] if unchecked else []) + ([(done, metrics)] if is_due else []):
+                check_finite(values, step, config, checkpoints.latest_step())
+            unchecked = None if is_due else (done, metrics)
             if done % config.log_every == 0 or done == config.steps:
                 values = {k: np.asarray(v).tolist() for k, v in metrics.items()}
-                check_finite(values, done, checkpoints.latest_step())
                 now = time.perf_counter()
-                rate = tokens_per_step * (done - last) / (now - clock)
+                speed = tokens_per_step * (done - last) / (now - clock)
                 clock, last = now, done
-                log.write(json.dumps({"step": done, "tokens": done * tokens_per_step, "tokens_per_s": rate, **values}))
-                log.write("\n")
-                log.flush()
-                report(progress_line(done, config, rate, values))
+                values["learning_rate"] = float(rate_of(done - 1))
+                journal.step(done, done * tokens_per_step, speed, values)
+            if judge is not None and (done % judge.every == 0 or done == config.steps):
+                judged = judge.evaluate(state["params"])
+                is_best = not best or judged[judge.score] > best[judge.score]
+                if is_best:
+                    best = {"step": done, judge.score: judged[judge.score]}
+                    judge.keep(state["params"], judged)
+                journal.judged(done, done * tokens_per_step, judged, is_best)
+                clock = time.perf_counter()  # judging is not training
+                last = done
             if done % config.checkpoint_every == 0 or done == config.steps:
-                check_finite(metrics, done, checkpoints.latest_step())  # a bad state must not replace a good one
-                checkpoints.save(done, state)
-    checkpoints.close()
+                checkpoints.save(done, state, {"data": batches.get_state(), "best": best, **(note or {})})
+    finally:
+        checkpoints.close()
     return state["params"]
 
 
-def check_finite(metrics: dict[str, Any], step: int, last_checkpoint: int | None) -> None:
-    """Raises FloatingPointError if loss or gradients are not finite, naming the step."""
+def check_finite(metrics: dict[str, Any], step: int, config: LoopConfig, last_checkpoint: int | None) -> None:
+    """Raises FloatingPointError if loss or gradients are not finite, naming step and batch."""
     for name in ("loss", "grad_norm"):
-        if not math.isfinite(float(metrics[name])):
-            raise FloatingPointError(
-                f"{name} is {float(metrics[name])} at step {step}: lower train.learning_rate; the last checkpoint is"
-                f" step {last_checkpoint}"
+        value = float(metrics[name])
+        if not math.isfinite(value):
+            kept = (
+                "there is no checkpoint"
+                if last_checkpoint is None
+                else f"the last checkpoint is step {last_checkpoint}"
             )
-
-
-def progress_line(step: int, config: LoopConfig, rate: float, values: dict[str, Any]) -> str:
-    """One line a person can read while training."""
-    left = (config.steps - step) * config.batch * config.length / rate
-    shown = [f"step {step}/{config.steps}", f"loss {values['loss']:.3f}"]
-    for name, value in values.items():
-        if name in ("loss", "grad_norm"):
-            continue
-        shown.append(f"{name} " + (" ".join(f"{v:.2f}" for v in value) if isinstance(value, list) else f"{value:.3f}"))
-    return ", ".join([*shown, f"{rate:,.0f} tokens/s", f"{left / 60:.0f} min left"])
+            raise FloatingPointError(
+                f"{name} is {value} at step {step} (batch {step - 1} of {config.batch} rows, counted from 0): lower"
+                f" train.learning_rate={config.learning_rate:g} or train.clip={config.clip:g}; {kept}"
+            )

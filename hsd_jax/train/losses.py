@@ -1,14 +1,21 @@
-"""How far the drafter's law is from the target's at one node, in nats, and how depths are weighed.
+"""How far the drafter's law q is from the target's p at one node, and how depths and steps are weighed.
 
-Pure functions of logits; no gradient reaches the target's. Everything is float32. Read next: `drafter.py`.
+Pure functions of logits over the last axis, one value a node, all in float32. Divergences are in nats, total variation
+is a probability. No gradient reaches the target's logits. Read next: `drafter.py`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
+
+Divergence = Callable[[Float[Array, "... V"], Float[Array, "... V"]], Float[Array, "..."]]
+"""`divergence(target_logits, draft_logits)`, one value a node; smallest where both laws are one."""
 
 
 def _log_laws(target_logits: Array, draft_logits: Array) -> tuple[Array, Array]:
@@ -17,25 +24,83 @@ def _log_laws(target_logits: Array, draft_logits: Array) -> tuple[Array, Array]:
 
 
 def cross_entropy(target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... V"]) -> Float[Array, "..."]:
-    """-sum p log q over the target's law p: the forward divergence plus the target's entropy."""
+    """-sum p log q in nats: `forward_kl` plus the target's entropy, which is what is left where p = q."""
     target_logp, draft_logp = _log_laws(target_logits, draft_logits)
     return -jnp.sum(jnp.exp(target_logp) * draft_logp, -1)
 
 
 def forward_kl(target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... V"]) -> Float[Array, "..."]:
-    """KL(p || q) of the target's law p and the drafter's q; the same gradient as `cross_entropy`."""
+    """KL(p || q) in nats: q must cover all that p says. The same gradient as `cross_entropy`."""
     target_logp, draft_logp = _log_laws(target_logits, draft_logits)
     return jnp.sum(jnp.exp(target_logp) * (target_logp - draft_logp), -1)
 
 
+def reverse_kl(target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... V"]) -> Float[Array, "..."]:
+    """KL(q || p) in nats: q may keep to a part of what p says."""
+    target_logp, draft_logp = _log_laws(target_logits, draft_logits)
+    return jnp.sum(jnp.exp(draft_logp) * (draft_logp - target_logp), -1)
+
+
+def jensen_shannon(
+    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... V"], beta: float = 0.5
+) -> Float[Array, "..."]:
+    """beta KL(p || m) + (1 - beta) KL(q || m) in nats, of m = beta p + (1 - beta) q; bounded by the entropy of beta.
+
+    Divided by beta it goes to `forward_kl` as beta goes to 0, divided by 1 - beta to `reverse_kl` as beta goes to 1.
+
+    References:
+      DistillSpec (arXiv:2310.08461); methods.md 7.2.
+    """
+    target_logp, draft_logp = _log_laws(target_logits, draft_logits)
+    mixed_logp = jnp.logaddexp(math.log(beta) + target_logp, math.log1p(-beta) + draft_logp)
+    to_target = jnp.sum(jnp.exp(target_logp) * (target_logp - mixed_logp), -1)
+    to_draft = jnp.sum(jnp.exp(draft_logp) * (draft_logp - mixed_logp), -1)
+    return beta * to_target + (1 - beta) * to_draft
+
+
 def total_variation(target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... V"]) -> Float[Array, "..."]:
-    """Half the L1 norm, in [0, 1]: one minus the chance that a draw from q survives the chain rule."""
+    """Half the L1 norm of p - q, a probability: one minus the chance that a draw from q survives the chain rule."""
     target_logp, draft_logp = _log_laws(target_logits, draft_logits)
     return 0.5 * jnp.sum(jnp.abs(jnp.exp(target_logp) - jnp.exp(draft_logp)), -1)
 
 
-DIVERGENCES = {"kl": forward_kl, "ce": cross_entropy, "tv": total_variation}
+CE_SHARE = 0.1
+
+
+def cross_entropy_and_variation(
+    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... V"]
+) -> Float[Array, "..."]:
+    """0.1 `cross_entropy` + 0.9 `total_variation`, where total variation is HALF the L1 norm.
+
+    DSpark's 0.9 multiplies the whole L1 norm, which would be 1.8 here (methods.md, A4).
+    """
+    cross = cross_entropy(target_logits, draft_logits)
+    return CE_SHARE * cross + (1 - CE_SHARE) * total_variation(target_logits, draft_logits)
+
+
+DIVERGENCES = {
+    "kl": forward_kl,
+    "rkl": reverse_kl,
+    "jsd": jensen_shannon,
+    "tv": total_variation,
+    "ce": cross_entropy,
+    "ce_tv": cross_entropy_and_variation,
+}
 """What `loss.divergence` of a recipe may name."""
+
+
+def feature_distance(states: Float[Array, "... H"], features: Float[Array, "... H"]) -> Float[Array, "..."]:
+    """SmoothL1 with its bend at 1, averaged over the width: x^2 / 2 of small differences, |x| - 1/2 of large ones.
+
+    In the features' own units. No gradient reaches `features`.
+    """
+    x = jnp.abs(states.astype(jnp.float32) - lax.stop_gradient(features).astype(jnp.float32))
+    return jnp.mean(jnp.where(x < 1.0, 0.5 * x * x, x - 0.5), -1)
+
+
+def progress(step: Int[Array, ""], num_steps: int) -> Float[Array, ""]:
+    """The share of `num_steps` that lies behind a step: 0 at step 0, 1 from step `num_steps` on."""
+    return jnp.minimum(step.astype(jnp.float32) / num_steps, 1.0)
 
 
 def depth_weights(num_steps: int, decay: float) -> Float[Array, "K"]:
@@ -49,6 +114,7 @@ def over_depths(
 ) -> Float[Array, ""]:
     """The weighted sum over depths of the mean over anchors.
 
-    Divides by all anchors, masked ones too: so the mean over parts of a batch is the loss of the whole.
+    Divides by all anchors, masked ones too: so the mean over parts of a batch is the loss of the whole, and a label
+    counts the same in whichever row it stands.
     """
     return jnp.sum(jnp.where(mask, values, 0.0) * weights) / (values.shape[0] * values.shape[1])

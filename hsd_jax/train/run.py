@@ -7,27 +7,30 @@ another recipe is refused. The result lies in the folder itself (target) or in `
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from tokenizers import Tokenizer
 
 from hsd_jax import sharding
 from hsd_jax.checkpoint import write_json
-from hsd_jax.config import ModelConfig, to_dict
+from hsd_jax.config import DrafterConfig, ModelConfig, to_dict
 from hsd_jax.models import convert
 from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.target import init_target
-from hsd_jax.train import data, drafter, target
-from hsd_jax.train.loop import LoopConfig, fit
+from hsd_jax.params import Params
+from hsd_jax.train import data, drafter, evaluate, features, target
+from hsd_jax.train.curves import draw_curves
+from hsd_jax.train.journal import Journal
+from hsd_jax.train.loop import Judge, LoopConfig, fit
 from hsd_jax.train.tokenizer import train_tokenizer
 
 RECIPE = "recipe.json"
@@ -43,47 +46,60 @@ def train_drafter(
     mesh: Mesh | None = None,
     report: Report = print,
     target_dtype: Any = None,
+    force: bool = False,
 ) -> Path:
-    """Trains a hidden-state drafter for the target in `target_dir` and writes it to `out/drafter`.
+    """Trains a hidden-state drafter for the target in `target_dir` and writes the best so far to `out/drafter`.
 
     Args:
       target_dtype: of the frozen target; None: float32 on CPU, else bfloat16.
+      force: continue a run that was begun with another recipe.
     Returns:
       The folder of the drafter.
     Raises:
       FileNotFoundError: if the target, its tokenizer or a data file is missing.
       ValueError: for unreadable data, a recipe that does not fit the target, or an `out` with another recipe.
+      FloatingPointError, OSError: see `loop.fit`.
     """
     out, target_dir = Path(out), Path(target_dir)
+    train = recipe.train
     config = convert.read_config(target_dir)
-    tokenizer, bos, eos = _read_tokenizer(target_dir)
-    rows = _read_rows(data_files, tokenizer, bos, eos, recipe.train, config)
+    rows = _read_rows(data_files, target_dir, train, recipe.data, config)
+    rows, prompts = _hold_out(rows, recipe.eval, train)
     if target_dtype is None:
         target_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     frozen = convert.read_weights(target_dir, config, target_dtype)
     drafter_config = drafter.drafter_config(recipe.model, config, convert.weights_hash(frozen))
-    if recipe.train.length <= drafter_config.num_steps:
+    if train.length <= drafter_config.num_steps:
         raise ValueError(
-            f"train.length={recipe.train.length}: must be greater than model.num_steps={drafter_config.num_steps}"
+            f"train.length={train.length}: must be greater than model.num_steps={drafter_config.num_steps}"
         )
-    _claim(
-        out,
-        {
-            "kind": "drafter",
-            "target": drafter_config.target_hash,
-            "data": _fingerprints(data_files),
-            **to_dict(recipe),
-        },
-    )
-    params = init_drafter(jax.random.key(recipe.train.seed), drafter_config)
-    _describe(report, "drafter", params, rows, recipe.train)
-    shardings, batches = _placement(mesh, rows, recipe.train, drafter_config)
+    if recipe.features.cache is not None:
+        drafter.check_hidden_cache(drafter_config, f"features.cache={recipe.features.cache!r}")
+    claims = {
+        "kind": "drafter",
+        "target": drafter_config.target_hash,
+        "files": _fingerprints(data_files),
+        **to_dict(recipe),
+    }
+    _claim(out, claims, force)
+    params = init_drafter(jax.random.key(train.seed), drafter_config)
+    report(rows.describe())
+    _describe(report, "drafter", params, rows, train)
+    shardings, place = _placement(mesh, train, drafter_config)
     if mesh is not None:
         frozen = jax.device_put(frozen, sharding.weight_shardings(mesh, frozen, config.num_heads, config.num_kv_heads))
-    loss = drafter.make_loss(config, drafter_config, recipe.loss)
-    params = fit(loss, params, frozen, batches, recipe.train, out, report, shardings)
+    pass_rows = train.batch // train.num_passes
+    cached = features.open_features(
+        recipe.features, rows, frozen, config, drafter_config.target_hash, pass_rows, report
+    )
     folder = out / "drafter"
-    convert.save_drafter(folder, drafter_config, params)
+    judge = None
+    if recipe.eval.every:
+        judge = _judge(recipe.eval, out, frozen, config, drafter_config, prompts, folder, report)
+    loss = drafter.make_loss(config, drafter_config, recipe.loss)
+    params = _fit(loss, params, frozen, rows, recipe, out, report, shardings, place, judge, claims, cached)
+    if judge is None:
+        _replace_folder(folder, lambda new: convert.save_drafter(new, drafter_config, params))
     report(f"wrote {folder}")
     return folder
 
@@ -95,16 +111,19 @@ def train_target(
     mesh: Mesh | None = None,
     report: Report = print,
     tokenizer_dir: str | Path | None = None,
+    force: bool = False,
 ) -> Path:
     """Trains a target from scratch and leaves `out` as a Hugging Face folder with its tokenizer.
 
     Args:
       tokenizer_dir: a folder with a `tokenizer.json`; None: the one in `out`, or a new one learned from the data.
+      force: continue a run that was begun with another recipe.
     Returns:
       `out`.
     Raises:
       FileNotFoundError: if a data file or the tokenizer is missing.
       ValueError: for unreadable data, a tokenizer larger than the vocabulary, or an `out` with another recipe.
+      FloatingPointError, OSError: see `loop.fit`.
     """
     out = Path(out)
     if tokenizer_dir is None:
@@ -113,21 +132,26 @@ def train_target(
             report(f"learning {recipe.vocab_size} tokens")
             train_tokenizer([str(f) for f in data_files], recipe.vocab_size, out)
     tokenizer_dir = Path(tokenizer_dir)
-    tokenizer, bos, eos = _read_tokenizer(tokenizer_dir)
+    tokenizer, bos, eos = data.read_tokenizer(tokenizer_dir)
     if tokenizer.get_vocab_size() > recipe.vocab_size:
         raise ValueError(
             f"vocab_size={recipe.vocab_size}: the tokenizer in {tokenizer_dir} has {tokenizer.get_vocab_size()} tokens"
         )
-    rows = _read_rows(data_files, tokenizer, bos, eos, recipe.train, recipe.model)
+    rows = _read_rows(data_files, tokenizer_dir, recipe.train, recipe.data, recipe.model)
     tokenizer_print = _fingerprints([tokenizer_dir / "tokenizer.json"])
-    _claim(
-        out,
-        {"kind": "target", "tokenizer": tokenizer_print, "data": _fingerprints(data_files), **to_dict(recipe)},
-    )
+    claims = {
+        "kind": "target",
+        "tokenizer": tokenizer_print,
+        "files": _fingerprints(data_files),
+        **to_dict(recipe),
+    }
+    _claim(out, claims, force)
     params = init_target(jax.random.key(recipe.train.seed), recipe.model)
+    report(rows.describe())
     _describe(report, "target", params, rows, recipe.train)
-    shardings, batches = _placement(mesh, rows, recipe.train, recipe.model)
-    params = fit(target.make_loss(recipe.model), params, None, batches, recipe.train, out, report, shardings)
+    shardings, place = _placement(mesh, recipe.train, recipe.model)
+    loss = target.make_loss(recipe.model, recipe.train.remat)
+    params = _fit(loss, params, None, rows, recipe, out, report, shardings, place, None, claims, None)
     for name in TOKENIZER_FILES:
         if tokenizer_dir.resolve() != out.resolve() and (tokenizer_dir / name).is_file():
             shutil.copyfile(tokenizer_dir / name, out / name)
@@ -137,38 +161,117 @@ def train_target(
     return out
 
 
-def _read_tokenizer(folder: Path) -> tuple[Tokenizer, int | None, int]:
-    """The tokenizer of a folder, the token it puts before a text (None if it puts none), and the end token."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: training needs the target's tokenizer in this form")
+def _fit(loss, params, frozen, rows, recipe, out, report, shardings, place, judge, claims, cached) -> Any:
+    """`loop.fit` over the rows of this process, with a journal and what every checkpoint notes."""
+    train = recipe.train
+    batches = data.Batches(
+        rows,
+        train.batch,
+        train.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        features=cached,
+    )
+    journal = Journal(out, train.steps, report)
+    note = {"recipe": claims, "revision": _revision(), "rows": rows.fingerprint}
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ValueError(f"{path}: not a tokenizer ({error})") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    eos = convert.read_eos(folder, tokenizer)
-    if not eos:
-        raise ValueError(f"{folder}: names no end token; set eos_token_id in config.json")
-    bos = convert.read_bos(folder, tokenizer)
-    starts = tokenizer.encode("", add_special_tokens=True).ids[:1] == [bos]
-    return tokenizer, bos if starts else None, eos[0]
+        params = fit(loss, params, frozen, batches, train, out, journal, shardings, place, judge, note)
+    finally:
+        batches.close()
+        journal.close()
+    try:
+        report(f"wrote {draw_curves(out)}")
+    except ImportError:
+        report("no curves.png: pip install 'hsd_jax[train]' for it")
+    return params
 
 
 def _read_rows(
-    files: Sequence[str | Path], tokenizer: Tokenizer, bos: int | None, eos: int, train: LoopConfig, model: ModelConfig
-) -> np.ndarray:
-    if not files:
-        raise ValueError("no data files given")
+    files: Sequence[str | Path], folder: Path, train: LoopConfig, config: data.DataConfig, model: ModelConfig
+) -> data.Rows:
     if train.length > model.max_position:
         raise ValueError(f"train.length={train.length}: the model has {model.max_position} positions")
-    documents = [document for file in files for document in data.read_documents(file)]
-    rows = data.pack(documents, tokenizer, train.length, bos, eos, train.seed)
-    if rows.max() >= model.vocab_size:
-        raise ValueError(f"the tokenizer writes token {rows.max()}; the model has {model.vocab_size} tokens")
-    next(data.batches(rows, train.batch, train.seed))  # too few rows must show before anything compiles
-    return rows
+    return data.read_rows(files, folder, train.length, train.seed, model.vocab_size, config)
+
+
+def _hold_out(rows: data.Rows, config: evaluate.EvalConfig, train: LoopConfig) -> tuple[data.Rows, list[np.ndarray]]:
+    """The rows to train on, and the beginnings of the last rows as prompts to judge by."""
+    count = config.prompts if config.every else 0
+    if len(rows.tokens) < train.batch + count:
+        raise ValueError(
+            f"{len(rows.tokens)} rows of text: fewer than one batch of {train.batch}"
+            + (f" and {count} held-out rows (eval.prompts; eval.every=0 judges nothing)" if count else "")
+        )
+    if not count:
+        return rows, []
+    held = rows.tokens[-count:, : min(config.prompt_tokens, train.length)]
+    return dataclasses.replace(rows, tokens=rows.tokens[:-count], mask=rows.mask[:-count]), list(held)
+
+
+def _judge(
+    config: evaluate.EvalConfig,
+    out: Path,
+    frozen: Any,
+    target_config: ModelConfig,
+    drafter_config: DrafterConfig,
+    prompts: list[np.ndarray],
+    folder: Path,
+    report: Report,
+) -> Judge:
+    """Simulated tau on texts the target writes once, and the folder of the best drafter so far."""
+    key = evaluate.texts_key(drafter_config.target_hash, prompts, config)
+    texts = {}
+    for name, temperature in (("greedy", 0.0), ("sampled", config.temperature)):
+        path = out / f"held-out-{name}-{key}.npz"
+        if not path.is_file():
+            report(f"the target writes {len(prompts)} {name} texts of {config.max_new_tokens} tokens to judge by")
+            params = Params(frozen, None, target_config, max_len=target_config.max_position)
+            written = evaluate.write_texts(params, prompts, config.max_new_tokens, temperature, seed=0)
+            temporary = path.with_suffix(".tmp")
+            written.save(temporary)
+            temporary.replace(path)
+        texts[name] = evaluate.Texts.load(path)
+    tree = config.tree(drafter_config.num_steps)
+
+    def judged(params: Any) -> dict[str, Any]:
+        values = {}
+        for name, text in texts.items():
+            found = evaluate.simulate(params, drafter_config, frozen, target_config, text, tree)
+            values |= found if name == "greedy" else {f"sampled_{k}": v for k, v in found.items()}
+        return values
+
+    def keep(params: Any, values: dict[str, Any]) -> None:
+        def save(new: Path) -> None:
+            convert.save_drafter(new, drafter_config, params)
+            write_json(new / "judged.json", values)
+
+        _replace_folder(folder, save)
+
+    return Judge(config.every, judged, keep)
+
+
+def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Puts a freshly written folder in the place of `folder`; a kill leaves the old one, the new one, or both."""
+    new, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    write(new)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _revision() -> str:
+    """The git revision of this package, `-dirty` if its files differ; "unknown" outside a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        run = lambda *args: subprocess.run(  # noqa: E731
+            ["git", *args], cwd=here, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+        return run("rev-parse", "HEAD") + ("-dirty" if run("status", "--porcelain", "--", str(here.parent)) else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
 
 
 def _fingerprints(files: Sequence[str | Path]) -> list[str]:
@@ -186,8 +289,8 @@ def _flatten(value: Any, name: str = "") -> dict[str, Any]:
     return {k: v for key, part in items for k, v in _flatten(part, f"{name}.{key}" if name else str(key)).items()}
 
 
-def _claim(out: Path, values: dict[str, Any]) -> None:
-    """Writes `recipe.json` into `out`, or checks that the one there is the same.
+def _claim(out: Path, values: dict[str, Any], force: bool) -> None:
+    """Writes `recipe.json` into `out`, or checks that the one there is the same; with `force` replaces it.
 
     Raises:
       ValueError: naming the first key that differs.
@@ -195,7 +298,9 @@ def _claim(out: Path, values: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     path = out / RECIPE
     values = json.loads(json.dumps(values))
-    if not path.is_file():
+    if force or not path.is_file():
+        if not force and any((out / "checkpoints").glob("[0-9]*")):
+            raise ValueError(f"{out} holds checkpoints without a {RECIPE}; choose another folder, or --force")
         write_json(path, values)
         return
     try:
@@ -207,31 +312,27 @@ def _claim(out: Path, values: dict[str, Any]) -> None:
         if key not in here or key not in there or here[key] != there[key]:
             raise ValueError(
                 f"{out} holds a run with another recipe: {key} is {there.get(key, 'missing')!r} there and"
-                f" {here.get(key, 'missing')!r} here; choose another folder, or the same recipe to continue"
+                f" {here.get(key, 'missing')!r} here; choose another folder, the same recipe to"
+                " continue, or --force to continue with this one"
             )
 
 
-def _describe(report: Report, kind: str, params: Any, rows: np.ndarray, train: LoopConfig) -> None:
+def _describe(report: Report, kind: str, params: Any, rows: data.Rows, train: LoopConfig) -> None:
     size = sum(p.size for p in jax.tree.leaves(params))
-    seen = train.steps * train.batch / len(rows)
+    seen = train.steps * train.batch / len(rows.tokens)
     report(
-        f"{kind} of {size / 1e6:.2f}M parameters; {len(rows)} rows of {train.length} tokens, seen {seen:.2f} times in"
-        f" {train.steps} steps of {train.batch}"
+        f"{kind} of {size / 1e6:.2f}M parameters, {train.steps} steps of {train.batch} rows: {seen:.2f} times the data"
     )
 
 
-def _placement(mesh: Mesh | None, rows: np.ndarray, train: LoopConfig, config: Any) -> tuple[Callable, Callable]:
-    """Where the state of `fit` lies on a mesh, and the batches of every step, split over the mesh's data axis.
+def _placement(mesh: Mesh | None, train: LoopConfig, config: Any) -> tuple[Callable, Callable]:
+    """Where the state of `fit` lies on a mesh, and how a batch is split over the mesh's data axis.
 
     Raises:
       ValueError: if a pass has too few rows for the mesh.
     """
-
-    def batches(start: int):
-        return data.batches(rows, train.batch, train.seed, start)
-
     if mesh is None:
-        return lambda state: None, batches
+        return lambda state: None, lambda batch: batch
     per_pass, multiple = train.batch // train.num_passes, sharding.rows_multiple(mesh)
     if per_pass % multiple:
         raise ValueError(f"a pass has {per_pass} rows; mesh axis data={multiple} needs a multiple (train.micro_batch)")
@@ -239,8 +340,7 @@ def _placement(mesh: Mesh | None, rows: np.ndarray, train: LoopConfig, config: A
     def shardings(state):
         return sharding.weight_shardings(mesh, state, config.num_heads, config.num_kv_heads)
 
-    def placed(start: int):
-        for batch in batches(start):
-            yield jax.device_put(jnp.asarray(batch), sharding.row_shardings(mesh, batch, len(batch)))
+    def place(batch):
+        return jax.device_put(batch, sharding.row_shardings(mesh, batch, len(batch["tokens"])))
 
-    return shardings, placed
+    return shardings, place

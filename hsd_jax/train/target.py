@@ -9,12 +9,12 @@ import dataclasses
 import typing
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from hsd_jax.config import ModelConfig, from_dict
 from hsd_jax.models.target import forward_sequence
+from hsd_jax.train.data import DataConfig
 from hsd_jax.train.loop import LoopConfig
 
 
@@ -70,6 +70,7 @@ class TargetRecipe:
 
     model: ModelConfig
     vocab_size: int = 4096
+    data: DataConfig = DataConfig()
     train: LoopConfig = LoopConfig()
 
     @classmethod
@@ -90,28 +91,20 @@ class TargetRecipe:
             model = dict(model, vocab_size=vocab_size)
         train = read_section(LoopConfig, values.get("train", {}), f"{where}: train")
         check_loop(train)
-        return cls(read_section(ModelConfig, model, f"{where}: model"), vocab_size, train)
+        data = read_section(DataConfig, values.get("data", {}), f"{where}: data")
+        return cls(read_section(ModelConfig, model, f"{where}: model"), vocab_size, data, train)
 
 
 def make_loss(config: ModelConfig, remat: bool = False):
-    """Mean cross-entropy in nats per token over rows of length + 1 tokens."""
+    """Mean cross-entropy in nats per label over rows of length + 1 tokens, for `loop.fit`."""
 
-    def loss(params, frozen, rows, key):
-        del frozen, key
-        output = forward_sequence(params, config, rows[:, :-1], remat=remat)
-        nats = optax.softmax_cross_entropy_with_integer_labels(output.logits, rows[:, 1:])
-        accuracy = jnp.mean(jnp.argmax(output.logits, -1) == rows[:, 1:])
-        return jnp.mean(nats), {"accuracy": accuracy}
+    def loss(params, frozen, batch, key, step):
+        del frozen, key, step
+        labels, mask = batch["tokens"][:, 1:], batch["mask"][:, 1:]
+        output = forward_sequence(params, config, batch["tokens"][:, :-1], remat=remat)
+        nats = optax.softmax_cross_entropy_with_integer_labels(output.logits, labels)
+        count = jnp.maximum(mask.sum(), 1)
+        hits = (jnp.argmax(output.logits, -1) == labels) & mask
+        return jnp.where(mask, nats, 0.0).sum() / count, {"accuracy": hits.sum() / count}
 
     return loss
-
-
-def evaluate(params, config: ModelConfig, rows, batch: int = 8) -> float:
-    """Mean nats per token over all rows."""
-
-    @jax.jit
-    def nats(params, rows):
-        return make_loss(config)(params, None, rows, None)[0]
-
-    values = [nats(params, rows[i : i + batch]) for i in range(0, len(rows) - batch + 1, batch)]
-    return float(jnp.mean(jnp.stack(values)))

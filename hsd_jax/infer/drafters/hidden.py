@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.infer.tree import grow_beam
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.hidden import base_logits, token_info, trunk_pass
+from hsd_jax.models.hidden import base_logits, token_info, trunk_features, trunk_pass
 from hsd_jax.models.target import causal_mask
 from hsd_jax.types import Drafter, DrawLaw, KVCache, ModelOutput, Verdict
 
@@ -28,8 +28,8 @@ from hsd_jax.types import Drafter, DrawLaw, KVCache, ModelOutput, Verdict
 class HiddenState:
     """What the drafter carries between rounds.
 
-    `pending` are the features the target computed in the last round; the trunk has not read them yet. Cached plus
-    pending features = committed tokens - 1.
+    `pending` are the features the target computed in the last round, fused if the drafter reads several layers; the
+    trunk has not read them yet. Cached plus pending features = committed tokens - 1.
     """
 
     cache: KVCache
@@ -80,8 +80,9 @@ def hidden_drafter(
     """A `Drafter` whose trees have the shape of `tree`.
 
     Raises:
-      ValueError: if the tree is deeper than the trunk was trained for.
+      ValueError: if the tree is deeper than the trunk was trained for, or the target lacks a layer the drafter reads.
     """
+    config.check_feature_layers(target_config.num_layers)
     if tree.depth > config.num_steps:
         raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps")
     if tree.width > config.vocab_size:
@@ -94,16 +95,15 @@ def hidden_drafter(
         positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
         following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], 1)
         embeddings = embed_committed(models, target_config, config, following)
-        _, kv = trunk_pass(
-            models["drafter"], config, output.hidden, embeddings, positions, causal_mask(batch, num), None
-        )
+        features = trunk_features(models["drafter"], config, output.hidden, output.features)
+        _, kv = trunk_pass(models["drafter"], config, features, embeddings, positions, causal_mask(batch, num), None)
         cache = cache_lib.empty_cache(
             config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, cache_dtype
         )
         cache = cache_lib.commit(cache, kv, None, jnp.maximum(length - 2, 0))
         last = jnp.maximum(length - 2, 0)[:, None]
         has_feature = (length >= 2)[:, None, None]  # a prompt of one token leaves nothing but its embedding
-        feature = jnp.where(has_feature, jnp.take_along_axis(output.hidden, last[..., None], 1), 0.0)
+        feature = jnp.where(has_feature, jnp.take_along_axis(features, last[..., None], 1), 0.0)
         root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
         pad = ((0, 0), (0, max_pending - 1))
         return HiddenState(
@@ -124,11 +124,13 @@ def hidden_drafter(
         return tokens, dataclasses.replace(state, cache=cache)
 
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        del models
-        pending = cache_lib.take_nodes(output.hidden, verdict.path, axis=1)
+        # XLA drops the final states where the trunk reads layers below.
+        read = (output.hidden, output.features)
+        path = jax.tree.map(lambda x: cache_lib.take_nodes(x, verdict.path, axis=1), read)
+        pending = trunk_features(models["drafter"], config, *path)
         return HiddenState(state.cache, pending, verdict.emitted, num_committed)
 
     def grow(state: HiddenState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
-    return Drafter(init, draft, commit, grow, DrawLaw.ARBITRARY, tree.nodes, tree.depth)
+    return Drafter(init, draft, commit, grow, DrawLaw.ARBITRARY, tree.nodes, tree.depth, config.feature_layers)

@@ -1,0 +1,299 @@
+"""From files to documents: reading records, rendering conversations, and where in a text the responses stand.
+
+Files are plain text (one document a file), or JSON lines whose objects hold `text`, `prompt` and `response`,
+`question` and `answer`, or a conversation as `turns` or `messages` (see `conversation`); each may be gzipped. Knows
+no tokens but those that a sampled record brings. Read next: `data.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_NAMES = {"User": ("u", "user", "human"), "Assistant": ("s", "assistant", "gpt")}
+SPEAKERS = {alias: name for name, aliases in _NAMES.items() for alias in aliases}
+CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
+"""GSM8K writes `<<48/2=24>>` before results; they are no text anybody wants to read."""
+
+_TURN_KEYS = (("role", "content"), ("from", "value"))
+_PAIRS = (("question", "answer"), ("prompt", "response"))
+
+Turns = Sequence[tuple[str, str]]
+"""Speaker and text of each turn."""
+ChatTemplate = Callable[[Turns, bool], str]
+"""`template(turns, is_open) -> text`; open: the text ends where the assistant is to answer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One text to learn from, and which part of it a model is to answer for."""
+
+    where: str
+    """File and line, for errors."""
+    text: str
+    responses: tuple[tuple[int, int], ...] = ()
+    """Characters [start, end) of what an assistant says, ascending, whatever ends the turn included."""
+    is_templated: bool = False
+    """A chat template has put the start token and the ends of turns into the text."""
+    tokens: tuple[list[int], list[int]] | None = None
+    """Prompt and response as they were sampled, in place of the text's own tokens."""
+
+
+def text_of(record: dict, field: str, where: str) -> str:
+    """A field that must hold text.
+
+    Raises:
+      ValueError: naming file, line, field and what it holds, null for example.
+    """
+    value = record[field]
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {field} is {_shown(value)}: expected a text")
+    return value
+
+
+def conversation(record: dict, field: str, where: str) -> list[tuple[str, str]]:
+    """Speaker and text of each turn of a field that lists pairs, objects with role and content, or with from and value.
+
+    Raises:
+      ValueError: naming file, line and the turn that is something else.
+    """
+    if not isinstance(record[field], list):
+        raise ValueError(f"{where}: {field} is {_shown(record[field])}: expected a list")
+    pairs = []
+    for number, turn in enumerate(record[field], 1):
+        pair = turn
+        if isinstance(turn, dict):
+            pair = next(([turn[k] for k in keys] for keys in _TURN_KEYS if set(keys) <= set(turn)), None)
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            raise ValueError(
+                f"{where}: turn {number} of {field} is {_shown(turn)}: expected the texts [speaker, text], role and"
+                " content, or from and value"
+            )
+        pairs.append((pair[0], pair[1]))
+    return pairs
+
+
+def _shown(value: Any) -> str:
+    """A value as it stands in the file, not too long for an error."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def render_turns(turns: Turns, open_for: str | None = None) -> str:
+    """One line a turn, `User: ...` or `Assistant: ...`; `open_for` leaves the next speaker's line open."""
+    lines = [f"{speaker_of(who)}: {' '.join(text.split())}" for who, text in turns]
+    if open_for is not None:
+        lines.append(f"{open_for}:")
+    return "\n".join(lines)
+
+
+def speaker_of(who: str) -> str:
+    """`User` or `Assistant` for any of their names; others are left as they are, with a capital."""
+    return SPEAKERS.get(who.lower(), who.capitalize())
+
+
+def render_record(record: dict, where: str) -> str:
+    """The text of one JSON line, conversations without a chat template. Raises as `to_document`."""
+    return to_document(record, where).text
+
+
+def to_document(
+    record: dict, where: str, template: ChatTemplate | None = None, find_responses: bool = True
+) -> Document:
+    """The document of one JSON line.
+
+    Args:
+      template: renders conversations; None: `render_turns`.
+      find_responses: False leaves `responses` of a templated conversation empty, which saves two renderings a turn.
+    Raises:
+      ValueError: naming file, line and the fields that would do, the field that is missing beside another, the field
+        that holds no text, or the turn that the template rewrites.
+    """
+    if "text" in record:
+        return Document(where, text_of(record, "text", where))
+    for field in ("turns", "messages"):
+        if field in record:
+            turns = conversation(record, field, where)
+            if template is None:
+                return _rendered(turns, where)
+            return _templated(turns, template, where, find_responses)
+    for first, second in _PAIRS:
+        if first in record and second in record:
+            before, after = text_of(record, first, where), text_of(record, second, where)
+            if first == "question":
+                before, after = question_prompt(before), f" {_answer(after)}"
+            text = before + after
+            return Document(where, text, ((len(before), len(text)),), tokens=_sampled(record, where))
+    for pair in _PAIRS:
+        for there, missing in (pair, pair[::-1]):
+            if there in record:
+                raise ValueError(f"{where}: field {missing!r} is missing beside {there!r}")
+    raise ValueError(
+        f"{where}: fields {sorted(record)}; expected text, turns, messages, question and answer, or prompt and response"
+    )
+
+
+def question_prompt(question: str) -> str:
+    """A question as it stands before its answer."""
+    return f"Question: {question.strip()}\nAnswer:"
+
+
+def _answer(answer: str) -> str:
+    answer = CALCULATOR_NOTE.sub("", answer).replace("\n#### ", "\nThe answer is ")
+    return f"{answer.strip()}."
+
+
+def _sampled(record: dict, where: str) -> tuple[list[int], list[int]] | None:
+    """The ids that `hsd generate-data` wrote beside prompt and response."""
+    if "response_tokens" not in record:
+        return None
+    pair = (record.get("prompt_tokens"), record["response_tokens"])
+    for name, ids in zip(("prompt_tokens", "response_tokens"), pair, strict=True):
+        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+            raise ValueError(f"{where}: {name} is {_shown(ids)}: expected a list of token ids")
+    return pair  # type: ignore[return-value]
+
+
+def _rendered(turns: Turns, where: str) -> Document:
+    """`render_turns`; a response begins behind the colon, and the line's end closes it."""
+    text = render_turns(turns)
+    responses, start = [], 0
+    for who, said in turns:
+        end = min(start + len(render_turns([(who, said)])) + 1, len(text))
+        if speaker_of(who) == "Assistant":
+            responses.append((start + len("Assistant:"), end))
+        start = end
+    return Document(where, text, tuple(responses))
+
+
+def _templated(turns: Turns, template: ChatTemplate, where: str, find_responses: bool) -> Document:
+    """A conversation in the template's words. What an assistant says before anybody asked is no response."""
+    try:
+        text = template(turns, False)
+        responses = []
+        for i, (who, said) in enumerate(turns):
+            if find_responses and i and speaker_of(who) == "Assistant":
+                before, through = template(turns[:i], True), template(turns[: i + 1], False)
+                responses.append(_response(text, before, through, said.strip(), f"turn {i + 1}"))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return Document(where, text, tuple(responses), is_templated=True)
+
+
+def _response(text: str, before: str, through: str, said: str, turn: str) -> tuple[int, int]:
+    """Where a turn stands in the whole conversation, from the conversation up to it and through it.
+
+    Some templates (Qwen3's) write the last turn otherwise than those before it: then the words themselves and what
+    closes them must follow what came before.
+    """
+    if text.startswith(before):
+        if through.startswith(before) and text.startswith(through):
+            return len(before), len(through)
+        closed = said + through.rpartition(said)[2]
+        if said and text.startswith(closed, len(before)):
+            return len(before), len(before) + len(closed)
+    raise ValueError(
+        f"the chat template rewrites {turn}, so that its tokens cannot be told; write one response a record, or set"
+        " data.chat_template=false"
+    )
+
+
+def read_chat_template(folder: str | Path) -> ChatTemplate | None:
+    """The chat template of a checkpoint's tokenizer, None if it has none.
+
+    The template raises a ValueError for a conversation that it refuses, or if the tokenizer cannot be read.
+    """
+    folder = Path(folder)
+    settings = folder / "tokenizer_config.json"
+    try:
+        in_settings = settings.is_file() and bool(json.loads(settings.read_text("utf-8")).get("chat_template"))
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{settings}: not a JSON object ({error})") from error
+    if not in_settings and not any((folder / f"chat_template.{kind}").is_file() for kind in ("jinja", "json")):
+        return None
+
+    @functools.cache
+    def tokenizer() -> Any:  # not before the first conversation: the import takes seconds
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # transformers raises many kinds for one cause: a file it cannot read
+            raise ValueError(f"{folder}: the tokenizer cannot be read ({error})") from error
+
+    def render(turns: Turns, is_open: bool) -> str:
+        import jinja2
+
+        messages = [{"role": speaker_of(who).lower(), "content": text} for who, text in turns]
+        try:
+            return tokenizer().apply_chat_template(messages, add_generation_prompt=is_open, tokenize=False)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses this conversation ({error})") from error
+
+    return render
+
+
+def read_records(path: str | Path) -> Iterator[tuple[str, dict]]:
+    """Place (file and line) and object of every line; plain text is one record, `{"text": ...}`.
+
+    Raises:
+      FileNotFoundError: if the file is missing.
+      ValueError: if it cannot be read, is not UTF-8, or holds a line that is no JSON object; names file and line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such data file")
+    try:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+    if not path.name.removesuffix(".gz").endswith(".jsonl"):
+        yield str(path), {"text": text}
+        return
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON strings may hold U+2028
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON ({error.msg})") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: a JSON {type(record).__name__}; expected an object")
+        if "\\ud" in line.lower():
+            try:
+                json.dumps(record, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{where}: holds half of a character (a lone surrogate)") from error
+        yield where, record
+
+
+def load_documents(
+    path: str | Path, template: ChatTemplate | None = None, find_responses: bool = True
+) -> list[Document]:
+    """All documents of one file that hold more than blanks; the arguments are those of `to_document`.
+
+    Raises:
+      FileNotFoundError, ValueError: as `read_records` and `to_document`, and if there is no document.
+    """
+    documents = [to_document(record, where, template, find_responses) for where, record in read_records(path)]
+    documents = [d for d in documents if d.text.strip()]
+    if not documents:
+        raise ValueError(f"{path}: holds no document")
+    return documents
+
+
+def read_documents(path: str | Path) -> list[str]:
+    """The texts of one file, conversations without a chat template. Raises as `load_documents`."""
+    return [document.text for document in load_documents(path, None)]

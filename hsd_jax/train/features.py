@@ -1,0 +1,276 @@
+"""An optional cache on disk of the target's final hidden states for the training rows, so that no step computes them.
+
+Worth it when rows are seen several times and the disk is large: a row takes length x width numbers, terabytes for
+large targets, so the size is said before anything is written, and a limit holds. Files appear whole or not at all;
+a build that broke off continues. `Batches` (data.py) joins the features to their rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hsd_jax.checkpoint import write_json
+from hsd_jax.config import ModelConfig
+from hsd_jax.models.target import forward_sequence
+from hsd_jax.train.rows import Rows
+from hsd_jax.types import Weights
+
+MANIFEST = "manifest.json"
+DTYPES = ("bfloat16", "float32", "float16")
+FILE_BYTES = 256 * 10**6
+"""About the size of a file: what a build that broke off computes again at most."""
+REPORT_SECONDS = 5.0
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B", re.IGNORECASE)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureConfig:
+    """Section `features` of a recipe."""
+
+    cache: str | None = None
+    """A folder; None: features are computed in every step."""
+    limit: str = "20GB"
+    """Refuse to build more than this: a number and B, KB, MB, GB or TB (powers of 1000)."""
+    dtype: str = "bfloat16"
+    """Of the numbers on disk: bfloat16, float32 or float16."""
+
+    def __post_init__(self):
+        if self.cache is not None and not (isinstance(self.cache, str) and self.cache):
+            raise ValueError(f"features.cache={self.cache!r}: expected a folder, or null")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"features.dtype={self.dtype!r}: allowed are {', '.join(DTYPES)}")
+        if not isinstance(self.limit, str) or not _SIZE.fullmatch(self.limit.strip()):
+            raise ValueError(f"features.limit={self.limit!r}: expected a size, for example 20GB")
+
+    @property
+    def limit_bytes(self) -> int:
+        found = _SIZE.fullmatch(self.limit.strip())
+        assert found is not None
+        return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """What the manifest says: for which target and rows, and how the numbers lie in the files."""
+
+    target: str
+    weights_dtype: str
+    rows: str
+    dtype: str
+    shape: tuple[int, int, int]
+    rows_per_file: int
+
+    @property
+    def num_files(self) -> int:
+        return -(-self.shape[0] // self.rows_per_file)
+
+    def rows_of(self, file: int) -> range:
+        return range(file * self.rows_per_file, min((file + 1) * self.rows_per_file, self.shape[0]))
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[1] * self.shape[2] * jnp.dtype(self.dtype).itemsize
+
+
+class Features:
+    """The hidden states of all rows, memory-mapped."""
+
+    def __init__(self, folder: Path, layout: _Layout):
+        self.shape, self._dtype = layout.shape, jnp.dtype(layout.dtype)
+        self._rows_per_file = layout.rows_per_file
+        self._files = []
+        for file in range(layout.num_files):
+            path = _path(folder, file)
+            try:
+                array = np.load(path, mmap_mode="r")
+                if array.shape != (len(layout.rows_of(file)), *self.shape[1:]):
+                    raise ValueError(f"shape {array.shape}")
+            except (ValueError, EOFError) as error:
+                raise ValueError(f"{path}: damaged ({error}); delete it, and it is computed again") from error
+            self._files.append(array)
+
+    def take(self, index: np.ndarray) -> np.ndarray:
+        """The features [B, T, H] of rows `index` [B], in the dtype of the cache."""
+        out = np.empty((len(index), *self.shape[1:]), self._dtype)
+        for place, row in enumerate(index):
+            file, at = divmod(int(row), self._rows_per_file)
+            out[place] = self._files[file][at].view(self._dtype)
+        return out
+
+
+def open_features(
+    config: FeatureConfig,
+    rows: Rows,
+    weights: Weights,
+    target_config: ModelConfig,
+    target_hash: str,
+    batch: int,
+    report: Callable[[str], None] = print,
+) -> Features | None:
+    """The cache of these rows, built or completed if necessary; None without `config.cache`.
+
+    Built by one process; others on the same disk may open it afterwards.
+
+    Args:
+      weights: of the target, in the dtype and place of training.
+      batch: rows per pass. XLA may round otherwise at another shape: take the trainer's for the same bits.
+    Raises:
+      ValueError: if the folder holds other features, the size is over the limit, the disk has too little room or gets
+        full (complete files stay), a file is damaged, or the target's states are not finite.
+    """
+    if config.cache is None:
+        return None
+    folder = Path(config.cache)
+    layout = _Layout(
+        target=target_hash,
+        weights_dtype=weights["embedding"].dtype.name,
+        rows=rows.fingerprint,
+        dtype=config.dtype,
+        shape=(len(rows.tokens), rows.length, target_config.hidden_size),
+        rows_per_file=0,
+    )
+    layout = dataclasses.replace(layout, rows_per_file=max(1, FILE_BYTES // layout.row_bytes))
+    layout = _claimed(folder, layout)
+    missing = [file for file in range(layout.num_files) if not _path(folder, file).is_file()]
+    if missing:
+        _check_size(config, folder, layout, missing, report)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / MANIFEST, dataclasses.asdict(layout))
+            _build(folder, layout, missing, rows, weights, target_config, batch, report)
+        except OSError as error:
+            raise ValueError(
+                f"{folder}: cannot be written ({error}); free room and give the same command again: complete files stay"
+            ) from error
+    return Features(folder, layout)
+
+
+def _path(folder: Path, file: int) -> Path:
+    return folder / f"features-{file:05d}.npy"
+
+
+def _claimed(folder: Path, layout: _Layout) -> _Layout:
+    """The layout of the folder if it is for the same features, else `layout` if the folder is free.
+
+    Raises:
+      ValueError: naming what differs, or what else is in the folder.
+    """
+    path = folder / MANIFEST
+    remedy = "set features.cache to another folder, or delete this one"
+    if not path.is_file():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"{folder}: is not empty and holds no {MANIFEST}; set features.cache to another folder")
+        return layout
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        there = _Layout(**dict(values, shape=tuple(values["shape"])))
+        assert there.rows_per_file >= 1
+    except (ValueError, TypeError, KeyError, AssertionError) as error:
+        raise ValueError(f"{path}: not a manifest of features; {remedy}") from error
+    for name in ("target", "weights_dtype", "rows", "dtype", "shape"):
+        old, new = getattr(there, name), getattr(layout, name)
+        if old != new:
+            raise ValueError(f"{folder} holds features with another {name}, {old} there and {new} here; {remedy}")
+    return there
+
+
+def _check_size(
+    config: FeatureConfig, folder: Path, layout: _Layout, missing: list[int], report: Callable[[str], None]
+) -> None:
+    """Says how much will be written, and refuses what is over the limit or does not fit on the disk."""
+    num, length, width = layout.shape
+    whole = num * layout.row_bytes
+    to_write = sum(len(layout.rows_of(file)) for file in missing) * layout.row_bytes
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    size = f"{num:,} rows x {length} tokens x {width} numbers in {layout.dtype} = {_shown(whole)}"
+    done = "" if to_write == whole else f", {_shown(whole - to_write)} of it are there"
+    report(f"features: {size} in {folder}{done} (limit {config.limit}, free on the disk {_shown(free)})")
+    if whole > config.limit_bytes:
+        raise ValueError(
+            f"features.limit={config.limit}: the cache would take {_shown(whole)} ({size.partition(' = ')[0]}); raise"
+            " the limit, take fewer or shorter rows, a dtype of 16 bits, or features.cache=null, which computes them in"
+            " every step"
+        )
+    if to_write > free:
+        raise ValueError(
+            f"{folder}: the cache needs {_shown(to_write)} more, the disk has {_shown(free)}; free some, choose another"
+            " features.cache, or null"
+        )
+
+
+def _shown(num_bytes: int) -> str:
+    """Bytes as a person reads them."""
+    unit = next(u for u in ("T", "G", "M", "K", "") if num_bytes >= _UNITS[u] or not u)
+    return f"{num_bytes / _UNITS[unit]:.3g} {unit}B"
+
+
+def _build(
+    folder: Path,
+    layout: _Layout,
+    missing: list[int],
+    rows: Rows,
+    weights: Weights,
+    target_config: ModelConfig,
+    batch: int,
+    report: Callable[[str], None],
+) -> None:
+    dtype = jnp.dtype(layout.dtype)
+
+    @jax.jit
+    def states(weights: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        hidden = forward_sequence(weights, target_config, tokens).hidden.astype(dtype)
+        return hidden, jnp.all(jnp.isfinite(hidden), (1, 2))
+
+    def blocks(file: int) -> Iterator[np.ndarray]:
+        """The features of a file, pass by pass; the last pass repeats a row to have the same shape."""
+        wanted = np.asarray(layout.rows_of(file))
+        for start in range(0, len(wanted), batch):
+            some = wanted[start : start + batch]
+            at = np.pad(some, (0, batch - len(some)), mode="edge")
+            hidden, is_finite = (np.asarray(x)[: len(some)] for x in states(weights, rows.tokens[at, :-1]))
+            if not is_finite.all():
+                note = "; features.dtype=bfloat16 has more range" if layout.dtype == "float16" else ""
+                raise ValueError(f"the target's hidden states of row {some[~is_finite][0]} are not finite{note}")
+            yield hidden
+
+    total = sum(len(layout.rows_of(file)) for file in missing)
+    done, start = 0, time.perf_counter()
+    last = start
+    for file in missing:
+        path = _path(folder, file)
+        temporary = path.with_suffix(".tmp")
+        try:
+            with temporary.open("wb") as out:  # not a memory map: a full disk would kill the process
+                descr = {2: "<u2", 4: "<f4"}[dtype.itemsize]  # NumPy's files know no bfloat16
+                shape = (len(layout.rows_of(file)), *layout.shape[1:])
+                np.lib.format.write_array_header_1_0(out, {"descr": descr, "fortran_order": False, "shape": shape})
+                for block in blocks(file):
+                    out.write(block.tobytes())
+                    done += len(block)
+                    now = time.perf_counter()
+                    if now - last >= REPORT_SECONDS:
+                        last, left = now, (now - start) / done * (total - done)
+                        report(f"features: {done:,} of {total:,} rows, {left / 60:.1f} min left")
+                out.flush()
+                os.fsync(out.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    rate = total * layout.shape[1] / (time.perf_counter() - start)
+    report(f"features: {total:,} rows written, {rate:,.0f} tokens/s")

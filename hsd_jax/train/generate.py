@@ -1,0 +1,228 @@
+"""The target's own responses as training data: a plan of seeded jobs, and a file that resumes.
+
+A drafter learns best from text the target wrote. Every row has a temperature and a seed of its own, which depend on
+the number of its prompt alone, and the plan fixes which rows are decoded together: a run that broke off ends with the
+very file of one that did not. Called by `hsd generate-data`; the file is read back by `documents.py`. Read first:
+`prompts.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from hsd_jax.api import decode
+from hsd_jax.checkpoint import write_json
+from hsd_jax.config import TreeConfig
+from hsd_jax.params import Params
+from hsd_jax.train.prompts import GenerateConfig, Prompt, Report, draw
+from hsd_jax.train.rows import spoken
+
+REPORT_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One row to decode."""
+
+    prompt: Prompt
+    temperature: float
+    seed: int
+
+
+def make_plan(prompts: Sequence[Prompt], config: GenerateConfig) -> list[list[Job]]:
+    """The batches of a run, in their order.
+
+    Rows of a batch have prompts of about one length, so that few shapes compile; batches come in a random order, so
+    that a file is a fair sample at any time and the time left can be told.
+    """
+    jobs = []
+    for number, prompt in enumerate(prompts):
+        first = [config.temperatures[i] for i in draw(config.seed, number, 0).permutation(len(config.temperatures))]
+        again = [t for t in first if t > 0]  # the greedy answer is the same every time
+        for sample in range(config.samples_per_prompt):
+            temperature = first[sample] if sample < len(first) else again[(sample - len(first)) % len(again)]
+            seed = int(draw(config.seed, number, 1 + sample).integers(2**32))
+            jobs.append(Job(prompt, temperature, seed))
+    jobs.sort(key=lambda job: len(job.prompt.tokens))  # stable
+    batches = [jobs[i : i + config.batch] for i in range(0, len(jobs), config.batch)]
+    return [batches[i] for i in draw(config.seed, len(batches)).permutation(len(batches))]
+
+
+def settings_path(out: str | Path) -> Path:
+    """Where the settings of a run stand beside its result."""
+    return Path(f"{out}.settings.json")
+
+
+def check_settings(out: str | Path, settings: dict[str, Any]) -> None:
+    """Refuses a result that other settings made; `settings` may be a part of them.
+
+    Raises:
+      FileNotFoundError: if the folder of `out` is missing.
+      ValueError: naming the first difference, or a file that no run of ours wrote.
+    """
+    out, path = Path(out), settings_path(out)
+    if out.suffix != ".jsonl":
+        raise ValueError(f"{out}: expected a name that ends in .jsonl")
+    if not out.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{out.absolute().parent}: no such folder")
+    if not path.is_file():
+        if out.exists():
+            raise ValueError(f"{out}: is there, but {path.name} is not: choose another name, or move the file away")
+        return
+    try:
+        there = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); choose another name for the result") from error
+    for name, here in json.loads(json.dumps(settings)).items():
+        if name not in there or there[name] != here:
+            raise ValueError(
+                f"{out} was begun with other settings: {name} is {there.get(name, 'missing')!r} there and {here!r}"
+                " here; choose another name, or the same settings to continue"
+            )
+
+
+def lines_done(out: Path, jobs: Sequence[Job]) -> int:
+    """Whole lines of a result that broke off, after dropping what stands behind the last of them.
+
+    Raises:
+      ValueError: naming the line that is not of this plan.
+    """
+    if not out.is_file():
+        return 0
+    content = out.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(out, whole)
+    lines = content[:whole].split(b"\n")[:-1]
+    for number, line in enumerate(lines, 1):
+        job = jobs[number - 1] if number <= len(jobs) else None
+        try:
+            record = json.loads(line)
+            found = record["source"], record["seed"], tuple(record["prompt_tokens"])
+        except (ValueError, KeyError, TypeError):
+            found = None
+        if job is None or found != (job.prompt.source, job.seed, job.prompt.tokens):
+            raise ValueError(f"{out}:{number}: not a line of this run; choose another name, or move the file away")
+    return len(lines)
+
+
+def generate(
+    params: Params,
+    tokenizer: Tokenizer,
+    plan: Sequence[Sequence[Job]],
+    out: str | Path,
+    settings: dict[str, Any],
+    config: GenerateConfig,
+    tree: TreeConfig | None = None,
+    report: Report = print,
+) -> int:
+    """Decodes the plan into `out`, a line a row, from where an earlier run of the same settings stopped.
+
+    Args:
+      tokenizer: of the target, as `data.read_tokenizer` reads it.
+      settings: everything the text depends on.
+      tree: of the drafter in `params`; None: plain decoding.
+    Returns:
+      The number of lines.
+    Raises:
+      ValueError: as `check_settings` and `lines_done`, or if the disk is full; whole lines stay.
+    """
+    out = Path(out)
+    check_settings(out, settings)
+    jobs = [job for batch in plan for job in batch]
+    done = lines_done(out, jobs)
+    write_json(settings_path(out), settings)
+    if done:
+        report(f"{out}: {done:,} of {len(jobs):,} lines are there")
+    if done == len(jobs):
+        return done
+    progress = _Progress(len(jobs), report)
+    size = max(map(len, plan))
+    end = 0
+    with out.open("ab") as file:
+        for batch in plan:
+            start, end = end, end + len(batch)
+            if end <= done:
+                continue
+            records, num_tokens = _decoded(params, tokenizer, batch, size, config, tree)
+            text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records[max(done - start, 0) :])
+            try:
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError as error:
+                raise ValueError(f"{out}: cannot be written ({error}); the same command continues later") from error
+            progress.add(len(records), num_tokens, end)
+    progress.close()
+    return len(jobs)
+
+
+def _decoded(
+    params: Params,
+    tokenizer: Tokenizer,
+    batch: Sequence[Job],
+    size: int,
+    config: GenerateConfig,
+    tree: TreeConfig | None,
+) -> tuple[list[dict[str, Any]], int]:
+    """The records of a batch, and its new tokens. Rows that fill a batch up to `size` are born finished."""
+    rows = [*batch, *[batch[-1]] * (size - len(batch))]
+    result = decode(
+        params,
+        [list(job.prompt.tokens) for job in rows],
+        max_new_tokens=[config.max_new_tokens if i < len(batch) else 0 for i in range(len(rows))],
+        temperature=[job.temperature for job in rows],
+        top_k=config.top_k,
+        top_p=config.top_p,
+        seed=[job.seed for job in rows],
+        tree=tree,
+        speculate=tree is not None,
+    )
+    records = []
+    for row, job in enumerate(batch):
+        tokens = result.tokens[row, : result.num_tokens[row]].tolist()
+        prompt = list(job.prompt.tokens)
+        records.append(
+            {
+                "prompt": job.prompt.text,
+                "response": spoken(tokenizer.decode, prompt, tokens),
+                "temperature": job.temperature,
+                "seed": job.seed,
+                "source": job.prompt.source,
+                "prompt_tokens": prompt,
+                "response_tokens": tokens,
+            }
+        )
+    return records, int(result.num_tokens.sum())
+
+
+class _Progress:
+    """Says every few seconds how far a run is, how fast, and how long it will take."""
+
+    def __init__(self, total: int, report: Report):
+        self._total, self._report = total, report
+        self._start = self._last = time.perf_counter()
+        self._tokens, self._rows = 0, 0
+
+    def add(self, rows: int, tokens: int, done: int) -> None:
+        self._tokens, self._rows = self._tokens + tokens, self._rows + rows
+        now = time.perf_counter()
+        if now - self._last >= REPORT_SECONDS and done < self._total:
+            self._last = now
+            left = (now - self._start) / self._rows * (self._total - done)
+            self._report(f"{done:,} of {self._total:,} lines, {self._rate(now)}, {left / 60:.1f} min left")
+
+    def close(self) -> None:
+        now = time.perf_counter()
+        self._report(f"{self._total:,} lines, {self._tokens:,} new tokens in this run, {self._rate(now)}")
+
+    def _rate(self, now: float) -> str:
+        return f"{self._tokens / (now - self._start):,.0f} tokens/s"

@@ -1,0 +1,118 @@
+"""What a run says while it trains: a progress line or bar, `metrics.jsonl`, TensorBoard files, `curves.png`.
+
+`metrics.jsonl` is the source; the others can be made from it again. Read next: `curves.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Report = Callable[[str], None]
+METRICS = "metrics.jsonl"
+
+
+class Journal:
+    """Writes down the steps of the run in `out`."""
+
+    def __init__(self, out: str | Path, steps: int, report: Report = print):
+        self._path, self._steps, self.report = Path(out) / METRICS, steps, report
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._writer = _tensorboard(Path(out) / "tensorboard", report)
+        self._tokens_left = 0.0
+
+    def resume(self, step: int) -> None:
+        """Drops what an earlier process wrote behind `step`: these steps come again."""
+        if self._path.is_file():
+            lines = [line for line in self._path.read_text().split("\n") if line.strip()]
+            kept = [line for line in lines if _step_of(line) <= step]
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text("".join(f"{line}\n" for line in kept))
+            temporary.replace(self._path)
+        self.report(f"resuming at step {step} of {self._steps}")
+
+    def step(self, step: int, tokens: int, tokens_per_s: float, values: dict[str, Any]) -> None:
+        """The metrics of a training step."""
+        self._write({"step": step, "tokens": tokens, "tokens_per_s": tokens_per_s, **values}, "train")
+        left = (self._steps - step) * tokens / step / tokens_per_s
+        self.report(f"step {step}/{self._steps}, {_line(values)}, {tokens_per_s:,.0f} tokens/s, {_minutes(left)} left")
+
+    def judged(self, step: int, tokens: int, values: dict[str, Any], is_best: bool) -> None:
+        """The metrics of a judgement on held-out text."""
+        self._write({"step": step, "tokens": tokens, "eval": values, "is_best": is_best}, "eval")
+        self.report(f"held out at step {step}: {_line(values)}{' (best so far)' if is_best else ''}")
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, record: dict[str, Any], kind: str) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        if self._writer is None:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = record.get("eval", record)
+        scalars = {
+            name if not isinstance(value, list) else f"{name}/{i + 1}": v
+            for name, value in values.items()
+            if name not in ("step", "is_best")
+            for i, v in enumerate(value if isinstance(value, list) else [value])
+        }
+        summary = Summary(value=[Summary.Value(tag=f"{kind}/{k}", simple_value=v) for k, v in scalars.items()])
+        self._writer.add_event(Event(step=record["step"], wall_time=_now(), summary=summary))
+        self._writer.flush()
+
+
+def read_metrics(out: str | Path) -> list[dict[str, Any]]:
+    """The records of a run, oldest first; a line that was being written when the run was killed is left out.
+
+    Raises:
+      FileNotFoundError: if the folder holds no run.
+    """
+    path = Path(out) / METRICS
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected the folder of a training run")
+    return [json.loads(line) for line in path.read_text().split("\n") if _step_of(line) < float("inf")]
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def _now() -> float:
+    import time
+
+    return time.time()
+
+
+def _tensorboard(folder: Path, report: Report) -> Any:
+    try:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    except ImportError:
+        report("no TensorBoard files: pip install 'hsd_jax[train]' for them")
+        return None
+    return EventFileWriter(str(folder))
+
+
+def _line(values: dict[str, Any]) -> str:
+    shown = []
+    for name, value in values.items():
+        if name == "grad_norm":
+            continue
+        if isinstance(value, list):
+            shown.append(f"{name} " + " ".join(f"{v:.2f}" for v in value))
+        else:
+            shown.append(f"{name} {value:.2e}" if name == "learning_rate" else f"{name} {value:.3f}")
+    return ", ".join(shown)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"

@@ -1,0 +1,77 @@
+"""Labels from the drafter's own text (DistillSpec): chains sampled from its law, judged by the target in one pass.
+
+The trunk's states depend on no drafted token, so a pass of training unrolls as usual and only the previous tokens and
+the target's laws change. Knows nothing of divergences or of the drafter's weights. Read next: `drafter.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from hsd_jax.config import ModelConfig
+from hsd_jax.models.target import causal_mask, forward, lm_head
+from hsd_jax.types import Weights
+
+
+def choose_anchors(key: jax.Array, has_label: Bool[Array, "B A"], count: int) -> Int[Array, "B n"]:
+    """Indices of `count` anchors a row at random, those without a label last; of all of them if there are fewer.
+
+    Consumes the key.
+    """
+    order = jax.random.uniform(key, has_label.shape)
+    return lax.top_k(jnp.where(has_label, order, order - 1.0), min(count, has_label.shape[1]))[1]
+
+
+def sample_chains(
+    key: jax.Array,
+    base: Float[Array, "B n K V"],
+    root: Int[Array, "B n"],
+    token_info: Callable[[Int[Array, "B n"]], Float[Array, "B n V"]],
+) -> Int[Array, "B n D"]:
+    """d_1 .. d_D behind each root, D = K - 1, drawn at temperature 1 from base logits plus token information.
+
+    Consumes the key. The token of depth K is not drawn: no depth follows whose law it could change.
+    """
+    chain, previous = [], root
+    for depth in range(base.shape[2] - 1):
+        logits = lax.stop_gradient(base[:, :, depth] + token_info(previous))
+        previous = jax.random.categorical(jax.random.fold_in(key, depth), logits).astype(root.dtype)
+        chain.append(previous)
+    return jnp.stack(chain, 2)
+
+
+def score_chains(
+    weights: Weights,
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    anchors: Int[Array, "B n"],
+    chains: Int[Array, "B n D"],
+) -> Float[Array, "B n D V"]:
+    """The target's logits behind every drafted token, from one pass over the row and all chains.
+
+    Row tokens see the row's past. The k-th token of the chain of anchor a stands at position a + 1 + k; it sees the
+    row up to the root a + 1 and its own chain up to itself.
+    """
+    (batch, length), (num, depth) = tokens.shape, chains.shape[1:]
+    nodes = num * depth
+    positions = anchors[:, :, None] + 2 + jnp.arange(depth)
+    before = jnp.repeat(jnp.arange(length) <= anchors[:, :, None] + 1, depth, axis=1)
+    own = np.kron(np.eye(num, dtype=bool), np.tril(np.ones((depth, depth), bool)))
+    of_rows = jnp.concatenate([causal_mask(batch, length), jnp.zeros((batch, length, nodes), bool)], -1)
+    of_nodes = jnp.concatenate([before, jnp.broadcast_to(own, (batch, nodes, nodes))], -1)
+    row_positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
+    output = forward(
+        weights,
+        config,
+        jnp.concatenate([tokens, chains.reshape(batch, nodes)], 1),
+        jnp.concatenate([row_positions, positions.reshape(batch, nodes)], 1),
+        jnp.concatenate([of_rows, of_nodes], 1),
+    )
+    # XLA drops the pass's own logits: those of the row are not wanted.
+    return lm_head(weights, config, output.hidden[:, length:]).reshape(batch, num, depth, -1)

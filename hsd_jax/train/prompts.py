@@ -1,0 +1,190 @@
+"""Prompts for `hsd generate-data`, from the record formats of training data: what a target is asked to continue.
+
+A question without its answer, a conversation up to a turn of the user, the beginning of a text. Read next:
+`generate.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from hsd_jax.train.documents import (
+    ChatTemplate,
+    conversation,
+    question_prompt,
+    read_records,
+    render_turns,
+    speaker_of,
+    text_of,
+)
+
+Report = Callable[[str], None]
+_FIELDS = ("text", "turns", "messages", "question", "prompt")
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """Which prompts to continue, and how; part of the settings beside the result."""
+
+    max_new_tokens: int = 256
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    """Each prompt takes one of them, by its number and the seed; its further samples take the others in turn."""
+    top_k: int | None = None
+    top_p: float | None = None
+    samples_per_prompt: int = 1
+    batch: int = 32
+    seed: int = 0
+    limit: int | None = None
+    """Prompts of each file."""
+    prompt_tokens: int | None = None
+    """Longest prompt; longer ones are left out. None: what the model has room for."""
+    prefix_tokens: int = 32
+    """Prompts from texts: so many tokens, at most half of the text."""
+    stride: int | None = None
+    """A text gives a prompt every so many tokens; None: one, at its start."""
+    all_turns: bool = False
+    """A conversation gives a prompt for each turn of the user; else for one of them, by its number and the seed."""
+    chat_template: bool = True
+    """As in section `data` of a recipe."""
+
+    def __post_init__(self):
+        for name in ("max_new_tokens", "samples_per_prompt", "batch", "prefix_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("top_k", "limit", "prompt_tokens", "stride"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: allowed are numbers in (0, 1]")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed}: allowed are 0 to {2**32 - 1}")
+        values = self.temperatures
+        if not values or not all(0 <= t < float("inf") for t in values):
+            raise ValueError(f"temperatures={list(values)}: expected at least one, 0 (greedy) or positive")
+        if self.samples_per_prompt > 1 and not any(values):
+            raise ValueError(f"samples_per_prompt={self.samples_per_prompt}: greedy samples of a prompt are all alike")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """What the target is to continue."""
+
+    tokens: tuple[int, ...]
+    text: str
+    """Without the start token, which the tokenizer adds."""
+    source: str
+    """Name of the file, and line."""
+
+
+def read_prompts(
+    files: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    bos: int | None,
+    template: ChatTemplate | None,
+    room: int,
+    config: GenerateConfig,
+    report: Report = print,
+) -> list[Prompt]:
+    """The prompts of all files, in their order.
+
+    Args:
+      bos: the token put before a text; None: none.
+      room: positions of the model; prompt and new tokens must fit.
+    Raises:
+      FileNotFoundError, ValueError: naming file and line.
+    """
+    longest = room - config.max_new_tokens
+    if longest < 1:
+        raise ValueError(f"max_new_tokens={config.max_new_tokens}: the model has {room} positions, prompt included")
+    longest = min(longest, config.prompt_tokens or longest)
+    prompts: list[Prompt] = []
+    num_long = 0
+    for path in map(Path, files):
+        found: list[Prompt] = []
+        for number, (where, record) in enumerate(read_records(path)):
+            choices = list(_prompts_of(record, where, tokenizer, bos, template, config))
+            fitting = [p for p in choices if len(p.tokens) <= longest]
+            num_long += bool(choices) and not fitting
+            if fitting and not config.all_turns and "text" not in record:
+                fitting = [fitting[draw(config.seed, number).integers(len(fitting))]]
+            found.extend(fitting)
+            if config.limit is not None and len(found) >= config.limit:
+                break
+        if not found:
+            raise ValueError(f"{path}: holds no prompt of at most {longest} tokens")
+        prompts.extend(found[: config.limit])
+    if num_long:
+        report(f"{num_long:,} records left out: their prompts are longer than {longest} tokens")
+    return prompts
+
+
+def draw(*numbers: int) -> np.random.Generator:
+    """Random numbers that depend on `numbers` alone."""
+    return np.random.default_rng(numbers)
+
+
+def _prompts_of(record: dict, where: str, tokenizer, bos, template, config: GenerateConfig) -> Iterator[Prompt]:
+    """All prompts of one record: of a text, a question, or a conversation up to each turn of the user."""
+    field = next((f for f in _FIELDS if f in record), None)
+    if field is None:
+        raise ValueError(f"{where}: fields {sorted(record)}; expected {', '.join(_FIELDS[:-1])} or {_FIELDS[-1]}")
+    name = Path(where).name
+    if field == "text":
+        for ids, text in _beginnings(text_of(record, "text", where), tokenizer, config):
+            yield Prompt(tuple(ids if bos is None else [bos, *ids]), text, name)
+        return
+    if field in ("turns", "messages"):
+        turns = _turns_of(record, field, where)
+        cuts = [turns[: i + 1] for i, (who, _) in enumerate(turns) if speaker_of(who) == "User"]
+        try:
+            texts = [template(cut, True) if template else render_turns(cut, "Assistant") for cut in cuts]
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+    else:
+        text = text_of(record, field, where)
+        if not text.strip():
+            raise ValueError(f"{where}: {field} is empty")
+        texts = [question_prompt(text) if field == "question" else text]
+    is_templated = template is not None and field in ("turns", "messages")
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if bos is not None and ids[:1] == [bos]:
+            text = text.removeprefix(tokenizer.id_to_token(bos))
+        elif bos is not None and not is_templated:
+            ids = [bos, *ids]
+        yield Prompt(tuple(ids), text, name)
+
+
+def _turns_of(record: dict, field: str, where: str) -> list[tuple[str, str]]:
+    turns = record[field]
+    if isinstance(turns, list) and turns and isinstance(turns[0], str):  # MT-bench, Spec-Bench: what users say
+        return [("User", turns[0])]
+    return conversation(record, field, where)
+
+
+def _beginnings(text: str, tokenizer: Tokenizer, config: GenerateConfig) -> Iterator[tuple[list[int], str]]:
+    """Tokens and words of the beginning of a text, and of each `stride` tokens; a further piece begins at a word."""
+    offsets = tokenizer.encode(text, add_special_tokens=False).offsets
+    for start in range(0, len(offsets), config.stride or len(offsets)):
+        begin = 0
+        if start:
+            gap = re.compile(r"\s+").search(text, offsets[start][0])
+            if gap is None:
+                return
+            begin = gap.end()
+        end = offsets[min(start + 2 * config.prefix_tokens, len(offsets)) - 1][1]
+        piece = tokenizer.encode(text[begin:end], add_special_tokens=False)
+        num = min(config.prefix_tokens, len(piece.ids) // 2)
+        while num > 0:  # a token may hold a part of a character, or be what a longer text alone is cut into
+            words = text[begin : begin + piece.offsets[num - 1][1]]
+            if tokenizer.encode(words, add_special_tokens=False).ids == piece.ids[:num]:
+                yield piece.ids[:num], words
+                break
+            num -= 1

@@ -1,0 +1,215 @@
+"""From documents to rows: tokens, and which of them are labels.
+
+Tokens are those of the whole text, prompt and response in one piece, and offsets say which of them hold a character
+of a response. So a row does not depend on what is learned from it, packed rows are the same with and without masks,
+and a token that straddles the border is a label: it holds text of the response. Responses that `hsd generate-data`
+sampled bring their own tokens, and nothing is tokenised again. Read first: `documents.py`. Read next: `data.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hsd_jax.train.documents import Document
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PACKED, PADDED = "packed", "padded"
+ALL, RESPONSES = "all", "responses"
+_ENCODED_AT_ONCE = 1000
+"""Documents; the offsets of a whole corpus would need many times its size."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Training data as rows of length + 1 tokens; the extra one is the last label."""
+
+    tokens: np.ndarray
+    """int32 [num, length + 1]."""
+    mask: np.ndarray
+    """bool [num, length + 1]: whether a token is a label to learn. Never at position 0, never in padding."""
+    num_documents: int
+    num_tokens: int
+    """Of the documents, start and end tokens included."""
+    num_padding: int = 0
+    num_cut: int = 0
+    """Documents longer than a row, padded rows only."""
+    num_left_out: int = 0
+    """Documents without a label within a row, padded rows only."""
+
+    @property
+    def length(self) -> int:
+        return self.tokens.shape[1] - 1
+
+    def describe(self) -> str:
+        """The data in one line."""
+        parts = [
+            f"{self.num_documents:,} documents, {self.num_tokens:,} tokens, {len(self.tokens):,} rows of"
+            f" {self.length}: {self.mask.sum() / (len(self.tokens) * self.length):.1%} labels,"
+            f" {self.num_padding / self.tokens.size:.1%} padding"
+        ]
+        if self.num_cut:
+            parts.append(f"{self.num_cut:,} documents cut after {self.length + 1} tokens")
+        if self.num_left_out:
+            parts.append(f"{self.num_left_out:,} documents left out: no label in their first {self.length + 1} tokens")
+        return "; ".join(parts)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of the tokens, in 64 hexadecimal digits; features depend on nothing else of the data."""
+        digest = hashlib.sha256(str(self.tokens.shape).encode())
+        digest.update(np.ascontiguousarray(self.tokens, "<i4").tobytes())
+        return digest.hexdigest()
+
+
+def make_rows(
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    length: int,
+    bos: int | None,
+    eos: int,
+    seed: int,
+    vocab_size: int,
+    packing: str = PACKED,
+    loss_on: str = ALL,
+) -> Rows:
+    """Rows of documents in a seeded order.
+
+    Args:
+      length: tokens of a row, less the last label.
+      bos: put before each text; None: nothing.
+      eos: put behind each text that does not end in a special token of its own.
+      vocab_size: of the model.
+      packing, loss_on: see `data.DataConfig`.
+    Raises:
+      ValueError: if there is nothing to learn, less than one row, or a token outside the vocabulary.
+    """
+    on_responses = loss_on == RESPONSES
+    if on_responses and not any(d.responses for d in documents):
+        raise ValueError(
+            f"data.loss_on=responses, but none of the {len(documents)} documents from {documents[0].where} on holds a"
+            " response: needed are prompt and response, question and answer, or turns of an assistant; or loss_on=all"
+        )
+    order = np.random.default_rng(seed).permutation(len(documents))
+    encoded = list(_encoded([documents[i] for i in order], tokenizer, bos, eos, vocab_size, on_responses))
+    if packing == PACKED:
+        return _packed(encoded, length)
+    return _padded(encoded, length, eos)
+
+
+_Encoded = tuple[np.ndarray, np.ndarray]
+"""The tokens of a document, int32 [n], and which are labels, bool [n]."""
+
+
+def _encoded(
+    documents: Sequence[Document], tokenizer, bos: int | None, eos: int, vocab_size: int, on_responses: bool
+) -> Iterator[_Encoded]:
+    special = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
+    for start in range(0, len(documents), _ENCODED_AT_ONCE):
+        some = documents[start : start + _ENCODED_AT_ONCE]
+        texts = iter(tokenizer.encode_batch([d.text for d in some if d.tokens is None], add_special_tokens=False))
+        for document in some:
+            if document.tokens is None:
+                ids, labels = _of_text(document, next(texts), bos, eos, special, on_responses)
+            else:
+                ids, labels = _as_sampled(document.tokens, eos, special, on_responses)
+            if max(ids) >= vocab_size:
+                raise ValueError(
+                    f"{document.where}: holds token {max(ids)}; the model has {vocab_size} tokens: is this tokenizer"
+                    " its own?"
+                )
+            _check_spelling(document, tokenizer)
+            yield np.asarray(ids, np.int32), labels
+
+
+def _of_text(document: Document, encoding, bos, eos: int, special: dict[int, str], on_responses: bool):
+    """Tokens of a text between the start and end tokens that it does not bring itself."""
+    ids = encoding.ids
+    head = [] if bos is None or document.is_templated or ids[:1] == [bos] else [bos]
+    is_closed = ids[-1:] == [eos] or (
+        document.is_templated and document.text.rstrip().endswith(tuple(special.values()) or ("\0",))
+    )
+    tail = [] if is_closed else [eos]
+    labels = np.full(len(head) + len(ids) + len(tail), not on_responses)
+    if on_responses:
+        ends = np.array([end for _, end in encoding.offsets])
+        starts = np.array([start for start, _ in encoding.offsets])
+        for first, last in document.responses:
+            # A token of blanks alone may have offsets of no width, at its end.
+            inside = np.flatnonzero((ends > first) & (starts < last))
+            if document.is_templated:  # what follows the token that ends a turn is not the assistant's
+                closing = [i for i, at in enumerate(inside) if ids[at] in special]
+                inside = inside[: closing[-1] + 1] if closing else inside
+            labels[len(head) + inside] = True
+        if tail and document.responses and document.responses[-1][1] == len(document.text):
+            labels[-1] = True
+    return [*head, *ids, *tail], labels
+
+
+def _as_sampled(tokens: tuple[list[int], list[int]], eos: int, special: dict[int, str], on_responses: bool):
+    """The tokens a target wrote behind its prompt. A response that was cut off gets its end token, but no label."""
+    prompt, response = tokens
+    ids = [*prompt, *response]
+    tail = [] if ids[-1:] and ids[-1] in special else [eos]
+    labels = np.full(len(ids) + len(tail), not on_responses)
+    labels[len(prompt) : len(ids)] = True
+    return [*ids, *tail], labels
+
+
+def _check_spelling(document: Document, tokenizer: Tokenizer) -> None:
+    """Refuses sampled tokens that are not the text beside them: those of another tokenizer."""
+    if document.tokens is None:
+        return
+    ((start, _),) = document.responses
+    if spoken(tokenizer.decode, *document.tokens) != document.text[start:]:
+        raise ValueError(
+            f"{document.where}: response_tokens do not spell the response with this tokenizer: they were sampled from"
+            " another target; generate again, or drop prompt_tokens and response_tokens to read the text"
+        )
+
+
+def spoken(decode: Callable[[list[int]], str], prompt: list[int], response: list[int]) -> str:
+    """The text that `response` adds to `prompt`: some tokenizers write a token differently at the start of a text."""
+    before, whole = decode(prompt), decode([*prompt, *response])
+    return whole[len(before) :] if whole.startswith(before) else decode(response)
+
+
+def _packed(encoded: list[_Encoded], length: int) -> Rows:
+    """Neighbouring rows share one token, so that no label is lost; what fills no row is dropped."""
+    tokens, labels = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
+    num = (len(tokens) - 1) // length
+    if num < 1:
+        raise ValueError(f"the data hold {len(tokens)} tokens: fewer than one row of {length + 1}")
+    at = length * np.arange(num)[:, None] + np.arange(length + 1)
+    mask = labels[at]
+    mask[:, 0] = False
+    return Rows(tokens[at], mask, len(encoded), len(tokens))
+
+
+def _padded(encoded: list[_Encoded], length: int, eos: int) -> Rows:
+    """A document a row, filled with end tokens that nobody learns."""
+    kept = [(ids, labels) for ids, labels in encoded if labels[1 : length + 1].any()]
+    if not kept:
+        raise ValueError(f"none of the {len(encoded)} documents holds a label in its first {length + 1} tokens")
+    tokens = np.full((len(kept), length + 1), eos, np.int32)
+    mask = np.zeros((len(kept), length + 1), bool)
+    for row, (ids, labels) in enumerate(kept):
+        num = min(len(ids), length + 1)
+        tokens[row, :num], mask[row, :num] = ids[:num], labels[:num]
+    mask[:, 0] = False
+    return Rows(
+        tokens,
+        mask,
+        num_documents=len(encoded),
+        num_tokens=sum(len(ids) for ids, _ in encoded),
+        num_padding=sum(max(length + 1 - len(ids), 0) for ids, _ in kept),
+        num_cut=sum(len(ids) > length + 1 for ids, _ in kept),
+        num_left_out=len(encoded) - len(kept),
+    )

@@ -1,0 +1,422 @@
+"""Documents become rows whose masks name exactly the responses, and batches that come back the same after a restart.
+
+The oracles walk over characters in plain Python. Nothing here is statistical, and no model runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from hsd_jax.train import data, documents
+from hsd_jax.train.documents import Document, to_document
+from hsd_jax.train.rows import Rows, make_rows, spoken
+from hsd_jax.train.tokenizer import train_tokenizer
+
+BOS, EOS = 0, 1
+RECORDS = [
+    {"question": "How many?", "answer": "Two <<1+1=2>>and\n#### 2"},
+    {"prompt": "the cat sat on the ", "response": "mat and the dog ran"},
+    {"turns": [["U", "the dog?"], ["S", "a dog"], ["U", "and the cat?"], ["S", "the cat ran"], ["U", "the end"]]},
+    {"messages": [{"role": "assistant", "content": "the mat"}, {"role": "user", "content": "a dog ran"}]},
+    {"text": "the dog ran and the cat sat"},
+    {"prompt": "the caf", "response": "é ☃ ran"},
+]
+SAID = [
+    [" Two and\nThe answer is 2."],
+    ["mat and the dog ran"],
+    [" a dog\n", " the cat ran\n"],
+    [" the mat\n"],
+    [],
+    ["é ☃ ran"],
+]
+ENDS_WITH_RESPONSE = [True, True, False, False, False, True]
+"""Whether the end token behind the document belongs to a response."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A byte-level BPE that merges whole words, with a chat template, and the records as a file."""
+    root = tmp_path_factory.mktemp("data")
+    (root / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
+    (root / "words.txt").write_text("the cat sat on the mat and the dog ran\n" * 20)
+    train_tokenizer([str(root / "words.txt"), str(root / "data.jsonl")], 310, root)
+    (root / "config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
+    return root
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    found, bos, eos = data.read_tokenizer(folder)
+    assert (bos, eos) == (BOS, EOS)
+    return found
+
+
+def rows_of(tokenizer, docs, length=8, seed=0, vocab_size=310, bos=BOS, **options) -> Rows:
+    return make_rows(docs, tokenizer, length, bos, EOS, seed, vocab_size, **options)
+
+
+def stream_of(rows: Rows) -> list[tuple[int, bool]]:
+    """The tokens and labels of packed rows, in one piece."""
+    pairs = [(int(rows.tokens[0, 0]), False)]
+    for tokens, mask in zip(rows.tokens, rows.mask, strict=True):
+        pairs += zip(tokens[1:].tolist(), mask[1:].tolist(), strict=True)
+    return pairs
+
+
+def labelled(tokenizer, docs, **options) -> str:
+    """The text of the labels of one padded document."""
+    rows = rows_of(tokenizer, docs, 99, loss_on="responses", packing="padded", **options)
+    return tokenizer.decode(rows.tokens[0][rows.mask[0]].tolist(), skip_special_tokens=False)
+
+
+def test_packed_rows_are_those_of_the_first_trainer(tokenizer):
+    """Cut from one stream in plain Python, in the order of the seed."""
+    texts = [to_document(r, "-").text for r in RECORDS]
+    stream: list[int] = []
+    for i in np.random.default_rng(5).permutation(len(texts)):
+        stream += [BOS, *tokenizer.encode(texts[i], add_special_tokens=False).ids, EOS]
+    want = [stream[i : i + 9] for i in range(0, len(stream) - 8, 8)]
+    rows = rows_of(tokenizer, [Document("-", t) for t in texts], 8, seed=5)
+    assert rows.tokens.tolist() == want
+    assert rows.tokens.dtype == np.int32 and rows.num_tokens == len(stream)
+    assert rows.mask[:, 1:].all() and not rows.mask[:, 0].any()
+    assert data.pack(texts, tokenizer, 8, BOS, EOS, 5).tolist() == want
+    masked = rows_of(tokenizer, [to_document(r, "-") for r in RECORDS], 8, seed=5, loss_on="responses")
+    assert masked.tokens.tolist() == want
+    assert masked.fingerprint == rows.fingerprint != rows_of(tokenizer, [Document("-", t) for t in texts]).fingerprint
+
+
+@pytest.mark.parametrize("index", range(len(RECORDS)))
+def test_masks_name_the_tokens_that_hold_a_character_of_a_response(tokenizer, index):
+    document = to_document(RECORDS[index], "-")
+    assert [document.text[a:b] for a, b in document.responses] == SAID[index]
+    wanted = set().union(*(range(a, b) for a, b in document.responses), set())
+    expected, done = [False], 0  # the start token
+    text = document.text.encode()
+    characters = [i for i, c in enumerate(document.text) for _ in c.encode()]  # of each byte
+    for token in tokenizer.encode(document.text, add_special_tokens=False).ids:
+        # A byte-level token spells each byte by one character of its own alphabet.
+        num = len(tokenizer.id_to_token(token))
+        expected.append(any(characters[i] in wanted for i in range(done, done + num)))
+        done += num
+    assert done == len(text)
+    expected.append(ENDS_WITH_RESPONSE[index])
+    if not any(expected):
+        with pytest.raises(ValueError, match="none of the 1 documents from - on holds a response"):
+            rows_of(tokenizer, [document], 1, loss_on="responses")
+        return
+    filler = Document("-", "")
+    packed = rows_of(tokenizer, [document], 1, loss_on="responses")
+    assert [label for _, label in stream_of(packed)] == expected
+    padded = rows_of(tokenizer, [document, filler], 60, loss_on="responses", packing="padded")
+    assert padded.mask[0].tolist() == expected + [False] * (61 - len(expected))
+
+
+def test_a_token_across_the_border_is_a_label():
+    """The whole text is tokenised, so the border may lie inside a token; offsets give it to the response."""
+    letters = {c: i for i, c in enumerate(["<s>", "</s>", "x", "a", "b", "c", "ab"])}
+    merging = Tokenizer(models.BPE(letters, [("a", "b")]))
+    merging.add_special_tokens(["<s>", "</s>"])
+    ids = merging.encode("xa", add_special_tokens=False).ids + merging.encode("bc", add_special_tokens=False).ids
+    document = to_document({"prompt": "xa", "response": "bc"}, "-")
+    rows = make_rows([document], merging, 4, 0, 1, 0, 7, loss_on="responses")
+    assert rows.tokens.tolist() == [[0, letters["x"], letters["ab"], letters["c"], 1]]
+    assert len(ids) == 4  # segments would be other tokens than the whole
+    assert rows.mask.tolist() == [[False, False, True, True, True]]
+    early = make_rows([dataclasses.replace(document, responses=((3, 4),))], merging, 4, 0, 1, 0, 7, loss_on="responses")
+    assert early.mask.tolist() == [[False, False, False, True, True]]
+
+
+def chatml(turns, is_open: bool) -> str:
+    text = "".join(f"<s>{who}\n{said}</s>\n" for who, said in turns)
+    return text + "<s>assistant\n" * is_open
+
+
+def qwen3(turns, is_open: bool) -> str:
+    """The last answer shows that it thought; answers before it do not."""
+    turns = list(turns)
+    if turns and turns[-1][0] == "assistant":
+        turns[-1] = ("assistant", f"<think>\n{turns[-1][1]}")
+    return chatml(turns, is_open)
+
+
+TURNS = [("user", "the cat?"), ("assistant", "the dog"), ("user", "a mat?"), ("assistant", "the mat")]
+CHAT = {"messages": [{"role": who, "content": said} for who, said in TURNS]}
+
+
+def test_a_chat_template_marks_answers_and_the_ends_of_their_turns(tokenizer):
+    document = to_document(CHAT, "-", chatml)
+    assert document.text == chatml(TURNS, False)
+    assert labelled(tokenizer, [document]) == "the dog</s>the mat</s>"
+    rows = rows_of(tokenizer, [document], 99, packing="padded")
+    text = tokenizer.decode(rows.tokens[0][: 100 - rows.num_padding].tolist(), skip_special_tokens=False)
+    assert text == document.text  # neither start nor end token was added
+    assert labelled(tokenizer, [to_document(CHAT, "-", qwen3)]) == "the dog</s><think>\nthe mat</s>"
+
+
+def test_an_answer_that_nobody_asked_for_is_no_response(tokenizer):
+    first = {"messages": [{"role": "assistant", "content": "the mat"}, *CHAT["messages"]]}
+    assert labelled(tokenizer, [to_document(first, "-", chatml)]) == "the dog</s>the mat</s>"
+
+
+def test_a_template_without_ends_of_turns_gets_an_end_token(folder, tokenizer):
+    template = data.read_chat_template(folder)
+    document = to_document(CHAT, "-", template)
+    assert document.text == "<s>User: the cat?\nAssistant: the dog\nUser: a mat?\nAssistant: the mat\n"
+    assert labelled(tokenizer, [document]) == " the dog\n the mat\n</s>"
+    assert rows_of(tokenizer, [document], 99, packing="padded").tokens[0, :2].tolist().count(BOS) == 1
+    (folder / "bare").mkdir()
+    (folder / "bare" / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    assert data.read_chat_template(folder / "bare") is None
+
+
+def test_a_template_that_rewrites_or_refuses_is_named(tmp_path):
+    (tmp_path / "chat.jsonl").write_text("\n" + json.dumps(CHAT) + "\n")
+
+    def summary(turns, is_open):
+        return f"{len(turns)} turns" + chatml(turns, is_open)
+
+    with pytest.raises(ValueError, match=r"chat\.jsonl:2: the chat template rewrites turn 2"):
+        documents.load_documents(tmp_path / "chat.jsonl", summary)
+    assert documents.load_documents(tmp_path / "chat.jsonl", summary, find_responses=False)[0].responses == ()
+
+    def refusing(turns, is_open):
+        raise ValueError("the chat template refuses this conversation (no system role)")
+
+    with pytest.raises(ValueError, match=r"chat\.jsonl:2: the chat template refuses this conversation \(no system"):
+        documents.load_documents(tmp_path / "chat.jsonl", refusing, find_responses=False)
+
+
+def test_a_template_that_raises(folder, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ raise_exception('roles must alternate') }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    template = data.read_chat_template(tmp_path)
+    with pytest.raises(ValueError, match=r"^f:1: the chat template refuses .*roles must alternate"):
+        to_document(CHAT, "f:1", template)
+
+
+def test_padded_rows_are_cut_and_counted(tokenizer):
+    docs = [
+        Document("a:1", "the cat", ((3, 7),)),
+        Document("a:2", "the cat sat on the mat and the dog ran", ((8, 11),)),
+        Document("a:3", "the cat sat on the mat and the dog ran", ((35, 38),)),
+    ]
+    rows = rows_of(tokenizer, docs, 5, loss_on="responses", packing="padded")
+    by_length = sorted(zip(rows.tokens.tolist(), rows.mask.tolist(), strict=True))
+    ids = tokenizer.encode(docs[1].text, add_special_tokens=False).ids
+    short = tokenizer.encode("the cat", add_special_tokens=False).ids
+    assert [tokens for tokens, _ in by_length] == sorted(
+        [[BOS, *ids][:6], [BOS, *short, EOS, *[EOS] * (4 - len(short))]]
+    )
+    assert (rows.num_documents, rows.num_cut, rows.num_left_out, rows.num_padding) == (3, 1, 1, 4 - len(short))
+    assert rows.num_tokens == 2 * (len(ids) + 2) + len(short) + 2
+    labels, padding = rows.mask.sum() / 10, (4 - len(short)) / 12
+    assert rows.describe() == (
+        f"3 documents, {rows.num_tokens} tokens, 2 rows of 5: {labels:.1%} labels, {padding:.1%} padding;"
+        " 1 documents cut after 6 tokens; 1 documents left out: no label in their first 6 tokens"
+    )
+    full = rows_of(tokenizer, docs, len(ids) + 1, packing="padded")
+    assert full.num_cut == full.num_left_out == 0 and full.num_padding == len(ids) - len(short)
+    assert full.mask.sum() == full.num_tokens - 3 and not full.mask[:, 0].any()  # all but the start tokens
+    with pytest.raises(ValueError, match=r"none of the 1 documents holds a label in its first 6 tokens"):
+        rows_of(tokenizer, docs[2:], 5, loss_on="responses", packing="padded")
+
+
+def sampled(tokenizer, prompt: list[int], response: list[int]) -> dict:
+    text = tokenizer.decode(prompt)
+    record = {"prompt": text, "response": spoken(tokenizer.decode, prompt, response)}
+    return record | {"prompt_tokens": prompt, "response_tokens": response}
+
+
+def test_sampled_tokens_are_not_tokenised_again(tokenizer):
+    the = [tokenizer.token_to_id(c) for c in "the"]  # no text is tokenised like this
+    prompt = [BOS, *tokenizer.encode("a cat", add_special_tokens=False).ids]
+    ended, cut = sampled(tokenizer, prompt, [*the, EOS]), sampled(tokenizer, prompt, the)
+    assert ended["response"] == cut["response"] == "the"
+    for record, last in ((ended, True), (cut, False)):  # a response that was cut off did not end
+        document = to_document(record, "-")
+        rows = rows_of(tokenizer, [document], len(prompt) + 3, loss_on="responses")
+        assert rows.tokens.tolist() == [[*prompt, *the, EOS]] and rows.num_tokens == len(prompt) + 4
+        assert rows.mask.tolist() == [[False] * len(prompt) + [True] * 3 + [last]]
+    again = {k: v for k, v in ended.items() if "tokens" not in k}
+    assert rows_of(tokenizer, [to_document(again, "-")], 3).tokens.tolist() != [[*prompt, *the, EOS]]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"response": "a dog"}, r"f:1: response_tokens do not spell the response with this tokenizer"),
+        ({"response_tokens": [2, 400]}, r"f:1: holds token 400; the model has 310 tokens"),
+        ({"response_tokens": [2, -1]}, r"f:1: response_tokens is \[2, -1\]: expected a list of token ids"),
+        ({"prompt_tokens": None}, r"f:1: prompt_tokens is null: expected a list of token ids"),
+    ],
+)
+def test_sampled_tokens_of_another_target(tokenizer, changes, message):
+    record = sampled(tokenizer, [BOS, 5, 6], [7, 8]) | changes
+    with pytest.raises(ValueError, match=message):
+        rows_of(tokenizer, [to_document(record, "f:1")], 2)
+
+
+def test_files_become_rows(folder, tmp_path):
+    path = folder / "data.jsonl"
+    with gzip.open(tmp_path / "data.jsonl.gz", "wb") as out:
+        out.write(path.read_bytes())
+    config = data.DataConfig(loss_on="responses")
+    rows = data.read_rows([path], folder, 16, 3, 310, config)
+    assert data.read_rows([tmp_path / "data.jsonl.gz"], folder, 16, 3, 310, config).fingerprint == rows.fingerprint
+    plain = data.read_rows([path], folder, 16, 3, 310, dataclasses.replace(config, chat_template=False))
+    assert plain.fingerprint != rows.fingerprint
+    own = data.read_rows([path], folder, 16, 7, 310, dataclasses.replace(config, seed=3))
+    assert own.fingerprint == rows.fingerprint != data.read_rows([path], folder, 16, 7, 310, config).fingerprint
+    with pytest.raises(ValueError, match=r"words\.txt: holds token \d+; the model has 256 tokens"):
+        data.read_rows([folder / "words.txt"], folder, 16, 3, 256)
+    with pytest.raises(ValueError, match=r"loss_on=responses, but none of the 1 documents from .*words\.txt on holds"):
+        data.read_rows([folder / "words.txt"], folder, 16, 3, 310, config)
+    with pytest.raises(ValueError, match=r"the data hold \d+ tokens: fewer than one row of 1025"):
+        data.read_rows([path], folder, 1024, 3, 310)
+    with pytest.raises(ValueError, match="no data files given"):
+        data.read_rows([], folder, 16, 3, 310)
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json: training needs"):
+        data.read_rows([path], tmp_path, 16, 3, 310)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        (
+            "half.jsonl",
+            b'{"text": "a"}\n{"prompt": "a"}\n',
+            r"half\.jsonl:2: field 'response' is missing beside 'prompt'",
+        ),
+        ("half.jsonl", b'{"answer": "a"}\n', r"half\.jsonl:1: field 'question' is missing beside 'answer'"),
+        ("list.jsonl", b"[1]\n", r"list\.jsonl:1: a JSON list; expected an object"),
+        ("bad.jsonl.gz", gzip.compress(b'{"text": "a"}\n{"text"\n'), r"bad\.jsonl\.gz:2: not JSON"),
+        ("plain.jsonl.gz", b'{"text": "a"}\n', r"plain\.jsonl\.gz: cannot be read \(Not a gzipped file"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-9], r"cut\.jsonl\.gz: cannot be read"),
+        ("empty.jsonl.gz", gzip.compress(b"\n"), r"empty\.jsonl\.gz: holds no document"),
+        ("lone.jsonl", b'{"text": "a \\ud83d"}\n', r"lone\.jsonl:1: holds half of a character"),
+    ],
+)
+def test_files_that_are_wrong(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        documents.load_documents(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"packing": "dense"}, r"data\.packing='dense': allowed are packed, padded"),
+        ({"loss_on": "answers"}, r"data\.loss_on='answers': allowed are all, responses"),
+        ({"chat_template": "yes"}, r"data\.chat_template='yes': allowed are true and false"),
+        ({"seed": -1}, r"data\.seed=-1: must be at least 0"),
+    ],
+)
+def test_options_that_are_wrong(values, message):
+    with pytest.raises(ValueError, match=message):
+        data.DataConfig(**values)
+
+
+# Batches.
+
+
+def numbered(num: int = 7, length: int = 3) -> Rows:
+    tokens = np.arange(num * (length + 1), dtype=np.int32).reshape(num, length + 1)
+    return Rows(tokens, tokens % 3 > 0, num, tokens.size)
+
+
+class Doubled:
+    """Features that tell which rows they are of."""
+
+    def take(self, index):
+        return np.stack([np.full((3, 2), row, np.float32) for row in index])
+
+
+def same(a: dict, b: dict) -> bool:
+    return set(a) == set(b) and all((a[k] == b[k]).all() and a[k].dtype == b[k].dtype for k in a)
+
+
+def test_batches_come_in_the_order_of_the_first_trainer():
+    rows = numbered()
+    stream, first = data.batches(rows.tokens, 2, seed=4), data.Batches(rows, 2, seed=4)
+    for _ in range(10):  # three epochs of three
+        batch, tokens = next(first), next(stream)
+        assert batch["tokens"].tolist() == tokens.tolist()
+        assert batch["mask"].tolist() == (tokens % 3 > 0).tolist()
+        assert set(batch) == {"tokens", "mask"}
+    assert data.Batches(rows, 2, seed=4).get_state()["step"] == 0
+
+
+@pytest.mark.parametrize("features", [None, Doubled()], ids=["memory", "features"])
+def test_a_stored_state_gives_the_same_batches(features):
+    rows = numbered()
+    whole = data.Batches(rows, 2, seed=1, features=features)
+    seen, states = [], []
+    for _ in range(9):
+        states.append(json.dumps(whole.get_state()))
+        seen.append(next(whole))
+    if features is not None:
+        assert all((b["hidden"][:, 0, 0] == b["tokens"][:, 0] // 4).all() for b in seen)
+    again = data.Batches(rows, 2, seed=1, features=features)
+    for start in (4, 0, 8, 3):  # one iterator goes back and forth, also while it reads ahead
+        again.set_state(json.loads(states[start]))
+        assert again.get_state()["step"] == start
+        for want in seen[start:]:
+            assert same(next(again), want)
+    again.seek(5)
+    assert same(next(again), seen[5])
+    whole.close(), again.close()
+
+
+def test_processes_share_a_batch():
+    rows = numbered(11)
+    whole = data.Batches(rows, 4, seed=2)
+    parts = [data.Batches(rows, 4, seed=2, process_index=p, process_count=2) for p in range(2)]
+    for _ in range(5):
+        got = [next(p) for p in parts]
+        assert [len(g["tokens"]) for g in got] == [2, 2]
+        assert np.concatenate([g["tokens"] for g in got]).tolist() == next(whole)["tokens"].tolist()
+    parts[1].set_state(whole.get_state())  # from one process to two
+    assert next(parts[1])["tokens"].tolist() == next(whole)["tokens"][2:].tolist()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: data.Batches(numbered(), 8, 0), r"7 rows of text: fewer than one batch of 8"),
+        (lambda: data.Batches(numbered(), 3, 0, process_count=2), r"train\.batch=3: must be a multiple of the 2 proc"),
+        (lambda: data.Batches(numbered(), 4, 0, process_index=2, process_count=2), r"of which this is 2"),
+    ],
+)
+def test_batches_that_cannot_be(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (lambda: data.Batches(numbered(), 2, 5), r"the state of the data has seed=5, this run seed=1"),
+        (lambda: data.Batches(numbered(), 3, 1), r"has batch=3, this run batch=2"),
+        (lambda: data.Batches(numbered(8), 2, 1), r"has rows='[0-9a-f]{64}', this run rows="),
+    ],
+)
+def test_a_state_of_other_data_is_refused(other, message):
+    mine = data.Batches(numbered(), 2, seed=1)
+    with pytest.raises(ValueError, match=message):
+        mine.set_state(other().get_state())
+
+
+def test_missing_grain_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "grain", None)
+    with pytest.raises(ValueError, match=r"pip install 'hsd_jax\[train\]'"):
+        data.Batches(numbered(), 2, seed=1)
