@@ -27,6 +27,7 @@ from test_drafter_training import (
 
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.train import drafter, on_policy
+from hsd_jax.train.loop import LoopConfig, make_optimizer, make_train_step
 
 
 @pytest.mark.parametrize("variant", ["llama", "gemma"])
@@ -159,6 +160,25 @@ def test_other_passes_are_those_without_it():
     assert abs(np.mean(is_on) - 0.3) < 0.16
     values = [float(value) for (value, _), on in zip(results, is_on, strict=True) if on]
     assert len(set(values)) > 0.9 * len(values) and np.isfinite(values).all()
+
+
+def test_steps_of_training_with_every_option(standard_dtypes):
+    """Two passes a step, some on policy, all else switched on too: ten finite steps that draw the states nearer."""
+    config, weights, frozen = make(feature_layers=(0, 1))
+    options = {"divergence": "jsd", "jsd_beta": 0.3, "anneal_steps": 4, "feature_weight": 0.1, "feature_steps": 6}
+    loss_config = drafter.LossConfig(anchors_per_row=5, on_policy=0.5, on_policy_anchors=NUM_CHOSEN, **options)
+    loop_config = LoopConfig(steps=10, batch=ROWS, micro_batch=2, length=LENGTH, warmup=1, learning_rate=1e-2)
+    step = make_train_step(drafter.make_loss(TARGET, config, loss_config), loop_config)
+    opt_state = make_optimizer(loop_config).init(weights)
+    state = {"params": weights, "opt_state": opt_state, "step": jnp.int32(0), "seed": jnp.int32(0)}
+    history = []
+    for _ in range(10):
+        state, metrics = step(state, frozen, batch_of(random_rows(), some_mask("half")))
+        history.append(metrics)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((state["params"], history)))
+    assert {float(metrics["on_policy"]) for metrics in history} == {0.0, 0.5, 1.0}
+    distances = [float(metrics["feature_distance"]) for metrics in history]
+    assert np.mean(distances[-3:]) < np.mean(distances[:3])
 
 
 def test_one_depth_has_nothing_to_draw():

@@ -142,7 +142,7 @@ def attend(
 
     `query` already stands grouped by key/value head: n = nodes x (query heads per key/value head).
     """
-    if native.attend_applies(query, cached):
+    if cached is not None and cached_mask is not None and native.attend_applies(query, cached):
         return native.attend(query, new, new_mask, cached, cached_mask, scale, softcap)
 
     def scores(keys: Array, mask: Array) -> Array:
@@ -155,7 +155,7 @@ def attend(
         return lax.dot_general(weights, values.astype(jnp.float32), (((3,), (2,)), ((0, 1), (0, 1))))
 
     new_scores = scores(new[0], new_mask)
-    if cached is None:
+    if cached is None or cached_mask is None:
         return mix(jax.nn.softmax(new_scores, -1), new[1])
     old_scores = scores(cached[0], cached_mask)
     top = jnp.maximum(new_scores.max(-1, keepdims=True), old_scores.max(-1, keepdims=True))

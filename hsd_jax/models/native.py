@@ -78,12 +78,12 @@ def rows_matmul(x: Float[Array, "N in"], kernels: tuple[Array, ...]) -> list[Flo
     A row's result is the same to the bit for any number of rows.
     """
     outs = [jax.ShapeDtypeStruct((x.shape[0], kernel.shape[0]), jnp.float32) for kernel in kernels]
-    return jax.ffi.ffi_call("hsd_rows_matmul", outs)(x.astype(jnp.float32), *kernels)
+    return list(jax.ffi.ffi_call("hsd_rows_matmul", outs)(x.astype(jnp.float32), *kernels))
 
 
-def attend_applies(query: Array, cached: tuple[Array, Array] | None) -> bool:
+def attend_applies(query: Array, cached: tuple[Array, Array]) -> bool:
     """Whether attention traced here and now goes to the kernel."""
-    return is_on() and cached is not None and query.dtype == cached[0].dtype == cached[1].dtype == jnp.float32
+    return is_on() and query.dtype == cached[0].dtype == cached[1].dtype == jnp.float32
 
 
 def attend(

@@ -32,7 +32,7 @@ from hsd_jax.train.unroll import unroll
 from hsd_jax.types import Weights
 
 LOW_MID_HIGH = "low_mid_high"
-"""EAGLE-3's choice of three feature layers: 2, half of all, the third from the last."""
+"""Three feature layers: 2, half of all, the third from the last. EAGLE-3 reads in front of them, we behind."""
 
 
 @dataclasses.dataclass(frozen=True)

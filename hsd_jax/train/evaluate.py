@@ -82,7 +82,7 @@ class Texts:
 
 
 def write_texts(
-    params: Params, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, seed: int, batch: int = 8
+    params: Params, prompts: Sequence[np.ndarray], max_new_tokens: int, temperature: float, seed: int, batch: int = 8
 ) -> Texts:
     """Decodes plainly; prompts of fewer than two tokens are refused by `ValueError`."""
     if any(len(p) < 2 for p in prompts):
@@ -209,7 +209,7 @@ def simulate(
     }
 
 
-def texts_key(target_hash: str, prompts: Sequence[Sequence[int]], config: EvalConfig) -> str:
+def texts_key(target_hash: str, prompts: Sequence[np.ndarray], config: EvalConfig) -> str:
     """Names the file of stored texts: another target, other prompts or settings are other texts."""
     digest = hashlib.sha256(target_hash.encode())
     for prompt in prompts:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ class Journal:
         self._path, self._steps, self.report = Path(out) / METRICS, steps, report
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._writer = _tensorboard(Path(out) / "tensorboard", report)
-        self._tokens_left = 0.0
 
     def resume(self, step: int) -> None:
         """Drops what an earlier process wrote behind `step`: these steps come again."""
@@ -53,8 +53,8 @@ class Journal:
             file.write(json.dumps(record) + "\n")
         if self._writer is None:
             return
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         values = record.get("eval", record)
         scalars = {
@@ -64,7 +64,7 @@ class Journal:
             for i, v in enumerate(value if isinstance(value, list) else [value])
         }
         summary = Summary(value=[Summary.Value(tag=f"{kind}/{k}", simple_value=v) for k, v in scalars.items()])
-        self._writer.add_event(Event(step=record["step"], wall_time=_now(), summary=summary))
+        self._writer.add_event(Event(step=record["step"], wall_time=time.time(), summary=summary))
         self._writer.flush()
 
 
@@ -85,12 +85,6 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return float("inf")
-
-
-def _now() -> float:
-    import time
-
-    return time.time()
 
 
 def _tensorboard(folder: Path, report: Report) -> Any:

@@ -203,7 +203,7 @@ def fit(
                 now = time.perf_counter()
                 speed = tokens_per_step * (done - last) / (now - clock)
                 clock, last = now, done
-                values["learning_rate"] = float(rate_of(done - 1))
+                values["learning_rate"] = float(np.asarray(rate_of(done - 1)))
                 journal.step(done, done * tokens_per_step, speed, values)
             if judge is not None and (done % judge.every == 0 or done == config.steps):
                 judged = judge.evaluate(state["params"])

@@ -1,0 +1,94 @@
+"""Simulated tau is the tau of real decoding, round by round, for greedy and for sampled texts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+import hsd_jax
+from hsd_jax.config import TreeConfig
+from hsd_jax.params import Params
+from hsd_jax.train import evaluate
+from hsd_jax.types import DraftTree
+
+TREE = TreeConfig(nodes=6, depth=3, width=2)
+
+
+@pytest.fixture(scope="module")
+def params() -> Params:
+    config = toy.setup("llama", "beam").config
+    weights = toy.weights("llama")
+    drafter_config = toy.drafter_config(config)
+    drafter = toy.make_drafter(drafter_config, config, weights)
+    return Params(weights, drafter, config, drafter_config, max_len=128, precision="exact")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_simulated_tau_is_that_of_decoding(params, temperature):
+    prompts = [np.arange(3, 3 + n) % toy.VOCAB for n in (2, 5, 9)]
+    options = {"max_new_tokens": 24, "temperature": temperature}
+    texts = evaluate.write_texts(params, prompts, seed=5, batch=2, **options)
+    models = params.drafter, params.drafter_config, params.target, params.target_config
+    found = evaluate.simulate(*models, texts, TREE)
+    out = hsd_jax.decode(params, prompts, seed=[5, 6, 7], tree=TREE, **options)
+    assert found["tau"] == pytest.approx(out.stats.tau)
+    reached = np.cumsum(out.stats.accepted_histogram[::-1])[::-1]
+    np.testing.assert_allclose(found["acceptance"], reached[1:] / np.maximum(reached[:-1], 1))
+    assert 1 < found["tau"] < TREE.depth + 1  # else the test would say nothing
+
+
+def test_a_chain_is_judged_too(params):
+    prompts = [np.arange(4, 10)]
+    texts = evaluate.write_texts(params, prompts, 24, 0.0, seed=0)
+    models = params.drafter, params.drafter_config, params.target, params.target_config
+    found = evaluate.simulate(*models, texts, TREE)
+    steps = params.drafter_config.num_steps
+    out = hsd_jax.decode(params, prompts, max_new_tokens=24, tree=TreeConfig(steps + 1, steps, 1))
+    assert found["chain_tau"] == pytest.approx(out.stats.tau)
+    assert 0 < found["overlap"] < 1
+
+
+def test_a_child_of_a_wrong_node_counts_for_nothing():
+    """Text 5 6 7 8; the tree of root 5 holds 6, a wrong 9, and behind the wrong one a 7."""
+    tree = DraftTree(
+        tokens=jnp.array([[5, 9, 6, 7, 7, 8]]),
+        parents=jnp.array([[-1, 0, 0, 1, 2, 4]]),
+        depth=jnp.array([[0, 1, 1, 2, 2, 3]]),
+        valid=jnp.ones((1, 6), bool),
+    )
+    text = jnp.array([[5, 6, 7, 8, 0]])
+    follow = lambda tree, length: int(evaluate.accepted_nodes(tree, text, jnp.array([0]), jnp.array([length]))[0])  # noqa: E731
+    assert follow(tree, 4) == 3
+    assert follow(tree, 3) == 2  # the text ends
+    assert follow(tree.replace(parents=jnp.array([[-1, 0, 0, 1, 1, 4]])), 4) == 1
+    assert follow(tree.replace(valid=jnp.array([[True, True, False, True, True, True]])), 4) == 0
+
+
+def test_a_walk_counts_what_decoding_counts():
+    """Prompt of 2, text of 9: rounds of 3 + 1 tokens, 0 + 1, and one cut by the end."""
+    texts = evaluate.Texts(np.zeros((1, 9), np.int32), np.array([2]), np.array([9]))
+    counts = np.array([[3, 9, 9, 9, 0, 3, 9, 9]])  # at roots 1 to 8
+    fate = evaluate.walk(counts, texts, depth=3)
+    assert (fate.num_passes, fate.histogram, fate.tau) == (3, (1, 1, 0, 1), pytest.approx(7 / 3))
+    assert fate.acceptance == [pytest.approx(2 / 3), 0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"prompts": 0}, r"eval\.prompts=0: must be at least 1"),
+        ({"temperature": 0.0}, r"eval\.temperature=0\.0: must be above 0"),
+    ],
+)
+def test_eval_section_errors(change, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate.EvalConfig(**change)
+
+
+def test_texts_survive_a_file(tmp_path):
+    texts = evaluate.Texts(np.arange(6, dtype=np.int32).reshape(2, 3), np.array([2, 2]), np.array([3, 2]))
+    texts.save(tmp_path / "texts.npz")
+    jax.tree.map(np.testing.assert_array_equal, vars(evaluate.Texts.load(tmp_path / "texts.npz")), vars(texts))
