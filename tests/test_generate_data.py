@@ -121,7 +121,8 @@ def test_texts_give_a_prompt_every_few_tokens(folder, tokenizer):
     for p in found:  # whole words, and the tokens of the prompt by itself
         assert p.tokens == (0, *tokenizer.encode(p.text, add_special_tokens=False).ids)
         assert f" {p.text} " in text.join("  ") and 1 < len(p.tokens) <= 5
-    short = prompts_of(folder, tokenizer, [{"text": "the cat"}, {"text": "the cat sat"}])
+    assert found[-1].text == "the green hill"  # a blank alone ends no prompt
+    short = prompts_of(folder, tokenizer, [{"text": "the cat"}, {"text": ""}, {"text": "the cat sat"}])
     assert [p.text for p in short] == ["the", "the"]  # at most half
 
 

@@ -172,7 +172,7 @@ def _turns_of(record: dict, field: str, where: str) -> list[tuple[str, str]]:
 def _beginnings(text: str, tokenizer: Tokenizer, config: GenerateConfig) -> Iterator[tuple[list[int], str]]:
     """Tokens and words of the beginning of a text, and of each `stride` tokens; a further piece begins at a word."""
     offsets = tokenizer.encode(text, add_special_tokens=False).offsets
-    for start in range(0, len(offsets), config.stride or len(offsets)):
+    for start in range(0, len(offsets), config.stride or len(offsets) or 1):
         begin = 0
         if start:
             gap = re.compile(r"\s+").search(text, offsets[start][0])
@@ -182,9 +182,10 @@ def _beginnings(text: str, tokenizer: Tokenizer, config: GenerateConfig) -> Iter
         end = offsets[min(start + 2 * config.prefix_tokens, len(offsets)) - 1][1]
         piece = tokenizer.encode(text[begin:end], add_special_tokens=False)
         num = min(config.prefix_tokens, len(piece.ids) // 2)
-        while num > 0:  # a token may hold a part of a character, or be what a longer text alone is cut into
+        while num > 0:  # a token may hold part of a character, be cut so in a longer text only, or be a blank
             words = text[begin : begin + piece.offsets[num - 1][1]]
-            if tokenizer.encode(words, add_special_tokens=False).ids == piece.ids[:num]:
+            is_whole = tokenizer.encode(words, add_special_tokens=False).ids == piece.ids[:num]
+            if is_whole and not words[-1:].isspace():
                 yield piece.ids[:num], words
                 break
             num -= 1
