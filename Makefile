@@ -26,12 +26,12 @@ demo: $(STAMP) ## Decode prompts with the bundled models, with and without specu
 	@$(BIN)/hsd demo
 
 test: $(STAMP) ## Run the tests, without the slow ones
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 test-slow: $(STAMP) ## Run all tests; those against torch are skipped where it cannot be installed
 	@$(BIN)/python -c "import torch" 2>/dev/null || { echo "Installing $(TORCH) for the comparisons"; \
 		$(PIP) install -qq "$(TORCH)" || echo "torch is not available here: its tests are skipped"; }
-	@$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist loadfile -m "slow or not slow" $(ARGS)
 
 lint: $(DEV_STAMP) ## Check style, format and types
 	@$(BIN)/ruff check .

@@ -72,6 +72,24 @@ def test_help_reads_and_exits_with_0(command, capsys):
         assert "examples:\n  hsd " in text
 
 
+@pytest.mark.parametrize(
+    "kind, lines",
+    [
+        ("drafter", ["loss.anchors_per_row (int, 128): Random positions", "train.micro_batch (int, null)"]),
+        (
+            "target",
+            ["model.hidden_size (int, required)", "model.layer_types (list of str, [])", "data.loss_on (str, all)"],
+        ),
+    ],
+)
+def test_help_of_training_lists_the_keys_of_its_recipe(kind, lines, capsys):
+    assert hsd("train", kind, "--help") == 0
+    text = capsys.readouterr().out
+    for line in lines:
+        assert f"  {line}" in text
+    assert "vocab_size" in text if kind == "target" else "train.remat" not in text
+
+
 def test_help_does_not_wait_for_jax():
     code = (
         "import sys; from hsd_jax.cli.main import main; main(['--help']);"

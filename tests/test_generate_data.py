@@ -124,6 +124,8 @@ def test_texts_give_a_prompt_every_few_tokens(folder, tokenizer):
     assert found[-1].text == "the green hill"  # a blank alone ends no prompt
     short = prompts_of(folder, tokenizer, [{"text": "the cat"}, {"text": ""}, {"text": "the cat sat"}])
     assert [p.text for p in short] == ["the", "the"]  # at most half
+    (snow,) = prompts_of(folder, tokenizer, [{"text": "☃☃☃☃"}])  # of twelve tokens; four would end in a character
+    assert (snow.text, len(snow.tokens)) == ("☃", 4)
 
 
 def test_conversations_give_one_prompt_by_seed(folder, tokenizer):

@@ -36,6 +36,7 @@ hsd train drafter --target DIR --data a.jsonl b.txt --out DIR --config configs/d
     _add_run_arguments(
         drafter, config_required=False, out_help="folder of the run; the drafter itself goes to OUT/drafter"
     )
+    _with_keys(drafter, "drafter", leave_out=("train.remat",))
     target = options.add_command(
         kinds,
         "target",
@@ -51,6 +52,7 @@ hsd train target --config configs/demo_target.yaml --data dialogues.jsonl maths.
     target.add_argument(
         "--tokenizer", metavar="DIR", help="a folder with tokenizer.json (default: the one in --out, or a new one)"
     )
+    _with_keys(target, "target", leave_out=("model.vocab_size",))
     tokenizer = options.add_command(
         kinds,
         "tokenizer",
@@ -75,6 +77,22 @@ hsd train curves --out runs/demo-drafter
 """,
     )
     curves.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
+
+
+def _with_keys(parser: argparse.ArgumentParser, recipe: str, leave_out: tuple[str, ...] = ()) -> None:
+    """Lets --help end with the recipe's keys; only then are the trainers imported."""
+    plain = parser.format_help
+
+    def format_help() -> str:
+        from hsd_jax.cli.recipe_help import recipe_help
+        from hsd_jax.train import run  # noqa: F401  # imports both trainers in their order
+        from hsd_jax.train.drafter import DrafterRecipe
+        from hsd_jax.train.target import TargetRecipe
+
+        kind = {"drafter": DrafterRecipe, "target": TargetRecipe}[recipe]
+        return f"{plain()}\n{recipe_help(kind, leave_out)}\n"
+
+    parser.format_help = format_help
 
 
 def _add_data_arguments(parser: argparse.ArgumentParser, out_help: str = "folder of the result") -> None:

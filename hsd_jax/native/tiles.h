@@ -168,8 +168,9 @@ template <int kO, typename W>
 static void AllRows(const float* x, const W* w, const W* next, float* y, int64_t n, int64_t k, int64_t o) {
   int64_t b = 0;
   for (; b + 4 <= n; b += 4) Tile<kO, 4>(x + b * k, w, next, y + b * o, k, o);
-  if (n - b >= 2) Tile<kO, 2>(x + b * k, w, next, y + b * o, k, o), b += 2;
-  if (n - b >= 1) Tile<kO, 1>(x + b * k, w, next, y + b * o, k, o);
+  if (n - b == 3) Tile<kO, 3>(x + b * k, w, next, y + b * o, k, o);
+  if (n - b == 2) Tile<kO, 2>(x + b * k, w, next, y + b * o, k, o);
+  if (n - b == 1) Tile<kO, 1>(x + b * k, w, next, y + b * o, k, o);
 }
 
 // Two outputs at a time: with 4 rows, 8 sums and what feeds them fit the 16 registers of AVX2.

@@ -64,6 +64,7 @@ def train_drafter(
     train = recipe.train
     config = convert.read_config(target_dir)
     rows = _read_rows(data_files, target_dir, train, recipe.data, config)
+    about_rows = rows.describe()
     rows, prompts = _hold_out(rows, recipe.eval, train)
     if target_dtype is None:
         target_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -83,7 +84,7 @@ def train_drafter(
     }
     _claim(out, claims, force)
     params = init_drafter(jax.random.key(train.seed), drafter_config)
-    report(rows.describe())
+    report(about_rows)
     _describe(report, "drafter", params, rows, train)
     shardings, place = _placement(mesh, train, drafter_config)
     if mesh is not None:
@@ -167,7 +168,7 @@ def _fit(loss, params, frozen, rows, recipe, out, report, shardings, place, judg
     batches = data.Batches(
         rows,
         train.batch,
-        train.seed,
+        train.seed if recipe.data.seed is None else recipe.data.seed,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
         features=cached,
@@ -197,15 +198,19 @@ def _read_rows(
 def _hold_out(rows: data.Rows, config: evaluate.EvalConfig, train: LoopConfig) -> tuple[data.Rows, list[np.ndarray]]:
     """The rows to train on, and the beginnings of the last rows as prompts to judge by."""
     count = config.prompts if config.every else 0
-    if len(rows.tokens) < train.batch + count:
+    if len(rows.tokens) < train.batch + (count and count + 1):
         raise ValueError(
             f"{len(rows.tokens)} rows of text: fewer than one batch of {train.batch}"
             + (f" and {count} held-out rows (eval.prompts; eval.every=0 judges nothing)" if count else "")
         )
     if not count:
         return rows, []
-    held = rows.tokens[-count:, : min(config.prompt_tokens, train.length)]
-    return dataclasses.replace(rows, tokens=rows.tokens[:-count], mask=rows.mask[:-count]), list(held)
+    prompts = []
+    for row in rows.tokens[-count:, : min(config.prompt_tokens, train.length)]:
+        padding = int(np.argmax(row[::-1] != row[-1]))  # repetitions of the last token
+        prompts.append(row[: max(2, len(row) - max(0, padding - 1))])
+    used = slice(None, -count - 1)  # a document may end in the first held-out row
+    return dataclasses.replace(rows, tokens=rows.tokens[used], mask=rows.mask[used]), prompts
 
 
 def _judge(
