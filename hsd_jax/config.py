@@ -156,6 +156,13 @@ class TreeConfig:
             )
 
 
+def at_least(section: str, config: Any, **smallest: int) -> None:
+    """Raises a ValueError naming the first field below its smallest value, as `section.field`."""
+    for name, least in smallest.items():
+        if getattr(config, name) < least:
+            raise ValueError(f"{section}.{name}={getattr(config, name)}: must be at least {least}")
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """A JSON-ready dict of a configuration dataclass."""
     return dataclasses.asdict(config)

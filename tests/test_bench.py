@@ -141,7 +141,7 @@ def test_plain_text_is_a_prompt_a_line_and_bad_files_say_where(tmp_path):
     (tmp_path / "null.jsonl").write_text('{"prompt": null}\n')
     with pytest.raises(ValueError, match=r"null\.jsonl:1: prompt is null: expected a text"):
         prompts.read_prompts([tmp_path / "null.jsonl"], len)
-    with pytest.raises(FileNotFoundError, match="no such prompt file"):
+    with pytest.raises(FileNotFoundError, match="no such data file"):
         prompts.read_prompts([tmp_path / "none.jsonl"], len)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     with pytest.raises(ValueError, match="not UTF-8"):

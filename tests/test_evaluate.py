@@ -60,7 +60,7 @@ def test_a_child_of_a_wrong_node_counts_for_nothing():
         valid=jnp.ones((1, 6), bool),
     )
     text = jnp.array([[5, 6, 7, 8, 0]])
-    follow = lambda tree, length: int(evaluate.accepted_nodes(tree, text, jnp.array([0]), jnp.array([length]))[0])  # noqa: E731
+    follow = lambda tree, length: int(evaluate.accepted_nodes(tree, text, jnp.array([0]), jnp.array([length]), 3)[0])  # noqa: E731
     assert follow(tree, 4) == 3
     assert follow(tree, 3) == 2  # the text ends
     assert follow(tree.replace(parents=jnp.array([[-1, 0, 0, 1, 1, 4]])), 4) == 1

@@ -5,6 +5,8 @@ The drafter's loss is `test_drafter_training.py`, divergences are `test_losses.p
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from rich.console import Console
 from tokenizers import Tokenizer
 
 from hsd_jax import checkpoint
@@ -335,16 +338,22 @@ def test_turns_in_every_form(tmp_path, field):
     assert data.read_documents(tmp_path / "chat.jsonl") == ["User: Hi.\nAssistant: Hello, you.\nUser: Bye."]
 
 
-def test_batches_resume_in_the_middle_of_an_epoch():
-    rows = np.arange(7)[:, None]
-    stream = data.batches(rows, 2, seed=1)
-    whole = [next(stream).tolist() for _ in range(9)]  # three epochs of three, a row left out of each
-    assert [len({row for batch in whole[i : i + 3] for (row,) in batch}) for i in (0, 3, 6)] == [6, 6, 6]
-    for start in range(9):
-        again = data.batches(rows, 2, seed=1, start_step=start)
-        assert [next(again).tolist() for _ in range(9 - start)] == whole[start:]
-
-
 def test_missing_data_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.jsonl: no such data file"):
         data.read_documents(tmp_path / "none.jsonl")
+
+
+def test_a_terminal_shows_a_bar(tmp_path):
+    """Steps and time left in place of lines; what is reported still appears."""
+    screen, lines = io.StringIO(), []
+    console = Console(file=screen, force_terminal=True, width=120)
+    with contextlib.closing(journal.Journal(tmp_path, 8, lines.append, console)) as shown:
+        shown.resume(2)
+        for step in (3, 4):
+            shown.advance(step)
+        shown.step(4, 400, 100.0, {"loss": 1.5})
+        shown.judged(4, 400, {"tau": 2.5}, True)
+    text = screen.getvalue()
+    assert "step 4/8" in text and "left, loss 1.500, 100 tokens/s" in text and "━" in text
+    assert lines == ["resuming at step 2 of 8", "held out at step 4: tau 2.500 (best so far)"]
+    assert [record["step"] for record in journal.read_metrics(tmp_path)] == [4, 4]

@@ -7,13 +7,11 @@ nothing here is training data. Read next: `bench.py`.
 from __future__ import annotations
 
 import dataclasses
-import gzip
-import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from hsd_jax.train.data import conversation, render_record, render_turns, text_of
+from hsd_jax.train.documents import conversation, read_records, render_record, render_turns, text_of
 
 HALVES = ("tune", "report")
 """Half h of a file holds the records with crc32(id) % 2 == h: tune on the first, report on the second."""
@@ -61,31 +59,16 @@ def read_prompts(
     return prompts
 
 
-def _records(path: Path):
+def _records(path: Path) -> Iterator[tuple[str, str, dict]]:
     """(where, id, record) of every line; a line of plain text is its own record."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such prompt file")
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    is_json = ".jsonl" in path.suffixes
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        where, record = f"{path}:{number}", {"prompt": line}
-        if is_json:
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: not JSON ({error.msg})") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"{where}: expected a JSON object")
-        key = next(
-            (record[k] for k in ("id", "question_id", "task_id", "name") if k in record), f"{path.stem}-{number}"
-        )
-        yield where, str(key), record
+    records = read_records(path)
+    if not path.name.removesuffix(".gz").endswith(".jsonl"):
+        [(_, whole)] = records
+        lines = enumerate(whole["text"].split("\n"), 1)
+        records = ((f"{path}:{number}", {"prompt": line}) for number, line in lines if line.strip())
+    for where, record in records:
+        own = (record[k] for k in ("id", "question_id", "task_id", "name") if k in record)
+        yield where, str(next(own, f"{path.stem}-{where.rpartition(':')[2]}")), record
 
 
 def prompt_of(record: dict, name: str, where: str, count: Callable[[str], int], max_tokens: int) -> BenchPrompt:

@@ -88,6 +88,15 @@ def trunk_pass(
     return cast(tuple[Array, NewKV], output)
 
 
+def embed_committed(
+    target_weights: Weights, target_config: ModelConfig, config: DrafterConfig, tokens: Int[Array, "B N"]
+) -> Float[Array, "B N H"] | None:
+    """The target's embeddings of committed tokens; None if the drafter does not read them (methods.md, A1)."""
+    if not config.committed_embeddings:
+        return None
+    return target_weights["embedding"][tokens].astype(jnp.float32) * target_config.embed_scale
+
+
 def trunk_features(
     weights: Weights,
     config: DrafterConfig,

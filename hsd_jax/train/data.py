@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ import numpy as np
 from hsd_jax.train.documents import (
     CALCULATOR_NOTE,
     SPEAKERS,
-    Document,
     conversation,
     load_documents,
     read_chat_template,
@@ -36,9 +35,7 @@ __all__ = [
     "Batches",
     "DataConfig",
     "Rows",
-    "batches",
     "conversation",
-    "pack",
     "read_chat_template",
     "read_documents",
     "read_rows",
@@ -130,36 +127,9 @@ def read_rows(
     return make_rows(documents, tokenizer, length, bos, eos, seed, vocab_size, config.packing, config.loss_on)
 
 
-def pack(documents: Sequence[str], tokenizer, length: int, bos: int | None, eos: int, seed: int) -> np.ndarray:
-    """Token rows [num, length + 1] of texts in a seeded order, packed."""
-    as_documents = [Document("", text) for text in documents]
-    return make_rows(as_documents, tokenizer, length, bos, eos, seed, tokenizer.get_vocab_size()).tokens
-
-
 @functools.lru_cache(maxsize=2)  # neighbouring batches may lie in two epochs
 def _epoch_order(seed: int, epoch: int, num: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(num)
-
-
-def _rows_in_use(num: int, batch: int) -> int:
-    """Rows of an epoch: whole batches only."""
-    if num < batch:
-        raise ValueError(f"{num} rows of text: fewer than one batch of {batch}")
-    return num // batch * batch
-
-
-def batches(rows: np.ndarray, batch: int, seed: int, start_step: int = 0) -> Iterator[np.ndarray]:
-    """Endless batches of bare rows in the order of `Batches`; batch `i` depends on `seed` and `i` alone.
-
-    Raises:
-      ValueError: if there are fewer rows than one batch needs.
-    """
-    per_epoch = _rows_in_use(len(rows), batch) // batch
-    step = start_step
-    while True:
-        epoch, i = divmod(step, per_epoch)
-        yield rows[_epoch_order(seed, epoch, len(rows))[i * batch : (i + 1) * batch]]
-        step += 1
 
 
 class Batches:
@@ -195,7 +165,9 @@ class Batches:
         except ImportError as error:
             raise ValueError("training reads data by grain: pip install 'hsd_jax[train]'") from error
         num = len(rows.tokens)
-        in_use = _rows_in_use(num, batch)
+        if num < batch:
+            raise ValueError(f"{num} rows of text: fewer than one batch of {batch}")
+        in_use = num // batch * batch  # of an epoch: whole batches only
 
         def shuffled(index: int, _: int) -> int:  # counts on through the epochs
             epoch, place = divmod(index, in_use)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import DrafterConfig, ModelConfig
+from hsd_jax.config import DrafterConfig, ModelConfig, at_least
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.hidden import trunk_features
+from hsd_jax.models.hidden import embed_committed, trunk_features
 from hsd_jax.models.target import forward_sequence, lm_head
 from hsd_jax.train import losses, on_policy
 from hsd_jax.train.anchors import chain_metrics, labels_of_anchors, sample_anchors
@@ -27,7 +27,7 @@ from hsd_jax.train.drafts import Drafts, logits_of_draws, logits_of_text
 from hsd_jax.train.evaluate import EvalConfig
 from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
-from hsd_jax.train.target import at_least, check_loop, read_section, read_sections
+from hsd_jax.train.target import check_loop, read_section, read_sections
 from hsd_jax.train.unroll import unroll
 from hsd_jax.types import Weights
 
@@ -250,9 +250,7 @@ def make_loss(target_config: ModelConfig, config: DrafterConfig, loss_config: Lo
         labels = labels_of_anchors(batch["mask"], config.num_steps)
         anchors = sample_anchors(key, labels.any(-1), loss_config.anchors_per_row)
         with jax.named_scope("unroll"):
-            embeddings = None
-            if config.committed_embeddings:
-                embeddings = frozen["embedding"][batch["tokens"][:, 1:]].astype(jnp.float32) * target_config.embed_scale
+            embeddings = embed_committed(frozen, target_config, config, batch["tokens"][:, 1:])
             states = unroll(params, config, trunk_features(params, config, hidden, features), embeddings, anchors)
         positions = jnp.minimum(anchors[:, :, None] + jnp.arange(1, config.num_steps + 1), tokens.shape[1] - 1)
         drafts = Drafts(anchors, states, positions, take_nodes(labels, anchors, axis=1))

@@ -21,14 +21,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.api import decode
-from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.infer.tree import grow_beam
-from hsd_jax.models.hidden import base_logits, token_info, trunk_features
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig, at_least
+from hsd_jax.infer.accept import walk as walk_tree
+from hsd_jax.infer.tree import ancestor_mask, grow_beam
+from hsd_jax.models.hidden import base_logits, embed_committed, token_info, trunk_features
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.train.losses import total_variation
 from hsd_jax.train.unroll import unroll
-from hsd_jax.types import NO_PARENT, DraftTree, Weights
+from hsd_jax.types import DraftTree, Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +49,7 @@ class EvalConfig:
     width: int = 4
 
     def __post_init__(self):
-        for name, least in (("every", 0), ("prompts", 1), ("prompt_tokens", 2), ("max_new_tokens", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"eval.{name}={getattr(self, name)}: must be at least {least}")
+        at_least("eval", self, every=0, prompts=1, prompt_tokens=2, max_new_tokens=2)
         if not self.temperature > 0:
             raise ValueError(f"eval.temperature={self.temperature}: must be above 0; greedy texts are always there")
 
@@ -101,20 +100,13 @@ def write_texts(
 
 
 def accepted_nodes(
-    tree: DraftTree, text: Int[Array, "A T"], root: Int[Array, "A"], length: Int[Array, "A"]
+    tree: DraftTree, text: Int[Array, "A T"], root: Int[Array, "A"], length: Int[Array, "A"], max_depth: int
 ) -> Int[Array, "A"]:
     """How many tokens of each tree the text follows; the root stands at position `root` of its text."""
-    at = root[:, None] + tree.depth
-    is_right = (jnp.take_along_axis(text, jnp.minimum(at, text.shape[1] - 1), 1) == tree.tokens) & (
-        at < length[:, None]
-    )
-    is_right = is_right & tree.valid
-    kept = is_right[:, :1]
-    for node in range(1, tree.tokens.shape[1]):  # parents come first
-        parent = tree.parents[:, node, None]
-        follows = jnp.take_along_axis(kept, jnp.maximum(parent, 0), 1) & (parent != NO_PARENT)
-        kept = jnp.concatenate([kept, is_right[:, node, None] & follows], 1)
-    return jnp.max(jnp.where(kept, tree.depth, 0), -1)
+    behind = root[:, None] + tree.depth + 1
+    draws = jnp.take_along_axis(text, jnp.minimum(behind, text.shape[1] - 1), 1)
+    draws = jnp.where(behind < length[:, None], draws, -1)  # no node holds what stands behind the end
+    return walk_tree(tree, ancestor_mask(tree, max_depth), draws, max_depth).num_accepted
 
 
 @functools.partial(jax.jit, static_argnames=("target_config", "config", "trees"))
@@ -138,16 +130,15 @@ def follow(
     def one_text(row: tuple[Array, Array]):
         text, end = row
         output = forward_sequence(target, target_config, text[None], taps=config.feature_layers)
-        embeddings = None
-        if config.committed_embeddings:
-            embeddings = target["embedding"][jnp.roll(text, -1)[None]].astype(jnp.float32) * target_config.embed_scale
+        embeddings = embed_committed(target, target_config, config, jnp.roll(text, -1)[None])
         features = trunk_features(drafter, config, output.hidden, output.features)
         states = unroll(drafter, config, features, embeddings, anchors)[0]
         base = base_logits(drafter, config, target, target_config, states)
         roots = anchors[0] + 1
         texts, ends = jnp.broadcast_to(text, (len(roots), len(text))), jnp.broadcast_to(end, roots.shape)
         bias = functools.partial(token_info, drafter, config)
-        counts = [accepted_nodes(grow_beam(base, bias, text[1:], tree), texts, roots, ends) for tree in trees]
+        drafts = [grow_beam(base, bias, text[1:], tree) for tree in trees]
+        counts = [accepted_nodes(d, texts, roots, ends, tree.depth) for d, tree in zip(drafts, trees, strict=True)]
         overlap = 1.0 - total_variation(output.logits[0, 1:], base[:, 0] + bias(text[1:]))
         return jnp.stack(counts), overlap
 

@@ -1,4 +1,4 @@
-"""What a run says while it trains: a progress line or bar, `metrics.jsonl`, TensorBoard files, `curves.png`.
+"""What a run says while it trains: a bar on a terminal, else lines; `metrics.jsonl`, TensorBoard files, `curves.png`.
 
 `metrics.jsonl` is the source; the others can be made from it again. Read next: `curves.py`.
 """
@@ -11,15 +11,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
 Report = Callable[[str], None]
 METRICS = "metrics.jsonl"
+TASK = TaskID(0)
 
 
 class Journal:
-    """Writes down the steps of the run in `out`."""
+    """Writes down the steps of the run in `out`.
 
-    def __init__(self, out: str | Path, steps: int, report: Report = print):
+    Args:
+      report: takes the lines.
+      console: where the bar goes, if it is a terminal; None: stderr.
+    """
+
+    def __init__(self, out: str | Path, steps: int, report: Report = print, console: Console | None = None):
         self._path, self._steps, self.report = Path(out) / METRICS, steps, report
+        self._bar = _bar(console or Console(stderr=True), steps)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._writer = _tensorboard(Path(out) / "tensorboard", report)
 
@@ -31,13 +41,24 @@ class Journal:
             temporary = self._path.with_suffix(".tmp")
             temporary.write_text("".join(f"{line}\n" for line in kept))
             temporary.replace(self._path)
+        self.advance(step)
         self.report(f"resuming at step {step} of {self._steps}")
+
+    def advance(self, step: int) -> None:
+        """So many steps are done."""
+        if self._bar is not None:
+            self._bar.start()
+            self._bar.update(TASK, completed=step)
 
     def step(self, step: int, tokens: int, tokens_per_s: float, values: dict[str, Any]) -> None:
         """The metrics of a training step."""
         self._write({"step": step, "tokens": tokens, "tokens_per_s": tokens_per_s, **values}, "train")
+        about = f"{_line(values)}, {tokens_per_s:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(TASK, about=about)
+            return
         left = (self._steps - step) * tokens / step / tokens_per_s
-        self.report(f"step {step}/{self._steps}, {_line(values)}, {tokens_per_s:,.0f} tokens/s, {_minutes(left)} left")
+        self.report(f"step {step}/{self._steps}, {about}, {_minutes(left)} left")
 
     def judged(self, step: int, tokens: int, values: dict[str, Any], is_best: bool) -> None:
         """The metrics of a judgement on held-out text."""
@@ -45,6 +66,8 @@ class Journal:
         self.report(f"held out at step {step}: {_line(values)}{' (best so far)' if is_best else ''}")
 
     def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
         if self._writer is not None:
             self._writer.close()
 
@@ -85,6 +108,17 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+def _bar(console: Console, steps: int) -> Progress | None:
+    """Steps done, time left, and the newest metrics below; lines reported meanwhile appear above."""
+    if not console.is_terminal:
+        return None
+    steps_done = TextColumn("step {task.completed}/{task.total}")
+    left = TimeRemainingColumn()
+    bar = Progress(steps_done, BarColumn(), left, TextColumn("left, {task.fields[about]}"), console=console)
+    bar.add_task("", total=steps, about="compiling")
+    return bar
 
 
 def _tensorboard(folder: Path, report: Report) -> Any:

@@ -198,6 +198,7 @@ def fit(
             for step, values in ([unchecked] if unchecked else []) + ([(done, metrics)] if is_due else []):
                 check_finite(values, step, config, checkpoints.latest_step())
             unchecked = None if is_due else (done, metrics)
+            journal.advance(done)
             if done % config.log_every == 0 or done == config.steps:
                 values = {k: np.asarray(v).tolist() for k, v in metrics.items()}
                 now = time.perf_counter()

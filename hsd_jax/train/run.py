@@ -7,12 +7,13 @@ another recipe is refused. The result lies in the folder itself (target) or in `
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,9 @@ def train_drafter(
         )
     if recipe.features.cache is not None:
         drafter.check_hidden_cache(drafter_config, f"features.cache={recipe.features.cache!r}")
-    claims = {
-        "kind": "drafter",
-        "target": drafter_config.target_hash,
-        "files": _fingerprints(data_files),
-        **to_dict(recipe),
-    }
-    _claim(out, claims, force)
+    claims = _claim(
+        out, force, recipe, kind="drafter", target=drafter_config.target_hash, files=_fingerprints(data_files)
+    )
     params = init_drafter(jax.random.key(train.seed), drafter_config)
     report(about_rows)
     _describe(report, "drafter", params, rows, train)
@@ -98,7 +95,9 @@ def train_drafter(
     if recipe.eval.every:
         judge = _judge(recipe.eval, out, frozen, config, drafter_config, prompts, folder, report)
     loss = drafter.make_loss(config, drafter_config, recipe.loss)
-    params = _fit(loss, params, frozen, rows, recipe, out, report, shardings, place, judge, claims, cached)
+    with _batches(rows, train, recipe.data, cached) as batches, _journal(out, train, report) as journal:
+        note = {"recipe": claims, "revision": _revision(), "rows": rows.fingerprint}
+        params = fit(loss, params, frozen, batches, train, out, journal, shardings, place, judge, note)
     if judge is None:
         _replace_folder(folder, lambda new: convert.save_drafter(new, drafter_config, params))
     report(f"wrote {folder}")
@@ -140,19 +139,15 @@ def train_target(
         )
     rows = _read_rows(data_files, tokenizer_dir, recipe.train, recipe.data, recipe.model)
     tokenizer_print = _fingerprints([tokenizer_dir / "tokenizer.json"])
-    claims = {
-        "kind": "target",
-        "tokenizer": tokenizer_print,
-        "files": _fingerprints(data_files),
-        **to_dict(recipe),
-    }
-    _claim(out, claims, force)
+    claims = _claim(out, force, recipe, kind="target", tokenizer=tokenizer_print, files=_fingerprints(data_files))
     params = init_target(jax.random.key(recipe.train.seed), recipe.model)
     report(rows.describe())
     _describe(report, "target", params, rows, recipe.train)
     shardings, place = _placement(mesh, recipe.train, recipe.model)
     loss = target.make_loss(recipe.model, recipe.train.remat)
-    params = _fit(loss, params, None, rows, recipe, out, report, shardings, place, None, claims, None)
+    with _batches(rows, recipe.train, recipe.data) as batches, _journal(out, recipe.train, report) as journal:
+        note = {"recipe": claims, "revision": _revision(), "rows": rows.fingerprint}
+        params = fit(loss, params, None, batches, recipe.train, out, journal, shardings, place, None, note)
     for name in TOKENIZER_FILES:
         if tokenizer_dir.resolve() != out.resolve() and (tokenizer_dir / name).is_file():
             shutil.copyfile(tokenizer_dir / name, out / name)
@@ -162,29 +157,27 @@ def train_target(
     return out
 
 
-def _fit(loss, params, frozen, rows, recipe, out, report, shardings, place, judge, claims, cached) -> Any:
-    """`loop.fit` over the rows of this process, with a journal and what every checkpoint notes."""
-    train = recipe.train
-    batches = data.Batches(
-        rows,
-        train.batch,
-        train.seed if recipe.data.seed is None else recipe.data.seed,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-        features=cached,
-    )
+@contextlib.contextmanager
+def _batches(rows: data.Rows, train: LoopConfig, config: data.DataConfig, cached: Any = None) -> Iterator[data.Batches]:
+    """The batches of this process."""
+    seed = train.seed if config.seed is None else config.seed
+    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    with contextlib.closing(data.Batches(rows, train.batch, seed, features=cached, **process)) as batches:
+        yield batches
+
+
+@contextlib.contextmanager
+def _journal(out: Path, train: LoopConfig, report: Report) -> Iterator[Journal]:
+    """The run's journal; curves are drawn when the run is through."""
     journal = Journal(out, train.steps, report)
-    note = {"recipe": claims, "revision": _revision(), "rows": rows.fingerprint}
     try:
-        params = fit(loss, params, frozen, batches, train, out, journal, shardings, place, judge, note)
+        yield journal
     finally:
-        batches.close()
         journal.close()
     try:
         report(f"wrote {draw_curves(out)}")
     except ImportError:
         report("no curves.png: pip install 'hsd_jax[train]' for it")
-    return params
 
 
 def _read_rows(
@@ -294,20 +287,22 @@ def _flatten(value: Any, name: str = "") -> dict[str, Any]:
     return {k: v for key, part in items for k, v in _flatten(part, f"{name}.{key}" if name else str(key)).items()}
 
 
-def _claim(out: Path, values: dict[str, Any], force: bool) -> None:
-    """Writes `recipe.json` into `out`, or checks that the one there is the same; with `force` replaces it.
+def _claim(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
+    """Writes what the run is made of into `out/recipe.json`, or checks that it says the same; `force` replaces it.
 
+    Returns:
+      What the file holds: `about` and the recipe.
     Raises:
       ValueError: naming the first key that differs.
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / RECIPE
-    values = json.loads(json.dumps(values))
+    values = json.loads(json.dumps({**about, **to_dict(recipe)}))
     if force or not path.is_file():
         if not force and any((out / "checkpoints").glob("[0-9]*")):
             raise ValueError(f"{out} holds checkpoints without a {RECIPE}; choose another folder, or --force")
         write_json(path, values)
-        return
+        return values
     try:
         there = _flatten(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
@@ -320,6 +315,7 @@ def _claim(out: Path, values: dict[str, Any], force: bool) -> None:
                 f" {here.get(key, 'missing')!r} here; choose another folder, the same recipe to"
                 " continue, or --force to continue with this one"
             )
+    return values
 
 
 def _describe(report: Report, kind: str, params: Any, rows: data.Rows, train: LoopConfig) -> None:

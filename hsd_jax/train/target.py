@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from hsd_jax.config import ModelConfig, from_dict
+from hsd_jax.config import ModelConfig, at_least, from_dict
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.loop import LoopConfig
@@ -50,13 +50,6 @@ def read_section(kind: type, values: Any, where: str) -> Any:
         return from_dict(kind, values, where)
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from error
-
-
-def at_least(section: str, config: Any, **smallest: int) -> None:
-    """Raises a ValueError naming the first field below its smallest value."""
-    for name, least in smallest.items():
-        if getattr(config, name) < least:
-            raise ValueError(f"{section}.{name}={getattr(config, name)}: must be at least {least}")
 
 
 def check_loop(train: LoopConfig) -> None:

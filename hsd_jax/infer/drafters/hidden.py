@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.infer.tree import grow_beam
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.hidden import base_logits, token_info, trunk_features, trunk_pass
+from hsd_jax.models.hidden import base_logits, embed_committed, token_info, trunk_features, trunk_pass
 from hsd_jax.models.target import causal_mask
 from hsd_jax.types import Drafter, DrawLaw, KVCache, ModelOutput, Verdict
 
@@ -39,14 +39,6 @@ class HiddenState:
     num_pending: Int[Array, "B"]
 
 
-def embed_committed(models, target_config: ModelConfig, config: DrafterConfig, tokens: Int[Array, "B M"]):
-    """The target's embeddings of committed tokens [B, M, H]; None if the drafter does not read them."""
-    if not config.committed_embeddings:
-        return None
-    rows = models["target"]["embedding"][tokens].astype(jnp.float32)
-    return rows * target_config.embed_scale
-
-
 def trunk_states(
     models, target_config: ModelConfig, config: DrafterConfig, num_states: int, state: HiddenState
 ) -> tuple[Float[Array, "B K H"], KVCache]:
@@ -57,7 +49,7 @@ def trunk_states(
         weights,
         config,
         state.pending,
-        embed_committed(models, target_config, config, state.next_tokens),
+        embed_committed(models["target"], target_config, config, state.next_tokens),
         cache.length[:, None] + jnp.arange(max_pending),
         causal_mask(batch, max_pending),
         cache,
@@ -94,7 +86,7 @@ def hidden_drafter(
         batch, num = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
         following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], 1)
-        embeddings = embed_committed(models, target_config, config, following)
+        embeddings = embed_committed(models["target"], target_config, config, following)
         features = trunk_features(models["drafter"], config, output.hidden, output.features)
         _, kv = trunk_pass(models["drafter"], config, features, embeddings, positions, causal_mask(batch, num), None)
         cache = cache_lib.empty_cache(
