@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import io
 import json
@@ -60,7 +61,8 @@ def both(folders) -> list[str]:
     return ["--target", folders.target, "--drafter", folders.drafter]
 
 
-COMMANDS = ["generate", "demo", "bench", "identity", "info", "train drafter", "train target", "train tokenizer"]
+COMMANDS = ["generate", "demo", "bench", "identity", "info", "generate-data"]
+COMMANDS += [f"train {kind}" for kind in ("drafter", "target", "tokenizer", "curves")]
 
 
 @pytest.mark.parametrize("command", ["", "train", *COMMANDS])
@@ -375,6 +377,35 @@ def test_train_commands_name_a_wrong_key(folders, tmp_path, capsys):
     assert "unknown key 'stepz'" in error and "steps" in error
 
 
+def test_paths_of_a_recipe(folders, tmp_path):
+    """The command line goes before the recipe, and what neither gives is named."""
+    values = {"paths": {"target": "a", "data": "b.jsonl", "out": "c"}, "train": {"steps": 3}}
+    given = argparse.Namespace(target=None, data=["d", "e"], out=None)
+    found = train.take_paths(values, given, "target", "data", "out")
+    assert found == {"target_dir": "a", "data_files": ["d", "e"], "out": "c"} and list(values) == ["train"]
+    given = argparse.Namespace(data=None, out="x", tokenizer=None)
+    assert train.take_paths({"paths": {"data": "b"}}, given, "data", "out", optional=["tokenizer"]) == {
+        "data_files": ["b"],
+        "out": "x",
+    }
+
+
+@pytest.mark.parametrize(
+    "paths, message",
+    [
+        ({"datas": "b"}, "allowed are the keys target, data, out"),
+        (["b"], "allowed are the keys target, data, out"),
+        ({"target": "a", "out": "c"}, "paths.data: missing; give --data, or paths"),
+        ({"target": 3, "data": "b", "out": "c"}, "paths.target: 3 is no path"),
+        ({"target": "a", "data": [], "out": "c"}, r"paths.data: \[\] is no path"),
+    ],
+)
+def test_paths_that_cannot_be(paths, message):
+    given = argparse.Namespace(target=None, data=None, out=None)
+    with pytest.raises(ValueError, match=message):
+        train.take_paths({"paths": paths}, given, "target", "data", "out")
+
+
 def test_train_tokenizer(folders, tmp_path, capsys):
     out = tmp_path / "tokenizer"
     assert hsd("train", "tokenizer", "--data", folders.data, "--vocab-size", "280", "--out", out) == 0
@@ -390,6 +421,8 @@ def test_train_drafter_end_to_end(folders, tmp_path, standard_dtypes):
     data.write_text("".join(json.dumps({"text": " ".join(TEXTS)}) + "\n" for _ in range(40)))
     settings = ["train.steps=2", "train.batch=2", "train.length=32", "model.num_steps=3", "model.rank=8"]
     changes = [x for s in settings for x in ("--set", s)]
-    assert hsd("train", "drafter", "--target", folders.target, "--data", data, "--out", out, *changes) == 0
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"paths": {"target": str(folders.target), "data": str(data)}}))
+    assert hsd("train", "drafter", "--config", recipe, "--out", out, *changes) == 0
     small = ["--nodes", "3", "--depth", "2", "--width", "1"]
     assert hsd("generate", "--target", folders.target, "--drafter", out / "drafter", *SHORT, *small, "the cat") == 0

@@ -15,7 +15,7 @@ WIDTH = 110
 
 def recipe_help(kind: type, leave_out: tuple[str, ...] = ()) -> str:
     """All keys of a recipe dataclass, one section after the other, as `section.key (type, default): what it is`."""
-    lines = ["recipe keys, in the YAML file or by --set:"]
+    lines = ["recipe keys, in the YAML file or by --set (section `paths` holds what the arguments of that name give):"]
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(hints[field.name]):

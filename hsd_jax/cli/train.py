@@ -30,9 +30,10 @@ def add_parser(commands) -> None:
         """
 hsd train drafter --target runs/demo-target --data train.jsonl --out runs/demo
 hsd train drafter --target DIR --data a.jsonl b.txt --out DIR --config configs/demo_drafter.yaml --set train.steps=500
+hsd train drafter --config mine.yaml        # with paths: {target: DIR, data: [train.jsonl], out: DIR} in it
 """,
     )
-    drafter.add_argument("--target", metavar="DIR", required=True, help="a Hugging Face folder")
+    drafter.add_argument("--target", metavar="DIR", help="a Hugging Face folder")
     _add_run_arguments(
         drafter, config_required=False, out_help="folder of the run; the drafter itself goes to OUT/drafter"
     )
@@ -63,7 +64,7 @@ hsd train target --config configs/demo_target.yaml --data dialogues.jsonl maths.
 hsd train tokenizer --data train.jsonl --vocab-size 4096 --out runs/tokenizer
 """,
     )
-    _add_data_arguments(tokenizer)
+    _add_data_arguments(tokenizer, required=True)
     tokenizer.add_argument("--vocab-size", type=options.COUNT, default=4096, metavar="V", help="(default: 4096)")
 
     curves = options.add_command(
@@ -95,21 +96,23 @@ def _with_keys(parser: argparse.ArgumentParser, recipe: str, leave_out: tuple[st
     parser.format_help = format_help
 
 
-def _add_data_arguments(parser: argparse.ArgumentParser, out_help: str = "folder of the result") -> None:
+def _add_data_arguments(
+    parser: argparse.ArgumentParser, required: bool, out_help: str = "folder of the result"
+) -> None:
     parser.add_argument(
         "--data",
         nargs="+",
-        required=True,
+        required=required,
         metavar="FILE",
         help="JSON lines with text, turns, messages, question and answer, or prompt and response; or plain text",
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help=out_help)
+    parser.add_argument("--out", required=required, metavar="DIR", help=out_help)
 
 
 def _add_run_arguments(
     parser: argparse.ArgumentParser, config_required: bool, out_help: str = "folder of the result and its checkpoints"
 ) -> None:
-    _add_data_arguments(parser, out_help)
+    _add_data_arguments(parser, False, out_help)
     default = "" if config_required else " (default: the built-in recipe)"
     parser.add_argument(
         "--config", metavar="YAML", required=config_required, help=f"the recipe: a file as in configs/{default}"
@@ -125,8 +128,10 @@ def run_drafter(args: argparse.Namespace) -> int:
     from hsd_jax.train import run as run_lib
     from hsd_jax.train.drafter import DrafterRecipe
 
-    recipe = DrafterRecipe.from_dict(read_recipe(args.config, args.set), args.config or "--set")
-    run_lib.train_drafter(args.target, args.data, args.out, recipe, make_mesh(args.mesh), options.say, force=args.force)
+    values = read_recipe(args.config, args.set)
+    paths = take_paths(values, args, "target", "data", "out")
+    recipe = DrafterRecipe.from_dict(values, args.config or "--set")
+    run_lib.train_drafter(**paths, recipe=recipe, mesh=make_mesh(args.mesh), report=options.say, force=args.force)
     return 0
 
 
@@ -136,8 +141,10 @@ def run_target(args: argparse.Namespace) -> int:
     from hsd_jax.train import run as run_lib
     from hsd_jax.train.target import TargetRecipe
 
-    recipe = TargetRecipe.from_dict(read_recipe(args.config, args.set), args.config)
-    run_lib.train_target(args.data, args.out, recipe, make_mesh(args.mesh), options.say, args.tokenizer, args.force)
+    values = read_recipe(args.config, args.set)
+    paths = take_paths(values, args, "data", "out", optional=("tokenizer",))
+    recipe = TargetRecipe.from_dict(values, args.config)
+    run_lib.train_target(**paths, recipe=recipe, mesh=make_mesh(args.mesh), report=options.say, force=args.force)
     return 0
 
 
@@ -156,6 +163,40 @@ def run_tokenizer(args: argparse.Namespace) -> int:
     tokenizer = train_tokenizer(args.data, args.vocab_size, args.out)
     options.say(f"wrote {args.out}: {tokenizer.get_vocab_size()} tokens")
     return 0
+
+
+def take_paths(
+    values: dict[str, Any], args: argparse.Namespace, *required: str, optional: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Takes section `paths` out of a recipe's values; the command line goes before it.
+
+    They stand outside the recipe proper: a run may move, and its folder knows files and target by content.
+
+    Returns:
+      What the trainers call `target_dir`, `data_files`, `out`, `tokenizer_dir`.
+    Raises:
+      ValueError: naming an unknown key, or what is missing and how to give it.
+    """
+    section = values.pop("paths", None) or {}
+    allowed = (*required, *optional)
+    if not isinstance(section, dict) or not set(section) <= set(allowed):
+        raise ValueError(f"paths: {section!r}: allowed are the keys {', '.join(allowed)}")
+    found = {}
+    for name in allowed:
+        value = section.get(name) if getattr(args, name) is None else getattr(args, name)
+        is_path = isinstance(value, str) or (
+            name == "data" and isinstance(value, list) and all(isinstance(v, str) for v in value)
+        )
+        if value is None and name in optional:
+            continue
+        if not (is_path and value):
+            wanted = "missing" if value is None else f"{value!r} is no path"
+            raise ValueError(f"paths.{name}: {wanted}; give --{name}, or paths: {{{name}: ...}} in the recipe")
+        found[_ARGUMENTS.get(name, name)] = [value] if name == "data" and isinstance(value, str) else value
+    return found
+
+
+_ARGUMENTS = {"target": "target_dir", "data": "data_files", "tokenizer": "tokenizer_dir"}
 
 
 def read_recipe(path: str | None, changes: Sequence[str]) -> dict[str, Any]:
