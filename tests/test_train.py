@@ -6,6 +6,7 @@ The drafter's loss is `test_drafter_training.py`, divergences are `test_losses.p
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import time
@@ -20,7 +21,7 @@ import yaml
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from hsd_jax import checkpoint
+from hsd_jax import checkpoint, sharding
 from hsd_jax.models import convert
 from hsd_jax.train import data, drafter, journal, loop, run, target
 
@@ -357,3 +358,20 @@ def test_a_terminal_shows_a_bar(tmp_path):
     assert "step 4/8" in text and "left, loss 1.500, 100 tokens/s" in text and "━" in text
     assert lines == ["resuming at step 2 of 8", "held out at step 4: tau 2.500 (best so far)"]
     assert [record["step"] for record in journal.read_metrics(tmp_path)] == [4, 4]
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
+@pytest.mark.parametrize("spec", ["data=8", "data=4,model=2"])
+def test_a_mesh_trains_as_one_device_does(files, tmp_path, standard_dtypes, spec):
+    """Losses, acceptance and judgements of every step, within what sums in another order make of float32."""
+    values = dict(DRAFTER_VALUES, train=dict(LOOP, batch=8, micro_batch=None))
+    recipe = drafter.DrafterRecipe.from_dict(values, "recipe")
+    found = {}
+    for name, mesh in (("one", None), ("mesh", sharding.make_mesh(spec))):
+        args = files / "target", [files / "text.jsonl"], tmp_path / name, recipe, mesh
+        run.train_drafter(*args, report=lambda line: None)
+        found[name] = journal.read_metrics(tmp_path / name)
+    assert [r["step"] for r in found["one"]] == [r["step"] for r in found["mesh"]]
+    for here, there in zip(found["one"], found["mesh"], strict=True):
+        untimed = [{k: v for k, v in r.items() if k != "tokens_per_s"} for r in (here, there)]
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), *untimed)
