@@ -164,17 +164,25 @@ static inline void Tile(const float* x, const W* w, const W* next, float* y, int
     }
 }
 
+// Outputs of a group, and of a tile of 4 rows: with 2 by 4, 8 sums and what feeds them fit the 16 registers of AVX2. One
+// or two rows take the whole group at once: fewer than 8 sums wait for one another.
+constexpr int kGroup = kLanes == 16 ? 8 : 4;
+constexpr int kOutputs = kGroup / 2;
+
+// All rows for `kO` outputs (a group, or one that is left over).
 template <int kO, typename W>
 static void AllRows(const float* x, const W* w, const W* next, float* y, int64_t n, int64_t k, int64_t o) {
+  constexpr int kHalf = kO == kGroup ? kOutputs : kO;
   int64_t b = 0;
-  for (; b + 4 <= n; b += 4) Tile<kO, 4>(x + b * k, w, next, y + b * o, k, o);
-  if (n - b == 3) Tile<kO, 3>(x + b * k, w, next, y + b * o, k, o);
+  for (; b + 4 <= n; b += 4)
+    for (int a = 0; a < kO; a += kHalf)
+      Tile<kHalf, 4>(x + b * k, w + a * k, next + a * k, y + b * o + a, k, o);
+  if (n - b == 3)
+    for (int a = 0; a < kO; a += kHalf)
+      Tile<kHalf, 3>(x + b * k, w + a * k, next + a * k, y + b * o + a, k, o);
   if (n - b == 2) Tile<kO, 2>(x + b * k, w, next, y + b * o, k, o);
   if (n - b == 1) Tile<kO, 1>(x + b * k, w, next, y + b * o, k, o);
 }
-
-// Two outputs at a time: with 4 rows, 8 sums and what feeds them fit the 16 registers of AVX2.
-constexpr int kOutputs = kLanes == 16 ? 4 : 2;
 
 // y[b, a] = x[b] . w[a] for rows b of [0, n) and outputs a of [first, last); a row of y is `stride` wide, and w holds
 // `total` outputs in all.
@@ -182,9 +190,9 @@ template <typename W>
 static void Outputs(const float* x, const W* w, float* y, int64_t n, int64_t k, int64_t stride, int64_t total,
                     int64_t first, int64_t last) {
   int64_t a = first;
-  for (; a + kOutputs <= last; a += kOutputs) {
-    int64_t ahead = a + 5 * kOutputs <= total ? a + 4 * kOutputs : a;
-    AllRows<kOutputs>(x, w + a * k, w + ahead * k, y + a, n, k, stride);
+  for (; a + kGroup <= last; a += kGroup) {
+    int64_t ahead = a + 3 * kGroup <= total ? a + 2 * kGroup : a;
+    AllRows<kGroup>(x, w + a * k, w + ahead * k, y + a, n, k, stride);
   }
   for (; a < last; a++) AllRows<1>(x, w + a * k, w + a * k, y + a, n, k, stride);
 }

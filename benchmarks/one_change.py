@@ -1,0 +1,119 @@
+"""What matters in training a drafter: runs that differ from a base recipe in one thing, judged on the same texts.
+
+Each run is `hsd train drafter` with some keys set otherwise; it is judged by simulated tau (`train/evaluate.py`)
+on what the target writes behind held-out prompts. Results: a table (Markdown) and a plot of tau against training tokens.
+
+    python benchmarks/one_change.py --target DIR --config configs/demo_drafter.yaml --runs benchmarks/one_change.yaml \
+        --prompts dialogues=dev.jsonl gsm8k=test.jsonl --half report --limit 24 --out runs/one-change
+
+A run that is complete is not trained again, so the list of runs may grow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import yaml
+
+from hsd_jax.cli import options
+from hsd_jax.cli.prompts import read_prompts
+from hsd_jax.cli.train import read_recipe
+from hsd_jax.models import convert
+from hsd_jax.params import Params
+from hsd_jax.tokenizer import Tokenizer
+from hsd_jax.train import evaluate, journal, run
+from hsd_jax.train.drafter import DrafterRecipe
+
+
+def write_texts(params: Params, args: argparse.Namespace) -> dict[str, evaluate.Texts]:
+    """Greedy and sampled texts behind the prompts of each file, made once."""
+    tokenizer, texts = Tokenizer(args.target), {}
+    for named in args.prompts:
+        name, _, file = named.partition("=")
+        prompts = read_prompts([file], lambda text: len(tokenizer.encode(text)), args.half, args.limit)
+        tokens = [tokenizer.encode(p.text) for p in prompts]
+        for law, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+            path = Path(args.out) / f"{name}-{law}-{len(prompts)}.npz"
+            if not path.is_file():
+                options.say(f"the target writes {len(prompts)} {law} texts behind {name}")
+                evaluate.write_texts(params, tokens, args.max_new_tokens, temperature, seed=0).save(path)
+            texts[f"{name}, {law}"] = evaluate.Texts.load(path)
+    return texts
+
+
+def train(name: str, about: dict, args: argparse.Namespace) -> Path:
+    """The folder of the run, trained unless it is complete."""
+    out = Path(args.out) / name
+    values = read_recipe(args.config, [*args.set, *about.get("set", [])])
+    recipe = DrafterRecipe.from_dict(values, name)
+    if not ((out / "curves.png").is_file() and (out / "drafter").is_dir()):
+        options.say(f"run {name}")
+        run.train_drafter(args.target, about.get("data", args.data), out, recipe, report=options.say)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--config", help="the base recipe")
+    parser.add_argument("--set", action="append", default=[], help="changes the base recipe, of all runs")
+    parser.add_argument("--data", nargs="+", required=True, help="of runs that name none")
+    parser.add_argument("--runs", required=True, help="YAML: name: {set: [key=value, ...], data: [file, ...]}")
+    parser.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE")
+    parser.add_argument("--half", choices=("tune", "report"))
+    parser.add_argument("--limit", type=int, default=24, help="prompts of each file")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    runs = yaml.safe_load(Path(args.runs).read_text(encoding="utf-8"))
+    config = convert.read_config(args.target)
+    target = convert.read_weights(args.target, config, "float32")
+    texts = write_texts(Params(target, None, config, max_len=config.max_position), args)
+    found = {}
+    print("| run | " + " | ".join(f"tau, {k}" for k in texts) + " | chain acceptance by depth, greedy | overlap |")
+    print("|---|" + "---|" * (len(texts) + 2))
+    for name, about in runs.items():
+        out = train(name, about or {}, args)
+        judged = out / "table.json"
+        if not judged.is_file():
+            drafter_config, drafter = convert.read_drafter(out / "drafter", "float32")
+            models = drafter, drafter_config, target, config
+            tree = evaluate.EvalConfig().tree(drafter_config.num_steps)
+            values = {kind: evaluate.simulate(*models, text, tree) for kind, text in texts.items()}
+            judged.write_text(json.dumps(values))
+        found[name] = json.loads(judged.read_text())
+        print_row(name, found[name], list(texts))
+    draw(args.out, found)
+
+
+def print_row(name: str, values: dict, kinds: list[str]) -> None:
+    """One line of the table, as soon as it is there."""
+    greedy = [values[k]["chain_acceptance"] for k in kinds if k.endswith("greedy")]
+    chain = ", ".join(f"{sum(depth) / len(depth):.2f}" for depth in zip(*greedy, strict=True))
+    overlap = [values[k]["overlap"] for k in kinds if k.endswith("sampled")]
+    cells = [f"{values[k]['tau']:.2f}" for k in kinds] + [chain, " / ".join(f"{o:.2f}" for o in overlap)]
+    print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def draw(out: str | Path, runs: dict[str, dict]) -> None:
+    """Tau on the run's own held-out texts against training tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for name in runs:
+        judged = [r for r in journal.read_metrics(Path(out) / name) if "eval" in r]
+        axis.plot([r["tokens"] / 1e3 for r in judged], [r["eval"]["tau"] for r in judged], marker=".", label=name)
+    axis.set(xlabel="training tokens (thousands)", ylabel="simulated tau, greedy, 16 nodes")
+    axis.legend(fontsize=7)
+    figure.savefig(Path(out) / "tau.png", dpi=140)
+    options.say(f"wrote {Path(out) / 'tau.png'}")
+
+
+if __name__ == "__main__":
+    main()
