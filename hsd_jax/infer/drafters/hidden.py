@@ -94,7 +94,7 @@ def hidden_drafter(
     if tree.width > config.vocab_size:
         raise ValueError(f"TreeConfig.width={tree.width}: allowed are 1 to the vocabulary, {config.vocab_size}")
     if law is not DrawLaw.ARBITRARY:
-        tree.sampled_widths()
+        tree.sampled_widths()  # raises here, before anything compiles
     max_pending = tree.depth + 1
 
     def init(models, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
