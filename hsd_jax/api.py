@@ -89,12 +89,15 @@ def decode(
     speculate: bool = True,
     eos: int | Sequence[int] | None = None,
     pad_rows: int = 1,
+    accept: str = "match",
+    draw: str | None = None,
 ) -> DecodeResult:
     """Continues prompts; with speculation the text is that of plain decoding, sooner.
 
-    Every setting may be one value or one per row. None compiles anything but `max_new_tokens`, once for each power of
-    two. With the same `seed` the sampled text is the same with and without speculation, whatever the tree, and a row's
-    text does not depend on the others.
+    Every setting of the text may be one value or one per row. None compiles anything but `max_new_tokens`, once for
+    each power of two. With the same `seed` the sampled text is the same with and without speculation, whatever the
+    tree, and a row's text does not depend on the others. Under `accept="recursive"` sampled text depends on the tree
+    too; it is as likely as under plain decoding, and greedy text is the same.
 
     Args:
       prompt: a text, token ids, or a list of either (ragged lengths are fine).
@@ -106,10 +109,15 @@ def decode(
       speculate: False decodes plainly.
       eos: end tokens in place of the checkpoint's; () for none.
       pad_rows: rows a plain pass is padded to (see `infer/plain.py`).
+      accept: rule that judges drafts: "match", or "recursive", which accepts more above a temperature of about 0.5.
+      draw: how trees choose their tokens: "arbitrary" (the likeliest), "independent" or "without_replacement" (drawn);
+        None: what suits the rule. "recursive" is lossless for drawn trees only.
     Raises:
       ValueError: naming the wrong value and the allowed ones, before anything compiles.
     """
-    request = prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, pad_rows)
+    request = prepare(
+        params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, pad_rows, accept, draw
+    )
     start = time.perf_counter()
     state = request.decoder.run(request.models, request.sampling, request.limits, request.state)
     jax.block_until_ready(state.length)
@@ -140,6 +148,8 @@ def stream(
     speculate: bool = True,
     eos: int | Sequence[int] | None = None,
     rounds: int = 4,
+    accept: str = "match",
+    draw: str | None = None,
 ) -> Generator[Piece, None, Stats]:
     """Like `decode`, in pieces: the same compiled loop runs `rounds` rounds at a time.
 
@@ -151,7 +161,9 @@ def stream(
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: allowed are 1 and more")
-    request = prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, 1)
+    request = prepare(
+        params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, 1, accept, draw
+    )
     return _stream(params, request, rounds)
 
 

@@ -155,6 +155,26 @@ class TreeConfig:
                 f" most {available} draft nodes; lower nodes to {available + 1} or raise width"
             )
 
+    def sampled_widths(self) -> tuple[int, ...]:
+        """Nodes of each level of a sampled tree, fixed before anything is drawn.
+
+        At least one a level; what is left widens the first levels, which most rounds reach.
+
+        Raises:
+          ValueError: if `depth` levels of `width` nodes do not use up `nodes`.
+        """
+        if self.nodes - 1 > self.depth * self.width:
+            raise ValueError(
+                f"TreeConfig(nodes={self.nodes}, depth={self.depth}, width={self.width}): a sampled tree has at most"
+                f" width nodes a level; lower nodes to {self.depth * self.width + 1} or raise width"
+            )
+        spare, widths = self.nodes - 1 - self.depth, []
+        for _ in range(self.depth):
+            extra = min(spare, self.width - 1)
+            widths.append(1 + extra)
+            spare -= extra
+        return tuple(widths)
+
 
 def at_least(section: str, config: Any, **smallest: int) -> None:
     """Raises a ValueError naming the first field below its smallest value, as `section.field`."""

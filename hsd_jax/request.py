@@ -17,14 +17,14 @@ import numpy as np
 
 from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig, bucket
-from hsd_jax.infer.accept import match_rule
+from hsd_jax.infer.accept import NATURAL_LAW, make_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params
-from hsd_jax.types import NO_TOKEN, DecodeState, Limits, SamplingParams
+from hsd_jax.types import NO_TOKEN, DecodeState, DrawLaw, Limits, SamplingParams
 
 FIRST_CAPACITY = 320
 """Generated tokens the first cache bucket has room for; longer decodes move to larger buckets as they grow."""
@@ -59,17 +59,33 @@ def _decoder(
     cache_dtype: str,
     pad_rows: int,
     use_native: bool,
+    accept: str,
+    law: DrawLaw,
 ) -> Decoder:
     """One set of compiled functions for each static configuration of this process."""
     matmul_precision = "highest" if precision == "exact" else None
     if drafter_config is None or tree is None:
         return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, use_native)
-    drafter = hidden_drafter(config, drafter_config, tree, cache_dtype)
-    step = make_step(config, drafter, match_rule(tree.depth))
+    drafter = hidden_drafter(config, drafter_config, tree, cache_dtype, law)
+    step = make_step(config, drafter, make_rule(accept, tree))
     return Decoder(config, step, drafter, cache_dtype, matmul_precision, use_native)
 
 
-def prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, pad_rows) -> Request:
+def prepare(
+    params,
+    prompt,
+    max_new_tokens,
+    temperature,
+    top_k,
+    top_p,
+    seed,
+    tree,
+    speculate,
+    eos,
+    pad_rows,
+    accept: str = "match",
+    draw: str | None = None,
+) -> Request:
     """Checks a call, pads it to its bucket and runs the prefill."""
     rows = _encode(params, prompt)
     batch = len(rows)
@@ -92,6 +108,7 @@ def prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tre
         raise ValueError(f"tree={tree!r}: expected a hsd_jax.TreeConfig")
     if pad_rows < 1:
         raise ValueError(f"pad_rows={pad_rows}: allowed are 1 and more")
+    law = draw_law(accept, draw)
     decoder = _decoder(
         params.target_config,
         params.drafter_config if speculate else None,
@@ -100,6 +117,8 @@ def prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tre
         cache_lib.fastest_dtype(params.target["embedding"].dtype).name,
         1 if speculate else pad_rows,
         use_native=params.mesh is None,
+        accept=accept if speculate else "match",
+        law=law if speculate else DrawLaw.ARBITRARY,
     )
 
     # Rows that only fill the mesh are born finished: one token, no room for another.
@@ -131,6 +150,22 @@ def prepare(params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tre
     jax.block_until_ready(state.length)
     seconds = time.perf_counter() - start
     return Request(decoder, models, sampling, limits, state, prompts, length[:batch].copy(), seconds)
+
+
+def draw_law(accept: str, draw: str | None) -> DrawLaw:
+    """The law of the draft trees; None: the one that suits the rule.
+
+    Raises:
+      ValueError: for an unknown rule or law, naming the allowed ones.
+    """
+    if accept not in NATURAL_LAW:
+        raise ValueError(f"accept={accept!r}: allowed are {', '.join(NATURAL_LAW)}")
+    if draw is None:
+        return NATURAL_LAW[accept]
+    try:
+        return DrawLaw(draw)
+    except ValueError:
+        raise ValueError(f"draw={draw!r}: allowed are {', '.join(x.value for x in DrawLaw)}, or None") from None
 
 
 def _encode(params: Params, prompt) -> list[list[int]]:

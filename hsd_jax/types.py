@@ -8,6 +8,7 @@ Dimension legend
     K  trunk states of a round   S  cache slots               H  hidden width
     G  key/value heads           Q  query heads               E  head width
     P  prompt bucket             R  token-info rank           L  layers
+    I  draft-tree nodes that may have children, always the first I of the N
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ class DrawLaw(enum.Enum):
 
     ARBITRARY = "arbitrary"
     """Any choice made before the target's draw: top-k, beams, merged trees."""
+    INDEPENDENT = "independent"
+    """Each child drawn from the drafter's law, whatever its siblings are: two may be alike."""
+    WITHOUT_REPLACEMENT = "without_replacement"
+    """Each child drawn from the drafter's law renormalised off its earlier siblings."""
 
 
 @flax.struct.dataclass
@@ -79,6 +84,8 @@ class DraftTree:
     parents: Int[Array, "B N"]
     depth: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
+    draft_logp: Float[Array, "B I V"] | None = None
+    """Log-probabilities the children of each node were drawn from; None where nothing was drawn (ARBITRARY)."""
     law: DrawLaw = flax.struct.field(pytree_node=False, default=DrawLaw.ARBITRARY)
 
 
@@ -147,7 +154,8 @@ class Drafter(NamedTuple):
     init: Callable[..., Any]
     """`init(params, output, tokens, length, capacity) -> state`, from the prefill pass."""
     draft: Callable[..., tuple[DraftTree, Any]]
-    """`draft(params, state, root, root_position) -> (tree, state)`."""
+    """`draft(params, state, root, root_position, keys, sampling) -> (tree, state)`; what it draws, it draws with
+    `sampling.round_keys`, never with the row keys themselves."""
     commit: Callable[..., Any]
     """`commit(params, state, verdict, output, num_committed) -> state`."""
     grow: Callable[..., Any]

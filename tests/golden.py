@@ -70,7 +70,8 @@ def draft(tokens: list[int], noise: np.ndarray | None = None) -> dict[str, float
     """
     request = prepare(params(), tokens, NEW_TOKENS, 0.0, None, None, 0, None, True, (), 1)
     root, position = jnp.asarray([tokens[-1]]), jnp.asarray([len(tokens) - 1])
-    tree, laws = _drafted(request.models, request.state.drafter, root, position, noise)
+    rest = position, request.state.keys, request.sampling
+    tree, laws = _drafted(request.models, request.state.drafter, root, noise, *rest)
     nodes, parents = (np.asarray(x)[0].tolist() for x in (tree.tokens, tree.parents))
     paths, scores = [""], [0.0]
     for node, parent in list(zip(nodes, parents, strict=True))[1:]:
@@ -80,13 +81,13 @@ def draft(tokens: list[int], noise: np.ndarray | None = None) -> dict[str, float
 
 
 @jax.jit
-def _drafted(models, state, root, position, noise):
+def _drafted(models, state, root, noise, *rest):
     """The drafter's tree, and its law at each node as log-probabilities [N, V]."""
     p, weights = params(), models["drafter"]
     states, _ = trunk_states(models, p.target_config, p.drafter_config, p.tree.depth, state)
     base = base_logits(weights, p.drafter_config, models["target"], p.target_config, states)
     if noise is None:
-        tree, _ = hidden_drafter(p.target_config, p.drafter_config, p.tree).draft(models, state, root, position)
+        tree, _ = hidden_drafter(p.target_config, p.drafter_config, p.tree).draft(models, state, root, *rest)
     else:
         tree = grow_beam(base + noise, lambda previous: token_info(weights, p.drafter_config, previous), root, p.tree)
     level = jnp.minimum(tree.depth[0], p.tree.depth - 1)  # a leaf at the bottom has no law

@@ -229,6 +229,26 @@ def test_temperatures_next_to_zero_are_greedy(params):
         np.testing.assert_array_equal(hsd_jax.decode(params, TWO, 8, temperature).tokens, greedy.tokens)
 
 
+@pytest.mark.parametrize("draw", [None, "independent"])
+def test_sampled_trees_from_the_api(params, draw):
+    """Greedy rows say what plain decoding says; sampled rows repeat by seed, in one piece and as a stream."""
+    call = {"temperature": [0.0, 1.0], "max_new_tokens": 12, "accept": "recursive", "draw": draw, "seed": 5}
+    tree = hsd_jax.TreeConfig(nodes=7, depth=3, width=2)
+    found = hsd_jax.decode(params, TWO, tree=tree, **call)
+    plain = hsd_jax.decode(params, TWO, max_new_tokens=12, speculate=False)
+    np.testing.assert_array_equal(found.tokens[0], plain.tokens[0])
+    pieces: list[list[int]] = [[], []]
+    for piece in hsd_jax.stream(params, TWO, tree=tree, rounds=1, **call):
+        pieces[piece.row] += piece.tokens.tolist()
+    assert pieces == found.tokens.tolist()
+
+
+def test_a_rule_without_drafts_is_plain_decoding(params):
+    call = {"temperature": 1.0, "max_new_tokens": 8, "speculate": False}
+    found, wanted = (hsd_jax.decode(params, ONE, **call, **rule) for rule in ({"accept": "recursive"}, {}))
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+
+
 def test_a_huge_top_k_is_no_filter(params):
     one, other = (hsd_jax.decode(params, TWO, 8, 1.0, k).tokens for k in (None, 2**40))
     np.testing.assert_array_equal(one, other)
@@ -362,6 +382,16 @@ BAD_CALLS = {
     "tree of another type": ({"tree": (8, 4, 2)}, ["tree=(8, 4, 2)", "TreeConfig"]),
     "tree too deep": ({"tree": hsd_jax.TreeConfig(nodes=8, depth=5, width=2)}, ["depth=5", "1 to 4"]),
     "pad_rows": ({"pad_rows": 0}, ["pad_rows=0"]),
+    "accept": ({"accept": "typical"}, ["accept='typical'", "match, recursive"]),
+    "draw": ({"draw": "beam"}, ["draw='beam'", "arbitrary, independent, without_replacement"]),
+    "illegal pair": (
+        {"accept": "recursive", "draw": "arbitrary"},
+        ["'recursive'", "ARBITRARY", "INDEPENDENT, WITHOUT_REPLACEMENT"],
+    ),
+    "sampled tree too full": (
+        {"accept": "recursive", "tree": hsd_jax.TreeConfig(nodes=9, depth=3, width=2)},
+        ["nodes=9", "lower nodes to 7"],
+    ),
 }
 
 

@@ -121,6 +121,12 @@ def test_generate_prints_json_with_tokens(folders, capsys):
     assert record["command"].startswith("hsd generate --target")
 
 
+def test_generate_with_sampled_trees(folders, capsys):
+    sampled = ["--temperature", "0.8", "--accept", "recursive", "--draw", "independent", "--seed", "3"]
+    assert hsd("generate", *both(folders), *SHORT, *TREE, *sampled, "--json", "the cat") == 0
+    assert json.loads(capsys.readouterr().out)["num_tokens"][0] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 (fake) devices: XLA_FLAGS in conftest.py")
 def test_generate_on_a_mesh(folders, capsys):
@@ -175,6 +181,7 @@ def test_generate_applies_the_chat_template(folders, capsys):
         (["--system", "Be brief.", "the"], "--system needs --chat"),
         (["--ids", "one two"], "expected whole numbers"),
         (["--mesh", "rows=2", "the"], "is not one of data=N, model=N"),
+        (["--accept", "recursive", "--draw", "arbitrary", "the"], "not lossless for draw law ARBITRARY"),
     ],
 )
 def test_bad_values_end_with_2_and_one_line(folders, arguments, message, capsys):
@@ -281,6 +288,30 @@ def test_bench_with_stages_plain_variants_and_plot(folders, tmp_path):
     stages = record["modes"]["tree 3x2x1"]["stages"]
     assert sum(stages["shares"].values()) == pytest.approx(1.0)
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_bench_compares_rules(folders, tmp_path):
+    """Greedy, where both rules say what plain decoding says; with the stages of sampled trees."""
+    out = tmp_path / "bench.json"
+    arguments = ["--prompts", folders.data, "--limit", "1", "--repeats", "1", "--json", out]
+    rules = ["--accept", "match", "recursive"]
+    assert hsd("bench", *both(folders), *arguments, *rules, *SHORT, *TREE, "--dtype", "float32") == 0
+    modes = json.loads(out.read_text())["modes"]
+    assert list(modes) == ["plain float32", "tree 5x3x2", "tree 5x3x2 recursive"]
+    assert all(m["same_text_as_plain"] == 1 for m in modes.values())
+    assert sum(modes["tree 5x3x2 recursive"]["stages"]["shares"].values()) == pytest.approx(1.0)
+
+
+def test_the_rules_of_the_command_line_are_those_of_the_library():
+    from hsd_jax.infer.accept import NATURAL_LAW
+    from hsd_jax.types import DrawLaw
+
+    parser = argparse.ArgumentParser()
+    options.add_rule_arguments(parser.add_argument_group())
+    choices = {action.dest: action.choices for action in parser._actions}
+    assert choices["accept"] == tuple(NATURAL_LAW)
+    assert choices["draw"] == tuple(law.value for law in DrawLaw)
 
 
 def test_bench_wants_a_drafter(folders, capsys):

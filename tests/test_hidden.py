@@ -27,7 +27,8 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 @functools.cache
 def jitted_draft():
-    return jax.jit(toy.setup("llama", "beam").drafter.draft)
+    draft, (_, _, keys, _, sampling) = toy.setup("llama", "beam").drafter.draft, toy.mixed_call().arrays()
+    return jax.jit(lambda models, state, root, position: draft(models, state, root, position, keys, sampling))
 
 
 @functools.cache

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import tree as oracle
+from scipy import stats
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.infer.tree import ancestor_mask, grow_beam
-from hsd_jax.types import NO_PARENT, DraftTree
+from hsd_jax.infer import draw
+from hsd_jax.infer.tree import ancestor_mask, grow_beam, grow_tree
+from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw, SamplingParams
 
 VOCAB = 7
 CONFIGS = [
@@ -181,3 +183,152 @@ def mutant_last_levels_first(config, base, table, root):
 @pytest.mark.parametrize("mutant", [mutant_without_root_bias, mutant_last_levels_first])
 def test_the_comparison_finds_mutants(mutant):
     assert find_difference(mutant, CONFIGS[4], 0) is not None
+
+
+# --- sampled trees ----------------------------------------------------------------------------------------------------
+
+LAWS = [DrawLaw.INDEPENDENT, DrawLaw.WITHOUT_REPLACEMENT]
+SAMPLED = TreeConfig(nodes=9, depth=3, width=4)  # 4, 3 and 1 nodes a level
+
+
+@functools.cache
+def jitted_sampled(config: TreeConfig, law: DrawLaw):
+    def grow(base, table, root, seeds, position, sampling):
+        keys = jax.vmap(jax.random.key)(seeds)
+        return grow_tree(base, lambda tokens: table[tokens], root, config, law, keys, position, sampling)
+
+    return jax.jit(grow)
+
+
+ROWS = 40_000
+
+
+def grow_many(law: DrawLaw, temperature: float = 1.0, top_k: int = 0, rows: int = ROWS) -> DraftTree:
+    """Trees of one drafter law under many keys, the first `rows`; always as many are grown, by one compilation."""
+    base, table, _ = random_inputs(SAMPLED, 5, batch=1, scale=1.0)
+    ints = jnp.full(ROWS, 2, jnp.int32)
+    sampling = SamplingParams(jnp.full(ROWS, temperature), jnp.full(ROWS, top_k, jnp.int32), jnp.ones(ROWS))
+    base = jnp.broadcast_to(jnp.asarray(base), (ROWS, *base.shape[1:]))
+    seeds = jnp.arange(ROWS, dtype=jnp.uint32)
+    tree = jitted_sampled(SAMPLED, law)(base, jnp.asarray(table), ints, seeds, ints, sampling)
+    return jax.tree.map(lambda x: np.asarray(x)[:rows], tree)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_sampled_trees_are_well_formed(law):
+    """Level by level; laws stand for all nodes that have children, and are those of the drafter there."""
+    tree = grow_many(law, temperature=0.7, rows=64)
+    mask = np.asarray(ancestor_mask(jax.tree.map(jnp.asarray, tree), SAMPLED.depth))
+    assert tree.law is law and tree.valid.all()
+    assert (tree.depth == [0, 1, 1, 1, 1, 2, 2, 2, 3]).all()
+    assert tree.draft_logp.shape == (64, 8, VOCAB) and tree.parents.max() < 8
+    base, table, _ = random_inputs(SAMPLED, 5, batch=1, scale=1.0)
+    for row in range(64):
+        for node in range(8):
+            logits = (base[0, tree.depth[row, node]] + table[tree.tokens[row, node]]) / 0.7
+            np.testing.assert_allclose(tree.draft_logp[row, node], oracle.log_softmax(logits), rtol=1e-4, atol=1e-5)
+    if law is DrawLaw.WITHOUT_REPLACEMENT:
+        assert_well_formed(tree, mask)
+    else:
+        siblings = tree.tokens[:, 1:5]
+        assert any(len(set(row)) < 4 for row in siblings.tolist())
+        np.testing.assert_array_equal(tree.parents[0], [NO_PARENT, 0, 0, 0, 0, 1, 2, 3, 5])
+
+
+FALSE_ALARM = 1e-6
+
+
+def p_value(cells: np.ndarray, law: np.ndarray) -> float:
+    return float(stats.chisquare(np.bincount(cells, minlength=len(law)), law / law.sum() * len(cells)).pvalue)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_children_follow_the_law_they_were_drawn_from(law):
+    """Ordered pairs of the root's first children, and first children below; false alarm 10^-6 each."""
+    tree = grow_many(law)
+    first, second = tree.tokens[:, 1], tree.tokens[:, 2]
+    q = np.exp(np.float64(tree.draft_logp[0, 0]))
+    pairs = np.outer(q, q)
+    if law is DrawLaw.WITHOUT_REPLACEMENT:
+        pairs = np.where(np.eye(VOCAB, dtype=bool), 0.0, pairs / (1 - q)[:, None])
+        assert (first != second).all()
+    is_possible = pairs.ravel() > 0
+    cells = (np.cumsum(is_possible) - 1)[first * VOCAB + second]
+    assert p_value(cells, pairs.ravel()[is_possible] / pairs.sum()) > FALSE_ALARM
+    # The first survivor below each of the first two nodes, where the beam left one.
+    for parent in (1, 2):
+        has_child = (tree.parents == parent).any(1)
+        child = np.argmax(tree.parents == parent, 1)
+        token = tree.tokens[np.arange(len(child)), child]
+        likeliest = np.bincount(tree.tokens[:, parent]).argmax()
+        rows = has_child & (tree.tokens[:, parent] == likeliest)
+        q = np.exp(np.float64(tree.draft_logp[np.flatnonzero(rows)[0], parent]))
+        assert rows.sum() > 2_000
+        assert p_value(token[rows], q) > FALSE_ALARM
+
+
+def test_levels_are_drawn_with_noise_of_their_own():
+    """Tokens of the first two levels of a chain are independent where the law of the second ignores the first."""
+    config, rows = TreeConfig(nodes=3, depth=2, width=1), 20_000
+    base = jnp.zeros((rows, 2, VOCAB))
+    ints = jnp.zeros(rows, jnp.int32)
+    sampling = SamplingParams(jnp.ones(rows), ints, jnp.ones(rows))
+    seeds = jnp.arange(rows, dtype=jnp.uint32)
+    for law in LAWS:
+        tree = jitted_sampled(config, law)(base, jnp.zeros((VOCAB, VOCAB)), ints, seeds, ints, sampling)
+        cells = np.asarray(tree.tokens[:, 1] * VOCAB + tree.tokens[:, 2])
+        assert p_value(cells, np.full(VOCAB**2, VOCAB**-2.0)) > FALSE_ALARM
+
+
+def test_rows_at_temperature_0_grow_a_beam_without_noise():
+    """Level by level the likeliest paths, whatever the key."""
+    tree = grow_many(DrawLaw.WITHOUT_REPLACEMENT, temperature=0.0, rows=3)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape)), tree)
+    base, table, _ = random_inputs(SAMPLED, 5, batch=1, scale=1.0)
+    paths, wanted = [((2,), 0.0)], []
+    for level, width in enumerate((4, 3, 1)):
+        grown = []
+        for path, score in paths:
+            logp = oracle.log_softmax(base[0, level] + table[path[-1]])
+            grown += [((*path, token), score + logp[token]) for token in range(VOCAB)]
+        paths = sorted(grown, key=lambda x: -x[1])[:width]
+        wanted += [path[-1] for path, _ in paths]
+    assert tree.tokens[0, 1:].tolist() == wanted
+
+
+def test_places_without_mass_stay_empty():
+    """Filters that leave one or two tokens: no more siblings than that, and no child below an empty place."""
+    for top_k in (1, 2):
+        tree = grow_many(DrawLaw.WITHOUT_REPLACEMENT, top_k=top_k, rows=64)
+        parents = np.where(tree.valid, tree.parents, NO_PARENT)
+        assert (tree.valid[:, 1:5].sum(1) == top_k).all()
+        assert np.take_along_axis(tree.valid, np.maximum(parents, 0), 1).all()
+        assert all((parents == node).sum(1).max() <= top_k for node in range(9))
+        children = np.take_along_axis(tree.draft_logp, np.maximum(tree.parents, 0)[:, :, None], 1)
+        assert np.isfinite(np.take_along_axis(children, tree.tokens[:, :, None], 2)[:, 1:, 0])[tree.valid[:, 1:]].all()
+
+
+def test_beam_scores_are_gumbels_under_their_parents():
+    """The form that does not cancel against the direct one; the best child has its parent's score; no NaN."""
+    rng = np.random.default_rng(0)
+    logp = np.log(rng.dirichlet(np.ones(VOCAB), (1, 2))).astype(np.float32)
+    logp[0, 1, 2:] = -np.inf
+    above = draw.Level(*(jnp.asarray(x) for x in ([[0, 1]], [[0, 0]], [[-0.5, -1.5]], [[-0.2, -2.0]])))
+    keys = jax.vmap(jax.random.key)(jnp.zeros(1, jnp.uint32))
+    level = draw.stochastic_beam(keys, jnp.asarray(logp), above, VOCAB, jnp.ones(1, bool))
+    noise = np.asarray(jax.random.gumbel(jax.random.key(0), (2, VOCAB)), np.float64)
+    noisy = np.array([[-0.5], [-1.5]]) + np.float64(logp[0]) + noise
+    parent, best = np.array([[-0.2], [-2.0]]), noisy.max(1, keepdims=True)
+    direct = -np.log(np.exp(-parent) - np.exp(-best) + np.exp(-noisy))
+    order = np.argsort(-direct.ravel())[:VOCAB]
+    np.testing.assert_array_equal(np.asarray(level.parents[0]) * VOCAB + np.asarray(level.tokens[0]), order)
+    np.testing.assert_allclose(level.score[0], direct.ravel()[order], rtol=1e-4)
+    assert float(level.score[0, 0]) == np.float32(-0.2)
+
+
+def test_sampled_shapes():
+    assert SAMPLED.sampled_widths() == (4, 3, 1)
+    assert TreeConfig(nodes=8, depth=5, width=2).sampled_widths() == (2, 2, 1, 1, 1)
+    assert TreeConfig(nodes=5, depth=4, width=1).sampled_widths() == (1, 1, 1, 1)
+    with pytest.raises(ValueError, match=r"nodes=12, depth=3, width=3.*lower nodes to 10"):
+        TreeConfig(nodes=12, depth=3, width=3).sampled_widths()

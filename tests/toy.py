@@ -230,7 +230,7 @@ def oracle_drafter(layout: str, vocab: int = VOCAB) -> Drafter:
     def init(models, output, tokens, length, capacity):
         return {"num_rounds": jnp.zeros_like(length)}
 
-    def draft(models, state, root, root_position):
+    def draft(models, state, root, root_position, keys, sampling):
         table = models["drafter"]
         positions = root_position[:, None] + jnp.asarray(depths, jnp.int32)
         token = jnp.take_along_axis(table["text"], positions, 1, mode="clip")
@@ -264,9 +264,9 @@ def steered(hidden: Drafter, oracle: Drafter) -> Drafter:
     `models["drafter"]` holds the hidden drafter's weights and the oracle's table side by side.
     """
 
-    def draft(models, state, root, root_position):
-        _, state = hidden.draft(models, state, root, root_position)
-        return oracle.draft(models, None, root, root_position)[0], state
+    def draft(models, state, *rest):
+        _, state = hidden.draft(models, state, *rest)
+        return oracle.draft(models, None, *rest)[0], state
 
     return hidden._replace(draft=draft, num_nodes=oracle.num_nodes, max_depth=oracle.max_depth)
 

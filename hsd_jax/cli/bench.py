@@ -10,13 +10,12 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
-import platform
 import statistics
 from pathlib import Path
 from typing import Any
 
 from hsd_jax.cli import options, prompts
+from hsd_jax.cli.machine import hardware
 
 PLAIN_DTYPES = ("float32", "bfloat16")
 PLAIN_PAD_ROWS = (1, 4)
@@ -30,6 +29,8 @@ class Mode:
     params: Any
     tree: Any = None
     pad_rows: int = 1
+    accept: str = "match"
+    draw: str | None = None
 
     @property
     def dtype(self) -> str:
@@ -48,6 +49,7 @@ def add_parser(commands) -> None:
         """
 hsd bench --demo
 hsd bench --demo --prompts dev.jsonl --half report --limit 40 --plain-variants --json OUT.json --plot OUT.png
+hsd bench --demo --temperature 1 --accept match recursive
 hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5x3,16x6x4 --repeats 5
 """,
     )
@@ -61,6 +63,7 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     parser.add_argument("--repeats", type=options.COUNT, default=3, metavar="R", help="timed passes (default: 3)")
     tree = options.add_tree_arguments(parser)
     tree.add_argument("--trees", metavar="NxDxW,...", help="several trees in one run, for example 4x3x2,8x5x3")
+    options.add_rule_arguments(tree, nargs="+")
     parser.add_argument(
         "--plain-variants",
         action="store_true",
@@ -132,7 +135,10 @@ def run(args: argparse.Namespace) -> int:
 def make_modes(args: argparse.Namespace, params, trees) -> list[Mode]:
     """Plain first, then a mode a tree, then the other plain loops if asked for."""
     own = params.target["embedding"].dtype.name
-    modes = [Mode(f"plain {own}", params), *(Mode(f"tree {options.tree_name(t)}", params, t) for t in trees)]
+    modes = [Mode(f"plain {own}", params)]
+    for tree, accept in itertools.product(trees, dict.fromkeys(args.accept)):
+        name = f"tree {options.tree_name(tree)}" + ("" if accept == "match" else f" {accept}")
+        modes.append(Mode(name, params, tree, accept=accept, draw=args.draw))
     if args.plain_variants:
         for dtype in PLAIN_DTYPES if args.precision == "fast" else ("float32",):
             loaded = params if dtype == own else options.load_params(_without_drafter(args), dtype)
@@ -161,6 +167,8 @@ def measure(args: argparse.Namespace, params, modes: list[Mode], found: list[pro
             tree=mode.tree,
             speculate=mode.tree is not None,
             pad_rows=mode.pad_rows,
+            accept=mode.accept,
+            draw=mode.draw,
         )
 
     first: dict[str, list] = {m.name: [] for m in modes}
@@ -235,6 +243,8 @@ def _mode_record(mode: Mode, results, seconds, plain) -> dict:
         reached = list(itertools.accumulate(histogram[::-1]))[::-1]
         record |= {
             "tree": dataclasses.asdict(mode.tree),
+            "accept": mode.accept,
+            "draw": mode.draw,
             "mean_accepted": record["tau"] - 1.0,
             "accepted_histogram": histogram,
             "conditional_acceptance": [b / max(a, 1) for a, b in itertools.pairwise(reached)],
@@ -273,7 +283,8 @@ def _add_speedups(records: dict, mode: Mode, seconds: dict, first: dict, modes: 
 
 
 def _stages(args: argparse.Namespace, mode: Mode, text: str) -> dict | None:
-    profile = profile_mode(mode.params, mode.tree, text, args.max_new_tokens, args.temperature)
+    how = (args.temperature, mode.accept, mode.draw)
+    profile = profile_mode(mode.params, mode.tree, text, args.max_new_tokens, *how)
     from hsd_jax.infer.metrics import STAGES
 
     return {
@@ -282,13 +293,15 @@ def _stages(args: argparse.Namespace, mode: Mode, text: str) -> dict | None:
     }
 
 
-def profile_mode(params, tree, text: str, max_new_tokens: int, temperature: float = 0.0):
+def profile_mode(
+    params, tree, text: str, max_new_tokens: int, temperature: float = 0.0, accept="match", draw: str | None = None
+):
     """Times the stages of a round at the shapes of a decode of `text`."""
     from hsd_jax.infer.metrics import profile_round
-    from hsd_jax.request import prepare
+    from hsd_jax.request import draw_law, prepare
 
     options.say(f"timing the stages of tree {options.tree_name(tree)}")
-    request = prepare(params, text, max_new_tokens, temperature, None, None, 0, tree, True, (), 1)
+    request = prepare(params, text, max_new_tokens, temperature, None, None, 0, tree, True, (), 1, accept, draw)
     return profile_round(
         request.decoder.loop,
         request.models,
@@ -298,6 +311,8 @@ def profile_mode(params, tree, text: str, max_new_tokens: int, temperature: floa
         request.sampling,
         request.limits,
         request.state,
+        accept=accept,
+        law=draw_law(accept, draw),
         precision="highest" if params.precision == "exact" else None,
         use_native=params.mesh is None,
     )
@@ -331,36 +346,6 @@ def model_record(weights) -> dict[str, int]:
 
     leaves = jax.tree.leaves(weights)
     return {"parameters": sum(x.size for x in leaves), "bytes": sum(x.nbytes for x in leaves)}
-
-
-def hardware() -> dict[str, Any]:
-    """What the figures were measured on."""
-    import jax
-
-    from hsd_jax.models import native
-
-    return {
-        "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "device": jax.devices()[0].device_kind,
-        "num_devices": jax.device_count(),
-        "backend": jax.default_backend(),
-        "native_kernel": native.available(),
-        "load_average": os.getloadavg()[0],
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
-
-
-def cpu_model() -> str:
-    """The processor's name, as far as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def _settings(args: argparse.Namespace, params, found) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def add_parser(commands) -> None:
         run,
         "continue prompts, streaming the text",
         "Continue one or more prompts. The text goes to stdout as it comes, a summary line to stderr.\n"
-        "With the same --seed the text is the same with and without speculation.",
+        "With the same --seed the text is the same with and without speculation (--accept match).",
         """
 hsd generate --demo $'Question: A box holds 12 eggs. How many eggs are in 7 boxes?\\nAnswer:'
 hsd generate --target DIR --drafter DIR --temperature 0.8 --top-p 0.95 --seed 7 "Once upon a time,"
@@ -43,7 +43,8 @@ cat letter.txt | hsd generate --demo --no-stream --json -
         "--seed", type=options.WHOLE, default=0, help="of the first prompt, plus 1 for each further one (default: 0)"
     )
     tree = options.add_tree_arguments(parser)
-    tree.add_argument("--no-speculate", action="store_true", help="decode plainly: the same text, one token a pass")
+    options.add_rule_arguments(tree)
+    tree.add_argument("--no-speculate", action="store_true", help="decode plainly: one token a pass")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
     output.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
@@ -68,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         "seed": args.seed,
         "tree": options.tree_of(args, params) if params.drafter is not None else None,
         "speculate": not args.no_speculate,
+        "accept": args.accept,
+        "draw": args.draw,
     }
     if args.json or args.no_stream or len(prompts) > 1:
         out = hsd_jax.decode(params, prompts, **settings)

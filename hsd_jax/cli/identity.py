@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from hsd_jax.cli import bench, options
+from hsd_jax.cli.machine import hardware
 
 EXACT_GAP = 1e-4
 """In exact precision a difference is excused below this gap, in perturbed logits, or this near to a filter's edge."""
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = [(p.name, params.tokenizer.encode(p.text)) for p in found]
     record = compare(params, prompts, tree, args.max_new_tokens, args.batch, args.seed)
     record["command"] = args.command_line
-    record["hardware"] = bench.hardware()
+    record["hardware"] = hardware()
     from hsd_jax.cli import report
 
     report.print_identity(record)

@@ -72,6 +72,22 @@ def add_tree_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     return group
 
 
+def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None) -> None:
+    """Declares how drafts are judged and drawn, --accept and --draw; with `nargs` several rules."""
+    group.add_argument(
+        "--accept",
+        choices=("match", "recursive"),
+        default="match" if nargs is None else ["match"],
+        nargs=nargs,
+        help="rule that judges drafts; recursive accepts more above a temperature of about 0.5 (default: match)",
+    )
+    group.add_argument(
+        "--draw",
+        choices=("arbitrary", "independent", "without_replacement"),
+        help="how drafts are chosen: the likeliest, or drawn at random (default: what suits --accept)",
+    )
+
+
 def load_params(args: argparse.Namespace, dtype: str | None = None) -> Any:
     """The models that `add_model_arguments` asked for; `dtype` in place of --dtype."""
     import hsd_jax

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from hsd_jax.config import TreeConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.types import AcceptRule, DraftTree, DrawLaw, SamplingParams, Verdict
 
@@ -23,27 +25,40 @@ def check_legal(rule: AcceptRule, law: DrawLaw) -> None:
         raise ValueError(f"rule {rule.name!r} is not lossless for draw law {law.name}; it allows {allowed}")
 
 
-def walk(tree: DraftTree, ancestors: Bool[Array, "B N N"], draws: Int[Array, "B N"], max_depth: int) -> Verdict:
-    """Follows, from the root, the child that holds the node's own draw, until no child does.
+def follow(
+    tree: DraftTree, ancestors: Bool[Array, "B N N"], is_chosen: Bool[Array, "B N"], max_depth: int
+) -> tuple[Int[Array, "B M"], Int[Array, "B"], Int[Array, "B"]]:
+    """The path from the root through chosen nodes, its number of edges and its last node.
 
-    Loop-free: a node survives if it and all its ancestors hold the draw of their parent; the deepest survivor ends the
-    path. Siblings that hold the same token have the same draw, so either emits the same text; the deeper path counts.
+    Loop-free: a node survives if it and all its ancestors are chosen; the deepest survivor ends the path. Behind the
+    end the path holds the root.
     """
-    num = tree.tokens.shape[1]
-    parent_draw = jnp.take_along_axis(draws, jnp.maximum(tree.parents, 0), 1)
-    is_root = tree.depth == 0
-    matches = (is_root | (tree.tokens == parent_draw)) & tree.valid
-    survives = jnp.all(matches[:, None, :] | ~ancestors, -1) & tree.valid
+    chosen = ((tree.depth == 0) | is_chosen) & tree.valid
+    survives = jnp.all(chosen[:, None, :] | ~ancestors, -1) & tree.valid
     deepest = jnp.argmax(jnp.where(survives, tree.depth, -1), -1)
     on_path = jnp.take_along_axis(ancestors, deepest[:, None, None], 1)[:, 0]
     levels = jnp.arange(max_depth + 1)
     is_at = on_path[:, None, :] & (tree.depth[:, None, :] == levels[None, :, None])
-    path = jnp.argmax(is_at, -1).astype(jnp.int32)  # root index behind the end
-    num_accepted = jnp.take_along_axis(tree.depth, deepest[:, None], 1)[:, 0]
+    path = jnp.argmax(is_at, -1).astype(jnp.int32)
+    return path, jnp.take_along_axis(tree.depth, deepest[:, None], 1)[:, 0], deepest
+
+
+def is_leaf(tree: DraftTree, node: Int[Array, "B"]) -> Bool[Array, "B"]:
+    """Whether the node has no valid child: the token drawn behind it is then a bonus."""
+    num = tree.tokens.shape[1]
+    return ~jnp.any((tree.parents == node[:, None]) & tree.valid & (jnp.arange(num) > 0), -1)
+
+
+def walk(tree: DraftTree, ancestors: Bool[Array, "B N N"], draws: Int[Array, "B N"], max_depth: int) -> Verdict:
+    """Follows, from the root, the child that holds the node's own draw, until no child does.
+
+    Siblings that hold the same token have the same draw, so either emits the same text; the deeper path counts.
+    """
+    parent_draw = jnp.take_along_axis(draws, jnp.maximum(tree.parents, 0), 1)
+    path, num_accepted, end = follow(tree, ancestors, tree.tokens == parent_draw, max_depth)
     emitted = jnp.take_along_axis(draws, path, 1)
-    next_token = jnp.take_along_axis(draws, deepest[:, None], 1)[:, 0]
-    has_child = jnp.any((tree.parents == deepest[:, None]) & tree.valid & (jnp.arange(num) > 0), -1)
-    return Verdict(path, num_accepted, next_token, ~has_child, emitted)
+    next_token = jnp.take_along_axis(draws, end[:, None], 1)[:, 0]
+    return Verdict(path, num_accepted, next_token, is_leaf(tree, end), emitted)
 
 
 def match_rule(max_depth: int) -> AcceptRule:
@@ -66,3 +81,118 @@ def match_rule(max_depth: int) -> AcceptRule:
         return walk(tree, ancestors, draws, max_depth)
 
     return AcceptRule("match", frozenset(DrawLaw), verify)
+
+
+def after_refusal(residual: Float[Array, "B I V"], proposal: Float[Array, "B I V"]) -> Float[Array, "B I V"]:
+    """The positive part of residual - proposal, normalised; the residual itself where the proposal covers it.
+
+    There the odds were 1, and what a refusal would leave is never asked for.
+    """
+    rest = jnp.maximum(residual - proposal, 0.0)
+    mass = jnp.sum(rest, -1, keepdims=True)
+    return jnp.where(mass > 0.0, rest / jnp.where(mass > 0.0, mass, 1.0), residual)
+
+
+def recursion(
+    tree: DraftTree, target_logp: Float[Array, "B N V"], max_children: int
+) -> tuple[Float[Array, "B N"], Float[Array, "B I V"]]:
+    """How each child fares once its earlier siblings are refused, and what is left of the target once all are.
+
+    With p the target's law at a node and q the law its children were drawn from, r_1 = p, and of the j-th child x_j
+
+        odds = min(1, r_j(x_j) / q_j(x_j)),    r_{j+1} = (r_j - q_j)_+ / sum of (r_j - q_j)_+
+
+    where q_j is q for INDEPENDENT children, and q renormalised off x_1 .. x_{j-1} for those drawn WITHOUT_REPLACEMENT.
+    Consumes no randomness: `odds` are probabilities.
+
+    Args:
+      max_children: no node has more valid children.
+    Returns:
+      odds of every node, 0 where there is none to try; the last residual of every node with a law, as probabilities.
+    References:
+      SpecInfer (arXiv:2305.09781, section 4.3) for independent draws; RSD (arXiv:2402.14160, section 3) without
+      replacement; methods.md 6.1.
+    """
+    assert tree.draft_logp is not None
+    draft_logp = tree.draft_logp
+    num_laws, vocab_size = draft_logp.shape[1:]
+    is_child = (tree.parents[:, None, :] == jnp.arange(num_laws)[:, None]) & tree.valid[:, None, :]
+    rank = jnp.cumsum(is_child, -1, dtype=jnp.int32) - 1
+    removes = tree.law is DrawLaw.WITHOUT_REPLACEMENT
+
+    def try_sibling(j, carry):
+        odds, residual, removed = carry
+        is_jth = is_child & (rank == j)
+        has_jth = jnp.any(is_jth, -1)[:, :, None]
+        token = jnp.take_along_axis(tree.tokens, jnp.argmax(is_jth, -1), 1)[:, :, None]
+        proposal = jax.nn.softmax(jnp.where(removed, sampling_lib.REMOVED, draft_logp), -1)
+        q, r = (jnp.take_along_axis(law, token, 2) for law in (proposal, residual))
+        own = jnp.minimum(r / jnp.maximum(q, jnp.finfo(q.dtype).tiny), 1.0)
+        odds = odds + jnp.sum(jnp.where(is_jth, own, 0.0), 1)
+        residual = jnp.where(has_jth, after_refusal(residual, proposal), residual)
+        if removes:
+            removed = removed | (has_jth & (jnp.arange(vocab_size) == token))
+        return odds, residual, removed
+
+    none_removed = jnp.zeros(draft_logp.shape if removes else (1, 1, 1), bool)
+    start = jnp.zeros(tree.tokens.shape, target_logp.dtype), jnp.exp(target_logp[:, :num_laws]), none_removed
+    odds, residual, _ = lax.fori_loop(0, max_children, try_sibling, start)
+    return odds, residual
+
+
+def first_accepted(tree: DraftTree, is_accepted: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
+    """Of accepted siblings the first, by index: one that holds the same token has children of its own."""
+    num = tree.tokens.shape[1]
+    is_earlier = jnp.arange(num)[:, None] > jnp.arange(num)
+    is_sibling = tree.parents[:, :, None] == tree.parents[:, None, :]
+    accepted = is_accepted & tree.valid
+    return accepted & ~jnp.any(is_sibling & is_earlier & accepted[:, None, :], -1)
+
+
+def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
+    """Recursive rejection sampling: tries siblings in draw order against what is left of the target's law.
+
+    Lossless for children drawn from `tree.draft_logp`, INDEPENDENT or WITHOUT_REPLACEMENT, of trees that were not
+    pruned by their tokens. The emitted text follows the target's law, but unlike under `match` it depends on the
+    trees. One child a node is standard speculative sampling (Leviathan et al., arXiv:2211.17192; Chen et al.,
+    arXiv:2302.01318). At temperature 0 the target's law is a point mass and the text is greedy, whatever the tree.
+    """
+
+    def verify(
+        keys: jax.Array,
+        tree: DraftTree,
+        ancestors: Bool[Array, "B N N"],
+        logits: Float[Array, "B N V"],
+        sampling: SamplingParams,
+        root_position: Int[Array, "B"],
+    ) -> Verdict:
+        target_logp = sampling_lib.target_law(logits, sampling)
+        odds, residual = recursion(tree, target_logp, max_children)
+        coin_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.JUDGE_NOISE)
+        coins = jax.vmap(lambda key: jax.random.uniform(key, odds.shape[1:]))(coin_keys)
+        path, num_accepted, end = follow(tree, ancestors, first_accepted(tree, coins < odds), max_depth)
+
+        # Behind the last accepted token: the residual of its refused children, or the target's law at a leaf. No
+        # other round draws at this position, so the target's own noise is still fresh.
+        last_law = jnp.minimum(end, residual.shape[1] - 1)[:, None, None]
+        refused_all = jnp.log(jnp.take_along_axis(residual, last_law, 1))
+        at_leaf = jnp.take_along_axis(target_logp, end[:, None, None], 1)
+        end_logp = jnp.where((end < residual.shape[1])[:, None, None], refused_all, at_leaf)
+        noise = sampling_lib.position_noise(keys, (root_position + num_accepted + 1)[:, None], logits.shape[-1])
+        next_token = jnp.argmax(end_logp + noise, -1)[:, 0].astype(jnp.int32)
+
+        drafted = jnp.take_along_axis(tree.tokens, jnp.roll(path, -1, 1), 1)
+        is_next = jnp.arange(max_depth + 1) == num_accepted[:, None]
+        emitted = jnp.where(is_next, next_token[:, None], drafted)
+        return Verdict(path, num_accepted, next_token, is_leaf(tree, end), emitted)
+
+    return AcceptRule("recursive", frozenset({DrawLaw.INDEPENDENT, DrawLaw.WITHOUT_REPLACEMENT}), verify)
+
+
+NATURAL_LAW = {"match": DrawLaw.ARBITRARY, "recursive": DrawLaw.WITHOUT_REPLACEMENT}
+"""The names that `make_rule` knows, each with the draw law under which it accepts most."""
+
+
+def make_rule(name: str, tree: TreeConfig) -> AcceptRule:
+    """The rule of that name, a key of NATURAL_LAW, for trees of this shape."""
+    return match_rule(tree.depth) if name == "match" else recursive_rule(tree.depth, tree.width)

@@ -22,15 +22,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig, bucket
-from hsd_jax.infer.accept import match_rule
+from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.drafters.hidden import hidden_drafter, trunk_states
 from hsd_jax.infer.step import advance, cut
-from hsd_jax.infer.tree import ancestor_mask, grow_beam
+from hsd_jax.infer.tree import ancestor_mask, grow_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models import native
 from hsd_jax.models.hidden import base_logits, token_info
 from hsd_jax.models.target import causal_mask, forward, forward_sequence
-from hsd_jax.types import DecodeState, KVCache, Limits, SamplingParams
+from hsd_jax.types import DecodeState, DrawLaw, KVCache, Limits, SamplingParams
 
 STAGES = ("trunk", "head", "tree", "verify", "commit", "rest")
 
@@ -162,6 +162,8 @@ def profile_round(
     limits: Limits,
     state: DecodeState,
     *,
+    accept: str = "match",
+    law: DrawLaw = DrawLaw.ARBITRARY,
     precision: str | None = None,
     use_native: bool = True,
     iterations: int = 20,
@@ -172,6 +174,7 @@ def profile_round(
     Args:
       loop: the compiled loop of the same configuration (`Decoder.loop`); the whole round is its time over its rounds.
       state: not consumed; it needs room for `iterations` rounds, of which the whole round uses what the rows allow.
+      accept, law: the rule and the draw law of the loop.
       precision, use_native: as `Decoder`.
       iterations: runs of a stage inside one compiled loop.
       repeats: timings of which the median counts.
@@ -190,7 +193,8 @@ def profile_round(
         return (time.perf_counter() - start) / iterations
 
     timers: dict[str, Callable[[], float]] = {"whole": whole}
-    for name, (run, inputs) in _stages(models, config, drafter_config, tree, sampling, limits, state).items():
+    stages = _stages(models, config, drafter_config, tree, sampling, limits, state, accept, law)
+    for name, (run, inputs) in stages.items():
         timers[name] = functools.partial(stage, jax.jit(_repeated(run, iterations, precision, use_native)), inputs)
     for timer in timers.values():  # compiles
         timer()
@@ -199,13 +203,13 @@ def profile_round(
     return RoundProfile(**{name: statistics.median(s[name] for s in seconds) for name in timers})
 
 
-def _stages(models, config, drafter_config, tree, sampling, limits, state) -> dict[str, tuple[Callable, Any]]:
+def _stages(models, config, drafter_config, tree, sampling, limits, state, accept, law):
     """For each stage `run(models, inputs) -> outputs` and its inputs, as they stand in a real round.
 
     A stage that moves a cache puts the lengths back, so that every iteration does the same work.
     """
-    drafter = hidden_drafter(config, drafter_config, tree, state.cache.keys[0].dtype)
-    rule = match_rule(tree.depth)
+    drafter = hidden_drafter(config, drafter_config, tree, state.cache.keys[0].dtype, law)
+    rule = make_rule(accept, tree)
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
 
@@ -221,7 +225,8 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state) -> di
 
     def grow(models, inputs):
         base, root = inputs
-        return grow_beam(base, lambda t: token_info(models["drafter"], drafter_config, t), root, tree), inputs
+        bias = functools.partial(token_info, models["drafter"], drafter_config)
+        return grow_tree(base, bias, root, tree, law, state.keys, root_position, sampling), inputs
 
     def verify(models, inputs):
         tree_, cache = inputs

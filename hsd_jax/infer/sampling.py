@@ -15,6 +15,10 @@ from hsd_jax.types import SamplingParams
 
 REMOVED = -jnp.inf
 """Logit of a token that a filter removed."""
+DRAFT_NOISE = 2**32 - 1
+"""What a drafter draws; with JUDGE_NOISE a tag that no position reaches, so that no noise serves twice."""
+JUDGE_NOISE = 2**32 - 2
+"""The coins of an acceptance rule."""
 
 
 def position_noise(keys: jax.Array, positions: Int[Array, "B M"], vocab_size: int) -> Float[Array, "B M V"]:
@@ -27,6 +31,19 @@ def position_noise(keys: jax.Array, positions: Int[Array, "B M"], vocab_size: in
         return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)
 
     return jax.vmap(lambda key, row: jax.vmap(lambda p: one(key, p))(row))(keys, positions)
+
+
+def round_keys(keys: jax.Array, root_position: Int[Array, "B"], tag: int) -> jax.Array:
+    """A key a row for one round and one purpose, DRAFT_NOISE or JUDGE_NOISE.
+
+    The root's position rises from round to round, so no round sees noise of another; and `position_noise` folds the
+    same keys with positions, so neither drafting nor judging sees the noise of the target's own draws.
+    """
+
+    def one(key, position):
+        return jax.random.fold_in(jax.random.fold_in(key, tag), position)
+
+    return jax.vmap(one)(keys, root_position)
 
 
 def _ordered_bits(x: Float[Array, "..."]) -> UInt[Array, "..."]:
@@ -72,6 +89,14 @@ def _bisect(like: Float[Array, "B M V"], holds) -> Array:
         return jnp.where(holds(candidate), candidate, low)
 
     return lax.fori_loop(0, 32, body, jnp.zeros((*like.shape[:-1], 1), jnp.uint32))
+
+
+def target_law(logits: Float[Array, "B M V"], sampling: SamplingParams) -> Float[Array, "B M V"]:
+    """The law that `draw` follows, as log-probabilities; a point mass at temperature 0."""
+    warped = warp(logits, sampling)
+    is_best = jnp.argmax(warped, -1, keepdims=True) == jnp.arange(logits.shape[-1])
+    is_greedy = (sampling.temperature <= 0.0)[:, None, None]
+    return jax.nn.log_softmax(jnp.where(is_greedy & ~is_best, REMOVED, warped), -1)
 
 
 def perturb(

@@ -36,7 +36,7 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         root_position = state.length - 1
         root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
         with jax.named_scope("draft"):
-            tree, drafter_state = drafter.draft(models, state.drafter, root, root_position)
+            tree, drafter_state = drafter.draft(models, state.drafter, root, root_position, state.keys, sampling)
         with jax.named_scope("target"):
             ancestors = ancestor_mask(tree, drafter.max_depth)
             positions = root_position[:, None] + tree.depth

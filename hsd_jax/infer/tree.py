@@ -1,4 +1,4 @@
-"""Draft trees: growing one by beam from base logits, its ancestor mask and positions.
+"""Draft trees: growing one from base logits, by beam or by drawing, its ancestor mask and positions.
 
 All shapes are static. Written over a whole batch; nothing here knows the target or an acceptance rule.
 Read next: `accept.py`, which walks these trees.
@@ -10,16 +10,39 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw
+from hsd_jax.infer import draw
+from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw, SamplingParams
+
+Bias = Callable[[Int[Array, "B w"]], Float[Array, "B w V"]]
+"""What the previous tokens add to the base logits."""
+
+
+def grow_tree(
+    base_logits: Float[Array, "B D V"],
+    bias: Bias,
+    root: Int[Array, "B"],
+    config: TreeConfig,
+    law: DrawLaw,
+    keys: jax.Array,
+    root_position: Int[Array, "B"],
+    sampling: SamplingParams,
+) -> DraftTree:
+    """A tree whose children are chosen as `law` says. The choice is static: a beam reads no key and no setting."""
+    if law is DrawLaw.ARBITRARY:
+        return grow_beam(base_logits, bias, root, config)
+    round_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.DRAFT_NOISE)
+    return grow_sampled(base_logits, bias, root, config, law, round_keys, sampling)
 
 
 def grow_beam(
     base_logits: Float[Array, "B D V"],
-    bias: Callable[[Int[Array, "B w"]], Float[Array, "B w V"]],
+    bias: Bias,
     root: Int[Array, "B"],
     config: TreeConfig,
 ) -> DraftTree:
@@ -65,6 +88,50 @@ def grow_beam(
         depth=jnp.concatenate([column, candidate_depth[kept].astype(jnp.int32)], 1),
         valid=jnp.ones((batch, config.nodes), bool),
         law=DrawLaw.ARBITRARY,
+    )
+
+
+def grow_sampled(
+    base_logits: Float[Array, "B D V"],
+    bias: Bias,
+    root: Int[Array, "B"],
+    config: TreeConfig,
+    law: DrawLaw,
+    keys: jax.Array,
+    sampling: SamplingParams,
+) -> DraftTree:
+    """Grows trees by drawing from the drafter's law under the row's settings.
+
+    The nodes stand level by level, as many as `config.sampled_widths()` says. INDEPENDENT gives chains that part at
+    the root (SpecInfer, arXiv:2305.09781), WITHOUT_REPLACEMENT a stochastic beam (RSD-S, arXiv:2402.14160). Rows at
+    temperature 0 grow without noise.
+
+    Args:
+      keys: of this round and for drafting alone; folded with the level.
+    Raises:
+      ValueError: if the tree has more nodes than depth times width.
+    """
+    batch = root.shape[0]
+    draw_children = draw.independent if law is DrawLaw.INDEPENDENT else draw.stochastic_beam
+    zero = jnp.zeros((batch, 1))
+    level = draw.Level(root[:, None].astype(jnp.int32), jnp.full((batch, 1), NO_PARENT, jnp.int32), zero, zero)
+    levels, parents, laws, first_id = [level], [level.parents], [], 0
+    for depth, width in enumerate(config.sampled_widths()):
+        draft_logp = draw.draft_law(base_logits[:, depth, None, :] + bias(level.tokens), sampling)
+        level_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, depth)
+        laws.append(draft_logp)
+        level = draw_children(level_keys, draft_logp, level, width, sampling.temperature > 0.0)
+        parents.append(first_id + level.parents)
+        first_id += levels[-1].tokens.shape[1]
+        levels.append(level)
+    depths = np.repeat(np.arange(len(levels), dtype=np.int32), [x.tokens.shape[1] for x in levels])
+    return DraftTree(
+        tokens=jnp.concatenate([x.tokens for x in levels], 1),
+        parents=jnp.concatenate(parents, 1),
+        depth=jnp.broadcast_to(depths, (batch, config.nodes)),
+        valid=jnp.concatenate([x.score for x in levels], 1) > -jnp.inf,
+        draft_logp=jnp.concatenate(laws, 1),
+        law=law,
     )
 
 

@@ -1,12 +1,13 @@
-"""The hidden-state drafter: K token-free trunk steps, one batched head, a beam with token information.
+"""The hidden-state drafter: K token-free trunk steps, one batched head, a tree with token information.
 
-The recurrence reads the target's features and its own states only; drafted tokens first appear in `grow_beam`
+The recurrence reads the target's features and its own states only; drafted tokens first appear in `grow_tree`
 (Lyanna, arXiv:2602.21224; methods.md 1.5). Weights and their modules live in `models/hidden.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from typing import Any
 
@@ -16,11 +17,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.infer.tree import grow_beam
+from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.hidden import base_logits, embed_committed, token_info, trunk_features, trunk_pass
 from hsd_jax.models.target import causal_mask
-from hsd_jax.types import Drafter, DrawLaw, KVCache, ModelOutput, Verdict
+from hsd_jax.types import Drafter, DrawLaw, KVCache, ModelOutput, SamplingParams, Verdict
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
@@ -67,18 +68,25 @@ def trunk_states(
 
 
 def hidden_drafter(
-    target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, cache_dtype: Any = jnp.float32
+    target_config: ModelConfig,
+    config: DrafterConfig,
+    tree: TreeConfig,
+    cache_dtype: Any = jnp.float32,
+    law: DrawLaw = DrawLaw.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` whose trees have the shape of `tree`.
+    """A `Drafter` whose trees have the shape of `tree`, their children chosen as `law` says.
 
     Raises:
-      ValueError: if the tree is deeper than the trunk was trained for, or the target lacks a layer the drafter reads.
+      ValueError: if the tree is deeper than the trunk was trained for, the target lacks a layer the drafter reads, or
+        a tree of this law cannot have this shape.
     """
     config.check_feature_layers(target_config.num_layers)
     if tree.depth > config.num_steps:
         raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps")
     if tree.width > config.vocab_size:
         raise ValueError(f"TreeConfig.width={tree.width}: allowed are 1 to the vocabulary, {config.vocab_size}")
+    if law is not DrawLaw.ARBITRARY:
+        tree.sampled_widths()  # raises here, before anything compiles
     max_pending = tree.depth + 1
 
     def init(models, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
@@ -105,15 +113,22 @@ def hidden_drafter(
             jnp.where(length >= 2, 1, 0).astype(jnp.int32),
         )
 
-    def draft(models, state: HiddenState, root: Int[Array, "B"], root_position: Int[Array, "B"]):
-        del root_position
+    def draft(
+        models,
+        state: HiddenState,
+        root: Int[Array, "B"],
+        root_position: Int[Array, "B"],
+        keys: jax.Array,
+        sampling: SamplingParams,
+    ):
         with jax.named_scope("trunk"):
             states, cache = trunk_states(models, target_config, config, tree.depth, state)
         with jax.named_scope("head"):
             base = base_logits(models["drafter"], config, models["target"], target_config, states)
         with jax.named_scope("tree"):
-            tokens = grow_beam(base, lambda previous: token_info(models["drafter"], config, previous), root, tree)
-        return tokens, dataclasses.replace(state, cache=cache)
+            bias = functools.partial(token_info, models["drafter"], config)
+            drafted = grow_tree(base, bias, root, tree, law, keys, root_position, sampling)
+        return drafted, dataclasses.replace(state, cache=cache)
 
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         # XLA drops the final states where the trunk reads layers below.
@@ -125,4 +140,4 @@ def hidden_drafter(
     def grow(state: HiddenState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
-    return Drafter(init, draft, commit, grow, DrawLaw.ARBITRARY, tree.nodes, tree.depth, config.feature_layers)
+    return Drafter(init, draft, commit, grow, law, tree.nodes, tree.depth, config.feature_layers)

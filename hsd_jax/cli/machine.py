@@ -1,0 +1,38 @@
+"""What figures were measured on: the processor, the devices, the versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+
+def hardware() -> dict[str, Any]:
+    """What the figures were measured on."""
+    import jax
+
+    from hsd_jax.models import native
+
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "device": jax.devices()[0].device_kind,
+        "num_devices": jax.device_count(),
+        "backend": jax.default_backend(),
+        "native_kernel": native.available(),
+        "load_average": os.getloadavg()[0],
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

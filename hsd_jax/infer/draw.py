@@ -1,0 +1,99 @@
+"""Children drawn at random from a drafter's law, level by level; each function keeps what its `DrawLaw` promises.
+
+A node is never dropped for the token it holds: `recursive` would no longer be lossless (methods.md 0.5). Knows neither
+drafters nor acceptance. Read next: `tree.py`, which stacks the levels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.types import SamplingParams
+
+
+class Level(NamedTuple):
+    """The nodes of one level of a growing tree, siblings in the order in which they were drawn."""
+
+    tokens: Int[Array, "B w"]
+    parents: Int[Array, "B w"]
+    """Places in the level above."""
+    logp: Float[Array, "B w"]
+    """Log-probability of the path from the root, in nats."""
+    score: Float[Array, "B w"]
+    """Perturbed `logp`; -inf where the filters left too few tokens to fill the place."""
+
+
+def draft_law(logits: Float[Array, "B w V"], sampling: SamplingParams) -> Float[Array, "B w V"]:
+    """Log-probabilities to draw from: the drafter's logits under the row's temperature and filters.
+
+    Any law would do. This one wastes no draw on a token that the target's filters are likely to have removed.
+    """
+    warped = sampling_lib.warp(logits, sampling)
+    # A broken drafter costs speed alone: whatever its numbers are, this is a law.
+    return jax.nn.log_softmax(jnp.nan_to_num(warped, nan=0.0, posinf=0.0, neginf=sampling_lib.REMOVED), -1)
+
+
+def independent(
+    keys: jax.Array, draft_logp: Float[Array, "B v V"], above: Level, width: int, is_sampled: Bool[Array, "B"]
+) -> Level:
+    """`width` children in all, handed out in turns to the nodes above; each drawn whatever its siblings are.
+
+    Args:
+      keys: of this level alone, consumed.
+      draft_logp: law of the children of each node above.
+      is_sampled: rows that draw; the others take the likeliest token.
+    """
+    parents = np.arange(width, dtype=np.int32) % above.tokens.shape[1]
+    logp = draft_logp[:, parents]
+    tokens = jnp.argmax(logp + _gumbel(keys, logp.shape[1:], is_sampled), -1).astype(jnp.int32)
+    chosen = jnp.take_along_axis(logp, tokens[:, :, None], 2)[:, :, 0]
+    return Level(
+        tokens, jnp.broadcast_to(parents, tokens.shape), above.logp[:, parents] + chosen, above.score[:, parents]
+    )
+
+
+def stochastic_beam(
+    keys: jax.Array, draft_logp: Float[Array, "B v V"], above: Level, width: int, is_sampled: Bool[Array, "B"]
+) -> Level:
+    """The `width` best perturbed scores among the children of all nodes above.
+
+    Siblings are drawn without replacement (Gumbel-top-k), in falling order of their scores. The beam cuts that order
+    off at a score and so without regard to the token it cuts; what is left of it is lossless under `recursive`
+    (RSD-S, arXiv:2402.14160, section 3; methods.md 6.3). Rows that do not draw keep the likeliest paths.
+
+    Args:
+      keys: of this level alone, consumed.
+      draft_logp: law of the children of each node above.
+    """
+    batch, _, vocab_size = draft_logp.shape
+    path_logp = above.logp[:, :, None] + draft_logp
+    noisy = path_logp + _gumbel(keys, draft_logp.shape[1:], is_sampled)
+    top, tokens = lax.top_k(noisy, min(width, vocab_size))
+    top_logp = jnp.take_along_axis(path_logp, tokens, 2)
+    # The scores of siblings given that the best of them is their parent's score: top-down sampling of Gumbels
+    # (Kool et al., arXiv:1903.06059, appendix B.3, in the form that does not cancel).
+    parent = above.score[:, :, None]
+    gap = parent - top + jnp.log1p(-jnp.exp(top - top[:, :, :1]))
+    conditioned = parent - jnp.maximum(gap, 0.0) - jnp.log1p(jnp.exp(-jnp.abs(gap)))
+    score = jnp.where(is_sampled[:, None, None], conditioned, top_logp)
+    is_drawn = jnp.isfinite(top) & jnp.isfinite(parent)
+    score = jnp.where(is_drawn, score, -jnp.inf)
+    kept_score, kept = lax.top_k(score.reshape(batch, -1), width)
+
+    def keep(x):
+        return jnp.take_along_axis(x.reshape(batch, -1), kept, 1)
+
+    return Level(keep(tokens), (kept // top.shape[2]).astype(jnp.int32), keep(top_logp), kept_score)
+
+
+def _gumbel(keys: jax.Array, shape: tuple[int, ...], is_sampled: Bool[Array, "B"]) -> Float[Array, "B w V"]:
+    """Gumbel noise of `shape` for every row; none for rows that do not draw."""
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, shape, jnp.float32))(keys)
+    return jnp.where(is_sampled[:, None, None], noise, 0.0)
