@@ -221,7 +221,8 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state) -> di
 
     def grow(models, inputs):
         base, root = inputs
-        return grow_beam(base, lambda t: token_info(models["drafter"], drafter_config, t), root, tree), inputs
+        bias = functools.partial(token_info, models["drafter"], drafter_config)
+        return grow_beam(base, bias, root, tree, models["drafter"].get("hot_ids")), inputs
 
     def verify(models, inputs):
         tree_, cache = inputs

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import TreeConfig
+from hsd_jax.models.hot import to_tokens
 from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw
 
 
@@ -22,6 +23,7 @@ def grow_beam(
     bias: Callable[[Int[Array, "B w"]], Float[Array, "B w V"]],
     root: Int[Array, "B"],
     config: TreeConfig,
+    hot_ids: Int[Array, "hot"] | None = None,
 ) -> DraftTree:
     """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
 
@@ -29,6 +31,10 @@ def grow_beam(
     `log_softmax(base_logits[level] + bias(token))`. Scores fall along a path and ties go to the shallower node, so
     the nodes kept are closed under ancestors, and the order of scores puts parents first. Choices are made without
     randomness: the law is ARBITRARY.
+
+    Args:
+      hot_ids: the token of each of the V columns; None: the columns are the tokens. `bias` gets tokens, and the tree
+        holds tokens.
     """
     batch, depth, _ = base_logits.shape
     depth, width = min(depth, config.depth), config.width
@@ -41,7 +47,7 @@ def grow_beam(
         # A score above its parent's, or none at all, would cut a node off from its parent: never trust a drafter.
         logp = jnp.fmin(top - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)
         level_scores = (frontier_scores[:, :, None] + logp).reshape(batch, -1)
-        level_tokens = children.reshape(batch, -1)
+        level_tokens = to_tokens(hot_ids, children).reshape(batch, -1)
         first_id = sum(s.shape[1] for s in scores)
         scores.append(level_scores)
         tokens.append(level_tokens)

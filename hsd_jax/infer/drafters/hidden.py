@@ -7,6 +7,7 @@ The recurrence reads the target's features and its own states only; drafted toke
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from typing import Any
 
@@ -85,8 +86,9 @@ def hidden_drafter(
     config.check_feature_layers(target_config.num_layers)
     if tree.depth > config.num_steps:
         raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps")
-    if tree.width > config.vocab_size:
-        raise ValueError(f"TreeConfig.width={tree.width}: allowed are 1 to the vocabulary, {config.vocab_size}")
+    if tree.width > config.draft_vocab_size:
+        whole = "vocabulary" if config.hot_tokens is None else "hot vocabulary"
+        raise ValueError(f"TreeConfig.width={tree.width}: allowed are 1 to the {whole}, {config.draft_vocab_size}")
     max_pending = tree.depth + 1
 
     def init(models, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
@@ -120,7 +122,8 @@ def hidden_drafter(
         with jax.named_scope("head"):
             base = base_logits(models["drafter"], config, models["target"], target_config, states)
         with jax.named_scope("tree"):
-            tokens = grow_beam(base, lambda previous: token_info(models["drafter"], config, previous), root, tree)
+            bias = functools.partial(token_info, models["drafter"], config)
+            tokens = grow_beam(base, bias, root, tree, models["drafter"].get("hot_ids"))
         return tokens, dataclasses.replace(state, cache=cache)
 
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
