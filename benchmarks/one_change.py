@@ -1,7 +1,7 @@
 """What matters in training a drafter: runs that differ from a base recipe in one thing, judged on the same texts.
 
 Each run is `hsd train drafter` with some keys set otherwise; it is judged by simulated tau (`train/evaluate.py`)
-on what the target writes behind held-out prompts. Results: a table (Markdown) and a plot of tau against training tokens.
+on what the target writes behind held-out prompts. Results: a table (Markdown), a plot of tau against training tokens.
 
     python benchmarks/one_change.py --target DIR --config configs/demo_drafter.yaml --runs benchmarks/one_change.yaml \
         --prompts dialogues=dev.jsonl gsm8k=test.jsonl --half report --limit 24 --out runs/one-change

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hsd_jax.api import DecodeResult, Piece, Stats, decode, stream
     from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-    from hsd_jax.params import Params, load, place
+    from hsd_jax.params import Params, load, place, restrict
 
 __version__ = "0.1.0"
 
@@ -24,13 +24,14 @@ __all__ = [
     "decode",
     "load",
     "place",
+    "restrict",
     "stream",
 ]
 
 _MODULES = {
     "hsd_jax.api": ("DecodeResult", "Piece", "Stats", "decode", "stream"),
     "hsd_jax.config": ("DrafterConfig", "ModelConfig", "TreeConfig"),
-    "hsd_jax.params": ("Params", "load", "place"),
+    "hsd_jax.params": ("Params", "load", "place", "restrict"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -93,12 +93,27 @@ class DrafterConfig:
     feature_layers: tuple[int, ...] = ()
     """Layers of the target, counted from 0 and ascending, behind which the trunk reads the residual stream (A2);
     empty: the final hidden state."""
+    hot_tokens: int | None = None
+    """Size of the hot vocabulary, the tokens that may be drafted; None: all. Which ones stands in `hot_ids` of the
+    drafter's weights."""
 
     def __post_init__(self):
         if not self.are_layers(self.feature_layers):
             raise ValueError(
                 f"DrafterConfig.feature_layers={self.feature_layers!r}: expected layer numbers from 0, ascending"
             )
+        if self.hot_tokens is not None and (
+            type(self.hot_tokens) is not int or not 1 <= self.hot_tokens <= self.vocab_size
+        ):
+            raise ValueError(
+                f"DrafterConfig.hot_tokens={self.hot_tokens!r}: allowed are 1 to the vocabulary, {self.vocab_size}, and"
+                " None for all"
+            )
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Columns of the drafter's logits: tokens that may be drafted."""
+        return self.vocab_size if self.hot_tokens is None else self.hot_tokens
 
     @staticmethod
     def are_layers(layers: Any) -> bool:

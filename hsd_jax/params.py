@@ -6,17 +6,19 @@ Everything that can be wrong with a checkpoint is checked here, before anything 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.models import convert, native
+from hsd_jax.models import convert, hot, native
 from hsd_jax.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parent / "assets" / "demo"
@@ -92,6 +94,7 @@ def load(
     if drafter is not None:
         drafter_config, drafter_weights = convert.read_drafter(drafter, weights_dtype)
         convert.check_drafter(drafter_config, config, convert.weights_hash(weights))
+        drafter_weights = hot.attach(drafter_weights, drafter_weights.get("hot_ids"), weights, config)
     longest = config.max_position
     if max_len is not None and not 1 < max_len <= longest:
         raise ValueError(f"max_len={max_len}: allowed are 2 to {longest}, the model's max_position_embeddings")
@@ -116,6 +119,21 @@ def load(
         mesh,
     )
     return place(params, mesh)
+
+
+def restrict(params: Params, hot_ids: Sequence[int] | np.ndarray | jax.Array) -> Params:
+    """The same models with a drafter that may draft the tokens `hot_ids` alone; what is decoded stays the same.
+
+    Args:
+      hot_ids: ascending token ids, for example of `train.hot_vocabulary.choose`.
+    Raises:
+      ValueError: without a drafter, or for ids that are not ascending, outside the vocabulary or cold already.
+    """
+    if params.drafter is None or params.drafter_config is None:
+        raise ValueError("restrict() cuts down a drafter, and these params have none: load with drafter=FOLDER")
+    config, weights = hot.restrict(params.drafter_config, params.drafter, hot_ids)
+    weights = hot.attach(weights, weights["hot_ids"], params.target, params.target_config)
+    return place(dataclasses.replace(params, drafter=weights, drafter_config=config), params.mesh)
 
 
 def place(params: Params, mesh: Mesh | None) -> Params:

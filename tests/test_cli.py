@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import io
 import json
+import re
 import subprocess
 import sys
 import types
@@ -62,7 +63,7 @@ def both(folders) -> list[str]:
 
 
 COMMANDS = ["generate", "demo", "bench", "identity", "info", "generate-data"]
-COMMANDS += [f"train {kind}" for kind in ("drafter", "target", "tokenizer", "curves")]
+COMMANDS += [f"train {kind}" for kind in ("drafter", "target", "tokenizer", "restrict", "curves")]
 
 
 @pytest.mark.parametrize("command", ["", "train", *COMMANDS])
@@ -443,6 +444,26 @@ def test_train_tokenizer(folders, tmp_path, capsys):
     assert (out / "tokenizer.json").is_file()
     assert "tokens" in capsys.readouterr().err
     assert hsd("train", "tokenizer", "--data", tmp_path / "none.txt", "--out", out) == 2
+
+
+def test_train_restrict(folders, tmp_path, capsys):
+    """The new drafter decodes the same text; it is stored without rows of the target's head."""
+    out, data = tmp_path / "hot", tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": " ".join(TEXTS)}) + "\n" for _ in range(40)))
+    arguments = ["--target", folders.target, "--drafter", folders.drafter, "--data", data, "--out", out]
+    assert hsd("train", "restrict", *arguments, "--hot-vocab", "0.5") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert re.match(r"hot vocabulary of 150 tokens: covers \d+\.\d% of the [\d,]+ labels held out", lines[1])
+    config, weights = convert.read_drafter(out)
+    assert config.hot_tokens == 150 and weights["injector"]["bias"].shape[0] == 150 and "head" not in weights
+    small = ["--nodes", "3", "--depth", "2", "--width", "1", "--max-new-tokens", "6", "--json", "the cat"]
+    texts = []
+    for folder in (out, folders.drafter):
+        assert hsd("generate", "--target", folders.target, "--drafter", folder, *small) == 0
+        texts.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert texts[0] == texts[1]
+    assert hsd("train", "restrict", *arguments, "--hot-vocab", "1.5") == 2
+    assert "hot_vocab=1.5: allowed is 0 < hot_vocab < 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

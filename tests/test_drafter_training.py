@@ -158,10 +158,13 @@ def test_unroll_equals_a_prefill_to_the_bit(changes):
 
 
 @functools.cache
-def graded(loss_config: drafter.LossConfig = ALL, **changes):
+def graded(loss_config: drafter.LossConfig = ALL, hot_ids: tuple[int, ...] | None = None, **changes):
     """`call(weights, frozen, batch, step=0, seed=0)`: loss, metrics and gradients to drafter and target, compiled."""
     config = drafter.drafter_config(dataclasses.replace(MODEL, **changes), TARGET)
-    grad = jit(jax.value_and_grad(drafter.make_loss(TARGET, config, loss_config), (0, 1), has_aux=True))
+    ids = None
+    if hot_ids is not None:
+        config, ids = dataclasses.replace(config, hot_tokens=len(hot_ids)), jnp.asarray(hot_ids)
+    grad = jit(jax.value_and_grad(drafter.make_loss(TARGET, config, loss_config, ids), (0, 1), has_aux=True))
 
     def call(weights, frozen, batch, step: int = 0, seed: int = 0):
         return grad(weights, frozen, batch, jax.random.key(seed), jnp.int32(step))
@@ -181,7 +184,11 @@ def logits_of_round(models, config: DrafterConfig, rows, length, previous):
 
 
 def counted(models, config: DrafterConfig, rows: np.ndarray, mask: np.ndarray) -> tuple[float, np.ndarray]:
-    """Loss (forward KL) and overlap of each depth over all anchors, by loops over rows, anchors and depths."""
+    """Loss (forward KL) and overlap of each depth over all anchors, by loops over rows, anchors and depths.
+
+    Of the target's law only what it gives to the tokens that may be drafted.
+    """
+    columns = np.asarray(models["drafter"].get("hot_ids", np.arange(TARGET.vocab_size)))
     output, _, _ = read_rows(models, config, jnp.asarray(rows))
     weights = 0.8 ** np.arange(config.num_steps)
     weights /= weights.sum()
@@ -195,7 +202,7 @@ def counted(models, config: DrafterConfig, rows: np.ndarray, mask: np.ndarray) -
             label = committed + k  # the token that depth k + 1 predicts, from as many tokens before it
             if label > LENGTH:
                 continue
-            p, q = np.exp(log_softmax(output.logits[:, label - 1])), np.exp(log_softmax(logits[:, k]))
+            p, q = np.exp(log_softmax(output.logits[:, label - 1]))[:, columns], np.exp(log_softmax(logits[:, k]))
             for row in np.flatnonzero(mask[:, label]):
                 total += weights[k] * kl(p[row], q[row])
                 overlaps[k].append(np.minimum(p[row], q[row]).sum())

@@ -26,8 +26,10 @@ def params() -> Params:
     return Params(weights, drafter, config, drafter_config, max_len=128, precision="exact")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_simulated_tau_is_that_of_decoding(params, temperature):
+@pytest.mark.parametrize("temperature, is_hot", [(0.0, False), (1.0, False), (1.0, True)])
+def test_simulated_tau_is_that_of_decoding(params, temperature, is_hot):
+    if is_hot:
+        params = hsd_jax.restrict(params, toy.HOT_IDS)
     prompts = [np.arange(3, 3 + n) % toy.VOCAB for n in (2, 5, 9)]
     options = {"max_new_tokens": 24, "temperature": temperature}
     texts = evaluate.write_texts(params, prompts, seed=5, batch=2, **options)

@@ -15,12 +15,13 @@ from test_accept import keyed
 
 from hsd_jax.types import NO_TOKEN
 
-PROPOSERS = ["beam", "chain", "two", "no_embeddings", "layers", "steered", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
+PROPOSERS = ["beam", "chain", "two", "no_embeddings", "layers", "hot", "steered", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
 TABLE = [
     *[("llama", proposer) for proposer in PROPOSERS],
     ("untied", toy.DECOYS_ORACLE),
     pytest.param("qwen", toy.DECOYS_ORACLE, marks=pytest.mark.slow),
     ("gemma", "steered"),
+    pytest.param("untied", "hot", marks=pytest.mark.slow),
     pytest.param("gemma", "beam", marks=pytest.mark.slow),
 ]
 NEVER = toy.VOCAB + 1

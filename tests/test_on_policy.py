@@ -25,6 +25,7 @@ from test_drafter_training import (
     some_mask,
 )
 
+from hsd_jax.models import hot
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.train import drafter, on_policy
 from hsd_jax.train.loop import LoopConfig, make_optimizer, make_train_step
@@ -103,21 +104,26 @@ def key_of(share: float, wanted: bool) -> int:
     return next(s for s, x in draws.items() if (x < share) == wanted)
 
 
-def test_loss_on_policy_against_loops(monkeypatch):
+@pytest.mark.parametrize("hot_ids", [None, tuple(range(0, 29, 2))], ids=["all", "hot"])
+def test_loss_on_policy_against_loops(monkeypatch, hot_ids):
     """Target and drafter decode every chain separately; masks are those of the row, and so are the metrics."""
     chosen, chains = forced()
     monkeypatch.setattr(on_policy, "choose_anchors", lambda key, has_label, count: jnp.asarray(chosen))
-    monkeypatch.setattr(on_policy, "sample_chains", lambda key, base, root, info: jnp.asarray(chains))
+    monkeypatch.setattr(on_policy, "sample_chains", lambda *args: jnp.asarray(chains))
     config, weights, frozen = make()
+    columns, ids = np.arange(TARGET.vocab_size), None
+    if hot_ids is not None:
+        config, weights = hot.restrict(config, weights, hot_ids)
+        columns, ids = np.array(hot_ids), weights.pop("hot_ids")
     loss_config = dataclasses.replace(ALL, on_policy=0.5, on_policy_anchors=NUM_CHOSEN, decay=0.7)
-    grad = jit(jax.value_and_grad(drafter.make_loss(TARGET, config, loss_config), (0, 1), has_aux=True))
+    grad = jit(jax.value_and_grad(drafter.make_loss(TARGET, config, loss_config, ids), (0, 1), has_aux=True))
     rows, mask = random_rows(), some_mask("half")
     key = jax.random.key(key_of(0.5, True))
     (found, metrics), (own, to_target) = grad(weights, frozen, batch_of(rows, mask), key, jnp.int32(0))
     assert metrics["on_policy"] == 1.0
     assert all(np.any(g) for g in jax.tree.leaves(own)) and not any(np.any(g) for g in jax.tree.leaves(to_target))
 
-    models = {"target": frozen, "drafter": weights}
+    models = {"target": frozen, "drafter": hot.attach(weights, ids, frozen, TARGET)}
     causal = jit(lambda tokens: forward_sequence(frozen, TARGET, tokens).logits)
     depth_weights = 0.7 ** np.arange(3) / (0.7 ** np.arange(3)).sum()
     total, overlap = 0.0, []
@@ -133,7 +139,7 @@ def test_loss_on_policy_against_loops(monkeypatch):
         )
         lengths = jnp.full(ROWS, length, jnp.int32)
         logits = logits_of_round(models, config, jnp.asarray(prompts), lengths, jnp.asarray(previous))[0]
-        p, q = np.exp(log_softmax(target_logits)), np.exp(log_softmax(logits))
+        p, q = np.exp(log_softmax(target_logits))[:, columns], np.exp(log_softmax(logits))
         for k in range(3):
             if length + k <= LENGTH and mask[row, length + k]:
                 total += depth_weights[k] * kl(p[k], q[k])

@@ -21,6 +21,7 @@ import yaml
 from rich.console import Console
 from tokenizers import Tokenizer
 
+import hsd_jax
 from hsd_jax import checkpoint, sharding
 from hsd_jax.models import convert
 from hsd_jax.train import data, drafter, journal, loop, run, target
@@ -142,6 +143,26 @@ def test_a_killed_run_resumes_bit_for_bit(files, tmp_path, standard_dtypes):
     config, _ = convert.read_drafter(whole)
     target_config = convert.read_config(args[0])
     convert.check_drafter(config, target_config, convert.weights_hash(convert.read_weights(args[0], target_config)))
+
+
+def test_a_run_with_a_hot_vocabulary(files, tmp_path, standard_dtypes):
+    """From text to a folder that loads; coverage is reported of the labels and of the held-out texts."""
+    values = DRAFTER_VALUES | {"model": DRAFTER_VALUES["model"] | {"hot_vocab": 0.1}}
+    recipe, lines = drafter.DrafterRecipe.from_dict(values, "recipe"), []
+    args = files / "target", [files / "text.jsonl"], tmp_path, recipe
+    folder = run.train_drafter(*args, report=lines.append)
+    said = [line.partition(";")[0] for line in lines if line.startswith("hot vocabulary of 30 tokens: covers ")]
+    assert [" ".join(line.split()[10:]) for line in said] == [
+        "labels to train on",
+        "tokens of the held-out greedy texts",
+        "tokens of the held-out sampled texts",
+    ]
+    config, weights = convert.read_drafter(folder)
+    assert config.hot_tokens == 30 and weights["injector"]["bias"].shape == (30, 4)
+    ids = json.loads((tmp_path / "hot_ids.json").read_text())
+    assert weights["hot_ids"].tolist() == ids and 1 in ids  # the end token
+    params = hsd_jax.load(target=files / "target", drafter=folder, dtype="float32")
+    np.testing.assert_array_equal(params.drafter["head"], params.target["embedding"][np.array(ids)])
 
 
 def test_the_best_drafter_is_kept(files, tmp_path, standard_dtypes, monkeypatch):

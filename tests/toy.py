@@ -20,6 +20,7 @@ from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
+from hsd_jax.models import hot
 from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.types import NO_PARENT, NO_TOKEN, DecodeState, Drafter, DraftTree, DrawLaw, Limits, SamplingParams
@@ -296,9 +297,12 @@ TREES = {
     "two": TreeConfig(nodes=2, depth=1, width=1),
     "no_embeddings": TreeConfig(nodes=6, depth=2, width=2),
     "layers": TreeConfig(nodes=6, depth=2, width=2),
+    "hot": TreeConfig(nodes=8, depth=3, width=2),
 }
 """Trees of the hidden-state drafter, by the name of the proposer in `setup`."""
 
+HOT_IDS = np.flatnonzero(np.arange(VOCAB) % 3 != 1).astype(np.int32)
+"""What the proposer "hot" may draft: two thirds of the tokens, so that texts are full of cold ones."""
 WRONG_SHARE = 0.2
 
 
@@ -339,8 +343,11 @@ def setup(variant: str = "llama", proposer: str = "plain") -> Setup:
     wanted = drafter_config(config, committed_embeddings=proposer != "no_embeddings", feature_layers=layers)
     drafter, drafter_weights = None, None
     if proposer in TREES:
-        drafter = hidden_drafter(config, wanted, TREES[proposer])
         drafter_weights = make_drafter(wanted, config, target)
+        if proposer == "hot":
+            wanted, drafter_weights = hot.restrict(wanted, drafter_weights, HOT_IDS)
+            drafter_weights = hot.attach(drafter_weights, drafter_weights["hot_ids"], target, config)
+        drafter = hidden_drafter(config, wanted, TREES[proposer])
     elif proposer in (CHAIN_ORACLE, DECOYS_ORACLE):
         drafter = oracle_drafter(CHAIN if proposer == CHAIN_ORACLE else DECOYS)
         drafter_weights = oracle_table(long_text(variant), WRONG_SHARE)

@@ -67,6 +67,27 @@ hsd train tokenizer --data train.jsonl --vocab-size 4096 --out runs/tokenizer
     _add_data_arguments(tokenizer, required=True)
     tokenizer.add_argument("--vocab-size", type=options.COUNT, default=4096, metavar="V", help="(default: 4096)")
 
+    restrict = options.add_command(
+        kinds,
+        "restrict",
+        run_restrict,
+        "cut a trained drafter down to a hot vocabulary",
+        "Let a drafter draft the most frequent tokens only, which makes it faster. Nothing is trained again, and what\n"
+        "is decoded stays the same. Count them in text the target wrote (hsd generate-data).",
+        """
+hsd train restrict --target DIR --drafter runs/demo/drafter --data own.jsonl --hot-vocab 0.5 --out runs/demo-hot
+""",
+    )
+    restrict.add_argument("--target", metavar="DIR", required=True, help="a Hugging Face folder")
+    restrict.add_argument("--drafter", metavar="DIR", required=True, help="a folder written by `hsd train drafter`")
+    _add_data_arguments(restrict, True, "folder of the new drafter")
+    restrict.add_argument(
+        "--hot-vocab", type=float, default=0.5, metavar="SHARE", help="of the vocabulary (default: 0.5)"
+    )
+    restrict.add_argument(
+        "--loss-on", choices=("all", "responses"), default="all", help="the tokens to count (default: all)"
+    )
+
     curves = options.add_command(
         kinds,
         "curves",
@@ -145,6 +166,14 @@ def run_target(args: argparse.Namespace) -> int:
     paths = take_paths(values, args, "data", "out", optional=("tokenizer",))
     recipe = TargetRecipe.from_dict(values, args.config)
     run_lib.train_target(**paths, recipe=recipe, mesh=make_mesh(args.mesh), report=options.say, force=args.force)
+    return 0
+
+
+def run_restrict(args: argparse.Namespace) -> int:
+    """Cuts a drafter down to a hot vocabulary."""
+    from hsd_jax.train.hot_vocabulary import restrict_drafter
+
+    restrict_drafter(args.target, args.drafter, args.data, args.out, args.hot_vocab, args.loss_on, options.say)
     return 0
 
 

@@ -226,7 +226,9 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
     def grow(models, inputs):
         base, root = inputs
         bias = functools.partial(token_info, models["drafter"], drafter_config)
-        return grow_tree(base, bias, root, tree, law, state.keys, root_position, sampling), inputs
+        hot_ids, vocab_size = models["drafter"].get("hot_ids"), drafter_config.vocab_size
+        grown = grow_tree(base, bias, root, tree, law, state.keys, root_position, sampling, hot_ids, vocab_size)
+        return grown, inputs
 
     def verify(models, inputs):
         tree_, cache = inputs

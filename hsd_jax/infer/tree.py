@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import draw
 from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.models.hot import to_tokens, to_vocabulary
 from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw, SamplingParams
 
 Bias = Callable[[Int[Array, "B w"]], Float[Array, "B w V"]]
@@ -32,12 +33,18 @@ def grow_tree(
     keys: jax.Array,
     root_position: Int[Array, "B"],
     sampling: SamplingParams,
+    hot_ids: Int[Array, "hot"] | None,
+    vocab_size: int,
 ) -> DraftTree:
-    """A tree whose children are chosen as `law` says. The choice is static: a beam reads no key and no setting."""
+    """A tree whose children are chosen as `law` says. The choice is static: a beam reads no key and no setting.
+
+    Args:
+      hot_ids: the token of each column of the logits; None: the columns are the tokens, `vocab_size` of them.
+    """
     if law is DrawLaw.ARBITRARY:
-        return grow_beam(base_logits, bias, root, config)
+        return grow_beam(base_logits, bias, root, config, hot_ids)
     round_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.DRAFT_NOISE)
-    return grow_sampled(base_logits, bias, root, config, law, round_keys, sampling)
+    return grow_sampled(base_logits, bias, root, config, law, round_keys, sampling, hot_ids, vocab_size)
 
 
 def grow_beam(
@@ -45,6 +52,7 @@ def grow_beam(
     bias: Bias,
     root: Int[Array, "B"],
     config: TreeConfig,
+    hot_ids: Int[Array, "hot"] | None = None,
 ) -> DraftTree:
     """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
 
@@ -52,6 +60,10 @@ def grow_beam(
     `log_softmax(base_logits[level] + bias(token))`. Scores fall along a path and ties go to the shallower node, so
     the nodes kept are closed under ancestors, and the order of scores puts parents first. Choices are made without
     randomness: the law is ARBITRARY.
+
+    Args:
+      hot_ids: the token of each of the V columns; None: the columns are the tokens. `bias` gets tokens, and the tree
+        holds tokens.
     """
     batch, depth, _ = base_logits.shape
     depth, width = min(depth, config.depth), config.width
@@ -64,7 +76,7 @@ def grow_beam(
         # A score above its parent's, or none at all, would cut a node off from its parent: never trust a drafter.
         logp = jnp.fmin(top - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)
         level_scores = (frontier_scores[:, :, None] + logp).reshape(batch, -1)
-        level_tokens = children.reshape(batch, -1)
+        level_tokens = to_tokens(hot_ids, children).reshape(batch, -1)
         first_id = sum(s.shape[1] for s in scores)
         scores.append(level_scores)
         tokens.append(level_tokens)
@@ -99,6 +111,8 @@ def grow_sampled(
     law: DrawLaw,
     keys: jax.Array,
     sampling: SamplingParams,
+    hot_ids: Int[Array, "hot"] | None,
+    vocab_size: int,
 ) -> DraftTree:
     """Grows trees by drawing from the drafter's law under the row's settings.
 
@@ -108,6 +122,7 @@ def grow_sampled(
 
     Args:
       keys: of this round and for drafting alone; folded with the level.
+      hot_ids, vocab_size: as in `grow_tree`. A cold token has no mass, so it is never drawn.
     Raises:
       ValueError: if the tree has more nodes than depth times width.
     """
@@ -117,7 +132,8 @@ def grow_sampled(
     level = draw.Level(root[:, None].astype(jnp.int32), jnp.full((batch, 1), NO_PARENT, jnp.int32), zero, zero)
     levels, parents, laws, first_id = [level], [level.parents], [], 0
     for depth, width in enumerate(config.sampled_widths()):
-        draft_logp = draw.draft_law(base_logits[:, depth, None, :] + bias(level.tokens), sampling)
+        logits = base_logits[:, depth, None, :] + bias(level.tokens)
+        draft_logp = draw.draft_law(to_vocabulary(hot_ids, logits, vocab_size), sampling)
         level_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, depth)
         laws.append(draft_logp)
         level = draw_children(level_keys, draft_logp, level, width, sampling.temperature > 0.0)

@@ -23,6 +23,7 @@ from hsd_jax.checkpoint import write_json
 from hsd_jax.config import DrafterConfig, ModelConfig, from_dict, to_dict
 from hsd_jax.models.hf_config import format_config, read_config, read_json
 from hsd_jax.models.hidden import init_drafter
+from hsd_jax.models.hot import checked_ids
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import Stored, checked_dtype, load_tree, open_all, read_array, store_tree
 from hsd_jax.types import Weights
@@ -47,6 +48,7 @@ _PREFIXES = ("model.", "language_model.")
 _TEXT = ("layers.", "embed_tokens.", "norm.", "lm_head.")
 """How the tensors of the text model begin, without prefixes; a vision tower's begin otherwise and are left out."""
 _HASH_SAMPLES = 4096
+_HOT_IDS = "hot_ids"
 
 _MODULES = {
     "attn.q": "self_attn.q_proj",
@@ -168,20 +170,28 @@ def weights_hash(weights: Weights) -> str:
 def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dtype: Any = "float32") -> None:
     """Writes `drafter.safetensors` and `drafter_config.json`; each appears whole or not at all.
 
+    Of a hot vocabulary the ids are written, not the rows of the target's head: those are the target's.
+
     Raises:
-      ValueError: if a weight is missing, unexpected, misshapen or not finite.
+      ValueError: if a weight is missing, unexpected, misshapen or not finite, or hot ids are not what `hot.checked_ids`
+        asks for.
     """
-    folder = Path(folder)
-    store_tree(folder / DRAFTER_FILE, weights, _shapes(init_drafter, config), checked_dtype(dtype), lambda path: path)
+    dtype, folder = checked_dtype(dtype), Path(folder)
+    if config.hot_tokens is not None:
+        weights = {name: part for name, part in weights.items() if name != "head"}
+        if _HOT_IDS in weights:
+            checked_ids(weights[_HOT_IDS], config.vocab_size, f"weights to save: {_HOT_IDS!r}")
+    store_tree(folder / DRAFTER_FILE, weights, _drafter_shapes(config), dtype, lambda path: path, ids=(_HOT_IDS,))
     write_json(folder / DRAFTER_CONFIG, to_dict(config))
 
 
 def read_drafter(folder: str | Path, dtype: Any = "float32") -> tuple[DrafterConfig, Weights]:
-    """What `save_drafter` wrote, weights in `dtype`.
+    """What `save_drafter` wrote, weights in `dtype`. Before it drafts from a hot vocabulary, `hot.attach` the head.
 
     Raises:
       FileNotFoundError: if one of the two files is missing.
-      ValueError: as `read_weights`, and for an unknown, missing or mistyped key of the configuration.
+      ValueError: as `read_weights`, and for an unknown, missing or mistyped key of the configuration, or hot ids that
+        are no ascending tokens.
     """
     dtype, folder = checked_dtype(dtype), Path(folder)
     path = folder / DRAFTER_CONFIG
@@ -190,12 +200,16 @@ def read_drafter(folder: str | Path, dtype: Any = "float32") -> tuple[DrafterCon
         value = getattr(config, field.name)
         if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{path}: {field.name}={value!r}: expected a positive integer")
-    shapes = _shapes(init_drafter, config)
+    shapes = _drafter_shapes(config)
     with contextlib.ExitStack() as stack:
         if not (folder / DRAFTER_FILE).is_file():
             raise FileNotFoundError(f"{folder / DRAFTER_FILE}: no such file, though {DRAFTER_CONFIG} is there")
         stored = {tensor.name: tensor for tensor in open_all([folder / DRAFTER_FILE], stack)}
-        return config, load_tree(stored, {path: path for path in shapes}, shapes, dtype, folder, DRAFTER_CONFIG)
+        names = {path: path for path in shapes}
+        weights = load_tree(stored, names, shapes, dtype, folder, DRAFTER_CONFIG, ids=(_HOT_IDS,))
+    if config.hot_tokens is not None:
+        checked_ids(weights[_HOT_IDS], config.vocab_size, f"{folder / DRAFTER_FILE}: tensor {_HOT_IDS!r}")
+    return config, weights
 
 
 def check_drafter(drafter_config: DrafterConfig, target_config: ModelConfig, target_hash: str) -> None:
@@ -219,6 +233,12 @@ def check_drafter(drafter_config: DrafterConfig, target_config: ModelConfig, tar
             f"{trained_for}; this target is {target_hash[:12]}, same sizes but other weights. Take its own drafter or"
             " train one"
         )
+
+
+def _drafter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """`_shapes` of what is stored of a drafter: the learned weights and the hot ids, if there are any."""
+    shapes = _shapes(init_drafter, config)
+    return shapes if config.hot_tokens is None else {**shapes, _HOT_IDS: (config.hot_tokens,)}
 
 
 def _shapes(init: Callable[..., Weights], config: Any) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import FULL, DrafterConfig, ModelConfig
 from hsd_jax.models.layers import Block, RMSNorm, Weight, attend, linears, matmul, rms_norm, rope_table
-from hsd_jax.models.target import layer_masks, lm_head
+from hsd_jax.models.target import layer_masks, lm_head, logits_of_rows
 from hsd_jax.types import KVCache, NewKV, Weights
 
 
@@ -125,20 +125,35 @@ def base_logits(
     target_config: ModelConfig,
     states: Float[Array, "... H"],
 ) -> Float[Array, "... V"]:
-    """Logits of all states through the target's own LM head, in one product."""
+    """Logits of all states through the target's own LM head, in one product.
+
+    V are the tokens that may be drafted: with a hot vocabulary the rows that `hot.attach` copied from the target's head
+    stand in for the whole of it.
+    """
     norm = weights["output_norm"]["weight"].astype(jnp.float32)
-    return lm_head(target_weights, target_config, rms_norm(states, norm, config.norm_eps))
+    normed = rms_norm(states, norm, config.norm_eps)
+    if config.hot_tokens is None:
+        return lm_head(target_weights, target_config, normed)
+    if "head" not in weights:
+        raise ValueError("a drafter with a hot vocabulary lacks its rows of the target's head: models.hot.attach them")
+    return logits_of_rows(weights["head"], target_config, normed)
 
 
 def token_info(weights: Weights, config: DrafterConfig, previous: Int[Array, "..."]) -> Float[Array, "... V"]:
-    """The bias of the previous token: RMSNorm(W1[previous]) . W2; zero at initialisation (methods.md 1.5, 3)."""
+    """The bias of the previous token: RMSNorm(W1[previous]) . W2; zero at initialisation (methods.md 1.5, 3).
+
+    `previous` may be any token, cold ones too; V are the tokens that may be drafted (methods.md, A10).
+    """
     row = weights["injector"]["previous"][previous]
     row = rms_norm(row, weights["injector"]["norm"].astype(jnp.float32), config.norm_eps)
     return matmul(row, weights["injector"]["bias"])
 
 
 def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
-    """Random float32 weights; `injector/bias` is zero, so the first logits are the base logits."""
+    """Random float32 weights; `injector/bias` is zero, so the first logits are the base logits.
+
+    These are the weights that are learned; with a hot vocabulary `hot.attach` adds the rest.
+    """
     trunk_key, table_key = jax.random.split(key)
     width = config.hidden_size * len(config.feature_layers)
     one = jnp.zeros((1, 1), jnp.int32)
@@ -158,6 +173,6 @@ def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
         "injector": {
             "previous": jax.random.normal(table_key, (config.vocab_size, config.rank)),
             "norm": jnp.ones(config.rank),
-            "bias": jnp.zeros((config.vocab_size, config.rank)),
+            "bias": jnp.zeros((config.draft_vocab_size, config.rank)),
         },
     }

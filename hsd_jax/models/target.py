@@ -69,9 +69,21 @@ def layer_masks(
     return masks
 
 
+def head_rows(weights: Weights, config: ModelConfig) -> Float[Array, "V H"]:
+    """The weights of the LM head, a row for each token."""
+    return weights["embedding" if config.tie_embeddings else "head"]
+
+
 def lm_head(weights: Weights, config: ModelConfig, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
     """Logits in float32 from states behind a final norm; serves the target and every drafter of it."""
-    logits = matmul(hidden, weights["embedding" if config.tie_embeddings else "head"])
+    return logits_of_rows(head_rows(weights, config), config, hidden)
+
+
+def logits_of_rows(
+    rows: Float[Array, "V H"], config: ModelConfig, hidden: Float[Array, "... H"]
+) -> Float[Array, "... V"]:
+    """`lm_head` for the tokens of some rows of the head."""
+    logits = matmul(hidden, rows)
     if config.logit_softcap is not None:
         logits = jnp.tanh(logits / config.logit_softcap) * config.logit_softcap
     return logits

@@ -23,6 +23,7 @@ from hsd_jax.types import Weights
 DTYPES = ("float32", "bfloat16", "float16")
 """What weights may be held and stored in."""
 _READABLE = ("F64", "F32", "BF16", "F16")
+_IDS = "I32"
 
 
 class Stored(NamedTuple):
@@ -65,11 +66,11 @@ def open_all(files: list[Path], stack: contextlib.ExitStack) -> list[Stored]:
     return tensors
 
 
-def read_array(tensor: Stored) -> np.ndarray:
-    """Reads one tensor, of a floating dtype only."""
+def read_array(tensor: Stored, allowed: tuple[str, ...] = _READABLE) -> np.ndarray:
+    """Reads one tensor, of a floating dtype only unless `allowed` says otherwise."""
     kind = tensor.handle.get_slice(tensor.name).get_dtype()
-    if kind not in _READABLE:
-        raise ValueError(f"{tensor}: found dtype {kind}, expected one of {', '.join(_READABLE)}")
+    if kind not in allowed:
+        raise ValueError(f"{tensor}: found dtype {kind}, expected one of {', '.join(allowed)}")
     return tensor.handle.get_tensor(tensor.name)
 
 
@@ -112,28 +113,42 @@ def load_tree(
     dtype: np.dtype,
     folder: Path,
     config: str,
+    ids: tuple[str, ...] = (),
 ) -> Weights:
-    """The tensors `wanted` (our path -> stored name) as a nested tree; all shapes are checked before any is read."""
+    """The tensors `wanted` (our path -> stored name) as a nested tree; all shapes are checked before any is read.
+
+    Args:
+      ids: paths that hold token ids, int32 whatever `dtype` is.
+    """
     _check_names(stored, wanted.values(), str(folder), config)
     for path, name in wanted.items():
         tensor = stored[name]
         _check_shape(tensor.handle.get_slice(tensor.name).get_shape(), shapes[path], str(tensor), config)
     arrays = {}
     for path, name in wanted.items():
-        arrays[path] = jnp.asarray(_cast(read_array(stored[name]), dtype, str(stored[name])))
+        if path in ids:
+            arrays[path] = jnp.asarray(read_array(stored[name], (_IDS,)))
+        else:
+            arrays[path] = jnp.asarray(_cast(read_array(stored[name]), dtype, str(stored[name])))
     return unflatten_dict(arrays, sep=".")
 
 
 def store_tree(
-    path: Path, weights: Weights, shapes: dict[str, tuple[int, ...]], dtype: np.dtype, name: Callable[[str], str]
+    path: Path,
+    weights: Weights,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: np.dtype,
+    name: Callable[[str], str],
+    ids: tuple[str, ...] = (),
 ) -> None:
-    """Writes a tree to one safetensors file, by way of a temporary file beside it."""
+    """Writes a tree to one safetensors file, by way of a temporary file beside it; `ids` as in `load_tree`."""
     flat: dict[str, Any] = flatten_dict(weights, sep=".")
     _check_names(flat, shapes, "weights to save", "the configuration")
     tensors = {}
     for key, array in flat.items():
         _check_shape(np.shape(array), shapes[key], f"weights to save: {key!r}", "the configuration")
-        tensors[name(key)] = _cast(array, dtype, f"weights to save: {key!r}")
+        where = f"weights to save: {key!r}"
+        tensors[name(key)] = np.asarray(array, np.int32) if key in ids else _cast(array, dtype, where)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(path.suffix + ".tmp")
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import DrafterConfig, ModelConfig, at_least
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.hidden import embed_committed, trunk_features
+from hsd_jax.models.hot import attach
 from hsd_jax.models.target import forward_sequence, lm_head
 from hsd_jax.train import losses, on_policy
 from hsd_jax.train.anchors import chain_metrics, labels_of_anchors, sample_anchors
@@ -52,9 +54,14 @@ class DrafterModel:
     feature_layers: tuple[int, ...] | str = ()
     """Layers of the target, from 0, behind which the trunk reads; low_mid_high for 2, L // 2 and L - 3; empty for the
     final hidden state."""
+    hot_vocab: float | None = None
+    """Share of the vocabulary that may be drafted, the most frequent labels of the data, for example 0.5; null for all
+    of it. Meant for text the target wrote; the share of its tokens that are hot is printed."""
 
     def __post_init__(self):
         at_least("model", self, num_layers=1, num_steps=1, rank=1)
+        if self.hot_vocab is not None and not 0 < self.hot_vocab < 1:
+            raise ValueError(f"model.hot_vocab={self.hot_vocab}: allowed is 0 < hot_vocab < 1, and null for all tokens")
         layers = self.feature_layers
         if layers != LOW_MID_HIGH and not DrafterConfig.are_layers(layers):
             shown = list(layers) if isinstance(layers, tuple) else layers
@@ -159,6 +166,7 @@ def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = 
         max_position=target.max_position,
         target_hash=target_hash,
         feature_layers=_feature_layers(model.feature_layers, target.num_layers),
+        hot_tokens=None if model.hot_vocab is None else math.ceil(model.hot_vocab * target.vocab_size),
         **sizes,
     )
     config.check_feature_layers(target.num_layers)
@@ -206,15 +214,16 @@ def read_target(
 def node_loss(
     config: LossConfig,
     target_logits: Float[Array, "M V"],
-    base: Float[Array, "M V"],
-    draft_logits: Float[Array, "M V"],
+    base: Float[Array, "M C"],
+    draft_logits: Float[Array, "M C"],
     step: Int[Array, ""],
+    hot_ids: losses.HotIds = None,
 ) -> Float[Array, "M"]:
     """The divergence of each node, moved over `anneal_steps` from the base logits to those with token information.
 
     So the trunk learns what it can before the injector explains its mistakes away (Domino, arXiv:2605.29707).
     """
-    divergence = losses.DIVERGENCES[config.divergence]
+    divergence = functools.partial(losses.DIVERGENCES[config.divergence], hot_ids=hot_ids)
     if config.divergence == "jsd":
         divergence = functools.partial(divergence, beta=config.jsd_beta)
     if not config.anneal_steps:
@@ -223,7 +232,12 @@ def node_loss(
     return (1 - share) * divergence(target_logits, base) + share * divergence(target_logits, draft_logits)
 
 
-def make_loss(target_config: ModelConfig, config: DrafterConfig, loss_config: LossConfig = LossConfig()) -> Loss:
+def make_loss(
+    target_config: ModelConfig,
+    config: DrafterConfig,
+    loss_config: LossConfig = LossConfig(),
+    hot_ids: losses.HotIds = None,
+) -> Loss:
     """The drafter's loss for `loop.fit`: `params` are the drafter's weights, `frozen` the target's.
 
     A batch holds `tokens` [B, T+1] and `mask` [B, T+1], True where a token is a label worth learning (a row's first two
@@ -234,16 +248,23 @@ def make_loss(target_config: ModelConfig, config: DrafterConfig, loss_config: Lo
     The metrics are those of `chain_metrics`, always of the row's text, and where they apply `on_policy`, 1 in a pass
     on policy, and `feature_distance`.
 
+    Args:
+      hot_ids: of a drafter with a hot vocabulary; `losses.py` says what becomes of the cold tokens.
     Raises:
-      ValueError: if the target lacks a layer the drafter reads, or a single depth is to be trained on policy.
+      ValueError: if the target lacks a layer the drafter reads, a single depth is to be trained on policy, or there are
+        not as many `hot_ids` as the drafter has hot tokens.
     """
     config.check_feature_layers(target_config.num_layers)
     if loss_config.on_policy and config.num_steps < 2:
         raise ValueError(f"loss.on_policy={loss_config.on_policy}: needs model.num_steps of at least 2")
+    num_hot = None if hot_ids is None else len(hot_ids)
+    if num_hot != config.hot_tokens:
+        raise ValueError(f"hot_ids: {num_hot} for a drafter with hot_tokens={config.hot_tokens}")
     weights = losses.depth_weights(config.num_steps, loss_config.decay)
 
     def loss(params, frozen, batch, key, step):
         frozen = lax.stop_gradient(frozen)  # the LM head and the embeddings too
+        params = attach(params, hot_ids, frozen, target_config)
         tokens = batch["tokens"][:, :-1]
         with jax.named_scope("target"):
             hidden, features, logits = read_target(frozen, target_config, config, batch)
@@ -259,13 +280,13 @@ def make_loss(target_config: ModelConfig, config: DrafterConfig, loss_config: Lo
             models = params, config, frozen, target_config
             with jax.named_scope("head"):
                 target_logits, base, draft_logits = logits_of_text(*models, drafts, tokens, logits)
-            metrics = chain_metrics(target_logits, draft_logits, base, drafts.mask)
+            metrics = chain_metrics(target_logits, draft_logits, base, drafts.mask, hot_ids)
             if draw_key is not None:
                 with jax.named_scope("on_policy"):
                     target_logits, draft_logits = logits_of_draws(draw_key, *models, drafts, tokens, logits, base)
             with jax.named_scope("divergence"):
-                values = node_loss(loss_config, target_logits, base, draft_logits, step).reshape(drafts.mask.shape)
-            return losses.over_depths(values, drafts.mask, weights), metrics
+                values = node_loss(loss_config, target_logits, base, draft_logits, step, hot_ids)
+            return losses.over_depths(values.reshape(drafts.mask.shape), drafts.mask, weights), metrics
 
         def of_draws():
             choice, draw_key = jax.random.split(jax.random.fold_in(key, 1))

@@ -5,6 +5,7 @@ Read next: `on_policy.py` for the draws, `drafter.py` for what becomes of the lo
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -37,8 +38,11 @@ def logits_of_text(
     drafts: Drafts,
     tokens: Int[Array, "B T"],
     logits: Float[Array, "B T V"],
-) -> tuple[Float[Array, "BAK V"], Float[Array, "BAK V"], Float[Array, "BAK V"]]:
-    """The target's logits, the base logits, and those with token information, given the row's text."""
+) -> tuple[Float[Array, "BAK V"], Float[Array, "BAK C"], Float[Array, "BAK C"]]:
+    """The target's logits, the base logits, and those with token information, given the row's text.
+
+    The drafter's have a column for each of the C tokens it may draft.
+    """
     batch, length = tokens.shape
     # Two axes only: XLA on CPU needs twice the time for the same gradients over [B, A, K, V].
     at = (drafts.positions + length * jnp.arange(batch)[:, None, None]).reshape(-1)
@@ -56,15 +60,14 @@ def logits_of_draws(
     drafts: Drafts,
     tokens: Int[Array, "B T"],
     logits: Float[Array, "B T V"],
-    base: Float[Array, "BAK V"],
-) -> tuple[Float[Array, "BAK V"], Float[Array, "BAK V"]]:
+    base: Float[Array, "BAK C"],
+) -> tuple[Float[Array, "BAK V"], Float[Array, "BAK C"]]:
     """The target's logits, and the drafter's with token information, given the drafter's own draws behind each root."""
     root = take_nodes(tokens, drafts.anchors + 1, axis=1)
-    chains = on_policy.sample_chains(
-        key, base.reshape(*drafts.mask.shape, -1), root, lambda previous: token_info(params, config, previous)
-    )
+    bias = functools.partial(token_info, params, config)
+    chains = on_policy.sample_chains(key, base.reshape(*drafts.mask.shape, -1), root, bias, params.get("hot_ids"))
     behind_chains = on_policy.score_chains(frozen, target_config, tokens, drafts.anchors, chains)
     behind_root = take_nodes(logits, drafts.anchors + 1, axis=1)[:, :, None]
     previous = jnp.concatenate([root[:, :, None], chains], 2).reshape(-1)
-    target_logits = jnp.concatenate([behind_root, behind_chains], 2).reshape(base.shape)
-    return target_logits, base + token_info(params, config, previous)
+    target_logits = jnp.concatenate([behind_root, behind_chains], 2).reshape(len(previous), -1)
+    return target_logits, base + bias(previous)

@@ -70,6 +70,12 @@ class Texts:
     length: np.ndarray
     """int32 [R], prompt included."""
 
+    @property
+    def written(self) -> np.ndarray:
+        """What the target wrote, all rows behind one another."""
+        at = np.arange(self.tokens.shape[1])
+        return self.tokens[(at >= self.prompt_length[:, None]) & (at < self.length[:, None])]
+
     def save(self, path: Any) -> None:
         with open(path, "wb") as file:
             np.savez(file, tokens=self.tokens, prompt_length=self.prompt_length, length=self.length)
@@ -137,9 +143,10 @@ def follow(
         roots = anchors[0] + 1
         texts, ends = jnp.broadcast_to(text, (len(roots), len(text))), jnp.broadcast_to(end, roots.shape)
         bias = functools.partial(token_info, drafter, config)
-        drafts = [grow_beam(base, bias, text[1:], tree) for tree in trees]
+        hot_ids = drafter.get("hot_ids")
+        drafts = [grow_beam(base, bias, text[1:], tree, hot_ids) for tree in trees]
         counts = [accepted_nodes(d, texts, roots, ends, tree.depth) for d, tree in zip(drafts, trees, strict=True)]
-        overlap = 1.0 - total_variation(output.logits[0, 1:], base[:, 0] + bias(text[1:]))
+        overlap = 1.0 - total_variation(output.logits[0, 1:], base[:, 0] + bias(text[1:]), hot_ids)
         return jnp.stack(counts), overlap
 
     return lax.map(one_text, (tokens, length))

@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import ModelConfig
+from hsd_jax.models.hot import to_tokens
 from hsd_jax.models.target import causal_mask, forward, lm_head
 from hsd_jax.types import Weights
 
@@ -30,18 +31,23 @@ def choose_anchors(key: jax.Array, has_label: Bool[Array, "B A"], count: int) ->
 
 def sample_chains(
     key: jax.Array,
-    base: Float[Array, "B n K V"],
+    base: Float[Array, "B n K C"],
     root: Int[Array, "B n"],
-    token_info: Callable[[Int[Array, "B n"]], Float[Array, "B n V"]],
+    token_info: Callable[[Int[Array, "B n"]], Float[Array, "B n C"]],
+    hot_ids: Int[Array, "C"] | None = None,
 ) -> Int[Array, "B n D"]:
     """d_1 .. d_D behind each root, D = K - 1, drawn at temperature 1 from base logits plus token information.
 
     Consumes the key. The token of depth K is not drawn: no depth follows whose law it could change.
+
+    Args:
+      hot_ids: the token of each of the C columns; None: the columns are the tokens.
     """
     chain, previous = [], root
     for depth in range(base.shape[2] - 1):
         logits = lax.stop_gradient(base[:, :, depth] + token_info(previous))
-        previous = jax.random.categorical(jax.random.fold_in(key, depth), logits).astype(root.dtype)
+        drawn = jax.random.categorical(jax.random.fold_in(key, depth), logits)
+        previous = to_tokens(hot_ids, drawn).astype(root.dtype)
         chain.append(previous)
     return jnp.stack(chain, 2)
 

@@ -1,8 +1,8 @@
 """Whole training runs: from files to a folder that decodes. What `hsd train` calls.
 
-A run's folder holds `recipe.json`, `metrics.jsonl` and `checkpoints/`; the same call continues it where it broke off,
-another recipe is refused. The result lies in the folder itself (target) or in `drafter/` below it. Read next:
-`loop.py` for a step, `drafter.py` and `target.py` for the losses.
+A run's folder holds `recipe.json`, `metrics.jsonl`, `checkpoints/` and, with a hot vocabulary, `hot_ids.json`; the same
+call continues it where it broke off, another recipe is refused. The result lies in the folder itself (target) or in
+`drafter/` below it. Read next: `loop.py` for a step, `drafter.py` and `target.py` for the losses.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from jax.sharding import Mesh
 from hsd_jax import sharding
 from hsd_jax.checkpoint import write_json
 from hsd_jax.config import DrafterConfig, ModelConfig, to_dict
-from hsd_jax.models import convert
+from hsd_jax.models import convert, hot
 from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.target import init_target
 from hsd_jax.params import Params
-from hsd_jax.train import data, drafter, evaluate, features, target
+from hsd_jax.train import data, drafter, evaluate, features, hot_vocabulary, target
 from hsd_jax.train.curves import draw_curves
 from hsd_jax.train.journal import Journal
 from hsd_jax.train.loop import Judge, LoopConfig, fit
@@ -83,6 +83,10 @@ def train_drafter(
     params = init_drafter(jax.random.key(train.seed), drafter_config)
     report(about_rows)
     _describe(report, "drafter", params, rows, train)
+    hot_ids = None
+    if drafter_config.hot_tokens is not None:
+        labels, end_tokens = rows.tokens[rows.mask], convert.read_eos(target_dir)
+        hot_ids = hot_vocabulary.of_run(out, labels, drafter_config, end_tokens, report)
     shardings, place = _placement(mesh, train, drafter_config)
     if mesh is not None:
         frozen = jax.device_put(frozen, sharding.weight_shardings(mesh, frozen, config.num_heads, config.num_kv_heads))
@@ -93,13 +97,14 @@ def train_drafter(
     folder = out / "drafter"
     judge = None
     if recipe.eval.every:
-        judge = _judge(recipe.eval, out, frozen, config, drafter_config, prompts, folder, report)
-    loss = drafter.make_loss(config, drafter_config, recipe.loss)
+        judge = _judge(recipe.eval, out, frozen, config, drafter_config, hot_ids, prompts, folder, report)
+    loss = drafter.make_loss(config, drafter_config, recipe.loss, hot_ids)
     with _batches(rows, train, recipe.data, cached) as batches, _journal(out, train, report) as journal:
         note = {"recipe": claims, "revision": _revision(), "rows": rows.fingerprint}
         params = fit(loss, params, frozen, batches, train, out, journal, shardings, place, judge, note)
     if judge is None:
-        _replace_folder(folder, lambda new: convert.save_drafter(new, drafter_config, params))
+        whole = hot.attach(params, hot_ids, frozen, config)
+        _replace_folder(folder, lambda new: convert.save_drafter(new, drafter_config, whole))
     report(f"wrote {folder}")
     return folder
 
@@ -212,6 +217,7 @@ def _judge(
     frozen: Any,
     target_config: ModelConfig,
     drafter_config: DrafterConfig,
+    hot_ids: jax.Array | None,
     prompts: list[np.ndarray],
     folder: Path,
     report: Report,
@@ -229,18 +235,21 @@ def _judge(
             written.save(temporary)
             temporary.replace(path)
         texts[name] = evaluate.Texts.load(path)
+        if hot_ids is not None:
+            report(hot_vocabulary.describe(hot_ids, texts[name].written, f"tokens of the held-out {name} texts"))
     tree = config.tree(drafter_config.num_steps)
 
     def judged(params: Any) -> dict[str, Any]:
         values = {}
+        whole = hot.attach(params, hot_ids, frozen, target_config)
         for name, text in texts.items():
-            found = evaluate.simulate(params, drafter_config, frozen, target_config, text, tree)
+            found = evaluate.simulate(whole, drafter_config, frozen, target_config, text, tree)
             values |= found if name == "greedy" else {f"sampled_{k}": v for k, v in found.items()}
         return values
 
     def keep(params: Any, values: dict[str, Any]) -> None:
         def save(new: Path) -> None:
-            convert.save_drafter(new, drafter_config, params)
+            convert.save_drafter(new, drafter_config, hot.attach(params, hot_ids, frozen, target_config))
             write_json(new / "judged.json", values)
 
         _replace_folder(folder, save)

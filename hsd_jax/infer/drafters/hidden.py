@@ -83,8 +83,9 @@ def hidden_drafter(
     config.check_feature_layers(target_config.num_layers)
     if tree.depth > config.num_steps:
         raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps")
-    if tree.width > config.vocab_size:
-        raise ValueError(f"TreeConfig.width={tree.width}: allowed are 1 to the vocabulary, {config.vocab_size}")
+    if tree.width > config.draft_vocab_size:
+        whole = "vocabulary" if config.hot_tokens is None else "hot vocabulary"
+        raise ValueError(f"TreeConfig.width={tree.width}: allowed are 1 to the {whole}, {config.draft_vocab_size}")
     if law is not DrawLaw.ARBITRARY:
         tree.sampled_widths()  # raises here, before anything compiles
     max_pending = tree.depth + 1
@@ -127,7 +128,8 @@ def hidden_drafter(
             base = base_logits(models["drafter"], config, models["target"], target_config, states)
         with jax.named_scope("tree"):
             bias = functools.partial(token_info, models["drafter"], config)
-            drafted = grow_tree(base, bias, root, tree, law, keys, root_position, sampling)
+            hot_ids = models["drafter"].get("hot_ids")
+            drafted = grow_tree(base, bias, root, tree, law, keys, root_position, sampling, hot_ids, config.vocab_size)
         return drafted, dataclasses.replace(state, cache=cache)
 
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):

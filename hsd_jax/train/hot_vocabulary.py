@@ -1,0 +1,123 @@
+"""Which tokens are hot: the most frequent ones of text the target wrote, and how much of such text they cover.
+
+Counting only; what a drafter does with the ids stands in `models/hot.py`. Read next: `run.py`, which chooses once for a
+run, and `cli/train.py`, where `hsd train restrict` does so for a drafter that is trained already.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hsd_jax.checkpoint import write_json
+from hsd_jax.config import DrafterConfig
+from hsd_jax.models import convert, hot
+from hsd_jax.train.data import DataConfig, read_rows
+from hsd_jax.train.rows import ALL
+
+GOAL = 0.94
+"""Coverage of held-out text of the target to aim at (methods.md, A11)."""
+FILE = "hot_ids.json"
+_ROW = 256
+"""Tokens of a row, where rows only divide the data into counted and held out."""
+
+
+def choose(tokens: np.ndarray, num_hot: int, vocab_size: int, end_tokens: Iterable[int]) -> np.ndarray:
+    """The `num_hot` most frequent of `tokens`, as ascending ids int32; of equals the smaller ids.
+
+    End tokens are always among them, however few of the texts end.
+
+    Raises:
+      ValueError: if there are no tokens to count, or not 1 to `vocab_size` hot ones, or fewer than end tokens.
+    """
+    ends = sorted({token for token in end_tokens if token < vocab_size})
+    if not tokens.size:
+        raise ValueError("a hot vocabulary is chosen by counting tokens, and there are none")
+    if not max(1, len(ends)) <= num_hot <= vocab_size:
+        raise ValueError(
+            f"hot vocabulary of {num_hot} tokens: allowed are {max(1, len(ends))} (the end tokens) to {vocab_size}"
+        )
+    counts = np.bincount(tokens.reshape(-1), minlength=vocab_size)
+    counts[ends] = tokens.size + 1
+    return np.sort(np.argsort(-counts, kind="stable")[:num_hot]).astype(np.int32)
+
+
+def coverage(hot_ids: np.ndarray | jax.Array, tokens: np.ndarray) -> float:
+    """The share of `tokens` that are hot; 0 of none."""
+    return float(np.isin(tokens, np.asarray(hot_ids)).mean()) if tokens.size else 0.0
+
+
+def describe(hot_ids: np.ndarray | jax.Array, tokens: np.ndarray, what: str) -> str:
+    """The coverage of `tokens`, in a line."""
+    share = coverage(hot_ids, tokens)
+    hint = "" if share >= GOAL else f"; below {GOAL:.0%}: a larger share of the vocabulary may pay"
+    return f"hot vocabulary of {len(hot_ids):,} tokens: covers {share:.1%} of the {tokens.size:,} {what}{hint}"
+
+
+def of_run(
+    out: Path, labels: np.ndarray, config: DrafterConfig, end_tokens: Sequence[int], report: Callable[[str], None]
+) -> jax.Array:
+    """The hot ids of a run: chosen at its start and kept in `out`, since the rows of `injector/bias` follow them.
+
+    So `--force` with other data cannot give a half-trained row to another token.
+
+    Raises:
+      ValueError: if the ids in `out` are not those of a drafter of this size, or as `choose`.
+    """
+    path = out / FILE
+    if not path.is_file():
+        write_json(path, choose(labels, config.draft_vocab_size, config.vocab_size, end_tokens).tolist())
+    hot_ids = hot.checked_ids(json.loads(path.read_text(encoding="utf-8")), config.vocab_size, str(path))
+    if len(hot_ids) != config.hot_tokens:
+        raise ValueError(
+            f"{path} holds {len(hot_ids)} hot tokens, model.hot_vocab now asks for {config.hot_tokens}: choose another"
+            " folder"
+        )
+    report(describe(hot_ids, labels, "labels to train on"))
+    return jnp.asarray(hot_ids)
+
+
+def restrict_drafter(
+    target_dir: str | Path,
+    drafter_dir: str | Path,
+    data_files: Sequence[str | Path],
+    out: str | Path,
+    share: float,
+    loss_on: str = ALL,
+    report: Callable[[str], None] = print,
+) -> None:
+    """Writes a trained drafter, cut down to the hot tokens of some data, to `out`; nothing is trained again.
+
+    The last tenth of the rows is not counted, it is what coverage is reported on beside the rest.
+
+    Args:
+      share: of the vocabulary that may still be drafted.
+      loss_on: which tokens are counted, as `data.loss_on` of a recipe.
+    Raises:
+      FileNotFoundError: if a folder or a data file is missing.
+      ValueError: if the share is not between 0 and 1, the drafter is another target's or has a hot vocabulary already
+        that lacks a token, or data cannot be read.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"hot_vocab={share}: allowed is 0 < hot_vocab < 1")
+    target_config = convert.read_config(target_dir)
+    target_hash = convert.weights_hash(convert.read_weights(target_dir, target_config))
+    config, weights = convert.read_drafter(drafter_dir)
+    convert.check_drafter(config, target_config, target_hash)
+    rows = read_rows(data_files, target_dir, _ROW, 0, config.vocab_size, DataConfig(loss_on=loss_on))
+    count = max(1, len(rows.tokens) // 10)
+    if len(rows.tokens) < 2:
+        raise ValueError(f"the data fill one row of {_ROW} tokens: at least two are needed, one to judge by")
+    labels, held_out = (rows.tokens[part][rows.mask[part]] for part in (slice(None, -count), slice(-count, None)))
+    num_hot = math.ceil(share * config.vocab_size)
+    hot_ids = choose(labels, num_hot, config.vocab_size, convert.read_eos(target_dir))
+    report(describe(hot_ids, labels, "labels counted"))
+    report(describe(hot_ids, held_out, "labels held out"))
+    convert.save_drafter(out, *hot.restrict(config, weights, hot_ids))
+    report(f"wrote {out}")
