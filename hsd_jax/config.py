@@ -11,6 +11,8 @@ from typing import Any
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
+RECURRENT, BLOCK = TRUNKS = ("recurrent", "block")
+"""Kinds of trunk: K passes over one state each, or one pass over K slots."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +95,12 @@ class DrafterConfig:
     feature_layers: tuple[int, ...] = ()
     """Layers of the target, counted from 0 and ascending, behind which the trunk reads the residual stream (A2);
     empty: the final hidden state."""
+    trunk: str = RECURRENT
+    """One of TRUNKS; files written before there was a choice do not name it."""
 
     def __post_init__(self):
+        if self.trunk not in TRUNKS:
+            raise ValueError(f"DrafterConfig.trunk={self.trunk!r}: allowed are {', '.join(TRUNKS)}")
         if not self.are_layers(self.feature_layers):
             raise ValueError(
                 f"DrafterConfig.feature_layers={self.feature_layers!r}: expected layer numbers from 0, ascending"

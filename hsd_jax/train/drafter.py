@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import DrafterConfig, ModelConfig
+from hsd_jax.config import RECURRENT, TRUNKS, DrafterConfig, ModelConfig
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.hidden import trunk_features
 from hsd_jax.models.target import forward_sequence, lm_head
@@ -39,6 +39,9 @@ LOW_MID_HIGH = "low_mid_high"
 class DrafterModel:
     """The drafter's own sizes; everything else follows from the target. None: as the target."""
 
+    trunk: str = RECURRENT
+    """recurrent: num_steps passes over one state each; block: one pass over num_steps slots, which affords 2 to 5
+    layers."""
     num_layers: int = 1
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -55,6 +58,8 @@ class DrafterModel:
 
     def __post_init__(self):
         at_least("model", self, num_layers=1, num_steps=1, rank=1)
+        if self.trunk not in TRUNKS:
+            raise ValueError(f"model.trunk={self.trunk!r}: allowed are {', '.join(TRUNKS)}")
         layers = self.feature_layers
         if layers != LOW_MID_HIGH and not DrafterConfig.are_layers(layers):
             shown = list(layers) if isinstance(layers, tuple) else layers
@@ -149,6 +154,7 @@ def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = 
         )
     config = DrafterConfig(
         hidden_size=target.hidden_size,
+        trunk=model.trunk,
         num_layers=model.num_layers,
         vocab_size=target.vocab_size,
         num_steps=model.num_steps,
