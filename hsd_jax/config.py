@@ -11,6 +11,8 @@ from typing import Any
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
+RECURRENT, BLOCK = TRUNKS = ("recurrent", "block")
+"""Kinds of trunk: K passes over one state each, or one pass over K slots."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +98,12 @@ class DrafterConfig:
     hot_tokens: int | None = None
     """Size of the hot vocabulary, the tokens that may be drafted; None: all. Which ones stands in `hot_ids` of the
     drafter's weights."""
+    trunk: str = RECURRENT
+    """One of TRUNKS; files written before there was a choice do not name it."""
 
     def __post_init__(self):
+        if self.trunk not in TRUNKS:
+            raise ValueError(f"DrafterConfig.trunk={self.trunk!r}: allowed are {', '.join(TRUNKS)}")
         if not self.are_layers(self.feature_layers):
             raise ValueError(
                 f"DrafterConfig.feature_layers={self.feature_layers!r}: expected layer numbers from 0, ascending"

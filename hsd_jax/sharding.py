@@ -40,6 +40,7 @@ WEIGHT_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
     ("up", "bias"): ("mlp",),
     ("injector", "previous"): ("vocab", None),
     ("injector", "bias"): ("vocab", None),
+    ("trunk", "slots"): (None, "embed"),
     ("", "embedding"): ("vocab", "embed"),
     ("", "head"): ("vocab", "embed"),
 }

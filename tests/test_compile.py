@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import toy
 
-from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.config import BLOCK, RECURRENT, DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.hidden import hidden_drafter
@@ -35,7 +35,7 @@ def random_call(rng: np.random.Generator, vocab: int) -> toy.Call:
     )
 
 
-@pytest.mark.parametrize("proposer", ["beam", "plain"])
+@pytest.mark.parametrize("proposer", ["beam", "block", "plain"])
 def test_a_hundred_prompts_compile_once(proposer):
     """Prompts, lengths, settings, seeds, limits, end tokens and acceptance patterns are all traced."""
     setup = toy.setup("llama", proposer)
@@ -129,7 +129,7 @@ DEMO = ModelConfig(
 )
 
 
-def drafter_for(config: ModelConfig) -> DrafterConfig:
+def drafter_for(config: ModelConfig, **changes) -> DrafterConfig:
     return DrafterConfig(
         hidden_size=config.hidden_size,
         num_layers=1,
@@ -139,21 +139,24 @@ def drafter_for(config: ModelConfig) -> DrafterConfig:
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         rank=64,
+        **changes,
     )
 
 
 @pytest.mark.parametrize(
-    ("config", "batch"),
+    ("config", "batch", "trunk"),
     [
-        pytest.param(SMALL, 1, id="small-1"),
-        pytest.param(SMALL, 4, id="small-4", marks=pytest.mark.slow),
-        pytest.param(DEMO, 1, id="demo-1", marks=pytest.mark.slow),
-        pytest.param(DEMO, 4, id="demo-4", marks=pytest.mark.slow),
+        pytest.param(SMALL, 1, RECURRENT, id="small-1"),
+        pytest.param(SMALL, 1, BLOCK, id="small-1-block"),
+        pytest.param(SMALL, 4, RECURRENT, id="small-4", marks=pytest.mark.slow),
+        pytest.param(DEMO, 1, RECURRENT, id="demo-1", marks=pytest.mark.slow),
+        pytest.param(DEMO, 4, RECURRENT, id="demo-4", marks=pytest.mark.slow),
+        pytest.param(DEMO, 4, BLOCK, id="demo-4-block", marks=pytest.mark.slow),
     ],
 )
-def test_the_loop_holds_no_second_cache(config, batch):
+def test_the_loop_holds_no_second_cache(config, batch, trunk):
     """Temporary memory stays below a quarter of the caches at 2,048 slots: they are updated in place."""
-    compiled, cache_bytes = compiled_loop(config, drafter_for(config), batch, 2048)
+    compiled, cache_bytes = compiled_loop(config, drafter_for(config, trunk=trunk), batch, 2048)
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)
     assert memory.alias_size_in_bytes >= cache_bytes

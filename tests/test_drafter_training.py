@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 
 import jax
@@ -99,6 +100,10 @@ def read_rows(models, config: DrafterConfig, rows):
         {"committed_embeddings": False},
         {"feature_layers": (0, 1)},
         {"feature_layers": (0,), "committed_embeddings": False, "num_steps": 2},
+        {"trunk": "block", "num_layers": 2},
+        {"trunk": "block", "num_layers": 5, "num_steps": 3, "committed_embeddings": False},
+        {"trunk": "block", "feature_layers": (0, 1), "num_steps": 6},
+        {"trunk": "block", "num_steps": 1},
     ],
     ids=str,
 )
@@ -114,6 +119,21 @@ def test_unroll_equals_inference(changes):
         wanted = states_of_rounds(models, rows, config, 32, anchors[:, i] + 2)
         assert float(jnp.abs(wanted).max()) > 0.1
         np.testing.assert_allclose(states[:, i], wanted, rtol=1e-5, atol=1e-5 * float(jnp.abs(wanted).max()))
+
+
+def test_slots_of_an_anchor_stand_alone():
+    """Other anchors in other places change no bit of a state; fewer slots change no state."""
+    config, weights, frozen = make(trunk="block")
+    _, features, embeddings = read_rows({"target": frozen, "drafter": weights}, config, jnp.asarray(random_rows()))
+    anchors = jnp.broadcast_to(jnp.asarray([6, 0, 3, 8]), (ROWS, 4))
+    compiled = jit(unroll, static_argnums=1)
+    states = compiled(weights, config, features, embeddings, anchors)
+    turned = compiled(weights, config, features, embeddings, anchors[:, ::-1])
+    np.testing.assert_array_equal(turned[:, ::-1], states)
+    fewer = dataclasses.replace(config, num_steps=2)
+    weights = weights | {"trunk": weights["trunk"] | {"slots": weights["trunk"]["slots"][:1]}}
+    found = compiled(weights, fewer, features, embeddings, anchors)
+    np.testing.assert_allclose(found, states[:, :, :2], rtol=1e-5, atol=1e-5)
 
 
 def test_fusion_against_numpy():
@@ -139,7 +159,11 @@ def test_fusion_against_numpy():
     assert "fusion" not in jax.eval_shape(lambda: init_drafter(jax.random.key(0), make()[0]))
 
 
-@pytest.mark.parametrize("changes", [{"feature_layers": (0, 1)}, {"committed_embeddings": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"feature_layers": (0, 1)}, {"committed_embeddings": False}, {"trunk": "block", "num_layers": 2}],
+    ids=str,
+)
 def test_unroll_equals_a_prefill_to_the_bit(changes):
     """With all positions as anchors the first states have the shapes of the trunk's pass over a prompt: the same bits.
 
@@ -209,11 +233,15 @@ def counted(models, config: DrafterConfig, rows: np.ndarray, mask: np.ndarray) -
     return total / (len(rows) * (LENGTH - 1)), np.array([np.mean(x) if x else 0.0 for x in overlaps])
 
 
-@pytest.mark.parametrize("kind", ["all", "half", "few"])
-def test_loss_uses_the_labels_of_inference(kind):
-    config, weights, frozen = make()
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("all", {}), ("half", {}), ("few", {}), ("half", {"trunk": "block", "num_layers": 2})],
+    ids=str,
+)
+def test_loss_uses_the_labels_of_inference(kind, changes):
+    config, weights, frozen = make(**changes)
     rows, mask = random_rows(), some_mask(kind)
-    (found, metrics), _ = graded()(weights, frozen, batch_of(rows, mask))
+    (found, metrics), _ = graded(**changes)(weights, frozen, batch_of(rows, mask))
     wanted, overlaps = counted({"target": frozen, "drafter": weights}, config, rows, mask)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     np.testing.assert_allclose(metrics["overlap"], overlaps, rtol=1e-5)
@@ -322,9 +350,10 @@ def test_anchors_are_different_and_have_a_label():
     assert (drawn == np.minimum(has_label.sum(1), 5)).all() and (drawn < 5).any()
 
 
-def test_gradient_reaches_all_of_the_drafter_and_none_of_the_target():
-    _, weights, frozen = make()
-    _, (own, to_target) = graded()(weights, frozen, batch_of(random_rows()))
+@pytest.mark.parametrize("changes", [{}, {"trunk": "block", "num_layers": 2}], ids=str)
+def test_gradient_reaches_all_of_the_drafter_and_none_of_the_target(changes):
+    _, weights, frozen = make(**changes)
+    _, (own, to_target) = graded(**changes)(weights, frozen, batch_of(random_rows()))
     assert all(np.any(g) for g in jax.tree.leaves(own))
     assert not any(np.any(g) for g in jax.tree.leaves(to_target))
 
@@ -493,6 +522,8 @@ def _down(grad) -> np.ndarray:
             {"feature_layers": "all"},
             r"model\.feature_layers='all': allowed are low_mid_high and layer numbers",
         ),
+        ("model", {"trunk": "parallel"}, r"model\.trunk='parallel': allowed are recurrent, block"),
+        ("model", {"trunk": 1}, r"model\.trunk=1: allowed are recurrent, block"),
         ("model", {"feature_layers": 2}, r"model\.feature_layers=2: allowed are"),
         ("model", {"feature_layers": [2, 1]}, r"model\.feature_layers=\[2, 1\]: allowed are .* ascending"),
         ("model", {"feature_layers": [1, 1]}, r"model\.feature_layers=\[1, 1\]: allowed are"),
@@ -509,12 +540,13 @@ def test_recipe_errors(section, values, message):
 
 def test_recipe_of_everything():
     values = {
-        "model": {"feature_layers": [0, 1]},
+        "model": {"feature_layers": [0, 1], "trunk": "block", "num_layers": 3},
         "loss": {"divergence": "jsd", "jsd_beta": 0.1, "feature_weight": 1, "feature_steps": 10, "on_policy": 0.25},
     }
     recipe = drafter.DrafterRecipe.from_dict(values, "r.yaml")
     assert recipe.model.feature_layers == (0, 1) and recipe.loss.on_policy == 0.25
-    assert drafter.drafter_config(recipe.model, TARGET).feature_layers == (0, 1)
+    config = drafter.drafter_config(recipe.model, TARGET)
+    assert config.feature_layers == (0, 1) and (config.trunk, config.num_layers) == ("block", 3)
 
 
 def test_feature_layers_of_a_target():
@@ -549,3 +581,32 @@ def test_a_drafter_with_feature_layers_is_stored(tmp_path):
     file.write_text(changed)
     with pytest.raises(ValueError, match=r"fusion.*found shape"):
         convert.read_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_drafter_with_a_block_trunk_is_stored(num_steps, tmp_path):
+    """Its slots too, one a depth behind the first; a configuration that names no trunk is of a recurrent one."""
+    config, weights, _ = make(trunk="block", num_layers=2, num_steps=num_steps)
+    convert.save_drafter(tmp_path, config, weights)
+    found, read = convert.read_drafter(tmp_path)
+    assert found == config and found.trunk == "block"
+    assert ("slots" in read["trunk"]) == (num_steps > 1)
+    jax.tree.map(np.testing.assert_array_equal, read, weights)
+    file = tmp_path / "drafter_config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"trunk": "parallel"}))
+    with pytest.raises(ValueError, match=r"DrafterConfig\.trunk='parallel': allowed are recurrent, block"):
+        convert.read_drafter(tmp_path)
+    file.write_text(json.dumps(values | {"trunk": "recurrent"}))
+    with pytest.raises(ValueError, match=r"no_token"):
+        convert.read_drafter(tmp_path)
+
+
+def test_a_drafter_from_before_there_was_a_choice_of_trunk(tmp_path):
+    config, weights, _ = make()
+    convert.save_drafter(tmp_path, config, weights)
+    file = tmp_path / "drafter_config.json"
+    values = json.loads(file.read_text())
+    assert values.pop("trunk") == "recurrent"
+    file.write_text(json.dumps(values))
+    assert convert.read_drafter(tmp_path)[0] == config

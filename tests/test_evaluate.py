@@ -9,7 +9,7 @@ import pytest
 import toy
 
 import hsd_jax
-from hsd_jax.config import TreeConfig
+from hsd_jax.config import BLOCK, RECURRENT, TreeConfig
 from hsd_jax.params import Params
 from hsd_jax.train import evaluate
 from hsd_jax.types import DraftTree
@@ -17,17 +17,25 @@ from hsd_jax.types import DraftTree
 TREE = TreeConfig(nodes=6, depth=3, width=2)
 
 
-@pytest.fixture(scope="module")
-def params() -> Params:
+def make_params(**changes) -> Params:
     config = toy.setup("llama", "beam").config
     weights = toy.weights("llama")
-    drafter_config = toy.drafter_config(config)
+    drafter_config = toy.drafter_config(config, **changes)
     drafter = toy.make_drafter(drafter_config, config, weights)
     return Params(weights, drafter, config, drafter_config, max_len=128, precision="exact")
 
 
-@pytest.mark.parametrize("temperature, is_hot", [(0.0, False), (1.0, False), (1.0, True)])
-def test_simulated_tau_is_that_of_decoding(params, temperature, is_hot):
+@pytest.fixture(scope="module")
+def params() -> Params:
+    return make_params()
+
+
+@pytest.mark.parametrize(
+    "temperature, trunk, is_hot",
+    [(0.0, RECURRENT, False), (1.0, RECURRENT, False), (1.0, RECURRENT, True), (0.0, BLOCK, False)],
+)
+def test_simulated_tau_is_that_of_decoding(temperature, trunk, is_hot):
+    params = make_params(trunk=trunk)
     if is_hot:
         params = hsd_jax.restrict(params, toy.HOT_IDS)
     prompts = [np.arange(3, 3 + n) % toy.VOCAB for n in (2, 5, 9)]

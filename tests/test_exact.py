@@ -16,8 +16,9 @@ from test_accept import keyed
 from hsd_jax.types import NO_TOKEN
 
 PROPOSERS = ["beam", "chain", "two", "no_embeddings", "layers", "hot", "steered", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
+BLOCK_PROPOSERS = ["block", "block_layers", "steered_block"]
 TABLE = [
-    *[("llama", proposer) for proposer in PROPOSERS],
+    *[("llama", proposer) for proposer in (*PROPOSERS, *BLOCK_PROPOSERS)],
     ("untied", toy.DECOYS_ORACLE),
     pytest.param("qwen", toy.DECOYS_ORACLE, marks=pytest.mark.slow),
     ("gemma", "steered"),
@@ -88,7 +89,7 @@ def test_speculative_text_is_the_plain_text(variant, proposer):
     assert_exact(variant, proposer, call, toy.expected(variant, call))
 
 
-@pytest.mark.parametrize("proposer", ["steered", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE])
+@pytest.mark.parametrize("proposer", ["steered", "steered_block", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE])
 def test_the_oracle_reaches_every_length_of_path(proposer):
     """So the table above has seen every number of accepted tokens, none and the bonus included."""
     call = toy.mixed_call()
@@ -97,9 +98,10 @@ def test_the_oracle_reaches_every_length_of_path(proposer):
     assert (histogram > 0).all(), histogram
 
 
-def test_the_hidden_drafter_is_sometimes_right():
+@pytest.mark.parametrize("proposer", ["beam", "block"])
+def test_the_hidden_drafter_is_sometimes_right(proposer):
     call = toy.mixed_call()
-    setup = toy.setup("llama", "beam")
+    setup = toy.setup("llama", proposer)
     histogram = np.asarray(call.run(setup.decoder, setup.models).stats.accepted_histogram).sum(0)
     assert (histogram[:3] > 0).all(), histogram
 

@@ -1,4 +1,4 @@
-"""The hidden-state drafter: what its recurrence may read, and that both caches hold what a fresh pass computes.
+"""The hidden-state drafter: what its trunk may read, and that both caches hold what a fresh pass computes.
 
 Checks 1, 3 and 4 of methods.md 1.9; the equality of texts (check 6) is `test_exact.py`. The cache checks run under
 the oracle's trees ("steered"), so that every number of accepted tokens goes through commit and pending features.
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import toy
 
-from hsd_jax.config import TreeConfig
+from hsd_jax.config import RECURRENT, TreeConfig
 from hsd_jax.infer.drafters.hidden import hidden_drafter, trunk_states
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models.hidden import base_logits, init_drafter, token_info, trunk_features, trunk_pass
@@ -25,16 +25,20 @@ from hsd_jax.models.target import causal_mask, forward_sequence, lm_head
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 
+TRUNKS = pytest.mark.parametrize("proposer", ["beam", "block"])
+"""The recurrent trunk and the block trunk, of two layers."""
+
+
 @functools.cache
-def jitted_draft():
-    draft, (_, _, keys, _, sampling) = toy.setup("llama", "beam").drafter.draft, toy.mixed_call().arrays()
+def jitted_draft(proposer: str = "beam"):
+    draft, (_, _, keys, _, sampling) = toy.setup("llama", proposer).drafter.draft, toy.mixed_call().arrays()
     return jax.jit(lambda models, state, root, position: draft(models, state, root, position, keys, sampling))
 
 
 @functools.cache
-def mid_state():
+def mid_state(proposer: str = "beam"):
     """Models and the decode state of six rows after three rounds."""
-    setup, call = toy.setup("llama", "beam"), toy.mixed_call()
+    setup, call = toy.setup("llama", proposer), toy.mixed_call()
     state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 3)
     position = state.length - 1
     return setup.models, state, jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0], position
@@ -50,35 +54,36 @@ def perturbed(tree, seed: int = 0):
 
 
 @functools.cache
-def jitted_states():
-    """The recurrence alone: every trunk state of a round, and the cache it leaves."""
-    setup = toy.setup("llama", "beam")
-    num_states = toy.TREES["beam"].depth
+def jitted_states(proposer: str = "beam", num_states: int = toy.TREES["beam"].depth):
+    """The trunk alone: `num_states` states of a round, and the cache it leaves."""
+    setup = toy.setup("llama", proposer)
     return jax.jit(lambda models, state: trunk_states(models, setup.config, setup.drafter_config, num_states, state))
 
 
-def test_states_do_not_see_drafted_tokens():
+@TRUNKS
+def test_states_do_not_see_drafted_tokens(proposer):
     """Other injector weights and another root draft other trees; every state and every cache slot keeps its bits."""
-    models, state, root, position = mid_state()
-    tree, after = jitted_draft()(models, state.drafter, root, position)
+    models, state, root, position = mid_state(proposer)
+    tree, after = jitted_draft(proposer)(models, state.drafter, root, position)
     other = change(models, injector=perturbed(models["drafter"]["injector"]))
     for changed_models, changed_root in ((other, root), (models, (root + 1) % toy.VOCAB)):
-        changed_tree, changed_after = jitted_draft()(changed_models, state.drafter, changed_root, position)
+        changed_tree, changed_after = jitted_draft(proposer)(changed_models, state.drafter, changed_root, position)
         assert (np.asarray(changed_tree.tokens)[:, 1:] != np.asarray(tree.tokens)[:, 1:]).any(1).all()
         jax.tree.map(np.testing.assert_array_equal, changed_after, after)
-    states, cache = jitted_states()(models, state.drafter)
+    states, cache = jitted_states(proposer)(models, state.drafter)
     assert states.shape == (6, toy.TREES["beam"].depth, 32)
-    changed_states, changed_cache = jitted_states()(other, state.drafter)
+    changed_states, changed_cache = jitted_states(proposer)(other, state.drafter)
     np.testing.assert_array_equal(changed_states, states)
     jax.tree.map(np.testing.assert_array_equal, changed_cache, cache)
 
 
+@TRUNKS
 @pytest.mark.parametrize("part", ["trunk", "pending", "next_tokens", "cache"])
-def test_states_see_what_they_should(part):
+def test_states_see_what_they_should(part, proposer):
     """The check above would be empty if nothing moved the states."""
-    models, state, _, _ = mid_state()
+    models, state, _, _ = mid_state(proposer)
     drafter_state = state.drafter
-    states, _ = jitted_states()(models, drafter_state)
+    states, _ = jitted_states(proposer)(models, drafter_state)
     if part == "trunk":
         models = change(models, trunk=perturbed(models["drafter"]["trunk"]))
     elif part == "pending":
@@ -88,7 +93,7 @@ def test_states_see_what_they_should(part):
         drafter_state = drafter_state.replace(cache=cache.replace(values=tuple(v + 1.0 for v in cache.values)))
     else:
         drafter_state = drafter_state.replace(next_tokens=(drafter_state.next_tokens + 1) % toy.VOCAB)
-    changed, _ = jitted_states()(models, drafter_state)
+    changed, _ = jitted_states(proposer)(models, drafter_state)
     has_pending = np.asarray(drafter_state.num_pending) > 0
     moved = (np.asarray(changed) != np.asarray(states)).any(-1)
     assert moved[has_pending].all()
@@ -114,6 +119,47 @@ def test_states_are_those_of_one_long_causal_pass():
         inputs = inputs.at[row, known + step].set(trunk_inputs(drafter, config, out, None))
 
 
+def test_slots_are_those_of_one_long_causal_pass():
+    """The block trunk with a cache against one pass over features and slots in a row, masked by nothing but order."""
+    setup = toy.setup("llama", "block")
+    models, state, _, _ = mid_state("block")
+    states, _ = jitted_states("block")(models, state.drafter)
+    target, drafter, config = models["target"], models["drafter"], setup.drafter_config
+    tokens = jnp.maximum(state.tokens, 0)
+    hidden = forward_sequence(target, setup.config, tokens).hidden
+    embeddings = target["embedding"][jnp.roll(tokens, -1, 1)] * setup.config.embed_scale
+    inputs = trunk_inputs(drafter, config, hidden, embeddings)
+    row = np.flatnonzero(state.drafter.num_pending)
+    last = np.asarray(state.length)[row] - 2  # the feature of the last committed token but one
+    num_states = states.shape[1]
+    for depth in range(1, num_states):
+        inputs = inputs.at[row, last + depth].set(inputs[row, last] + drafter["trunk"]["slots"][depth - 1])
+    out = plain_trunk(drafter, config, inputs)
+    for depth in range(num_states):
+        np.testing.assert_allclose(states[row, depth], out[row, last + depth], rtol=1e-3, atol=1e-4)
+
+
+def test_a_shallow_tree_has_the_first_states_of_a_deep_one():
+    """Slots see only those before them: cost follows depth, and one training serves every depth."""
+    models, state, _, _ = mid_state("block")
+    whole, cache = jitted_states("block", 4)(models, state.drafter)
+    for num_states in (1, 2):
+        states, same = jitted_states("block", num_states)(models, state.drafter)
+        np.testing.assert_allclose(states, whole[:, :num_states], rtol=1e-5, atol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), same, cache)
+
+
+def test_the_first_state_is_the_same_in_both_trunks():
+    """It is what the layers make of the last feature; slots, which stand behind it, do not touch it."""
+    setup = toy.setup("llama", "block")
+    models, state, _, _ = mid_state("block")
+    recurrent = dataclasses.replace(setup.drafter_config, trunk=RECURRENT)
+    trunk = models["drafter"]["trunk"] | {"no_token": jnp.zeros(32)}
+    one, _ = trunk_states(change(models, trunk=trunk), setup.config, recurrent, 1, state.drafter)
+    found, _ = jitted_states("block", 4)(models, state.drafter)
+    np.testing.assert_allclose(found[:, :1], one, rtol=1e-5, atol=1e-5)
+
+
 def trunk_inputs(drafter, config, states, embeddings):
     """What the trunk's first layer reads: states plus embeddings, or plus the vector that says there is none."""
     trunk = drafter["trunk"]
@@ -125,7 +171,7 @@ def trunk_inputs(drafter, config, states, embeddings):
 
 def plain_trunk(drafter, config, x):
     """The blocks of the trunk over whole rows under a causal mask, fed with inputs that are summed already."""
-    bare = dataclasses.replace(config, committed_embeddings=False)
+    bare = dataclasses.replace(config, committed_embeddings=False, trunk=RECURRENT)
     weights = {"trunk": {k: v for k, v in drafter["trunk"].items() if k.startswith("layer_")}}
     batch, num = x.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
@@ -228,10 +274,12 @@ def find_stale_slot(setup: toy.Setup, state) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("variant", ["llama", "gemma"])
-def test_caches_hold_what_fresh_passes_compute(variant):
+@pytest.mark.parametrize(
+    ("variant", "proposer"), [("llama", "steered"), ("gemma", "steered"), ("llama", "steered_block")]
+)
+def test_caches_hold_what_fresh_passes_compute(variant, proposer):
     """After prefill and after every round, until all rows are done and have been carried along for some rounds."""
-    setup, call = toy.setup(variant, "steered"), toy.mixed_call()
+    setup, call = toy.setup(variant, proposer), toy.mixed_call()
     state = call.start(setup.decoder, setup.models)
     assert_lengths(state)
     assert find_stale_slot(setup, state) is None
@@ -248,9 +296,10 @@ def test_caches_hold_what_fresh_passes_compute(variant):
     assert (histogram > 0).all(), histogram
 
 
-def test_caches_hold_what_several_layers_say():
+@pytest.mark.parametrize("proposer", ["layers", "block_layers"])
+def test_caches_hold_what_several_layers_say(proposer):
     """A drafter that reads fused layers, under its own trees: prefill and every round tap them."""
-    setup, call = toy.setup("llama", "layers"), toy.mixed_call()
+    setup, call = toy.setup("llama", proposer), toy.mixed_call()
     assert setup.drafter.taps == setup.drafter_config.feature_layers == (0, 1)
     state = call.start(setup.decoder, setup.models)
     assert find_stale_slot(setup, state) is None

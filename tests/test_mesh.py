@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import hsd_jax
 from hsd_jax import sharding
+from hsd_jax.config import BLOCK, RECURRENT
 from hsd_jax.train import loop
 
 TREE = hsd_jax.TreeConfig(nodes=6, depth=2, width=2)
@@ -28,12 +29,14 @@ needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake
 
 
 @functools.cache
-def params() -> hsd_jax.Params:
+def params(trunk: str = RECURRENT) -> hsd_jax.Params:
     config = toy.target_config(
         vocab_size=32, num_layers=1, num_heads=8, num_kv_heads=4, head_dim=4, intermediate_size=32, tie_embeddings=False
     )
     target = toy.make_target(config)
-    drafter_config = toy.drafter_config(config, num_heads=8, num_kv_heads=4, head_dim=4, intermediate_size=32)
+    drafter_config = toy.drafter_config(
+        config, num_heads=8, num_kv_heads=4, head_dim=4, intermediate_size=32, trunk=trunk
+    )
     drafter = toy.make_drafter(drafter_config, config, target)
     return hsd_jax.Params(target, drafter, config, drafter_config, eos=(7,), max_len=64, precision="exact", tree=TREE)
 
@@ -87,6 +90,17 @@ def test_one_row_and_plain_decoding_on_a_mesh():
     for speculate in (True, False):
         found = hsd_jax.decode(on("data=4,model=2"), PROMPTS[1], seed=1, speculate=speculate, **alone)
         assert_same(found, [1])
+
+
+@needs_devices
+@slow
+def test_a_block_trunk_decodes_on_a_mesh():
+    """Its slots stand whole on every device; the text is that of one device, and of the recurrent trunk."""
+    placed = hsd_jax.place(params(BLOCK), sharding.make_mesh("data=2,model=4"))
+    trunk = placed.drafter["trunk"]
+    assert trunk["slots"].sharding.spec == PartitionSpec(None, None)
+    assert trunk["layer_0"]["mlp"]["up"]["kernel"].sharding.spec == PartitionSpec("model", None)
+    assert_same(hsd_jax.decode(placed, PROMPTS, **CALL), [0, 1, 2])
 
 
 @pytest.fixture

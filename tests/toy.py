@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.config import FULL, SLIDING, DrafterConfig, ModelConfig, RopeConfig, TreeConfig
+from hsd_jax.config import BLOCK, FULL, SLIDING, DrafterConfig, ModelConfig, RopeConfig, TreeConfig
 from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.hidden import hidden_drafter
@@ -298,8 +298,20 @@ TREES = {
     "no_embeddings": TreeConfig(nodes=6, depth=2, width=2),
     "layers": TreeConfig(nodes=6, depth=2, width=2),
     "hot": TreeConfig(nodes=8, depth=3, width=2),
+    "block": TreeConfig(nodes=10, depth=3, width=3),
+    "block_layers": TreeConfig(nodes=6, depth=2, width=2),
 }
 """Trees of the hidden-state drafter, by the name of the proposer in `setup`."""
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "no_embeddings": {"committed_embeddings": False},
+    "layers": {"feature_layers": (0, 1)},
+    "block": {"trunk": BLOCK, "num_layers": 2},
+    "block_layers": {"trunk": BLOCK, "feature_layers": (0, 1), "committed_embeddings": False},
+    "steered_block": {"trunk": BLOCK},
+}
+"""What these proposers change of `drafter_config`."""
+
 
 HOT_IDS = np.flatnonzero(np.arange(VOCAB) % 3 != 1).astype(np.int32)
 """What the proposer "hot" may draft: two thirds of the tokens, so that texts are full of cold ones."""
@@ -336,11 +348,10 @@ def setup(variant: str = "llama", proposer: str = "plain") -> Setup:
 
     Args:
       proposer: "plain" for none, a name in TREES for the hidden-state drafter, CHAIN_ORACLE or DECOYS_ORACLE, or
-        "steered".
+        "steered" or "steered_block" for the trunk under the oracle's trees.
     """
     config, target = VARIANTS[variant], weights(variant)
-    layers = (0, 1) if proposer == "layers" else ()
-    wanted = drafter_config(config, committed_embeddings=proposer != "no_embeddings", feature_layers=layers)
+    wanted = drafter_config(config, **DRAFTERS.get(proposer, {}))
     drafter, drafter_weights = None, None
     if proposer in TREES:
         drafter_weights = make_drafter(wanted, config, target)
@@ -351,7 +362,7 @@ def setup(variant: str = "llama", proposer: str = "plain") -> Setup:
     elif proposer in (CHAIN_ORACLE, DECOYS_ORACLE):
         drafter = oracle_drafter(CHAIN if proposer == CHAIN_ORACLE else DECOYS)
         drafter_weights = oracle_table(long_text(variant), WRONG_SHARE)
-    elif proposer == "steered":
+    elif proposer in ("steered", "steered_block"):
         drafter = steered(hidden_drafter(config, wanted, TREES["chain"]), oracle_drafter(DECOYS))
         drafter_weights = make_drafter(wanted, config, target) | oracle_table(long_text(variant), WRONG_SHARE)
     elif proposer != "plain":

@@ -1,8 +1,10 @@
 """The hidden-state drafter's weights: a token-free trunk, the fusion in front of it, and the token-info injector.
 
-The trunk maps a state that predicts position t to one that predicts position t + 1; it reads the target's features of
-committed positions and its own earlier states, never a drafted token (Lyanna, arXiv:2602.21224). The injector adds
-what the previous token says, behind the LM head, as a low-rank bias. Read next: `infer/drafters/hidden.py`.
+The trunk reads the target's features of committed positions and gives K states, one for each position ahead; it never
+sees a drafted token. Recurrent, it maps a state that predicts position t to one that predicts t + 1 (Lyanna,
+arXiv:2602.21224); as a block, it gives all states in one pass over learned slots (as DFlash and DSpark do, methods.md
+1.4). The injector adds what the previous token says, behind the LM head, as a low-rank bias. Read next:
+`infer/drafters/hidden.py`.
 """
 
 from __future__ import annotations
@@ -15,37 +17,58 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import FULL, DrafterConfig, ModelConfig
+from hsd_jax.config import BLOCK, FULL, RECURRENT, DrafterConfig, ModelConfig
 from hsd_jax.models.layers import Block, RMSNorm, Weight, attend, linears, matmul, rms_norm, rope_table
-from hsd_jax.models.target import layer_masks, lm_head, logits_of_rows
+from hsd_jax.models.target import causal_mask, layer_masks, lm_head, logits_of_rows
 from hsd_jax.types import KVCache, NewKV, Weights
 
 
 class Trunk(nn.Module):
-    """Decoder layers over states. `embeddings` are those of committed tokens; drafted positions have none."""
+    """Decoder layers over states. `embeddings` are those of committed tokens; drafted positions have none.
+
+    In a block trunk `num_slots` slots follow the states of a pass; `slots_behind` [B] says behind which state they
+    stand. `positions` and `new_mask` then cover both.
+    """
 
     config: DrafterConfig
 
-    @nn.compact
-    def __call__(self, states, embeddings, positions, new_mask, cache, earlier):
+    def setup(self):
         c = self.config
-        x = states
+        self.layer = [Block(c) for _ in range(c.num_layers)]
         if c.committed_embeddings:
-            no_token = self.param("no_token", nn.initializers.zeros, (c.hidden_size,)).astype(jnp.float32)
-            if embeddings is None:
-                x = x + no_token
-            else:
-                embeddings = RMSNorm(c.norm_eps, name="embedding_norm")(embeddings)
-                x = x + linears(embeddings, Weight(c.hidden_size, c.hidden_size, init_std=0.01, name="embedding_in"))[0]
+            self.embedding_norm = RMSNorm(c.norm_eps)
+            self.embedding_in = Weight(c.hidden_size, c.hidden_size, init_std=0.01)
+            if c.trunk == RECURRENT:
+                self.no_token = self.param("no_token", nn.initializers.zeros, (c.hidden_size,))
+        if c.trunk == BLOCK and c.num_steps > 1:
+            self.slots = self.param("slots", nn.initializers.zeros, (c.num_steps - 1, c.hidden_size))
+
+    def inputs(self, states, embeddings):
+        """What the first layer reads at features of committed positions, or at the trunk's own states."""
+        if not self.config.committed_embeddings:
+            return states
+        if embeddings is None:
+            return states + self.no_token.astype(jnp.float32)
+        return states + linears(self.embedding_norm(embeddings), self.embedding_in)[0]
+
+    def slot_inputs(self, last, num_slots):
+        """What it reads at the slots [..., S, H] behind the committed position whose input is `last` [..., H]."""
+        return last[..., None, :] + self.slots[:num_slots].astype(jnp.float32)
+
+    def __call__(self, states, embeddings, positions, new_mask, cache, earlier, num_slots=0, slots_behind=None):
+        c, x = self.config, self.inputs(states, embeddings)
+        if num_slots:
+            last = jnp.take_along_axis(x, slots_behind[:, None, None], 1)[:, 0]
+            x = jnp.concatenate([x, self.slot_inputs(last, num_slots)], 1)
         table = rope_table(c.rope, c.head_dim, positions)
         masks = layer_masks(_NO_WINDOW, positions, new_mask, cache)[FULL]
         keys, values = [], []
-        for layer in range(c.num_layers):
-            cached = None if cache is None else (cache.keys[layer], cache.values[layer])
+        for i, layer in enumerate(self.layer):
+            cached = None if cache is None else (cache.keys[i], cache.values[i])
             see = attend
             if earlier is not None:
-                see = functools.partial(_attend_behind, (earlier.keys[layer], earlier.values[layer]))
-            x, (key, value) = Block(c, name=f"layer_{layer}")(x, table, masks[0], cached, masks[1], see)
+                see = functools.partial(_attend_behind, (earlier.keys[i], earlier.values[i]))
+            x, (key, value) = layer(x, table, masks[0], cached, masks[1], see)
             keys.append(key)
             values.append(value)
         return x, NewKV(tuple(keys), tuple(values))
@@ -81,8 +104,6 @@ def trunk_pass(
     Returns:
       The next states, before the output norm, and keys and values to commit or to drop.
     """
-    if not config.committed_embeddings:
-        embeddings = None
     variables = {"params": weights["trunk"]}
     output = Trunk(config).apply(variables, states, embeddings, positions, new_mask, cache, earlier)
     return cast(tuple[Array, NewKV], output)
@@ -95,6 +116,90 @@ def embed_committed(
     if not config.committed_embeddings:
         return None
     return target_weights["embedding"][tokens].astype(jnp.float32) * target_config.embed_scale
+
+
+def trunk_inputs(
+    weights: Weights,
+    config: DrafterConfig,
+    states: Float[Array, "B N H"],
+    embeddings: Float[Array, "B N H"] | None,
+) -> Float[Array, "B N H"]:
+    """What the first layer of `trunk_pass` reads at these states."""
+    return cast(Array, Trunk(config).apply({"params": weights["trunk"]}, states, embeddings, method="inputs"))
+
+
+def slot_inputs(
+    weights: Weights, config: DrafterConfig, last: Float[Array, "B A H"], num_slots: int
+) -> Float[Array, "B A S H"]:
+    """What it reads at the S slots behind committed positions whose own inputs are `last`."""
+    return cast(Array, Trunk(config).apply({"params": weights["trunk"]}, last, num_slots, method="slot_inputs"))
+
+
+def recurrent_states(
+    weights: Weights,
+    config: DrafterConfig,
+    features: Float[Array, "B M H"],
+    embeddings: Float[Array, "B M H"] | None,
+    num_features: Int[Array, "B"],
+    num_states: int,
+    cache: KVCache,
+) -> tuple[Float[Array, "B K H"], NewKV]:
+    """K = `num_states` states of the recurrent trunk: one pass over the features, then K - 1 over the state before.
+
+    Args:
+      features: those of committed positions behind the cache, of which `num_features` a row count.
+    Returns:
+      The states, before the output norm, and keys and values of the features; those of the states are dropped.
+    """
+    batch, num = features.shape[:2]
+    positions = cache.length[:, None] + jnp.arange(num)
+    out, kv = trunk_pass(weights, config, features, embeddings, positions, causal_mask(batch, num), cache)
+    last = jnp.maximum(num_features - 1, 0)[:, None, None]
+    states, earlier = [jnp.take_along_axis(out, last, 1)], kv
+    is_feature = (jnp.arange(num) < num_features[:, None])[:, None]
+    for step in range(1, num_states):
+        position = (cache.length + num_features + step - 1)[:, None]
+        sees = jnp.concatenate([is_feature, jnp.ones((batch, 1, step), bool)], -1)
+        out, own = trunk_pass(weights, config, states[-1], None, position, sees, cache, earlier)
+        states.append(out)
+        earlier = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 2), earlier, own)
+    return jnp.concatenate(states, 1), kv
+
+
+def block_states(
+    weights: Weights,
+    config: DrafterConfig,
+    features: Float[Array, "B M H"],
+    embeddings: Float[Array, "B M H"] | None,
+    num_features: Int[Array, "B"],
+    num_states: int,
+    cache: KVCache,
+) -> tuple[Float[Array, "B K H"], NewKV]:
+    """K = `num_states` states of the block trunk, in one pass over the features and K - 1 slots behind them.
+
+    The first state is what the trunk makes of the last feature, as in the recurrence: that node is the first slot.
+    The slot of depth k stands k - 1 positions further. It starts as the last feature does, its embedding included,
+    plus a vector learned for its depth, and sees the features and the slots up to itself. Features see no slot, so
+    what is committed of them does not depend on K; nor do the states of the lower depths.
+
+    Args, Returns: as `recurrent_states`.
+    """
+    (batch, num), num_slots = features.shape[:2], num_states - 1
+    offsets = [jnp.broadcast_to(jnp.arange(num), (batch, num)), num_features[:, None] + jnp.arange(num_slots)]
+    positions = cache.length[:, None] + jnp.concatenate(offsets, 1)
+    node = jnp.arange(num + num_slots)
+    is_padding = (num_features[:, None] <= node) & (node < num)
+    sees = causal_mask(batch, num + num_slots) & ~((node >= num)[:, None] & is_padding[:, None])
+    last = jnp.maximum(num_features - 1, 0)
+    variables = {"params": weights["trunk"]}
+    output = Trunk(config).apply(variables, features, embeddings, positions, sees, cache, None, num_slots, last)
+    out, kv = cast(tuple[Array, NewKV], output)
+    states = jnp.concatenate([jnp.take_along_axis(out, last[:, None, None], 1), out[:, num:]], 1)
+    return states, jax.tree.map(lambda x: x[:, :, :num], kv)
+
+
+STATES = {RECURRENT: recurrent_states, BLOCK: block_states}
+"""How the states of a round are computed, by the kind of trunk."""
 
 
 def trunk_features(
@@ -160,8 +265,6 @@ def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
     state = jnp.zeros((1, 1, config.hidden_size))
     mask = jnp.ones((1, 1, 1), bool)
     trunk = Trunk(config).init(trunk_key, state, state, one, mask, None, None)["params"]
-    if config.committed_embeddings:  # created only on the pass without embeddings
-        trunk = dict(trunk, no_token=jnp.zeros(config.hidden_size))
     fusion = {}
     if width:
         kernel = jax.random.normal(jax.random.fold_in(key, 1), (config.hidden_size, width)) * width**-0.5

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import DrafterConfig, ModelConfig, at_least
+from hsd_jax.config import RECURRENT, TRUNKS, DrafterConfig, ModelConfig, at_least
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.hidden import embed_committed, trunk_features
 from hsd_jax.models.hot import attach
@@ -41,6 +41,9 @@ LOW_MID_HIGH = "low_mid_high"
 class DrafterModel:
     """The drafter's own sizes; everything else follows from the target. None: as the target."""
 
+    trunk: str = RECURRENT
+    """recurrent: num_steps passes over one state each; block: one pass over num_steps slots, which affords 2 to 5
+    layers."""
     num_layers: int = 1
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -62,6 +65,8 @@ class DrafterModel:
         at_least("model", self, num_layers=1, num_steps=1, rank=1)
         if self.hot_vocab is not None and not 0 < self.hot_vocab < 1:
             raise ValueError(f"model.hot_vocab={self.hot_vocab}: allowed is 0 < hot_vocab < 1, and null for all tokens")
+        if self.trunk not in TRUNKS:
+            raise ValueError(f"model.trunk={self.trunk!r}: allowed are {', '.join(TRUNKS)}")
         layers = self.feature_layers
         if layers != LOW_MID_HIGH and not DrafterConfig.are_layers(layers):
             shown = list(layers) if isinstance(layers, tuple) else layers
@@ -156,6 +161,7 @@ def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = 
         )
     config = DrafterConfig(
         hidden_size=target.hidden_size,
+        trunk=model.trunk,
         num_layers=model.num_layers,
         vocab_size=target.vocab_size,
         num_steps=model.num_steps,

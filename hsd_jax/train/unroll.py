@@ -1,9 +1,10 @@
-"""The trunk's K steps from many anchors at once, on its own states: training sees what inference computes.
+"""The trunk's K states from many anchors at once, as a round would compute them: training sees what inference sees.
 
 An anchor a is the position of the last committed feature of a round whose root is token a + 1. Its first state reads
-the committed entries 0..a; state k + 1 is fed state k at position a + k and also sees states 1..k of the same anchor
-(EAGLE-3's training-time test, with no token in the recurrence). Equal to `models.hidden.trunk_pass` round by round,
-which a test holds it to. Read next: `drafter.py`.
+the committed entries 0..a; state k + 1 stands at position a + k and also sees what stands between, of the same anchor.
+The recurrent trunk feeds it state k (EAGLE-3's training-time test, with no token in the recurrence), the block trunk
+slot k, all slots at once. Equal to `models.hidden.STATES` round by round, which a test holds it to. Read next:
+`drafter.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import DrafterConfig
-from hsd_jax.models.layers import MASKED, Block, matmul, rms_norm, rope_table
+from hsd_jax.config import BLOCK, DrafterConfig
+from hsd_jax.models.hidden import slot_inputs, trunk_inputs
+from hsd_jax.models.layers import MASKED, Block, rope_table
 from hsd_jax.models.target import causal_mask
 from hsd_jax.types import Weights
 
@@ -61,6 +63,38 @@ def attend_own(
     return out
 
 
+def attend_slots(
+    query: Float[Array, "B G n E"],
+    new: KV,
+    new_mask: None,
+    committed: KV,
+    committed_mask: Bool[Array, "B 1 n T"],
+    scale: float,
+    softcap: float | None,
+    *,
+    num_slots: int,
+) -> Float[Array, "B G n E"]:
+    """`layers.attend` where each slot sees committed entries under a mask, and its anchor's slots up to itself.
+
+    The nodes of a pass are slots, anchor by anchor. As in `attend_own`, memory grows with A S (T + S).
+
+    Args:
+      new: keys and values of all slots [B, G, A S, E].
+      num_slots: S, of an anchor.
+    """
+    del new_mask, softcap
+    batch, groups, nodes, width = query.shape
+    keys, values = (x.reshape(batch, groups, -1, num_slots, width) for x in new)
+    per_anchor = query.reshape(batch, groups, keys.shape[2], -1, width)
+    sees = jnp.repeat(jnp.tril(jnp.ones((num_slots, num_slots), bool)), per_anchor.shape[3] // num_slots, axis=0)
+    own_scores = jnp.where(sees, jnp.einsum("bgane,bgase->bgans", per_anchor, keys) * scale, MASKED)
+    scores = jnp.where(committed_mask, jnp.einsum("bgne,bgte->bgnt", query, committed[0]) * scale, MASKED)
+    mix = jax.nn.softmax(jnp.concatenate([scores, own_scores.reshape(batch, groups, nodes, -1)], -1), -1)
+    out = jnp.einsum("bgnt,bgte->bgne", mix[..., : scores.shape[-1]], committed[1])
+    shares = mix[..., scores.shape[-1] :].reshape(own_scores.shape)
+    return out + jnp.einsum("bgans,bgase->bgane", shares, values).reshape(out.shape)
+
+
 def _take(values: Float[Array, "B T ..."], anchors: Int[Array, "B A"]) -> Float[Array, "B A ..."]:
     return jax.vmap(lambda v, a: v[a])(values, anchors)
 
@@ -79,23 +113,17 @@ def unroll(
       embeddings: the target's embedding of the token behind each position; None without committed embeddings.
       anchors: positions in 0..T-1, in any order.
     """
-    trunk, batch, num = weights["trunk"], features.shape[0], features.shape[1]
+    batch, num = features.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
     table = rope_table(config.rope, config.head_dim, positions)
     causal = causal_mask(batch, num)
     mask = positions[:, None, :] <= anchors[:, :, None]
 
-    def block(layer: int, *args, **options) -> tuple[Array, KV]:
-        return cast(tuple[Array, KV], Block(config).apply({"params": trunk[f"layer_{layer}"]}, *args, **options))
-
-    x = features
-    if config.committed_embeddings:
-        assert embeddings is not None, "the drafter reads embeddings of committed tokens: pass them"
-        embeddings = rms_norm(embeddings, trunk["embedding_norm"]["weight"].astype(jnp.float32), config.norm_eps)
-        x = x + matmul(embeddings, trunk["embedding_in"]["kernel"])
+    assert embeddings is not None or not config.committed_embeddings, "the drafter reads embeddings of committed tokens"
+    inputs = x = trunk_inputs(weights, config, features, embeddings)
     committed: list[KV] = []
     for layer in range(config.num_layers):
-        before, (x, kv) = x, block(layer, x, table, causal, None, None)
+        before, (x, kv) = x, _block(weights, config, layer, x, table, causal, None, None)
         committed.append(kv)
 
     # Step 1 once more, for the anchors only, through the last layer: of the pass above XLA then keeps no more than
@@ -103,16 +131,61 @@ def unroll(
     first = functools.partial(attend_own, own=None)
     at_anchors = rope_table(config.rope, config.head_dim, anchors)
     last = config.num_layers - 1
-    state, _ = block(last, _take(before, anchors), at_anchors, None, committed[last], mask, attend_fn=first)
-    states: list[Array] = [state]
+    state, _ = _block(
+        weights, config, last, _take(before, anchors), at_anchors, None, committed[last], mask, attend_fn=first
+    )
+    if config.num_steps == 1:
+        return state[:, :, None]
+    if config.trunk == BLOCK:
+        later = _all_slots(weights, config, _take(inputs, anchors), anchors, committed, mask)
+    else:
+        later = _recurrence(weights, config, state, anchors, committed, mask)
+    return jnp.concatenate([state[:, :, None], later], 2)
+
+
+def _block(weights: Weights, config: DrafterConfig, layer: int, *args, **options) -> tuple[Array, KV]:
+    """One layer of the trunk."""
+    output = Block(config).apply({"params": weights["trunk"][f"layer_{layer}"]}, *args, **options)
+    return cast(tuple[Array, KV], output)
+
+
+def _recurrence(
+    weights: Weights,
+    config: DrafterConfig,
+    state: Float[Array, "B A H"],
+    anchors: Int[Array, "B A"],
+    committed: list[KV],
+    mask: Bool[Array, "B A T"],
+) -> Float[Array, "B A K-1 H"]:
+    """g_2..g_K of every anchor, each from the one before; `state` is g_1."""
+    states: list[Array] = []
     own: list[tuple[KV, ...]] = [()] * config.num_layers
     for step in range(1, config.num_steps):
         at = rope_table(config.rope, config.head_dim, anchors + step)
-        if config.committed_embeddings:
-            state = state + trunk["no_token"].astype(jnp.float32)
+        state = trunk_inputs(weights, config, state, None)
         for layer in range(config.num_layers):
             see = functools.partial(attend_own, own=own[layer])
-            state, kv = block(layer, state, at, None, committed[layer], mask, attend_fn=see)
+            state, kv = _block(weights, config, layer, state, at, None, committed[layer], mask, attend_fn=see)
             own[layer] = (*own[layer], kv)
         states.append(state)
     return jnp.stack(states, 2)
+
+
+def _all_slots(
+    weights: Weights,
+    config: DrafterConfig,
+    last: Float[Array, "B A H"],
+    anchors: Int[Array, "B A"],
+    committed: list[KV],
+    mask: Bool[Array, "B A T"],
+) -> Float[Array, "B A K-1 H"]:
+    """g_2..g_K of every anchor in one pass over K - 1 slots each; `last` is the trunk's input at the anchors."""
+    (batch, num), num_slots = anchors.shape, config.num_steps - 1
+    x = slot_inputs(weights, config, last, num_slots).reshape(batch, num * num_slots, -1)
+    positions = anchors[:, :, None] + 1 + jnp.arange(num_slots)
+    table = rope_table(config.rope, config.head_dim, positions.reshape(batch, -1))
+    mask = jnp.repeat(mask, num_slots, axis=1)
+    see = functools.partial(attend_slots, num_slots=num_slots)
+    for layer in range(config.num_layers):
+        x, _ = _block(weights, config, layer, x, table, None, committed[layer], mask, attend_fn=see)
+    return x.reshape(batch, num, num_slots, -1)

@@ -1,7 +1,7 @@
-"""The hidden-state drafter: K token-free trunk steps, one batched head, a tree with token information.
+"""The hidden-state drafter: K token-free trunk states, one batched head, a tree with token information.
 
-The recurrence reads the target's features and its own states only; drafted tokens first appear in `grow_tree`
-(Lyanna, arXiv:2602.21224; methods.md 1.5). Weights and their modules live in `models/hidden.py`.
+The trunk reads the target's features and its own states only; drafted tokens first appear in `grow_tree` (Lyanna,
+arXiv:2602.21224; methods.md 1.5). Weights and their modules live in `models/hidden.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.hidden import base_logits, embed_committed, token_info, trunk_features, trunk_pass
+from hsd_jax.models.hidden import STATES, base_logits, embed_committed, token_info, trunk_features, trunk_pass
 from hsd_jax.models.target import causal_mask
 from hsd_jax.types import Drafter, DrawLaw, KVCache, ModelOutput, SamplingParams, Verdict
 
@@ -44,27 +44,11 @@ def trunk_states(
     models, target_config: ModelConfig, config: DrafterConfig, num_states: int, state: HiddenState
 ) -> tuple[Float[Array, "B K H"], KVCache]:
     """K = `num_states` token-free states, and the trunk's cache with the pending features committed."""
-    weights, cache = models["drafter"], state.cache
-    batch, max_pending = state.pending.shape[:2]
-    out, kv = trunk_pass(
-        weights,
-        config,
-        state.pending,
-        embed_committed(models["target"], target_config, config, state.next_tokens),
-        cache.length[:, None] + jnp.arange(max_pending),
-        causal_mask(batch, max_pending),
-        cache,
+    embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
+    states, kv = STATES[config.trunk](
+        models["drafter"], config, state.pending, embeddings, state.num_pending, num_states, state.cache
     )
-    last = jnp.maximum(state.num_pending - 1, 0)[:, None, None]
-    states, earlier = [jnp.take_along_axis(out, last, 1)], kv
-    is_pending = (jnp.arange(max_pending) < state.num_pending[:, None])[:, None]
-    for step in range(1, num_states):
-        position = (cache.length + state.num_pending + step - 1)[:, None]
-        sees = jnp.concatenate([is_pending, jnp.ones((batch, 1, step), bool)], -1)
-        out, own = trunk_pass(weights, config, states[-1], None, position, sees, cache, earlier)
-        states.append(out)
-        earlier = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 2), earlier, own)
-    return jnp.concatenate(states, 1), cache_lib.commit(cache, kv, None, state.num_pending, after=states[-1])
+    return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
 
 
 def hidden_drafter(
