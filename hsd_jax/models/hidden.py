@@ -57,7 +57,7 @@ class Trunk(nn.Module):
 
     def __call__(self, states, embeddings, positions, new_mask, cache, earlier, num_slots=0, slots_behind=None):
         c, x = self.config, self.inputs(states, embeddings)
-        if num_slots:
+        if num_slots and slots_behind is not None:
             last = jnp.take_along_axis(x, slots_behind[:, None, None], 1)[:, 0]
             x = jnp.concatenate([x, self.slot_inputs(last, num_slots)], 1)
         table = rope_table(c.rope, c.head_dim, positions)
