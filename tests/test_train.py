@@ -237,6 +237,21 @@ def test_force_continues_with_another_recipe(files, tmp_path, standard_dtypes):
     assert note["recipe"]["train"]["steps"] == 6 and note["recipe"]["target"] and note["revision"] and note["rows"]
 
 
+def test_a_recipe_of_an_older_version_is_continued(tmp_path):
+    """A key it does not know yet has its default; another value of it is another recipe."""
+    values = dict(DRAFTER_VALUES, model=dict(DRAFTER_VALUES["model"], hot_vocab=0.5))
+    plain, changed = (drafter.DrafterRecipe.from_dict(v, "recipe") for v in (DRAFTER_VALUES, values))
+    run._claim(tmp_path, False, plain, kind="drafter")
+    stored = json.loads((tmp_path / "recipe.json").read_text())
+    del stored["model"]["hot_vocab"]
+    (tmp_path / "recipe.json").write_text(json.dumps(stored))
+    assert run._claim(tmp_path, False, plain, kind="drafter")["model"]["hot_vocab"] is None
+    with pytest.raises(ValueError, match=r"another recipe: model\.hot_vocab is None there and 0\.5 here"):
+        run._claim(tmp_path, False, changed, kind="drafter")
+    with pytest.raises(ValueError, match=r"kind is 'drafter' there and 'target' here"):
+        run._claim(tmp_path, False, plain, kind="target")
+
+
 def wait_for(folder: Path) -> None:
     """Checkpoints are written beside the training."""
     end = time.monotonic() + 30

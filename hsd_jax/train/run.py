@@ -318,13 +318,22 @@ def _claim(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
         raise ValueError(f"{path}: not JSON ({error}); choose another folder") from error
     here = _flatten(values)
     for key in [*here, *there]:
-        if key not in here or key not in there or here[key] != there[key]:
+        old = there.get(key, _default(recipe, key))
+        if key not in here or here[key] != old:
             raise ValueError(
-                f"{out} holds a run with another recipe: {key} is {there.get(key, 'missing')!r} there and"
+                f"{out} holds a run with another recipe: {key} is {old!r} there and"
                 f" {here.get(key, 'missing')!r} here; choose another folder, the same recipe to"
                 " continue, or --force to continue with this one"
             )
     return values
+
+
+def _default(recipe: Any, key: str) -> Any:
+    """What a recipe meant that was written before `section.key` existed; "missing" if there is no such default."""
+    section, _, name = key.partition(".")
+    config = getattr(recipe, section, None)
+    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    return {field.name: field.default for field in fields}.get(name, "missing")
 
 
 def _describe(report: Report, kind: str, params: Any, rows: data.Rows, train: LoopConfig) -> None:
