@@ -4,9 +4,10 @@ Each run is `hsd train drafter` with some keys set otherwise; it is judged by si
 on what the target writes behind held-out prompts. Results: a table (Markdown), a plot of tau against training tokens.
 
     python benchmarks/one_change.py --target DIR --config configs/demo_drafter.yaml --runs benchmarks/one_change.yaml \
-        --prompts dialogues=dev.jsonl gsm8k=test.jsonl --half report --limit 24 --out runs/one-change
+        --prompts dialogues=dev.jsonl --half tune --limit 32 --out runs/one-change
 
-A run that is complete is not trained again, so the list of runs may grow.
+A run that is complete is not trained again, so the list of runs may grow. Recipes are chosen on the `tune` half of the
+prompts; the `report` half is for the drafter that was chosen.
 """
 
 from __future__ import annotations
@@ -15,27 +16,31 @@ import argparse
 import json
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from hsd_jax.cli import options
 from hsd_jax.cli.prompts import read_prompts
 from hsd_jax.cli.train import read_recipe
 from hsd_jax.models import convert
-from hsd_jax.params import Params
+from hsd_jax.params import Params, end_tokens
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.train import evaluate, journal, run
 from hsd_jax.train.drafter import DrafterRecipe
 
 
 def write_texts(params: Params, args: argparse.Namespace) -> dict[str, evaluate.Texts]:
-    """Greedy and sampled texts behind the prompts of each file, made once."""
+    """Greedy and sampled texts behind the prompts of each file; made once for a target, prompts and lengths."""
     tokenizer, texts = Tokenizer(args.target), {}
+    target_hash = convert.weights_hash(params.target)
     for named in args.prompts:
         name, _, file = named.partition("=")
         prompts = read_prompts([file], lambda text: len(tokenizer.encode(text)), args.half, args.limit)
-        tokens = [tokenizer.encode(p.text) for p in prompts]
+        tokens = [np.asarray(tokenizer.encode(p.text)) for p in prompts]
         for law, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-            path = Path(args.out) / f"{name}-{law}-{len(prompts)}.npz"
+            config = evaluate.EvalConfig(max_new_tokens=args.max_new_tokens, temperature=temperature or 1.0)
+            key = evaluate.texts_key(target_hash, tokens, config, params.eos)
+            path = Path(args.out) / f"{name}-{law}-{key}.npz"
             if not path.is_file():
                 options.say(f"the target writes {len(prompts)} {law} texts behind {name}")
                 evaluate.write_texts(params, tokens, args.max_new_tokens, temperature, seed=0).save(path)
@@ -44,14 +49,12 @@ def write_texts(params: Params, args: argparse.Namespace) -> dict[str, evaluate.
 
 
 def train(name: str, about: dict, args: argparse.Namespace) -> Path:
-    """The folder of the run, trained unless it is complete."""
-    out = Path(args.out) / name
-    values = read_recipe(args.config, [*args.set, *about.get("set", [])])
-    recipe = DrafterRecipe.from_dict(values, name)
-    if not ((out / "curves.png").is_file() and (out / "drafter").is_dir()):
-        options.say(f"run {name}")
-        run.train_drafter(args.target, about.get("data", args.data), out, recipe, report=options.say)
-    return out
+    """The folder of the run's drafter; a run that is complete has no step left to train."""
+    recipe = DrafterRecipe.from_dict(read_recipe(args.config, [*args.set, *about.get("set", [])]), name)
+    options.say(f"run {name}")
+    return run.train_drafter(
+        args.target, about.get("data", args.data), Path(args.out) / name, recipe, report=options.say
+    )
 
 
 def main() -> None:
@@ -60,7 +63,7 @@ def main() -> None:
     parser.add_argument("--config", help="the base recipe")
     parser.add_argument("--set", action="append", default=[], help="changes the base recipe, of all runs")
     parser.add_argument("--data", nargs="+", required=True, help="of runs that name none")
-    parser.add_argument("--runs", required=True, help="YAML: name: {set: [key=value, ...], data: [file, ...]}")
+    parser.add_argument("--runs", required=True, help="YAML, name: {set: [KEY=VALUE, ...], data: [FILE, ...]}")
     parser.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE")
     parser.add_argument("--half", choices=("tune", "report"))
     parser.add_argument("--limit", type=int, default=24, help="prompts of each file")
@@ -71,21 +74,18 @@ def main() -> None:
     runs = yaml.safe_load(Path(args.runs).read_text(encoding="utf-8"))
     config = convert.read_config(args.target)
     target = convert.read_weights(args.target, config, "float32")
-    texts = write_texts(Params(target, None, config, max_len=config.max_position), args)
+    eos = end_tokens(args.target, config, Tokenizer.find(args.target))
+    texts = write_texts(Params(target, None, config, eos=eos, max_len=config.max_position), args)
     found = {}
     print("| run | " + " | ".join(f"tau, {k}" for k in texts) + " | chain acceptance by depth, greedy | overlap |")
     print("|---|" + "---|" * (len(texts) + 2))
     for name, about in runs.items():
-        out = train(name, about or {}, args)
-        judged = out / "table.json"
-        if not judged.is_file():
-            drafter_config, drafter = convert.read_drafter(out / "drafter", "float32")
-            models = drafter, drafter_config, target, config
-            tree = evaluate.EvalConfig().tree(drafter_config.num_steps)
-            values = {kind: evaluate.simulate(*models, text, tree) for kind, text in texts.items()}
-            judged.write_text(json.dumps(values))
-        found[name] = json.loads(judged.read_text())
+        drafter_config, drafter = convert.read_drafter(train(name, about or {}, args), "float32")
+        models = drafter, drafter_config, target, config
+        tree = evaluate.EvalConfig().tree(drafter_config.num_steps)
+        found[name] = {kind: evaluate.simulate(*models, text, tree) for kind, text in texts.items()}
         print_row(name, found[name], list(texts))
+    (Path(args.out) / "table.json").write_text(json.dumps(found, indent=1))
     draw(args.out, found)
 
 

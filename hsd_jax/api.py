@@ -109,7 +109,7 @@ def decode(
       speculate: False decodes plainly.
       eos: end tokens in place of the checkpoint's; () for none.
       pad_rows: rows a plain pass is padded to (see `infer/plain.py`).
-      accept: rule that judges drafts: "match", or "recursive", which accepts more above a temperature of about 0.5.
+      accept: rule that judges drafts: "match", or "recursive", which is meant for sampling and drawn trees.
       draw: how trees choose their tokens: "arbitrary" (the likeliest), "independent" or "without_replacement" (drawn);
         None: what suits the rule. "recursive" is lossless for drawn trees only.
     Raises:

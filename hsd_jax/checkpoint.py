@@ -97,3 +97,15 @@ def write_json(path: str | Path, value: Any) -> None:
     temporary = path.with_suffix(path.suffix + ".tmp")
     temporary.write_text(json.dumps(value, indent=2) + "\n")
     temporary.replace(path)
+
+
+def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Puts a freshly written folder in the place of `folder`; a kill leaves the old one, the new one, or both."""
+    new, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    write(new)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

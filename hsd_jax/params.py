@@ -99,13 +99,10 @@ def load(
     if max_len is not None and not 1 < max_len <= longest:
         raise ValueError(f"max_len={max_len}: allowed are 2 to {longest}, the model's max_position_embeddings")
     tokenizer = Tokenizer.find(target)
-    eos = convert.read_eos(target)
-    if not eos and tokenizer is not None and tokenizer.eos_id is not None:
-        eos = (tokenizer.eos_id,)
-    eos = tuple(token for token in eos if token < config.vocab_size)  # one that cannot be drawn ends nothing
+    eos = end_tokens(target, config, tokenizer)
     if tree is None and drafter_config is not None:
         depth, width = min(DEFAULT_TREE.depth, drafter_config.num_steps), DEFAULT_TREE.width
-        tree = TreeConfig(min(DEFAULT_TREE.nodes, 1 + width + (depth - 1) * width**2), depth, width)
+        tree = TreeConfig(min(DEFAULT_TREE.nodes, 1 + depth * width), depth, width)  # one that may be drawn, too
     params = Params(
         weights,
         drafter_weights,
@@ -119,6 +116,14 @@ def load(
         mesh,
     )
     return place(params, mesh)
+
+
+def end_tokens(folder: str | Path, config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens that end a text of this target: those its files name, else its tokenizer's."""
+    found = convert.read_eos(folder)
+    if not found and tokenizer is not None and tokenizer.eos_id is not None:
+        found = (tokenizer.eos_id,)
+    return tuple(token for token in found if token < config.vocab_size)  # one that cannot be drawn ends nothing
 
 
 def restrict(params: Params, hot_ids: Sequence[int] | np.ndarray | jax.Array) -> Params:

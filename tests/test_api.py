@@ -335,12 +335,13 @@ def test_bfloat16_weights(folders):
     assert {x.dtype for x in jax.tree.leaves(loaded)} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 9])
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 9])
 def test_the_default_tree_fits_the_drafter(folders, tmp_path, num_steps):
     config, weights = convert.read_drafter(folders / "drafter")
     convert.save_drafter(tmp_path, hsd_jax.DrafterConfig(**{**vars(config), "num_steps": num_steps}), weights)
     loaded = hsd_jax.load(target=folders / "ids", drafter=tmp_path)
     assert loaded.tree.depth == min(num_steps, 5)
+    loaded.tree.sampled_widths()  # it may be drawn, too: decode(..., accept="recursive")
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def test_generate_applies_the_chat_template(folders, capsys):
         (["--system", "Be brief.", "the"], "--system needs --chat"),
         (["--ids", "one two"], "expected whole numbers"),
         (["--mesh", "rows=2", "the"], "is not one of data=N, model=N"),
-        (["--accept", "recursive", "--draw", "arbitrary", "the"], "not lossless for draw law ARBITRARY"),
+        (["--accept", "recursive", "--draw", "arbitrary", "the"], "not lossless for draw='arbitrary'"),
     ],
 )
 def test_bad_values_end_with_2_and_one_line(folders, arguments, message, capsys):

@@ -123,12 +123,16 @@ def test_sizes_that_are_refused(num, ends):
 def test_a_run_keeps_its_ids(tmp_path):
     """Other labels, as after --force, do not change which token a row of the injector belongs to."""
     config, lines = toy.drafter_config(toy.target_config(), hot_tokens=3), []
-    first = hot_vocabulary.of_run(tmp_path, np.array([5, 5, 6, 6, 7]), config, [1], lines.append)
-    again = hot_vocabulary.of_run(tmp_path, np.array([8, 9]), config, [1], lines.append)
+    with pytest.raises(ValueError, match=r"holds checkpoints without their hot_ids\.json"):
+        hot_vocabulary.of_run(tmp_path, True, np.arange(9), config, [1], lines.append)
+    hot_vocabulary.of_run(tmp_path, False, np.array([8, 9]), config, [1], lambda line: None)  # killed before it learned
+    first = hot_vocabulary.of_run(tmp_path, False, np.array([5, 5, 6, 6, 7]), config, [1], lines.append)
+    again = hot_vocabulary.of_run(tmp_path, True, np.array([8, 9]), config, [1], lines.append)
     assert first.tolist() == again.tolist() == [1, 5, 6] and first.dtype == jnp.int32
     assert "covers 80.0% of the 5 labels to train on" in lines[0] and "covers 0.0% of the 2" in lines[1]
     with pytest.raises(ValueError, match=r"hot_ids\.json holds 3 hot tokens, model\.hot_vocab now asks for 4"):
-        hot_vocabulary.of_run(tmp_path, np.arange(9), dataclasses.replace(config, hot_tokens=4), [1], lines.append)
+        four = dataclasses.replace(config, hot_tokens=4)
+        hot_vocabulary.of_run(tmp_path, True, np.arange(9), four, [1], lines.append)
 
 
 # --- drafting ---------------------------------------------------------------------------------------------------------

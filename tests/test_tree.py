@@ -328,6 +328,18 @@ def test_beam_scores_are_gumbels_under_their_parents():
     assert float(level.score[0, 0]) == np.float32(-0.2)
 
 
+@pytest.mark.parametrize("path", [0.0, -1e7])
+def test_children_of_an_unlikely_path_follow_their_own_law(path):
+    """Behind e^-10,000,000 the sum of path and child has no bits left for the child; false alarm 10^-6."""
+    law = np.array([0.1, 0.2, 0.3, 0.4])
+    column = jnp.full((ROWS, 1), path, jnp.float32)
+    above = draw.Level(jnp.zeros((ROWS, 1), jnp.int32), jnp.full((ROWS, 1), NO_PARENT), column, column)
+    keys = jax.vmap(jax.random.key)(jnp.arange(ROWS))
+    logp = jnp.broadcast_to(jnp.log(jnp.asarray(law, jnp.float32)), (ROWS, 1, 4))
+    level = draw.stochastic_beam(keys, logp, above, 1, jnp.ones(ROWS, bool))
+    assert p_value(np.asarray(level.tokens[:, 0]), law) > FALSE_ALARM
+
+
 def test_sampled_shapes():
     assert SAMPLED.sampled_widths() == (4, 3, 1)
     assert TreeConfig(nodes=8, depth=5, width=2).sampled_widths() == (2, 2, 1, 1, 1)

@@ -79,7 +79,7 @@ def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None)
         choices=("match", "recursive"),
         default="match" if nargs is None else ["match"],
         nargs=nargs,
-        help="rule that judges drafts; recursive accepts more above a temperature of about 0.5 (default: match)",
+        help="rule that judges drafts; recursive draws its trees and is meant for sampling (default: match)",
     )
     group.add_argument(
         "--draw",

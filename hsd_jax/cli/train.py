@@ -72,8 +72,8 @@ hsd train tokenizer --data train.jsonl --vocab-size 4096 --out runs/tokenizer
         "restrict",
         run_restrict,
         "cut a trained drafter down to a hot vocabulary",
-        "Let a drafter draft the most frequent tokens only, which makes it faster. Nothing is trained again, and what\n"
-        "is decoded stays the same. Count them in text the target wrote (hsd generate-data).",
+        "Let a drafter draft the most frequent tokens only: less to compute, a little less accepted. Nothing is\n"
+        "trained again, and what is decoded stays the same. Count them in text the target wrote (hsd generate-data).",
         """
 hsd train restrict --target DIR --drafter runs/demo/drafter --data own.jsonl --hot-vocab 0.5 --out runs/demo-hot
 """,

@@ -21,8 +21,8 @@ def check_legal(rule: AcceptRule, law: DrawLaw) -> None:
     ValueError: if `rule` is not lossless for trees drawn under `law`.
     """
     if law not in rule.laws:
-        allowed = ", ".join(sorted(x.name for x in rule.laws))
-        raise ValueError(f"rule {rule.name!r} is not lossless for draw law {law.name}; it allows {allowed}")
+        allowed = ", ".join(sorted(x.value for x in rule.laws))
+        raise ValueError(f"accept={rule.name!r} is not lossless for draw={law.value!r}; it allows {allowed}")
 
 
 def follow(
@@ -195,4 +195,5 @@ NATURAL_LAW = {"match": DrawLaw.ARBITRARY, "recursive": DrawLaw.WITHOUT_REPLACEM
 
 def make_rule(name: str, tree: TreeConfig) -> AcceptRule:
     """The rule of that name, a key of NATURAL_LAW, for trees of this shape."""
-    return match_rule(tree.depth) if name == "match" else recursive_rule(tree.depth, tree.width)
+    makers = {"match": lambda: match_rule(tree.depth), "recursive": lambda: recursive_rule(tree.depth, tree.width)}
+    return makers[name]()

@@ -73,14 +73,14 @@ def stochastic_beam(
       draft_logp: law of the children of each node above.
     """
     batch, _, vocab_size = draft_logp.shape
-    path_logp = above.logp[:, :, None] + draft_logp
-    noisy = path_logp + _gumbel(keys, draft_logp.shape[1:], is_sampled)
-    top, tokens = lax.top_k(noisy, min(width, vocab_size))
-    top_logp = jnp.take_along_axis(path_logp, tokens, 2)
+    # Siblings are chosen by their own law: behind a path of probability e^-1e6, float32 sums would lose it.
+    own, tokens = lax.top_k(draft_logp + _gumbel(keys, draft_logp.shape[1:], is_sampled), min(width, vocab_size))
+    top = above.logp[:, :, None] + own
+    top_logp = above.logp[:, :, None] + jnp.take_along_axis(draft_logp, tokens, 2)
     # The scores of siblings given that the best of them is their parent's score: top-down sampling of Gumbels
     # (Kool et al., arXiv:1903.06059, appendix B.3, in the form that does not cancel).
     parent = above.score[:, :, None]
-    gap = parent - top + jnp.log1p(-jnp.exp(top - top[:, :, :1]))
+    gap = parent - top + jnp.log1p(-jnp.exp(own - own[:, :, :1]))
     conditioned = parent - jnp.maximum(gap, 0.0) - jnp.log1p(jnp.exp(-jnp.abs(gap)))
     score = jnp.where(is_sampled[:, None, None], conditioned, top_logp)
     is_drawn = jnp.isfinite(top) & jnp.isfinite(parent)

@@ -152,7 +152,7 @@ def grow_sampled(
 
 
 def ancestor_mask(tree: DraftTree, max_depth: int) -> Bool[Array, "B N N"]:
-    """`mask[b, i, j]`: node j is node i or an ancestor of it. Padding sees itself only."""
+    """`mask[b, i, j]`: node j is node i or an ancestor of it; a node without a parent sees itself only."""
     num = tree.tokens.shape[1]
     mask = jnp.broadcast_to(jnp.eye(num, dtype=bool), (tree.tokens.shape[0], num, num))
     up = jnp.maximum(tree.parents, 0)

@@ -194,6 +194,7 @@ static void Outputs(const float* x, const W* w, float* y, int64_t n, int64_t k, 
     int64_t ahead = a + 3 * kGroup <= total ? a + 2 * kGroup : a;
     AllRows<kGroup>(x, w + a * k, w + ahead * k, y + a, n, k, stride);
   }
+  for (; a + kOutputs <= last; a += kOutputs) AllRows<kOutputs>(x, w + a * k, w + a * k, y + a, n, k, stride);
   for (; a < last; a++) AllRows<1>(x, w + a * k, w + a * k, y + a, n, k, stride);
 }
 

@@ -207,10 +207,10 @@ def simulate(
     }
 
 
-def texts_key(target_hash: str, prompts: Sequence[np.ndarray], config: EvalConfig) -> str:
+def texts_key(target_hash: str, prompts: Sequence[np.ndarray], config: EvalConfig, eos: tuple[int, ...]) -> str:
     """Names the file of stored texts: another target, other prompts or settings are other texts."""
     digest = hashlib.sha256(target_hash.encode())
     for prompt in prompts:
         digest.update(np.asarray([len(prompt), *prompt], "<i4").tobytes())
-    digest.update(repr((config.max_new_tokens, config.temperature)).encode())
+    digest.update(repr((config.max_new_tokens, config.temperature, eos)).encode())
     return digest.hexdigest()[:16]

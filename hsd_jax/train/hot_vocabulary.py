@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.checkpoint import write_json
+from hsd_jax.checkpoint import replace_folder, write_json
 from hsd_jax.config import DrafterConfig
 from hsd_jax.models import convert, hot
+from hsd_jax.params import end_tokens
+from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.train.data import DataConfig, read_rows
 from hsd_jax.train.rows import ALL
 
@@ -61,18 +63,29 @@ def describe(hot_ids: np.ndarray | jax.Array, tokens: np.ndarray, what: str) -> 
 
 
 def of_run(
-    out: Path, labels: np.ndarray, config: DrafterConfig, end_tokens: Sequence[int], report: Callable[[str], None]
+    out: Path,
+    is_begun: bool,
+    labels: np.ndarray,
+    config: DrafterConfig,
+    eos: Sequence[int],
+    report: Callable[[str], None],
 ) -> jax.Array:
     """The hot ids of a run: chosen at its start and kept in `out`, since the rows of `injector/bias` follow them.
 
     So `--force` with other data cannot give a half-trained row to another token.
 
+    Args:
+      is_begun: whether `out` holds checkpoints; if not, the ids are chosen anew.
+      eos: end tokens, always hot.
     Raises:
-      ValueError: if the ids in `out` are not those of a drafter of this size, or as `choose`.
+      ValueError: if checkpoints are there without their ids, if the ids are not those of a drafter of this size, or
+        as `choose`.
     """
     path = out / FILE
-    if not path.is_file():
-        write_json(path, choose(labels, config.draft_vocab_size, config.vocab_size, end_tokens).tolist())
+    if is_begun and not path.is_file():
+        raise ValueError(f"{out} holds checkpoints without their {FILE}; choose another folder")
+    if not is_begun:
+        write_json(path, choose(labels, config.draft_vocab_size, config.vocab_size, eos).tolist())
     hot_ids = hot.checked_ids(json.loads(path.read_text(encoding="utf-8")), config.vocab_size, str(path))
     if len(hot_ids) != config.hot_tokens:
         raise ValueError(
@@ -101,11 +114,13 @@ def restrict_drafter(
       loss_on: which tokens are counted, as `data.loss_on` of a recipe.
     Raises:
       FileNotFoundError: if a folder or a data file is missing.
-      ValueError: if the share is not between 0 and 1, the drafter is another target's or has a hot vocabulary already
-        that lacks a token, or data cannot be read.
+      ValueError: if the share is not between 0 and 1, `out` exists, the drafter is another target's or has a hot
+        vocabulary already that lacks a token, or data cannot be read.
     """
     if not 0 < share < 1:
         raise ValueError(f"hot_vocab={share}: allowed is 0 < hot_vocab < 1")
+    if Path(out).exists():
+        raise ValueError(f"{out}: is there already; choose another folder")
     target_config = convert.read_config(target_dir)
     target_hash = convert.weights_hash(convert.read_weights(target_dir, target_config))
     config, weights = convert.read_drafter(drafter_dir)
@@ -116,8 +131,9 @@ def restrict_drafter(
         raise ValueError(f"the data fill one row of {_ROW} tokens: at least two are needed, one to judge by")
     labels, held_out = (rows.tokens[part][rows.mask[part]] for part in (slice(None, -count), slice(-count, None)))
     num_hot = math.ceil(share * config.vocab_size)
-    hot_ids = choose(labels, num_hot, config.vocab_size, convert.read_eos(target_dir))
+    eos = end_tokens(target_dir, target_config, Tokenizer.find(target_dir))
+    hot_ids = choose(labels, num_hot, config.vocab_size, eos)
     report(describe(hot_ids, labels, "labels counted"))
     report(describe(hot_ids, held_out, "labels held out"))
-    convert.save_drafter(out, *hot.restrict(config, weights, hot_ids))
+    replace_folder(Path(out), lambda new: convert.save_drafter(new, *hot.restrict(config, weights, hot_ids)))
     report(f"wrote {out}")

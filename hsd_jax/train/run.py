@@ -22,12 +22,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hsd_jax import sharding
-from hsd_jax.checkpoint import write_json
+from hsd_jax.checkpoint import replace_folder, write_json
 from hsd_jax.config import DrafterConfig, ModelConfig, to_dict
 from hsd_jax.models import convert, hot
 from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.target import init_target
-from hsd_jax.params import Params
+from hsd_jax.params import Params, end_tokens
+from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.train import data, drafter, evaluate, features, hot_vocabulary, target
 from hsd_jax.train.curves import draw_curves
 from hsd_jax.train.journal import Journal
@@ -77,6 +78,7 @@ def train_drafter(
         )
     if recipe.features.cache is not None:
         drafter.check_hidden_cache(drafter_config, f"features.cache={recipe.features.cache!r}")
+    eos = end_tokens(target_dir, config, Tokenizer.find(target_dir))
     claims = _claim(
         out, force, recipe, kind="drafter", target=drafter_config.target_hash, files=_fingerprints(data_files)
     )
@@ -85,8 +87,8 @@ def train_drafter(
     _describe(report, "drafter", params, rows, train)
     hot_ids = None
     if drafter_config.hot_tokens is not None:
-        labels, end_tokens = rows.tokens[rows.mask], convert.read_eos(target_dir)
-        hot_ids = hot_vocabulary.of_run(out, labels, drafter_config, end_tokens, report)
+        is_begun = any((out / "checkpoints").glob("[0-9]*"))
+        hot_ids = hot_vocabulary.of_run(out, is_begun, rows.tokens[rows.mask], drafter_config, eos, report)
     shardings, place = _placement(mesh, train, drafter_config)
     if mesh is not None:
         frozen = jax.device_put(frozen, sharding.weight_shardings(mesh, frozen, config.num_heads, config.num_kv_heads))
@@ -97,14 +99,15 @@ def train_drafter(
     folder = out / "drafter"
     judge = None
     if recipe.eval.every:
-        judge = _judge(recipe.eval, out, frozen, config, drafter_config, hot_ids, prompts, folder, report)
+        target_params = Params(frozen, None, config, eos=eos, max_len=config.max_position)
+        judge = _judge(recipe.eval, out, target_params, drafter_config, hot_ids, prompts, folder, report)
     loss = drafter.make_loss(config, drafter_config, recipe.loss, hot_ids)
     with _batches(rows, train, recipe.data, cached) as batches, _journal(out, train, report) as journal:
         note = {"recipe": claims, "revision": _revision(), "rows": rows.fingerprint}
         params = fit(loss, params, frozen, batches, train, out, journal, shardings, place, judge, note)
     if judge is None:
-        whole = hot.attach(params, hot_ids, frozen, config)
-        _replace_folder(folder, lambda new: convert.save_drafter(new, drafter_config, whole))
+        whole = params if hot_ids is None else {**params, "hot_ids": hot_ids}
+        replace_folder(folder, lambda new: convert.save_drafter(new, drafter_config, whole))
     report(f"wrote {folder}")
     return folder
 
@@ -214,8 +217,7 @@ def _hold_out(rows: data.Rows, config: evaluate.EvalConfig, train: LoopConfig) -
 def _judge(
     config: evaluate.EvalConfig,
     out: Path,
-    frozen: Any,
-    target_config: ModelConfig,
+    target: Params,
     drafter_config: DrafterConfig,
     hot_ids: jax.Array | None,
     prompts: list[np.ndarray],
@@ -223,14 +225,14 @@ def _judge(
     report: Report,
 ) -> Judge:
     """Simulated tau on texts the target writes once, and the folder of the best drafter so far."""
-    key = evaluate.texts_key(drafter_config.target_hash, prompts, config)
+    frozen, target_config = target.target, target.target_config
+    key = evaluate.texts_key(drafter_config.target_hash, prompts, config, target.eos)
     texts = {}
     for name, temperature in (("greedy", 0.0), ("sampled", config.temperature)):
         path = out / f"held-out-{name}-{key}.npz"
         if not path.is_file():
             report(f"the target writes {len(prompts)} {name} texts of {config.max_new_tokens} tokens to judge by")
-            params = Params(frozen, None, target_config, max_len=target_config.max_position)
-            written = evaluate.write_texts(params, prompts, config.max_new_tokens, temperature, seed=0)
+            written = evaluate.write_texts(target, prompts, config.max_new_tokens, temperature, seed=0)
             temporary = path.with_suffix(".tmp")
             written.save(temporary)
             temporary.replace(path)
@@ -249,24 +251,12 @@ def _judge(
 
     def keep(params: Any, values: dict[str, Any]) -> None:
         def save(new: Path) -> None:
-            convert.save_drafter(new, drafter_config, hot.attach(params, hot_ids, frozen, target_config))
+            convert.save_drafter(new, drafter_config, params if hot_ids is None else {**params, "hot_ids": hot_ids})
             write_json(new / "judged.json", values)
 
-        _replace_folder(folder, save)
+        replace_folder(folder, save)
 
     return Judge(config.every, judged, keep)
-
-
-def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Puts a freshly written folder in the place of `folder`; a kill leaves the old one, the new one, or both."""
-    new, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    write(new)
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _revision() -> str:
