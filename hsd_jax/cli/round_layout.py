@@ -107,8 +107,8 @@ def counted(number: int, word: str) -> str:
 
 
 def opacity(count: int, most: int) -> float:
-    """Of the colour behind what a pass gave: from 0.08 for one token to 0.6 for the `most` any pass gave."""
-    return 0.08 + 0.52 * (count - 1) / max(most - 1, 1)
+    """Of the colour behind what a pass gave: from 0.1 for one token to 0.6 for the `most` any pass gave."""
+    return 0.1 + 0.5 * (count - 1) / max(most - 1, 1)
 
 
 def node_kind(drafted: Round, node: int) -> str:

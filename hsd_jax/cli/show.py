@@ -30,11 +30,15 @@ CONTEXT = 16
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One token of the text; `origin` says where it comes from, `text` may be empty inside a UTF-8 character."""
+    """One token of the text; `origin` says where it comes from.
+
+    `text` is empty inside a UTF-8 character, and for a special token, whose spelling is then the `mark`.
+    """
 
     text: str
     token: int
     origin: str
+    mark: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +182,7 @@ def make_page(params, prompt, settings: dict, command: str) -> Page:
         labels, next_label = _labels(params.tokenizer, text, drafted)
         drawings.append(round_layout.draw(drafted, labels, next_label))
         text += drafted.emitted
-    prompt_text = " ".join(map(str, ids)) if params.tokenizer is None else params.tokenizer.decode(ids)
+    prompt_text = "".join(f"{token} " for token in ids) if params.tokenizer is None else params.tokenizer.decode(ids)
     return Page(_facts(out, rounds, settings), prompt_text, _pieces(params.tokenizer, ids, rounds), drawings, command)
 
 
@@ -223,6 +227,7 @@ def label_of(tokenizer: Tokenizer | None, before: Sequence[int], token: int) -> 
 
 def _pieces(tokenizer: Tokenizer | None, prompt: Sequence[int], rounds: Sequence[Round]) -> list[list[Piece]]:
     """The tokens of each round; their texts join to that of `decode`."""
+    from hsd_jax.cli.round_layout import visible
     from hsd_jax.tokenizer import IncrementalDecoder
 
     decoder = None if tokenizer is None else IncrementalDecoder(tokenizer, prompt)
@@ -231,7 +236,10 @@ def _pieces(tokenizer: Tokenizer | None, prompt: Sequence[int], rounds: Sequence
         pieces.append([])
         for place, token in enumerate(drafted.emitted):
             is_last = index == len(rounds) - 1 and place == len(drafted.emitted) - 1
-            text = f"{token} " if decoder is None else decoder.push([token], is_last)
+            text, mark = f"{token} ", ""
+            if tokenizer is not None and decoder is not None:
+                text = decoder.push([token], is_last)
+                mark = visible(tokenizer.spelling(token)) if not tokenizer.decode([token]) else ""
             origin = f"drafted at depth {place + 1}" if place < drafted.num_kept else "from the target"
-            pieces[-1].append(Piece(text, token, origin))
+            pieces[-1].append(Piece(text, token, origin, mark))
     return pieces

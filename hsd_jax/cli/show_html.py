@@ -127,7 +127,8 @@ def _pass(index: int, pieces: list[Piece], most: int, is_drawn: bool) -> str:
     for piece in pieces:
         kind = "given" if piece.origin == "from the target" else "kept"
         title = _text(f"round {index + 1}, token {piece.token}, {piece.origin}")
-        spans.append(f'<span class="{kind}" title="{title}">{_shown(piece.text)}</span>')
+        mark = f'<span class="mark">{_text(piece.mark)}</span>' if piece.mark else ""
+        spans.append(f'<span class="{kind}" title="{title}">{_shown(piece.text)}{mark}</span>')
     tag, link = ("a", f' href="#round-{index + 1}"') if is_drawn else ("span", "")
     return f'<{tag} class="pass"{link} style="{tint(len(pieces), most)}">{"".join(spans)}</{tag}>'
 

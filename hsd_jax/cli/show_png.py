@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hsd_jax.cli.round_layout import (
     FONT,
@@ -24,18 +24,20 @@ from hsd_jax.cli.round_layout import (
 from hsd_jax.cli.show import Page
 
 WIDTH, MARGIN, SPACE = 1200.0, 24.0, 22.0
-"""Of the image, its margin, and between two trees."""
+"""Of the image, unless a tree is wider; its margin; the space between two trees."""
 MAX_HEIGHT = 20000.0
 DPI = 160
 POINT = 72 / 96
 """Points in a pixel."""
 LINE, CHAR = 21.0, 7.85
 """Of the running text: height of a line, width of a column at TEXT pixels."""
-TEXT = 13.0
+TEXT, TEXT_TOP = 13.0, MARGIN + 100.0
 TITLE = 26.0
 """Height of the heading of a tree."""
 MAX_PROMPT = 600
 """Characters of the prompt that are shown: the last ones."""
+NEWLINE = "\u21b5"
+MONO = {"family": "monospace"}
 INK, MUTED, LINES, SCALE, GIVEN = "#1c2128", "#5d6672", "#c4cad2", (0.0, 0.55, 0.41), "#c26a00"
 COLORS = {
     "root": ("#e8ebef", "#8d97a3"),
@@ -45,6 +47,16 @@ COLORS = {
     "target": ("#ffe3c2", "#c26a00"),
 }
 """Fill and outline of each of KINDS."""
+
+
+class Glyph(NamedTuple):
+    """A character of the text; `round_index` is -1 in the prompt."""
+
+    text: str
+    columns: int
+    round_index: int
+    is_given: bool
+    color: str
 
 
 def write(page: Page, path: Path) -> bool:
@@ -58,22 +70,24 @@ def write(page: Page, path: Path) -> bool:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    lines = _wrapped(page)
-    places, bottom = _placed(page.drawings, MARGIN + 100.0 + LINE * len(lines) + 84.0)
+    width = max([WIDTH, *(drawing.width + 2 * MARGIN for drawing in page.drawings)])
+    lines = _wrapped(page, width)
+    trees_top = TEXT_TOP + LINE * len(lines) + 34.0
+    places, bottom = _placed(page.drawings, width, trees_top + 66.0)
     height = bottom + MARGIN
     if height > MAX_HEIGHT:
         raise ValueError(
             f"--out {path}: these trees and this text would make an image of {height:,.0f} pixels; lower --max-rounds"
             f" or --max-new-tokens (at most {MAX_HEIGHT:,.0f}), or write .html"
         )
-    figure = plt.figure(figsize=(WIDTH / 96, height / 96))
+    figure = plt.figure(figsize=(width / 96, height / 96))
     try:
         axes = figure.add_axes((0, 0, 1, 1))
-        axes.set(xlim=(0, WIDTH), ylim=(height, 0))
+        axes.set(xlim=(0, width), ylim=(height, 0))
         axes.axis("off")
         _draw_text(axes, page, lines)
-        _write(axes, MARGIN, MARGIN + 100.0 + LINE * len(lines) + 34.0, _trees_title(page), 14, weight="bold")
-        _legend(axes, MARGIN + 100.0 + LINE * len(lines) + 60.0)
+        _write(axes, MARGIN, trees_top, _trees_title(page), 14, weight="bold")
+        _legend(axes, trees_top + 28.0)
         for index, (drawing, (x, y)) in enumerate(zip(page.drawings, places, strict=True)):
             title = f"Round {index + 1}: {counted(len(page.pieces[index]), 'token')}"
             _write(axes, x, y, title, 11, color=MUTED, weight="bold")
@@ -91,11 +105,11 @@ def _trees_title(page: Page) -> str:
     return "Draft trees" + ("" if drawn == rounds else f" (the first {drawn} of {rounds})")
 
 
-def _placed(drawings: list[Drawing], top: float) -> tuple[list[tuple[float, float]], float]:
+def _placed(drawings: list[Drawing], width: float, top: float) -> tuple[list[tuple[float, float]], float]:
     """The corner of each tree, side by side while there is room, and where the last row ends."""
     places, x, y, tallest = [], MARGIN, top, 0.0
     for drawing in drawings:
-        if x > MARGIN and x + drawing.width > WIDTH - MARGIN:
+        if x > MARGIN and x + drawing.width > width - MARGIN:
             x, y, tallest = MARGIN, y + tallest + SPACE, 0.0
         places.append((x, y))
         x += drawing.width + 2 * SPACE
@@ -103,31 +117,37 @@ def _placed(drawings: list[Drawing], top: float) -> tuple[list[tuple[float, floa
     return places, y + tallest
 
 
-def _wrapped(page: Page) -> list[list[tuple[str, int, bool]]]:
-    """The text in lines of runs: characters, the round they are from (-1: the prompt), given by the target or not."""
-    room = int((WIDTH - 2 * MARGIN) / CHAR)
+def _wrapped(page: Page, width: float) -> list[list[Glyph]]:
+    """Prompt and text in lines, broken at spaces where there are any."""
     prompt = page.prompt if len(page.prompt) <= MAX_PROMPT else "\u2026" + page.prompt[-MAX_PROMPT:]
-    runs = [(prompt, -1, False)]
+    glyphs = _glyphs(prompt, -1, False, MUTED)
     for index, pieces in enumerate(page.pieces):
-        runs += [(p.text, index, p.origin == "from the target") for p in pieces]
-    lines: list[list[tuple[str, int, bool]]] = [[]]
-    used = 0
-    for text, index, is_given in runs:
-        for char in text:
-            shown = "\u21b5" if char == "\n" else char if char.isprintable() else escape_of(char)
-            if used + columns(shown) > room:
-                lines.append([])
-                used = 0
-            if lines[-1] and lines[-1][-1][1:] == (index, is_given):
-                shown_before = lines[-1].pop()[0]
-                lines[-1].append((shown_before + shown, index, is_given))
-            else:
-                lines[-1].append((shown, index, is_given))
-            used += columns(shown)
-            if char == "\n":
-                lines.append([])
-                used = 0
+        for piece in pieces:
+            is_given = piece.origin == "from the target"
+            glyphs += _glyphs(piece.text, index, is_given, INK) + _glyphs(piece.mark, index, is_given, MUTED)
+    room = int((width - 2 * MARGIN) / CHAR)
+    lines: list[list[Glyph]] = [[]]
+    for glyph in glyphs:
+        line = lines[-1]
+        if sum(g.columns for g in line) + glyph.columns > room:
+            spaces = [i for i, g in enumerate(line) if g.text == " "]
+            border = spaces[-1] + 1 if spaces and glyph.text != " " else len(line)
+            lines[-1:] = [line[:border], line[border:]]
+        lines[-1].append(glyph)
+        if glyph.text == NEWLINE:
+            lines.append([])
     return lines
+
+
+def _glyphs(text: str, round_index: int, is_given: bool, color: str) -> list[Glyph]:
+    found: list[Glyph] = []
+    for char in text:
+        shown = NEWLINE if char == "\n" else char if char.isprintable() else escape_of(char)
+        if columns(shown) == 0 and found:  # a combining character belongs to the one before
+            found[-1] = found[-1]._replace(text=found[-1].text + shown)
+        else:
+            found.append(Glyph(shown, columns(shown), round_index, is_given, MUTED if shown == NEWLINE else color))
+    return found
 
 
 def _write(axes: Any, x: float, y: float, text: str, size: float, **options) -> None:
@@ -136,7 +156,7 @@ def _write(axes: Any, x: float, y: float, text: str, size: float, **options) -> 
     axes.text(x, y, text, fontsize=size * POINT, **settings)
 
 
-def _draw_text(axes: Any, page: Page, lines: list[list[tuple[str, int, bool]]]) -> None:
+def _draw_text(axes: Any, page: Page, lines: list[list[Glyph]]) -> None:
     from matplotlib.patches import Rectangle
 
     most = max(page.rounds_by_count, default=1)
@@ -147,40 +167,24 @@ def _draw_text(axes: Any, page: Page, lines: list[list[tuple[str, int, bool]]]) 
         axes.add_patch(Rectangle((x, y - 7), 14, 14, facecolor=(*SCALE, opacity(count, most)), edgecolor="none"))
         words = f"{counted(count, 'token')}: {counted(rounds, 'pass')}"
         _write(axes, x + 20, y, words, 11, color=MUTED)
-        x += 20 + 6.4 * len(words) + 22
+        x += 20 + 5.9 * len(words) + 22
     axes.plot([x, x + 14], [y + 6, y + 6], color=GIVEN, linewidth=1.6)
     _write(axes, x + 20, y, "the target's own token", 11, color=MUTED)
     last = -1
     for number, line in enumerate(lines):
-        x, y = MARGIN, MARGIN + 100 + LINE * number
-        for text, index, is_given in line:
-            width = columns(text) * CHAR
-            if index >= 0:
-                shade = (*SCALE, opacity(len(page.pieces[index]), most))
-                axes.add_patch(Rectangle((x, y - 9), width, 18, facecolor=shade, edgecolor="none"))
-                if index != last:
+        x, y = MARGIN, TEXT_TOP + LINE * number
+        for glyph in line:
+            width = glyph.columns * CHAR
+            if glyph.round_index >= 0:
+                shade = (*SCALE, opacity(len(page.pieces[glyph.round_index]), most))
+                axes.add_patch(Rectangle((x, y - 9), width, 18, facecolor=shade, linewidth=0, antialiased=False))
+                if glyph.round_index != last:
                     axes.plot([x, x], [y - 9, y + 9], color="white", linewidth=2.2)
-                if is_given:
-                    axes.plot([x + 1.5, x + width - 0.5], [y + 9, y + 9], color=GIVEN, linewidth=1.4)
-            for place, char in _characters(text):
-                color = MUTED if index < 0 or char == "\u21b5" else INK
-                _write(axes, x + (place + 0.5 * columns(char)) * CHAR, y, char, TEXT, color=color, ha="center", **MONO)
-            x, last = x + width, index
-
-
-MONO = {"family": "monospace"}
-
-
-def _characters(text: str) -> list[tuple[int, str]]:
-    """Words and their places: each is drawn where its columns are, whatever the renderer rounds."""
-    found, place = [], 0
-    for char in text:
-        if columns(char) == 0 and found:
-            found[-1] = (found[-1][0], found[-1][1] + char)
-        else:
-            found.append((place, char))
-        place += columns(char)
-    return [(place, char) for place, char in found if char != " "]
+                if glyph.is_given:
+                    axes.plot([x, x + width], [y + 9, y + 9], color=GIVEN, linewidth=1.4, solid_capstyle="butt")
+            if glyph.text != " ":  # in the middle of its columns, whatever the renderer rounds
+                _write(axes, x + width / 2, y, glyph.text, TEXT, color=glyph.color, ha="center", **MONO)
+            x, last = x + width, glyph.round_index
 
 
 def _legend(axes: Any, y: float) -> None:
@@ -188,7 +192,7 @@ def _legend(axes: Any, y: float) -> None:
     for kind, words in KINDS.items():
         _rectangle(axes, x, y - 7, 14, 14, kind)
         _write(axes, x + 20, y, words, 11, color=MUTED)
-        x += 20 + 6.4 * len(words) + 22
+        x += 20 + 5.9 * len(words) + 22
     _write(axes, x, y, "%: probability behind its parent, by the drafter", 11, color=MUTED)
 
 

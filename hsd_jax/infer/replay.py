@@ -50,7 +50,7 @@ class Round:
 
 
 def make_watched_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Callable:
-    """`watched(models, sampling, limits, state) -> (state, tree, verdict, logp)`: the step, and what it computed inside.
+    """`watched(models, sampling, limits, state) -> (state, tree, verdict, logp)`: the step, and what it saw.
 
     `logp` [B, N] is None for drafters that know none of their trees.
     """
