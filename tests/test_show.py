@@ -6,9 +6,12 @@ import dataclasses
 import functools
 import math
 import shutil
+import types
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_cli
@@ -17,6 +20,7 @@ import toy
 import hsd_jax
 from hsd_jax.cli import options, round_layout, show, show_html
 from hsd_jax.config import TreeConfig
+from hsd_jax.infer import tree as tree_lib
 from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.hidden import hidden_drafter
@@ -93,16 +97,34 @@ def test_replay_of_sampled_trees(law):
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
-def test_probabilities_are_those_of_the_beam(proposer):
-    """The beam sorts its nodes by the probability of their paths, and no node's children exceed one together."""
-    for drafted in rounds_of(proposer)[1]:
-        logp, whole = drafted.logp, np.zeros(len(drafted.tokens))
-        assert logp[0] == 0.0 and (logp[1:] < 0.0).all()
-        for node in range(1, len(whole)):
-            whole[node] = whole[drafted.parents[node]] + logp[node]
-        assert (np.diff(whole[1:]) < 1e-4).all()
-        shares = np.bincount(drafted.parents[1:], np.exp(logp[1:]))
-        assert (shares < 1.0 + 1e-5).all()
+def test_probabilities_are_those_of_the_beam(proposer, monkeypatch):
+    """Along a path they add up to the score by which `grow_beam` kept the node; in rows of their own."""
+    setup, call = toy.setup("llama", proposer), toy.mixed_call()
+    state = call.start(setup.decoder, setup.models)
+    scores = []
+
+    def top_k(values, num):
+        best, index = jax.lax.top_k(values, num)
+        scores.append(best)
+        return best, index
+
+    monkeypatch.setattr(tree_lib, "lax", types.SimpleNamespace(top_k=top_k))
+    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
+
+    @setup.decoder.compile
+    def drafted(models, state, sampling):
+        tree, _ = setup.drafter.draft(models, state.drafter, root, state.length - 1, state.keys, sampling)
+        logp = setup.drafter.node_logp(models, state.drafter, tree)
+        return logp, tree.parents, scores[-1]  # the last choice is among all levels
+
+    logp, parents, wanted = map(np.asarray, drafted(setup.models, state, call.arrays()[-1]))
+    whole = np.zeros(logp.shape)
+    for row, node in np.ndindex(logp[:, 1:].shape):
+        whole[row, node + 1] = whole[row, parents[row, node + 1]] + logp[row, node + 1]
+    assert (logp[:, 0] == 0.0).all()
+    np.testing.assert_allclose(whole[:, 1:], wanted, atol=1e-4)
+    assert call.prompts[1].tolist() == rounds_of(proposer)[0].prompts[0].tolist()
+    np.testing.assert_allclose(rounds_of(proposer)[1][0].logp, logp[1], atol=1e-4)
 
 
 def make_round(**changes) -> Round:
@@ -249,7 +271,6 @@ def test_show_writes_both_files(folders, tmp_path, capsys):
     "settings",
     [
         {"temperature": 0.8, "top_k": 20, "seed": 3},
-        {"temperature": 0.9, "accept": "recursive"},
         {"temperature": 0.9, "accept": "recursive", "draw": "independent", "top_p": 0.9},
     ],
 )
