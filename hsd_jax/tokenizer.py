@@ -1,4 +1,4 @@
-"""Text in and out: a Hugging Face tokenizer behind four methods, and incremental decoding for streams.
+"""Text in and out: a Hugging Face tokenizer behind five methods, and incremental decoding for streams.
 
 A checkpoint without tokenizer works with token ids; only text needs this. Torch is never imported.
 """
@@ -60,6 +60,10 @@ class Tokenizer:
 
     def decode(self, tokens: Tokens) -> str:
         return self._inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def spelling(self, token: int) -> str:
+        """One token as the vocabulary writes it, special tokens included."""
+        return str(self._inner.convert_ids_to_tokens(int(token)))
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, through the checkpoint's own chat template, open for the answer.

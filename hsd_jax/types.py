@@ -165,6 +165,9 @@ class Drafter(NamedTuple):
     max_depth: int
     taps: tuple[int, ...] = ()
     """Layers whose residual streams `init` and `commit` read in `ModelOutput.features`."""
+    node_logp: Callable[..., Array] | None = None
+    """`node_logp(params, state, tree) -> [B, N]`: log-probability of each node given its parent, under which an
+    ARBITRARY tree was grown from `state`; 0 for the root. For pictures: no decode calls it. None: there is none."""
 
 
 class AcceptRule(NamedTuple):

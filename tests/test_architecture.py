@@ -23,7 +23,7 @@ INFER_LAYERS = [
     "drafters",
     "step overlap",
     "plain decode",
-    "metrics",
+    "metrics replay",
 ]
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 100

@@ -28,20 +28,8 @@ cat letter.txt | hsd generate --demo --no-stream --json -
     )
     parser.add_argument("prompt", nargs="+", metavar="PROMPT", help='text; "-" reads stdin as UTF-8')
     options.add_model_arguments(parser)
-    text = parser.add_argument_group("text")
-    text.add_argument("--chat", action="store_true", help="each prompt is a message: apply the chat template")
-    text.add_argument("--system", metavar="TEXT", help="system message, with --chat")
-    text.add_argument("--ids", action="store_true", help='prompts are token ids, as in "1 15 22"')
-    text.add_argument(
-        "--max-new-tokens", type=options.WHOLE, default=128, metavar="N", help="per prompt (default: 128)"
-    )
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default: all)")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="keep a share P of the mass (default: all)")
-    sampling.add_argument(
-        "--seed", type=options.WHOLE, default=0, help="of the first prompt, plus 1 for each further one (default: 0)"
-    )
+    add_text_arguments(parser, 128)
+    add_sampling_arguments(parser)
     tree = options.add_tree_arguments(parser)
     options.add_rule_arguments(tree)
     tree.add_argument("--no-speculate", action="store_true", help="decode plainly: one token a pass")
@@ -50,17 +38,40 @@ cat letter.txt | hsd generate --demo --no-stream --json -
     output.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
 
 
+def add_text_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """Declares how prompts are read, and the length of the answer; `encode_prompt` reads it."""
+    text = parser.add_argument_group("text")
+    text.add_argument("--chat", action="store_true", help="each prompt is a message: apply the chat template")
+    text.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    text.add_argument("--ids", action="store_true", help='prompts are token ids, as in "1 15 22"')
+    text.add_argument(
+        "--max-new-tokens",
+        type=options.WHOLE,
+        default=max_new_tokens,
+        metavar="N",
+        help=f"per prompt (default: {max_new_tokens})",
+    )
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares temperature, filters and seed."""
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default: all)")
+    sampling.add_argument("--top-p", type=float, metavar="P", help="keep a share P of the mass (default: all)")
+    sampling.add_argument(
+        "--seed", type=options.WHOLE, default=0, help="of the first prompt, plus 1 for each further one (default: 0)"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Continues the prompts of the command line."""
-    if args.system is not None and not args.chat:
-        raise ValueError("--system needs --chat")
-    if args.chat and args.ids:
-        raise ValueError("--chat and --ids exclude each other: a chat template wants text")
-    texts = [_read(p) for p in args.prompt]
+    check_text_arguments(args)
+    texts = [read_prompt(p) for p in args.prompt]
     import hsd_jax
 
     params = options.load_params(args)
-    prompts = [_encode(params, text, args) for text in texts]
+    prompts = [encode_prompt(params, text, args) for text in texts]
     settings = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
@@ -108,13 +119,23 @@ def _stream(pieces) -> None:
         _summary(sum(counts), stats, stats.decode_seconds, "compilation included")
 
 
-def _read(prompt: str) -> str | bytes:
+def check_text_arguments(args: argparse.Namespace) -> None:
+    """Raises a ValueError if arguments of `add_text_arguments` exclude each other."""
+    if args.system is not None and not args.chat:
+        raise ValueError("--system needs --chat")
+    if args.chat and args.ids:
+        raise ValueError("--chat and --ids exclude each other: a chat template wants text")
+
+
+def read_prompt(prompt: str) -> str | bytes:
+    """The prompt, or stdin for "-"."""
     if prompt == "-":
         return sys.stdin.buffer.read()  # the library checks that it is UTF-8
     return prompt
 
 
-def _encode(params, text: str | bytes, args: argparse.Namespace):
+def encode_prompt(params, text: str | bytes, args: argparse.Namespace):
+    """What `decode` takes: a text, or token ids for --ids and --chat."""
     if isinstance(text, bytes):
         try:
             text = text.decode("utf-8")

@@ -123,16 +123,20 @@ class Decoder:
         use_native: bool = True,
     ):
         self.max_depth = 0 if drafter is None else drafter.max_depth
-        self._drafter = drafter
-        with_precision = functools.partial(_traced_with, precision, use_native)
-        self.prefill = jax.jit(
-            with_precision(make_prefill(config, drafter, cache_dtype)), static_argnames=("capacity", "max_tokens")
+        self.drafter = drafter
+        self._precision, self._use_native = precision, use_native
+        self.prefill = self.compile(
+            make_prefill(config, drafter, cache_dtype), static_argnames=("capacity", "max_tokens")
         )
-        self.loop = jax.jit(with_precision(make_loop(step, self.max_depth)), donate_argnums=4)
+        self.loop = self.compile(make_loop(step, self.max_depth), donate_argnums=4)
         self._grow = jax.jit(self._grown, static_argnames="capacity")
 
+    def compile(self, function: Callable, **options) -> Callable:
+        """`function` jitted as the loop is: with the same matmul precision and the same kernels."""
+        return jax.jit(_traced_with(self._precision, self._use_native, function), **options)
+
     def _grown(self, state: DecodeState, *, capacity: int) -> DecodeState:
-        drafter_state = None if self._drafter is None else self._drafter.grow(state.drafter, capacity)
+        drafter_state = None if self.drafter is None else self.drafter.grow(state.drafter, capacity)
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity), drafter=drafter_state)
 
     def run(

@@ -20,8 +20,9 @@ from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.hidden import STATES, base_logits, embed_committed, token_info, trunk_features, trunk_pass
+from hsd_jax.models.hot import to_columns
 from hsd_jax.models.target import causal_mask
-from hsd_jax.types import Drafter, DrawLaw, KVCache, ModelOutput, SamplingParams, Verdict
+from hsd_jax.types import Drafter, DraftTree, DrawLaw, KVCache, ModelOutput, SamplingParams, Verdict
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
@@ -116,6 +117,16 @@ def hidden_drafter(
             drafted = grow_tree(base, bias, root, tree, law, keys, root_position, sampling, hot_ids, config.vocab_size)
         return drafted, dataclasses.replace(state, cache=cache)
 
+    def node_logp(models, state: HiddenState, drafted: DraftTree):
+        states, _ = trunk_states(models, target_config, config, tree.depth, state)
+        base = base_logits(models["drafter"], config, models["target"], target_config, states)
+        above = jnp.take_along_axis(base, jnp.maximum(drafted.depth - 1, 0)[:, :, None], 1)
+        previous = jnp.take_along_axis(drafted.tokens, jnp.maximum(drafted.parents, 0), 1)
+        logp = jax.nn.log_softmax(above + token_info(models["drafter"], config, previous), -1)
+        columns, _ = to_columns(models["drafter"].get("hot_ids"), drafted.tokens)
+        chosen = jnp.take_along_axis(logp, columns[:, :, None], 2)[:, :, 0]
+        return jnp.where(drafted.depth > 0, chosen, 0.0)
+
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         # XLA drops the final states where the trunk reads layers below.
         read = (output.hidden, output.features)
@@ -126,4 +137,4 @@ def hidden_drafter(
     def grow(state: HiddenState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
-    return Drafter(init, draft, commit, grow, law, tree.nodes, tree.depth, config.feature_layers)
+    return Drafter(init, draft, commit, grow, law, tree.nodes, tree.depth, config.feature_layers, node_logp)

@@ -1,0 +1,123 @@
+"""A decode round by round: every draft tree, its verdict and what was committed, for pictures and for debugging.
+
+The rounds are those of `step.py`, compiled one at a time, with the tree and the verdict returned beside the new state.
+The compiled loop of `decode.py` stays as it is. Read first: `step.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from hsd_jax.config import ModelConfig
+from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.step import make_step
+from hsd_jax.types import AcceptRule, DecodeState, Drafter, DraftTree, Limits, SamplingParams, Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One round of one row, on the host: a draft tree and what became of it."""
+
+    tokens: np.ndarray
+    """[N], the root first."""
+    parents: np.ndarray
+    """[N]; NO_PARENT for the root."""
+    depth: np.ndarray
+    valid: np.ndarray
+    logp: np.ndarray | None
+    """[N]: the drafter's log-probability of each node given its parent, 0 for the root; None where it has none."""
+    path: list[int]
+    """Nodes of the accepted path, the root first."""
+    next_token: int
+    """What the target gave behind the accepted path."""
+    emitted: list[int]
+    """Tokens committed: the accepted drafts and `next_token`, cut at an end token and at the length limit."""
+
+    @property
+    def num_kept(self) -> int:
+        """Accepted drafts that were committed."""
+        return min(len(self.path) - 1, len(self.emitted))
+
+    @property
+    def has_next(self) -> bool:
+        """Whether `next_token` was committed: the cut may fall before it."""
+        return len(self.emitted) == len(self.path)
+
+
+def make_watched_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Callable:
+    """`watched(models, sampling, limits, state) -> (state, tree, verdict, logp)`: the step, and what it saw.
+
+    `logp` [B, N] is None for drafters that know none of their trees.
+    """
+
+    def watched(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState):
+        trees: list[DraftTree] = []
+        verdicts: list[Verdict] = []
+
+        def draft(*args):
+            tree, drafter_state = drafter.draft(*args)
+            trees.append(tree)
+            return tree, drafter_state
+
+        def verify(*args):
+            verdicts.append(rule.verify(*args))
+            return verdicts[0]
+
+        # Made anew for each trace, so that the two lists hold tracers of this trace only.
+        step = make_step(config, drafter._replace(draft=draft), rule._replace(verify=verify))
+        after = step(models, sampling, limits, state)
+        return after, trees[0], verdicts[0], tree_logp(drafter, models, state, trees[0])
+
+    return watched
+
+
+def tree_logp(drafter: Drafter, models: dict, state: DecodeState, tree: DraftTree) -> Float[Array, "B N"] | None:
+    """Log-probability of each node given its parent, under the law by which the tree was grown; None: unknown."""
+    if tree.draft_logp is None:
+        return None if drafter.node_logp is None else drafter.node_logp(models, state.drafter, tree)
+    parents = jnp.maximum(tree.parents, 0)[:, :, None]
+    laws = jnp.take_along_axis(tree.draft_logp, parents, 1)
+    return jnp.where(tree.depth > 0, jnp.take_along_axis(laws, tree.tokens[:, :, None], 2)[:, :, 0], 0.0)
+
+
+def replay(
+    decoder: Decoder,
+    config: ModelConfig,
+    rule: AcceptRule,
+    models: dict,
+    sampling: SamplingParams,
+    limits: Limits,
+    state: DecodeState,
+) -> list[Round]:
+    """Decodes the first row to its end, round by round, from a prefilled state; consumes `state`.
+
+    Args:
+      decoder: of a drafter; it moves the state between cache buckets as in a decode.
+      rule: that of the decoder's step.
+    """
+    assert decoder.drafter is not None
+    watched = decoder.compile(make_watched_step(config, decoder.drafter, rule))
+    rounds = []
+    while not bool(np.asarray(state.done)[0]):
+        state = decoder.run(models, sampling, limits, state, num_rounds=0)  # no round, but a larger cache if need be
+        before = int(np.asarray(state.length)[0])
+        state, tree, verdict, logp = watched(models, sampling, limits, state)
+        num_accepted = int(np.asarray(verdict.num_accepted)[0])
+        rounds.append(
+            Round(
+                tokens=np.asarray(tree.tokens)[0],
+                parents=np.asarray(tree.parents)[0],
+                depth=np.asarray(tree.depth)[0],
+                valid=np.asarray(tree.valid)[0],
+                logp=None if logp is None else np.asarray(logp)[0],
+                path=np.asarray(verdict.path)[0, : num_accepted + 1].tolist(),
+                next_token=int(np.asarray(verdict.next_token)[0]),
+                emitted=np.asarray(state.tokens)[0, before : int(np.asarray(state.length)[0])].tolist(),
+            )
+        )
+    return rounds

@@ -1,0 +1,370 @@
+"""`hsd show`: the rounds it replays are those of `decode`; its pages are well-formed, escaped and complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import shutil
+import types
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_cli
+import toy
+
+import hsd_jax
+from hsd_jax.cli import options, round_layout, show, show_html
+from hsd_jax.config import TreeConfig
+from hsd_jax.infer import tree as tree_lib
+from hsd_jax.infer.accept import match_rule, recursive_rule
+from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.infer.replay import Round, replay
+from hsd_jax.infer.step import make_step
+from hsd_jax.types import NO_PARENT, DrawLaw
+
+folders, own_cache, hsd, both = test_cli.folders, test_cli.own_cache, test_cli.hsd, test_cli.both
+PROMPT = "the cat"
+XHTML, SVG = "{http://www.w3.org/1999/xhtml}", "{http://www.w3.org/2000/svg}"
+
+
+def check_round(drafted: Round) -> None:
+    """The accepted path is a path of the tree, and what was emitted is its tokens and the target's one."""
+    assert drafted.parents[0] == NO_PARENT and drafted.path[0] == 0
+    for parent, child in zip(drafted.path, drafted.path[1:], strict=False):
+        assert drafted.parents[child] == parent and drafted.valid[child]
+    whole = [*drafted.tokens[drafted.path[1:]].tolist(), drafted.next_token]
+    assert drafted.emitted == whole[: len(drafted.emitted)] and drafted.emitted
+    assert drafted.has_next == (drafted.emitted == whole)
+    assert drafted.num_kept == len(drafted.emitted) - drafted.has_next
+
+
+def one_row(new_tokens: int = 40, temperature: float = 0.0) -> toy.Call:
+    return toy.mixed_call().rows([1]).replace(new_tokens=[new_tokens], temperature=[temperature], seeds=[5])
+
+
+def replayed(call: toy.Call, decoder, config, rule, models, capacity: int = toy.CAPACITY) -> list[Round]:
+    *_, limits, sampling = call.arrays()
+    return replay(decoder, config, rule, models, sampling, limits, call.start(decoder, models, capacity))
+
+
+@functools.cache
+def rounds_of(proposer: str) -> tuple[toy.Call, list[Round]]:
+    """The oracle's table has six rows, of which the first is replayed; the beam moves to a larger cache."""
+    setup = toy.setup("llama", proposer)
+    call = toy.mixed_call() if proposer == toy.DECOYS_ORACLE else one_row()
+    rule, capacity = match_rule(setup.drafter.max_depth), 32 if proposer == "beam" else toy.CAPACITY
+    return call, replayed(call, setup.decoder, setup.config, rule, setup.models, capacity)
+
+
+PROPOSERS = ["beam", "hot", "block"]
+
+
+@pytest.mark.parametrize("proposer", [*PROPOSERS, toy.DECOYS_ORACLE])
+def test_replay_is_the_decode(proposer):
+    """Text and counts of the compiled loop."""
+    setup = toy.setup("llama", proposer)
+    call, rounds = rounds_of(proposer)
+    state = call.run(setup.decoder, setup.models)
+    assert [token for drafted in rounds for token in drafted.emitted] == toy.generated(call, state)[0]
+    counts = np.bincount([len(drafted.emitted) - 1 for drafted in rounds], minlength=setup.drafter.max_depth + 1)
+    assert counts.tolist() == np.asarray(state.stats.accepted_histogram)[0].tolist()
+    assert counts[1:].any(), "no draft was ever accepted: this test would see nothing"
+    for drafted in rounds:
+        check_round(drafted)
+    if setup.drafter.node_logp is None:
+        assert all(drafted.logp is None for drafted in rounds)
+
+
+@pytest.mark.parametrize("law", [DrawLaw.INDEPENDENT, DrawLaw.WITHOUT_REPLACEMENT])
+def test_replay_of_sampled_trees(law):
+    setup, tree = toy.setup("llama", "beam"), TreeConfig(nodes=10, depth=3, width=3)
+    drafter = hidden_drafter(setup.config, setup.drafter_config, tree, law=law)
+    rule = recursive_rule(tree.depth, tree.width)
+    decoder = Decoder(setup.config, make_step(setup.config, drafter, rule), drafter, precision="highest")
+    call = one_row(30, temperature=1.0)
+    rounds = replayed(call, decoder, setup.config, rule, setup.models)
+    wanted = toy.generated(call, call.run(decoder, setup.models))[0]
+    assert [token for drafted in rounds for token in drafted.emitted] == wanted
+    for drafted in rounds:
+        check_round(drafted)
+        assert (drafted.logp[1:] < 0.0).all() and np.isfinite(drafted.logp).all()
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_probabilities_are_those_of_the_beam(proposer, monkeypatch):
+    """Along a path they add up to the score by which `grow_beam` kept the node; in rows of their own."""
+    setup, call = toy.setup("llama", proposer), toy.mixed_call()
+    state = call.start(setup.decoder, setup.models)
+    scores = []
+
+    def top_k(values, num):
+        best, index = jax.lax.top_k(values, num)
+        scores.append(best)
+        return best, index
+
+    monkeypatch.setattr(tree_lib, "lax", types.SimpleNamespace(top_k=top_k))
+    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
+
+    @setup.decoder.compile
+    def drafted(models, state, sampling):
+        tree, _ = setup.drafter.draft(models, state.drafter, root, state.length - 1, state.keys, sampling)
+        logp = setup.drafter.node_logp(models, state.drafter, tree)
+        return logp, tree.parents, scores[-1]  # the last choice is among all levels
+
+    logp, parents, wanted = map(np.asarray, drafted(setup.models, state, call.arrays()[-1]))
+    whole = np.zeros(logp.shape)
+    for row, node in np.ndindex(logp[:, 1:].shape):
+        whole[row, node + 1] = whole[row, parents[row, node + 1]] + logp[row, node + 1]
+    assert (logp[:, 0] == 0.0).all()
+    np.testing.assert_allclose(whole[:, 1:], wanted, atol=1e-4)
+    assert call.prompts[1].tolist() == rounds_of(proposer)[0].prompts[0].tolist()
+    np.testing.assert_allclose(rounds_of(proposer)[1][0].logp, logp[1], atol=1e-4)
+
+
+def make_round(**changes) -> Round:
+    """A root with children 1 and 2; 3 below 1. Accepted: 1, 3, then the target's 9."""
+    drafted = Round(
+        tokens=np.array([5, 6, 7, 8]),
+        parents=np.array([NO_PARENT, 0, 0, 1]),
+        depth=np.array([0, 1, 1, 2]),
+        valid=np.ones(4, bool),
+        logp=np.log([1.0, 0.6, 0.004, 0.999]),
+        path=[0, 1, 3],
+        next_token=9,
+        emitted=[6, 8, 9],
+    )
+    return dataclasses.replace(drafted, **changes)
+
+
+def kinds(drafted: Round) -> dict[str, str]:
+    return {box.text: box.kind for box in round_layout.draw(drafted, list("abcd"), "next").boxes}
+
+
+def test_kinds_of_nodes():
+    all_accepted = {"a": "root", "b": "accepted", "c": "refused", "d": "accepted"}
+    assert kinds(make_round()) == {**all_accepted, "next": "target"}
+    assert kinds(make_round(emitted=[6, 8])) == all_accepted
+    assert kinds(make_round(emitted=[6])) == {**all_accepted, "d": "cut"}
+    assert "c" not in kinds(make_round(valid=np.array([True, True, False, True])))
+
+
+def test_layout_keeps_boxes_apart():
+    for drafted in rounds_of("beam")[1][:5]:
+        drawing = round_layout.draw(drafted, ["x" * (3 * n) for n in range(10)], "next")
+        boxes = drawing.boxes
+        assert len(boxes) == 10 + drafted.has_next
+        for i, one in enumerate(boxes):
+            assert one.x >= 0 and one.x + one.width <= drawing.width
+            assert one.y >= 0 and one.y + round_layout.HEIGHT <= drawing.height
+            assert len(one.text) <= round_layout.MAX_LABEL
+            for other in boxes[:i]:
+                beside = one.x + one.width < other.x or other.x + other.width < one.x
+                assert beside or abs(one.y - other.y) > round_layout.HEIGHT
+        way = [box.y for box in boxes if box.kind in ("root", "accepted", "target")]
+        assert len(set(way)) == 1, "what the text took runs along one line"
+
+
+def test_labels_and_probabilities():
+    assert round_layout.visible(" a\n\t\x00\u200b\ud800") == "\u00b7a\u21b5\u21e5\\x00\\u200b\\ud800"
+    assert round_layout.shortened("x" * 14) == "x" * 14
+    assert round_layout.shortened("x" * 15) == "x" * 13 + "\u2026"
+    assert round_layout.columns(round_layout.shortened("\u6c34" * 15)) <= round_layout.MAX_LABEL
+    for share, text in {0.5: "50%", 0.999: "100%", 0.0096: "1%", 0.001: "<1%"}.items():
+        assert round_layout.percent(math.log(share)) == text
+    assert round_layout.percent(-math.inf) == "0%"
+    assert round_layout.percent(math.nan) == "?"
+
+
+NASTY = ["<script>alert('x')</script>", '&amp;"$x_1$', "a\x00\x1b\r\ufffe\ud800b", "\n", " "]
+
+
+def nasty_page() -> show.Page:
+    drawing = round_layout.draw(make_round(), [round_layout.visible(t) for t in NASTY[:4]], NASTY[4])
+    pieces = [show.Piece(text, 1, "from the target", "</s>") for text in NASTY]
+    return show.Page({"a<b": "&"}, NASTY[0], [pieces], [drawing], "hsd show '<i>'")
+
+
+def test_html_escapes_everything():
+    page = show_html.render(nasty_page())
+    assert page.encode("utf-8")  # no lone surrogate
+    assert "<script" not in page and "<i>" not in page
+    root = ET.fromstring(page.partition("\n")[2])
+    given = ["".join(s.itertext()) for s in root.iter(f"{XHTML}span") if s.get("class") == "given" and s.get("title")]
+    shown = [NASTY[0], NASTY[1], "a\\x00\\x1b\\r\\ufffe\\ud800b", "\u21b5\n", " "]
+    assert given == [text + "</s>" for text in shown]
+    labels = ["".join(t.itertext()) for t in root.iter(f"{SVG}text")]
+    assert "<script>alert\u2026" in labels
+
+
+def test_html_loads_nothing():
+    root = ET.fromstring(show_html.render(nasty_page()).partition("\n")[2])
+    for element in root.iter():
+        assert element.tag.rpartition("}")[2] not in ("script", "link", "img", "iframe", "object", "use", "image")
+        assert "src" not in element.attrib
+        assert element.get("href", "#").startswith("#")
+    style = next(root.iter(f"{XHTML}style")).text
+    assert "url(" not in style and "@import" not in style and "prefers-color-scheme: dark" in style
+    ids = [e.get("id") for e in root.iter() if e.get("id")]
+    assert len(ids) == len(set(ids)) == 1
+    assert {e.get("href") for e in root.iter(f"{XHTML}a")} == {"#round-1"}
+
+
+def test_png_draws_what_is_no_formula_and_says_what_it_lacks(tmp_path):
+    pytest.importorskip("matplotlib")
+    from hsd_jax.cli import show_png
+
+    assert set(show_png.COLORS) == set(round_layout.KINDS)
+    page = nasty_page()
+    assert not show_png.write(page, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    japanese = dataclasses.replace(page, pieces=[[show.Piece("\u6c34", 1, "drafted at depth 1")]])
+    assert show_png.write(japanese, tmp_path / "b.png")
+
+
+def test_png_has_a_limit(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from hsd_jax.cli import show_png
+
+    monkeypatch.setattr(show_png, "MAX_HEIGHT", 100.0)
+    with pytest.raises(ValueError, match=r"pixels; lower --max-rounds or --max-new-tokens \(at most 100\), or write"):
+        show_png.write(nasty_page(), tmp_path / "a.png")
+    assert not list(tmp_path.iterdir())
+
+
+def texts_of(page: str) -> list[str]:
+    """The text of every pass, without the marks."""
+    root = ET.fromstring(page.partition("\n")[2])
+    found = []
+    for element in root.iter():
+        if element.get("class") == "pass":
+            for marked in element.iter(f"{XHTML}span"):
+                if marked.get("class") == "mark":
+                    marked.text = ""
+            found.append("".join(element.itertext()))
+    return found
+
+
+def test_show_writes_both_files(folders, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    page, image = tmp_path / "a.html", tmp_path / "a.PNG"
+    arguments = [*both(folders), *test_cli.SHORT, *test_cli.TREE, "--max-rounds", "2"]
+    assert hsd("show", *arguments, "--out", page, "--out", image, PROMPT) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err == f"wrote {page}\nwrote {image}\n"
+    assert image.read_bytes().startswith(b"\x89PNG")
+    params = hsd_jax.load(target=folders.target, drafter=folders.drafter)
+    out = hsd_jax.decode(params, PROMPT, max_new_tokens=12, tree=TreeConfig(5, 3, 2))
+    text = page.read_text(encoding="utf-8")
+    assert "".join(texts_of(text)) == out.text[0]
+    assert len(texts_of(text)) == out.stats.num_target_passes
+    assert text.count("<section ") == 2 and f"the first 2 of {out.stats.num_target_passes}" in text
+    assert f"<dt>tau</dt><dd>{out.stats.tau:.2f}</dd>" in text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.8, "top_k": 20, "seed": 3},
+        {"temperature": 0.9, "accept": "recursive", "draw": "independent", "top_p": 0.9},
+    ],
+)
+def test_page_has_text_and_counts_of_decode(folders, settings, capsys):
+    params = hsd_jax.load(target=folders.target, drafter=folders.drafter)
+    plain = {"top_k": None, "top_p": None, "seed": 0, "accept": "match", "draw": None}
+    settings = {**plain, "max_new_tokens": 20, "tree": TreeConfig(6, 3, 2), **settings}
+    page = show.make_page(params, PROMPT, settings, "hsd show")
+    assert capsys.readouterr().err == ""
+    out = hsd_jax.decode(params, PROMPT, **settings)
+    assert [p.token for pieces in page.pieces for p in pieces] == out.tokens[0].tolist()
+    assert "".join(p.text for pieces in page.pieces for p in pieces) == out.text[0]
+    assert [page.rounds_by_count.get(n + 1, 0) for n in range(4)] == out.stats.accepted_histogram.tolist()
+    for pieces, drawing in zip(page.pieces, page.drawings, strict=True):
+        marked = [box.kind for box in drawing.boxes]
+        assert marked.count("accepted") + marked.count("target") == len(pieces)
+        assert [p.origin == "from the target" for p in pieces].count(True) == marked.count("target")
+
+
+def test_show_says_when_decode_differs(folders, monkeypatch, tmp_path, capsys):
+    real = hsd_jax.decode
+
+    def other(*args, **settings):
+        out = real(*args, **settings)
+        return dataclasses.replace(out, tokens=out.tokens + 1)
+
+    monkeypatch.setattr(hsd_jax, "decode", other)
+    out = tmp_path / "a.html"
+    assert hsd("show", *both(folders), *test_cli.SHORT, *test_cli.TREE, "--out", out, PROMPT) == 0
+    assert "another text than decode gave" in capsys.readouterr().err
+
+
+def test_show_without_a_tokenizer_shows_ids(folders, tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        if (Path(folders.target) / name).is_file():
+            shutil.copy(Path(folders.target) / name, target)
+    out = tmp_path / "a.html"
+    arguments = ["--target", target, "--drafter", folders.drafter, *test_cli.SHORT, *test_cli.TREE, "--out", out]
+    assert hsd("show", *arguments, "--ids", "7 8 9") == 0
+    params = hsd_jax.load(target=str(target), drafter=folders.drafter)
+    wanted = hsd_jax.decode(params, [7, 8, 9], max_new_tokens=12).tokens[0].tolist()
+    page = out.read_text()
+    assert list(map(int, "".join(texts_of(page)).split())) == wanted
+    assert '<span class="prompt">7 8 9 </span>' in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "a.pdf", "the"], "--out a.pdf: allowed are files that end in .html or .png"),
+        (["--out", "a.html", "--out", "b", "the"], "--out b: allowed are"),
+        (["--out", "no/such/a.html", "the"], "there is no folder no/such"),
+        (["--out", "a.html"], "give a PROMPT"),
+        (["--out", "a.html", ""], "prompt 0 is empty"),
+        (["--out", "a.html", "--max-new-tokens", "0", "the"], "there is no round to draw"),
+        (["--out", "a.html", "--accept", "recursive", "--draw", "arbitrary", "the"], "not lossless for draw law"),
+        (["--out", "a.html", "--nodes", "2", "--depth", "5", "the"], "TreeConfig.depth=5: allowed are"),
+        (["--out", "a.html", "--ids", "one"], "expected whole numbers"),
+        (["--out", "a.html", "--system", "Be brief.", "the"], "--system needs --chat"),
+    ],
+)
+def test_bad_values_end_with_2_and_one_line(folders, arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert hsd("show", *both(folders), *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("hsd: error: ") and message in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_show_wants_a_drafter_and_a_file(folders, tmp_path, capsys):
+    assert hsd("show", "--target", folders.target, "--out", tmp_path / "a.html", "the") == 2
+    assert "give --drafter DIR" in capsys.readouterr().err
+    assert hsd("show", "--demo", "the") == 2
+    assert "--out" in capsys.readouterr().err
+    assert hsd("show", "--demo", "--out", tmp_path / "a.html", "--max-rounds", "0", "the") == 2
+    assert "--max-rounds" in capsys.readouterr().err
+
+
+def test_png_without_matplotlib(folders, monkeypatch, capsys):
+    monkeypatch.setattr(show.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(options, "load_params", lambda args: pytest.fail("found out too late"))
+    assert hsd("show", *both(folders), "--out", "a.png", "the") == 2
+    assert "needs matplotlib" in capsys.readouterr().err
+
+
+def test_special_tokens_are_spelled(folders):
+    params = hsd_jax.load(target=folders.target, drafter=folders.drafter)
+    [end] = params.eos
+    assert show.label_of(params.tokenizer, [], end) == "</s>"
+    assert show.label_of(None, [], end) == str(end)
+    space = params.tokenizer.encode("the cat")[-1]
+    assert show.label_of(params.tokenizer, params.tokenizer.encode("the"), space).startswith("\u00b7")
+    drafted = make_round(tokens=np.array([end, end, end, end]), emitted=[end], path=[0], next_token=end)
+    [[piece]] = show._pieces(params.tokenizer, params.tokenizer.encode("the"), [drafted])
+    assert (piece.text, piece.mark) == ("", "</s>")
