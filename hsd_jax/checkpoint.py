@@ -8,6 +8,8 @@ complete one. Always restored against an abstract target, never by unpickling. W
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

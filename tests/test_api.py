@@ -387,7 +387,7 @@ BAD_CALLS = {
     "draw": ({"draw": "beam"}, ["draw='beam'", "arbitrary, independent, without_replacement"]),
     "illegal pair": (
         {"accept": "recursive", "draw": "arbitrary"},
-        ["'recursive'", "ARBITRARY", "INDEPENDENT, WITHOUT_REPLACEMENT"],
+        ["'recursive'", "'arbitrary'", "independent, without_replacement"],
     ),
     "sampled tree too full": (
         {"accept": "recursive", "tree": hsd_jax.TreeConfig(nodes=9, depth=3, width=2)},

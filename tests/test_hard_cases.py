@@ -13,7 +13,7 @@ from hsd_jax.infer.sampling import warp
 from hsd_jax.infer.tree import grow_beam
 from hsd_jax.request import _decoder
 from hsd_jax.tokenizer import IncrementalDecoder
-from hsd_jax.types import NO_PARENT, SamplingParams
+from hsd_jax.types import NO_PARENT, DrawLaw, SamplingParams
 
 TEXT = "😀你好啊 x"
 
@@ -73,6 +73,7 @@ def test_lengths_within_a_bucket_compile_nothing():
     for length, new in ((17, 20), (32, 32), (25, 17), (31, 1)):
         hsd_jax.decode(params, rng.integers(0, 16, length), max_new_tokens=new)
     configs = (params.target_config, params.drafter_config, params.tree)
-    decoder = _decoder(*configs, params.precision, "float32", 1, use_native=True)
+    rule = {"accept": "match", "law": DrawLaw.ARBITRARY}
+    decoder = _decoder(*configs, params.precision, "float32", 1, use_native=True, **rule)
     assert _decoder.cache_info().misses == 1
     assert (decoder.prefill._cache_size(), decoder.loop._cache_size()) == (1, 1)

@@ -214,7 +214,7 @@ def test_cold_truths_are_refused_and_hot_ones_accepted():
     nonsense = jax.tree.map(lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, setup.models["drafter"])
     state = call.start(setup.decoder, setup.models)
     for law in DrawLaw:
-        proposer = hidden_drafter(setup.config, setup.drafter_config, toy.TREES["hot"], law=law)
+        proposer = hidden_drafter(setup.config, setup.drafter_config, TreeConfig(7, 3, 2), law=law)
         at = jnp.zeros(6, jnp.int32), state.length - 1, state.keys, call.arrays()[-1]
         tree, _ = proposer.draft(setup.models | {"drafter": nonsense}, state.drafter, *at)
         assert np.isin(tree.tokens[:, 1:], HOT).all()
