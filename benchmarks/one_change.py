@@ -38,13 +38,10 @@ def write_texts(params: Params, args: argparse.Namespace) -> dict[str, evaluate.
         prompts = read_prompts([file], lambda text: len(tokenizer.encode(text)), args.half, args.limit)
         tokens = [np.asarray(tokenizer.encode(p.text)) for p in prompts]
         for law, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-            config = evaluate.EvalConfig(max_new_tokens=args.max_new_tokens, temperature=temperature or 1.0)
-            key = evaluate.texts_key(target_hash, tokens, config, params.eos)
-            path = Path(args.out) / f"{name}-{law}-{key}.npz"
-            if not path.is_file():
-                options.say(f"the target writes {len(prompts)} {law} texts behind {name}")
-                evaluate.write_texts(params, tokens, args.max_new_tokens, temperature, seed=0).save(path)
-            texts[f"{name}, {law}"] = evaluate.Texts.load(path)
+            settings = args.max_new_tokens, temperature, options.say
+            texts[f"{name}, {law}"] = evaluate.stored_texts(
+                args.out, f"{name}-{law}", params, target_hash, tokens, *settings
+            )
     return texts
 
 
@@ -74,7 +71,7 @@ def main() -> None:
     runs = yaml.safe_load(Path(args.runs).read_text(encoding="utf-8"))
     config = convert.read_config(args.target)
     target = convert.read_weights(args.target, config, "float32")
-    eos = end_tokens(args.target, config, Tokenizer.find(args.target))
+    eos = end_tokens(args.target, config)
     texts = write_texts(Params(target, None, config, eos=eos, max_len=config.max_position), args)
     found = {}
     print("| run | " + " | ".join(f"tau, {k}" for k in texts) + " | chain acceptance by depth, greedy | overlap |")

@@ -118,11 +118,17 @@ def load(
     return place(params, mesh)
 
 
-def end_tokens(folder: str | Path, config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The tokens that end a text of this target: those its files name, else its tokenizer's."""
+def end_tokens(folder: str | Path, config: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
+    """The tokens that end a text of this target: those its files name, else its tokenizer's.
+
+    Args:
+      tokenizer: if it is loaded already; else it is, which takes seconds, only where the files name none.
+    """
     found = convert.read_eos(folder)
-    if not found and tokenizer is not None and tokenizer.eos_id is not None:
-        found = (tokenizer.eos_id,)
+    if not found:
+        tokenizer = tokenizer or Tokenizer.find(folder)
+        if tokenizer is not None and tokenizer.eos_id is not None:
+            found = (tokenizer.eos_id,)
     return tuple(token for token in found if token < config.vocab_size)  # one that cannot be drawn ends nothing
 
 

@@ -328,7 +328,7 @@ def test_show_without_a_tokenizer_shows_ids(folders, tmp_path):
         (["--out", "a.html"], "give a PROMPT"),
         (["--out", "a.html", ""], "prompt 0 is empty"),
         (["--out", "a.html", "--max-new-tokens", "0", "the"], "there is no round to draw"),
-        (["--out", "a.html", "--accept", "recursive", "--draw", "arbitrary", "the"], "not lossless for draw law"),
+        (["--out", "a.html", "--accept", "recursive", "--draw", "arbitrary", "the"], "not lossless for draw="),
         (["--out", "a.html", "--nodes", "2", "--depth", "5", "the"], "TreeConfig.depth=5: allowed are"),
         (["--out", "a.html", "--ids", "one"], "expected whole numbers"),
         (["--out", "a.html", "--system", "Be brief.", "the"], "--system needs --chat"),

@@ -72,16 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
     params = options.load_params(args)
     prompts = [encode_prompt(params, text, args) for text in texts]
-    settings = {
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "seed": args.seed,
+    settings = text_settings(args) | {
         "tree": options.tree_of(args, params) if params.drafter is not None else None,
         "speculate": not args.no_speculate,
-        "accept": args.accept,
-        "draw": args.draw,
     }
     if args.json or args.no_stream or len(prompts) > 1:
         out = hsd_jax.decode(params, prompts, **settings)
@@ -117,6 +110,12 @@ def _stream(pieces) -> None:
         _summary(sum(counts), stats, times[-1] - times[0], "first piece excluded", timed)
     else:
         _summary(sum(counts), stats, stats.decode_seconds, "compilation included")
+
+
+def text_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `decode` from those of `add_text_arguments`, `add_sampling_arguments` and `add_rule_arguments`."""
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "accept", "draw")
+    return {name: getattr(args, name) for name in names}
 
 
 def check_text_arguments(args: argparse.Namespace) -> None:

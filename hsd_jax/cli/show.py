@@ -112,16 +112,7 @@ def run(args: argparse.Namespace) -> int:
     if params.drafter is None:
         raise ValueError("hsd show draws draft trees: give --drafter DIR")
     prompt = demo.read_prompts()[0].text if text is None else generate.encode_prompt(params, text, args)
-    settings = {
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "seed": args.seed,
-        "tree": options.tree_of(args, params),
-        "accept": args.accept,
-        "draw": args.draw,
-    }
+    settings = generate.text_settings(args) | {"tree": options.tree_of(args, params)}
     page = make_page(params, prompt, settings, args.command_line)
     for path in files:
         if path.suffix.lower() == ".png":
@@ -187,8 +178,10 @@ def make_page(params, prompt, settings: dict, command: str) -> Page:
 
 
 def _facts(out: DecodeResult, rounds: Sequence[Round], settings: dict) -> dict[str, str]:
+    from hsd_jax.request import draw_law
+
     num_tokens = sum(len(drafted.emitted) for drafted in rounds)
-    law = settings["draw"] or ("arbitrary" if settings["accept"] == "match" else "without_replacement")
+    law = draw_law(settings["accept"], settings["draw"]).value
     filters = [f"{name} {settings[name]:g}" for name in ("top_k", "top_p") if settings[name] is not None]
     sampled = [f"temperature {settings['temperature']:g}", *filters, f"seed {settings['seed']}"]
     return {

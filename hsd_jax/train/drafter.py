@@ -42,8 +42,7 @@ class DrafterModel:
     """The drafter's own sizes; everything else follows from the target. None: as the target."""
 
     trunk: str = RECURRENT
-    """recurrent: num_steps passes over one state each; block: one pass over num_steps slots, which affords 2 to 5
-    layers."""
+    """recurrent: num_steps passes over one state each; block: one pass over num_steps slots."""
     num_layers: int = 1
     num_heads: int | None = None
     num_kv_heads: int | None = None

@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -207,10 +208,29 @@ def simulate(
     }
 
 
-def texts_key(target_hash: str, prompts: Sequence[np.ndarray], config: EvalConfig, eos: tuple[int, ...]) -> str:
-    """Names the file of stored texts: another target, other prompts or settings are other texts."""
+def stored_texts(
+    folder: str | Path,
+    name: str,
+    params: Params,
+    target_hash: str,
+    prompts: Sequence[np.ndarray],
+    max_new_tokens: int,
+    temperature: float,
+    report: Callable[[str], None],
+) -> Texts:
+    """What the target writes behind `prompts`, decoded once and kept in a file of `folder`.
+
+    The file is named after `name` and a hash of everything the texts depend on, the end tokens included.
+    """
     digest = hashlib.sha256(target_hash.encode())
     for prompt in prompts:
         digest.update(np.asarray([len(prompt), *prompt], "<i4").tobytes())
-    digest.update(repr((config.max_new_tokens, config.temperature, eos)).encode())
-    return digest.hexdigest()[:16]
+    digest.update(repr((max_new_tokens, temperature, params.eos)).encode())
+    path = Path(folder) / f"{name}-{digest.hexdigest()[:16]}.npz"
+    if not path.is_file():
+        report(f"the target writes {len(prompts)} {name} texts of {max_new_tokens} tokens to judge by")
+        written = write_texts(params, prompts, max_new_tokens, temperature, seed=0)
+        temporary = path.with_suffix(".tmp")
+        written.save(temporary)
+        temporary.replace(path)
+    return Texts.load(path)

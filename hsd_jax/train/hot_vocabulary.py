@@ -19,7 +19,6 @@ from hsd_jax.checkpoint import replace_folder, write_json
 from hsd_jax.config import DrafterConfig
 from hsd_jax.models import convert, hot
 from hsd_jax.params import end_tokens
-from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.train.data import DataConfig, read_rows
 from hsd_jax.train.rows import ALL
 
@@ -131,8 +130,7 @@ def restrict_drafter(
         raise ValueError(f"the data fill one row of {_ROW} tokens: at least two are needed, one to judge by")
     labels, held_out = (rows.tokens[part][rows.mask[part]] for part in (slice(None, -count), slice(-count, None)))
     num_hot = math.ceil(share * config.vocab_size)
-    eos = end_tokens(target_dir, target_config, Tokenizer.find(target_dir))
-    hot_ids = choose(labels, num_hot, config.vocab_size, eos)
+    hot_ids = choose(labels, num_hot, config.vocab_size, end_tokens(target_dir, target_config))
     report(describe(hot_ids, labels, "labels counted"))
     report(describe(hot_ids, held_out, "labels held out"))
     replace_folder(Path(out), lambda new: convert.save_drafter(new, *hot.restrict(config, weights, hot_ids)))

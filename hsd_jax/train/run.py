@@ -28,7 +28,6 @@ from hsd_jax.models import convert, hot
 from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.target import init_target
 from hsd_jax.params import Params, end_tokens
-from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.train import data, drafter, evaluate, features, hot_vocabulary, target
 from hsd_jax.train.curves import draw_curves
 from hsd_jax.train.journal import Journal
@@ -78,7 +77,7 @@ def train_drafter(
         )
     if recipe.features.cache is not None:
         drafter.check_hidden_cache(drafter_config, f"features.cache={recipe.features.cache!r}")
-    eos = end_tokens(target_dir, config, Tokenizer.find(target_dir))
+    eos = end_tokens(target_dir, config)
     claims = _claim(
         out, force, recipe, kind="drafter", target=drafter_config.target_hash, files=_fingerprints(data_files)
     )
@@ -87,7 +86,7 @@ def train_drafter(
     _describe(report, "drafter", params, rows, train)
     hot_ids = None
     if drafter_config.hot_tokens is not None:
-        is_begun = any((out / "checkpoints").glob("[0-9]*"))
+        is_begun = _has_checkpoints(out)
         hot_ids = hot_vocabulary.of_run(out, is_begun, rows.tokens[rows.mask], drafter_config, eos, report)
     shardings, place = _placement(mesh, train, drafter_config)
     if mesh is not None:
@@ -103,11 +102,9 @@ def train_drafter(
         judge = _judge(recipe.eval, out, target_params, drafter_config, hot_ids, prompts, folder, report)
     loss = drafter.make_loss(config, drafter_config, recipe.loss, hot_ids)
     with _batches(rows, train, recipe.data, cached) as batches, _journal(out, train, report) as journal:
-        note = {"recipe": claims, "revision": _revision(), "rows": rows.fingerprint}
-        params = fit(loss, params, frozen, batches, train, out, journal, shardings, place, judge, note)
+        params = fit(loss, params, frozen, batches, train, out, journal, shardings, place, judge, _note(claims, rows))
     if judge is None:
-        whole = params if hot_ids is None else {**params, "hot_ids": hot_ids}
-        replace_folder(folder, lambda new: convert.save_drafter(new, drafter_config, whole))
+        _save(folder, drafter_config, params, hot_ids)
     report(f"wrote {folder}")
     return folder
 
@@ -154,8 +151,9 @@ def train_target(
     shardings, place = _placement(mesh, recipe.train, recipe.model)
     loss = target.make_loss(recipe.model, recipe.train.remat)
     with _batches(rows, recipe.train, recipe.data) as batches, _journal(out, recipe.train, report) as journal:
-        note = {"recipe": claims, "revision": _revision(), "rows": rows.fingerprint}
-        params = fit(loss, params, None, batches, recipe.train, out, journal, shardings, place, None, note)
+        params = fit(
+            loss, params, None, batches, recipe.train, out, journal, shardings, place, None, _note(claims, rows)
+        )
     for name in TOKENIZER_FILES:
         if tokenizer_dir.resolve() != out.resolve() and (tokenizer_dir / name).is_file():
             shutil.copyfile(tokenizer_dir / name, out / name)
@@ -225,18 +223,11 @@ def _judge(
     report: Report,
 ) -> Judge:
     """Simulated tau on texts the target writes once, and the folder of the best drafter so far."""
-    frozen, target_config = target.target, target.target_config
-    key = evaluate.texts_key(drafter_config.target_hash, prompts, config, target.eos)
+    frozen, target_config, target_hash = target.target, target.target_config, drafter_config.target_hash
     texts = {}
     for name, temperature in (("greedy", 0.0), ("sampled", config.temperature)):
-        path = out / f"held-out-{name}-{key}.npz"
-        if not path.is_file():
-            report(f"the target writes {len(prompts)} {name} texts of {config.max_new_tokens} tokens to judge by")
-            written = evaluate.write_texts(target, prompts, config.max_new_tokens, temperature, seed=0)
-            temporary = path.with_suffix(".tmp")
-            written.save(temporary)
-            temporary.replace(path)
-        texts[name] = evaluate.Texts.load(path)
+        settings = config.max_new_tokens, temperature, report
+        texts[name] = evaluate.stored_texts(out, f"held-out-{name}", target, target_hash, prompts, *settings)
         if hot_ids is not None:
             report(hot_vocabulary.describe(hot_ids, texts[name].written, f"tokens of the held-out {name} texts"))
     tree = config.tree(drafter_config.num_steps)
@@ -250,13 +241,31 @@ def _judge(
         return values
 
     def keep(params: Any, values: dict[str, Any]) -> None:
-        def save(new: Path) -> None:
-            convert.save_drafter(new, drafter_config, params if hot_ids is None else {**params, "hot_ids": hot_ids})
-            write_json(new / "judged.json", values)
-
-        replace_folder(folder, save)
+        _save(folder, drafter_config, params, hot_ids, values)
 
     return Judge(config.every, judged, keep)
+
+
+def _save(
+    folder: Path, config: DrafterConfig, params: Any, hot_ids: jax.Array | None, judged: dict[str, Any] | None = None
+) -> None:
+    """Puts a drafter, its hot ids and its scores, if there are any, in the place of the one in `folder`."""
+
+    def write(new: Path) -> None:
+        convert.save_drafter(new, config, params if hot_ids is None else {**params, "hot_ids": hot_ids})
+        if judged is not None:
+            write_json(new / "judged.json", judged)
+
+    replace_folder(folder, write)
+
+
+def _has_checkpoints(out: Path) -> bool:
+    return any((out / "checkpoints").glob("[0-9]*"))
+
+
+def _note(claims: dict[str, Any], rows: data.Rows) -> dict[str, Any]:
+    """What every checkpoint says about its run."""
+    return {"recipe": claims, "revision": _revision(), "rows": rows.fingerprint}
 
 
 def _revision() -> str:
@@ -298,7 +307,7 @@ def _claim(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
     path = out / RECIPE
     values = json.loads(json.dumps({**about, **to_dict(recipe)}))
     if force or not path.is_file():
-        if not force and any((out / "checkpoints").glob("[0-9]*")):
+        if not force and _has_checkpoints(out):
             raise ValueError(f"{out} holds checkpoints without a {RECIPE}; choose another folder, or --force")
         write_json(path, values)
         return values
