@@ -11,14 +11,14 @@ import pytest
 import toy
 
 from hsd_jax.config import BLOCK, RECURRENT, DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.infer.accept import match_rule
+from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.target import forward_sequence, init_target
-from hsd_jax.types import Limits, SamplingParams
+from hsd_jax.types import DrawLaw, Limits, SamplingParams
 
 
 def random_call(rng: np.random.Generator, vocab: int) -> toy.Call:
@@ -35,11 +35,15 @@ def random_call(rng: np.random.Generator, vocab: int) -> toy.Call:
     )
 
 
-@pytest.mark.parametrize("proposer", ["beam", "block", "plain"])
+@pytest.mark.parametrize("proposer", ["beam", "block", "plain", "sampled"])
 def test_a_hundred_prompts_compile_once(proposer):
     """Prompts, lengths, settings, seeds, limits, end tokens and acceptance patterns are all traced."""
-    setup = toy.setup("llama", proposer)
-    decoder = setup.decoder_with()
+    if proposer == "sampled":
+        setup = toy.sampled(DrawLaw.WITHOUT_REPLACEMENT)
+        decoder = setup.decoder_with(recursive_rule(3, 3))
+    else:
+        setup = toy.setup("llama", proposer)
+        decoder = setup.decoder_with()
     rng = np.random.default_rng(0)
     for _ in range(100 if proposer == "beam" else 10):
         random_call(rng, toy.VOCAB).run(decoder, setup.models)
@@ -80,13 +84,20 @@ def test_a_prefill_computes_no_logits(use_native):
     assert logits.search(whole) and not logits.search(prefill)
 
 
-def compiled_loop(config: ModelConfig, drafter_config: DrafterConfig | None, batch: int, capacity: int):
+def compiled_loop(
+    config: ModelConfig,
+    drafter_config: DrafterConfig | None,
+    batch: int,
+    capacity: int,
+    law: DrawLaw = DrawLaw.ARBITRARY,
+):
     """The compiled loop for abstract inputs, and the bytes of all cache buffers."""
     drafter, step = None, make_plain_step(config)
     if drafter_config is not None:
         tree = TreeConfig(nodes=8, depth=4, width=3)
-        drafter = hidden_drafter(config, drafter_config, tree)
-        step = make_step(config, drafter, match_rule(tree.depth))
+        drafter = hidden_drafter(config, drafter_config, tree, law=law)
+        rule = match_rule(tree.depth) if law is DrawLaw.ARBITRARY else recursive_rule(tree.depth, tree.width)
+        step = make_step(config, drafter, rule)
     decoder = Decoder(config, step, drafter)
 
     def inputs():
@@ -144,19 +155,20 @@ def drafter_for(config: ModelConfig, **changes) -> DrafterConfig:
 
 
 @pytest.mark.parametrize(
-    ("config", "batch", "trunk"),
+    ("config", "batch", "trunk", "law"),
     [
-        pytest.param(SMALL, 1, RECURRENT, id="small-1"),
-        pytest.param(SMALL, 1, BLOCK, id="small-1-block"),
-        pytest.param(SMALL, 4, RECURRENT, id="small-4", marks=pytest.mark.slow),
-        pytest.param(DEMO, 1, RECURRENT, id="demo-1", marks=pytest.mark.slow),
-        pytest.param(DEMO, 4, RECURRENT, id="demo-4", marks=pytest.mark.slow),
-        pytest.param(DEMO, 4, BLOCK, id="demo-4-block", marks=pytest.mark.slow),
+        pytest.param(SMALL, 1, RECURRENT, DrawLaw.ARBITRARY, id="small-1"),
+        pytest.param(SMALL, 1, BLOCK, DrawLaw.ARBITRARY, id="small-1-block"),
+        pytest.param(SMALL, 4, RECURRENT, DrawLaw.ARBITRARY, id="small-4", marks=pytest.mark.slow),
+        pytest.param(DEMO, 1, RECURRENT, DrawLaw.ARBITRARY, id="demo-1", marks=pytest.mark.slow),
+        pytest.param(DEMO, 4, RECURRENT, DrawLaw.ARBITRARY, id="demo-4", marks=pytest.mark.slow),
+        pytest.param(DEMO, 4, BLOCK, DrawLaw.ARBITRARY, id="demo-4-block", marks=pytest.mark.slow),
+        pytest.param(SMALL, 1, RECURRENT, DrawLaw.WITHOUT_REPLACEMENT, id="small-1-sampled"),
     ],
 )
-def test_the_loop_holds_no_second_cache(config, batch, trunk):
+def test_the_loop_holds_no_second_cache(config, batch, trunk, law):
     """Temporary memory stays below a quarter of the caches at 2,048 slots: they are updated in place."""
-    compiled, cache_bytes = compiled_loop(config, drafter_for(config, trunk=trunk), batch, 2048)
+    compiled, cache_bytes = compiled_loop(config, drafter_for(config, trunk=trunk), batch, 2048, law)
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)
     assert memory.alias_size_in_bytes >= cache_bytes

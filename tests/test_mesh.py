@@ -103,6 +103,17 @@ def test_a_block_trunk_decodes_on_a_mesh():
     assert_same(hsd_jax.decode(placed, PROMPTS, **CALL), [0, 1, 2])
 
 
+@needs_devices
+@slow
+def test_sampled_trees_under_the_recursive_rule_on_a_mesh():
+    """Coins and draws are keyed by row and position, so the text does not depend on where a row stands."""
+    call = CALL | {"accept": "recursive"}
+    alone = hsd_jax.decode(params(), PROMPTS, **call)
+    found = hsd_jax.decode(on("data=2,model=4"), PROMPTS, **call)
+    for row, count in enumerate(alone.num_tokens):
+        assert found.tokens[row, :count].tolist() == alone.tokens[row, :count].tolist()
+
+
 @pytest.fixture
 def compiled():
     """Counts what XLA compiles, or takes from the folder of compiled programs, by the name of the function."""

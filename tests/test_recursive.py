@@ -443,21 +443,10 @@ def test_the_chi_square_finds_wrong_residuals(monkeypatch, name):
 # --- conformance ------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def sampled(draws: str) -> toy.Setup:
-    """The pair of the conformance table with sampled trees under the recursive rule."""
-    tree = TreeConfig(nodes=9, depth=3, width=3)
-    setup = toy.setup("llama", "beam")
-    drafter = hidden_drafter(setup.config, setup.drafter_config, tree, law=LAWS[draws])
-    found = toy.Setup(setup.config, setup.drafter_config, drafter, setup.models, None)  # type: ignore
-    decoder = found.decoder_with(recursive_rule(tree.depth, tree.width))
-    return toy.Setup(setup.config, setup.drafter_config, drafter, setup.models, decoder)
-
-
 @pytest.mark.parametrize("draws", LAWS)
 def test_greedy_rows_are_greedy_beside_sampled_ones(draws):
     """Token for token, with a drafter that is often right and with one whose weights are NaN."""
-    call, setup = toy.mixed_call(), sampled(draws)
+    call, setup = toy.mixed_call(), toy.sampled(LAWS[draws])
     wanted = toy.expected("llama", call)[:2]
     state = call.run(setup.decoder, setup.models)
     assert first_difference(toy.generated(call, state)[:2], wanted) is None
@@ -470,7 +459,7 @@ def test_greedy_rows_are_greedy_beside_sampled_ones(draws):
 
 def test_rows_rounds_and_buckets_do_not_show():
     """Permuted rows, rounds one at a time and growing caches give the same texts; another seed another."""
-    call, setup, order = toy.mixed_call(), sampled(oracle.WITHOUT_REPLACEMENT), [4, 2, 0, 5, 3, 1]
+    call, setup, order = toy.mixed_call(), toy.sampled(DrawLaw.WITHOUT_REPLACEMENT), [4, 2, 0, 5, 3, 1]
     wanted = toy.generated(call, call.run(setup.decoder, setup.models))
     other = call.rows(order)
     permuted = toy.generated(other, other.run(setup.decoder, setup.models))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax.config import BLOCK, FULL, SLIDING, DrafterConfig, ModelConfig, RopeConfig, TreeConfig
-from hsd_jax.infer.accept import match_rule
+from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.plain import make_plain_step
@@ -369,6 +369,15 @@ def setup(variant: str = "llama", proposer: str = "plain") -> Setup:
         raise ValueError(f"unknown proposer {proposer!r}")
     found = Setup(config, wanted, drafter, {"target": target, "drafter": drafter_weights}, None)  # type: ignore
     return dataclasses.replace(found, decoder=found.decoder_with())
+
+
+@functools.cache
+def sampled(law: DrawLaw) -> Setup:
+    """The pair of "beam" with trees drawn under `law` and judged by the recursive rule."""
+    tree, beam = TreeConfig(nodes=9, depth=3, width=3), setup("llama", "beam")
+    drafter = hidden_drafter(beam.config, beam.drafter_config, tree, law=law)
+    found = dataclasses.replace(beam, drafter=drafter)
+    return dataclasses.replace(found, decoder=found.decoder_with(recursive_rule(tree.depth, tree.width)))
 
 
 CHAIN_ORACLE, DECOYS_ORACLE = "chain_oracle", "decoys_oracle"

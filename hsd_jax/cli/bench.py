@@ -1,13 +1,12 @@
 """`hsd bench`: speculative against plain decoding, honestly: one process, interleaved, everything printed.
 
-Batch 1, EOS honoured, prefill excluded. Pass 0 over the prompts compiles and compares tokens; the passes behind it are
-timed. The records are built by `measure`, shown by `cli/report.py`. Read next: `infer/metrics.py` for the stages.
+Batch 1, EOS honoured, prefill excluded. The record is built by `measure`, from the runs of `cli/measure.py`, and shown by
+`cli/report.py`. Read next: `infer/metrics.py` for the stages.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import statistics
@@ -16,25 +15,10 @@ from typing import Any
 
 from hsd_jax.cli import options, prompts
 from hsd_jax.cli.machine import hardware
+from hsd_jax.cli.measure import Mode, Runs, fastest, mode_record, model_record, speedup, time_modes
 
 PLAIN_DTYPES = ("float32", "bfloat16")
 PLAIN_PAD_ROWS = (1, 4)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mode:
-    """One way to decode; `tree` None is plain."""
-
-    name: str
-    params: Any
-    tree: Any = None
-    pad_rows: int = 1
-    accept: str = "match"
-    draw: str | None = None
-
-    @property
-    def dtype(self) -> str:
-        return self.params.target["embedding"].dtype.name
 
 
 def add_parser(commands) -> None:
@@ -155,38 +139,20 @@ def _without_drafter(args: argparse.Namespace) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, params, modes: list[Mode], found: list[prompts.BenchPrompt]) -> dict:
     """Runs every mode on every prompt and returns the whole record."""
-    import hsd_jax
-
-    def decode(mode: Mode, row: int):
-        return hsd_jax.decode(
-            mode.params,
-            found[row].text,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            seed=args.seed + row,
-            tree=mode.tree,
-            speculate=mode.tree is not None,
-            pad_rows=mode.pad_rows,
-            accept=mode.accept,
-            draw=mode.draw,
-        )
-
-    first: dict[str, list] = {m.name: [] for m in modes}
-    for row in range(len(found)):  # pass 0: compiles, and keeps what was said
-        _progress("warming up", row, len(found))
-        for mode in modes:
-            first[mode.name].append(decode(mode, row))
-    seconds = {m.name: [[0.0] * len(found) for _ in range(args.repeats)] for m in modes}
-    for repeat in range(args.repeats):
-        for row in range(len(found)):
-            _progress(f"timing, pass {repeat + 1} of {args.repeats}", row, len(found))
-            for mode in modes:
-                seconds[mode.name][repeat][row] = decode(mode, row).stats.decode_seconds
-    plain = first[modes[0].name]
-    records = {m.name: _mode_record(m, first[m.name], seconds[m.name], plain) for m in modes}
+    runs = time_modes(
+        modes,
+        [prompt.text for prompt in found],
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        repeats=args.repeats,
+        progress=_progress,
+    )
+    plain = modes[0].name
+    records = {m.name: mode_record(m, runs, plain) for m in modes}
     for mode in modes:
         if mode.tree is not None:
-            _add_speedups(records, mode, seconds, first, modes)
+            records[mode.name] |= _speedups(mode, modes, runs)
             records[mode.name]["stages"] = None if args.no_stages else _stages(args, mode, found[0].text)
     return {
         "command": args.command_line,
@@ -195,9 +161,9 @@ def measure(args: argparse.Namespace, params, modes: list[Mode], found: list[pro
         "target": model_record(params.target),
         "drafter": model_record(params.drafter),
         "bits_per_byte": held_out_bits_per_byte(params, found),
-        "repeated_4gram_share": _repeated(plain),
+        "repeated_4gram_share": _repeated(runs.texts(plain)),
         "modes": records,
-        "prompts": _prompt_records(found, first, seconds),
+        "prompts": _prompt_records(found, runs),
     }
 
 
@@ -206,80 +172,20 @@ def _progress(what: str, row: int, num: int) -> None:
         options.say(f"{what}: prompt {row + 1} of {num}")
 
 
-def _generated(result) -> list[int]:
-    return result.tokens[0, : result.num_tokens[0]].tolist()
-
-
-def _repeated(results) -> float:
+def _repeated(texts: list[list[int]]) -> float:
     from hsd_jax.infer.metrics import pooled_repeated_ngram_share
 
-    return pooled_repeated_ngram_share([_generated(r) for r in results])
+    return pooled_repeated_ngram_share(texts)
 
 
-def spread(values) -> dict[str, float]:
-    """Median and range of repeated measurements."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def _mode_record(mode: Mode, results, seconds, plain) -> dict:
-    num_tokens = sum(int(r.num_tokens[0]) for r in results)
-    passes = sum(r.stats.num_target_passes for r in results)
-    record = {
-        "kind": "plain" if mode.tree is None else "speculative",
-        "dtype": mode.dtype,
-        "pad_rows": mode.pad_rows,
-        "num_tokens": num_tokens,
-        "num_target_passes": passes,
-        "tau": num_tokens / max(passes, 1),
-        "tokens_per_second": spread([num_tokens / sum(rows) for rows in seconds]),
-        "seconds_per_pass": spread([sum(rows) / max(passes, 1) for rows in seconds]),
-        "same_text_as_plain": sum(_generated(a) == _generated(b) for a, b in zip(results, plain, strict=True)),
-        "differing_prompts": [
-            i for i, (a, b) in enumerate(zip(results, plain, strict=True)) if _generated(a) != _generated(b)
-        ],
-    }
-    if mode.tree is not None:
-        histogram = [int(sum(n)) for n in zip(*(r.stats.accepted_histogram for r in results), strict=True)]
-        reached = list(itertools.accumulate(histogram[::-1]))[::-1]
-        record |= {
-            "tree": dataclasses.asdict(mode.tree),
-            "accept": mode.accept,
-            "draw": mode.draw,
-            "mean_accepted": record["tau"] - 1.0,
-            "accepted_histogram": histogram,
-            "conditional_acceptance": [b / max(a, 1) for a, b in itertools.pairwise(reached)],
-        }
-    return record
-
-
-def _add_speedups(records: dict, mode: Mode, seconds: dict, first: dict, modes: list[Mode]) -> None:
-    """Ratios of tokens per second, pass by pass of the same run: against plain loops of one dtype and of any."""
-
-    def rates(name: str) -> list[float]:
-        num_tokens = records[name]["num_tokens"]
-        return [num_tokens / sum(rows) for rows in seconds[name]]
-
-    def fastest(candidates: list[Mode]) -> str:
-        return max((m.name for m in candidates), key=lambda name: statistics.median(rates(name)))
-
+def _speedups(mode: Mode, modes: list[Mode], runs: Runs) -> dict[str, dict]:
+    """Against the fastest plain loop of the same dtype, and of any."""
     plain = [m for m in modes if m.tree is None]
-    for key, rival in (
-        ("same_dtype", fastest([m for m in plain if m.dtype == mode.dtype])),
-        ("fastest_plain", fastest(plain)),
-    ):
-        ratios = [a / b for a, b in zip(rates(mode.name), rates(rival), strict=True)]
-        records[mode.name][f"speedup_{key}"] = {"against": rival, **spread(ratios)}
-    by_prompt = [
-        statistics.median(p) / statistics.median(s) * t.num_tokens[0] / max(q.num_tokens[0], 1)
-        for p, s, t, q in zip(
-            zip(*seconds[modes[0].name], strict=True),
-            zip(*seconds[mode.name], strict=True),
-            first[mode.name],
-            first[modes[0].name],
-            strict=True,
-        )
-    ]
-    records[mode.name]["speedup_by_prompt"] = spread([float(x) for x in by_prompt])
+    same_dtype = fastest([m.name for m in plain if m.dtype == mode.dtype], runs)
+    return {
+        "speedup_same_dtype": speedup(mode.name, same_dtype, runs),
+        "speedup_fastest_plain": speedup(mode.name, fastest([m.name for m in plain], runs), runs),
+    }
 
 
 def _stages(args: argparse.Namespace, mode: Mode, text: str) -> dict | None:
@@ -340,14 +246,6 @@ def held_out_bits_per_byte(params, found: list[prompts.BenchPrompt], limit: int 
     return {"value": metrics.bits_per_byte(nats, num_bytes), "num_texts": num_texts, "num_bytes": num_bytes}
 
 
-def model_record(weights) -> dict[str, int]:
-    """Size of a model's weights as they are held in memory."""
-    import jax
-
-    leaves = jax.tree.leaves(weights)
-    return {"parameters": sum(x.size for x in leaves), "bytes": sum(x.nbytes for x in leaves)}
-
-
 def _settings(args: argparse.Namespace, params, found) -> dict[str, Any]:
     lengths = sorted(len(params.tokenizer.encode(p.text)) for p in found)
     return {
@@ -367,7 +265,7 @@ def _settings(args: argparse.Namespace, params, found) -> dict[str, Any]:
     }
 
 
-def _prompt_records(found, first: dict, seconds: dict) -> list[dict]:
+def _prompt_records(found, runs: Runs) -> list[dict]:
     return [
         {
             "name": prompt.name,
@@ -375,9 +273,9 @@ def _prompt_records(found, first: dict, seconds: dict) -> list[dict]:
                 name: {
                     "num_tokens": int(results[row].num_tokens[0]),
                     "num_target_passes": results[row].stats.num_target_passes,
-                    "seconds": [rows[row] for rows in seconds[name]],
+                    "seconds": [rows[row] for rows in runs.seconds[name]],
                 }
-                for name, results in first.items()
+                for name, results in runs.results.items()
             },
         }
         for row, prompt in enumerate(found)

@@ -1,0 +1,189 @@
+"""Decoding the same prompts by several modes, interleaved in one process, and the figures that come of it.
+
+`time_modes` runs, `mode_record` counts, `speedup` divides. Shared by `hsd bench` and `hsd bench compare`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """One way to decode; `tree` None is plain."""
+
+    name: str
+    params: Any
+    tree: Any = None
+    pad_rows: int = 1
+    accept: str = "match"
+    draw: str | None = None
+
+    @property
+    def dtype(self) -> str:
+        return self.params.target["embedding"].dtype.name
+
+    def decode(self, texts: Sequence[str], seeds: Sequence[int], max_new_tokens: int, temperature: float):
+        """`hsd_jax.decode` of one batch."""
+        import hsd_jax
+
+        return hsd_jax.decode(
+            self.params,
+            list(texts),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=list(seeds),
+            tree=self.tree,
+            speculate=self.tree is not None,
+            pad_rows=self.pad_rows,
+            accept=self.accept,
+            draw=self.draw,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """What the modes gave for the same batches of prompts: `results[mode][batch]`, `seconds[mode][repeat][batch]`."""
+
+    results: dict[str, list[Any]]
+    seconds: dict[str, list[list[float]]]
+
+    def texts(self, name: str) -> list[list[int]]:
+        """The generated tokens of every prompt."""
+        return [
+            row[:count].tolist()
+            for result in self.results[name]
+            for row, count in zip(result.tokens, result.num_tokens, strict=True)
+        ]
+
+    def num_tokens(self, name: str) -> list[int]:
+        """Generated tokens of every batch."""
+        return [int(sum(result.num_tokens)) for result in self.results[name]]
+
+    def rates(self, name: str) -> list[float]:
+        """Tokens per second of every repeat."""
+        return [sum(self.num_tokens(name)) / sum(batches) for batches in self.seconds[name]]
+
+
+def time_modes(
+    modes: Sequence[Mode],
+    texts: Sequence[str],
+    *,
+    batch: int = 1,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int = 0,
+    repeats: int,
+    progress: Callable[[str, int, int], None],
+) -> Runs:
+    """Decodes all prompts by all modes, 1 + `repeats` times; prefill is not timed, end tokens are honoured.
+
+    The first time compiles, and keeps what was said. Behind it mode follows mode on every batch of prompts, so that a
+    change of the machine's pace meets all modes alike.
+
+    Args:
+      batch: rows decoded at once; prompts left over at the end are decoded as a smaller batch.
+      seed: of prompt i: seed + i.
+      progress: `progress(what, done, of)`, before each batch.
+    """
+    batches = [range(i, min(i + batch, len(texts))) for i in range(0, len(texts), batch)]
+
+    def decode(mode: Mode, rows: range):
+        seeds = [seed + row for row in rows]
+        return mode.decode([texts[row] for row in rows], seeds, max_new_tokens, temperature)
+
+    results: dict[str, list] = {mode.name: [] for mode in modes}
+    for i, rows in enumerate(batches):
+        progress("warming up", i, len(batches))
+        for mode in modes:
+            results[mode.name].append(decode(mode, rows))
+    seconds: dict[str, list[list[float]]] = {mode.name: [] for mode in modes}
+    for repeat in range(repeats):
+        for mode in modes:
+            seconds[mode.name].append([])
+        for i, rows in enumerate(batches):
+            progress(f"timing, pass {repeat + 1} of {repeats}", i, len(batches))
+            for mode in modes:
+                seconds[mode.name][repeat].append(decode(mode, rows).stats.decode_seconds)
+    return Runs(results, seconds)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and range of repeated measurements."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
+    """The figures of one mode; `plain` names the mode whose texts its own are compared with."""
+    results, seconds = runs.results[mode.name], runs.seconds[mode.name]
+    passes = sum(r.stats.num_target_passes for r in results)  # counted a row
+    num_tokens = sum(runs.num_tokens(mode.name))
+    differing = [i for i, (a, b) in enumerate(zip(runs.texts(mode.name), runs.texts(plain), strict=True)) if a != b]
+    record = {
+        "kind": "plain" if mode.tree is None else "speculative",
+        "dtype": mode.dtype,
+        "pad_rows": mode.pad_rows,
+        "num_tokens": num_tokens,
+        "num_target_passes": passes,
+        "tau": num_tokens / max(passes, 1),
+        "tokens_per_second": spread(runs.rates(mode.name)),
+        "seconds_per_pass": spread([sum(batches) / max(passes, 1) for batches in seconds]),
+        "same_text_as_plain": len(runs.texts(plain)) - len(differing),
+        "differing_prompts": differing,
+    }
+    if mode.tree is not None:
+        histogram = [int(sum(n)) for n in zip(*(r.stats.accepted_histogram for r in results), strict=True)]
+        reached = list(itertools.accumulate(histogram[::-1]))[::-1]
+        record |= {
+            "tree": dataclasses.asdict(mode.tree),
+            "accept": mode.accept,
+            "draw": mode.draw,
+            "mean_accepted": record["tau"] - 1.0,
+            "accepted_histogram": histogram,
+            "conditional_acceptance": [b / max(a, 1) for a, b in itertools.pairwise(reached)],
+        }
+    return record
+
+
+def fastest(names: Sequence[str], runs: Runs) -> str:
+    """The mode of the highest median rate."""
+    return max(names, key=lambda name: statistics.median(runs.rates(name)))
+
+
+def speedup(name: str, rival: str, runs: Runs) -> dict[str, Any]:
+    """Tokens per second over those of `rival`: median and range over the repeats, and an interval over the prompts.
+
+    The interval is a percentile bootstrap over the batches of prompts, paired, each at the median of its repeats.
+    """
+    ratios = [a / b for a, b in zip(runs.rates(name), runs.rates(rival), strict=True)]
+    tokens = np.array([runs.num_tokens(n) for n in (name, rival)], float)
+    times = np.array([np.median(runs.seconds[n], axis=0) for n in (name, rival)])
+    low, high = bootstrap_ratio(tokens, times)
+    return {"against": rival, **spread(ratios), "low": low, "high": high}
+
+
+def bootstrap_ratio(tokens: np.ndarray, seconds: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """A CONFIDENCE interval of (tokens / seconds of row 0) over (of row 1), columns resampled; [2, P] each."""
+    num = tokens.shape[1]
+    drawn = np.random.default_rng(seed).integers(0, num, (RESAMPLES, num))
+    rates = tokens[:, drawn].sum(-1) / seconds[:, drawn].sum(-1)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(rates[0] / rates[1], [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def model_record(weights) -> dict[str, int]:
+    """Size of a model's weights as they are held in memory."""
+    import jax
+
+    leaves = jax.tree.leaves(weights)
+    return {"parameters": sum(x.size for x in leaves), "bytes": sum(x.nbytes for x in leaves)}
