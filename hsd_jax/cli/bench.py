@@ -1,7 +1,7 @@
 """`hsd bench`: speculative against plain decoding, honestly: one process, interleaved, everything printed.
 
-Batch 1, EOS honoured, prefill excluded. The record is built by `measure`, from the runs of `cli/measure.py`, and shown by
-`cli/report.py`. Read next: `infer/metrics.py` for the stages.
+Batch 1, EOS honoured, prefill excluded. The record is built by `measure`, from the runs of `cli/measure.py`, and shown
+by `cli/report.py`. Read next: `infer/metrics.py` for the stages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from hsd_jax.cli import options, prompts
+from hsd_jax.cli import compare, options, prompts
 from hsd_jax.cli.machine import hardware
 from hsd_jax.cli.measure import Mode, Runs, fastest, mode_record, model_record, speedup, time_modes
 
@@ -37,7 +37,7 @@ hsd bench --demo --temperature 1 --accept match recursive
 hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5x3,16x6x4 --repeats 5
 """,
     )
-    options.add_model_arguments(parser)
+    options.add_model_arguments(parser, is_required=False)
     add_prompt_arguments(parser)
     parser.add_argument(
         "--max-new-tokens", type=options.COUNT, default=128, metavar="N", help="per prompt (default: 128)"
@@ -56,6 +56,7 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     parser.add_argument("--no-stages", action="store_true", help="do not time the stages of a round")
     parser.add_argument("--json", metavar="OUT", help="write every figure to this file")
     parser.add_argument("--plot", metavar="OUT", help="write a PNG (needs matplotlib)")
+    compare.add_parser(parser.add_subparsers(title="more", metavar="COMMAND"))
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = None) -> None:

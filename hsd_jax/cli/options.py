@@ -39,10 +39,13 @@ def add_command(commands, name: str, run, help: str, description: str, examples:
     return parser
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares which models to load, and how; `load_params` reads it."""
+def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = True) -> None:
+    """Declares which models to load, and how; `load_params` reads it.
+
+    `is_required` is False where the command has commands of its own, which say again which models.
+    """
     group = parser.add_argument_group("models")
-    which = group.add_mutually_exclusive_group(required=True)
+    which = group.add_mutually_exclusive_group(required=is_required)
     which.add_argument("--demo", action="store_true", help="the bundled target and drafter")
     which.add_argument(
         "--target", metavar="DIR", help="a Hugging Face folder: config.json, safetensors, tokenizer if there is one"
@@ -93,6 +96,8 @@ def load_params(args: argparse.Namespace, dtype: str | None = None) -> Any:
     import hsd_jax
     from hsd_jax import params as params_lib
 
+    if not args.demo and args.target is None:
+        raise ValueError("one of the arguments --demo --target is required")
     needed = ("target/config.json", "drafter/drafter_config.json")
     if args.demo and not all((params_lib.DEMO / name).is_file() for name in needed):
         raise FileNotFoundError(

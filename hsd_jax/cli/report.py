@@ -17,14 +17,14 @@ STAGES = {
 }
 
 
-def _console():
+def make_console():
     from rich.console import Console
 
     console = Console()
     return console if console.is_terminal else Console(width=120)  # not cut at 80 columns in a file
 
 
-def _table(title: str, left: int, *columns: str):
+def make_table(title: str, left: int, *columns: str):
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -39,8 +39,8 @@ def _range(value: dict[str, float], form: str) -> str:
 
 def print_bench(record: dict[str, Any]) -> None:
     """Prints the record of `bench.measure`."""
-    console, settings = _console(), record["settings"]
-    table = _table(
+    console, settings = make_console(), record["settings"]
+    table = make_table(
         f"{settings['num_prompts']} prompts, {settings['dtype']}, temperature {settings['temperature']:g};"
         " medians (ranges)",
         1,
@@ -104,8 +104,8 @@ def stage_line(shares: dict[str, float], whole: float) -> str:
 
 def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], shares: dict[str, float], whole: float) -> None:
     """Prints a row a prompt, their medians, and where a round's time goes; `whole` is in seconds."""
-    console = _console()
-    table = _table(
+    console = make_console()
+    table = make_table(
         "Plain and speculative decoding", 2, "prompt", "identical", "tau", "plain tok/s", "spec tok/s", "speed-up"
     )
 
@@ -139,8 +139,8 @@ def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], shares: dict[s
 
 def print_identity(record: dict[str, Any]) -> None:
     """Prints a row a setting, and every difference."""
-    console = _console()
-    table = _table(
+    console = make_console()
+    table = make_table(
         f"{record['num_prompts']} prompts x {record['max_new_tokens']} tokens,"
         f" {record['precision']}, {record['dtype']}",
         1,
@@ -177,7 +177,7 @@ def print_identity(record: dict[str, Any]) -> None:
     console.print("identity: " + ("ok" if record["ok"] else "FAILED"))
 
 
-def _figure(panels: int):
+def make_figure(panels: int):
     """A matplotlib figure and axes, or None where it is not installed."""
     try:
         import matplotlib
@@ -190,7 +190,7 @@ def _figure(panels: int):
     return plt.subplots(1, panels, figsize=(4.6 * panels, 4.2), layout="constrained")
 
 
-def _save(figure, path: str | Path) -> None:
+def save_figure(figure, path: str | Path) -> None:
     import matplotlib.pyplot as plt
 
     figure.savefig(path, dpi=140)
@@ -211,7 +211,7 @@ def _draw_stages(axis, stages: dict[str, dict[str, float]]) -> None:
 
 def plot_bench(record: dict[str, Any], path: str | Path) -> None:
     """Draws speeds, acceptance by depth and stages of the record of `bench.measure`."""
-    made = _figure(3)
+    made = make_figure(3)
     if made is None:
         return
     figure, (speed, depth, stage) = made
@@ -236,12 +236,12 @@ def plot_bench(record: dict[str, Any], path: str | Path) -> None:
     depth.xaxis.get_major_locator().set_params(integer=True)
     if stages:
         _draw_stages(stage, stages)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_demo(rows: list[dict[str, Any]], seconds: dict[str, float], path: str | Path) -> None:
     """Draws speeds by prompt and the stages of a round; `seconds` are by stage."""
-    made = _figure(2)
+    made = make_figure(2)
     if made is None:
         return
     figure, (speed, stage) = made
@@ -256,4 +256,4 @@ def plot_demo(rows: list[dict[str, Any]], seconds: dict[str, float], path: str |
     speed.set(title="Speed, batch 1", xlabel="tokens/s")
     speed.legend(fontsize=8)
     _draw_stages(stage, {"demo": seconds})
-    _save(figure, path)
+    save_figure(figure, path)

@@ -1,0 +1,248 @@
+"""`hsd bench compare`: any drafters, trees, rules, temperatures, batch sizes and tasks, side by side in one process.
+
+Every method decodes the same prompts as plain decoding does, interleaved with it. What a method is stands in a YAML
+file; the rest is the product of the lists on the command line. Read first: `measure.py`; next: `compare_report.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hsd_jax.cli import options, prompts
+from hsd_jax.cli.machine import hardware
+from hsd_jax.cli.measure import Mode, Runs, mode_record, model_record, speedup, time_modes
+
+PLAIN = "plain"
+KEYS = ("drafter", "tree", "accept", "draw", "reference")
+DEFAULT_LIMIT = 20
+
+
+def add_parser(commands) -> None:
+    """Declares `hsd bench compare`."""
+    parser = options.add_command(
+        commands,
+        "compare",
+        run,
+        "compare drafters, trees and rules on several tasks",
+        "Decode the prompts of every task by every method, interleaved in one process with plain decoding, for every\n"
+        "temperature and batch size. Prefill is excluded, end tokens are honoured; speeds are medians over the\n"
+        "repeats, ratios carry a 95 % interval over prompts (paired bootstrap).",
+        """
+hsd bench compare --demo --out runs/compare
+hsd bench compare --demo --methods methods.yaml --prompts dialogue=dev.jsonl maths=test.jsonl --out runs/compare
+hsd bench compare --target DIR --methods methods.yaml --temperatures 0 0.8 1 --batch 1 4 --out runs/compare
+
+methods.yaml, a line a method; what is left out is the drafter of the command line, its own tree, match:
+  hidden: {tree: 8x5x2}
+  standard: {drafter: runs/small-lm, tree: 5x4x1, accept: recursive, reference: true}
+With `reference: true` a second column gives the ratio to that method.
+""",
+    )
+    options.add_model_arguments(parser)
+    parser.add_argument("--methods", metavar="FILE", help="YAML (default: the loaded drafter, its own tree, match)")
+    parser.add_argument(
+        "--prompts", nargs="+", metavar="TASK=FILE", help="one task a file (default: the dozen prompts of the demo)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=options.COUNT,
+        default=DEFAULT_LIMIT,
+        metavar="N",
+        help=f"prompts of each task (default: {DEFAULT_LIMIT})",
+    )
+    parser.add_argument("--half", choices=prompts.HALVES, help="crc32(id) %% 2: 0 is tune, 1 is report (default: both)")
+    parser.add_argument(
+        "--max-new-tokens", type=options.COUNT, default=128, metavar="N", help="per prompt (default: 128)"
+    )
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], metavar="T", help="(default: 0)")
+    parser.add_argument(
+        "--batch", type=options.COUNT, nargs="+", default=[1], metavar="B", help="rows decoded at once (default: 1)"
+    )
+    parser.add_argument("--seed", type=options.WHOLE, default=0, help="of prompt i: seed + i (default: 0)")
+    parser.add_argument("--repeats", type=options.COUNT, default=3, metavar="R", help="timed passes (default: 3)")
+    parser.add_argument(
+        "--out", required=True, metavar="FOLDER", help="gets compare.json, .csv, .md and, with matplotlib, .png"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Where the methods are compared."""
+
+    task: str
+    temperature: float
+    batch: int
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints, and writes the folder."""
+    from hsd_jax.cli import compare_report
+
+    out = Path(args.out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out}: is a file; name a folder")
+    about = read_methods(args.methods) if args.methods else {"drafter": {}}
+    params = options.load_params(args)
+    modes = make_modes(args, params, about)
+    tasks = read_tasks(args, params)
+    record = measure(args, modes, about, tasks)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "compare.json").write_text(json.dumps(record, indent=1) + "\n")
+    compare_report.print_tables(record)
+    compare_report.write_csv(record, out / "compare.csv")
+    compare_report.write_markdown(record, out / "compare.md")
+    compare_report.plot(record, out / "compare.png")
+    options.say(f"wrote {out}")
+    return 0
+
+
+def read_methods(path: str | Path) -> dict[str, dict[str, Any]]:
+    """What each method of a YAML file changes.
+
+    Raises:
+      FileNotFoundError, ValueError: naming the method and the key.
+    """
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"{path}: expected NAME: {{KEY: VALUE, ...}}, a line a method; keys are {', '.join(KEYS)}")
+    methods = {str(name): about or {} for name, about in found.items()}
+    for name, about in methods.items():
+        if name == PLAIN:
+            raise ValueError(f"{path}: {PLAIN!r} is always measured; give the method another name")
+        if not isinstance(about, dict) or (wrong := [key for key in about if key not in KEYS]):
+            shown = wrong[0] if isinstance(about, dict) else about
+            raise ValueError(f"{path}: method {name!r}: {shown!r} is none of {', '.join(KEYS)}")
+    if sum(bool(about.get("reference")) for about in methods.values()) > 1:
+        raise ValueError(f"{path}: at most one method may say reference: true")
+    return methods
+
+
+def make_modes(args: argparse.Namespace, params, about: dict[str, dict[str, Any]]) -> list[Mode]:
+    """Plain first, then the methods; all share one target."""
+    loaded, modes = {None: params}, [Mode(PLAIN, params)]
+    for name, method in about.items():
+        where = method.get("drafter")
+        if where not in loaded:
+            own = options.load_params(argparse.Namespace(**{**vars(args), "drafter": where}))
+            loaded[where] = dataclasses.replace(own, target=params.target)
+        found = loaded[where]
+        if found.drafter_config is None:
+            raise ValueError(f"method {name!r} has no drafter: name one in --methods, or give --drafter DIR")
+        tree = found.tree
+        if "tree" in method:
+            trees = options.parse_trees(str(method["tree"]))
+            if len(trees) > 1:
+                raise ValueError(f"method {name!r}: tree {method['tree']!r}: one tree a method")
+            tree = trees[0]
+        modes.append(Mode(name, found, tree, accept=method.get("accept", "match"), draw=method.get("draw")))
+    return modes
+
+
+def read_tasks(args: argparse.Namespace, params) -> dict[str, list[str]]:
+    """The prompts of every task, short enough for `max_len`."""
+    if params.tokenizer is None:
+        raise ValueError("this checkpoint has no tokenizer: hsd bench compare needs text prompts")
+    if not args.prompts:
+        from hsd_jax import demo
+
+        return {"demo": [prompt.text for prompt in demo.read_prompts()][: args.limit]}
+
+    def count(text: str) -> int:
+        return len(params.tokenizer.encode(text))
+
+    tasks = {}
+    for named in args.prompts:
+        task, _, file = named.rpartition("=")
+        task = task or Path(file).stem
+        if task in tasks:
+            raise ValueError(f"--prompts {named}: there is a task {task!r} already; write NAME={file}")
+        found = prompts.read_prompts([file], count, args.half, args.limit)
+        room = params.max_len - args.max_new_tokens
+        tasks[task] = [prompt.text for prompt in found if count(prompt.text) <= room]
+        if not tasks[task]:
+            raise ValueError(f"{file}: no prompt has at most {room} tokens (max_len less --max-new-tokens)")
+    return tasks
+
+
+def measure(
+    args: argparse.Namespace, modes: Sequence[Mode], about: dict[str, dict[str, Any]], tasks: dict[str, list[str]]
+) -> dict[str, Any]:
+    """Runs every setting and returns the whole record; `rows` are its figures, one a setting and method."""
+    settings = [Setting(task, t, b) for t in args.temperatures for b in args.batch for task in tasks]
+    reference = next((name for name, method in about.items() if method.get("reference")), None)
+    rows, runs = [], {}
+    for number, setting in enumerate(settings, 1):
+        options.say(
+            f"setting {number} of {len(settings)}: {setting.task}, temperature {setting.temperature:g}, batch"
+            f" {setting.batch}, {len(tasks[setting.task])} prompts"
+        )
+        runs[setting] = time_modes(
+            modes,
+            tasks[setting.task],
+            batch=setting.batch,
+            max_new_tokens=args.max_new_tokens,
+            temperature=setting.temperature,
+            seed=args.seed,
+            repeats=args.repeats,
+            progress=_progress,
+        )
+        rows += _rows(setting, modes, runs[setting], reference)
+    if len(tasks) > 1:
+        for t in args.temperatures:
+            for b in args.batch:
+                pooled = _pooled([runs[Setting(task, t, b)] for task in tasks])
+                rows += _rows(Setting("all", t, b), modes, pooled, reference)
+    return {
+        "command": args.command_line,
+        "hardware": hardware(),
+        "target": model_record(modes[0].params.target),
+        "drafters": {mode.name: model_record(mode.params.drafter) for mode in modes[1:]},
+        "dtype": modes[0].dtype,
+        "max_new_tokens": args.max_new_tokens,
+        "repeats": args.repeats,
+        "num_prompts": {task: len(texts) for task, texts in tasks.items()},
+        "half": args.half,
+        "reference": reference,
+        "methods": about,
+        "rows": rows,
+        "kind_of_figures": "measured; prefill excluded; end tokens honoured",
+    }
+
+
+def _progress(what: str, done: int, num: int) -> None:
+    if done % 10 == 0:
+        options.say(f"  {what}: {done + 1} of {num}")
+
+
+def _pooled(runs: Sequence[Runs]) -> Runs:
+    """The batches of all tasks, as if they were one."""
+    names = runs[0].results
+    repeats = range(len(next(iter(runs[0].seconds.values()))))
+    return Runs(
+        {name: [result for one in runs for result in one.results[name]] for name in names},
+        {name: [[s for one in runs for s in one.seconds[name][r]] for r in repeats] for name in names},
+    )
+
+
+def _rows(setting: Setting, modes: Sequence[Mode], runs: Runs, reference: str | None) -> list[dict[str, Any]]:
+    rows = []
+    for mode in modes:
+        row = {"method": mode.name, **dataclasses.asdict(setting), **mode_record(mode, runs, PLAIN)}
+        del row["differing_prompts"]
+        row["num_texts"] = len(runs.texts(PLAIN))
+        row["over_plain"] = None if mode.name == PLAIN else speedup(mode.name, PLAIN, runs)
+        row["over_reference"] = None
+        if reference is not None and mode.name not in (PLAIN, reference):
+            row["over_reference"] = speedup(mode.name, reference, runs)
+        rows.append(row)
+    return rows

@@ -1,0 +1,127 @@
+"""`hsd bench compare`: intervals against known ratios, methods files, and the folder it writes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import types
+
+import numpy as np
+import pytest
+import test_cli
+
+from hsd_jax.cli import compare, measure
+
+folders, own_cache, hsd, both = test_cli.folders, test_cli.own_cache, test_cli.hsd, test_cli.both
+
+
+def test_the_interval_of_a_constant_ratio_is_that_ratio():
+    seconds = np.array([1.0, 2.0, 3.0, 4.0])
+    tokens = np.array([10.0, 20.0, 5.0, 7.0])
+    assert measure.bootstrap_ratio(np.stack([tokens, tokens]), np.stack([seconds / 3, seconds])) == pytest.approx(
+        (3.0, 3.0)
+    )
+
+
+def test_the_interval_covers_the_true_ratio_as_often_as_it_says():
+    """Of 200 samples of 40 prompts; 95 % of them should cover, fewer than 176 do so with probability below 1e-4."""
+    rng, covered = np.random.default_rng(0), 0
+    tokens = np.full((2, 40), 10.0)
+    for _ in range(200):
+        seconds = rng.gamma(20.0, 1.0, (2, 40)) * np.array([[0.5], [1.0]])
+        low, high = measure.bootstrap_ratio(tokens, seconds)
+        covered += low < 2.0 < high
+    assert 176 <= covered < 200
+
+
+def fake_runs(**rates: list[float]) -> measure.Runs:
+    """Two batches of 10 and 30 tokens a mode, at the rate of each repeat."""
+
+    def result(count: int):
+        return types.SimpleNamespace(tokens=np.arange(count)[None], num_tokens=np.array([count]))
+
+    seconds = {name: [[10 / rate, 30 / rate] for rate in repeats] for name, repeats in rates.items()}
+    return measure.Runs({name: [result(10), result(30)] for name in rates}, seconds)
+
+
+def test_a_speedup_is_the_median_of_paired_repeats():
+    runs = fake_runs(fast=[30.0, 20.0, 50.0], slow=[10.0, 10.0, 20.0], middle=[15.0, 15.0, 15.0])
+    found = measure.speedup("fast", "slow", runs)
+    assert (found["min"], found["median"], found["max"]) == pytest.approx((2.0, 2.5, 3.0))
+    assert found["low"] == pytest.approx(found["high"]) == pytest.approx(3.0)  # both batches: 30 over 10, the medians
+    assert measure.fastest(["slow", "middle"], runs) == "middle"
+    pooled = compare._pooled([runs, runs])
+    assert pooled.num_tokens("fast") == [10, 30, 10, 30]
+    assert pooled.rates("fast") == pytest.approx(runs.rates("fast"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n", "expected NAME: {KEY: VALUE"),
+        ("a: [", "not YAML"),
+        ("plain: {}\n", "'plain' is always measured"),
+        ("a: {nodes: 8}\n", "method 'a': 'nodes' is none of drafter, tree, accept, draw, reference"),
+        ("a: 8x5x2\n", "method 'a': '8x5x2' is none of"),
+        ("a: {reference: true}\nb: {reference: true}\n", "at most one method may say reference"),
+    ],
+)
+def test_methods_files_that_say_nonsense(tmp_path, text, message):
+    path = tmp_path / "methods.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"methods\.yaml: ") as error:
+        compare.read_methods(path)
+    assert message in str(error.value)
+
+
+def test_the_folder_holds_every_figure(folders, tmp_path, capsys):
+    """Two tasks and their union, two methods, one of them the reference; batches of 2 with one prompt left over."""
+    methods, out = tmp_path / "methods.yaml", tmp_path / "out"
+    methods.write_text("tree: {tree: 5x3x2}\nchain: {tree: 3x2x1, reference: true}\n")
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"id": "x", "prompt": "the cat"}) + "\n")
+    tasks = ["--prompts", folders.data, f"other={other}", "--max-new-tokens", "8", "--repeats", "1", "--batch", "2"]
+    arguments = [*both(folders), "--methods", methods, *tasks, "--dtype", "float32", "--out", out]
+    assert hsd("bench", "compare", *arguments) == 0
+    record = json.loads((out / "compare.json").read_text())
+    rows = {(row["task"], row["method"]): row for row in record["rows"]}
+    assert list(rows) == [(task, m) for task in ("texts", "other", "all") for m in ("plain", "tree", "chain")]
+    for (task, method), row in rows.items():
+        assert row["num_texts"] == row["same_text_as_plain"] == {"texts": 3, "other": 1, "all": 4}[task]
+        assert (row["over_plain"] is None) == (method == "plain")
+        assert (row["over_reference"] is None) == (method != "tree")
+        assert row["tau"] == pytest.approx(row["num_tokens"] / row["num_target_passes"])
+    whole = rows["all", "tree"]
+    assert whole["num_tokens"] == rows["texts", "tree"]["num_tokens"] + rows["other", "tree"]["num_tokens"]
+    assert whole["tau"] >= rows["all", "plain"]["tau"] == 1.0
+    assert whole["over_reference"]["against"] == "chain"
+    with (out / "compare.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["task"], line["method"]) for line in lines] == list(rows)
+    assert float(lines[1]["over_plain"]) == pytest.approx(rows["texts", "tree"]["over_plain"]["median"])
+    text = (out / "compare.md").read_text()
+    assert text.count("### ") == 3 and "| tree | 5x3x2 | match |" in text and record["command"] in text
+    assert "all, temperature 0, batch 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompts", "{data}", "{data}"], "there is a task 'texts' already"),
+        (["--out", "{data}"], "is a file; name a folder"),
+        (["--max-new-tokens", "5000"], "no prompt has at most"),
+    ],
+)
+def test_bad_values_end_before_anything_compiles(folders, tmp_path, capsys, arguments, message):
+    arguments = [argument.replace("{data}", folders.data) for argument in arguments]
+    given = ["--prompts", folders.data, "--out", tmp_path / "out", *arguments]
+    assert hsd("bench", "compare", *both(folders), *given) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("hsd: error: ") and message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_methods_need_a_drafter(folders, tmp_path, capsys):
+    given = ["--target", folders.target, "--prompts", folders.data, "--out", tmp_path / "out"]
+    assert hsd("bench", "compare", *given) == 2
+    assert "method 'drafter' has no drafter" in capsys.readouterr().err
