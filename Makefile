@@ -31,7 +31,7 @@ test: $(STAMP) ## Run the tests, without the slow ones
 test-slow: $(STAMP) ## Run all tests; those against torch are skipped where it cannot be installed
 	@$(BIN)/python -c "import torch" 2>/dev/null || { echo "Installing $(TORCH) for the comparisons"; \
 		$(PIP) install -qq "$(TORCH)" || echo "torch is not available here: its tests are skipped"; }
-	@$(BIN)/python -m pytest -n auto --dist loadfile -m "slow or not slow" $(ARGS)
+	@HSD_TEST_OPTIMIZED=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "slow or not slow" $(ARGS)
 
 lint: $(DEV_STAMP) ## Check style, format and types
 	@$(BIN)/ruff check .

@@ -34,14 +34,20 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")  # tests that run optax
 # jax_numpy_rank_promotion stays "allow": the layers add [H] biases and norm weights to [B, N, H] activations on
 # purpose, and shapes are checked at function borders anyway.
 
+# Most of a test's time is XLA's. What users run, in full optimization, is what `make test-slow` runs, and what the
+# tests of bits ask for (`fully_optimized`).
+IS_OPTIMIZED = bool(os.environ.get("HSD_TEST_OPTIMIZED"))
+jax.config.update("jax_disable_most_optimizations", not IS_OPTIMIZED)
+
 jax.config.update("jax_compilation_cache_dir", str(REPO / ".pytest_cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_report_header() -> str:
+    level = "fully optimized" if IS_OPTIMIZED else "compiled fast (HSD_TEST_OPTIMIZED=1: as users do)"
     shapes = "checked" if CHECKS_SHAPES else "NOT checked: beartype is missing (pip install -e '.[test]')"
-    return f"jax {jax.__version__} on {jax.device_count()} {jax.default_backend()} devices, shapes {shapes}"
+    return f"jax {jax.__version__} on {jax.device_count()} {jax.default_backend()} devices, shapes {shapes}, {level}"
 
 
 @pytest.fixture
@@ -49,6 +55,14 @@ def standard_dtypes():
     """Implicit dtype promotion as jax has it by default: optax's Adam raises a float to an int32 step count."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture(scope="module")
+def fully_optimized():
+    """For tests of one module whose subject is the bits that a user gets."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", not IS_OPTIMIZED)
 
 
 @pytest.fixture(scope="session")

@@ -97,12 +97,14 @@ def read_rows(models, config: DrafterConfig, rows):
     "changes",
     [
         {"num_layers": 2},
-        {"committed_embeddings": False},
-        {"feature_layers": (0, 1)},
+        pytest.param({"committed_embeddings": False}, marks=pytest.mark.slow),
+        pytest.param({"feature_layers": (0, 1)}, marks=pytest.mark.slow),
         {"feature_layers": (0,), "committed_embeddings": False, "num_steps": 2},
         {"trunk": "block", "num_layers": 2},
-        {"trunk": "block", "num_layers": 5, "num_steps": 3, "committed_embeddings": False},
-        {"trunk": "block", "feature_layers": (0, 1), "num_steps": 6},
+        pytest.param(
+            {"trunk": "block", "num_layers": 5, "num_steps": 3, "committed_embeddings": False}, marks=pytest.mark.slow
+        ),
+        pytest.param({"trunk": "block", "feature_layers": (0, 1), "num_steps": 6}, marks=pytest.mark.slow),
         {"trunk": "block", "num_steps": 1},
     ],
     ids=str,

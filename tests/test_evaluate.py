@@ -32,7 +32,12 @@ def params() -> Params:
 
 @pytest.mark.parametrize(
     "temperature, trunk, is_hot",
-    [(0.0, RECURRENT, False), (1.0, RECURRENT, False), (1.0, RECURRENT, True), (0.0, BLOCK, False)],
+    [
+        (0.0, RECURRENT, False),
+        (1.0, RECURRENT, True),
+        pytest.param(1.0, RECURRENT, False, marks=pytest.mark.slow),
+        pytest.param(0.0, BLOCK, False, marks=pytest.mark.slow),
+    ],
 )
 def test_simulated_tau_is_that_of_decoding(temperature, trunk, is_hot):
     params = make_params(trunk=trunk)

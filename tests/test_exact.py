@@ -15,11 +15,12 @@ from test_accept import keyed
 
 from hsd_jax.types import NO_TOKEN
 
-PROPOSERS = ["beam", "chain", "two", "no_embeddings", "layers", "hot", "steered", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
-BLOCK_PROPOSERS = ["block", "block_layers", "steered_block"]
+PROPOSERS = ["beam", "chain", "hot", "steered", "block", "block_layers", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
+SLOW_PROPOSERS = ["two", "no_embeddings", "layers", "steered_block"]
 TABLE = [
-    *[("llama", proposer) for proposer in (*PROPOSERS, *BLOCK_PROPOSERS)],
-    ("untied", toy.DECOYS_ORACLE),
+    *[("llama", proposer) for proposer in PROPOSERS],
+    *[pytest.param("llama", proposer, marks=pytest.mark.slow) for proposer in SLOW_PROPOSERS],
+    pytest.param("untied", toy.DECOYS_ORACLE, marks=pytest.mark.slow),
     pytest.param("qwen", toy.DECOYS_ORACLE, marks=pytest.mark.slow),
     ("gemma", "steered"),
     pytest.param("untied", "hot", marks=pytest.mark.slow),
@@ -89,7 +90,10 @@ def test_speculative_text_is_the_plain_text(variant, proposer):
     assert_exact(variant, proposer, call, toy.expected(variant, call))
 
 
-@pytest.mark.parametrize("proposer", ["steered", "steered_block", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE])
+@pytest.mark.parametrize(
+    "proposer",
+    ["steered", pytest.param("steered_block", marks=pytest.mark.slow), toy.CHAIN_ORACLE, toy.DECOYS_ORACLE],
+)
 def test_the_oracle_reaches_every_length_of_path(proposer):
     """So the table above has seen every number of accepted tokens, none and the bonus included."""
     call = toy.mixed_call()

@@ -16,7 +16,10 @@ from hsd_jax.infer.metrics import replay_logits
 from hsd_jax.models import layers, native
 from tests import toy
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="no compiler, or HSD_NATIVE=0")
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason="no compiler, or HSD_NATIVE=0"),
+    pytest.mark.usefixtures("fully_optimized"),
+]
 
 WIDTHS = [64, 40, 37]  # whole vectors, a vector left over, odd
 ROWS = range(1, 10)
@@ -116,8 +119,15 @@ def test_an_entry_counts_the_same_committed_or_not():
         np.testing.assert_array_equal(result, results[0])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", ["llama", "gemma"])
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        ("llama", "bfloat16"),
+        ("gemma", "float32"),
+        pytest.param("llama", "float32", marks=pytest.mark.slow),
+        pytest.param("gemma", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_verification_has_the_bits_of_plain_decoding(variant, dtype):
     """Logits of a text from passes of 1 node and of N nodes; bfloat16 as in the fast configuration."""
     config = toy.setup(variant).config

@@ -392,8 +392,15 @@ def p_values(texts: np.ndarray) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("draws", LAWS)
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    ("tree", "draws"),
+    [
+        ("wide", oracle.WITHOUT_REPLACEMENT),
+        ("deep", oracle.INDEPENDENT),
+        pytest.param("deep", oracle.WITHOUT_REPLACEMENT, marks=pytest.mark.slow),
+        pytest.param("wide", oracle.INDEPENDENT, marks=pytest.mark.slow),
+    ],
+)
 def test_the_compiled_loop_follows_the_law_of_the_target(tree, draws):
     """Sampled trees of the hidden-state drafter through several rounds, filtered rows included.
 

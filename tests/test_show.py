@@ -22,10 +22,7 @@ from hsd_jax.cli import options, round_layout, show, show_html
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import tree as tree_lib
 from hsd_jax.infer.accept import match_rule, recursive_rule
-from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.replay import Round, replay
-from hsd_jax.infer.step import make_step
 from hsd_jax.types import NO_PARENT, DrawLaw
 
 folders, own_cache, hsd, both = test_cli.folders, test_cli.own_cache, test_cli.hsd, test_cli.both
@@ -62,7 +59,7 @@ def rounds_of(proposer: str) -> tuple[toy.Call, list[Round]]:
     return call, replayed(call, setup.decoder, setup.config, rule, setup.models, capacity)
 
 
-PROPOSERS = ["beam", "hot", "block"]
+PROPOSERS = ["beam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hot", "block"))]
 
 
 @pytest.mark.parametrize("proposer", [*PROPOSERS, toy.DECOYS_ORACLE])
@@ -81,15 +78,14 @@ def test_replay_is_the_decode(proposer):
         assert all(drafted.logp is None for drafted in rounds)
 
 
-@pytest.mark.parametrize("law", [DrawLaw.INDEPENDENT, DrawLaw.WITHOUT_REPLACEMENT])
+@pytest.mark.parametrize(
+    "law", [pytest.param(DrawLaw.INDEPENDENT, marks=pytest.mark.slow), DrawLaw.WITHOUT_REPLACEMENT]
+)
 def test_replay_of_sampled_trees(law):
-    setup, tree = toy.setup("llama", "beam"), TreeConfig(nodes=10, depth=3, width=3)
-    drafter = hidden_drafter(setup.config, setup.drafter_config, tree, law=law)
-    rule = recursive_rule(tree.depth, tree.width)
-    decoder = Decoder(setup.config, make_step(setup.config, drafter, rule), drafter, precision="highest")
-    call = one_row(30, temperature=1.0)
-    rounds = replayed(call, decoder, setup.config, rule, setup.models)
-    wanted = toy.generated(call, call.run(decoder, setup.models))[0]
+    setup = toy.sampled(law)
+    call, rule = one_row(30, temperature=1.0), recursive_rule(3, 3)
+    rounds = replayed(call, setup.decoder, setup.config, rule, setup.models)
+    wanted = toy.generated(call, call.run(setup.decoder, setup.models))[0]
     assert [token for drafted in rounds for token in drafted.emitted] == wanted
     for drafted in rounds:
         check_round(drafted)

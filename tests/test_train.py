@@ -397,7 +397,7 @@ def test_a_terminal_shows_a_bar(tmp_path):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
-@pytest.mark.parametrize("spec", ["data=8", "data=4,model=2"])
+@pytest.mark.parametrize("spec", [pytest.param("data=8", marks=pytest.mark.slow), "data=4,model=2"])
 def test_a_mesh_trains_as_one_device_does(files, tmp_path, standard_dtypes, spec):
     """Losses, acceptance and judgements of every step, within what sums in another order make of float32."""
     values = dict(DRAFTER_VALUES, train=dict(LOOP, batch=8, micro_batch=None))
