@@ -405,7 +405,10 @@ def test_batches_that_cannot_be(make, message):
 @pytest.mark.parametrize(
     "other, message",
     [
-        (lambda: data.Batches(numbered(), 2, 5), r"the state of the data has seed=5, this run seed=1"),
+        (
+            lambda: data.Batches(numbered(), 2, 5),
+            r"the checkpoint has seen batches of seed=5, this run has seed=1: data files",
+        ),
         (lambda: data.Batches(numbered(), 3, 1), r"has batch=3, this run batch=2"),
         (lambda: data.Batches(numbered(8), 2, 1), r"has rows='[0-9a-f]{64}', this run rows="),
     ],

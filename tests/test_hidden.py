@@ -275,7 +275,12 @@ def find_stale_slot(setup: toy.Setup, state) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "proposer"), [("llama", "steered"), ("gemma", "steered"), ("llama", "steered_block")]
+    ("variant", "proposer"),
+    [
+        ("llama", "steered"),
+        pytest.param("gemma", "steered", marks=pytest.mark.slow),
+        ("llama", "steered_block"),
+    ],
 )
 def test_caches_hold_what_fresh_passes_compute(variant, proposer):
     """After prefill and after every round, until all rows are done and have been carried along for some rounds."""

@@ -464,6 +464,7 @@ def test_old_configurations_have_the_full_vocabulary(tmp_path):
 
 
 @test_mesh.needs_devices
+@pytest.mark.slow
 def test_a_restricted_drafter_on_a_mesh():
     """Its rows of the head lie in parts, its ids everywhere; text and fate of the drafts are those of one device."""
     ids = np.arange(0, 32, 2)

@@ -104,7 +104,13 @@ def key_of(share: float, wanted: bool) -> int:
     return next(s for s, x in draws.items() if (x < share) == wanted)
 
 
-@pytest.mark.parametrize("hot_ids", [None, tuple(range(0, 29, 2))], ids=["all", "hot"])
+@pytest.mark.parametrize(
+    "hot_ids",
+    [
+        pytest.param(None, id="all"),
+        pytest.param(tuple(range(0, 29, 2)), id="hot", marks=pytest.mark.slow),
+    ],
+)
 def test_loss_on_policy_against_loops(monkeypatch, hot_ids):
     """Target and drafter decode every chain separately; masks are those of the row, and so are the metrics."""
     chosen, chains = forced()

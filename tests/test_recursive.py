@@ -450,7 +450,9 @@ def test_the_chi_square_finds_wrong_residuals(monkeypatch, name):
 # --- conformance ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draws", LAWS)
+@pytest.mark.parametrize(
+    "draws", [oracle.WITHOUT_REPLACEMENT, pytest.param(oracle.INDEPENDENT, marks=pytest.mark.slow)]
+)
 def test_greedy_rows_are_greedy_beside_sampled_ones(draws):
     """Token for token, with a drafter that is often right and with one whose weights are NaN."""
     call, setup = toy.mixed_call(), toy.sampled(LAWS[draws])

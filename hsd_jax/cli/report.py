@@ -18,13 +18,15 @@ STAGES = {
 
 
 def make_console():
+    """A rich console on stdout, as wide as the terminal, or 120 columns in a file."""
     from rich.console import Console
 
     console = Console()
-    return console if console.is_terminal else Console(width=120)  # not cut at 80 columns in a file
+    return console if console.is_terminal else Console(width=120)
 
 
 def make_table(title: str, left: int, *columns: str):
+    """A rich table whose first `left` columns are texts and the others numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -191,6 +193,7 @@ def make_figure(panels: int):
 
 
 def save_figure(figure, path: str | Path) -> None:
+    """Writes a figure of `make_figure`, closes it and says so."""
     import matplotlib.pyplot as plt
 
     figure.savefig(path, dpi=140)

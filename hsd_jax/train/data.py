@@ -202,7 +202,10 @@ class Batches:
         """
         for name, here in self._setting.items():
             if state.get(name) != here:
-                raise ValueError(f"the state of the data has {name}={state.get(name)!r}, this run {name}={here!r}")
+                raise ValueError(
+                    f"the checkpoint has seen batches of {name}={state.get(name)!r}, this run has {name}={here!r}:"
+                    " data files, length, eval.prompts and what else decides the rows must stay; choose another folder"
+                )
         self.seek(state["step"])
 
     def seek(self, step: int) -> None:
