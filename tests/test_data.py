@@ -409,8 +409,8 @@ def test_batches_that_cannot_be(make, message):
             lambda: data.Batches(numbered(), 2, 5),
             r"the checkpoint has seen batches of seed=5, this run has seed=1: data files",
         ),
-        (lambda: data.Batches(numbered(), 3, 1), r"has batch=3, this run batch=2"),
-        (lambda: data.Batches(numbered(8), 2, 1), r"has rows='[0-9a-f]{64}', this run rows="),
+        (lambda: data.Batches(numbered(), 3, 1), r"batches of batch=3, this run has batch=2"),
+        (lambda: data.Batches(numbered(8), 2, 1), r"batches of rows='[0-9a-f]{64}', this run has rows="),
     ],
 )
 def test_a_state_of_other_data_is_refused(other, message):
