@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+import re
+from typing import Any, ClassVar
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 RECURRENT, BLOCK = TRUNKS = ("recurrent", "block")
 """Kinds of trunk: K passes over one state each, or one pass over K slots."""
+HIDDEN, SMALL_LM, LOOKUP = "hidden", "small_lm", "lookup"
+"""Kinds of drafter, each a file in `infer/drafters/`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +75,54 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class SmallLMConfig(ModelConfig):
+    """An independent language model in the role of a drafter."""
+
+    kind: ClassVar[str] = SMALL_LM
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupConfig:
+    """Prompt lookup: drafts what stood behind the longest n-gram of the context that ends it once more.
+
+    Args:
+      max_ngram: longest n-gram, in tokens; longer repetitions count as this long.
+      min_ngram: shortest n-gram; where the context repeats none of these, nothing is drafted.
+    Raises:
+      ValueError: naming the wrong value and the allowed ones.
+    """
+
+    max_ngram: int = 3
+    min_ngram: int = 1
+
+    kind: ClassVar[str] = LOOKUP
+    MAX_NGRAM: ClassVar[int] = 16
+
+    def __post_init__(self):
+        for name, least, most in (("max_ngram", 1, self.MAX_NGRAM), ("min_ngram", 1, self.max_ngram)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"LookupConfig.{name}={value!r}: allowed are {least} to {most}")
+
+    @classmethod
+    def parse(cls, text: str) -> LookupConfig | None:
+        """The configuration that "lookup", "lookup:4" (up to 4) or "lookup:2-4" names; None for any other text.
+
+        Raises:
+          ValueError: for numbers that are not allowed.
+        """
+        found = re.fullmatch(r"lookup(?::(?:(\d+)-)?(\d+))?", text)
+        if found is None:
+            return None
+        least, most = found.groups()
+        return cls(*(int(n) for n in (most, least) if n is not None))
+
+
+@dataclasses.dataclass(frozen=True)
 class DrafterConfig:
     """The hidden-state drafter: trunk and injector."""
+
+    kind: ClassVar[str] = HIDDEN
 
     hidden_size: int
     num_layers: int
@@ -133,6 +182,9 @@ class DrafterConfig:
             raise ValueError(
                 f"feature_layers={list(self.feature_layers)}: this target has layers 0 to {num_layers - 1}"
             )
+
+
+AnyDrafterConfig = DrafterConfig | SmallLMConfig | LookupConfig
 
 
 @dataclasses.dataclass(frozen=True)

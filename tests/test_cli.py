@@ -292,6 +292,32 @@ def test_bench_with_stages_plain_variants_and_plot(folders, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["lookup:2", "target"])
+def test_bench_with_other_drafters(folders, tmp_path, drafter):
+    """Stages included; the target itself is a small_lm that is always right."""
+    out = tmp_path / "bench.json"
+    models = ["--target", folders.target, "--drafter", getattr(folders, drafter, drafter), "--precision", "exact"]
+    arguments = ["--prompts", folders.data, "--limit", "2", "--repeats", "1", "--nodes", "4", "--json", out]
+    assert hsd("bench", *models, *arguments, *SHORT) == 0
+    mode = json.loads(out.read_text())["modes"]["tree 4x3x1"]
+    assert mode["same_text_as_plain"] == 2
+    assert mode["stages"]["seconds"]["trunk"] > 0 and mode["stages"]["seconds"]["head"] == 0
+    assert sum(mode["stages"]["shares"].values()) == pytest.approx(1.0)
+    if drafter == "target":
+        assert mode["accepted_histogram"][3] > 0.8 * mode["num_target_passes"]
+
+
+def test_generate_by_lookup(folders, capsys):
+    arguments = ["generate", "--target", folders.target, "--drafter", "lookup", "--json", *SHORT, "abc abc abc"]
+    assert hsd(*arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert hsd(*arguments, "--no-speculate") == 0
+    assert found["tokens"] == json.loads(capsys.readouterr().out)["tokens"]
+    assert hsd(*arguments, "--accept", "recursive") == 2
+    assert "lookup copies its drafts" in capsys.readouterr().err
+
+
 def test_bench_compares_rules(folders, tmp_path):
     """Greedy, where both rules say what plain decoding says; with the stages of sampled trees."""
     out = tmp_path / "bench.json"

@@ -14,10 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.config import BLOCK, FULL, SLIDING, DrafterConfig, ModelConfig, RopeConfig, TreeConfig
+from hsd_jax.config import (
+    BLOCK,
+    FULL,
+    SLIDING,
+    AnyDrafterConfig,
+    DrafterConfig,
+    LookupConfig,
+    ModelConfig,
+    RopeConfig,
+    SmallLMConfig,
+    TreeConfig,
+)
 from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.infer.drafters.make import make_drafter as drafter_of
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import hot
@@ -99,6 +111,12 @@ def make_drafter(config: DrafterConfig, target: ModelConfig, weights: Any, seed:
     }
     drafter["output_norm"] = {"weight": jnp.full(config.hidden_size, 0.1)}
     return drafter
+
+
+def make_small_lm(weights: Any, noise: float = 0.15, seed: int = 2) -> dict[str, Any]:
+    """The target's own weights, each matrix off by a share `noise` of its scale: right most of the time."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, noise * float(x.std()), x.shape), jnp.float32), weights)
 
 
 def markov_target(logits: np.ndarray) -> tuple[ModelConfig, dict[str, Any]]:
@@ -313,6 +331,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 """What these proposers change of `drafter_config`."""
 
 
+CHAINS = {"lookup": LookupConfig(), "small_lm": SmallLMConfig(**vars(VARIANTS["llama"]))}
+"""Proposers that draft chains of their own kind, for the variant "llama"."""
 HOT_IDS = np.flatnonzero(np.arange(VOCAB) % 3 != 1).astype(np.int32)
 """What the proposer "hot" may draft: two thirds of the tokens, so that texts are full of cold ones."""
 WRONG_SHARE = 0.2
@@ -323,7 +343,7 @@ class Setup:
     """A decoder and its weights."""
 
     config: ModelConfig
-    drafter_config: DrafterConfig
+    drafter_config: AnyDrafterConfig
     drafter: Drafter | None
     models: dict[str, Any]
     decoder: Decoder
@@ -347,8 +367,8 @@ def setup(variant: str = "llama", proposer: str = "plain") -> Setup:
     """One pair of target and proposer, compiled once for all test files.
 
     Args:
-      proposer: "plain" for none, a name in TREES for the hidden-state drafter, CHAIN_ORACLE or DECOYS_ORACLE, or
-        "steered" or "steered_block" for the trunk under the oracle's trees.
+      proposer: "plain" for none, a name in TREES for the hidden-state drafter, a name in CHAINS, CHAIN_ORACLE or
+        DECOYS_ORACLE, or "steered" or "steered_block" for the trunk under the oracle's trees.
     """
     config, target = VARIANTS[variant], weights(variant)
     wanted = drafter_config(config, **DRAFTERS.get(proposer, {}))
@@ -359,6 +379,10 @@ def setup(variant: str = "llama", proposer: str = "plain") -> Setup:
             wanted, drafter_weights = hot.restrict(wanted, drafter_weights, HOT_IDS)
             drafter_weights = hot.attach(drafter_weights, drafter_weights["hot_ids"], target, config)
         drafter = hidden_drafter(config, wanted, TREES[proposer])
+    elif proposer in CHAINS:
+        wanted = CHAINS[proposer]
+        drafter = drafter_of(config, wanted, TREES["chain"])
+        drafter_weights = make_small_lm(target) if proposer == "small_lm" else {}
     elif proposer in (CHAIN_ORACLE, DECOYS_ORACLE):
         drafter = oracle_drafter(CHAIN if proposer == CHAIN_ORACLE else DECOYS)
         drafter_weights = oracle_table(long_text(variant), WRONG_SHARE)
