@@ -14,8 +14,10 @@ SLIDING = "sliding_attention"
 FULL = "full_attention"
 RECURRENT, BLOCK = TRUNKS = ("recurrent", "block")
 """Kinds of trunk: K passes over one state each, or one pass over K slots."""
-HIDDEN, SMALL_LM, LOOKUP = "hidden", "small_lm", "lookup"
-"""Kinds of drafter, each a file in `infer/drafters/`."""
+HIDDEN, FEATURE, HEADS = TRAINED_KINDS = ("hidden", "feature", "block")
+"""Kinds of drafter that are trained for their target, each a file in `infer/drafters/`."""
+SMALL_LM, LOOKUP = "small_lm", "lookup"
+"""Those that are not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +122,7 @@ class LookupConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-    """The hidden-state drafter: trunk and injector."""
-
-    kind: ClassVar[str] = HIDDEN
+    """A drafter that reads its target's features: hidden (trunk and injector), feature (trunk) or block (heads)."""
 
     hidden_size: int
     num_layers: int
@@ -149,8 +149,18 @@ class DrafterConfig:
     drafter's weights."""
     trunk: str = RECURRENT
     """One of TRUNKS; files written before there was a choice do not name it."""
+    kind: str = HIDDEN
+    """One of TRAINED_KINDS, likewise."""
+
+    UNUSED: ClassVar[dict[str, tuple[str, ...]]] = {
+        HIDDEN: (),
+        FEATURE: ("trunk", "rank", "committed_embeddings"),
+        HEADS: ("trunk", "rank", "committed_embeddings", "num_layers"),
+    }
+    """What a kind has no choice of."""
 
     def __post_init__(self):
+        self.check_kind(self, "DrafterConfig")
         if self.trunk not in TRUNKS:
             raise ValueError(f"DrafterConfig.trunk={self.trunk!r}: allowed are {', '.join(TRUNKS)}")
         if not self.are_layers(self.feature_layers):
@@ -164,6 +174,25 @@ class DrafterConfig:
                 f"DrafterConfig.hot_tokens={self.hot_tokens!r}: allowed are 1 to the vocabulary, {self.vocab_size}, and"
                 " None for all"
             )
+
+    @classmethod
+    def check_kind(cls, config: Any, where: str) -> None:
+        """Raises a ValueError for an unknown kind, or a setting that its kind has no use for.
+
+        Args:
+          config: a `DrafterConfig`, or a recipe's section with fields of the same names and defaults.
+        """
+        if config.kind not in TRAINED_KINDS:
+            raise ValueError(f"{where}.kind={config.kind!r}: allowed are {', '.join(TRAINED_KINDS)}")
+        defaults = {"trunk": RECURRENT, "rank": cls.rank, "committed_embeddings": True, "num_layers": 1}
+        for name in cls.UNUSED[config.kind]:
+            if getattr(config, name) != defaults[name]:
+                raise ValueError(f"{where}.{name}={getattr(config, name)!r}: kind {config.kind!r} has no such choice")
+
+    @property
+    def reads_drafts(self) -> bool:
+        """Whether its states depend on drafted tokens, so that a tree costs a pass for each level."""
+        return self.kind == FEATURE
 
     @property
     def draft_vocab_size(self) -> int:

@@ -292,7 +292,6 @@ def test_bench_with_stages_plain_variants_and_plot(folders, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["lookup:2", "target"])
 def test_bench_with_other_drafters(folders, tmp_path, drafter):
     """Stages included; the target itself is a small_lm that is always right."""
@@ -318,6 +317,7 @@ def test_generate_by_lookup(folders, capsys):
     assert "lookup copies its drafts" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bench_compares_rules(folders, tmp_path):
     """Greedy, where both rules say what plain decoding says; with the stages of sampled trees."""
     out = tmp_path / "bench.json"

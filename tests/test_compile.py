@@ -35,7 +35,7 @@ def random_call(rng: np.random.Generator, vocab: int) -> toy.Call:
     )
 
 
-@pytest.mark.parametrize("proposer", ["beam", "block", "plain", *toy.CHAINS])
+@pytest.mark.parametrize("proposer", ["beam", "block", "plain", *toy.CHAINS, "feature", "heads"])
 def test_a_hundred_prompts_compile_once(proposer):
     """Prompts, lengths, settings, seeds, limits, end tokens and acceptance patterns are all traced."""
     setup = toy.setup("llama", proposer)

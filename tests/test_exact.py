@@ -17,8 +17,9 @@ from hsd_jax.types import NO_TOKEN
 
 PROPOSERS = ["beam", "chain", "two", "no_embeddings", "layers", "hot", "steered", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
 BLOCK_PROPOSERS = ["block", "block_layers", "steered_block"]
+BASELINES = ["feature", "feature_layers", "heads"]
 TABLE = [
-    *[("llama", proposer) for proposer in (*PROPOSERS, *BLOCK_PROPOSERS, *toy.CHAINS)],
+    *[("llama", proposer) for proposer in (*PROPOSERS, *BLOCK_PROPOSERS, *toy.CHAINS, *BASELINES)],
     ("untied", toy.DECOYS_ORACLE),
     pytest.param("qwen", toy.DECOYS_ORACLE, marks=pytest.mark.slow),
     ("gemma", "steered"),
@@ -98,7 +99,7 @@ def test_the_oracle_reaches_every_length_of_path(proposer):
     assert (histogram > 0).all(), histogram
 
 
-@pytest.mark.parametrize("proposer", ["beam", "block", *toy.CHAINS])
+@pytest.mark.parametrize("proposer", ["beam", "block", *toy.CHAINS, "feature", "heads"])
 def test_drafters_are_sometimes_right(proposer):
     call = toy.mixed_call()
     setup = toy.setup("llama", proposer)

@@ -9,7 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from hsd_jax.config import HIDDEN, LOOKUP, SMALL_LM, AnyDrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.config import FEATURE, HEADS, HIDDEN, LOOKUP, SMALL_LM, AnyDrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.infer.drafters.block import block_drafter
+from hsd_jax.infer.drafters.feature import feature_drafter
 from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.drafters.lookup import lookup_drafter
 from hsd_jax.infer.drafters.small_lm import small_lm_drafter
@@ -30,6 +32,8 @@ def make_drafter(
     """
     makers = {
         HIDDEN: lambda: hidden_drafter(target_config, config, tree, cache_dtype, law),
+        FEATURE: lambda: feature_drafter(target_config, config, tree, cache_dtype, law),
+        HEADS: lambda: block_drafter(target_config, config, tree, law),
         SMALL_LM: lambda: small_lm_drafter(target_config, config, tree, cache_dtype, law),
         LOOKUP: lambda: lookup_drafter(config, tree, law),
     }
