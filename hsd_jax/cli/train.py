@@ -24,8 +24,8 @@ def add_parser(commands) -> None:
         kinds,
         "drafter",
         run_drafter,
-        "train a hidden-state drafter for a target",
-        "Train a drafter on the target's own hidden states, computed on the fly. A run that broke off continues from\n"
+        "train a drafter for a target",
+        "Train a drafter, of the kind model.kind says, on the target's own hidden states, computed on the fly. A run that broke off continues from\n"
         "its newest checkpoint when the same command is given again.",
         """
 hsd train drafter --target runs/demo-target --data train.jsonl --out runs/demo

@@ -21,7 +21,7 @@ from hsd_jax.infer.drafters.hidden import HiddenState, hidden_drafter
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.hidden import base_logits, embed_committed, trunk_pass
 from hsd_jax.models.target import causal_mask
-from hsd_jax.types import Drafter, DrawLaw, NewKV, SamplingParams
+from hsd_jax.types import Drafter, DrawLaw, KVCache, NewKV, SamplingParams
 
 
 class Level(NamedTuple):
@@ -32,6 +32,49 @@ class Level(NamedTuple):
     """Which drafted nodes so far each node of the level sees: its ancestors and itself."""
     drafted: NewKV | None
     """Keys and values of the X drafted nodes so far; None at the root, which is committed."""
+
+
+def root_level(models, target_config: ModelConfig, config: DrafterConfig, state: HiddenState) -> tuple[Level, KVCache]:
+    """The state behind the root, in one pass over the pending features, and the cache that has taken them in."""
+    batch, num = state.pending.shape[:2]
+    embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
+    positions = state.cache.length[:, None] + jnp.arange(num)
+    out, kv = trunk_pass(
+        models["drafter"], config, state.pending, embeddings, positions, causal_mask(batch, num), state.cache
+    )
+    last = jnp.maximum(state.num_pending - 1, 0)[:, None, None]
+    states = jnp.take_along_axis(out, last, 1)
+    cache = cache_lib.commit(state.cache, kv, None, state.num_pending, after=states)
+    return Level(states, jnp.zeros((batch, 1, 0), bool), None), cache
+
+
+def next_level(
+    models,
+    target_config: ModelConfig,
+    config: DrafterConfig,
+    cache: KVCache,
+    depth: int,
+    tokens: Int[Array, "B w"],
+    parents: Int[Array, "B w"],
+    above: Level,
+) -> Level:
+    """The states behind the nodes of a level, from their tokens and their parents' states.
+
+    Args:
+      cache: of `root_level`.
+      depth: of the nodes, at least 1.
+      parents: places in `above`.
+    """
+    batch, width = tokens.shape
+    own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
+    states, sees = (cache_lib.take_nodes(x, parents, axis=1) for x in (above.states, above.sees))
+    sees = jnp.concatenate([sees, own], 2)
+    embeddings = embed_committed(models["target"], target_config, config, tokens)
+    positions = jnp.broadcast_to(cache.length[:, None] + depth - 1, tokens.shape)
+    states, kv = trunk_pass(models["drafter"], config, states, embeddings, positions, sees, cache, above.drafted)
+    if above.drafted is not None:
+        kv = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 2), above.drafted, kv)
+    return Level(states, sees, kv)
 
 
 def feature_drafter(
@@ -58,36 +101,18 @@ def feature_drafter(
         keys: jax.Array,
         sampling: SamplingParams,
     ):
-        weights, (batch, num) = models["drafter"], state.pending.shape[:2]
         with jax.named_scope("trunk"):
-            embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
-            positions = state.cache.length[:, None] + jnp.arange(num)
-            mask = causal_mask(batch, num)
-            out, kv = trunk_pass(weights, config, state.pending, embeddings, positions, mask, state.cache)
-            last = jnp.maximum(state.num_pending - 1, 0)[:, None, None]
-            first = jnp.take_along_axis(out, last, 1)
-            cache = cache_lib.commit(state.cache, kv, None, state.num_pending, after=first)
+            first, cache = root_level(models, target_config, config, state)
 
-        def expand(level: int, tokens: Array, parents: Array, above: Level):
-            if level > 0:
-                width = tokens.shape[1]
-                own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
-                states, sees = (cache_lib.take_nodes(x, parents, axis=1) for x in (above.states, above.sees))
-                sees = jnp.concatenate([sees, own], 2)
-                embeddings = embed_committed(models["target"], target_config, config, tokens)
-                positions = jnp.broadcast_to(cache.length[:, None] + level - 1, tokens.shape)
-                states, kv = trunk_pass(weights, config, states, embeddings, positions, sees, cache, above.drafted)
-                if above.drafted is not None:
-                    kv = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 2), above.drafted, kv)
-                above = Level(states, sees, kv)
-            logits = base_logits(weights, config, models["target"], target_config, above.states)
-            return logits, above
+        def expand(depth: int, tokens: Array, parents: Array, level: Level):
+            if depth > 0:
+                level = next_level(models, target_config, config, cache, depth, tokens, parents, level)
+            return base_logits(models["drafter"], config, models["target"], target_config, level.states), level
 
+        hot_ids = models["drafter"].get("hot_ids")
         with jax.named_scope("tree"):
-            carry = Level(first, jnp.zeros((batch, 1, 0), bool), None)
-            hot_ids, vocab_size = weights.get("hot_ids"), config.vocab_size
             drafted, _ = tree_lib.grow(
-                expand, carry, root, tree, law, keys, root_position, sampling, hot_ids, vocab_size
+                expand, first, root, tree, law, keys, root_position, sampling, hot_ids, config.vocab_size
             )
         return drafted, dataclasses.replace(state, cache=cache)
 
