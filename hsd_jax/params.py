@@ -169,10 +169,10 @@ def restrict(params: Params, hot_ids: Sequence[int] | np.ndarray | jax.Array) ->
     Args:
       hot_ids: ascending token ids, for example of `train.hot_vocabulary.choose`.
     Raises:
-      ValueError: without a drafter, or for ids that are not ascending, outside the vocabulary or cold already.
+      ValueError: without a trained drafter, or for ids that are not ascending, outside the vocabulary or cold already.
     """
     if not isinstance(params.drafter_config, DrafterConfig) or params.drafter is None:
-        raise ValueError("restrict() cuts down a trained drafter, and these params have none: load with drafter=FOLDER")
+        raise ValueError("restrict() cuts down a drafter, and these params have none: load with drafter=FOLDER")
     config, weights = hot.restrict(params.drafter_config, params.drafter, hot_ids)
     weights = hot.attach(weights, weights["hot_ids"], params.target, params.target_config)
     return place(dataclasses.replace(params, drafter=weights, drafter_config=config), params.mesh)

@@ -242,7 +242,7 @@ def test_info_of_target_and_drafter(folders, capsys):
     assert shown["kind"] == "target" and shown["tokenizer"] == "yes" and len(shown["hash"]) == 64
     assert hsd("info", folders.drafter) == 0
     drafter = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert drafter["target_hash"] == shown["hash"]
+    assert drafter["target_hash"] == shown["hash"] and drafter["kind"] == "hidden drafter"
     assert int(drafter["parameters"].replace(",", "")) > 0
 
 

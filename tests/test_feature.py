@@ -20,7 +20,6 @@ from hsd_jax.infer.accept import recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.step import make_step
-from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models.hidden import base_logits, embed_committed, trunk_features, trunk_pass
 from hsd_jax.models.target import causal_mask, forward_sequence
 from hsd_jax.types import DrawLaw
@@ -81,19 +80,29 @@ def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
         assert found == [list(x) for x in wanted]
 
 
-def test_greedy_rows_are_greedy_under_the_recursive_rule():
-    """Drawn trees, whose levels see their ancestors among nodes in draw order."""
+def test_drawn_trees():
+    """Greedy rows stay greedy under the recursive rule; the laws of a sampled row are those of its paths."""
     call, setup, tree = toy.mixed_call(), toy.setup("llama", "feature"), TreeConfig(nodes=8, depth=3, width=3)
     drafter = make_drafter(setup.config, setup.drafter_config, tree, law=DrawLaw.WITHOUT_REPLACEMENT)
     step = make_step(setup.config, drafter, recursive_rule(tree.depth, tree.width))
     decoder = Decoder(setup.config, step, drafter, precision="highest")
     state = call.run(decoder, setup.models)
     assert toy.generated(call, state)[:2] == toy.expected("llama", call)[:2]
-    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
+    row = 3
+    assert call.temperature[row] == 1.0 and call.top_k[row] == 0 and call.top_p[row] == 1.0
+    state = call.resume(decoder, setup.models, call.start(decoder, setup.models), 2)
+    text = np.asarray(state.tokens)[row, : int(state.length[row])]
+    position = state.length - 1
+    root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
     _, _, keys, _, sampling = call.arrays()
-    drafted, _ = drafter.draft(setup.models, state.drafter, root, state.length - 1, keys, sampling)
-    mask = np.asarray(ancestor_mask(drafted, tree.depth))
-    assert (np.asarray(drafted.parents)[:, 1:] >= 0).all() and mask[:, :, 0].all()
+    drawn, _ = jax.jit(drafter.draft)(setup.models, state.drafter, root, position, keys, sampling)
+    paths, logits = [(int(root[row]),)], logits_of_paths(setup, text)
+    for token, parent in zip(drawn.tokens[row, 1:].tolist(), drawn.parents[row, 1:].tolist(), strict=True):
+        paths.append((*paths[parent], token))
+    laws = np.asarray(drawn.draft_logp[row])
+    assert len({len(path) for path in paths[: len(laws)]}) == tree.depth
+    for path, law in zip(paths, laws, strict=False):
+        np.testing.assert_allclose(law, oracle.log_softmax(logits(path)), atol=1e-3)
 
 
 def test_settings_of_another_kind_are_refused():

@@ -25,8 +25,8 @@ def add_parser(commands) -> None:
         "drafter",
         run_drafter,
         "train a drafter for a target",
-        "Train a drafter, of the kind model.kind says, on the target's own hidden states, computed on the fly. A run that broke off continues from\n"
-        "its newest checkpoint when the same command is given again.",
+        "Train a drafter, of the kind model.kind says, on the target's own hidden states, computed on the fly. A run\n"
+        "that broke off continues from its newest checkpoint when the same command is given again.",
         """
 hsd train drafter --target runs/demo-target --data train.jsonl --out runs/demo
 hsd train drafter --target DIR --data a.jsonl b.txt --out DIR --config configs/demo_drafter.yaml --set train.steps=500
