@@ -494,11 +494,12 @@ def test_train_restrict(folders, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_train_drafter_end_to_end(folders, tmp_path, standard_dtypes):
+@pytest.mark.parametrize("changes", [["model.rank=8"], ["model.kind=feature"], ["model.kind=block"]], ids=str)
+def test_train_drafter_end_to_end(folders, tmp_path, standard_dtypes, changes):
     out = tmp_path / "run"
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": " ".join(TEXTS)}) + "\n" for _ in range(40)))
-    settings = ["train.steps=2", "train.batch=2", "train.length=32", "model.num_steps=3", "model.rank=8"]
+    settings = ["train.steps=2", "train.batch=2", "train.length=32", "model.num_steps=3", "eval.prompts=2", *changes]
     changes = [x for s in settings for x in ("--set", s)]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps({"paths": {"target": str(folders.target), "data": str(data)}}))

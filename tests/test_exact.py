@@ -17,9 +17,10 @@ from hsd_jax.types import NO_TOKEN
 
 PROPOSERS = ["beam", "chain", "two", "no_embeddings", "layers", "hot", "steered", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
 BLOCK_PROPOSERS = ["block", "block_layers", "steered_block"]
-BASELINES = ["feature", "feature_layers", "heads"]
+BASELINES = ["feature", "heads"]
 TABLE = [
     *[("llama", proposer) for proposer in (*PROPOSERS, *BLOCK_PROPOSERS, *toy.CHAINS, *BASELINES)],
+    pytest.param("llama", "feature_layers", marks=pytest.mark.slow),
     ("untied", toy.DECOYS_ORACLE),
     pytest.param("qwen", toy.DECOYS_ORACLE, marks=pytest.mark.slow),
     ("gemma", "steered"),
@@ -224,7 +225,7 @@ def test_finished_rows_are_frozen(proposer, end):
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
-@pytest.mark.parametrize("proposer", [pytest.param("plain", marks=pytest.mark.slow), "steered", *toy.CHAINS])
+@pytest.mark.parametrize("proposer", [pytest.param("plain", marks=pytest.mark.slow), "steered", "small_lm"])
 def test_growing_caches_change_nothing(proposer):
     """From the smallest bucket that holds the prompt, the loop moves to 32 and 64 slots on its way."""
     call = toy.mixed_call()
