@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hsd_jax.api import DecodeResult, Piece, Stats, decode, stream
-    from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+    from hsd_jax.config import DrafterConfig, LookupConfig, ModelConfig, TreeConfig
     from hsd_jax.params import Params, load, place, restrict
 
 __version__ = "0.1.0"
@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DecodeResult",
     "DrafterConfig",
+    "LookupConfig",
     "ModelConfig",
     "Params",
     "Piece",
@@ -30,7 +31,7 @@ __all__ = [
 
 _MODULES = {
     "hsd_jax.api": ("DecodeResult", "Piece", "Stats", "decode", "stream"),
-    "hsd_jax.config": ("DrafterConfig", "ModelConfig", "TreeConfig"),
+    "hsd_jax.config": ("DrafterConfig", "LookupConfig", "ModelConfig", "TreeConfig"),
     "hsd_jax.params": ("Params", "load", "place", "restrict"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+import re
+from typing import Any, ClassVar
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 RECURRENT, BLOCK = TRUNKS = ("recurrent", "block")
 """Kinds of trunk: K passes over one state each, or one pass over K slots."""
+HIDDEN, FEATURE, HEADS = TRAINED_KINDS = ("hidden", "feature", "block")
+"""Kinds of drafter that are trained for their target, each a file in `infer/drafters/`."""
+SMALL_LM, LOOKUP = "small_lm", "lookup"
+"""Those that are not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +77,52 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class SmallLMConfig(ModelConfig):
+    """An independent language model in the role of a drafter."""
+
+    kind: ClassVar[str] = SMALL_LM
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupConfig:
+    """Prompt lookup: drafts what stood behind the longest n-gram of the context that ends it once more.
+
+    Args:
+      max_ngram: longest n-gram, in tokens; longer repetitions count as this long.
+      min_ngram: shortest n-gram; where the context repeats none of these, nothing is drafted.
+    Raises:
+      ValueError: naming the wrong value and the allowed ones.
+    """
+
+    max_ngram: int = 3
+    min_ngram: int = 1
+
+    kind: ClassVar[str] = LOOKUP
+    MAX_NGRAM: ClassVar[int] = 16
+
+    def __post_init__(self):
+        for name, least, most in (("max_ngram", 1, self.MAX_NGRAM), ("min_ngram", 1, self.max_ngram)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"LookupConfig.{name}={value!r}: allowed are {least} to {most}")
+
+    @classmethod
+    def parse(cls, text: str) -> LookupConfig | None:
+        """The configuration that "lookup", "lookup:4" (up to 4) or "lookup:2-4" names; None for any other text.
+
+        Raises:
+          ValueError: for numbers that are not allowed.
+        """
+        found = re.fullmatch(r"lookup(?::(?:(\d+)-)?(\d+))?", text)
+        if found is None:
+            return None
+        least, most = found.groups()
+        return cls(*(int(n) for n in (most, least) if n is not None))
+
+
+@dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-    """The hidden-state drafter: trunk and injector."""
+    """A drafter that reads its target's features: hidden (trunk and injector), feature (trunk) or block (heads)."""
 
     hidden_size: int
     num_layers: int
@@ -100,8 +149,18 @@ class DrafterConfig:
     drafter's weights."""
     trunk: str = RECURRENT
     """One of TRUNKS; files written before there was a choice do not name it."""
+    kind: str = HIDDEN
+    """One of TRAINED_KINDS, likewise."""
+
+    UNUSED: ClassVar[dict[str, tuple[str, ...]]] = {
+        HIDDEN: (),
+        FEATURE: ("trunk", "rank", "committed_embeddings"),
+        HEADS: ("trunk", "rank", "committed_embeddings", "num_layers"),
+    }
+    """What a kind has no choice of."""
 
     def __post_init__(self):
+        self.check_kind(self, "DrafterConfig")
         if self.trunk not in TRUNKS:
             raise ValueError(f"DrafterConfig.trunk={self.trunk!r}: allowed are {', '.join(TRUNKS)}")
         if not self.are_layers(self.feature_layers):
@@ -115,6 +174,25 @@ class DrafterConfig:
                 f"DrafterConfig.hot_tokens={self.hot_tokens!r}: allowed are 1 to the vocabulary, {self.vocab_size}, and"
                 " None for all"
             )
+
+    @classmethod
+    def check_kind(cls, config: Any, where: str) -> None:
+        """Raises a ValueError for an unknown kind, or a setting that its kind has no use for.
+
+        Args:
+          config: a `DrafterConfig`, or a recipe's section with fields of the same names and defaults.
+        """
+        if config.kind not in TRAINED_KINDS:
+            raise ValueError(f"{where}.kind={config.kind!r}: allowed are {', '.join(TRAINED_KINDS)}")
+        defaults = {"trunk": RECURRENT, "rank": cls.rank, "committed_embeddings": True, "num_layers": 1}
+        for name in cls.UNUSED[config.kind]:
+            if getattr(config, name) != defaults[name]:
+                raise ValueError(f"{where}.{name}={getattr(config, name)!r}: kind {config.kind!r} has no such choice")
+
+    @property
+    def reads_drafts(self) -> bool:
+        """Whether its states depend on drafted tokens, so that a tree costs a pass for each level."""
+        return self.kind == FEATURE
 
     @property
     def draft_vocab_size(self) -> int:
@@ -133,6 +211,9 @@ class DrafterConfig:
             raise ValueError(
                 f"feature_layers={list(self.feature_layers)}: this target has layers 0 to {num_layers - 1}"
             )
+
+
+AnyDrafterConfig = DrafterConfig | SmallLMConfig | LookupConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,19 +17,22 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hsd_jax import sharding as sharding_lib
-from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.config import AnyDrafterConfig, DrafterConfig, LookupConfig, ModelConfig, SmallLMConfig, TreeConfig
 from hsd_jax.models import convert, hot, native
 from hsd_jax.tokenizer import Tokenizer
+from hsd_jax.types import Weights
 
 DEMO = Path(__file__).parent / "assets" / "demo"
 PRECISIONS = ("fast", "exact")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 DEFAULT_TREE = TreeConfig(nodes=8, depth=5, width=2)
+DEFAULT_CHAINS = {SmallLMConfig: TreeConfig(nodes=5, depth=4, width=1), LookupConfig: TreeConfig(8, 7, 1)}
+"""A small model pays for each token of its chain; copying costs nothing but the target's pass over more nodes."""
 
 
 @flax.struct.dataclass
 class Params:
-    """A target, perhaps a drafter, and what decoding them needs: a pytree of weights with static settings.
+    """A target, perhaps a drafter (without weights: {}), and what decoding them needs: weights with static settings.
 
     Passes through `jax.jit`, `jax.device_put` and `jax.tree.map`.
     """
@@ -37,7 +40,7 @@ class Params:
     target: dict[str, Any]
     drafter: dict[str, Any] | None
     target_config: ModelConfig = flax.struct.field(pytree_node=False)
-    drafter_config: DrafterConfig | None = flax.struct.field(pytree_node=False, default=None)
+    drafter_config: AnyDrafterConfig | None = flax.struct.field(pytree_node=False, default=None)
     tokenizer: Tokenizer | None = flax.struct.field(pytree_node=False, default=None)
     eos: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     max_len: int = flax.struct.field(pytree_node=False, default=2048)
@@ -55,7 +58,7 @@ def load(
     name: str | None = None,
     *,
     target: str | Path | None = None,
-    drafter: str | Path | None = None,
+    drafter: str | Path | LookupConfig | None = None,
     dtype: Any = None,
     max_len: int | None = None,
     precision: str = "fast",
@@ -67,7 +70,9 @@ def load(
     Args:
       name: "demo", the bundled pair; or use `target`.
       target: a Hugging Face folder (safetensors, config.json, tokenizer if there is one).
-      drafter: a folder written by `hsd train drafter`; None decodes plainly.
+      drafter: a folder written by `hsd train drafter`; a Hugging Face folder, whose model then drafts (small_lm);
+        "lookup", "lookup:4" for n-grams of up to 4 tokens, "lookup:2-4" or a `LookupConfig` for prompt lookup; None
+        decodes plainly.
       dtype: of the weights: "float32", "bfloat16" or None, the fastest on this device.
       max_len: most tokens of a row, prompt included; None: what the model was made for.
       precision: "fast", or "exact": float32 weights and highest matmul precision, where speculative and plain text
@@ -90,19 +95,14 @@ def load(
     mesh = sharding_lib.make_mesh(mesh)
     config = convert.read_config(target)
     weights = convert.read_weights(target, config, weights_dtype)
+    tokenizer = Tokenizer.find(target)
     drafter_config, drafter_weights = None, None
     if drafter is not None:
-        drafter_config, drafter_weights = convert.read_drafter(drafter, weights_dtype)
-        convert.check_drafter(drafter_config, config, convert.weights_hash(weights))
-        drafter_weights = hot.attach(drafter_weights, drafter_weights.get("hot_ids"), weights, config)
+        drafter_config, drafter_weights = _load_drafter(drafter, config, weights, tokenizer, weights_dtype)
     longest = config.max_position
     if max_len is not None and not 1 < max_len <= longest:
         raise ValueError(f"max_len={max_len}: allowed are 2 to {longest}, the model's max_position_embeddings")
-    tokenizer = Tokenizer.find(target)
     eos = end_tokens(target, config, tokenizer)
-    if tree is None and drafter_config is not None:
-        depth, width = min(DEFAULT_TREE.depth, drafter_config.num_steps), DEFAULT_TREE.width
-        tree = TreeConfig(min(DEFAULT_TREE.nodes, 1 + depth * width), depth, width)  # one that may be drawn, too
     params = Params(
         weights,
         drafter_weights,
@@ -112,10 +112,42 @@ def load(
         eos,
         max_len or longest,
         precision,
-        tree or DEFAULT_TREE,
+        tree or default_tree(drafter_config),
         mesh,
     )
     return place(params, mesh)
+
+
+def default_tree(config: AnyDrafterConfig | None) -> TreeConfig:
+    """The tree of `decode` unless another is asked for; one that may be drawn, too."""
+    if isinstance(config, DrafterConfig):
+        depth, width = min(DEFAULT_TREE.depth, config.num_steps), DEFAULT_TREE.width
+        return TreeConfig(min(DEFAULT_TREE.nodes, 1 + depth * width), depth, width)
+    return DEFAULT_CHAINS.get(type(config), DEFAULT_TREE)
+
+
+def _load_drafter(
+    drafter: str | Path | LookupConfig, config: ModelConfig, weights: Weights, tokenizer: Tokenizer | None, dtype: Any
+) -> tuple[AnyDrafterConfig, Weights]:
+    """A drafter of any kind for a target, checked against it."""
+    if isinstance(drafter, str):
+        drafter = LookupConfig.parse(drafter) or Path(drafter)
+    if isinstance(drafter, LookupConfig):
+        return drafter, {}
+    folder = Path(drafter)
+    if (folder / "config.json").is_file() and not (folder / convert.DRAFTER_CONFIG).is_file():
+        small = SmallLMConfig(**vars(convert.read_config(folder)))
+        own = Tokenizer.find(folder)
+        same_tokens = tokenizer is None or own is None or own.has_vocabulary_of(tokenizer)
+        if small.vocab_size != config.vocab_size or not same_tokens:
+            raise ValueError(
+                f"{folder}: a small_lm drafter of {small.vocab_size} tokens for a target of {config.vocab_size}: both"
+                " must have the same vocabulary, token by token"
+            )
+        return small, convert.read_weights(folder, small, dtype)
+    drafter_config, drafter_weights = convert.read_drafter(folder, dtype)
+    convert.check_drafter(drafter_config, config, convert.weights_hash(weights))
+    return drafter_config, hot.attach(drafter_weights, drafter_weights.get("hot_ids"), weights, config)
 
 
 def end_tokens(folder: str | Path, config: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
@@ -138,9 +170,9 @@ def restrict(params: Params, hot_ids: Sequence[int] | np.ndarray | jax.Array) ->
     Args:
       hot_ids: ascending token ids, for example of `train.hot_vocabulary.choose`.
     Raises:
-      ValueError: without a drafter, or for ids that are not ascending, outside the vocabulary or cold already.
+      ValueError: without a trained drafter, or for ids that are not ascending, outside the vocabulary or cold already.
     """
-    if params.drafter is None or params.drafter_config is None:
+    if not isinstance(params.drafter_config, DrafterConfig) or params.drafter is None:
         raise ValueError("restrict() cuts down a drafter, and these params have none: load with drafter=FOLDER")
     config, weights = hot.restrict(params.drafter_config, params.drafter, hot_ids)
     weights = hot.attach(weights, weights["hot_ids"], params.target, params.target_config)
@@ -154,7 +186,7 @@ def place(params: Params, mesh: Mesh | None) -> Params:
     c, d = params.target_config, params.drafter_config
     target = sharding_lib.weight_shardings(mesh, params.target, c.num_heads, c.num_kv_heads)
     placed = dataclasses.replace(params, target=jax.device_put(params.target, target), mesh=mesh)
-    if d is not None:
+    if params.drafter and not isinstance(d, LookupConfig | None):
         drafter = sharding_lib.weight_shardings(mesh, params.drafter, d.num_heads, d.num_kv_heads)
         placed = dataclasses.replace(placed, drafter=jax.device_put(params.drafter, drafter))
     return placed

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax import sharding as sharding_lib
-from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig, bucket
+from hsd_jax.config import AnyDrafterConfig, ModelConfig, TreeConfig, bucket
 from hsd_jax.infer.accept import NATURAL_LAW, make_rule
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
@@ -53,7 +53,7 @@ class Request:
 @functools.lru_cache(maxsize=64)
 def _decoder(
     config: ModelConfig,
-    drafter_config: DrafterConfig | None,
+    drafter_config: AnyDrafterConfig | None,
     tree: TreeConfig | None,
     precision: str,
     cache_dtype: str,
@@ -66,7 +66,7 @@ def _decoder(
     matmul_precision = "highest" if precision == "exact" else None
     if drafter_config is None or tree is None:
         return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, use_native)
-    drafter = hidden_drafter(config, drafter_config, tree, cache_dtype, law)
+    drafter = make_drafter(config, drafter_config, tree, cache_dtype, law)
     step = make_step(config, drafter, make_rule(accept, tree))
     return Decoder(config, step, drafter, cache_dtype, matmul_precision, use_native)
 

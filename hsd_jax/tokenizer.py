@@ -54,6 +54,10 @@ class Tokenizer:
     def eos_id(self) -> int | None:
         return self._inner.eos_token_id
 
+    def has_vocabulary_of(self, other: Tokenizer) -> bool:
+        """Whether every token of either is the same token of the other."""
+        return self._inner.get_vocab() == other._inner.get_vocab()
+
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens the checkpoint puts around a text."""
         return list(self._inner(text)["input_ids"])

@@ -243,7 +243,7 @@ def test_info_of_target_and_drafter(folders, capsys):
     assert shown["kind"] == "target" and shown["tokenizer"] == "yes" and len(shown["hash"]) == 64
     assert hsd("info", folders.drafter) == 0
     drafter = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert drafter["target_hash"] == shown["hash"]
+    assert drafter["target_hash"] == shown["hash"] and drafter["kind"] == "hidden drafter"
     assert int(drafter["parameters"].replace(",", "")) > 0
 
 
@@ -290,6 +290,32 @@ def test_bench_with_stages_plain_variants_and_plot(folders, tmp_path):
     stages = record["modes"]["tree 3x2x1"]["stages"]
     assert sum(stages["shares"].values()) == pytest.approx(1.0)
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["lookup:2", "target"])
+def test_bench_with_other_drafters(folders, tmp_path, drafter):
+    """Stages included; the target itself is a small_lm that is always right."""
+    out = tmp_path / "bench.json"
+    models = ["--target", folders.target, "--drafter", getattr(folders, drafter, drafter), "--precision", "exact"]
+    arguments = ["--prompts", folders.data, "--limit", "2", "--repeats", "1", "--nodes", "4", "--json", out]
+    assert hsd("bench", *models, *arguments, *SHORT) == 0
+    mode = json.loads(out.read_text())["modes"]["tree 4x3x1"]
+    assert mode["same_text_as_plain"] == 2
+    assert mode["stages"]["seconds"]["trunk"] > 0 and mode["stages"]["seconds"]["head"] == 0
+    assert sum(mode["stages"]["shares"].values()) == pytest.approx(1.0)
+    if drafter == "target":
+        assert mode["accepted_histogram"][3] > 0.8 * mode["num_target_passes"]
+
+
+def test_generate_by_lookup(folders, capsys):
+    arguments = ["generate", "--target", folders.target, "--drafter", "lookup", "--json", *SHORT, "abc abc abc"]
+    assert hsd(*arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert hsd(*arguments, "--no-speculate") == 0
+    assert found["tokens"] == json.loads(capsys.readouterr().out)["tokens"]
+    assert hsd(*arguments, "--accept", "recursive") == 2
+    assert "lookup copies its drafts" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -469,11 +495,12 @@ def test_train_restrict(folders, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_train_drafter_end_to_end(folders, tmp_path, standard_dtypes):
+@pytest.mark.parametrize("changes", [["model.rank=8"], ["model.kind=feature"], ["model.kind=block"]], ids=str)
+def test_train_drafter_end_to_end(folders, tmp_path, standard_dtypes, changes):
     out = tmp_path / "run"
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": " ".join(TEXTS)}) + "\n" for _ in range(40)))
-    settings = ["train.steps=2", "train.batch=2", "train.length=32", "model.num_steps=3", "model.rank=8"]
+    settings = ["train.steps=2", "train.batch=2", "train.length=32", "model.num_steps=3", "eval.prompts=2", *changes]
     changes = [x for s in settings for x in ("--set", s)]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps({"paths": {"target": str(folders.target), "data": str(data)}}))

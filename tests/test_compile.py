@@ -35,7 +35,10 @@ def random_call(rng: np.random.Generator, vocab: int) -> toy.Call:
     )
 
 
-@pytest.mark.parametrize("proposer", ["beam", "block", "plain", "sampled"])
+SLOW_PROPOSERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("lookup", "heads")]
+
+
+@pytest.mark.parametrize("proposer", ["beam", "block", "plain", "sampled", "small_lm", "feature", *SLOW_PROPOSERS])
 def test_a_hundred_prompts_compile_once(proposer):
     """Prompts, lengths, settings, seeds, limits, end tokens and acceptance patterns are all traced."""
     if proposer == "sampled":

@@ -18,10 +18,12 @@ import optax
 import pytest
 from oracles.divergence import kl, log_softmax
 
-from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.infer.drafters.hidden import hidden_drafter, trunk_states
+from hsd_jax.config import FEATURE, HEADS, HIDDEN, DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.infer.drafters import feature
+from hsd_jax.infer.drafters.hidden import trunk_states
+from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.models import convert
-from hsd_jax.models.hidden import base_logits, init_drafter, token_info, trunk_features, trunk_pass
+from hsd_jax.models.hidden import base_logits, head_states, init_drafter, token_info, trunk_features, trunk_pass
 from hsd_jax.models.target import causal_mask, forward_sequence, init_target
 from hsd_jax.train import anchors as anchors_lib
 from hsd_jax.train import drafter, losses
@@ -33,6 +35,9 @@ ROWS, LENGTH = 4, 9
 ALL = drafter.LossConfig(anchors_per_row=LENGTH)
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 """These tests compile often and compute little."""
+
+
+FEATURE_MODEL, HEADS_MODEL = ({"kind": kind, "rank": DrafterConfig.rank, "num_layers": 1} for kind in (FEATURE, HEADS))
 
 
 def random_weights(init, config, seed: int = 0):
@@ -78,10 +83,20 @@ def some_mask(kind: str) -> np.ndarray:
 def states_of_rounds(models, rows, config: DrafterConfig, capacity: int, length):
     """The states of a round of inference behind a prompt of `length[b]` tokens of each row: prefill, then draft."""
     tree = TreeConfig(nodes=config.num_steps + 1, depth=config.num_steps, width=1)
-    proposer = hidden_drafter(TARGET, config, tree)
+    proposer = make_drafter(TARGET, config, tree)
     output = forward_sequence(models["target"], TARGET, rows, taps=proposer.taps)
     state = proposer.init(models, output, rows, length, capacity)
-    return trunk_states(models, TARGET, config, config.num_steps, state)[0]
+    if config.kind == HEADS:
+        return head_states(models["drafter"], config, state.feature, config.num_steps)
+    if config.kind == HIDDEN:
+        return trunk_states(models, TARGET, config, config.num_steps, state)[0]
+    level, cache = feature.root_level(models, TARGET, config, state)
+    states = [level.states]
+    for depth in range(1, config.num_steps):  # a chain whose drafts are those of the row
+        token = jnp.take_along_axis(rows, length[:, None] - 1 + depth, 1, mode="clip")
+        level = feature.next_level(models, TARGET, config, cache, depth, token, jnp.zeros_like(token), level)
+        states.append(level.states)
+    return jnp.concatenate(states, 1)
 
 
 @functools.partial(jit, static_argnums=1)
@@ -106,6 +121,8 @@ def read_rows(models, config: DrafterConfig, rows):
         ),
         pytest.param({"trunk": "block", "feature_layers": (0, 1), "num_steps": 6}, marks=pytest.mark.slow),
         {"trunk": "block", "num_steps": 1},
+        FEATURE_MODEL | {"feature_layers": (0, 1)},
+        HEADS_MODEL,
     ],
     ids=str,
 )
@@ -201,7 +218,7 @@ def graded(loss_config: drafter.LossConfig = ALL, hot_ids: tuple[int, ...] | Non
 @functools.partial(jit, static_argnums=1)
 def logits_of_states(models, config: DrafterConfig, states, previous):
     base = base_logits(models["drafter"], config, models["target"], TARGET, states)
-    return base + token_info(models["drafter"], config, previous)
+    return base + token_info(models["drafter"], config, previous) if config.kind == HIDDEN else base
 
 
 def logits_of_round(models, config: DrafterConfig, rows, length, previous):
@@ -237,7 +254,7 @@ def counted(models, config: DrafterConfig, rows: np.ndarray, mask: np.ndarray) -
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("all", {}), ("half", {}), ("few", {}), ("half", {"trunk": "block", "num_layers": 2})],
+    [("all", {}), ("half", {}), ("few", {}), ("half", {"trunk": "block", "num_layers": 2}), ("half", FEATURE_MODEL)],
     ids=str,
 )
 def test_loss_uses_the_labels_of_inference(kind, changes):
@@ -352,7 +369,7 @@ def test_anchors_are_different_and_have_a_label():
     assert (drawn == np.minimum(has_label.sum(1), 5)).all() and (drawn < 5).any()
 
 
-@pytest.mark.parametrize("changes", [{}, {"trunk": "block", "num_layers": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"trunk": "block", "num_layers": 2}, FEATURE_MODEL, HEADS_MODEL], ids=str)
 def test_gradient_reaches_all_of_the_drafter_and_none_of_the_target(changes):
     _, weights, frozen = make(**changes)
     _, (own, to_target) = graded(**changes)(weights, frozen, batch_of(random_rows()))
@@ -525,6 +542,9 @@ def _down(grad) -> np.ndarray:
             r"model\.feature_layers='all': allowed are low_mid_high and layer numbers",
         ),
         ("model", {"trunk": "parallel"}, r"model\.trunk='parallel': allowed are recurrent, block"),
+        ("model", {"kind": "medusa"}, r"model\.kind='medusa': allowed are hidden, feature, block"),
+        ("model", {"kind": "feature", "rank": 64}, r"model\.rank=64: kind 'feature' has no such choice"),
+        ("model", {"kind": "block", "num_layers": 2}, r"model\.num_layers=2: kind 'block' has no such choice"),
         ("model", {"trunk": 1}, r"model\.trunk=1: allowed are recurrent, block"),
         ("model", {"feature_layers": 2}, r"model\.feature_layers=2: allowed are"),
         ("model", {"feature_layers": [2, 1]}, r"model\.feature_layers=\[2, 1\]: allowed are .* ascending"),
@@ -604,11 +624,31 @@ def test_a_drafter_with_a_block_trunk_is_stored(num_steps, tmp_path):
         convert.read_drafter(tmp_path)
 
 
-def test_a_drafter_from_before_there_was_a_choice_of_trunk(tmp_path):
+@pytest.mark.parametrize("changes", [FEATURE_MODEL | {"feature_layers": (0, 1)}, HEADS_MODEL], ids=str)
+def test_a_drafter_of_another_kind_is_stored(changes, tmp_path):
+    config, weights, _ = make(**changes)
+    convert.save_drafter(tmp_path, config, weights)
+    found, read = convert.read_drafter(tmp_path)
+    assert found == config and found.kind == changes["kind"]
+    jax.tree.map(np.testing.assert_array_equal, read, weights)
+    file = tmp_path / "drafter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"kind": HIDDEN}))
+    with pytest.raises(ValueError, match=r"injector|embedding_in|heads|pair_in"):
+        convert.read_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["on_policy", "anneal_steps"])
+def test_losses_about_token_information_need_some(name):
+    config = drafter.drafter_config(dataclasses.replace(MODEL, **FEATURE_MODEL), TARGET)
+    with pytest.raises(ValueError, match=rf"loss\.{name}=.*model\.kind=feature"):
+        drafter.make_loss(TARGET, config, drafter.LossConfig(**{name: {"on_policy": 0.5, "anneal_steps": 9}[name]}))
+
+
+def test_a_drafter_from_before_there_was_a_choice_of_trunk_and_kind(tmp_path):
     config, weights, _ = make()
     convert.save_drafter(tmp_path, config, weights)
     file = tmp_path / "drafter_config.json"
     values = json.loads(file.read_text())
-    assert values.pop("trunk") == "recurrent"
+    assert values.pop("trunk") == "recurrent" and values.pop("kind") == "hidden"
     file.write_text(json.dumps(values))
     assert convert.read_drafter(tmp_path)[0] == config

@@ -9,7 +9,7 @@ import pytest
 import toy
 
 import hsd_jax
-from hsd_jax.config import BLOCK, RECURRENT, TreeConfig
+from hsd_jax.config import BLOCK, TreeConfig
 from hsd_jax.params import Params
 from hsd_jax.train import evaluate
 from hsd_jax.types import DraftTree
@@ -31,16 +31,20 @@ def params() -> Params:
 
 
 @pytest.mark.parametrize(
-    "temperature, trunk, is_hot",
+    "temperature, changes, is_hot",
     [
-        (0.0, RECURRENT, False),
-        (1.0, RECURRENT, True),
-        pytest.param(1.0, RECURRENT, False, marks=pytest.mark.slow),
-        pytest.param(0.0, BLOCK, False, marks=pytest.mark.slow),
+        (0.0, {}, False),
+        (1.0, {}, True),
+        pytest.param(1.0, {}, False, marks=pytest.mark.slow),
+        pytest.param(0.0, {"trunk": BLOCK}, False, marks=pytest.mark.slow),
+        (1.0, toy.DRAFTERS["feature"], False),
+        pytest.param(0.0, toy.DRAFTERS["feature"], True, marks=pytest.mark.slow),
+        pytest.param(1.0, toy.DRAFTERS["heads"], True, marks=pytest.mark.slow),
     ],
+    ids=str,
 )
-def test_simulated_tau_is_that_of_decoding(temperature, trunk, is_hot):
-    params = make_params(trunk=trunk)
+def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
+    params = make_params(**changes)
     if is_hot:
         params = hsd_jax.restrict(params, toy.HOT_IDS)
     prompts = [np.arange(3, 3 + n) % toy.VOCAB for n in (2, 5, 9)]

@@ -16,9 +16,10 @@ from test_accept import keyed
 from hsd_jax.types import NO_TOKEN
 
 PROPOSERS = ["beam", "chain", "hot", "steered", "block", "block_layers", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
-SLOW_PROPOSERS = ["two", "no_embeddings", "layers", "steered_block"]
+BASELINES = [*toy.CHAINS, "feature", "heads"]
+SLOW_PROPOSERS = ["two", "no_embeddings", "layers", "steered_block", "feature_layers"]
 TABLE = [
-    *[("llama", proposer) for proposer in PROPOSERS],
+    *[("llama", proposer) for proposer in (*PROPOSERS, *BASELINES)],
     *[pytest.param("llama", proposer, marks=pytest.mark.slow) for proposer in SLOW_PROPOSERS],
     pytest.param("untied", toy.DECOYS_ORACLE, marks=pytest.mark.slow),
     pytest.param("qwen", toy.DECOYS_ORACLE, marks=pytest.mark.slow),
@@ -102,8 +103,8 @@ def test_the_oracle_reaches_every_length_of_path(proposer):
     assert (histogram > 0).all(), histogram
 
 
-@pytest.mark.parametrize("proposer", ["beam", "block"])
-def test_the_hidden_drafter_is_sometimes_right(proposer):
+@pytest.mark.parametrize("proposer", ["beam", "block", *toy.CHAINS, "feature", "heads"])
+def test_drafters_are_sometimes_right(proposer):
     call = toy.mixed_call()
     setup = toy.setup("llama", proposer)
     histogram = np.asarray(call.run(setup.decoder, setup.models).stats.accepted_histogram).sum(0)
@@ -173,7 +174,7 @@ def test_the_last_round_is_cut_at_max_new_tokens(new_tokens):
     assert state.stats.num_target_passes.tolist() == [-(-n // (DEPTH + 1)) for n in new_tokens]
 
 
-@pytest.mark.parametrize("proposer", ["plain", "beam"])
+@pytest.mark.parametrize("proposer", ["plain", "beam", *toy.CHAINS])
 def test_permuted_rows_give_permuted_results(proposer):
     call, order = toy.mixed_call(), [4, 2, 0, 5, 3, 1]
     setup = toy.setup("llama", proposer)
@@ -227,7 +228,7 @@ def test_finished_rows_are_frozen(proposer, end):
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
-@pytest.mark.parametrize("proposer", [pytest.param("plain", marks=pytest.mark.slow), "steered"])
+@pytest.mark.parametrize("proposer", [pytest.param("plain", marks=pytest.mark.slow), "steered", "small_lm"])
 def test_growing_caches_change_nothing(proposer):
     """From the smallest bucket that holds the prompt, the loop moves to 32 and 64 slots on its way."""
     call = toy.mixed_call()

@@ -280,6 +280,7 @@ def find_stale_slot(setup: toy.Setup, state) -> str | None:
         ("llama", "steered"),
         pytest.param("gemma", "steered", marks=pytest.mark.slow),
         ("llama", "steered_block"),
+        ("llama", "steered_feature"),
     ],
 )
 def test_caches_hold_what_fresh_passes_compute(variant, proposer):
@@ -301,7 +302,7 @@ def test_caches_hold_what_fresh_passes_compute(variant, proposer):
     assert (histogram > 0).all(), histogram
 
 
-@pytest.mark.parametrize("proposer", ["layers", "block_layers"])
+@pytest.mark.parametrize("proposer", ["layers", "block_layers", "feature_layers"])
 def test_caches_hold_what_several_layers_say(proposer):
     """A drafter that reads fused layers, under its own trees: prefill and every round tap them."""
     setup, call = toy.setup("llama", proposer), toy.mixed_call()

@@ -18,12 +18,12 @@ from scipy import stats
 from test_accept import depths_of
 from test_exact import first_difference
 
-from hsd_jax.config import TreeConfig
+from hsd_jax.config import SmallLMConfig, TreeConfig
 from hsd_jax.infer import accept as accept_lib
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.accept import check_legal, match_rule, recursion, recursive_rule
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.types import Drafter, DraftTree, DrawLaw, SamplingParams
@@ -350,10 +350,18 @@ def tiny_pair():
     return config, logits, drafter_config, {"target": weights, "drafter": drafter}
 
 
-def tiny_texts(tree: TreeConfig, law: DrawLaw, change=lambda drafter: drafter) -> np.ndarray:
+@functools.cache
+def tiny_small_lm():
+    """The same target, and a Markov model with a law of its own as small language model."""
+    config, logits, _, models = tiny_pair()
+    _, small = toy.markov_target(0.5 * logits + np.random.default_rng(4).normal(0, 1.0, (TINY, TINY)))
+    return config, logits, SmallLMConfig(**vars(config)), models | {"drafter": small}
+
+
+def tiny_texts(tree: TreeConfig, law: DrawLaw, change=lambda drafter: drafter, pair=tiny_pair) -> np.ndarray:
     """The texts [ROWS, NEW_TOKENS] of the compiled loop, each row with a seed of its own."""
-    config, _, drafter_config, models = tiny_pair()
-    drafter = change(hidden_drafter(config, drafter_config, tree, law=law))
+    config, _, drafter_config, models = pair()
+    drafter = change(make_drafter(config, drafter_config, tree, law=law))
     step = make_step(config, drafter, recursive_rule(tree.depth, tree.width))
     decoder = Decoder(config, step, drafter, precision="highest", use_native=False)
     per_row = [SETTINGS[row % len(SETTINGS)] for row in range(ROWS)]
@@ -409,6 +417,12 @@ def test_the_compiled_loop_follows_the_law_of_the_target(tree, draws):
     assert min(p_values(tiny_texts(TREES[tree], LAWS[draws]))) > FALSE_ALARM
 
 
+def test_standard_speculative_sampling_follows_the_law_of_the_target():
+    """Chains of a small language model, drawn from its own law; eight chi-squares as above."""
+    texts = tiny_texts(TreeConfig(nodes=4, depth=3, width=1), DrawLaw.WITHOUT_REPLACEMENT, pair=tiny_small_lm)
+    assert min(p_values(texts)) > FALSE_ALARM
+
+
 def pruned(drafter: Drafter) -> Drafter:
     """Of the root's children only the one the drafter likes best."""
 
@@ -438,6 +452,22 @@ def swapped(drafter: Drafter) -> Drafter:
 @pytest.mark.parametrize("mutant", [pruned, swapped])
 def test_the_chi_square_finds_mutants(mutant, draws):
     assert min(p_values(tiny_texts(TREES["wide"], LAWS[draws], mutant))) < FALSE_ALARM
+
+
+def forgetful(drafter: Drafter) -> Drafter:
+    """Says that the last token of the chain was drawn from the law behind the root."""
+
+    def draft(models, state, *rest):
+        tree, state = drafter.draft(models, state, *rest)
+        return tree.replace(draft_logp=tree.draft_logp.at[:, -1].set(tree.draft_logp[:, 0])), state
+
+    return drafter._replace(draft=draft)
+
+
+@pytest.mark.slow
+def test_the_chi_square_finds_a_chain_with_wrong_laws():
+    tree, law = TreeConfig(nodes=4, depth=3, width=1), DrawLaw.WITHOUT_REPLACEMENT
+    assert min(p_values(tiny_texts(tree, law, forgetful, tiny_small_lm))) < FALSE_ALARM
 
 
 @pytest.mark.slow

@@ -14,10 +14,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.config import BLOCK, FULL, SLIDING, DrafterConfig, ModelConfig, RopeConfig, TreeConfig
+from hsd_jax.config import (
+    BLOCK,
+    FEATURE,
+    FULL,
+    HEADS,
+    SLIDING,
+    AnyDrafterConfig,
+    DrafterConfig,
+    LookupConfig,
+    ModelConfig,
+    RopeConfig,
+    SmallLMConfig,
+    TreeConfig,
+)
 from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.infer.drafters.make import make_drafter as drafter_of
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import hot
@@ -87,10 +100,16 @@ def drafter_config(config: ModelConfig, **changes) -> DrafterConfig:
 def make_drafter(config: DrafterConfig, target: ModelConfig, weights: Any, seed: int = 1) -> dict[str, Any]:
     """Random trunk, and an injector that knows what the target says behind each single token.
 
-    So drafts agree with the target often, never always. Needs rank = vocabulary.
+    So drafts agree with the target often, never always. Needs rank = vocabulary. A `feature` drafter knows the same by
+    its trunk; heads, which see no token, know nothing.
     """
     drafter = random_like(init_drafter, config, seed, 1.0)
-    alone = forward_sequence(weights, target, jnp.arange(config.vocab_size, dtype=jnp.int32)[:, None]).logits[:, 0]
+    alone = forward_sequence(weights, target, jnp.arange(config.vocab_size, dtype=jnp.int32)[:, None])
+    if config.kind == FEATURE:
+        return drafter | {"trunk": knowing_trunk(drafter["trunk"], target, weights, alone.hidden[:, 0])}
+    if config.kind == HEADS:
+        return drafter
+    alone = alone.logits[:, 0]
     one_hot = jnp.eye(config.vocab_size)
     drafter["injector"] = {
         "previous": one_hot,
@@ -99,6 +118,27 @@ def make_drafter(config: DrafterConfig, target: ModelConfig, weights: Any, seed:
     }
     drafter["output_norm"] = {"weight": jnp.full(config.hidden_size, 0.1)}
     return drafter
+
+
+def knowing_trunk(trunk: Any, target: ModelConfig, weights: Any, alone: Any) -> dict[str, Any]:
+    """Forgets the state and turns the embedding of each token into `alone`, the target's state behind it alone.
+
+    The layer behind adds a little noise of its own. Needs a width of at least the vocabulary.
+    """
+    embedding = np.asarray(weights["embedding"], np.float64) * target.embed_scale
+    normed = embedding / np.sqrt((embedding**2).mean(-1, keepdims=True))
+    to_alone = np.linalg.lstsq(normed, np.asarray(alone, np.float64), rcond=None)[0].T
+    kernel = np.concatenate([-np.eye(len(to_alone)), to_alone], 1)
+    layer = jax.tree.map(lambda x: x, trunk["layer_0"])
+    for module, name in (("attn", "o"), ("mlp", "down")):
+        layer[module][name]["kernel"] *= 0.3
+    return trunk | {"layer_0": layer, "pair_in": {"kernel": jnp.asarray(kernel, jnp.float32)}}
+
+
+def make_small_lm(weights: Any, noise: float = 0.15, seed: int = 2) -> dict[str, Any]:
+    """The target's own weights, each matrix off by a share `noise` of its scale: right most of the time."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, noise * float(x.std()), x.shape), jnp.float32), weights)
 
 
 def markov_target(logits: np.ndarray) -> tuple[ModelConfig, dict[str, Any]]:
@@ -260,7 +300,7 @@ def oracle_table(state: DecodeState, wrong_share: float, seed: int = 0) -> dict[
 
 
 def steered(hidden: Drafter, oracle: Drafter) -> Drafter:
-    """The hidden-state drafter with the oracle's trees: its caches live through every length of accepted path.
+    """A drafter that reads features with the oracle's trees: its caches live through every length of accepted path.
 
     `models["drafter"]` holds the hidden drafter's weights and the oracle's table side by side.
     """
@@ -300,8 +340,11 @@ TREES = {
     "hot": TreeConfig(nodes=8, depth=3, width=2),
     "block": TreeConfig(nodes=10, depth=3, width=3),
     "block_layers": TreeConfig(nodes=6, depth=2, width=2),
+    "feature": TreeConfig(nodes=10, depth=3, width=3),
+    "feature_layers": TreeConfig(nodes=6, depth=2, width=2),
+    "heads": TreeConfig(nodes=16, depth=3, width=6),
 }
-"""Trees of the hidden-state drafter, by the name of the proposer in `setup`."""
+"""Trees of the drafters that read features, by the name of the proposer in `setup`."""
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "no_embeddings": {"committed_embeddings": False},
@@ -309,10 +352,16 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "block": {"trunk": BLOCK, "num_layers": 2},
     "block_layers": {"trunk": BLOCK, "feature_layers": (0, 1), "committed_embeddings": False},
     "steered_block": {"trunk": BLOCK},
+    "feature": {"kind": FEATURE, "rank": DrafterConfig.rank},
+    "feature_layers": {"kind": FEATURE, "rank": DrafterConfig.rank, "feature_layers": (0, 1)},
+    "steered_feature": {"kind": FEATURE, "rank": DrafterConfig.rank},
+    "heads": {"kind": HEADS, "rank": DrafterConfig.rank},
 }
 """What these proposers change of `drafter_config`."""
 
 
+CHAINS = {"lookup": LookupConfig(), "small_lm": SmallLMConfig(**vars(VARIANTS["llama"]))}
+"""Proposers that draft chains of their own kind, for the variant "llama"."""
 HOT_IDS = np.flatnonzero(np.arange(VOCAB) % 3 != 1).astype(np.int32)
 """What the proposer "hot" may draft: two thirds of the tokens, so that texts are full of cold ones."""
 WRONG_SHARE = 0.2
@@ -323,7 +372,7 @@ class Setup:
     """A decoder and its weights."""
 
     config: ModelConfig
-    drafter_config: DrafterConfig
+    drafter_config: AnyDrafterConfig
     drafter: Drafter | None
     models: dict[str, Any]
     decoder: Decoder
@@ -347,8 +396,8 @@ def setup(variant: str = "llama", proposer: str = "plain") -> Setup:
     """One pair of target and proposer, compiled once for all test files.
 
     Args:
-      proposer: "plain" for none, a name in TREES for the hidden-state drafter, CHAIN_ORACLE or DECOYS_ORACLE, or
-        "steered" or "steered_block" for the trunk under the oracle's trees.
+      proposer: "plain" for none, a name in TREES for a drafter that reads features, a name in CHAINS, CHAIN_ORACLE or
+        DECOYS_ORACLE, or "steered", "steered_block" or "steered_feature" for the trunk under the oracle's trees.
     """
     config, target = VARIANTS[variant], weights(variant)
     wanted = drafter_config(config, **DRAFTERS.get(proposer, {}))
@@ -358,12 +407,16 @@ def setup(variant: str = "llama", proposer: str = "plain") -> Setup:
         if proposer == "hot":
             wanted, drafter_weights = hot.restrict(wanted, drafter_weights, HOT_IDS)
             drafter_weights = hot.attach(drafter_weights, drafter_weights["hot_ids"], target, config)
-        drafter = hidden_drafter(config, wanted, TREES[proposer])
+        drafter = drafter_of(config, wanted, TREES[proposer])
+    elif proposer in CHAINS:
+        wanted = CHAINS[proposer]
+        drafter = drafter_of(config, wanted, TREES["chain"])
+        drafter_weights = make_small_lm(target) if proposer == "small_lm" else {}
     elif proposer in (CHAIN_ORACLE, DECOYS_ORACLE):
         drafter = oracle_drafter(CHAIN if proposer == CHAIN_ORACLE else DECOYS)
         drafter_weights = oracle_table(long_text(variant), WRONG_SHARE)
-    elif proposer in ("steered", "steered_block"):
-        drafter = steered(hidden_drafter(config, wanted, TREES["chain"]), oracle_drafter(DECOYS))
+    elif proposer in ("steered", "steered_block", "steered_feature"):
+        drafter = steered(drafter_of(config, wanted, TREES["chain"]), oracle_drafter(DECOYS))
         drafter_weights = make_drafter(wanted, config, target) | oracle_table(long_text(variant), WRONG_SHARE)
     elif proposer != "plain":
         raise ValueError(f"unknown proposer {proposer!r}")
@@ -375,7 +428,7 @@ def setup(variant: str = "llama", proposer: str = "plain") -> Setup:
 def sampled(law: DrawLaw) -> Setup:
     """The pair of "beam" with trees drawn under `law` and judged by the recursive rule."""
     tree, beam = TreeConfig(nodes=9, depth=3, width=3), setup("llama", "beam")
-    drafter = hidden_drafter(beam.config, beam.drafter_config, tree, law=law)
+    drafter = drafter_of(beam.config, beam.drafter_config, tree, law=law)
     found = dataclasses.replace(beam, drafter=drafter)
     return dataclasses.replace(found, decoder=found.decoder_with(recursive_rule(tree.depth, tree.width)))
 

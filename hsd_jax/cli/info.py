@@ -68,7 +68,7 @@ def _drafter(folder: Path) -> dict[str, Any]:
     from hsd_jax.models import convert
 
     config, weights = convert.read_drafter(folder)
-    return {"kind": "drafter", **to_dict(config), "parameters": _count(weights)}
+    return to_dict(config) | {"kind": f"{config.kind} drafter", "parameters": _count(weights)}
 
 
 def _count(weights) -> str:

@@ -50,7 +50,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
     which.add_argument(
         "--target", metavar="DIR", help="a Hugging Face folder: config.json, safetensors, tokenizer if there is one"
     )
-    group.add_argument("--drafter", metavar="DIR", help="a folder written by `hsd train drafter`")
+    group.add_argument(
+        "--drafter",
+        metavar="DIR",
+        help="a folder written by `hsd train drafter`; a Hugging Face folder, whose model drafts; lookup, or"
+        " lookup:MIN-MAX, for n-grams of the context",
+    )
     group.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: the fastest on this device)"
     )

@@ -24,9 +24,9 @@ def add_parser(commands) -> None:
         kinds,
         "drafter",
         run_drafter,
-        "train a hidden-state drafter for a target",
-        "Train a drafter on the target's own hidden states, computed on the fly. A run that broke off continues from\n"
-        "its newest checkpoint when the same command is given again.",
+        "train a drafter for a target",
+        "Train a drafter, of the kind model.kind says, on the target's own hidden states, computed on the fly. A run\n"
+        "that broke off continues from its newest checkpoint when the same command is given again.",
         """
 hsd train drafter --target runs/demo-target --data train.jsonl --out runs/demo
 hsd train drafter --target DIR --data a.jsonl b.txt --out DIR --config configs/demo_drafter.yaml --set train.steps=500

@@ -21,9 +21,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig, bucket
+from hsd_jax.config import HIDDEN, AnyDrafterConfig, ModelConfig, TreeConfig, bucket
 from hsd_jax.infer.accept import make_rule
-from hsd_jax.infer.drafters.hidden import hidden_drafter, trunk_states
+from hsd_jax.infer.drafters.hidden import trunk_states
+from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.step import advance, cut
 from hsd_jax.infer.tree import ancestor_mask, grow_tree
 from hsd_jax.models import cache as cache_lib
@@ -137,6 +138,7 @@ class RoundProfile:
 
     whole: float
     trunk: float
+    """All of drafting for a drafter that cannot be taken apart; head and tree are then 0."""
     head: float
     tree: float
     verify: float
@@ -156,7 +158,7 @@ def profile_round(
     loop: Callable,
     models: dict,
     config: ModelConfig,
-    drafter_config: DrafterConfig,
+    drafter_config: AnyDrafterConfig,
     tree: TreeConfig,
     sampling: SamplingParams,
     limits: Limits,
@@ -200,7 +202,8 @@ def profile_round(
         timer()
     # Interleaved, so that a change of the machine's pace meets all stages alike.
     seconds = [{name: timer() for name, timer in timers.items()} for _ in range(repeats)]
-    return RoundProfile(**{name: statistics.median(s[name] for s in seconds) for name in timers})
+    medians = {name: statistics.median(s[name] for s in seconds) for name in timers}
+    return RoundProfile(**{"head": 0.0, "tree": 0.0, **medians})
 
 
 def _stages(models, config, drafter_config, tree, sampling, limits, state, accept, law):
@@ -208,7 +211,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
 
     A stage that moves a cache puts the lengths back, so that every iteration does the same work.
     """
-    drafter = hidden_drafter(config, drafter_config, tree, state.cache.keys[0].dtype, law)
+    drafter = make_drafter(config, drafter_config, tree, state.cache.keys[0].dtype, law)
     rule = make_rule(accept, tree)
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
@@ -230,6 +233,10 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
         grown = grow_tree(base, bias, root, tree, law, state.keys, root_position, sampling, hot_ids, vocab_size)
         return grown, inputs
 
+    def draft(models, inputs):
+        drafted, after = drafter.draft(models, inputs, root, root_position, state.keys, sampling)
+        return drafted, _with_counts_of(after, inputs)
+
     def verify(models, inputs):
         tree_, cache = inputs
         positions = cache.length[:, None] + tree_.depth
@@ -244,25 +251,36 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
         cache = cache_lib.commit(before.cache, output.new_kv, verdict.path, count)
         drafter_state = drafter.commit(models, before.drafter, verdict, output, count)
         after = advance(before, verdict.emitted, count, done, cache, drafter_state)
-        cache = at_length(cache, before.cache.length)
-        restored = dataclasses.replace(after, length=before.length, done=before.done, cache=cache, stats=before.stats)
+        cache, drafter_state = at_length(cache, before.cache.length), _with_counts_of(drafter_state, before.drafter)
+        restored = dataclasses.replace(
+            after, length=before.length, done=before.done, cache=cache, drafter=drafter_state, stats=before.stats
+        )
         return count, (tree_, ancestors, output, restored)
 
     @jax.jit
     def one_round(models, state):
+        if drafter_config.kind != HIDDEN:
+            drafted, _ = draft(models, state.drafter)
+            return None, None, drafted, verify(models, (drafted, state.cache))[0]
         states, _ = trunk(models, state.drafter)
         base, _ = head(models, states)
-        draft, _ = grow(models, (base, root))
-        return states, base, draft, verify(models, (draft, state.cache))[0]
+        drafted, _ = grow(models, (base, root))
+        return states, base, drafted, verify(models, (drafted, state.cache))[0]
 
-    states, base, draft, (output, ancestors) = one_round(models, state)
+    states, base, drafted, (output, ancestors) = one_round(models, state)
+    drafting = {"trunk": (draft, state.drafter)}
+    if drafter_config.kind == HIDDEN:
+        drafting = {"trunk": (trunk, state.drafter), "head": (head, states), "tree": (grow, (base, root))}
     return {
-        "trunk": (trunk, state.drafter),
-        "head": (head, states),
-        "tree": (grow, (base, root)),
-        "verify": (verify, (draft, state.cache)),
-        "commit": (commit, (draft, ancestors, output, state)),
+        **drafting,
+        "verify": (verify, (drafted, state.cache)),
+        "commit": (commit, (drafted, ancestors, output, state)),
     }
+
+
+def _with_counts_of(new: Any, old: Any) -> Any:
+    """The drafter state `new` with the lengths and counts, one a row, of `old`."""
+    return jax.tree.map(lambda a, b: b if b.ndim == 1 else a, new, old)
 
 
 def _repeated(run: Callable, iterations: int, precision: str | None, use_native: bool) -> Callable:

@@ -1,4 +1,4 @@
-"""Draft trees: growing one from base logits, by beam or by drawing, its ancestor mask and positions.
+"""Draft trees: growing one level by level, by beam or by drawing, its ancestor mask and positions.
 
 All shapes are static. Written over a whole batch; nothing here knows the target or an acceptance rule.
 Read next: `accept.py`, which walks these trees.
@@ -7,6 +7,7 @@ Read next: `accept.py`, which walks these trees.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,46 @@ from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw, SamplingParams
 
 Bias = Callable[[Int[Array, "B w"]], Float[Array, "B w V"]]
 """What the previous tokens add to the base logits."""
+Expand = Callable[[int, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Float[Array, "B w V"], Any]]
+"""`expand(level, tokens, parents, carry) -> (logits, carry)`: what the drafter says behind the nodes of a level.
+
+Called once a level, from the root (level 0) down. `parents` are the places of the nodes' parents among the nodes of the
+call before, 0 for the root; `carry` is the drafter's own, for example the keys and values of the nodes so far.
+"""
+
+
+def token_free(base_logits: Float[Array, "B D V"], bias: Bias) -> Expand:
+    """The `Expand` of a drafter whose states do not read drafted tokens: a level's base logits plus the bias."""
+
+    def expand(level: int, tokens: Array, parents: Array, carry: Any):
+        return base_logits[:, level, None, :] + bias(tokens), carry
+
+    return expand
+
+
+def grow(
+    expand: Expand,
+    carry: Any,
+    root: Int[Array, "B"],
+    config: TreeConfig,
+    law: DrawLaw,
+    keys: jax.Array,
+    root_position: Int[Array, "B"],
+    sampling: SamplingParams,
+    hot_ids: Int[Array, "hot"] | None,
+    vocab_size: int,
+) -> tuple[DraftTree, Any]:
+    """A tree whose children are chosen as `law` says, and what `expand` carried out of the last level.
+
+    The choice is static: a beam reads no key and no setting.
+
+    Args:
+      hot_ids: the token of each column of the logits; None: the columns are the tokens, `vocab_size` of them.
+    """
+    if law is DrawLaw.ARBITRARY:
+        return _beam(expand, carry, root, config, config.depth, hot_ids)
+    round_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.DRAFT_NOISE)
+    return _sampled(expand, carry, root, config, law, round_keys, sampling, hot_ids, vocab_size)
 
 
 def grow_tree(
@@ -36,15 +77,9 @@ def grow_tree(
     hot_ids: Int[Array, "hot"] | None,
     vocab_size: int,
 ) -> DraftTree:
-    """A tree whose children are chosen as `law` says. The choice is static: a beam reads no key and no setting.
-
-    Args:
-      hot_ids: the token of each column of the logits; None: the columns are the tokens, `vocab_size` of them.
-    """
-    if law is DrawLaw.ARBITRARY:
-        return grow_beam(base_logits, bias, root, config, hot_ids)
-    round_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.DRAFT_NOISE)
-    return grow_sampled(base_logits, bias, root, config, law, round_keys, sampling, hot_ids, vocab_size)
+    """`grow` for states that do not read drafted tokens."""
+    expand = token_free(base_logits, bias)
+    return grow(expand, None, root, config, law, keys, root_position, sampling, hot_ids, vocab_size)[0]
 
 
 def grow_beam(
@@ -54,24 +89,38 @@ def grow_beam(
     config: TreeConfig,
     hot_ids: Int[Array, "hot"] | None = None,
 ) -> DraftTree:
+    """The ARBITRARY tree of `grow_tree`, no deeper than there are base logits."""
+    depth = min(base_logits.shape[1], config.depth)
+    return _beam(token_free(base_logits, bias), None, root, config, depth, hot_ids)[0]
+
+
+def _beam(
+    expand: Expand,
+    carry: Any,
+    root: Int[Array, "B"],
+    config: TreeConfig,
+    depth: int,
+    hot_ids: Int[Array, "hot"] | None,
+) -> tuple[DraftTree, Any]:
     """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
 
-    At every level the `width` best nodes are expanded, each into its `width` likeliest children under
-    `log_softmax(base_logits[level] + bias(token))`. Scores fall along a path and ties go to the shallower node, so
-    the nodes kept are closed under ancestors, and the order of scores puts parents first. Choices are made without
-    randomness: the law is ARBITRARY.
+    At every level the `width` best nodes are expanded, each into its `width` likeliest children under the log-softmax
+    of what `expand` says. Scores fall along a path and ties go to the shallower node, so the nodes kept are closed
+    under ancestors, and the order of scores puts parents first. Choices are made without randomness: the law is
+    ARBITRARY.
 
     Args:
-      hot_ids: the token of each of the V columns; None: the columns are the tokens. `bias` gets tokens, and the tree
+      hot_ids: the token of each of the V columns; None: the columns are the tokens. `expand` gets tokens, and the tree
         holds tokens.
     """
-    batch, depth, _ = base_logits.shape
-    depth, width = min(depth, config.depth), config.width
+    batch, width = root.shape[0], config.width
     frontier_tokens, frontier_scores = root[:, None], jnp.zeros((batch, 1))
     frontier_ids = jnp.full((batch, 1), NO_PARENT)  # the root is no candidate
+    frontier_parents = jnp.zeros((batch, 1), jnp.int32)
+    frontier_parents = jnp.zeros((batch, 1), jnp.int32)
     scores, tokens, parents = [], [], []
     for level in range(depth):
-        logits = base_logits[:, level, None, :] + bias(frontier_tokens)
+        logits, carry = expand(level, frontier_tokens, frontier_parents, carry)
         top, children = lax.top_k(logits, width)
         # A score above its parent's, or none at all, would cut a node off from its parent: never trust a drafter.
         logp = jnp.fmin(top - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)
@@ -84,6 +133,8 @@ def grow_beam(
         frontier_scores, best = lax.top_k(level_scores, width)
         frontier_tokens = jnp.take_along_axis(level_tokens, best, 1)
         frontier_ids = first_id + best
+        frontier_parents = best // width
+        frontier_parents = best // width
     scores, tokens, parents = (jnp.concatenate(x, 1) for x in (scores, tokens, parents))
     _, kept = lax.top_k(scores, config.nodes - 1)  # stable: of equals the shallower
     kept_parents = jnp.take_along_axis(parents, kept, 1)
@@ -94,18 +145,19 @@ def grow_beam(
         [jnp.full(width if level == 0 else width * width, level + 1) for level in range(depth)]
     )
     column = jnp.zeros((batch, 1), jnp.int32)
-    return DraftTree(
+    tree = DraftTree(
         tokens=jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, kept, 1)], 1).astype(jnp.int32),
         parents=jnp.concatenate([column + NO_PARENT, node_parent.astype(jnp.int32)], 1),
         depth=jnp.concatenate([column, candidate_depth[kept].astype(jnp.int32)], 1),
         valid=jnp.ones((batch, config.nodes), bool),
         law=DrawLaw.ARBITRARY,
     )
+    return tree, carry
 
 
-def grow_sampled(
-    base_logits: Float[Array, "B D V"],
-    bias: Bias,
+def _sampled(
+    expand: Expand,
+    carry: Any,
     root: Int[Array, "B"],
     config: TreeConfig,
     law: DrawLaw,
@@ -113,7 +165,7 @@ def grow_sampled(
     sampling: SamplingParams,
     hot_ids: Int[Array, "hot"] | None,
     vocab_size: int,
-) -> DraftTree:
+) -> tuple[DraftTree, Any]:
     """Grows trees by drawing from the drafter's law under the row's settings.
 
     The nodes stand level by level, as many as `config.sampled_widths()` says. INDEPENDENT gives chains that part at
@@ -122,7 +174,7 @@ def grow_sampled(
 
     Args:
       keys: of this round and for drafting alone; folded with the level.
-      hot_ids, vocab_size: as in `grow_tree`. A cold token has no mass, so it is never drawn.
+      hot_ids, vocab_size: as in `grow`. A cold token has no mass, so it is never drawn.
     Raises:
       ValueError: if the tree has more nodes than depth times width.
     """
@@ -132,7 +184,7 @@ def grow_sampled(
     level = draw.Level(root[:, None].astype(jnp.int32), jnp.full((batch, 1), NO_PARENT, jnp.int32), zero, zero)
     levels, parents, laws, first_id = [level], [level.parents], [], 0
     for depth, width in enumerate(config.sampled_widths()):
-        logits = base_logits[:, depth, None, :] + bias(level.tokens)
+        logits, carry = expand(depth, level.tokens, jnp.maximum(level.parents, 0), carry)
         draft_logp = draw.draft_law(to_vocabulary(hot_ids, logits, vocab_size), sampling)
         level_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, depth)
         laws.append(draft_logp)
@@ -141,7 +193,7 @@ def grow_sampled(
         first_id += levels[-1].tokens.shape[1]
         levels.append(level)
     depths = np.repeat(np.arange(len(levels), dtype=np.int32), [x.tokens.shape[1] for x in levels])
-    return DraftTree(
+    tree = DraftTree(
         tokens=jnp.concatenate([x.tokens for x in levels], 1),
         parents=jnp.concatenate(parents, 1),
         depth=jnp.broadcast_to(depths, (batch, config.nodes)),
@@ -149,6 +201,8 @@ def grow_sampled(
         draft_logp=jnp.concatenate(laws, 1),
         law=law,
     )
+    return tree, carry
+    return tree, carry
 
 
 def ancestor_mask(tree: DraftTree, max_depth: int) -> Bool[Array, "B N N"]:

@@ -3,8 +3,8 @@
 The trunk reads the target's features of committed positions and gives K states, one for each position ahead; it never
 sees a drafted token. Recurrent, it maps a state that predicts position t to one that predicts t + 1 (Lyanna,
 arXiv:2602.21224); as a block, it gives all states in one pass over learned slots (as DFlash and DSpark do, methods.md
-1.4). The injector adds what the previous token says, behind the LM head, as a low-rank bias. Read next:
-`infer/drafters/hidden.py`.
+1.4). The injector adds what the previous token says, behind the LM head, as a low-rank bias. The `feature` drafter is
+the same trunk fed with the embeddings of drafted tokens, and needs no injector. Read next: `infer/drafters/hidden.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import BLOCK, FULL, RECURRENT, DrafterConfig, ModelConfig
+from hsd_jax.config import BLOCK, FEATURE, FULL, HEADS, HIDDEN, RECURRENT, DrafterConfig, ModelConfig
 from hsd_jax.models.layers import Block, RMSNorm, Weight, attend, linears, matmul, rms_norm, rope_table
 from hsd_jax.models.target import causal_mask, layer_masks, lm_head, logits_of_rows
 from hsd_jax.types import KVCache, NewKV, Weights
@@ -35,7 +35,10 @@ class Trunk(nn.Module):
     def setup(self):
         c = self.config
         self.layer = [Block(c) for _ in range(c.num_layers)]
-        if c.committed_embeddings:
+        if c.kind == FEATURE:
+            self.embedding_norm = RMSNorm(c.norm_eps)
+            self.pair_in = Weight(c.hidden_size, 2 * c.hidden_size, init_std=0.01)
+        elif c.committed_embeddings:
             self.embedding_norm = RMSNorm(c.norm_eps)
             self.embedding_in = Weight(c.hidden_size, c.hidden_size, init_std=0.01)
             if c.trunk == RECURRENT:
@@ -45,6 +48,9 @@ class Trunk(nn.Module):
 
     def inputs(self, states, embeddings):
         """What the first layer reads at features of committed positions, or at the trunk's own states."""
+        if self.config.kind == FEATURE:  # EAGLE's layer over feature and embedding, around the feature itself
+            pair = jnp.concatenate([states, self.embedding_norm(embeddings)], -1)
+            return states + linears(pair, self.pair_in)[0]
         if not self.config.committed_embeddings:
             return states
         if embeddings is None:
@@ -98,7 +104,8 @@ def trunk_pass(
     Args:
       states: features of committed positions, or the trunk's own states.
       embeddings: the target's embedding of the token that follows each position, where that token is committed;
-        None for the trunk's own states. Ignored when the configuration has no committed embeddings.
+        None for the trunk's own states. Ignored when the configuration has no committed embeddings. A `feature`
+        drafter reads those of drafted tokens too.
       new_mask: which of the `earlier` entries, and behind them of the N states, each state sees.
       earlier: keys and values of earlier passes of the same round.
     Returns:
@@ -254,28 +261,43 @@ def token_info(weights: Weights, config: DrafterConfig, previous: Int[Array, "..
     return matmul(row, weights["injector"]["bias"])
 
 
+def head_states(
+    weights: Weights, config: DrafterConfig, features: Float[Array, "... H"], num_states: int
+) -> Float[Array, "... K H"]:
+    """States of the first K heads of a `block` drafter: f + SiLU(W_k f + b_k) of one feature f each.
+
+    References:
+      Medusa (arXiv:2401.10774, section 2.1.1), with the target's own LM head behind all heads as in blockwise parallel
+      decoding (Stern et al., arXiv:1811.03115).
+    """
+    width = num_states * config.hidden_size
+    added = matmul(features, weights["heads"]["kernel"][:width]) + weights["heads"]["bias"][:width].astype(jnp.float32)
+    added = jax.nn.silu(added).reshape(*features.shape[:-1], num_states, config.hidden_size)
+    return features[..., None, :] + added
+
+
 def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
-    """Random float32 weights; `injector/bias` is zero, so the first logits are the base logits.
+    """Random float32 weights; injector and heads add nothing yet, so the first logits are those of trunk or feature.
 
     These are the weights that are learned; with a hot vocabulary `hot.attach` adds the rest.
     """
-    trunk_key, table_key = jax.random.split(key)
+    weights: Weights = {"output_norm": {"weight": jnp.ones(config.hidden_size)}}
     width = config.hidden_size * len(config.feature_layers)
+    if width:
+        kernel = jax.random.normal(jax.random.fold_in(key, 1), (config.hidden_size, width)) * width**-0.5
+        weights["fusion"] = {"norm": jnp.ones(width), "kernel": kernel}
+    if config.kind == HEADS:
+        rows = config.num_steps * config.hidden_size
+        return weights | {"heads": {"kernel": jnp.zeros((rows, config.hidden_size)), "bias": jnp.zeros(rows)}}
+    trunk_key, table_key = jax.random.split(key)
     one = jnp.zeros((1, 1), jnp.int32)
     state = jnp.zeros((1, 1, config.hidden_size))
     mask = jnp.ones((1, 1, 1), bool)
-    trunk = Trunk(config).init(trunk_key, state, state, one, mask, None, None)["params"]
-    fusion = {}
-    if width:
-        kernel = jax.random.normal(jax.random.fold_in(key, 1), (config.hidden_size, width)) * width**-0.5
-        fusion = {"fusion": {"norm": jnp.ones(width), "kernel": kernel}}
-    return {
-        **fusion,
-        "trunk": trunk,
-        "output_norm": {"weight": jnp.ones(config.hidden_size)},
-        "injector": {
+    weights["trunk"] = Trunk(config).init(trunk_key, state, state, one, mask, None, None)["params"]
+    if config.kind == HIDDEN:
+        weights["injector"] = {
             "previous": jax.random.normal(table_key, (config.vocab_size, config.rank)),
             "norm": jnp.ones(config.rank),
             "bias": jnp.zeros((config.draft_vocab_size, config.rank)),
-        },
-    }
+        }
+    return weights

@@ -93,5 +93,6 @@ def restrict(
         cold = ids[~np.asarray(is_hot)][0]
         raise ValueError(f"hot_ids holds token {cold}, which is none of the drafter's {config.hot_tokens} hot tokens")
     kept = {name: part for name, part in weights.items() if name != "head"}
-    injector = {**weights["injector"], "bias": weights["injector"]["bias"][columns]}
-    return dataclasses.replace(config, hot_tokens=len(ids)), {**kept, "injector": injector, "hot_ids": jnp.asarray(ids)}
+    if "injector" in kept:
+        kept["injector"] = {**kept["injector"], "bias": kept["injector"]["bias"][columns]}
+    return dataclasses.replace(config, hot_tokens=len(ids)), {**kept, "hot_ids": jnp.asarray(ids)}

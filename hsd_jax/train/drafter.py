@@ -1,4 +1,4 @@
-"""Training the hidden-state drafter: the recipe, and a loss that runs target and unroll on packed text.
+"""Training a drafter: the recipe, and a loss that runs target and unroll on packed text.
 
 The target runs in the same pass that trains, unless the batch brings its hidden states, and is frozen. The K heads over
 the whole vocabulary cost most, so each row lends only `anchors_per_row` random anchors to the loss. Read next:
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import RECURRENT, TRUNKS, DrafterConfig, ModelConfig, at_least
+from hsd_jax.config import HIDDEN, RECURRENT, TRUNKS, DrafterConfig, ModelConfig, at_least
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.hidden import embed_committed, trunk_features
 from hsd_jax.models.hot import attach
@@ -41,6 +41,9 @@ LOW_MID_HIGH = "low_mid_high"
 class DrafterModel:
     """The drafter's own sizes; everything else follows from the target. None: as the target."""
 
+    kind: str = HIDDEN
+    """hidden: token-free states and token information; feature: EAGLE's recurrence over drafted tokens; block:
+    Medusa's heads."""
     trunk: str = RECURRENT
     """recurrent: num_steps passes over one state each; block: one pass over num_steps slots."""
     num_layers: int = 1
@@ -64,6 +67,7 @@ class DrafterModel:
         at_least("model", self, num_layers=1, num_steps=1, rank=1)
         if self.hot_vocab is not None and not 0 < self.hot_vocab < 1:
             raise ValueError(f"model.hot_vocab={self.hot_vocab}: allowed is 0 < hot_vocab < 1, and null for all tokens")
+        DrafterConfig.check_kind(self, "model")
         if self.trunk not in TRUNKS:
             raise ValueError(f"model.trunk={self.trunk!r}: allowed are {', '.join(TRUNKS)}")
         layers = self.feature_layers
@@ -160,6 +164,7 @@ def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = 
         )
     config = DrafterConfig(
         hidden_size=target.hidden_size,
+        kind=model.kind,
         trunk=model.trunk,
         num_layers=model.num_layers,
         vocab_size=target.vocab_size,
@@ -256,12 +261,18 @@ def make_loss(
     Args:
       hot_ids: of a drafter with a hot vocabulary; `losses.py` says what becomes of the cold tokens.
     Raises:
-      ValueError: if the target lacks a layer the drafter reads, a single depth is to be trained on policy, or there are
-        not as many `hot_ids` as the drafter has hot tokens.
+      ValueError: if the target lacks a layer the drafter reads, a single depth is to be trained on policy, the loss is
+        about token information and the drafter has none, or there are not as many `hot_ids` as it has hot tokens.
     """
     config.check_feature_layers(target_config.num_layers)
     if loss_config.on_policy and config.num_steps < 2:
         raise ValueError(f"loss.on_policy={loss_config.on_policy}: needs model.num_steps of at least 2")
+    for name in ("on_policy", "anneal_steps"):
+        if config.kind != HIDDEN and getattr(loss_config, name):
+            raise ValueError(
+                f"loss.{name}={getattr(loss_config, name)}: is about token information, which model.kind={config.kind}"
+                " does without"
+            )
     num_hot = None if hot_ids is None else len(hot_ids)
     if num_hot != config.hot_tokens:
         raise ValueError(f"hot_ids: {num_hot} for a drafter with hot_tokens={config.hot_tokens}")

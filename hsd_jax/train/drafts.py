@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import DrafterConfig, ModelConfig
+from hsd_jax.config import HIDDEN, DrafterConfig, ModelConfig
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.hidden import base_logits, token_info
 from hsd_jax.train import on_policy
@@ -39,7 +39,7 @@ def logits_of_text(
     tokens: Int[Array, "B T"],
     logits: Float[Array, "B T V"],
 ) -> tuple[Float[Array, "BAK V"], Float[Array, "BAK C"], Float[Array, "BAK C"]]:
-    """The target's logits, the base logits, and those with token information, given the row's text.
+    """The target's logits, the base logits, and those with token information, if any, given the row's text.
 
     The drafter's have a column for each of the C tokens it may draft.
     """
@@ -47,7 +47,8 @@ def logits_of_text(
     # Two axes only: XLA on CPU needs twice the time for the same gradients over [B, A, K, V].
     at = (drafts.positions + length * jnp.arange(batch)[:, None, None]).reshape(-1)
     base = base_logits(params, config, frozen, target_config, drafts.states.reshape(at.shape[0], -1))
-    draft_logits = base + token_info(params, config, tokens.reshape(-1)[at])
+    has_info = config.kind == HIDDEN
+    draft_logits = base + token_info(params, config, tokens.reshape(-1)[at]) if has_info else base
     return logits.reshape(batch * length, -1)[at], base, draft_logits
 
 

@@ -24,13 +24,11 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.api import decode
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig, at_least
 from hsd_jax.infer.accept import walk as walk_tree
-from hsd_jax.infer.tree import ancestor_mask, grow_beam
-from hsd_jax.models.hidden import base_logits, embed_committed, token_info, trunk_features
+from hsd_jax.infer.drafters.make import make_drafter
+from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
-from hsd_jax.train.losses import total_variation
-from hsd_jax.train.unroll import unroll
-from hsd_jax.types import DraftTree, Weights
+from hsd_jax.types import Drafter, DraftTree, DrawLaw, SamplingParams, Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,23 +130,34 @@ def follow(
       For each of the C `trees` and each root 1..T-1: the tokens of the text the tree would have got right.
       For each root: sum of min(p, q) at depth 1, p and q at temperature 1.
     """
-    anchors = jnp.arange(tokens.shape[1] - 1)[None]
+    drafters = [make_drafter(target_config, config, tree) for tree in trees]
+    one_draw = make_drafter(target_config, config, TreeConfig(2, 1, 1), law=DrawLaw.INDEPENDENT)
+    models = {"target": target, "drafter": drafter}
+    roots = jnp.arange(1, tokens.shape[1])
+    keys = jax.vmap(jax.random.key)(jnp.zeros(len(roots), jnp.uint32))
+    none, one = jnp.zeros(len(roots), jnp.int32), jnp.ones(len(roots))
+    at_temperature_1 = SamplingParams(one, none, one)
 
     def one_text(row: tuple[Array, Array]):
         text, end = row
         output = forward_sequence(target, target_config, text[None], taps=config.feature_layers)
-        embeddings = embed_committed(target, target_config, config, jnp.roll(text, -1)[None])
-        features = trunk_features(drafter, config, output.hidden, output.features)
-        states = unroll(drafter, config, features, embeddings, anchors)[0]
-        base = base_logits(drafter, config, target, target_config, states)
-        roots = anchors[0] + 1
+
+        def drafted(drafter: Drafter) -> DraftTree:
+            """The tree of every root, each a row of one batch, as if its text ended there."""
+            capacity = len(text) + drafter.max_depth + 1
+
+            def start(root):
+                return drafter.init(models, output, text[None], root[None] + 1, capacity)
+
+            state = jax.tree.map(lambda x: x[:, 0], jax.vmap(start)(roots))
+            return drafter.draft(models, state, text[1:], roots, keys, at_temperature_1)[0]
+
         texts, ends = jnp.broadcast_to(text, (len(roots), len(text))), jnp.broadcast_to(end, roots.shape)
-        bias = functools.partial(token_info, drafter, config)
-        hot_ids = drafter.get("hot_ids")
-        drafts = [grow_beam(base, bias, text[1:], tree, hot_ids) for tree in trees]
-        counts = [accepted_nodes(d, texts, roots, ends, tree.depth) for d, tree in zip(drafts, trees, strict=True)]
-        overlap = 1.0 - total_variation(output.logits[0, 1:], base[:, 0] + bias(text[1:]), hot_ids)
-        return jnp.stack(counts), overlap
+        counts = [accepted_nodes(drafted(d), texts, roots, ends, d.max_depth) for d in drafters]
+        draft_logp = drafted(one_draw).draft_logp
+        assert draft_logp is not None
+        common = jnp.minimum(draft_logp[:, 0], jax.nn.log_softmax(output.logits[0, 1:], -1))
+        return jnp.stack(counts), jnp.exp(common).sum(-1)
 
     return lax.map(one_text, (tokens, length))
 

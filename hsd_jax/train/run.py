@@ -49,7 +49,7 @@ def train_drafter(
     target_dtype: Any = None,
     force: bool = False,
 ) -> Path:
-    """Trains a hidden-state drafter for the target in `target_dir` and writes the best so far to `out/drafter`.
+    """Trains a drafter of the recipe's kind for the target in `target_dir` and writes the best so far to `out/drafter`.
 
     Args:
       target_dtype: of the frozen target; None: float32 on CPU, else bfloat16.

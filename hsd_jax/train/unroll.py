@@ -2,9 +2,9 @@
 
 An anchor a is the position of the last committed feature of a round whose root is token a + 1. Its first state reads
 the committed entries 0..a; state k + 1 stands at position a + k and also sees what stands between, of the same anchor.
-The recurrent trunk feeds it state k (EAGLE-3's training-time test, with no token in the recurrence), the block trunk
-slot k, all slots at once. Equal to `models.hidden.STATES` round by round, which a test holds it to. Read next:
-`drafter.py`.
+The recurrent trunk feeds it state k (EAGLE-3's training-time test, with no token in the recurrence), a `feature`
+drafter's also the row's token there (EAGLE-3's own, and HASS), the block trunk slot k, all slots at once. Equal to a
+round's states, which a test holds it to. Read next: `drafter.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import BLOCK, DrafterConfig
-from hsd_jax.models.hidden import slot_inputs, trunk_inputs
+from hsd_jax.config import BLOCK, HEADS, DrafterConfig
+from hsd_jax.models.hidden import head_states, slot_inputs, trunk_inputs
 from hsd_jax.models.layers import MASKED, Block, rope_table
 from hsd_jax.models.target import causal_mask
 from hsd_jax.types import Weights
@@ -113,6 +113,8 @@ def unroll(
       embeddings: the target's embedding of the token behind each position; None without committed embeddings.
       anchors: positions in 0..T-1, in any order.
     """
+    if config.kind == HEADS:
+        return head_states(weights, config, _take(features, anchors), config.num_steps)
     batch, num = features.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
     table = rope_table(config.rope, config.head_dim, positions)
@@ -139,7 +141,8 @@ def unroll(
     if config.trunk == BLOCK:
         later = _all_slots(weights, config, _take(inputs, anchors), anchors, committed, mask)
     else:
-        later = _recurrence(weights, config, state, anchors, committed, mask)
+        read = embeddings if config.reads_drafts else None
+        later = _recurrence(weights, config, state, read, anchors, committed, mask)
     return jnp.concatenate([state[:, :, None], later], 2)
 
 
@@ -153,16 +156,24 @@ def _recurrence(
     weights: Weights,
     config: DrafterConfig,
     state: Float[Array, "B A H"],
+    embeddings: Float[Array, "B T H"] | None,
     anchors: Int[Array, "B A"],
     committed: list[KV],
     mask: Bool[Array, "B A T"],
 ) -> Float[Array, "B A K-1 H"]:
-    """g_2..g_K of every anchor, each from the one before; `state` is g_1."""
+    """g_2..g_K of every anchor, each from the one before; `state` is g_1.
+
+    Args:
+      embeddings: of the token behind each position, where states read drafted tokens: in training those of the row.
+    """
     states: list[Array] = []
     own: list[tuple[KV, ...]] = [()] * config.num_layers
     for step in range(1, config.num_steps):
         at = rope_table(config.rope, config.head_dim, anchors + step)
-        state = trunk_inputs(weights, config, state, None)
+        of_drafts = None
+        if embeddings is not None:
+            of_drafts = _take(embeddings, jnp.minimum(anchors + step, embeddings.shape[1] - 1))
+        state = trunk_inputs(weights, config, state, of_drafts)
         for layer in range(config.num_layers):
             see = functools.partial(attend_own, own=own[layer])
             state, kv = _block(weights, config, layer, state, at, None, committed[layer], mask, attend_fn=see)

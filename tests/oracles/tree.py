@@ -16,20 +16,31 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def grow_beam(
     base_logits: np.ndarray, bias: Callable[[int], np.ndarray], root: int, nodes: int, depth: int, width: int
 ) -> tuple[list[int], list[int], list[int]]:
+    """`grow_paths` where a path says no more than its length and its last token."""
+
+    def logits(path: tuple[int, ...]) -> np.ndarray:
+        return np.asarray(base_logits[len(path) - 1], np.float64) + bias(path[-1])
+
+    return grow_paths(logits, root, nodes, depth, width)
+
+
+def grow_paths(
+    logits: Callable[[tuple[int, ...]], np.ndarray], root: int, nodes: int, depth: int, width: int
+) -> tuple[list[int], list[int], list[int]]:
     """Tokens, parents and depths of one row: the `nodes - 1` best candidates of a beam over all levels.
 
-    Candidates are (score, parent candidate, token, depth). Of equal scores the earlier candidate wins, and earlier
-    levels come first.
+    `logits` are those behind a path of tokens that starts with the root. Candidates are (score, parent candidate,
+    token, depth). Of equal scores the earlier candidate wins, and earlier levels come first.
     """
     candidates: list[tuple[float, int, int, int]] = []
-    frontier = [(0.0, -1, root)]
+    frontier = [(0.0, -1, (root,))]
     for level in range(depth):
         grown = []
-        for score, identity, token in frontier:
-            logp = log_softmax(np.asarray(base_logits[level], np.float64) + bias(token))
+        for score, identity, path in frontier:
+            logp = log_softmax(logits(path))
             likeliest = sorted(range(len(logp)), key=lambda t: (-logp[t], t))[:width]
             for child in likeliest:
-                grown.append((score + logp[child], len(candidates), child))
+                grown.append((score + logp[child], len(candidates), (*path, child)))
                 candidates.append((score + logp[child], identity, child, level + 1))
         frontier = sorted(grown, key=lambda c: (-c[0], c[1]))[:width]
     kept = sorted(range(len(candidates)), key=lambda i: (-candidates[i][0], i))[: nodes - 1]

@@ -52,6 +52,18 @@ def trunk_states(
     return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
 
 
+def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, law: DrawLaw) -> None:
+    """Raises a ValueError if a trained drafter cannot draft such trees, or not for this target."""
+    config.check_feature_layers(target_config.num_layers)
+    if tree.depth > config.num_steps:
+        raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps")
+    if tree.width > config.draft_vocab_size:
+        whole = "vocabulary" if config.hot_tokens is None else "hot vocabulary"
+        raise ValueError(f"TreeConfig.width={tree.width}: allowed are 1 to the {whole}, {config.draft_vocab_size}")
+    if law is not DrawLaw.ARBITRARY:
+        tree.sampled_widths()  # raises here, before anything compiles
+
+
 def hidden_drafter(
     target_config: ModelConfig,
     config: DrafterConfig,
@@ -65,14 +77,7 @@ def hidden_drafter(
       ValueError: if the tree is deeper than the trunk was trained for, the target lacks a layer the drafter reads, or
         a tree of this law cannot have this shape.
     """
-    config.check_feature_layers(target_config.num_layers)
-    if tree.depth > config.num_steps:
-        raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps")
-    if tree.width > config.draft_vocab_size:
-        whole = "vocabulary" if config.hot_tokens is None else "hot vocabulary"
-        raise ValueError(f"TreeConfig.width={tree.width}: allowed are 1 to the {whole}, {config.draft_vocab_size}")
-    if law is not DrawLaw.ARBITRARY:
-        tree.sampled_widths()  # raises here, before anything compiles
+    check_tree(target_config, config, tree, law)
     max_pending = tree.depth + 1
 
     def init(models, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):

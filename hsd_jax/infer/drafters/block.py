@@ -1,0 +1,131 @@
+"""The block drafter: K heads that each guess one position ahead from the same feature, and a static tree.
+
+Heads know nothing of one another, nor of the root (Medusa, arXiv:2401.10774; blockwise parallel decoding,
+arXiv:1811.03115). Which ranks of which head form the tree is fixed before anything is drafted. Weights: `models/
+hidden.py`, `head_states`. Typical acceptance, Medusa's rule above temperature 0, is lossy and not here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import typing
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.infer.drafters.hidden import check_tree
+from hsd_jax.infer.tree import grow_tree
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.hidden import base_logits, head_states, trunk_features
+from hsd_jax.models.hot import to_tokens
+from hsd_jax.types import NO_PARENT, Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
+
+FIRST_RANK, NEXT_RANK = 0.6, 0.3
+"""How likely a head's best guess is taken to be right, and each further guess against the one before: a prior, which
+shapes the tree and nothing else."""
+
+
+@typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
+@flax.struct.dataclass
+class BlockState:
+    """The feature of the last committed token but one: of the last position the target has seen."""
+
+    feature: Float[Array, "B H"]
+
+
+class StaticTree(typing.NamedTuple):
+    """Parents and depths of the nodes, the root first, and which guess of its head each node is (0 for the root)."""
+
+    parents: np.ndarray
+    depths: np.ndarray
+    ranks: np.ndarray
+
+
+def static_tree(tree: TreeConfig) -> StaticTree:
+    """The `tree.nodes` likeliest nodes under the prior, ranks below `tree.width`, in falling order of likelihood.
+
+    A node's likelihood is the product over its path; of equals the shallower comes first, then the better first rank.
+    """
+    parents, depths, ranks = [NO_PARENT], [0], [0]
+
+    def offer(parent: int, score: float, path: tuple[int, ...]) -> None:
+        for rank in range(tree.width):
+            own = score * FIRST_RANK * NEXT_RANK**rank
+            heapq.heappush(queue, (-own, len(path) + 1, (*path, rank), parent))
+
+    queue: list = []
+    offer(0, 1.0, ())
+    while len(parents) < tree.nodes:
+        score, depth, path, parent = heapq.heappop(queue)
+        parents.append(parent)
+        depths.append(depth)
+        ranks.append(path[-1])
+        if depth < tree.depth:
+            offer(len(parents) - 1, -score, path)
+    return StaticTree(*(np.array(x, np.int32) for x in (parents, depths, ranks)))
+
+
+def block_drafter(
+    target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, law: DrawLaw = DrawLaw.ARBITRARY
+) -> Drafter:
+    """A `Drafter` with a static tree of this size, or with trees drawn from the heads' laws, as `law` says.
+
+    A round costs one product for all heads and one with the LM head.
+
+    Raises:
+      ValueError: as `hidden_drafter`.
+    """
+    check_tree(target_config, config, tree, law)
+    shape = static_tree(tree)
+
+    def init(models, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
+        features = trunk_features(models["drafter"], config, output.hidden, output.features)
+        last = jnp.maximum(length - 2, 0)[:, None, None]  # a prompt of one token leaves nothing to guess from
+        return BlockState(jnp.take_along_axis(features, last, 1)[:, 0])
+
+    def draft(
+        models,
+        state: BlockState,
+        root: Int[Array, "B"],
+        root_position: Int[Array, "B"],
+        keys: jax.Array,
+        sampling: SamplingParams,
+    ):
+        with jax.named_scope("head"):
+            states = head_states(models["drafter"], config, state.feature, tree.depth)
+            logits = base_logits(models["drafter"], config, models["target"], target_config, states)
+        hot_ids = models["drafter"].get("hot_ids")
+        if law is not DrawLaw.ARBITRARY:
+            nothing = lambda tokens: jnp.zeros((*tokens.shape, 1))  # noqa: E731  # what tokens add to the logits
+            settings = tree, law, keys, root_position, sampling, hot_ids, config.vocab_size
+            return grow_tree(logits, nothing, root, *settings), state
+        guesses = to_tokens(hot_ids, lax.top_k(logits, tree.width)[1])
+        drafted = guesses[:, shape.depths[1:] - 1, shape.ranks[1:]]
+        nodes = (len(root), tree.nodes)
+        parents, depths = (jnp.broadcast_to(x, nodes) for x in (shape.parents, shape.depths))
+        tokens = jnp.concatenate([root[:, None], drafted], 1).astype(jnp.int32)
+        return DraftTree(tokens, parents, depths, jnp.ones(nodes, bool)), state
+
+    def node_logp(models, state: BlockState, drafted: DraftTree):
+        states = head_states(models["drafter"], config, state.feature, tree.depth)
+        logits = base_logits(models["drafter"], config, models["target"], target_config, states)
+        logp = jax.nn.log_softmax(logits, -1)
+        best = lax.top_k(logp, tree.width)[0]
+        chosen = best[:, shape.depths[1:] - 1, shape.ranks[1:]]
+        return jnp.pad(chosen, ((0, 0), (1, 0)))
+
+    def commit(models, state: BlockState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
+        features = trunk_features(models["drafter"], config, output.hidden, output.features)
+        last = jnp.take_along_axis(verdict.path, jnp.maximum(num_committed - 1, 0)[:, None], 1)
+        feature = cache_lib.take_nodes(features, last, axis=1)[:, 0]
+        return BlockState(jnp.where((num_committed > 0)[:, None], feature, state.feature))
+
+    def grow(state: BlockState, capacity: int):
+        return state
+
+    return Drafter(init, draft, commit, grow, law, tree.nodes, tree.depth, config.feature_layers, node_logp)

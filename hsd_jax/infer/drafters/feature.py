@@ -1,0 +1,121 @@
+"""The feature drafter: EAGLE's recurrence, which reads the drafted tokens, one trunk pass and one head a level.
+
+The state behind a node is what the trunk makes of its parent's state and the embedding of its own token, so siblings
+differ and a tree is grown level by level (EAGLE, arXiv:2401.15077); its shape follows the drafter's confidence, and the
+best nodes over all levels are verified (EAGLE-2, arXiv:2406.16858, section 4). What it keeps between rounds, and which
+layers of the target it reads, is as in `hidden.py`. Read that first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.infer import tree as tree_lib
+from hsd_jax.infer.drafters.hidden import HiddenState, hidden_drafter
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.hidden import base_logits, embed_committed, trunk_pass
+from hsd_jax.models.target import causal_mask
+from hsd_jax.types import Drafter, DrawLaw, KVCache, NewKV, SamplingParams
+
+
+class Level(NamedTuple):
+    """What the next level needs of this one and of those above."""
+
+    states: Float[Array, "B w H"]
+    sees: Bool[Array, "B w X"]
+    """Which drafted nodes so far each node of the level sees: its ancestors and itself."""
+    drafted: NewKV | None
+    """Keys and values of the X drafted nodes so far; None at the root, which is committed."""
+
+
+def root_level(models, target_config: ModelConfig, config: DrafterConfig, state: HiddenState) -> tuple[Level, KVCache]:
+    """The state behind the root, in one pass over the pending features, and the cache that has taken them in."""
+    batch, num = state.pending.shape[:2]
+    embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
+    positions = state.cache.length[:, None] + jnp.arange(num)
+    out, kv = trunk_pass(
+        models["drafter"], config, state.pending, embeddings, positions, causal_mask(batch, num), state.cache
+    )
+    last = jnp.maximum(state.num_pending - 1, 0)[:, None, None]
+    states = jnp.take_along_axis(out, last, 1)
+    cache = cache_lib.commit(state.cache, kv, None, state.num_pending, after=states)
+    return Level(states, jnp.zeros((batch, 1, 0), bool), None), cache
+
+
+def next_level(
+    models,
+    target_config: ModelConfig,
+    config: DrafterConfig,
+    cache: KVCache,
+    depth: int,
+    tokens: Int[Array, "B w"],
+    parents: Int[Array, "B w"],
+    above: Level,
+) -> Level:
+    """The states behind the nodes of a level, from their tokens and their parents' states.
+
+    Args:
+      cache: of `root_level`.
+      depth: of the nodes, at least 1.
+      parents: places in `above`.
+    """
+    batch, width = tokens.shape
+    own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
+    states, sees = (cache_lib.take_nodes(x, parents, axis=1) for x in (above.states, above.sees))
+    sees = jnp.concatenate([sees, own], 2)
+    embeddings = embed_committed(models["target"], target_config, config, tokens)
+    positions = jnp.broadcast_to(cache.length[:, None] + depth - 1, tokens.shape)
+    states, kv = trunk_pass(models["drafter"], config, states, embeddings, positions, sees, cache, above.drafted)
+    if above.drafted is not None:
+        kv = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 2), above.drafted, kv)
+    return Level(states, sees, kv)
+
+
+def feature_drafter(
+    target_config: ModelConfig,
+    config: DrafterConfig,
+    tree: TreeConfig,
+    cache_dtype: Any = jnp.float32,
+    law: DrawLaw = DrawLaw.ARBITRARY,
+) -> Drafter:
+    """A `Drafter` whose trees have the shape of `tree`, their children chosen as `law` says.
+
+    A round costs `tree.depth` trunk passes, of up to `width` nodes but for the first, and as many products with the
+    LM head.
+
+    Raises:
+      ValueError: as `hidden_drafter`.
+    """
+
+    def draft(
+        models,
+        state: HiddenState,
+        root: Int[Array, "B"],
+        root_position: Int[Array, "B"],
+        keys: jax.Array,
+        sampling: SamplingParams,
+    ):
+        with jax.named_scope("trunk"):
+            first, cache = root_level(models, target_config, config, state)
+
+        def expand(depth: int, tokens: Array, parents: Array, level: Level):
+            if depth > 0:
+                level = next_level(models, target_config, config, cache, depth, tokens, parents, level)
+            return base_logits(models["drafter"], config, models["target"], target_config, level.states), level
+
+        hot_ids = models["drafter"].get("hot_ids")
+        with jax.named_scope("tree"):
+            drafted, _ = tree_lib.grow(
+                expand, first, root, tree, law, keys, root_position, sampling, hot_ids, config.vocab_size
+            )
+        return drafted, dataclasses.replace(state, cache=cache)
+
+    # All but drafting is the same: which features are pending, when the trunk's cache takes them in, how it grows.
+    hidden = hidden_drafter(target_config, config, tree, cache_dtype, law)
+    return hidden._replace(draft=draft, node_logp=None)

@@ -1,0 +1,105 @@
+"""Prompt lookup: drafts what stood behind an earlier occurrence of the last tokens. No weights.
+
+Good where an answer repeats its prompt (summaries, edits, code), worthless elsewhere, nearly free everywhere. It looks
+on the device, in a copy of the context of its own. Prompt lookup decoding (Saxena, 2023, github.com/apoorvumang/
+prompt-lookup-decoding); LLMA (arXiv:2304.04487) copies in the same way.
+"""
+
+from __future__ import annotations
+
+import typing
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from hsd_jax.config import LookupConfig, TreeConfig
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.types import NO_PARENT, Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
+
+
+@typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
+@flax.struct.dataclass
+class LookupState:
+    """The committed tokens of each row; what stands behind `length` is meaningless."""
+
+    tokens: Int[Array, "B T"]
+    length: Int[Array, "B"]
+
+
+def find_repetition(
+    tokens: Int[Array, "B T"], length: Int[Array, "B"], config: LookupConfig
+) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
+    """Where the context goes on behind its longest earlier occurrence of its own end, and whether there is one.
+
+    An occurrence is at most `max_ngram` tokens long; of equally long ones the latest counts.
+    """
+    num = tokens.shape[1]
+    place = jnp.arange(num)
+    run = jnp.zeros(tokens.shape, jnp.int32)
+    goes_on = jnp.broadcast_to(place < length[:, None] - 1, tokens.shape)  # the end of the context is no occurrence
+    for back in range(config.max_ngram):
+        last = jnp.take_along_axis(tokens, jnp.maximum(length - 1 - back, 0)[:, None], 1)
+        goes_on = goes_on & (jnp.roll(tokens, back, 1) == last) & (place >= back)
+        run = run + goes_on.astype(jnp.int32)
+    latest = num - 1 - jnp.argmax(run[:, ::-1], -1)  # argmax takes the first of equals
+    longest = jnp.take_along_axis(run, latest[:, None], 1)[:, 0]
+    return (latest + 1).astype(jnp.int32), longest >= config.min_ngram
+
+
+def copied_chain(state: LookupState, root: Int[Array, "B"], config: LookupConfig, depth: int) -> DraftTree:
+    """`depth` tokens copied from where the context goes on; all padding where nothing is found.
+
+    Where the copy reaches the end of the context it goes on with what it has copied, so a loop is drafted to any
+    length.
+    """
+    first, is_found = find_repetition(state.tokens, state.length, config)
+    period = jnp.maximum(state.length - first, 1)
+    places = first[:, None] + jnp.arange(depth) % period[:, None]
+    copied = jnp.take_along_axis(state.tokens, places, 1, mode="clip")
+    line = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32), (len(root), depth + 1))
+    is_root = line == 0
+    return DraftTree(
+        tokens=jnp.concatenate([root[:, None], copied], 1).astype(jnp.int32),
+        parents=jnp.where(is_root, NO_PARENT, line - 1),
+        depth=line,
+        valid=is_root | is_found[:, None],
+    )
+
+
+def lookup_drafter(config: LookupConfig, tree: TreeConfig, law: DrawLaw = DrawLaw.ARBITRARY) -> Drafter:
+    """A `Drafter` of chains of `tree.depth` copied tokens.
+
+    Raises:
+      ValueError: if the tree is no chain, or is to be drawn: copied tokens follow no law.
+    """
+    if tree.width != 1:
+        raise ValueError(f"TreeConfig.width={tree.width}: lookup drafts chains, allowed is 1")
+    if law is not DrawLaw.ARBITRARY:
+        raise ValueError(f"draw={law.value!r}: lookup copies its drafts, allowed is arbitrary, with accept='match'")
+    depth = tree.depth
+
+    def init(models, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
+        room = capacity + 1 - tokens.shape[1]  # a round commits at most depth + 1 tokens; the cache has room for depth
+        return LookupState(jnp.pad(tokens, ((0, 0), (0, room))), length)
+
+    def draft(
+        models,
+        state: LookupState,
+        root: Int[Array, "B"],
+        root_position: Int[Array, "B"],
+        keys: jax.Array,
+        sampling: SamplingParams,
+    ):
+        return copied_chain(state, root, config, depth), state
+
+    def commit(models, state: LookupState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
+        tokens = cache_lib.write_rows(state.tokens, verdict.emitted, state.length, axis=1)
+        return LookupState(tokens, state.length + num_committed)
+
+    def grow(state: LookupState, capacity: int):
+        room = capacity + 1 - state.tokens.shape[1]
+        return LookupState(jnp.pad(state.tokens, ((0, 0), (0, room))), state.length)
+
+    return Drafter(init, draft, commit, grow, law, tree.nodes, depth)

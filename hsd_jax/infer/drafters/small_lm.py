@@ -1,0 +1,114 @@
+"""An independent small language model with a cache of its own, which drafts a chain from its own law.
+
+Drawn chains under the `recursive` rule are standard speculative sampling (Leviathan et al., arXiv:2211.17192, algorithm
+1; Chen et al., arXiv:2302.01318, algorithm 2). Any target folder of the same vocabulary will do; nothing is trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from hsd_jax.config import ModelConfig, SmallLMConfig, TreeConfig
+from hsd_jax.infer.tree import grow as grow_tree
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.target import causal_mask, forward, forward_sequence
+from hsd_jax.types import Drafter, DrawLaw, KVCache, ModelOutput, SamplingParams, Verdict
+
+MAX_PENDING = 2
+"""The root, and before it the last draft of a round that was accepted whole: the model never read that one."""
+
+
+@typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
+@flax.struct.dataclass
+class SmallLMState:
+    """Cached plus pending tokens = committed tokens.
+
+    While a round is judged, the cache also holds the drafts the model has read; slot index equals position, so `commit`
+    keeps the accepted ones by setting the length.
+    """
+
+    cache: KVCache
+    pending: Int[Array, "B 2"]
+    num_pending: Int[Array, "B"]
+
+
+def small_lm_drafter(
+    target_config: ModelConfig,
+    config: SmallLMConfig,
+    tree: TreeConfig,
+    cache_dtype: Any = jnp.float32,
+    law: DrawLaw = DrawLaw.ARBITRARY,
+) -> Drafter:
+    """A `Drafter` of chains of `tree.depth` tokens: the likeliest one after another, or drawn as `law` says.
+
+    A round costs `tree.depth` passes of the small model, one or two rows each.
+
+    Raises:
+      ValueError: if the tree is no chain, or the two models differ in their vocabulary.
+    """
+    if tree.width != 1:
+        raise ValueError(f"TreeConfig.width={tree.width}: a small_lm drafts chains, allowed is 1")
+    if config.vocab_size != target_config.vocab_size:
+        raise ValueError(
+            f"the drafter has vocab_size={config.vocab_size} and the target {target_config.vocab_size}: both must have"
+            " the same vocabulary"
+        )
+    depth = tree.depth
+
+    def init(models, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
+        """Reads the prompt but its last token, the root."""
+        batch = tokens.shape[0]
+        new = forward_sequence(models["drafter"], config, tokens).new_kv
+        cache = cache_lib.empty_cache(
+            config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, cache_dtype
+        )
+        root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
+        pending = jnp.pad(root, ((0, 0), (0, MAX_PENDING - 1)))
+        return SmallLMState(cache_lib.commit(cache, new, None, length - 1), pending, jnp.ones(batch, jnp.int32))
+
+    def draft(
+        models,
+        state: SmallLMState,
+        root: Int[Array, "B"],
+        root_position: Int[Array, "B"],
+        keys: jax.Array,
+        sampling: SamplingParams,
+    ):
+        def expand(level: int, tokens: Array, parents: Array, cache: KVCache):
+            """Reads the pending tokens, then each draft, and keeps them all."""
+            num_read = state.num_pending if level == 0 else jnp.ones_like(root)
+            nodes = state.pending if level == 0 else tokens
+            batch, num = nodes.shape
+            positions = cache.length[:, None] + jnp.arange(num)
+            output = forward(models["drafter"], config, nodes, positions, causal_mask(batch, num), cache)
+            logits = jnp.take_along_axis(output.logits, num_read[:, None, None] - 1, 1)
+            return logits, cache_lib.commit(cache, output.new_kv, None, num_read, after=logits)
+
+        drafted, cache = grow_tree(
+            expand, state.cache, root, tree, law, keys, root_position, sampling, None, config.vocab_size
+        )
+        return drafted, dataclasses.replace(state, cache=cache)
+
+    def commit(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
+        """Forgets the refused drafts. The drafts read are the first depth - 1, behind the root."""
+        root_position = state.cache.length - depth
+        root = jnp.take_along_axis(state.pending, state.num_pending[:, None] - 1, 1)
+        # Of a round that commits n tokens the model has read the root and n - 1 accepted drafts, but never the last
+        # draft of the chain; of a finished row (n = 0) the root is pending again.
+        num_read = jnp.minimum(num_committed, depth)
+        text = jnp.concatenate([root, verdict.emitted], 1)
+        pending = jnp.take_along_axis(text, num_read[:, None] + jnp.arange(MAX_PENDING), 1, mode="clip")
+        cache = dataclasses.replace(state.cache, length=root_position + num_read)
+        return SmallLMState(cache, pending, 1 + num_committed - num_read)
+
+    def grow(state: SmallLMState, capacity: int):
+        return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
+
+    return Drafter(init, draft, commit, grow, law, tree.nodes, depth)

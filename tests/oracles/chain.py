@@ -1,0 +1,27 @@
+"""Standard speculative sampling of a chain, for two Markov tables, in closed form and in plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def likeliest_chain(logits: np.ndarray, root: int, depth: int) -> list[int]:
+    """The chain a greedy Markov drafter drafts behind `root`."""
+    chain = [root]
+    for _ in range(depth):
+        chain.append(int(np.argmax(logits[chain[-1]])))
+    return chain[1:]
+
+
+def accepted_law(target: Sequence[float], draft: Sequence[float], depth: int) -> np.ndarray:
+    """P(0), ..., P(depth) accepted tokens where every node has these two laws, up to the order of the tokens.
+
+    A draft survives with probability alpha = sum of min(p, q), independent of those before it, so the count is a
+    geometric law cut off at `depth`, and tau = (1 - alpha^(depth + 1)) / (1 - alpha) (Leviathan et al., equation 1).
+    """
+    alpha = float(np.minimum(target, draft).sum())
+    law = [alpha**k * (1 - alpha) for k in range(depth)] + [alpha**depth]
+    assert np.isclose(sum((k + 1) * p for k, p in enumerate(law)), (1 - alpha ** (depth + 1)) / (1 - alpha))
+    return np.array(law)
