@@ -17,8 +17,11 @@ from hsd_jax.types import NO_TOKEN
 
 PROPOSERS = ["beam", "chain", "two", "no_embeddings", "layers", "hot", "steered", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
 BLOCK_PROPOSERS = ["block", "block_layers", "steered_block"]
+REUSE_PROPOSERS = ["ahead", "hot_union", "block_mix", "block_skip", "steered_block_skip", "steered_block_ahead"]
+SLOW_REUSE = [*sorted({*toy.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]
 TABLE = [
-    *[("llama", proposer) for proposer in (*PROPOSERS, *BLOCK_PROPOSERS)],
+    *[("llama", proposer) for proposer in (*PROPOSERS, *BLOCK_PROPOSERS, *REUSE_PROPOSERS)],
+    *[pytest.param("llama", proposer, marks=pytest.mark.slow) for proposer in SLOW_REUSE],
     ("untied", toy.DECOYS_ORACLE),
     pytest.param("qwen", toy.DECOYS_ORACLE, marks=pytest.mark.slow),
     ("gemma", "steered"),

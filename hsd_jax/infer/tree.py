@@ -6,6 +6,7 @@ Read next: `accept.py`, which walks these trees.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -35,16 +36,25 @@ def grow_tree(
     sampling: SamplingParams,
     hot_ids: Int[Array, "hot"] | None,
     vocab_size: int,
+    num_levels: Int[Array, "B"] | None = None,
+    rival_logits: Float[Array, "B D V"] | None = None,
 ) -> DraftTree:
     """A tree whose children are chosen as `law` says. The choice is static: a beam reads no key and no setting.
 
     Args:
       hot_ids: the token of each column of the logits; None: the columns are the tokens, `vocab_size` of them.
+      num_levels: levels of each row that have logits; nodes below are not valid. None: all.
+      rival_logits: of a second proposer, for beams only (see `grow_beam`).
     """
     if law is DrawLaw.ARBITRARY:
-        return grow_beam(base_logits, bias, root, config, hot_ids)
+        return grow_beam(base_logits, bias, root, config, hot_ids, num_levels, rival_logits)
+    assert rival_logits is None, "the better of two laws is no law to draw from"
     round_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.DRAFT_NOISE)
-    return grow_sampled(base_logits, bias, root, config, law, round_keys, sampling, hot_ids, vocab_size)
+    drawn = grow_sampled(base_logits, bias, root, config, law, round_keys, sampling, hot_ids, vocab_size)
+    if num_levels is None:
+        return drawn
+    # Whole levels go, whatever tokens they hold: what is left is as lossless as a shallower tree.
+    return dataclasses.replace(drawn, valid=drawn.valid & (drawn.depth <= num_levels[:, None]))
 
 
 def grow_beam(
@@ -53,6 +63,8 @@ def grow_beam(
     root: Int[Array, "B"],
     config: TreeConfig,
     hot_ids: Int[Array, "hot"] | None = None,
+    num_levels: Int[Array, "B"] | None = None,
+    rival_logits: Float[Array, "B D V"] | None = None,
 ) -> DraftTree:
     """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
 
@@ -64,6 +76,9 @@ def grow_beam(
     Args:
       hot_ids: the token of each of the V columns; None: the columns are the tokens. `bias` gets tokens, and the tree
         holds tokens.
+      num_levels: levels of each row that have logits; None: all. Nodes below them are not valid, and stand last.
+      rival_logits: base logits of a second proposer. A token then counts with the better of its two log-probabilities,
+        so both proposers compete for the same nodes and what they agree on is one node.
     """
     batch, depth, _ = base_logits.shape
     depth, width = min(depth, config.depth), config.width
@@ -71,11 +86,19 @@ def grow_beam(
     frontier_ids = jnp.full((batch, 1), NO_PARENT)  # the root is no candidate
     scores, tokens, parents = [], [], []
     for level in range(depth):
-        logits = base_logits[:, level, None, :] + bias(frontier_tokens)
+        added = bias(frontier_tokens)
+        logits = base_logits[:, level, None, :] + added
+        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        if rival_logits is not None:
+            rival = rival_logits[:, level, None, :] + added
+            logits = jnp.maximum(logits - total, rival - jax.nn.logsumexp(rival, axis=-1, keepdims=True))
+            total = 0.0
         top, children = lax.top_k(logits, width)
         # A score above its parent's, or none at all, would cut a node off from its parent: never trust a drafter.
-        logp = jnp.fmin(top - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)
+        logp = jnp.fmin(top - total, 0.0)
         level_scores = (frontier_scores[:, :, None] + logp).reshape(batch, -1)
+        if num_levels is not None:
+            level_scores = jnp.where(level < num_levels[:, None], level_scores, -jnp.inf)
         level_tokens = to_tokens(hot_ids, children).reshape(batch, -1)
         first_id = sum(s.shape[1] for s in scores)
         scores.append(level_scores)
@@ -85,7 +108,7 @@ def grow_beam(
         frontier_tokens = jnp.take_along_axis(level_tokens, best, 1)
         frontier_ids = first_id + best
     scores, tokens, parents = (jnp.concatenate(x, 1) for x in (scores, tokens, parents))
-    _, kept = lax.top_k(scores, config.nodes - 1)  # stable: of equals the shallower
+    best_scores, kept = lax.top_k(scores, config.nodes - 1)  # stable: of equals the shallower
     kept_parents = jnp.take_along_axis(parents, kept, 1)
     # The node index of each kept node's parent; the root is node 0, kept candidate i is node i + 1.
     is_parent = kept_parents[:, :, None] == kept[:, None, :]
@@ -94,11 +117,14 @@ def grow_beam(
         [jnp.full(width if level == 0 else width * width, level + 1) for level in range(depth)]
     )
     column = jnp.zeros((batch, 1), jnp.int32)
+    valid = jnp.ones((batch, config.nodes), bool)
+    if num_levels is not None:
+        valid = jnp.concatenate([column == 0, best_scores > -jnp.inf], 1)
     return DraftTree(
         tokens=jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, kept, 1)], 1).astype(jnp.int32),
         parents=jnp.concatenate([column + NO_PARENT, node_parent.astype(jnp.int32)], 1),
         depth=jnp.concatenate([column, candidate_depth[kept].astype(jnp.int32)], 1),
-        valid=jnp.ones((batch, config.nodes), bool),
+        valid=valid,
         law=DrawLaw.ARBITRARY,
     )
 

@@ -269,8 +269,13 @@ def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
     if width:
         kernel = jax.random.normal(jax.random.fold_in(key, 1), (config.hidden_size, width)) * width**-0.5
         fusion = {"fusion": {"norm": jnp.ones(width), "kernel": kernel}}
+    mix = {}
+    if config.has_mix:
+        shape = (config.num_steps, config.num_steps)
+        mix = {"mix": {"new": jnp.ones(shape), "old": jnp.zeros(shape)}}  # no reuse, until it is fitted
     return {
         **fusion,
+        **mix,
         "trunk": trunk,
         "output_norm": {"weight": jnp.ones(config.hidden_size)},
         "injector": {
