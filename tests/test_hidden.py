@@ -275,7 +275,16 @@ def find_stale_slot(setup: toy.Setup, state) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "proposer"), [("llama", "steered"), ("gemma", "steered"), ("llama", "steered_block")]
+    ("variant", "proposer"),
+    [
+        ("llama", "steered"),
+        ("gemma", "steered"),
+        ("llama", "steered_block"),
+        ("llama", "steered_block_skip"),
+        ("llama", "steered_block_ahead"),
+        pytest.param("llama", "steered_skip", marks=pytest.mark.slow),
+        pytest.param("llama", "steered_ahead", marks=pytest.mark.slow),
+    ],
 )
 def test_caches_hold_what_fresh_passes_compute(variant, proposer):
     """After prefill and after every round, until all rows are done and have been carried along for some rounds."""

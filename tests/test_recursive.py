@@ -18,7 +18,7 @@ from scipy import stats
 from test_accept import depths_of
 from test_exact import first_difference
 
-from hsd_jax.config import TreeConfig
+from hsd_jax.config import NO_REUSE, ReuseConfig, TreeConfig
 from hsd_jax.infer import accept as accept_lib
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.accept import check_legal, match_rule, recursion, recursive_rule
@@ -350,10 +350,12 @@ def tiny_pair():
     return config, logits, drafter_config, {"target": weights, "drafter": drafter}
 
 
-def tiny_texts(tree: TreeConfig, law: DrawLaw, change=lambda drafter: drafter) -> np.ndarray:
+def tiny_texts(
+    tree: TreeConfig, law: DrawLaw, change=lambda drafter: drafter, reuse: ReuseConfig = NO_REUSE
+) -> np.ndarray:
     """The texts [ROWS, NEW_TOKENS] of the compiled loop, each row with a seed of its own."""
     config, _, drafter_config, models = tiny_pair()
-    drafter = change(hidden_drafter(config, drafter_config, tree, law=law))
+    drafter = change(hidden_drafter(config, drafter_config, tree, law=law, reuse=reuse))
     step = make_step(config, drafter, recursive_rule(tree.depth, tree.width))
     decoder = Decoder(config, step, drafter, precision="highest", use_native=False)
     per_row = [SETTINGS[row % len(SETTINGS)] for row in range(ROWS)]
@@ -400,6 +402,13 @@ def test_the_compiled_loop_follows_the_law_of_the_target(tree, draws):
     Eight chi-squares a case, each of which fires falsely once in 10^6.
     """
     assert min(p_values(tiny_texts(TREES[tree], LAWS[draws]))) > FALSE_ALARM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["sum", "skip", "unfused"])
+def test_reuse_follows_the_law_of_the_target(form):
+    """What earlier rounds left changes the laws drawn from, and which levels are drawn at all, not the text's law."""
+    assert min(p_values(tiny_texts(TREES["deep"], DrawLaw.WITHOUT_REPLACEMENT, reuse=ReuseConfig(form)))) > FALSE_ALARM
 
 
 def pruned(drafter: Drafter) -> Drafter:

@@ -341,7 +341,7 @@ STEERED = ("steered", "steered_block", *[f"steered_{name}" for name in REUSE if 
 
 def _changes(proposer: str) -> dict[str, Any]:
     """What a proposer changes of `drafter_config`, the depths its form of reuse asks for included."""
-    changes = dict(DRAFTERS.get(proposer.removeprefix("steered_"), DRAFTERS.get(proposer, {})))
+    changes = dict(DRAFTERS.get(proposer) or DRAFTERS.get(proposer.removeprefix("steered_"), {}))
     if proposer.endswith(("skip", "ahead")):
         changes["num_steps"] = 2 * (ORACLE_DEPTH if proposer in STEERED else TREES[proposer].depth) + 1
     if proposer.endswith("mix"):

@@ -31,6 +31,7 @@ class Mode:
     pad_rows: int = 1
     accept: str = "match"
     draw: str | None = None
+    reuse: str = "none"
 
     @property
     def dtype(self) -> str:
@@ -50,6 +51,7 @@ def add_parser(commands) -> None:
 hsd bench --demo
 hsd bench --demo --prompts dev.jsonl --half report --limit 40 --plain-variants --json OUT.json --plot OUT.png
 hsd bench --demo --temperature 1 --accept match recursive
+hsd bench --demo --reuse none union skip:3
 hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5x3,16x6x4 --repeats 5
 """,
     )
@@ -136,9 +138,10 @@ def make_modes(args: argparse.Namespace, params, trees) -> list[Mode]:
     """Plain first, then a mode a tree, then the other plain loops if asked for."""
     own = params.target["embedding"].dtype.name
     modes = [Mode(f"plain {own}", params)]
-    for tree, accept in itertools.product(trees, dict.fromkeys(args.accept)):
+    for tree, accept, reuse in itertools.product(trees, dict.fromkeys(args.accept), dict.fromkeys(args.reuse)):
         name = f"tree {options.tree_name(tree)}" + ("" if accept == "match" else f" {accept}")
-        modes.append(Mode(name, params, tree, accept=accept, draw=args.draw))
+        name += "" if reuse == "none" else f" {reuse}"
+        modes.append(Mode(name, params, tree, accept=accept, draw=args.draw, reuse=reuse))
     if args.plain_variants:
         for dtype in PLAIN_DTYPES if args.precision == "fast" else ("float32",):
             loaded = params if dtype == own else options.load_params(_without_drafter(args), dtype)
@@ -169,6 +172,7 @@ def measure(args: argparse.Namespace, params, modes: list[Mode], found: list[pro
             pad_rows=mode.pad_rows,
             accept=mode.accept,
             draw=mode.draw,
+            reuse=mode.reuse,
         )
 
     first: dict[str, list] = {m.name: [] for m in modes}
@@ -187,7 +191,9 @@ def measure(args: argparse.Namespace, params, modes: list[Mode], found: list[pro
     for mode in modes:
         if mode.tree is not None:
             _add_speedups(records, mode, seconds, first, modes)
-            records[mode.name]["stages"] = None if args.no_stages else _stages(args, mode, found[0].text)
+            # With reuse a round may run no trunk, so stages timed one by one would not add up to it.
+            is_timed = mode.reuse == "none" and not args.no_stages
+            records[mode.name]["stages"] = _stages(args, mode, found[0].text) if is_timed else None
     return {
         "command": args.command_line,
         "settings": _settings(args, params, found),
@@ -245,6 +251,7 @@ def _mode_record(mode: Mode, results, seconds, plain) -> dict:
             "tree": dataclasses.asdict(mode.tree),
             "accept": mode.accept,
             "draw": mode.draw,
+            "reuse": mode.reuse,
             "mean_accepted": record["tau"] - 1.0,
             "accepted_histogram": histogram,
             "conditional_acceptance": [b / max(a, 1) for a, b in itertools.pairwise(reached)],

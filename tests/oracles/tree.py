@@ -14,12 +14,18 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def grow_beam(
-    base_logits: np.ndarray, bias: Callable[[int], np.ndarray], root: int, nodes: int, depth: int, width: int
+    base_logits: np.ndarray,
+    bias: Callable[[int], np.ndarray],
+    root: int,
+    nodes: int,
+    depth: int,
+    width: int,
+    rival_logits: np.ndarray | None = None,
 ) -> tuple[list[int], list[int], list[int]]:
     """Tokens, parents and depths of one row: the `nodes - 1` best candidates of a beam over all levels.
 
     Candidates are (score, parent candidate, token, depth). Of equal scores the earlier candidate wins, and earlier
-    levels come first.
+    levels come first. With `rival_logits` a token counts with the better of its two log-probabilities.
     """
     candidates: list[tuple[float, int, int, int]] = []
     frontier = [(0.0, -1, root)]
@@ -27,6 +33,9 @@ def grow_beam(
         grown = []
         for score, identity, token in frontier:
             logp = log_softmax(np.asarray(base_logits[level], np.float64) + bias(token))
+            if rival_logits is not None:
+                rival = log_softmax(np.asarray(rival_logits[level], np.float64) + bias(token))
+                logp = np.array([max(one, other) for one, other in zip(logp, rival, strict=True)])
             likeliest = sorted(range(len(logp)), key=lambda t: (-logp[t], t))[:width]
             for child in likeliest:
                 grown.append((score + logp[child], len(candidates), child))
