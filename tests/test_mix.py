@@ -83,7 +83,7 @@ def test_labels_and_loss_are_those_of_plain_loops(is_hot):
         for anchor in range(LENGTH):
             m = 0
             while m < STEPS and anchor + m + 2 <= LENGTH:
-                logits = base[anchor, m] + bias[tokens[anchor + m + 1]]
+                logits = base[anchor, m] + bias[anchor + m + 1]
                 if columns[logits.argmax()] != tokens[anchor + m + 2]:
                     break
                 m += 1
@@ -93,7 +93,7 @@ def test_labels_and_loss_are_those_of_plain_loops(is_hot):
                     continue
                 new_weight, old_weight = weights[j - 1, k - 1]
                 mixed = new_weight * base[anchor + m + 1, j - 1] + old_weight * base[anchor, k - 1]
-                draft_logp = log_softmax(mixed + bias[tokens[law_at]])
+                draft_logp = log_softmax(mixed + bias[law_at])
                 target_logp = log_softmax(laws[law_at])[columns]
                 count[j - 1, k - 1] += 1
                 loss[j - 1, k - 1] += (np.exp(target_logp) * (target_logp - draft_logp)).sum()

@@ -6,7 +6,6 @@ That no form changes a text stands in `test_exact.py`, that caches stay right wh
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 
@@ -24,7 +23,7 @@ from hsd_jax.infer import reuse as reuse_lib
 from hsd_jax.infer.drafters.hidden import hidden_drafter, trunk_states
 from hsd_jax.infer.reuse import Spares
 from hsd_jax.infer.tree import grow_beam, grow_tree
-from hsd_jax.models.hidden import base_logits, init_drafter
+from hsd_jax.models.hidden import base_logits, no_mix
 from hsd_jax.types import DrawLaw, SamplingParams
 
 NUM_STATES, COLUMNS = 5, 3
@@ -44,6 +43,7 @@ def find_wrong_spare(advance) -> str | None:
     spares = reuse_lib.fresh_spares(jnp.asarray(old))
     for column in range(2):
         spares = advance(spares, jnp.asarray([step[column] for step in steps], jnp.int32))
+    spares = jax.tree.map(np.asarray, spares)
     for row, step in enumerate(steps):
         wanted = [old[row, k - 1] for k in oracle.spare_depths(NUM_STATES, sum(step))]
         if int(spares.num[row]) != len(wanted):
@@ -63,17 +63,18 @@ def test_the_index_map_is_that_of_the_oracle():
 
 @pytest.mark.parametrize("off_by", [-1, 1])
 def test_the_oracle_finds_a_shifted_index(off_by):
-    """No text would change: only this comparison sees it."""
+    """No text would change: only this comparison sees it. The count alone, or the states alone, are enough."""
 
     def shifted(spares, num_committed):
-        return Spares(reuse_lib.advance(spares, num_committed + off_by).logits, spares.num - num_committed)
+        moved, kept = (reuse_lib.advance(spares, num_committed + by) for by in (off_by, 0))
+        return Spares(moved.logits, kept.num)
 
-    assert "wrong state" in find_wrong_spare(lambda *args: clipped(shifted(*args)))
-    assert "spares, not" in find_wrong_spare(lambda spares, m: clipped(reuse_lib.advance(spares, m + off_by)))
+    def miscounted(spares, num_committed):
+        moved, kept = (reuse_lib.advance(spares, num_committed + by) for by in (off_by, 0))
+        return Spares(kept.logits, jnp.clip(moved.num, 0, NUM_STATES))
 
-
-def clipped(spares: Spares) -> Spares:
-    return dataclasses.replace(spares, num=jnp.clip(spares.num, 0, NUM_STATES))
+    assert "wrong state" in find_wrong_spare(shifted)
+    assert "spares, not" in find_wrong_spare(miscounted)
 
 
 def test_mixed_logits_are_those_of_the_oracle():
@@ -83,15 +84,14 @@ def test_mixed_logits_are_those_of_the_oracle():
     spares = reuse_lib.advance(reuse_lib.fresh_spares(jnp.asarray(old)), jnp.asarray(committed))
     new, weights = np.random.default_rng(2).uniform(0, 1, (2, 7, 7))  # trained deeper than the tree
     table = {"new": jnp.asarray(new, jnp.float32), "old": jnp.asarray(weights, jnp.float32)}
-    found, added = reuse_lib.mix(jnp.asarray(fresh), spares, table), reuse_lib.add(jnp.asarray(fresh), spares)
+    found = np.asarray(reuse_lib.mix(jnp.asarray(fresh), spares, table))
+    added = np.asarray(reuse_lib.add(jnp.asarray(fresh), spares))
     for row, count in enumerate(committed[1:], start=1):  # a round commits at least one token
         pair = fresh[row], old[row], int(count)
         wanted = oracle.mix(*pair, lambda j, k: new[j - 1, k - 1], lambda j, k: weights[j - 1, k - 1])
         np.testing.assert_allclose(found[row], wanted, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(added[row], oracle.mix(*pair, lambda *_: 1.0, lambda *_: 1.0), rtol=1e-5, atol=1e-6)
-    config = toy.drafter_config(toy.target_config(), has_mix=True, num_steps=NUM_STATES)
-    identity = init_drafter(jax.random.key(0), config)["mix"]
-    np.testing.assert_array_equal(reuse_lib.mix(jnp.asarray(fresh), spares, identity), fresh)
+    np.testing.assert_array_equal(reuse_lib.mix(jnp.asarray(fresh), spares, no_mix(NUM_STATES)), fresh)
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------
@@ -154,12 +154,14 @@ def test_drawn_trees_lose_whole_levels(law):
     keys, zero, one = jax.vmap(jax.random.key)(jnp.arange(4)), jnp.zeros(4, jnp.int32), jnp.ones(4)
     sampling = SamplingParams(one, zero, one)
 
+    @jax.jit
     def grow(num_levels):
         bias = lambda tokens: jnp.zeros((*tokens.shape, VOCAB))  # noqa: E731
         return grow_tree(base, bias, zero, config, law, keys, zero, sampling, None, VOCAB, num_levels)
 
-    whole, cut = grow(None), grow(jnp.arange(4))
+    whole, cut = grow(jnp.full(4, 3)), grow(jnp.arange(4))
     np.testing.assert_array_equal(cut.valid, whole.valid & (whole.depth <= jnp.arange(4)[:, None]))
+    assert bool(whole.valid.all())
     for name in ("tokens", "parents", "depth", "draft_logp"):
         np.testing.assert_array_equal(getattr(cut, name), getattr(whole, name))
 
@@ -171,12 +173,19 @@ def copied(tree):
     return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
 
 
-def own_logits(setup: toy.Setup, drafter_state) -> np.ndarray:
-    """Base logits of a trunk run from this state, of as many states as the drafter keeps."""
-    num_states = drafter_state.spares.logits.shape[1]
+@functools.cache
+def own_logits(proposer: str):
+    """`logits(drafter_state)`: those of a trunk run from this state, of as many states as the drafter keeps."""
+    setup = toy.setup("llama", proposer)
     models, config = setup.models, setup.drafter_config
-    states, _ = trunk_states(models, setup.config, config, num_states, drafter_state)
-    return np.asarray(base_logits(models["drafter"], config, models["target"], setup.config, states))
+
+    @setup.decoder.compile
+    def logits(drafter_state):
+        num_states = drafter_state.spares.logits.shape[1]
+        states, _ = trunk_states(models, setup.config, config, num_states, drafter_state)
+        return base_logits(models["drafter"], config, models["target"], setup.config, states)
+
+    return lambda drafter_state: np.asarray(logits(drafter_state))
 
 
 @pytest.mark.parametrize(
@@ -192,17 +201,17 @@ def test_spares_are_the_states_of_earlier_trunk_runs(proposer):
         before = copied(state.drafter)
         root = np.asarray(state.length) - 1
         needs = np.asarray(before.spares.num) < 1  # of SKIP; the other forms run the trunk for every row
-        logits = own_logits(setup, before)
+        logits = own_logits(proposer)(before)
         state = call.resume(setup.decoder, setup.models, state, 1)
+        spares = jax.tree.map(np.asarray, state.drafter.spares)
         for row in np.flatnonzero(~np.asarray(state.done)):
             if needs[row] or not proposer.endswith("skip"):
                 forecasts[row] = {int(root[row]) + 1 + k: x for k, x in enumerate(logits[row])}
-            new_root, num = int(state.length[row]) - 1, int(state.drafter.spares.num[row])
+            new_root, num = int(state.length[row]) - 1, int(spares.num[row])
             wanted = [new_root + j for j in range(1, 99) if new_root + j in forecasts[row]]
             assert num == len(wanted)
             for j, position in enumerate(wanted):
-                found = state.drafter.spares.logits[row, j]
-                np.testing.assert_allclose(found, forecasts[row][position], rtol=1e-3, atol=1e-3)
+                np.testing.assert_allclose(spares.logits[row, j], forecasts[row][position], rtol=1e-3, atol=1e-3)
                 seen += 1
     assert seen > 10
 
@@ -212,7 +221,7 @@ def test_ahead_drafts_from_what_was_known_a_round_before():
     setup, call = toy.setup("llama", "ahead"), toy.mixed_call()
     state = call.start(setup.decoder, setup.models)
     first = state.drafter.spares
-    np.testing.assert_allclose(first.logits, own_logits(setup, state.drafter), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(first.logits, own_logits("ahead")(state.drafter), rtol=1e-4, atol=1e-4)
     assert first.num.tolist() == [2 * setup.drafter.max_depth + 1] * call.batch
     state = call.resume(setup.decoder, setup.models, state, 2)
     _, _, keys, _, sampling = call.arrays()

@@ -254,6 +254,11 @@ def token_info(weights: Weights, config: DrafterConfig, previous: Int[Array, "..
     return matmul(row, weights["injector"]["bias"])
 
 
+def no_mix(num_steps: int) -> Weights:
+    """Weights [K, K] of new and old base logits, by new and old depth, before they are fitted: no reuse."""
+    return {"new": jnp.ones((num_steps, num_steps)), "old": jnp.zeros((num_steps, num_steps))}
+
+
 def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
     """Random float32 weights; `injector/bias` is zero, so the first logits are the base logits.
 
@@ -269,13 +274,9 @@ def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
     if width:
         kernel = jax.random.normal(jax.random.fold_in(key, 1), (config.hidden_size, width)) * width**-0.5
         fusion = {"fusion": {"norm": jnp.ones(width), "kernel": kernel}}
-    mix = {}
-    if config.has_mix:
-        shape = (config.num_steps, config.num_steps)
-        mix = {"mix": {"new": jnp.ones(shape), "old": jnp.zeros(shape)}}  # no reuse, until it is fitted
     return {
         **fusion,
-        **mix,
+        **({"mix": no_mix(config.num_steps)} if config.has_mix else {}),
         "trunk": trunk,
         "output_norm": {"weight": jnp.ones(config.hidden_size)},
         "injector": {

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.checkpoint import replace_folder
 from hsd_jax.config import DrafterConfig, ModelConfig
 from hsd_jax.models import convert, hot
-from hsd_jax.models.hidden import base_logits, embed_committed, token_info, trunk_features
+from hsd_jax.models.hidden import base_logits, embed_committed, no_mix, token_info, trunk_features
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.train.data import DataConfig, read_rows
 from hsd_jax.train.rows import ALL
@@ -119,8 +119,9 @@ def _sums(drafter, target, target_config, config, weights, tokens, mask) -> Sums
 
 
 def no_reuse(num_steps: int) -> np.ndarray:
-    """Weights [K, K, 2] of one for the new logits and zero for the old."""
-    return np.broadcast_to(np.array([1.0, 0.0], np.float32), (num_steps, num_steps, 2)).copy()
+    """The weights [K, K, 2] to start from: one for the new logits, zero for the old."""
+    table = no_mix(num_steps)
+    return np.stack([table["new"], table["old"]], -1)
 
 
 def fit(sums: Callable[[np.ndarray], Sums], num_steps: int, iterations: int = 8) -> np.ndarray:
