@@ -19,7 +19,8 @@ import pytest
 from oracles.divergence import kl, log_softmax
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.infer.drafters.hidden import hidden_drafter, trunk_states
+from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.models import convert
 from hsd_jax.models.hidden import base_logits, init_drafter, token_info, trunk_features, trunk_pass
 from hsd_jax.models.target import causal_mask, forward_sequence, init_target

@@ -16,7 +16,8 @@ import pytest
 import toy
 
 from hsd_jax.config import RECURRENT, TreeConfig
-from hsd_jax.infer.drafters.hidden import hidden_drafter, trunk_states
+from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models.hidden import base_logits, init_drafter, token_info, trunk_features, trunk_pass
 from hsd_jax.models.layers import rms_norm

@@ -20,7 +20,8 @@ from oracles import tree as tree_oracle
 import hsd_jax
 from hsd_jax.config import REUSES, ReuseConfig, TreeConfig
 from hsd_jax.infer import reuse as reuse_lib
-from hsd_jax.infer.drafters.hidden import hidden_drafter, trunk_states
+from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.infer.reuse import Spares
 from hsd_jax.infer.tree import grow_beam, grow_tree
 from hsd_jax.models.hidden import base_logits, no_mix

@@ -67,6 +67,23 @@ hsd train tokenizer --data train.jsonl --vocab-size 4096 --out runs/tokenizer
     _add_data_arguments(tokenizer, required=True)
     tokenizer.add_argument("--vocab-size", type=options.COUNT, default=4096, metavar="V", help="(default: 4096)")
 
+    _add_changes(kinds)
+
+    curves = options.add_command(
+        kinds,
+        "curves",
+        run_curves,
+        "draw the curves of a run",
+        "Draw loss, acceptance and simulated tau of a run, finished or not, into OUT/curves.png.",
+        """
+hsd train curves --out runs/demo-drafter
+""",
+    )
+    curves.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
+
+
+def _add_changes(kinds) -> None:
+    """Declares the commands that change a trained drafter: `restrict` and `mix`."""
     restrict = options.add_command(
         kinds,
         "restrict",
@@ -108,18 +125,6 @@ hsd train mix --target DIR --drafter runs/demo/drafter --data own.jsonl --out ru
     mix.add_argument(
         "--loss-on", choices=("all", "responses"), default="all", help="the tokens to fit to (default: all)"
     )
-
-    curves = options.add_command(
-        kinds,
-        "curves",
-        run_curves,
-        "draw the curves of a run",
-        "Draw loss, acceptance and simulated tau of a run, finished or not, into OUT/curves.png.",
-        """
-hsd train curves --out runs/demo-drafter
-""",
-    )
-    curves.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
 
 
 def _with_keys(parser: argparse.ArgumentParser, recipe: str, leave_out: tuple[str, ...] = ()) -> None:

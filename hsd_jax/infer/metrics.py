@@ -23,7 +23,8 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig, bucket
 from hsd_jax.infer.accept import make_rule
-from hsd_jax.infer.drafters.hidden import hidden_drafter, trunk_states
+from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.infer.step import advance, cut
 from hsd_jax.infer.tree import ancestor_mask, grow_tree
 from hsd_jax.models import cache as cache_lib

@@ -46,6 +46,11 @@ def fresh_spares(logits: Float[Array, "B K C"]) -> Spares:
     return Spares(logits, jnp.full(logits.shape[:1], logits.shape[1], jnp.int32))
 
 
+def no_spares(batch: int, num_states: int, num_columns: int) -> Spares:
+    """Before the first trunk run of a decode."""
+    return Spares(jnp.zeros((batch, num_states, num_columns)), jnp.zeros(batch, jnp.int32))
+
+
 def advance(spares: Spares, num_committed: Int[Array, "B"]) -> Spares:
     """What is left when the root moves `num_committed` = m + 1 tokens on: new depth j reads old depth k = m + 1 + j.
 
