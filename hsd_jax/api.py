@@ -91,6 +91,7 @@ def decode(
     pad_rows: int = 1,
     accept: str = "match",
     draw: str | None = None,
+    reuse: str = "none",
 ) -> DecodeResult:
     """Continues prompts; with speculation the text is that of plain decoding, sooner.
 
@@ -112,11 +113,26 @@ def decode(
       accept: rule that judges drafts: "match", or "recursive", which is meant for sampling and drawn trees.
       draw: how trees choose their tokens: "arbitrary" (the likeliest), "independent" or "without_replacement" (drawn);
         None: what suits the rule. "recursive" is lossless for drawn trees only.
+      reuse: what becomes of trunk states that a round did not use: "none", "sum", "mix", "union", "skip" or "skip:N",
+        "ahead", "unfused" (docs/architecture.md, "Reuse"). Like the tree it changes speed alone.
     Raises:
       ValueError: naming the wrong value and the allowed ones, before anything compiles.
     """
     request = prepare(
-        params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, pad_rows, accept, draw
+        params,
+        prompt,
+        max_new_tokens,
+        temperature,
+        top_k,
+        top_p,
+        seed,
+        tree,
+        speculate,
+        eos,
+        pad_rows,
+        accept,
+        draw,
+        reuse,
     )
     start = time.perf_counter()
     state = request.decoder.run(request.models, request.sampling, request.limits, request.state)
@@ -150,6 +166,7 @@ def stream(
     rounds: int = 4,
     accept: str = "match",
     draw: str | None = None,
+    reuse: str = "none",
 ) -> Generator[Piece, None, Stats]:
     """Like `decode`, in pieces: the same compiled loop runs `rounds` rounds at a time.
 
@@ -162,7 +179,7 @@ def stream(
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: allowed are 1 and more")
     request = prepare(
-        params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, 1, accept, draw
+        params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, 1, accept, draw, reuse
     )
     return _stream(params, request, rounds)
 

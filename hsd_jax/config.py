@@ -18,6 +18,8 @@ HIDDEN, FEATURE, HEADS = TRAINED_KINDS = ("hidden", "feature", "block")
 """Kinds of drafter that are trained for their target, each a file in `infer/drafters/`."""
 SMALL_LM, LOOKUP = "small_lm", "lookup"
 """Those that are not."""
+NONE, SUM, MIX, UNION, SKIP, AHEAD, UNFUSED = REUSES = ("none", "sum", "mix", "union", "skip", "ahead", "unfused")
+"""What becomes of the states a round leaves over (`infer/reuse.py` says what each form does)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +151,10 @@ class DrafterConfig:
     drafter's weights."""
     trunk: str = RECURRENT
     """One of TRUNKS; files written before there was a choice do not name it."""
+    has_mix: bool = False
+    """Whether the weights hold the table that `hsd train mix` fits, which reuse form MIX reads."""
     kind: str = HIDDEN
-    """One of TRAINED_KINDS, likewise."""
+    """One of TRAINED_KINDS; files written before there was a choice do not name it."""
 
     UNUSED: ClassVar[dict[str, tuple[str, ...]]] = {
         HIDDEN: (),
@@ -276,6 +280,55 @@ class TreeConfig:
             widths.append(1 + extra)
             spare -= extra
         return tuple(widths)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReuseConfig:
+    """What becomes of the states a round leaves over, and under SKIP how many of them a row may draft from alone.
+
+    Args:
+      form: one of REUSES.
+      min_spares: SKIP only: spare states with which a row drafts without a trunk run; None: as many as the tree is
+        deep, or as a round without any accepted token leaves, if these are fewer.
+    Raises:
+      ValueError: naming the wrong value and the allowed ones.
+    """
+
+    form: str = NONE
+    min_spares: int | None = None
+
+    def __post_init__(self):
+        if self.form not in REUSES:
+            raise ValueError(f"reuse={self.form!r}: allowed are {', '.join(REUSES)}, and {SKIP}:N")
+        if self.min_spares is not None and (self.form != SKIP or self.min_spares < 1):
+            raise ValueError(f"reuse={self}: allowed is {SKIP}:N with N of 1 and more; no other form takes a number")
+
+    @classmethod
+    def parse(cls, text: str) -> ReuseConfig:
+        """From "none", "sum", ..., "skip" or "skip:2".
+
+        Raises:
+          ValueError: as the class, and for anything that is not of this form.
+        """
+        form, colon, number = text.partition(":") if isinstance(text, str) else (text, "", "")
+        if not colon:
+            return cls(form)
+        if not number.isdecimal():
+            raise ValueError(f"reuse={text!r}: behind the colon stands a number of spare states, as in {SKIP}:2")
+        return cls(form, int(number))
+
+    def __str__(self) -> str:
+        return self.form if self.min_spares is None else f"{self.form}:{self.min_spares}"
+
+    def num_states(self, depth: int, num_steps: int) -> int:
+        """Trunk states of a run (K) for a tree of `depth`: more than the tree is deep where the next rounds need them.
+
+        AHEAD drafts from states that are up to `depth` + 1 tokens old; SKIP takes what the trunk was trained for.
+        """
+        return {SKIP: num_steps, AHEAD: 2 * depth + 1}.get(self.form, depth)
+
+
+NO_REUSE = ReuseConfig()
 
 
 def at_least(section: str, config: Any, **smallest: int) -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax import sharding as sharding_lib
-from hsd_jax.config import AnyDrafterConfig, ModelConfig, TreeConfig, bucket
+from hsd_jax.config import NO_REUSE, AnyDrafterConfig, ModelConfig, ReuseConfig, TreeConfig, bucket
 from hsd_jax.infer.accept import NATURAL_LAW, make_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.make import make_drafter
@@ -61,12 +61,13 @@ def _decoder(
     use_native: bool,
     accept: str,
     law: DrawLaw,
+    reuse: ReuseConfig,
 ) -> Decoder:
     """One set of compiled functions for each static configuration of this process."""
     matmul_precision = "highest" if precision == "exact" else None
     if drafter_config is None or tree is None:
         return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, use_native)
-    drafter = make_drafter(config, drafter_config, tree, cache_dtype, law)
+    drafter = make_drafter(config, drafter_config, tree, cache_dtype, law, reuse)
     step = make_step(config, drafter, make_rule(accept, tree))
     return Decoder(config, step, drafter, cache_dtype, matmul_precision, use_native)
 
@@ -85,6 +86,7 @@ def prepare(
     pad_rows,
     accept: str = "match",
     draw: str | None = None,
+    reuse: str = "none",
 ) -> Request:
     """Checks a call, pads it to its bucket and runs the prefill."""
     rows = _encode(params, prompt)
@@ -108,7 +110,7 @@ def prepare(
         raise ValueError(f"tree={tree!r}: expected a hsd_jax.TreeConfig")
     if pad_rows < 1:
         raise ValueError(f"pad_rows={pad_rows}: allowed are 1 and more")
-    law = draw_law(accept, draw)
+    law, wanted_reuse = draw_law(accept, draw), ReuseConfig.parse(reuse)
     decoder = _decoder(
         params.target_config,
         params.drafter_config if speculate else None,
@@ -119,6 +121,7 @@ def prepare(
         use_native=params.mesh is None,
         accept=accept if speculate else "match",
         law=law if speculate else DrawLaw.ARBITRARY,
+        reuse=wanted_reuse if speculate else NO_REUSE,
     )
 
     # Rows that only fill the mesh are born finished: one token, no room for another.
@@ -131,7 +134,7 @@ def prepare(
     for i, ids in enumerate(rows):
         tokens[i, : len(ids)] = ids
     # Sizes from buckets alone, and the same for plain and speculative: a true length must not compile anything.
-    room = bucket(max(new_tokens), SMALLEST_ROOM) + bucket(decoder.max_depth + 1, SMALLEST_ROOM)
+    room = bucket(max(new_tokens), SMALLEST_ROOM) + bucket(decoder.reach + 1, SMALLEST_ROOM)
     first_room = min(room, FIRST_CAPACITY)
     capacity = -(-(prompt_bucket + first_room) // SMALLEST_ROOM) * SMALLEST_ROOM
     max_tokens = prompt_bucket + room

@@ -18,7 +18,8 @@ import numpy as np
 
 import hsd_jax
 from hsd_jax import demo
-from hsd_jax.infer.drafters.hidden import hidden_drafter, trunk_states
+from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.infer.tree import grow_beam
 from hsd_jax.models.hidden import base_logits, token_info
 from hsd_jax.models.target import forward_sequence

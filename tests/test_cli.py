@@ -64,7 +64,7 @@ def both(folders) -> list[str]:
 
 COMMANDS = ["generate", "demo", "show", "bench", "identity", "info", "generate-data"]
 COMMANDS += ["bench compare"]
-COMMANDS += [f"train {kind}" for kind in ("drafter", "target", "tokenizer", "restrict", "curves")]
+COMMANDS += [f"train {kind}" for kind in ("drafter", "target", "tokenizer", "restrict", "mix", "curves")]
 
 
 @pytest.mark.parametrize("command", ["", "train", *COMMANDS])
@@ -492,6 +492,32 @@ def test_train_restrict(folders, tmp_path, capsys):
     assert texts[0] == texts[1]
     assert hsd("train", "restrict", *arguments, "--hot-vocab", "1.5") == 2
     assert "hot_vocab=1.5: allowed is 0 < hot_vocab < 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_train_mix(folders, tmp_path, capsys):
+    """The new drafter decodes the same text with the fitted weights; without them the form is refused."""
+    out, data = tmp_path / "mix", tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": " ".join(TEXTS)}) + "\n" for _ in range(40)))
+    arguments = ["--target", folders.target, "--drafter", folders.drafter, "--data", data, "--out", out]
+    assert hsd("train", "mix", *arguments, "--rows", "3") == 0
+    assert re.match(r"2 rows fitted; on 1 held out, \d+ labels: KL", capsys.readouterr().err)
+    config, weights = convert.read_drafter(out)
+    assert config.has_mix and weights["mix"]["new"].shape == (config.num_steps, config.num_steps)
+    small = ["--nodes", "3", "--depth", "2", "--width", "1", "--max-new-tokens", "6", "--json", "the cat"]
+    texts = []
+    for form in ("mix", "none"):
+        assert hsd("generate", "--target", folders.target, "--drafter", out, *small, "--reuse", form) == 0
+        texts.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert texts[0] == texts[1]
+    assert hsd("train", "mix", *arguments) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_forms_of_reuse_that_cannot_be(folders, capsys):
+    for form, message in (("mix", "hsd train mix"), ("both", "reuse='both': allowed are none, sum, mix")):
+        assert hsd("generate", *both(folders), *SHORT, *TREE, "the cat", "--reuse", form) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_a_speedup_is_the_median_of_paired_repeats():
         ("- a\n", "expected NAME: {KEY: VALUE"),
         ("a: [", "not YAML"),
         ("plain: {}\n", "'plain' is always measured"),
-        ("a: {nodes: 8}\n", "method 'a': 'nodes' is none of drafter, tree, accept, draw, reference"),
+        ("a: {nodes: 8}\n", "method 'a': 'nodes' is none of drafter, tree, accept, draw, reuse, reference"),
         ("a: 8x5x2\n", "method 'a': '8x5x2' is none of"),
         ("a: {reference: true}\nb: {reference: true}\n", "at most one method may say reference"),
     ],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import toy
 
-from hsd_jax.config import BLOCK, RECURRENT, DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.config import BLOCK, NO_REUSE, RECURRENT, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.hidden import hidden_drafter
@@ -35,10 +35,10 @@ def random_call(rng: np.random.Generator, vocab: int) -> toy.Call:
     )
 
 
-SLOW_PROPOSERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("lookup", "heads")]
+SLOW_PROPOSERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("lookup", "heads", "ahead", "block")]
 
 
-@pytest.mark.parametrize("proposer", ["beam", "block", "plain", "sampled", "small_lm", "feature", *SLOW_PROPOSERS])
+@pytest.mark.parametrize("proposer", ["beam", "plain", "sampled", "small_lm", "feature", "block_skip", *SLOW_PROPOSERS])
 def test_a_hundred_prompts_compile_once(proposer):
     """Prompts, lengths, settings, seeds, limits, end tokens and acceptance patterns are all traced."""
     if proposer == "sampled":
@@ -93,12 +93,13 @@ def compiled_loop(
     batch: int,
     capacity: int,
     law: DrawLaw = DrawLaw.ARBITRARY,
+    reuse: ReuseConfig = NO_REUSE,
 ):
     """The compiled loop for abstract inputs, and the bytes of all cache buffers."""
     drafter, step = None, make_plain_step(config)
     if drafter_config is not None:
         tree = TreeConfig(nodes=8, depth=4, width=3)
-        drafter = hidden_drafter(config, drafter_config, tree, law=law)
+        drafter = hidden_drafter(config, drafter_config, tree, law=law, reuse=reuse)
         rule = match_rule(tree.depth) if law is DrawLaw.ARBITRARY else recursive_rule(tree.depth, tree.width)
         step = make_step(config, drafter, rule)
     decoder = Decoder(config, step, drafter)
@@ -172,6 +173,25 @@ def drafter_for(config: ModelConfig, **changes) -> DrafterConfig:
 def test_the_loop_holds_no_second_cache(config, batch, trunk, law):
     """Temporary memory stays below a quarter of the caches at 2,048 slots: they are updated in place."""
     compiled, cache_bytes = compiled_loop(config, drafter_for(config, trunk=trunk), batch, 2048, law)
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)
+    assert memory.alias_size_in_bytes >= cache_bytes
+
+
+@pytest.mark.parametrize(
+    ("trunk", "form"),
+    [
+        (BLOCK, "skip"),
+        pytest.param(RECURRENT, "skip", marks=pytest.mark.slow),
+        pytest.param(BLOCK, "ahead", marks=pytest.mark.slow),
+        pytest.param(RECURRENT, "union", marks=pytest.mark.slow),
+    ],
+)
+def test_reuse_holds_no_second_cache(trunk, form):
+    """Nor does the branch that may run the trunk or not: it reads the cache, and what it returns is written behind."""
+    compiled, cache_bytes = compiled_loop(
+        SMALL, drafter_for(SMALL, trunk=trunk, num_steps=9), 1, 2048, ReuseConfig(form)
+    )
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)
     assert memory.alias_size_in_bytes >= cache_bytes

@@ -20,8 +20,8 @@ from oracles.divergence import kl, log_softmax
 
 from hsd_jax.config import FEATURE, HEADS, HIDDEN, DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.infer.drafters import feature
-from hsd_jax.infer.drafters.hidden import trunk_states
 from hsd_jax.infer.drafters.make import make_drafter
+from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.models import convert
 from hsd_jax.models.hidden import base_logits, head_states, init_drafter, token_info, trunk_features, trunk_pass
 from hsd_jax.models.target import causal_mask, forward_sequence, init_target
@@ -582,7 +582,7 @@ def test_feature_layers_of_a_target():
     with pytest.raises(ValueError, match=r"feature_layers=\[1, 2\]: this target has layers 0 to 1"):
         drafter.drafter_config(dataclasses.replace(MODEL, feature_layers=(1, 2)), TARGET)
     too_deep = dataclasses.replace(make()[0], feature_layers=(1, 2))
-    for build in (drafter.make_loss, lambda *args: hidden_drafter(*args, TreeConfig(nodes=2, depth=1, width=1))):
+    for build in (drafter.make_loss, lambda *args: make_drafter(*args, TreeConfig(nodes=2, depth=1, width=1))):
         with pytest.raises(ValueError, match=r"feature_layers=\[1, 2\]: this target has layers 0 to 1"):
             build(TARGET, too_deep)
     for layers in ((1, 0), (0, 0), (-1,), [0, 1], "low", (True,)):

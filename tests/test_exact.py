@@ -17,9 +17,11 @@ from hsd_jax.types import NO_TOKEN
 
 PROPOSERS = ["beam", "chain", "hot", "steered", "block", "block_layers", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
 BASELINES = [*toy.CHAINS, "feature", "heads"]
-SLOW_PROPOSERS = ["two", "no_embeddings", "layers", "steered_block", "feature_layers"]
+REUSE_PROPOSERS = ["ahead", "hot_union", "block_mix", "steered_block_skip"]
+SLOW_PROPOSERS = ["two", "no_embeddings", "layers", "steered_block", "feature_layers", "steered_block_ahead"]
+SLOW_PROPOSERS += [*sorted({*toy.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]
 TABLE = [
-    *[("llama", proposer) for proposer in (*PROPOSERS, *BASELINES)],
+    *[("llama", proposer) for proposer in (*PROPOSERS, *BASELINES, *REUSE_PROPOSERS)],
     *[pytest.param("llama", proposer, marks=pytest.mark.slow) for proposer in SLOW_PROPOSERS],
     pytest.param("untied", toy.DECOYS_ORACLE, marks=pytest.mark.slow),
     pytest.param("qwen", toy.DECOYS_ORACLE, marks=pytest.mark.slow),
@@ -228,9 +230,18 @@ def test_finished_rows_are_frozen(proposer, end):
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
-@pytest.mark.parametrize("proposer", [pytest.param("plain", marks=pytest.mark.slow), "steered", "small_lm"])
+@pytest.mark.parametrize(
+    "proposer",
+    [
+        "steered",
+        *[pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "small_lm", "steered_block_skip")],
+    ],
+)
 def test_growing_caches_change_nothing(proposer):
-    """From the smallest bucket that holds the prompt, the loop moves to 32 and 64 slots on its way."""
+    """From the smallest bucket that holds the prompt, the loop moves to 32 and 64 slots on its way.
+
+    Under SKIP a trunk run writes more slots than a tree is deep.
+    """
     call = toy.mixed_call()
     state = assert_exact("llama", proposer, call, toy.expected("llama", call), capacity=16)
     assert state.cache.keys[0].shape[2] == 64

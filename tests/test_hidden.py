@@ -16,7 +16,8 @@ import pytest
 import toy
 
 from hsd_jax.config import RECURRENT, TreeConfig
-from hsd_jax.infer.drafters.hidden import hidden_drafter, trunk_states
+from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models.hidden import base_logits, init_drafter, token_info, trunk_features, trunk_pass
 from hsd_jax.models.layers import rms_norm
@@ -279,8 +280,12 @@ def find_stale_slot(setup: toy.Setup, state) -> str | None:
     [
         ("llama", "steered"),
         pytest.param("gemma", "steered", marks=pytest.mark.slow),
-        ("llama", "steered_block"),
+        pytest.param("llama", "steered_block", marks=pytest.mark.slow),
         ("llama", "steered_feature"),
+        ("llama", "steered_block_skip"),
+        pytest.param("llama", "steered_block_ahead", marks=pytest.mark.slow),
+        pytest.param("llama", "steered_skip", marks=pytest.mark.slow),
+        ("llama", "steered_ahead"),
     ],
 )
 def test_caches_hold_what_fresh_passes_compute(variant, proposer):

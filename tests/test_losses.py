@@ -185,6 +185,12 @@ def test_depth_weights():
     np.testing.assert_allclose(losses.depth_weights(4, 1.0), np.full(4, 0.25), rtol=1e-6)
 
 
+def test_depth_weights_of_trees_that_start_from_old_states():
+    """The mean over the ages 0, 1, 2: of age a, depth a + 1 counts as the first."""
+    cuts = np.array([[8, 4, 2, 1], [0, 8, 4, 2], [0, 0, 8, 4]])
+    np.testing.assert_allclose(losses.depth_weights(4, 0.5, 2), cuts.sum(0) / cuts.sum(), rtol=1e-6)
+
+
 def test_progress():
     at = functools.partial(losses.progress, num_steps=8)
     assert [float(at(jnp.int32(step))) for step in (0, 2, 8, 9, 1000)] == [0.0, 0.25, 1.0, 1.0, 1.0]

@@ -5,6 +5,7 @@ What runs step by step on a mesh, a stream or a training, compiles once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 
@@ -29,13 +30,13 @@ needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake
 
 
 @functools.cache
-def params(trunk: str = RECURRENT) -> hsd_jax.Params:
+def params(trunk: str = RECURRENT, num_steps: int = 4) -> hsd_jax.Params:
     config = toy.target_config(
         vocab_size=32, num_layers=1, num_heads=8, num_kv_heads=4, head_dim=4, intermediate_size=32, tie_embeddings=False
     )
     target = toy.make_target(config)
     drafter_config = toy.drafter_config(
-        config, num_heads=8, num_kv_heads=4, head_dim=4, intermediate_size=32, trunk=trunk
+        config, num_heads=8, num_kv_heads=4, head_dim=4, intermediate_size=32, trunk=trunk, num_steps=num_steps
     )
     drafter = toy.make_drafter(drafter_config, config, target)
     return hsd_jax.Params(target, drafter, config, drafter_config, eos=(7,), max_len=64, precision="exact", tree=TREE)
@@ -112,6 +113,18 @@ def test_sampled_trees_under_the_recursive_rule_on_a_mesh():
     found = hsd_jax.decode(on("data=2,model=4"), PROMPTS, **call)
     for row, count in enumerate(alone.num_tokens):
         assert found.tokens[row, :count].tolist() == alone.tokens[row, :count].tolist()
+
+
+@needs_devices
+@slow
+@pytest.mark.parametrize("reuse", ["union", "skip:1", "ahead"])
+def test_reuse_on_a_mesh(reuse):
+    """Spares are rows like any other; the branch of SKIP asks all rows of all devices."""
+    here = dataclasses.replace(params(BLOCK, 5), mesh=None)
+    placed = hsd_jax.place(here, sharding.make_mesh("data=2,model=4"))
+    one, other = (hsd_jax.decode(p, PROMPTS, reuse=reuse, **CALL) for p in (here, placed))
+    assert_same(other, [0, 1, 2])
+    np.testing.assert_array_equal(one.stats.accepted_histogram, other.stats.accepted_histogram)
 
 
 @pytest.fixture

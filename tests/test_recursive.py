@@ -18,7 +18,7 @@ from scipy import stats
 from test_accept import depths_of
 from test_exact import first_difference
 
-from hsd_jax.config import SmallLMConfig, TreeConfig
+from hsd_jax.config import NO_REUSE, ReuseConfig, SmallLMConfig, TreeConfig
 from hsd_jax.infer import accept as accept_lib
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.accept import check_legal, match_rule, recursion, recursive_rule
@@ -358,10 +358,16 @@ def tiny_small_lm():
     return config, logits, SmallLMConfig(**vars(config)), models | {"drafter": small}
 
 
-def tiny_texts(tree: TreeConfig, law: DrawLaw, change=lambda drafter: drafter, pair=tiny_pair) -> np.ndarray:
+def tiny_texts(
+    tree: TreeConfig,
+    law: DrawLaw,
+    change=lambda drafter: drafter,
+    pair=tiny_pair,
+    reuse: ReuseConfig = NO_REUSE,
+) -> np.ndarray:
     """The texts [ROWS, NEW_TOKENS] of the compiled loop, each row with a seed of its own."""
     config, _, drafter_config, models = pair()
-    drafter = change(make_drafter(config, drafter_config, tree, law=law))
+    drafter = change(make_drafter(config, drafter_config, tree, law=law, reuse=reuse))
     step = make_step(config, drafter, recursive_rule(tree.depth, tree.width))
     decoder = Decoder(config, step, drafter, precision="highest", use_native=False)
     per_row = [SETTINGS[row % len(SETTINGS)] for row in range(ROWS)]
@@ -421,6 +427,13 @@ def test_standard_speculative_sampling_follows_the_law_of_the_target():
     """Chains of a small language model, drawn from its own law; eight chi-squares as above."""
     texts = tiny_texts(TreeConfig(nodes=4, depth=3, width=1), DrawLaw.WITHOUT_REPLACEMENT, pair=tiny_small_lm)
     assert min(p_values(texts)) > FALSE_ALARM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["sum", "skip", "unfused"])
+def test_reuse_follows_the_law_of_the_target(form):
+    """What earlier rounds left changes the laws drawn from, and which levels are drawn at all, not the text's law."""
+    assert min(p_values(tiny_texts(TREES["deep"], DrawLaw.WITHOUT_REPLACEMENT, reuse=ReuseConfig(form)))) > FALSE_ALARM
 
 
 def pruned(drafter: Drafter) -> Drafter:

@@ -19,11 +19,14 @@ from hsd_jax.config import (
     FEATURE,
     FULL,
     HEADS,
+    NO_REUSE,
+    REUSES,
     SLIDING,
     AnyDrafterConfig,
     DrafterConfig,
     LookupConfig,
     ModelConfig,
+    ReuseConfig,
     RopeConfig,
     SmallLMConfig,
     TreeConfig,
@@ -117,6 +120,9 @@ def make_drafter(config: DrafterConfig, target: ModelConfig, weights: Any, seed:
         "bias": alone.T / config.rank**0.5,  # the norm of a one-hot row multiplies by sqrt(rank)
     }
     drafter["output_norm"] = {"weight": jnp.full(config.hidden_size, 0.1)}
+    if config.has_mix:
+        weights = np.random.default_rng(seed).uniform(0.1, 0.9, (2, config.num_steps, config.num_steps))
+        drafter["mix"] = dict(zip(("new", "old"), jnp.asarray(weights, jnp.float32), strict=True))
     return drafter
 
 
@@ -302,12 +308,15 @@ def oracle_table(state: DecodeState, wrong_share: float, seed: int = 0) -> dict[
 def steered(hidden: Drafter, oracle: Drafter) -> Drafter:
     """A drafter that reads features with the oracle's trees: its caches live through every length of accepted path.
 
+    The oracle's tree is cut to the depth of the hidden drafter's own, which is what its states allow.
     `models["drafter"]` holds the hidden drafter's weights and the oracle's table side by side.
     """
 
     def draft(models, state, *rest):
-        _, state = hidden.draft(models, state, *rest)
-        return oracle.draft(models, None, *rest)[0], state
+        own, state = hidden.draft(models, state, *rest)
+        tree = oracle.draft(models, None, *rest)[0]
+        deepest = jnp.max(jnp.where(own.valid, own.depth, 0), 1, keepdims=True)
+        return tree.replace(valid=tree.valid & (tree.depth <= deepest)), state
 
     return hidden._replace(draft=draft, num_nodes=oracle.num_nodes, max_depth=oracle.max_depth)
 
@@ -346,6 +355,12 @@ TREES = {
 }
 """Trees of the drafters that read features, by the name of the proposer in `setup`."""
 
+REUSE = {f"{trunk}{form}": ReuseConfig(form) for form in REUSES[1:] for trunk in ("", "block_")}
+REUSE |= {name: ReuseConfig("skip", 1) for name in ("skip", "block_skip", "hot_skip")}
+REUSE |= {"hot_ahead": ReuseConfig("ahead"), "hot_union": ReuseConfig("union")}
+"""Proposers that reuse spare states; shallow trees, because a recurrence of many steps is slow to compile."""
+TREES |= {name: TreeConfig(nodes=6, depth=2, width=2) for name in REUSE}
+
 DRAFTERS: dict[str, dict[str, Any]] = {
     "no_embeddings": {"committed_embeddings": False},
     "layers": {"feature_layers": (0, 1)},
@@ -356,8 +371,26 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "feature_layers": {"kind": FEATURE, "rank": DrafterConfig.rank, "feature_layers": (0, 1)},
     "steered_feature": {"kind": FEATURE, "rank": DrafterConfig.rank},
     "heads": {"kind": HEADS, "rank": DrafterConfig.rank},
+    **{name: {"trunk": BLOCK} for name in REUSE if name.startswith("block_")},
 }
 """What these proposers change of `drafter_config`."""
+STEERED = (
+    "steered",
+    "steered_block",
+    "steered_feature",
+    *[f"steered_{name}" for name in REUSE if name.endswith(("skip", "ahead"))],
+)
+"""The trunk under the oracle's trees, which are deeper."""
+
+
+def _changes(proposer: str) -> dict[str, Any]:
+    """What a proposer changes of `drafter_config`, the depths its form of reuse asks for included."""
+    changes = dict(DRAFTERS.get(proposer) or DRAFTERS.get(proposer.removeprefix("steered_"), {}))
+    if proposer.endswith(("skip", "ahead")):
+        changes["num_steps"] = 2 * (ORACLE_DEPTH if proposer in STEERED else TREES[proposer].depth) + 1
+    if proposer.endswith("mix"):
+        changes["has_mix"] = True
+    return changes
 
 
 CHAINS = {"lookup": LookupConfig(), "small_lm": SmallLMConfig(**vars(VARIANTS["llama"]))}
@@ -397,17 +430,17 @@ def setup(variant: str = "llama", proposer: str = "plain") -> Setup:
 
     Args:
       proposer: "plain" for none, a name in TREES for a drafter that reads features, a name in CHAINS, CHAIN_ORACLE or
-        DECOYS_ORACLE, or "steered", "steered_block" or "steered_feature" for the trunk under the oracle's trees.
+        DECOYS_ORACLE, or one of STEERED.
     """
     config, target = VARIANTS[variant], weights(variant)
-    wanted = drafter_config(config, **DRAFTERS.get(proposer, {}))
+    wanted = drafter_config(config, **_changes(proposer))
     drafter, drafter_weights = None, None
     if proposer in TREES:
         drafter_weights = make_drafter(wanted, config, target)
-        if proposer == "hot":
+        if proposer.startswith("hot"):
             wanted, drafter_weights = hot.restrict(wanted, drafter_weights, HOT_IDS)
             drafter_weights = hot.attach(drafter_weights, drafter_weights["hot_ids"], target, config)
-        drafter = drafter_of(config, wanted, TREES[proposer])
+        drafter = drafter_of(config, wanted, TREES[proposer], reuse=REUSE.get(proposer, NO_REUSE))
     elif proposer in CHAINS:
         wanted = CHAINS[proposer]
         drafter = drafter_of(config, wanted, TREES["chain"])
@@ -415,8 +448,9 @@ def setup(variant: str = "llama", proposer: str = "plain") -> Setup:
     elif proposer in (CHAIN_ORACLE, DECOYS_ORACLE):
         drafter = oracle_drafter(CHAIN if proposer == CHAIN_ORACLE else DECOYS)
         drafter_weights = oracle_table(long_text(variant), WRONG_SHARE)
-    elif proposer in ("steered", "steered_block", "steered_feature"):
-        drafter = steered(drafter_of(config, wanted, TREES["chain"]), oracle_drafter(DECOYS))
+    elif proposer in STEERED:
+        reuse = REUSE.get(proposer.removeprefix("steered_"), NO_REUSE)
+        drafter = steered(drafter_of(config, wanted, TREES["chain"], reuse=reuse), oracle_drafter(DECOYS))
         drafter_weights = make_drafter(wanted, config, target) | oracle_table(long_text(variant), WRONG_SHARE)
     elif proposer != "plain":
         raise ValueError(f"unknown proposer {proposer!r}")

@@ -34,6 +34,7 @@ def add_parser(commands) -> None:
 hsd bench --demo
 hsd bench --demo --prompts dev.jsonl --half report --limit 40 --plain-variants --json OUT.json --plot OUT.png
 hsd bench --demo --temperature 1 --accept match recursive
+hsd bench --demo --reuse none union skip:3
 hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5x3,16x6x4 --repeats 5
 """,
     )
@@ -121,9 +122,10 @@ def make_modes(args: argparse.Namespace, params, trees) -> list[Mode]:
     """Plain first, then a mode a tree, then the other plain loops if asked for."""
     own = params.target["embedding"].dtype.name
     modes = [Mode(f"plain {own}", params)]
-    for tree, accept in itertools.product(trees, dict.fromkeys(args.accept)):
+    for tree, accept, reuse in itertools.product(trees, dict.fromkeys(args.accept), dict.fromkeys(args.reuse)):
         name = f"tree {options.tree_name(tree)}" + ("" if accept == "match" else f" {accept}")
-        modes.append(Mode(name, params, tree, accept=accept, draw=args.draw))
+        name += "" if reuse == "none" else f" {reuse}"
+        modes.append(Mode(name, params, tree, accept=accept, draw=args.draw, reuse=reuse))
     if args.plain_variants:
         for dtype in PLAIN_DTYPES if args.precision == "fast" else ("float32",):
             loaded = params if dtype == own else options.load_params(_without_drafter(args), dtype)
@@ -154,7 +156,9 @@ def measure(args: argparse.Namespace, params, modes: list[Mode], found: list[pro
     for mode in modes:
         if mode.tree is not None:
             records[mode.name] |= _speedups(mode, modes, runs)
-            records[mode.name]["stages"] = None if args.no_stages else _stages(args, mode, found[0].text)
+            # With reuse a round may run no trunk, so stages timed one by one would not add up to it.
+            is_timed = mode.reuse == "none" and not args.no_stages
+            records[mode.name]["stages"] = _stages(args, mode, found[0].text) if is_timed else None
     return {
         "command": args.command_line,
         "settings": _settings(args, params, found),

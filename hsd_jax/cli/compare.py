@@ -18,7 +18,7 @@ from hsd_jax.cli.machine import hardware
 from hsd_jax.cli.measure import Mode, Runs, mode_record, model_record, speedup, time_modes
 
 PLAIN = "plain"
-KEYS = ("drafter", "tree", "accept", "draw", "reference")
+KEYS = ("drafter", "tree", "accept", "draw", "reuse", "reference")
 DEFAULT_LIMIT = 20
 
 
@@ -144,7 +144,8 @@ def make_modes(args: argparse.Namespace, params, about: dict[str, dict[str, Any]
             if len(trees) > 1:
                 raise ValueError(f"method {name!r}: tree {method['tree']!r}: one tree a method")
             tree = trees[0]
-        modes.append(Mode(name, found, tree, accept=method.get("accept", "match"), draw=method.get("draw")))
+        how = {key: method[key] for key in ("accept", "draw", "reuse") if key in method}
+        modes.append(Mode(name, found, tree, **how))
     return modes
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from typing import Any
 
 from hsd_jax.cli import options
 
@@ -114,7 +115,7 @@ def _stream(pieces) -> None:
 
 def text_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `decode` from those of `add_text_arguments`, `add_sampling_arguments` and `add_rule_arguments`."""
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "accept", "draw")
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "accept", "draw", "reuse")
     return {name: getattr(args, name) for name in names}
 
 

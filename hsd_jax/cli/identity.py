@@ -70,7 +70,7 @@ hsd identity --target DIR --drafter DIR --prompts texts.jsonl --limit 50 --dtype
     )
     parser.add_argument("--batch", type=options.COUNT, default=8, metavar="B", help="rows at a time (default: 8)")
     parser.add_argument("--seed", type=options.WHOLE, default=0, help="of prompt i: seed + i (default: 0)")
-    options.add_tree_arguments(parser)
+    options.add_reuse_argument(options.add_tree_arguments(parser))
     parser.add_argument("--json", metavar="OUT", help="write the result to this file")
 
 
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     tree = options.tree_of(args, params)
     found = bench.read_prompts(args, params)
     prompts = [(p.name, params.tokenizer.encode(p.text)) for p in found]
-    record = compare(params, prompts, tree, args.max_new_tokens, args.batch, args.seed)
+    record = compare(params, prompts, tree, args.max_new_tokens, args.batch, args.seed, args.reuse)
     record["command"] = args.command_line
     record["hardware"] = hardware()
     from hsd_jax.cli import report
@@ -93,14 +93,22 @@ def run(args: argparse.Namespace) -> int:
     return 0 if record["ok"] else 1
 
 
-def compare(params, prompts: list[tuple[str, list[int]]], tree, max_new_tokens: int, batch: int, seed: int) -> dict:
+def compare(
+    params,
+    prompts: list[tuple[str, list[int]]],
+    tree,
+    max_new_tokens: int,
+    batch: int,
+    seed: int,
+    reuse: str = "none",
+) -> dict:
     """Runs all settings; `ok` is False if a difference is not excused."""
     noise = None
     settings = []
     for name, sampling in SETTINGS.items():
         options.say(f"{name}: {len(prompts)} prompts")
         plain, _ = _decode_all(params, prompts, None, max_new_tokens, batch, seed, sampling)
-        drafted, tau = _decode_all(params, prompts, tree, max_new_tokens, batch, seed, sampling)
+        drafted, tau = _decode_all(params, prompts, tree, max_new_tokens, batch, seed, sampling | {"reuse": reuse})
         if noise is None and params.precision != "exact":
             noise = logit_noise(params, prompts[:NOISE_ROWS], plain[:NOISE_ROWS], tree.nodes)
         differences, compared = [], 0
@@ -131,6 +139,7 @@ def compare(params, prompts: list[tuple[str, list[int]]], tree, max_new_tokens: 
         "batch": batch,
         "seed": seed,
         "tree": dataclasses.asdict(tree),
+        "reuse": reuse,
         "logit_noise": noise,
         "settings": settings,
     }

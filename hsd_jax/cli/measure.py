@@ -27,6 +27,7 @@ class Mode:
     pad_rows: int = 1
     accept: str = "match"
     draw: str | None = None
+    reuse: str = "none"
 
     @property
     def dtype(self) -> str:
@@ -47,6 +48,7 @@ class Mode:
             pad_rows=self.pad_rows,
             accept=self.accept,
             draw=self.draw,
+            reuse=self.reuse,
         )
 
 
@@ -147,6 +149,7 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
             "tree": dataclasses.asdict(mode.tree),
             "accept": mode.accept,
             "draw": mode.draw,
+            "reuse": mode.reuse,
             "mean_accepted": record["tau"] - 1.0,
             "accepted_histogram": histogram,
             "conditional_acceptance": [b / max(a, 1) for a, b in itertools.pairwise(reached)],

@@ -81,7 +81,7 @@ def add_tree_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
 
 
 def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None) -> None:
-    """Declares how drafts are judged and drawn, --accept and --draw; with `nargs` several rules."""
+    """Declares how drafts are judged, drawn and made: --accept, --draw and --reuse; with `nargs` several of a kind."""
     group.add_argument(
         "--accept",
         choices=("match", "recursive"),
@@ -93,6 +93,18 @@ def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None)
         "--draw",
         choices=("arbitrary", "independent", "without_replacement"),
         help="how drafts are chosen: the likeliest, or drawn at random (default: what suits --accept)",
+    )
+    add_reuse_argument(group, nargs)
+
+
+def add_reuse_argument(group: argparse._ArgumentGroup, nargs: str | None = None) -> None:
+    """Declares --reuse, what becomes of spare trunk states; with `nargs` several forms."""
+    group.add_argument(
+        "--reuse",
+        metavar="FORM",
+        default="none" if nargs is None else ["none"],
+        nargs=nargs,
+        help="of trunk states a round left over: none, sum, mix, union, skip, skip:N, ahead or unfused (default: none)",
     )
 
 

@@ -67,6 +67,23 @@ hsd train tokenizer --data train.jsonl --vocab-size 4096 --out runs/tokenizer
     _add_data_arguments(tokenizer, required=True)
     tokenizer.add_argument("--vocab-size", type=options.COUNT, default=4096, metavar="V", help="(default: 4096)")
 
+    _add_changes(kinds)
+
+    curves = options.add_command(
+        kinds,
+        "curves",
+        run_curves,
+        "draw the curves of a run",
+        "Draw loss, acceptance and simulated tau of a run, finished or not, into OUT/curves.png.",
+        """
+hsd train curves --out runs/demo-drafter
+""",
+    )
+    curves.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
+
+
+def _add_changes(kinds) -> None:
+    """Declares the commands that change a trained drafter: `restrict` and `mix`."""
     restrict = options.add_command(
         kinds,
         "restrict",
@@ -88,17 +105,26 @@ hsd train restrict --target DIR --drafter runs/demo/drafter --data own.jsonl --h
         "--loss-on", choices=("all", "responses"), default="all", help="the tokens to count (default: all)"
     )
 
-    curves = options.add_command(
+    mix = options.add_command(
         kinds,
-        "curves",
-        run_curves,
-        "draw the curves of a run",
-        "Draw loss, acceptance and simulated tau of a run, finished or not, into OUT/curves.png.",
+        "mix",
+        run_mix,
+        "fit how a drafter mixes old and new states (--reuse mix)",
+        "Fit two weights per pair of depths: of a fresh state, and of the state that the round before left over for\n"
+        "the same position. The drafter itself stays as it is; only decoding with --reuse mix reads the weights.",
         """
-hsd train curves --out runs/demo-drafter
+hsd train mix --target DIR --drafter runs/demo/drafter --data own.jsonl --out runs/demo-mix
 """,
     )
-    curves.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
+    mix.add_argument("--target", metavar="DIR", required=True, help="a Hugging Face folder")
+    mix.add_argument("--drafter", metavar="DIR", required=True, help="a folder written by `hsd train drafter`")
+    _add_data_arguments(mix, True, "folder of the new drafter")
+    mix.add_argument(
+        "--rows", type=options.COUNT, default=128, metavar="R", help="rows of 256 tokens to read (default: 128)"
+    )
+    mix.add_argument(
+        "--loss-on", choices=("all", "responses"), default="all", help="the tokens to fit to (default: all)"
+    )
 
 
 def _with_keys(parser: argparse.ArgumentParser, recipe: str, leave_out: tuple[str, ...] = ()) -> None:
@@ -174,6 +200,14 @@ def run_restrict(args: argparse.Namespace) -> int:
     from hsd_jax.train.hot_vocabulary import restrict_drafter
 
     restrict_drafter(args.target, args.drafter, args.data, args.out, args.hot_vocab, args.loss_on, options.say)
+    return 0
+
+
+def run_mix(args: argparse.Namespace) -> int:
+    """Fits the mixing weights of a drafter."""
+    from hsd_jax.train.mix import fit_drafter
+
+    fit_drafter(args.target, args.drafter, args.data, args.out, args.rows, args.loss_on, options.say)
     return 0
 
 

@@ -71,8 +71,12 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
     return prefill
 
 
-def make_loop(step: Step, max_depth: int) -> Callable:
-    """`loop(models, sampling, limits, num_rounds, state) -> state`: rounds until nothing is left to do."""
+def make_loop(step: Step, reach: int) -> Callable:
+    """`loop(models, sampling, limits, num_rounds, state) -> state`: rounds until nothing is left to do.
+
+    Args:
+      reach: slots behind its committed tokens that a row may write in a round.
+    """
 
     def loop(
         models: dict,
@@ -86,9 +90,7 @@ def make_loop(step: Step, max_depth: int) -> Callable:
         def goes_on(carry):
             round_index, state = carry
             return (
-                (round_index < num_rounds)
-                & jnp.any(~state.done)
-                & ~is_full(state.length, state.done, capacity, max_depth)
+                (round_index < num_rounds) & jnp.any(~state.done) & ~is_full(state.length, state.done, capacity, reach)
             )
 
         def body(carry):
@@ -100,9 +102,9 @@ def make_loop(step: Step, max_depth: int) -> Callable:
     return loop
 
 
-def is_full(length: Int[Array, "B"], done: Array, capacity: int, max_depth: int) -> Array:
+def is_full(length: Int[Array, "B"], done: Array, capacity: int, reach: int) -> Array:
     """Whether the next round might write behind the last cache slot of an unfinished row."""
-    return jnp.any(jnp.where(done, 0, length) + max_depth > capacity)
+    return jnp.any(jnp.where(done, 0, length) + reach > capacity)
 
 
 class Decoder:
@@ -123,12 +125,13 @@ class Decoder:
         use_native: bool = True,
     ):
         self.max_depth = 0 if drafter is None else drafter.max_depth
+        self.reach = 0 if drafter is None else max(drafter.max_depth, drafter.reach)
         self.drafter = drafter
         self._precision, self._use_native = precision, use_native
         self.prefill = self.compile(
             make_prefill(config, drafter, cache_dtype), static_argnames=("capacity", "max_tokens")
         )
-        self.loop = self.compile(make_loop(step, self.max_depth), donate_argnums=4)
+        self.loop = self.compile(make_loop(step, self.reach), donate_argnums=4)
         self._grow = jax.jit(self._grown, static_argnames="capacity")
 
     def compile(self, function: Callable, **options) -> Callable:
@@ -151,7 +154,7 @@ class Decoder:
         while True:
             state = self.loop(models, sampling, limits, jnp.int32(num_rounds), state)
             capacity = state.cache.keys[0].shape[2]
-            if not bool(is_full(state.length, state.done, capacity, self.max_depth)):
+            if not bool(is_full(state.length, state.done, capacity, self.reach)):
                 return state
             state = self._grow(state, capacity=2 * capacity)
 

@@ -23,8 +23,8 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import HIDDEN, AnyDrafterConfig, ModelConfig, TreeConfig, bucket
 from hsd_jax.infer.accept import make_rule
-from hsd_jax.infer.drafters.hidden import trunk_states
 from hsd_jax.infer.drafters.make import make_drafter
+from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.infer.step import advance, cut
 from hsd_jax.infer.tree import ancestor_mask, grow_tree
 from hsd_jax.models import cache as cache_lib

@@ -6,6 +6,7 @@ Read next: `accept.py`, which walks these trees.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -76,10 +77,25 @@ def grow_tree(
     sampling: SamplingParams,
     hot_ids: Int[Array, "hot"] | None,
     vocab_size: int,
+    num_levels: Int[Array, "B"] | None = None,
+    rival_logits: Float[Array, "B D V"] | None = None,
 ) -> DraftTree:
-    """`grow` for states that do not read drafted tokens."""
+    """`grow` for states that do not read drafted tokens.
+
+    Args:
+      num_levels: levels of each row that have logits; nodes below are not valid. None: all.
+      rival_logits: base logits of a second proposer, for beams only: a token then counts with the better of its two
+        log-probabilities, so both compete for the same nodes and what they agree on is one node.
+    """
+    if law is DrawLaw.ARBITRARY:
+        return grow_beam(base_logits, bias, root, config, hot_ids, num_levels, rival_logits)
+    assert rival_logits is None, "the better of two laws is no law to draw from"
     expand = token_free(base_logits, bias)
-    return grow(expand, None, root, config, law, keys, root_position, sampling, hot_ids, vocab_size)[0]
+    drawn, _ = grow(expand, None, root, config, law, keys, root_position, sampling, hot_ids, vocab_size)
+    if num_levels is None:
+        return drawn
+    # Whole levels go, whatever tokens they hold: what is left is as lossless as a shallower tree.
+    return dataclasses.replace(drawn, valid=drawn.valid & (drawn.depth <= num_levels[:, None]))
 
 
 def grow_beam(
@@ -88,10 +104,13 @@ def grow_beam(
     root: Int[Array, "B"],
     config: TreeConfig,
     hot_ids: Int[Array, "hot"] | None = None,
+    num_levels: Int[Array, "B"] | None = None,
+    rival_logits: Float[Array, "B D V"] | None = None,
 ) -> DraftTree:
     """The ARBITRARY tree of `grow_tree`, no deeper than there are base logits."""
     depth = min(base_logits.shape[1], config.depth)
-    return _beam(token_free(base_logits, bias), None, root, config, depth, hot_ids)[0]
+    rival = None if rival_logits is None else token_free(rival_logits, bias)
+    return _beam(token_free(base_logits, bias), None, root, config, depth, hot_ids, num_levels, rival)[0]
 
 
 def _beam(
@@ -101,6 +120,8 @@ def _beam(
     config: TreeConfig,
     depth: int,
     hot_ids: Int[Array, "hot"] | None,
+    num_levels: Int[Array, "B"] | None = None,
+    rival: Expand | None = None,
 ) -> tuple[DraftTree, Any]:
     """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
 
@@ -112,19 +133,27 @@ def _beam(
     Args:
       hot_ids: the token of each of the V columns; None: the columns are the tokens. `expand` gets tokens, and the tree
         holds tokens.
+      num_levels: levels of each row that have logits; None: all. Nodes below them are not valid, and stand last.
+      rival: a second proposer without a carry, as in `grow_tree`.
     """
     batch, width = root.shape[0], config.width
     frontier_tokens, frontier_scores = root[:, None], jnp.zeros((batch, 1))
     frontier_ids = jnp.full((batch, 1), NO_PARENT)  # the root is no candidate
     frontier_parents = jnp.zeros((batch, 1), jnp.int32)
-    frontier_parents = jnp.zeros((batch, 1), jnp.int32)
     scores, tokens, parents = [], [], []
     for level in range(depth):
         logits, carry = expand(level, frontier_tokens, frontier_parents, carry)
+        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        if rival is not None:
+            other, _ = rival(level, frontier_tokens, frontier_parents, None)
+            logits = jnp.maximum(logits - total, other - jax.nn.logsumexp(other, axis=-1, keepdims=True))
+            total = 0.0
         top, children = lax.top_k(logits, width)
         # A score above its parent's, or none at all, would cut a node off from its parent: never trust a drafter.
-        logp = jnp.fmin(top - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)
+        logp = jnp.fmin(top - total, 0.0)
         level_scores = (frontier_scores[:, :, None] + logp).reshape(batch, -1)
+        if num_levels is not None:
+            level_scores = jnp.where(level < num_levels[:, None], level_scores, -jnp.inf)
         level_tokens = to_tokens(hot_ids, children).reshape(batch, -1)
         first_id = sum(s.shape[1] for s in scores)
         scores.append(level_scores)
@@ -134,9 +163,8 @@ def _beam(
         frontier_tokens = jnp.take_along_axis(level_tokens, best, 1)
         frontier_ids = first_id + best
         frontier_parents = best // width
-        frontier_parents = best // width
     scores, tokens, parents = (jnp.concatenate(x, 1) for x in (scores, tokens, parents))
-    _, kept = lax.top_k(scores, config.nodes - 1)  # stable: of equals the shallower
+    best_scores, kept = lax.top_k(scores, config.nodes - 1)  # stable: of equals the shallower
     kept_parents = jnp.take_along_axis(parents, kept, 1)
     # The node index of each kept node's parent; the root is node 0, kept candidate i is node i + 1.
     is_parent = kept_parents[:, :, None] == kept[:, None, :]
@@ -145,11 +173,14 @@ def _beam(
         [jnp.full(width if level == 0 else width * width, level + 1) for level in range(depth)]
     )
     column = jnp.zeros((batch, 1), jnp.int32)
+    valid = jnp.ones((batch, config.nodes), bool)
+    if num_levels is not None:
+        valid = jnp.concatenate([column == 0, best_scores > -jnp.inf], 1)
     tree = DraftTree(
         tokens=jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, kept, 1)], 1).astype(jnp.int32),
         parents=jnp.concatenate([column + NO_PARENT, node_parent.astype(jnp.int32)], 1),
         depth=jnp.concatenate([column, candidate_depth[kept].astype(jnp.int32)], 1),
-        valid=jnp.ones((batch, config.nodes), bool),
+        valid=valid,
         law=DrawLaw.ARBITRARY,
     )
     return tree, carry
@@ -201,7 +232,6 @@ def _sampled(
         draft_logp=jnp.concatenate(laws, 1),
         law=law,
     )
-    return tree, carry
     return tree, carry
 
 

@@ -88,6 +88,9 @@ class LossConfig:
     """The target's share of the mixture in jsd; near 0 it acts as kl, near 1 as rkl."""
     decay: float = 0.8
     """Weight of depth k relative to depth k - 1."""
+    max_age: int = 0
+    """Age of the states a tree starts from, in tokens committed since the trunk ran: 0 to max_age, each as often. For
+    reuse skip and ahead, whose ages reach the tree's depth + 1; needs a model.num_steps as much larger."""
     anchors_per_row: int = 128
     """Random positions a row drafts from in a step; all of them if the row has fewer."""
     anneal_steps: int = 0
@@ -102,7 +105,7 @@ class LossConfig:
     """Anchors a row in such a pass; each costs the target num_steps - 1 nodes."""
 
     def __post_init__(self):
-        at_least("loss", self, anchors_per_row=1, anneal_steps=0, feature_steps=0, on_policy_anchors=1)
+        at_least("loss", self, anchors_per_row=1, max_age=0, anneal_steps=0, feature_steps=0, on_policy_anchors=1)
         if self.divergence not in losses.DIVERGENCES:
             raise ValueError(f"loss.divergence={self.divergence!r}: allowed are {', '.join(losses.DIVERGENCES)}")
         allowed = {
@@ -262,7 +265,8 @@ def make_loss(
       hot_ids: of a drafter with a hot vocabulary; `losses.py` says what becomes of the cold tokens.
     Raises:
       ValueError: if the target lacks a layer the drafter reads, a single depth is to be trained on policy, the loss is
-        about token information and the drafter has none, or there are not as many `hot_ids` as it has hot tokens.
+        about token information and the drafter has none, trees are to start from states older than the drafter makes,
+        or there are not as many `hot_ids` as it has hot tokens.
     """
     config.check_feature_layers(target_config.num_layers)
     if loss_config.on_policy and config.num_steps < 2:
@@ -276,7 +280,11 @@ def make_loss(
     num_hot = None if hot_ids is None else len(hot_ids)
     if num_hot != config.hot_tokens:
         raise ValueError(f"hot_ids: {num_hot} for a drafter with hot_tokens={config.hot_tokens}")
-    weights = losses.depth_weights(config.num_steps, loss_config.decay)
+    if loss_config.max_age >= config.num_steps:
+        raise ValueError(
+            f"loss.max_age={loss_config.max_age}: allowed are 0 to model.num_steps - 1, {config.num_steps - 1}"
+        )
+    weights = losses.depth_weights(config.num_steps, loss_config.decay, loss_config.max_age)
 
     def loss(params, frozen, batch, key, step):
         frozen = lax.stop_gradient(frozen)  # the LM head and the embeddings too

@@ -131,9 +131,15 @@ def progress(step: Int[Array, ""], num_steps: int) -> Float[Array, ""]:
     return jnp.minimum(step.astype(jnp.float32) / num_steps, 1.0)
 
 
-def depth_weights(num_steps: int, decay: float) -> Float[Array, "K"]:
-    """decay^(k - 1) for depths 1..K, scaled to sum 1: a deep token counts only if all before it survived."""
-    weights = decay ** jnp.arange(num_steps, dtype=jnp.float32)
+def depth_weights(num_steps: int, decay: float, max_age: int = 0) -> Float[Array, "K"]:
+    """decay^(k - 1) for depths 1..K, scaled to sum 1: a deep token counts only if all before it survived.
+
+    Args:
+      max_age: trees grow from states that are 0 to `max_age` tokens old, each age as often; of age a the first depth of
+        a tree is depth a + 1. The weights are the mean over these cuts.
+    """
+    depth, cut = jnp.arange(num_steps, dtype=jnp.float32), jnp.arange(max_age + 1, dtype=jnp.float32)[:, None]
+    weights = jnp.where(depth >= cut, decay ** jnp.maximum(depth - cut, 0.0), 0.0).sum(0)
     return weights / weights.sum()
 
 

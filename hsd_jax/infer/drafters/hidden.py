@@ -1,55 +1,29 @@
 """The hidden-state drafter: K token-free trunk states, one batched head, a tree with token information.
 
 The trunk reads the target's features and its own states only; drafted tokens first appear in `grow_tree` (Lyanna,
-arXiv:2602.21224; methods.md 1.5). Weights and their modules live in `models/hidden.py`.
+arXiv:2602.21224; methods.md 1.5). When the trunk runs, and what becomes of states a round did not use, stands in
+`trunk.py`. Weights and their modules live in `models/hidden.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import typing
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.config import AHEAD, NO_REUSE, NONE, SKIP, UNFUSED, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
+from hsd_jax.infer import reuse as reuse_lib
+from hsd_jax.infer.drafters.trunk import HiddenState, Levels, append_pending, make_schedule, run_trunk
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.hidden import STATES, base_logits, embed_committed, token_info, trunk_features, trunk_pass
+from hsd_jax.models.hidden import base_logits, embed_committed, token_info, trunk_features, trunk_pass
 from hsd_jax.models.hot import to_columns
 from hsd_jax.models.target import causal_mask
-from hsd_jax.types import Drafter, DraftTree, DrawLaw, KVCache, ModelOutput, SamplingParams, Verdict
-
-
-@typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
-@flax.struct.dataclass
-class HiddenState:
-    """What the drafter carries between rounds.
-
-    `pending` are the features the target computed in the last round, fused if the drafter reads several layers; the
-    trunk has not read them yet. Cached plus pending features = committed tokens - 1.
-    """
-
-    cache: KVCache
-    pending: Float[Array, "B M H"]
-    next_tokens: Int[Array, "B M"]
-    """The committed token behind each pending feature."""
-    num_pending: Int[Array, "B"]
-
-
-def trunk_states(
-    models, target_config: ModelConfig, config: DrafterConfig, num_states: int, state: HiddenState
-) -> tuple[Float[Array, "B K H"], KVCache]:
-    """K = `num_states` token-free states, and the trunk's cache with the pending features committed."""
-    embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
-    states, kv = STATES[config.trunk](
-        models["drafter"], config, state.pending, embeddings, state.num_pending, num_states, state.cache
-    )
-    return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
+from hsd_jax.types import Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
 
 
 def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, law: DrawLaw) -> None:
@@ -70,39 +44,35 @@ def hidden_drafter(
     tree: TreeConfig,
     cache_dtype: Any = jnp.float32,
     law: DrawLaw = DrawLaw.ARBITRARY,
+    reuse: ReuseConfig = NO_REUSE,
 ) -> Drafter:
     """A `Drafter` whose trees have the shape of `tree`, their children chosen as `law` says.
 
+    Args:
+      reuse: what becomes of states that a round leaves over; no form changes what is decoded.
     Raises:
-      ValueError: if the tree is deeper than the trunk was trained for, the target lacks a layer the drafter reads, or
-        a tree of this law cannot have this shape.
+      ValueError: if the tree is deeper than the trunk was trained for, the target lacks a layer the drafter reads, a
+        tree of this law cannot have this shape, or this form of reuse needs another tree, law or drafter.
     """
     check_tree(target_config, config, tree, law)
-    max_pending = tree.depth + 1
+    reuse_lib.check_reuse(reuse, config, tree, law)
+    num_states = reuse.num_states(tree.depth, config.num_steps)
+    levels_of_round = make_schedule(target_config, config, tree, reuse, num_states)
+    runs_every_round = reuse.form not in (SKIP, UNFUSED)
+    # A row without a trunk run keeps its pending features. Since a tree is no deeper than the spares it grows from, a
+    # row commits at most K + 1 tokens from one trunk run to the next.
+    max_pending = tree.depth + 1 if runs_every_round else num_states + 1
 
     def init(models, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         """Reads all features of the prompt but the last one, which becomes the pending query."""
-        batch, num = tokens.shape
-        positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
-        following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], 1)
-        embeddings = embed_committed(models["target"], target_config, config, following)
-        features = trunk_features(models["drafter"], config, output.hidden, output.features)
-        _, kv = trunk_pass(models["drafter"], config, features, embeddings, positions, causal_mask(batch, num), None)
-        cache = cache_lib.empty_cache(
-            config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, cache_dtype
-        )
-        cache = cache_lib.commit(cache, kv, None, jnp.maximum(length - 2, 0))
-        last = jnp.maximum(length - 2, 0)[:, None]
-        has_feature = (length >= 2)[:, None, None]  # a prompt of one token leaves nothing but its embedding
-        feature = jnp.where(has_feature, jnp.take_along_axis(features, last[..., None], 1), 0.0)
-        root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
-        pad = ((0, 0), (0, max_pending - 1))
-        return HiddenState(
-            cache,
-            jnp.pad(feature, (*pad, (0, 0))),
-            jnp.pad(root, pad),
-            jnp.where(length >= 2, 1, 0).astype(jnp.int32),
-        )
+        state = _read_prompt(models, target_config, config, output, tokens, length, capacity, max_pending, cache_dtype)
+        if reuse.form == NONE:
+            return state
+        if reuse.form == AHEAD:  # the first tree needs states, and no round has made any
+            states, _ = run_trunk(models, target_config, config, num_states, state)
+            logits = base_logits(models["drafter"], config, models["target"], target_config, states)
+            return dataclasses.replace(state, spares=reuse_lib.fresh_spares(logits))
+        return dataclasses.replace(state, spares=reuse_lib.no_spares(len(length), num_states, config.draft_vocab_size))
 
     def draft(
         models,
@@ -112,34 +82,104 @@ def hidden_drafter(
         keys: jax.Array,
         sampling: SamplingParams,
     ):
-        with jax.named_scope("trunk"):
-            states, cache = trunk_states(models, target_config, config, tree.depth, state)
-        with jax.named_scope("head"):
-            base = base_logits(models["drafter"], config, models["target"], target_config, states)
+        levels, state = levels_of_round(models, state)
         with jax.named_scope("tree"):
             bias = functools.partial(token_info, models["drafter"], config)
             hot_ids = models["drafter"].get("hot_ids")
-            drafted = grow_tree(base, bias, root, tree, law, keys, root_position, sampling, hot_ids, config.vocab_size)
-        return drafted, dataclasses.replace(state, cache=cache)
+            return grow_tree(
+                levels.logits,
+                bias,
+                root,
+                tree,
+                law,
+                keys,
+                root_position,
+                sampling,
+                hot_ids,
+                config.vocab_size,
+                levels.num,
+                levels.rival,
+            ), state
 
     def node_logp(models, state: HiddenState, drafted: DraftTree):
-        states, _ = trunk_states(models, target_config, config, tree.depth, state)
-        base = base_logits(models["drafter"], config, models["target"], target_config, states)
-        above = jnp.take_along_axis(base, jnp.maximum(drafted.depth - 1, 0)[:, :, None], 1)
-        previous = jnp.take_along_axis(drafted.tokens, jnp.maximum(drafted.parents, 0), 1)
-        logp = jax.nn.log_softmax(above + token_info(models["drafter"], config, previous), -1)
-        columns, _ = to_columns(models["drafter"].get("hot_ids"), drafted.tokens)
-        chosen = jnp.take_along_axis(logp, columns[:, :, None], 2)[:, :, 0]
-        return jnp.where(drafted.depth > 0, chosen, 0.0)
+        levels, _ = levels_of_round(models, state)
+        return _logp_of_nodes(models["drafter"], config, levels, drafted)
 
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         # XLA drops the final states where the trunk reads layers below.
         read = (output.hidden, output.features)
         path = jax.tree.map(lambda x: cache_lib.take_nodes(x, verdict.path, axis=1), read)
-        pending = trunk_features(models["drafter"], config, *path)
-        return HiddenState(state.cache, pending, verdict.emitted, num_committed)
+        pending, next_tokens = trunk_features(models["drafter"], config, *path), verdict.emitted
+        spares = None if state.spares is None else reuse_lib.advance(state.spares, num_committed)
+        if runs_every_round:
+            return HiddenState(state.cache, pending, next_tokens, num_committed, spares)
+        # A finished row must not ask for trunk runs that the others would wait for.
+        assert spares is not None
+        spares = dataclasses.replace(spares, num=jnp.where(num_committed == 0, num_states, spares.num))
+        return append_pending(dataclasses.replace(state, spares=spares), pending, next_tokens, num_committed)
 
     def grow(state: HiddenState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
-    return Drafter(init, draft, commit, grow, law, tree.nodes, tree.depth, config.feature_layers, node_logp)
+    return Drafter(
+        init,
+        draft,
+        commit,
+        grow,
+        law,
+        tree.nodes,
+        tree.depth,
+        config.feature_layers,
+        node_logp,
+        reach=max_pending - 1,
+    )
+
+
+def _read_prompt(
+    models,
+    target_config: ModelConfig,
+    config: DrafterConfig,
+    output: ModelOutput,
+    tokens: Int[Array, "B P"],
+    length: Int[Array, "B"],
+    capacity: int,
+    max_pending: int,
+    cache_dtype: Any,
+) -> HiddenState:
+    """The state behind a prompt: all its features read but the last one, which is pending."""
+    batch, num = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
+    following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], 1)
+    embeddings = embed_committed(models["target"], target_config, config, following)
+    features = trunk_features(models["drafter"], config, output.hidden, output.features)
+    _, kv = trunk_pass(models["drafter"], config, features, embeddings, positions, causal_mask(batch, num), None)
+    cache = cache_lib.empty_cache(config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, cache_dtype)
+    cache = cache_lib.commit(cache, kv, None, jnp.maximum(length - 2, 0))
+    last = jnp.maximum(length - 2, 0)[:, None]
+    has_feature = (length >= 2)[:, None, None]  # a prompt of one token leaves nothing but its embedding
+    feature = jnp.where(has_feature, jnp.take_along_axis(features, last[..., None], 1), 0.0)
+    root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
+    pad = ((0, 0), (0, max_pending - 1))
+    return HiddenState(
+        cache,
+        jnp.pad(feature, (*pad, (0, 0))),
+        jnp.pad(root, pad),
+        jnp.where(length >= 2, 1, 0).astype(jnp.int32),
+    )
+
+
+def _logp_of_nodes(weights, config: DrafterConfig, levels: Levels, drafted: DraftTree) -> Float[Array, "B N"]:
+    """Log-probability of each node given its parent, under what the tree grew from; 0 for the root."""
+    depth_index = jnp.maximum(drafted.depth - 1, 0)[:, :, None]
+    previous = jnp.take_along_axis(drafted.tokens, jnp.maximum(drafted.parents, 0), 1)
+    added = token_info(weights, config, previous)
+    columns, _ = to_columns(weights.get("hot_ids"), drafted.tokens)
+
+    def chosen(logits: Array) -> Array:
+        logp = jax.nn.log_softmax(jnp.take_along_axis(logits, depth_index, 1) + added, -1)
+        return jnp.take_along_axis(logp, columns[:, :, None], 2)[:, :, 0]
+
+    logp = chosen(levels.logits)
+    if levels.rival is not None:
+        logp = jnp.maximum(logp, chosen(levels.rival))
+    return jnp.where(drafted.depth > 0, logp, 0.0)

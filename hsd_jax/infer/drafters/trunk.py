@@ -1,0 +1,180 @@
+"""The trunk's part in a round: what a row carries from round to round, its runs, and what a tree grows from.
+
+The trunk reads the target's features and its own states only, so what it forecast stays true when drafts are refused.
+Under each form of reuse (`infer/reuse.py`) `make_schedule` says when it runs and what becomes of the states of earlier
+rounds. Read next: `hidden.py`, which grows trees from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from hsd_jax.config import (
+    AHEAD,
+    MIX,
+    NONE,
+    SKIP,
+    SUM,
+    UNFUSED,
+    UNION,
+    DrafterConfig,
+    ModelConfig,
+    ReuseConfig,
+    TreeConfig,
+)
+from hsd_jax.infer import reuse as reuse_lib
+from hsd_jax.infer.reuse import Spares
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.hidden import STATES, base_logits, embed_committed
+from hsd_jax.types import KVCache, NewKV
+
+
+@typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
+@flax.struct.dataclass
+class HiddenState:
+    """What the drafter carries between rounds.
+
+    `pending` are the features the target computed in the last round, fused if the drafter reads several layers; the
+    trunk has not read them yet. Cached plus pending features = committed tokens - 1.
+    """
+
+    cache: KVCache
+    pending: Float[Array, "B M H"]
+    next_tokens: Int[Array, "B M"]
+    """The committed token behind each pending feature."""
+    num_pending: Int[Array, "B"]
+    spares: Spares | None = None
+    """What earlier trunk runs left for the positions ahead; None where nothing is reused."""
+
+
+def spares_of(state: HiddenState) -> Spares:
+    """The spares of a form of reuse, which always carries them."""
+    assert state.spares is not None
+    return state.spares
+
+
+class Levels(NamedTuple):
+    """What the tree of a round grows from."""
+
+    logits: Float[Array, "B D C"]
+    num: Int[Array, "B"] | None = None
+    """Levels of each row that have logits; None: all."""
+    rival: Float[Array, "B D C"] | None = None
+    """Logits of a second proposer (form UNION)."""
+
+
+def run_trunk(
+    models, target_config: ModelConfig, config: DrafterConfig, num_states: int, state: HiddenState
+) -> tuple[Float[Array, "B K H"], NewKV]:
+    """K = `num_states` token-free states, and keys and values of the pending features."""
+    embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
+    read = STATES[config.trunk]
+    return read(models["drafter"], config, state.pending, embeddings, state.num_pending, num_states, state.cache)
+
+
+def trunk_states(
+    models, target_config: ModelConfig, config: DrafterConfig, num_states: int, state: HiddenState
+) -> tuple[Float[Array, "B K H"], KVCache]:
+    """K = `num_states` token-free states, and the trunk's cache with the pending features committed."""
+    states, kv = run_trunk(models, target_config, config, num_states, state)
+    return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
+
+
+def append_pending(
+    state: HiddenState, features: Float[Array, "B M2 H"], tokens: Int[Array, "B M2"], num_new: Int[Array, "B"]
+) -> HiddenState:
+    """The state with `num_new` features and the tokens behind them, after those of each row that still wait.
+
+    The caller guarantees room for them; what does not count is cut off.
+    """
+    num_slots = state.pending.shape[1]
+    slot, behind = jnp.arange(num_slots), state.num_pending[:, None]
+    index = jnp.where(slot < behind, slot, num_slots + slot - behind)
+
+    def joined(waiting: Array, new: Array) -> Array:
+        return cache_lib.take_nodes(jnp.concatenate([waiting, new], 1), index, axis=1)
+
+    return dataclasses.replace(
+        state,
+        pending=joined(state.pending, features),
+        next_tokens=joined(state.next_tokens, tokens),
+        num_pending=state.num_pending + num_new,
+    )
+
+
+def make_schedule(
+    target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, reuse: ReuseConfig, num_states: int
+) -> Callable[[Any, HiddenState], tuple[Levels, HiddenState]]:
+    """`levels_of_round(models, state) -> (levels, state)`: what a round drafts from, and when the trunk runs for it."""
+
+    def read_pending(models, state: HiddenState) -> tuple[Float[Array, "B K C"], HiddenState]:
+        """Base logits of a trunk run for every row, and the state with the pending features committed."""
+        with jax.named_scope("trunk"):
+            states, cache = trunk_states(models, target_config, config, num_states, state)
+        with jax.named_scope("head"):
+            logits = base_logits(models["drafter"], config, models["target"], target_config, states)
+        return logits, dataclasses.replace(state, cache=cache)
+
+    def drop(models, state: HiddenState):
+        logits, state = read_pending(models, state)
+        return Levels(logits), state
+
+    def fuse(models, state: HiddenState):
+        """SUM, MIX and UNION: old and new states take part in one tree, so one target pass judges both."""
+        fresh, after = read_pending(models, state)
+        old = spares_of(state)
+        with jax.named_scope("reuse"):
+            if reuse.form == SUM:
+                levels = Levels(reuse_lib.add(fresh, old))
+            elif reuse.form == MIX:
+                levels = Levels(reuse_lib.mix(fresh, old, models["drafter"]["mix"]))
+            else:
+                levels = Levels(fresh, rival=reuse_lib.where_spare(old, old.logits, fresh))
+        # Only what a trunk says itself is kept, so no state counts in more than two rounds (methods.md, A8).
+        return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
+
+    def run_ahead(models, state: HiddenState):
+        """AHEAD: the tree reads nothing of this round's trunk run, nor that anything of this round's target pass."""
+        fresh, after = read_pending(models, state)
+        levels = Levels(spares_of(state).logits[:, : tree.depth])
+        return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
+
+    def run_if_needed(models, state: HiddenState):
+        """SKIP and UNFUSED: rows with spares enough draft from these; the trunk runs if any other row is left.
+
+        Which states a row drafts from does not depend on the other rows: one with spares enough uses them even where
+        the trunk runs for another.
+        """
+        old = spares_of(state)
+        needs = old.num < reuse_lib.min_spares(reuse, tree.depth, config.num_steps)
+
+        def run():
+            states, kv = run_trunk(models, target_config, config, num_states, state)
+            return base_logits(models["drafter"], config, models["target"], target_config, states), kv
+
+        def keep():
+            return old.logits, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run)[1])
+
+        with jax.named_scope("trunk"):
+            logits, kv = lax.cond(jnp.any(needs), run, keep)
+            # Written in every round, counted for rows that ran; the next write covers the rest.
+            cache = cache_lib.commit(state.cache, kv, None, jnp.where(needs, state.num_pending, 0), after=logits)
+        logits = jnp.where(needs[:, None, None], logits, old.logits)
+        num = jnp.where(needs, num_states, old.num)
+        kept = jnp.where(needs, num, 0) if reuse.form == UNFUSED else num  # spares are resampled from once
+        state = dataclasses.replace(
+            state, cache=cache, num_pending=jnp.where(needs, 0, state.num_pending), spares=Spares(logits, kept)
+        )
+        return Levels(logits[:, : tree.depth], num=jnp.minimum(num, tree.depth)), state
+
+    schedules = dict.fromkeys((SUM, MIX, UNION), fuse) | dict.fromkeys((SKIP, UNFUSED), run_if_needed)
+    return ({NONE: drop, AHEAD: run_ahead} | schedules)[reuse.form]

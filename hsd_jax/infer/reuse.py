@@ -1,0 +1,122 @@
+"""Spare states: what a trunk run has forecast beyond the tokens a round committed, and how later rounds use it.
+
+A trunk state reads no drafted token, so a refused draft does not spoil the states behind it: they still forecast the
+same absolute positions (Lyanna, arXiv:2602.21224; methods.md 1.5, 6). Kept are their base logits, since a state serves
+the tree through nothing else. Knows neither trunks nor targets. Read next: `drafters/hidden.py`, where the forms differ
+in when the trunk runs.
+
+Forms (`config.REUSES`), root n, tree depth D, K states of a trunk run:
+    none     the trunk runs in every round, spares are dropped
+    sum      base logits of depth j plus those that the round before made for the same position
+    mix      the same with weights fitted per pair of depths
+    union    a token counts with the better of its two log-probabilities: old and new compete for the N nodes
+    skip     a row with enough spares drafts from these alone; the trunk runs only if some row has too few
+    ahead    the tree grows from the last round's states, while the trunk runs for the next one
+    unfused  fresh drafts and what is resampled from their spares have a target pass each, in turns
+"""
+
+from __future__ import annotations
+
+import typing
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from hsd_jax.config import AHEAD, MIX, NONE, SKIP, UNFUSED, UNION, DrafterConfig, ReuseConfig, TreeConfig
+from hsd_jax.models.cache import take_nodes
+from hsd_jax.types import DrawLaw, Weights
+
+
+@typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
+@flax.struct.dataclass
+class Spares:
+    """Base logits of the states of one trunk run that stand ahead of each row's root.
+
+    `logits[:, j - 1]` forecast the token j places behind the root, for j up to `num`; what stands behind is
+    meaningless. A row that has committed c tokens since its trunk ran has `num` = K - c.
+    """
+
+    logits: Float[Array, "B K C"]
+    num: Int[Array, "B"]
+
+
+def fresh_spares(logits: Float[Array, "B K C"]) -> Spares:
+    """All states of a trunk run, before a token of the round is committed."""
+    return Spares(logits, jnp.full(logits.shape[:1], logits.shape[1], jnp.int32))
+
+
+def no_spares(batch: int, num_states: int, num_columns: int) -> Spares:
+    """Before the first trunk run of a decode."""
+    return Spares(jnp.zeros((batch, num_states, num_columns)), jnp.zeros(batch, jnp.int32))
+
+
+def advance(spares: Spares, num_committed: Int[Array, "B"]) -> Spares:
+    """What is left when the root moves `num_committed` = m + 1 tokens on: new depth j reads old depth k = m + 1 + j.
+
+    With K = 5 and m = 1 the states 1 2 3 4 5 become 3 4 5 - -. A finished row (0 committed) keeps its own.
+    """
+    num_states = spares.logits.shape[1]
+    old_index = num_committed[:, None] + jnp.arange(num_states)
+    moved = take_nodes(spares.logits, old_index, axis=1)
+    return Spares(moved, jnp.maximum(spares.num - num_committed, 0))
+
+
+def where_spare(spares: Spares, old: Float[Array, "B D C"], fresh: Float[Array, "B D C"]) -> Float[Array, "B D C"]:
+    """`old` at the depths that have a spare state, `fresh` elsewhere."""
+    return jnp.where((jnp.arange(fresh.shape[1]) < spares.num[:, None])[:, :, None], old, fresh)
+
+
+def add(fresh: Float[Array, "B D C"], spares: Spares) -> Float[Array, "B D C"]:
+    """Form SUM: a product of two experts, which is likely to be over-confident (methods.md, A7)."""
+    return where_spare(spares, fresh + spares.logits, fresh)
+
+
+def mix(fresh: Float[Array, "B D C"], spares: Spares, table: Weights) -> Float[Array, "B D C"]:
+    """Form MIX: weighted sum of new and old base logits.
+
+    Args:
+      table: `new` and `old` [K, K], weights of the new logits of depth j and the old logits of depth k at
+        [j - 1, k - 1]. Ones and zeros are no reuse at all.
+    """
+    depth = jnp.arange(fresh.shape[1])
+    num_since = spares.logits.shape[1] - spares.num  # tokens committed since the trunk run: k - j
+    old_depth = jnp.minimum(depth + num_since[:, None], table["old"].shape[1] - 1)
+    new_weight, old_weight = (table[name].astype(jnp.float32)[depth, old_depth][:, :, None] for name in ("new", "old"))
+    return where_spare(spares, new_weight * fresh + old_weight * spares.logits, fresh)
+
+
+def min_spares(reuse: ReuseConfig, depth: int, num_steps: int) -> int:
+    """Spare states with which a row needs no trunk run: forms SKIP and UNFUSED."""
+    if reuse.form == UNFUSED:
+        return 1
+    return reuse.min_spares or min(depth, num_steps - 1)
+
+
+def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig, law: DrawLaw) -> None:
+    """Refuses what would not be lossless, or would reuse nothing.
+
+    Raises:
+      ValueError: naming the wrong value and the allowed ones, before anything compiles.
+    """
+    trained, depth, form = config.num_steps, tree.depth, reuse.form
+    if form == UNION and law is not DrawLaw.ARBITRARY:
+        raise ValueError(
+            f"reuse={form!r} with draw={law.value!r}: the better of two laws is no law to draw from, so drafts could"
+            f" not be judged as drawn; allowed is draw={DrawLaw.ARBITRARY.value!r}, which accept='match' judges"
+        )
+    if form == MIX and not config.has_mix:
+        raise ValueError(f"reuse={form!r}: this drafter has no fitted weights; make them with `hsd train mix`")
+    if form == AHEAD and reuse.num_states(depth, trained) > trained:
+        allowed = f"depth 1 to {(trained - 1) // 2}" if trained >= 3 else "none"
+        raise ValueError(
+            f"reuse={form!r} with TreeConfig.depth={depth}: drafts from states that are a round old need"
+            f" 2 * depth + 1 = {2 * depth + 1} trained steps; this drafter has {trained}, which allows {allowed}"
+        )
+    if form == SKIP and not 1 <= min_spares(reuse, depth, trained) < trained:
+        allowed = f"{SKIP}:1 to {SKIP}:{trained - 1}" if trained > 1 else NONE
+        raise ValueError(f"reuse={str(reuse)!r}: a trunk of {trained} steps leaves fewer spares; allowed: {allowed}")
+    if form not in (NONE, SKIP, AHEAD) and depth < 2:
+        raise ValueError(
+            f"reuse={form!r} with TreeConfig.depth={depth}: one state leaves no spare; allowed are depths of 2 and more"
+        )

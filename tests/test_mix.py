@@ -1,0 +1,114 @@
+"""Fitting how old and new states mix: which labels count, gradient and curvature, and the minimum that is found."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from oracles.tree import log_softmax
+
+from hsd_jax.models import hot
+from hsd_jax.models.hidden import base_logits, embed_committed, token_info
+from hsd_jax.models.target import forward_sequence
+from hsd_jax.train import mix
+from hsd_jax.train.unroll import unroll
+
+STEPS, LENGTH = 4, 40
+
+
+@functools.cache
+def pair(is_hot: bool):
+    """A toy pair, two rows of what its target says (greedy and sampled), and a mask that hides some labels."""
+    config, target = toy.VARIANTS["llama"], toy.weights("llama")
+    drafter_config = toy.drafter_config(config, num_steps=STEPS)
+    drafter = toy.make_drafter(drafter_config, config, target)
+    if is_hot:
+        drafter_config, drafter = hot.restrict(drafter_config, drafter, toy.HOT_IDS)
+        drafter = hot.attach(drafter, drafter["hot_ids"], target, config)
+    tokens = np.asarray(toy.long_text().tokens)[[1, 2], : LENGTH + 1]
+    mask = np.arange(LENGTH + 1) % 7 != 3
+    return config, target, drafter_config, drafter, tokens, np.stack([mask, mask])
+
+
+@functools.cache
+def jitted(is_hot: bool):
+    config, target, drafter_config, drafter, tokens, mask = pair(is_hot)
+
+    def sums(weights):
+        rows = zip(jnp.asarray(tokens), jnp.asarray(mask), strict=True)
+        found = [mix.row_sums(drafter, target, config, drafter_config, weights, *row) for row in rows]
+        return jax.tree.map(lambda *x: sum(x), *found)
+
+    def slopes(weights):
+        """The sums, and derivatives of the total loss: each pair's loss depends on its own two weights alone."""
+        gradient = jax.grad(lambda w: sums(w).loss.sum())
+        return sums(weights), gradient(weights), jax.jacfwd(gradient)(weights)
+
+    return jax.jit(slopes)
+
+
+def some_weights() -> np.ndarray:
+    return np.random.default_rng(0).uniform(0.2, 0.8, (STEPS, STEPS, 2)).astype(np.float32)
+
+
+@pytest.mark.parametrize("is_hot", [False, True], ids=["full", "hot"])
+def test_gradient_and_curvature_are_those_of_the_loss(is_hot):
+    sums, gradient, hessian = jitted(is_hot)(some_weights())
+    assert (np.asarray(sums.count)[np.triu_indices(STEPS, 1)] > 0).sum() >= 4
+    np.testing.assert_allclose(sums.gradient, gradient, rtol=1e-3, atol=1e-3)
+    own = np.einsum("jkxjky->jkxy", np.asarray(hessian))
+    np.testing.assert_allclose(sums.curvature, own, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("is_hot", [False, True], ids=["full", "hot"])
+def test_labels_and_loss_are_those_of_plain_loops(is_hot):
+    """Behind each chain's first mistake, and there alone, the two states of one position meet."""
+    config, target, drafter_config, drafter, rows, masks = pair(is_hot)
+    weights = some_weights()
+    found, _, _ = jitted(is_hot)(weights)
+    count, loss = np.zeros((STEPS, STEPS)), np.zeros((STEPS, STEPS))
+    columns = toy.HOT_IDS if is_hot else np.arange(toy.VOCAB)
+    for tokens, mask in zip(rows, masks, strict=True):
+        hidden = forward_sequence(target, config, jnp.asarray(tokens)[None, :-1])
+        embeddings = embed_committed(target, config, drafter_config, jnp.asarray(tokens)[None, 1:])
+        anchors = jnp.arange(LENGTH)[None]
+        states = unroll(drafter, drafter_config, hidden.hidden, embeddings, anchors)[0]
+        base = np.asarray(base_logits(drafter, drafter_config, target, config, states), np.float64)
+        bias = np.asarray(token_info(drafter, drafter_config, jnp.asarray(tokens)), np.float64)
+        laws = np.asarray(hidden.logits[0], np.float64)
+        for anchor in range(LENGTH):
+            m = 0
+            while m < STEPS and anchor + m + 2 <= LENGTH:
+                logits = base[anchor, m] + bias[anchor + m + 1]
+                if columns[logits.argmax()] != tokens[anchor + m + 2]:
+                    break
+                m += 1
+            for j in range(1, STEPS - m):
+                k, law_at = m + 1 + j, anchor + m + 1 + j  # the token at law_at + 1 is forecast
+                if law_at >= LENGTH or not mask[law_at + 1]:
+                    continue
+                new_weight, old_weight = weights[j - 1, k - 1]
+                mixed = new_weight * base[anchor + m + 1, j - 1] + old_weight * base[anchor, k - 1]
+                draft_logp = log_softmax(mixed + bias[law_at])
+                target_logp = log_softmax(laws[law_at])[columns]
+                count[j - 1, k - 1] += 1
+                loss[j - 1, k - 1] += (np.exp(target_logp) * (target_logp - draft_logp)).sum()
+    np.testing.assert_array_equal(found.count, count)
+    np.testing.assert_allclose(found.loss, loss, rtol=1e-3, atol=1e-3)
+
+
+def test_the_fit_is_the_minimum():
+    """There the slope, the prior's included, is zero; pairs without labels stay at no reuse."""
+    fitted = mix.fit(lambda weights: jitted(False)(weights)[0], STEPS, iterations=12)
+    start = mix.no_reuse(STEPS)
+    before, _, _ = jitted(False)(start)
+    after, gradient, _ = jitted(False)(fitted)
+    assert float(after.loss.sum()) < float(before.loss.sum())
+    slope = np.asarray(gradient) + mix.PRIOR * (fitted - start)
+    assert np.abs(slope).max() < 1e-2 * np.abs(np.asarray(before.gradient)).max()
+    unseen = np.asarray(before.count) == 0
+    assert unseen.any() and (fitted[unseen] == start[unseen]).all()
