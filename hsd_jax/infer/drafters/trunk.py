@@ -83,6 +83,11 @@ def trunk_states(
     return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
 
 
+def _spares(state: HiddenState) -> Spares:
+    assert state.spares is not None, "the state was made without reuse"
+    return state.spares
+
+
 def append_pending(
     state: HiddenState, features: Float[Array, "B M2 H"], tokens: Int[Array, "B M2"], num_new: Int[Array, "B"]
 ) -> HiddenState:
@@ -125,7 +130,7 @@ def make_schedule(
     def fuse(models, state: HiddenState):
         """SUM, MIX and UNION: old and new states take part in one tree, so one target pass judges both."""
         fresh, after = read_pending(models, state)
-        old = state.spares
+        old = _spares(state)
         with jax.named_scope("reuse"):
             if reuse.form == SUM:
                 levels = Levels(reuse_lib.add(fresh, old))
@@ -139,7 +144,7 @@ def make_schedule(
     def run_ahead(models, state: HiddenState):
         """AHEAD: the tree reads nothing of this round's trunk run, nor that anything of this round's target pass."""
         fresh, after = read_pending(models, state)
-        levels = Levels(state.spares.logits[:, : tree.depth])
+        levels = Levels(_spares(state).logits[:, : tree.depth])
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
     def run_if_needed(models, state: HiddenState):
@@ -148,7 +153,7 @@ def make_schedule(
         Which states a row drafts from does not depend on the other rows: one with spares enough uses them even where
         the trunk runs for another.
         """
-        old = state.spares
+        old = _spares(state)
         needs = old.num < reuse_lib.min_spares(reuse, tree.depth, config.num_steps)
 
         def run():
