@@ -171,8 +171,8 @@ def fit_drafter(
       loss_on: which tokens are labels, as `data.loss_on` of a recipe.
     Raises:
       FileNotFoundError: if a folder or a data file is missing.
-      ValueError: if `out` exists, the drafter is another target's, of another kind or of a single step, there are fewer than two rows,
-        or data cannot be read.
+      ValueError: if `out` exists, the drafter is another target's, of another kind or of a single step, there are fewer
+        than two rows, or data cannot be read.
     """
     if Path(out).exists():
         raise ValueError(f"{out}: is there already; choose another folder")

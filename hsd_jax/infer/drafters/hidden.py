@@ -113,6 +113,7 @@ def hidden_drafter(
         spares = None if state.spares is None else reuse_lib.advance(state.spares, num_committed)
         if runs_every_round:
             return HiddenState(state.cache, pending, next_tokens, num_committed, spares)
+        assert spares is not None
         # A finished row must not ask for trunk runs that the others would wait for.
         assert spares is not None
         spares = dataclasses.replace(spares, num=jnp.where(num_committed == 0, num_states, spares.num))

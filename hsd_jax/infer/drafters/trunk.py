@@ -56,12 +56,6 @@ class HiddenState:
     """What earlier trunk runs left for the positions ahead; None where nothing is reused."""
 
 
-def spares_of(state: HiddenState) -> Spares:
-    """The spares of a form of reuse, which always carries them."""
-    assert state.spares is not None
-    return state.spares
-
-
 class Levels(NamedTuple):
     """What the tree of a round grows from."""
 
@@ -87,6 +81,11 @@ def trunk_states(
     """K = `num_states` token-free states, and the trunk's cache with the pending features committed."""
     states, kv = run_trunk(models, target_config, config, num_states, state)
     return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
+
+
+def _spares(state: HiddenState) -> Spares:
+    assert state.spares is not None, "the state was made without reuse"
+    return state.spares
 
 
 def append_pending(
@@ -131,7 +130,7 @@ def make_schedule(
     def fuse(models, state: HiddenState):
         """SUM, MIX and UNION: old and new states take part in one tree, so one target pass judges both."""
         fresh, after = read_pending(models, state)
-        old = spares_of(state)
+        old = _spares(state)
         with jax.named_scope("reuse"):
             if reuse.form == SUM:
                 levels = Levels(reuse_lib.add(fresh, old))
@@ -145,7 +144,7 @@ def make_schedule(
     def run_ahead(models, state: HiddenState):
         """AHEAD: the tree reads nothing of this round's trunk run, nor that anything of this round's target pass."""
         fresh, after = read_pending(models, state)
-        levels = Levels(spares_of(state).logits[:, : tree.depth])
+        levels = Levels(_spares(state).logits[:, : tree.depth])
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
     def run_if_needed(models, state: HiddenState):
@@ -154,7 +153,7 @@ def make_schedule(
         Which states a row drafts from does not depend on the other rows: one with spares enough uses them even where
         the trunk runs for another.
         """
-        old = spares_of(state)
+        old = _spares(state)
         needs = old.num < reuse_lib.min_spares(reuse, tree.depth, config.num_steps)
 
         def run():
