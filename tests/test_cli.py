@@ -63,7 +63,7 @@ def both(folders) -> list[str]:
 
 
 COMMANDS = ["generate", "demo", "show", "bench", "identity", "info", "generate-data"]
-COMMANDS += ["bench compare"]
+COMMANDS += ["bench compare", "bench ablate"]
 COMMANDS += [f"train {kind}" for kind in ("drafter", "target", "tokenizer", "restrict", "mix", "curves")]
 
 

@@ -1,4 +1,4 @@
-"""`hsd bench compare`: intervals against known ratios, methods files, and the folder it writes."""
+"""`hsd bench compare` and `ablate`: intervals against known ratios, methods files, and the folders they write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import test_cli
 
-from hsd_jax.cli import compare, measure
+from hsd_jax.cli import ablate, compare, measure
+from hsd_jax.config import TreeConfig
 
 folders, own_cache, hsd, both = test_cli.folders, test_cli.own_cache, test_cli.hsd, test_cli.both
 
@@ -61,7 +62,7 @@ def test_a_speedup_is_the_median_of_paired_repeats():
         ("- a\n", "expected NAME: {KEY: VALUE"),
         ("a: [", "not YAML"),
         ("plain: {}\n", "'plain' is always measured"),
-        ("a: {nodes: 8}\n", "method 'a': 'nodes' is none of drafter, tree, accept, draw, reuse, reference"),
+        ("a: {nodes: 8}\n", "method 'a': 'nodes' is none of drafter, tree, accept, draw, reuse, token_info, reference"),
         ("a: 8x5x2\n", "method 'a': '8x5x2' is none of"),
         ("a: {reference: true}\nb: {reference: true}\n", "at most one method may say reference"),
     ],
@@ -125,3 +126,50 @@ def test_methods_need_a_drafter(folders, tmp_path, capsys):
     given = ["--target", folders.target, "--prompts", folders.data, "--out", tmp_path / "out"]
     assert hsd("bench", "compare", *given) == 2
     assert "method 'drafter' has no drafter" in capsys.readouterr().err
+
+
+def test_sizes_and_drafters_of_an_ablation():
+    assert ablate.parse_sizes("8,16, 32") == [8, 16, 32]
+    for text in ("8,x", "2", "8,8", ""):
+        with pytest.raises(ValueError, match="--nodes"):
+            ablate.parse_sizes(text)
+    assert ablate.parse_drafters(["a=b", "c=d=e"]) == {"a": "b", "c": "d=e"}
+    for named in (["a"], ["=b"], ["a="], ["a=b", "a=c"]):
+        with pytest.raises(ValueError, match="expected NAME=DIR"):
+            ablate.parse_drafters(named)
+    assert ablate.tree_of_size(8, 6) == TreeConfig(8, 6, 2)
+    assert ablate.tree_of_size(4, 6) == TreeConfig(4, 3, 1)
+
+
+def test_an_ablation_holds_what_the_drafter_allows(capsys):
+    """With 4 trained steps: every form but mix, which has no weights; ahead in a tree that its steps allow."""
+    config = test_cli.toy.drafter_config(test_cli.toy.target_config(), num_steps=4)
+    about, references = ablate.make_methods(config, [8, 3], {"other": "runs/other"})
+    eights = [name.removesuffix(", 8") for name in about if name.endswith(", 8")]
+    forms = [f"reuse {form}" for form in ("sum", "union", "skip", "ahead", "unfused")]
+    assert eights == ["default", "no token information", *forms, "other"]
+    assert about["reuse ahead, 8"] == {"reuse": "ahead", "tree": "8x1x2"}
+    assert about["other, 3"] == {"drafter": "runs/other", "tree": "3x2x1"}
+    assert about["no token information, 3"] == {"token_info": False, "tree": "3x2x1"}
+    assert references == {name: f"default, {name.rpartition(' ')[2]}" for name in about if "default" not in name}
+    assert "left out at 8 nodes: reuse='mix': this drafter has no fitted weights" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ablate_writes_its_folder(folders, tmp_path, monkeypatch):
+    """Every text of every run is that of plain decoding."""
+    monkeypatch.setattr("hsd_jax.config.REUSES", ("none", "union", "skip"))
+    out = tmp_path / "out"
+    arguments = ["--prompts", folders.data, "--limit", "2", "--max-new-tokens", "8", "--repeats", "1"]
+    assert hsd("bench", "ablate", *both(folders), *arguments, "--nodes", "4", "--dtype", "float32", "--out", out) == 0
+    rows = json.loads((out / "ablate.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == [
+        "plain",
+        "default, 4",
+        "no token information, 4",
+        "reuse union, 4",
+        "reuse skip, 4",
+    ]
+    assert all(row["same_text_as_plain"] == row["num_texts"] == 2 for row in rows)
+    assert {row["over_reference"]["against"] for row in rows[2:]} == {"default, 4"}
+    assert (out / "ablate.png").read_bytes().startswith(b"\x89PNG")

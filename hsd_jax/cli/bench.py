@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from hsd_jax.cli import compare, options, prompts
+from hsd_jax.cli import ablate, compare, options, prompts
 from hsd_jax.cli.machine import hardware
 from hsd_jax.cli.measure import Mode, Runs, fastest, mode_record, model_record, speedup, time_modes
 
@@ -57,7 +57,9 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     parser.add_argument("--no-stages", action="store_true", help="do not time the stages of a round")
     parser.add_argument("--json", metavar="OUT", help="write every figure to this file")
     parser.add_argument("--plot", metavar="OUT", help="write a PNG (needs matplotlib)")
-    compare.add_parser(parser.add_subparsers(title="more", metavar="COMMAND"))
+    more = parser.add_subparsers(title="more", metavar="COMMAND")
+    for module in (compare, ablate):
+        module.add_parser(more)
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = None) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from hsd_jax.cli.machine import hardware
 from hsd_jax.cli.measure import Mode, Runs, mode_record, model_record, speedup, time_modes
 
 PLAIN = "plain"
-KEYS = ("drafter", "tree", "accept", "draw", "reuse", "reference")
+KEYS = ("drafter", "tree", "accept", "draw", "reuse", "token_info", "reference")
 DEFAULT_LIMIT = 20
 
 
@@ -40,11 +39,24 @@ hsd bench compare --target DIR --methods methods.yaml --temperatures 0 0.8 1 --b
 methods.yaml, a line a method; what is left out is the drafter of the command line, its own tree, match:
   hidden: {tree: 8x5x2}
   standard: {drafter: runs/small-lm, tree: 5x4x1, accept: recursive, reference: true}
-With `reference: true` a second column gives the ratio to that method.
+  copied: {drafter: lookup, tree: 8x7x1}
+With `reference: true` a second column gives the ratio to that method; `reuse: FORM` and `token_info: false` change the
+hidden-state drafter.
 """,
     )
     options.add_model_arguments(parser)
     parser.add_argument("--methods", metavar="FILE", help="YAML (default: the loaded drafter, its own tree, match)")
+    add_measure_arguments(parser)
+    parser.add_argument(
+        "--batch", type=options.COUNT, nargs="+", default=[1], metavar="B", help="rows decoded at once (default: 1)"
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="FOLDER", help="gets compare.json, .csv, .md and, with matplotlib, .png"
+    )
+
+
+def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares tasks and temperatures, what `measure` reads but for the batch sizes."""
     parser.add_argument(
         "--prompts", nargs="+", metavar="TASK=FILE", help="one task a file (default: the dozen prompts of the demo)"
     )
@@ -60,14 +72,8 @@ With `reference: true` a second column gives the ratio to that method.
         "--max-new-tokens", type=options.COUNT, default=128, metavar="N", help="per prompt (default: 128)"
     )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], metavar="T", help="(default: 0)")
-    parser.add_argument(
-        "--batch", type=options.COUNT, nargs="+", default=[1], metavar="B", help="rows decoded at once (default: 1)"
-    )
     parser.add_argument("--seed", type=options.WHOLE, default=0, help="of prompt i: seed + i (default: 0)")
     parser.add_argument("--repeats", type=options.COUNT, default=3, metavar="R", help="timed passes (default: 3)")
-    parser.add_argument(
-        "--out", required=True, metavar="FOLDER", help="gets compare.json, .csv, .md and, with matplotlib, .png"
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,22 +89,29 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
     from hsd_jax.cli import compare_report
 
-    out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out}: is a file; name a folder")
+    out = folder_of(args)
     about = read_methods(args.methods) if args.methods else {"drafter": {}}
     params = options.load_params(args)
     modes = make_modes(args, params, about)
     tasks = read_tasks(args, params)
-    record = measure(args, modes, about, tasks)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "compare.json").write_text(json.dumps(record, indent=1) + "\n")
-    compare_report.print_tables(record)
-    compare_report.write_csv(record, out / "compare.csv")
-    compare_report.write_markdown(record, out / "compare.md")
+    reference = next((name for name, method in about.items() if method.get("reference")), None)
+    references = {} if reference is None else {name: reference for name in about if name != reference}
+    record = measure(args, modes, about, references, tasks, args.batch)
+    compare_report.write(record, out, "compare")
     compare_report.plot(record, out / "compare.png")
-    options.say(f"wrote {out}")
     return 0
+
+
+def folder_of(args: argparse.Namespace) -> Path:
+    """The folder of --out, which need not be there yet.
+
+    Raises:
+      ValueError: if it is a file.
+    """
+    out = Path(args.out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out}: is a file; name a folder")
+    return out
 
 
 def read_methods(path: str | Path) -> dict[str, dict[str, Any]]:
@@ -144,9 +157,28 @@ def make_modes(args: argparse.Namespace, params, about: dict[str, dict[str, Any]
             if len(trees) > 1:
                 raise ValueError(f"method {name!r}: tree {method['tree']!r}: one tree a method")
             tree = trees[0]
+        if not method.get("token_info", True):
+            found = without_token_info(found, name)
         how = {key: method[key] for key in ("accept", "draw", "reuse") if key in method}
         modes.append(Mode(name, found, tree, **how))
     return modes
+
+
+def without_token_info(params, name: str):
+    """The same models with a bias of zero: every node is drafted from the base logits of its depth.
+
+    Raises:
+      ValueError: naming the method, if its drafter has no token information.
+    """
+    import jax.numpy as jnp
+
+    if "injector" not in params.drafter:
+        raise ValueError(
+            f"method {name!r}: token_info is of hidden-state drafters; this one is {params.drafter_config.kind}"
+        )
+    injector = params.drafter["injector"]
+    drafter = params.drafter | {"injector": injector | {"bias": jnp.zeros_like(injector["bias"])}}
+    return dataclasses.replace(params, drafter=drafter)
 
 
 def read_tasks(args: argparse.Namespace, params) -> dict[str, list[str]]:
@@ -176,11 +208,19 @@ def read_tasks(args: argparse.Namespace, params) -> dict[str, list[str]]:
 
 
 def measure(
-    args: argparse.Namespace, modes: Sequence[Mode], about: dict[str, dict[str, Any]], tasks: dict[str, list[str]]
+    args: argparse.Namespace,
+    modes: Sequence[Mode],
+    about: dict[str, dict[str, Any]],
+    references: dict[str, str],
+    tasks: dict[str, list[str]],
+    batches: Sequence[int],
 ) -> dict[str, Any]:
-    """Runs every setting and returns the whole record; `rows` are its figures, one a setting and method."""
-    settings = [Setting(task, t, b) for t in args.temperatures for b in args.batch for task in tasks]
-    reference = next((name for name, method in about.items() if method.get("reference")), None)
+    """Runs every setting and returns the whole record; `rows` are its figures, one a setting and method.
+
+    Args:
+      references: the method that others are also divided by.
+    """
+    settings = [Setting(task, t, b) for t in args.temperatures for b in batches for task in tasks]
     rows, runs = [], {}
     for number, setting in enumerate(settings, 1):
         options.say(
@@ -197,12 +237,12 @@ def measure(
             repeats=args.repeats,
             progress=_progress,
         )
-        rows += _rows(setting, modes, runs[setting], reference)
+        rows += _rows(setting, modes, runs[setting], references)
     if len(tasks) > 1:
         for t in args.temperatures:
-            for b in args.batch:
+            for b in batches:
                 pooled = _pooled([runs[Setting(task, t, b)] for task in tasks])
-                rows += _rows(Setting("all", t, b), modes, pooled, reference)
+                rows += _rows(Setting("all", t, b), modes, pooled, references)
     return {
         "command": args.command_line,
         "hardware": hardware(),
@@ -213,7 +253,7 @@ def measure(
         "repeats": args.repeats,
         "num_prompts": {task: len(texts) for task, texts in tasks.items()},
         "half": args.half,
-        "reference": reference,
+        "references": references,
         "methods": about,
         "rows": rows,
         "kind_of_figures": "measured; prefill excluded; end tokens honoured",
@@ -235,15 +275,14 @@ def _pooled(runs: Sequence[Runs]) -> Runs:
     )
 
 
-def _rows(setting: Setting, modes: Sequence[Mode], runs: Runs, reference: str | None) -> list[dict[str, Any]]:
+def _rows(setting: Setting, modes: Sequence[Mode], runs: Runs, references: dict[str, str]) -> list[dict[str, Any]]:
     rows = []
     for mode in modes:
         row = {"method": mode.name, **dataclasses.asdict(setting), **mode_record(mode, runs, PLAIN)}
         del row["differing_prompts"]
         row["num_texts"] = len(runs.texts(PLAIN))
         row["over_plain"] = None if mode.name == PLAIN else speedup(mode.name, PLAIN, runs)
-        row["over_reference"] = None
-        if reference is not None and mode.name not in (PLAIN, reference):
-            row["over_reference"] = speedup(mode.name, reference, runs)
+        reference = references.get(mode.name)
+        row["over_reference"] = None if reference is None else speedup(mode.name, reference, runs)
         rows.append(row)
     return rows

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hsd_jax.cli import report
+from hsd_jax.cli import options, report
 
 COLUMNS = ("method", "tree", "rule", "tau", "tokens/s", "over plain", "over reference", "same text")
 
@@ -58,6 +59,16 @@ def _footer(record: dict[str, Any]) -> list[str]:
         "tokens/s: median (range) of the repeats; ratios: median [95 % interval over prompts]",
         record["command"],
     ]
+
+
+def write(record: dict[str, Any], out: Path, name: str) -> None:
+    """Prints the tables, and writes them into the folder `out` as `name`.json, .csv and .md."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_csv(record, out / f"{name}.csv")
+    write_markdown(record, out / f"{name}.md")
+    print_tables(record)
+    options.say(f"wrote {out}")
 
 
 def print_tables(record: dict[str, Any]) -> None:

@@ -1,0 +1,160 @@
+"""`hsd bench ablate`: one change at a time around a drafter's default, at equal numbers of nodes, on the same prompts.
+
+Every run is a method of `compare.py` and is divided by the default of as many nodes. Acceptance by depth of the default
+is that of new states, of `skip` and `ahead` mostly that of old ones, of `sum`, `mix` and `union` that of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from hsd_jax.cli import compare, options
+
+DEFAULT = "default"
+
+
+def add_parser(commands) -> None:
+    """Declares `hsd bench ablate`."""
+    parser = options.add_command(
+        commands,
+        "ablate",
+        run,
+        "change one thing at a time around the default",
+        "Decode by the drafter as it is, without its token information, with every form of reuse it allows, and by\n"
+        "other drafters, all at equal numbers of nodes, interleaved on the same prompts. Ratios to the default carry\n"
+        "a 95 % interval over prompts (paired bootstrap).",
+        """
+hsd bench ablate --demo --nodes 8,16 --out runs/ablate
+hsd bench ablate --target DIR --drafter DIR --drafters block=DIR hot=DIR --prompts dialogue=dev.jsonl --out runs/ablate
+""",
+    )
+    options.add_model_arguments(parser)
+    parser.add_argument(
+        "--nodes", default="8,16", metavar="N,N,...", help="nodes of a tree, the root included (default: 8,16)"
+    )
+    parser.add_argument(
+        "--drafters",
+        nargs="+",
+        default=[],
+        metavar="NAME=DIR",
+        help="more runs, each by another drafter: trained without token information, with a hot vocabulary, ...",
+    )
+    compare.add_measure_arguments(parser)
+    parser.add_argument(
+        "--out", required=True, metavar="FOLDER", help="gets ablate.json, .csv, .md and, with matplotlib, .png"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints, and writes the folder."""
+    from hsd_jax.cli import compare_report
+
+    out, sizes = compare.folder_of(args), parse_sizes(args.nodes)
+    params = options.load_params(args)
+    options.need_drafter(params, "bench ablate")
+    about, references = make_methods(params.drafter_config, sizes, parse_drafters(args.drafters))
+    modes = compare.make_modes(args, params, about)
+    record = compare.measure(args, modes, about, references, compare.read_tasks(args, params), [1])
+    compare_report.write(record, out, "ablate")
+    plot(record, out / "ablate.png")
+    return 0
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Numbers of nodes from "8,16,32"."""
+    sizes = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
+    if min(sizes) < 3 or len(set(sizes)) < len(sizes):
+        raise ValueError(f"--nodes {text!r}: allowed are different numbers of at least 3, for example 8,16,32")
+    return sizes
+
+
+def parse_drafters(named: list[str]) -> dict[str, str]:
+    """Folders by name from NAME=DIR."""
+    found = {}
+    for text in named:
+        name, is_named, folder = text.partition("=")
+        if not is_named or not name or not folder or name in found:
+            raise ValueError(f"--drafters {text!r}: expected NAME=DIR, each name once")
+        found[name] = folder
+    return found
+
+
+def tree_of_size(nodes: int, num_steps: int) -> Any:
+    """A tree of so many nodes, as deep as the drafter goes and about sqrt(nodes) - 1 wide."""
+    from hsd_jax.config import TreeConfig
+
+    return TreeConfig(nodes, min(num_steps, nodes - 1), max(1, round(nodes**0.5) - 1))
+
+
+def make_methods(
+    config: Any, sizes: list[int], drafters: dict[str, str]
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The methods of `compare.py`, and the default each is divided by.
+
+    Forms of reuse that this drafter and tree do not allow are left out, with a word on why.
+    """
+    from hsd_jax.config import AHEAD, REUSES, ReuseConfig
+    from hsd_jax.infer.reuse import check_reuse
+    from hsd_jax.types import DrawLaw
+
+    about, references = {}, {}
+    for nodes in sizes:
+        tree = tree_of_size(nodes, config.num_steps)
+        changes: dict[str, dict[str, Any]] = {"no token information": {"token_info": False}}
+        for form in REUSES[1:]:
+            # What is a round old must have been trained, which a shallower tree asks less of.
+            depth = max(1, min(tree.depth, (config.num_steps - 1) // 2)) if form == AHEAD else tree.depth
+            own_tree = dataclasses.replace(tree, depth=depth)
+            try:
+                check_reuse(ReuseConfig(form), config, own_tree, DrawLaw.ARBITRARY)
+            except ValueError as error:
+                options.say(f"left out at {nodes} nodes: {error}")
+                continue
+            changes[f"reuse {form}"] = {"reuse": form, "tree": options.tree_name(own_tree)}
+        changes |= {name: {"drafter": folder} for name, folder in drafters.items()}
+        default = f"{DEFAULT}, {nodes}"
+        about[default] = {"tree": options.tree_name(tree)}
+        for name, change in changes.items():
+            about[f"{name}, {nodes}"] = {"tree": options.tree_name(tree), **change}
+            references[f"{name}, {nodes}"] = default
+    return about, references
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """Over all tasks: ratio to the default with intervals, tau against nodes, acceptance by depth."""
+    from hsd_jax.cli import report
+
+    made = report.make_figure(3)
+    if made is None:
+        return
+    figure, (ratio, tau, depth) = made
+    last = record["rows"][-1]
+    setting = {key: last[key] for key in ("task", "temperature", "batch")}
+    rows = [row for row in record["rows"] if all(row[k] == v for k, v in setting.items()) and "tree" in row]
+    changed = [row for row in rows if row["over_reference"] is not None]
+    middles = [row["over_reference"]["median"] for row in changed]
+    errors = [
+        [max(m - row["over_reference"]["low"], 0.0) for m, row in zip(middles, changed, strict=True)],
+        [max(row["over_reference"]["high"] - m, 0.0) for m, row in zip(middles, changed, strict=True)],
+    ]
+    ratio.errorbar(middles, range(len(changed)), xerr=errors, fmt="o", color="tab:orange")
+    ratio.axvline(1.0, color="tab:gray", linewidth=0.8)
+    ratio.set_yticks(range(len(changed)), [row["method"] for row in changed], fontsize=8)
+    ratio.invert_yaxis()
+    ratio.set(title="tokens/s over the default", xlabel="ratio (median, 95 % interval)")
+    names = list(dict.fromkeys(row["method"].rpartition(", ")[0] for row in rows))
+    largest = max(row["tree"]["nodes"] for row in rows)
+    for name in names:
+        mine = [row for row in rows if row["method"].rpartition(", ")[0] == name]
+        tau.plot([row["tree"]["nodes"] for row in mine], [row["tau"] for row in mine], marker="o", label=name)
+        for row in mine:
+            if row["tree"]["nodes"] == largest:
+                acceptance = row["conditional_acceptance"]
+                depth.plot(range(1, len(acceptance) + 1), acceptance, marker="o", label=name)
+    tau.set(title=f"{setting['task']}, temperature {setting['temperature']:g}", xlabel="nodes", ylabel="tau")
+    tau.legend(fontsize=7)
+    depth.set(title=f"Acceptance by depth, {largest} nodes", xlabel="depth", ylim=(0, 1))
+    report.save_figure(figure, path)
