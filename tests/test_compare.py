@@ -35,21 +35,25 @@ def test_the_interval_covers_the_true_ratio_as_often_as_it_says():
     assert 176 <= covered < 200
 
 
-def fake_runs(**rates: list[float]) -> measure.Runs:
-    """Two batches of 10 and 30 tokens a mode, at the rate of each repeat."""
+def fake_runs(num: int = 2, **rates: list[float]) -> measure.Runs:
+    """`num` batches of 10 and 30 tokens a mode, at the rate of each repeat."""
 
     def result(count: int):
         return types.SimpleNamespace(tokens=np.arange(count)[None], num_tokens=np.array([count]))
 
-    seconds = {name: [[10 / rate, 30 / rate] for rate in repeats] for name, repeats in rates.items()}
-    return measure.Runs({name: [result(10), result(30)] for name in rates}, seconds)
+    counts = [10, 30] * (num // 2)
+    seconds = {name: [[count / rate for count in counts] for rate in repeats] for name, repeats in rates.items()}
+    return measure.Runs({name: [result(count) for count in counts] for name in rates}, seconds)
 
 
-def test_a_speedup_is_the_median_of_paired_repeats():
+def test_a_speedup_has_a_range_over_repeats_and_an_interval_over_batches():
     runs = fake_runs(fast=[30.0, 20.0, 50.0], slow=[10.0, 10.0, 20.0], middle=[15.0, 15.0, 15.0])
     found = measure.speedup("fast", "slow", runs)
     assert (found["min"], found["median"], found["max"]) == pytest.approx((2.0, 2.5, 3.0))
-    assert found["low"] == pytest.approx(found["high"]) == pytest.approx(3.0)  # both batches: 30 over 10, the medians
+    assert found["value"] == pytest.approx(3.0)  # both batches: 30 over 10, the medians
+    assert found["low"] is found["high"] is None  # of two batches nothing can be said
+    many = measure.speedup("fast", "slow", fake_runs(8, fast=[30.0, 20.0, 50.0], slow=[10.0, 10.0, 20.0]))
+    assert many["low"] == pytest.approx(many["high"]) == pytest.approx(many["value"])
     assert measure.fastest(["slow", "middle"], runs) == "middle"
     pooled = compare._pooled([runs, runs])
     assert pooled.num_tokens("fast") == [10, 30, 10, 30]
@@ -65,6 +69,9 @@ def test_a_speedup_is_the_median_of_paired_repeats():
         ("a: {nodes: 8}\n", "method 'a': 'nodes' is none of drafter, tree, accept, draw, reuse, token_info, reference"),
         ("a: 8x5x2\n", "method 'a': '8x5x2' is none of"),
         ("a: {reference: true}\nb: {reference: true}\n", "at most one method may say reference"),
+        ("a: {tree: 8}\n", "method 'a': tree: 8: expected a text"),
+        ("a: {drafter: [x]}\n", "method 'a': drafter: ['x']: expected a text"),
+        ('a: {token_info: "no"}\n', "method 'a': token_info: 'no': expected true or false"),
     ],
 )
 def test_methods_files_that_say_nonsense(tmp_path, text, message):
@@ -76,11 +83,11 @@ def test_methods_files_that_say_nonsense(tmp_path, text, message):
 
 
 def test_the_folder_holds_every_figure(folders, tmp_path, capsys):
-    """Two tasks and their union, two methods, one of them the reference; batches of 2 with one prompt left over."""
+    """Two tasks and their union, two methods, one of them the reference; batches of 2 of three prompts and of two."""
     methods, out = tmp_path / "methods.yaml", tmp_path / "out"
     methods.write_text("tree: {tree: 5x3x2}\nchain: {tree: 3x2x1, reference: true}\n")
     other = tmp_path / "other.jsonl"
-    other.write_text(json.dumps({"id": "x", "prompt": "the cat"}) + "\n")
+    other.write_text("".join(json.dumps({"id": p, "prompt": p}) + "\n" for p in ("the cat", "a dog")))
     tasks = ["--prompts", folders.data, f"other={other}", "--max-new-tokens", "8", "--repeats", "1", "--batch", "2"]
     arguments = [*both(folders), "--methods", methods, *tasks, "--dtype", "float32", "--out", out]
     assert hsd("bench", "compare", *arguments) == 0
@@ -88,7 +95,7 @@ def test_the_folder_holds_every_figure(folders, tmp_path, capsys):
     rows = {(row["task"], row["method"]): row for row in record["rows"]}
     assert list(rows) == [(task, m) for task in ("texts", "other", "all") for m in ("plain", "tree", "chain")]
     for (task, method), row in rows.items():
-        assert row["num_texts"] == row["same_text_as_plain"] == {"texts": 3, "other": 1, "all": 4}[task]
+        assert row["num_texts"] == row["same_text_as_plain"] == {"texts": 2, "other": 2, "all": 4}[task]
         assert (row["over_plain"] is None) == (method == "plain")
         assert (row["over_reference"] is None) == (method != "tree")
         assert row["tau"] == pytest.approx(row["num_tokens"] / row["num_target_passes"])
@@ -99,9 +106,17 @@ def test_the_folder_holds_every_figure(folders, tmp_path, capsys):
     with (out / "compare.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert [(line["task"], line["method"]) for line in lines] == list(rows)
-    assert float(lines[1]["over_plain"]) == pytest.approx(rows["texts", "tree"]["over_plain"]["median"])
+    assert float(lines[1]["over_plain"]) == pytest.approx(rows["texts", "tree"]["over_plain"]["value"])
+    assert float(lines[7]["over_reference"]) == pytest.approx(whole["over_reference"]["value"])
+    assert record["bits_per_byte"]["texts"]["value"] > 0 and record["bits_per_byte"]["other"] is None
+    assert set(record["repeated_4gram_share"]) == {"texts", "other"}
     text = (out / "compare.md").read_text()
-    assert text.count("### ") == 3 and "| tree | 5x3x2 | match |" in text and record["command"] in text
+    assert (
+        text.count("### ") == 3
+        and "bits per byte" in text
+        and "| tree | 5x3x2 | match |" in text
+        and record["command"] in text
+    )
     assert "all, temperature 0, batch 2" in capsys.readouterr().out
 
 
@@ -109,17 +124,29 @@ def test_the_folder_holds_every_figure(folders, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--prompts", "{data}", "{data}"], "there is a task 'texts' already"),
+        (["--prompts", "all={data}"], "there is a task 'all' already"),
+        (["--temperatures", "0", "-1"], "--temperatures -1: allowed are 0 and more"),
+        (["--batch", "1", "1"], "--batch 1 1: each once"),
+        (["--batch", "4"], "--batch 4: a task has 3 prompts"),
+        (["--methods", "a: {accept: foo}"], "method 'a': accept='foo': allowed are match, recursive"),
+        (["--methods", "a: {tree: 30x9x9}"], "method 'a': TreeConfig.depth=9: this drafter was trained for"),
+        (["--methods", "a: {reuse: mix}"], "method 'a': reuse='mix': this drafter has no fitted weights"),
+        (["--methods", "a: {reuse: union, accept: recursive}"], "method 'a': reuse='union' with draw="),
+        (["--methods", "a: {tree: 8x5}"], "method 'a': tree '8x5' is not NODESxDEPTHxWIDTH"),
         (["--out", "{data}"], "is a file; name a folder"),
         (["--max-new-tokens", "5000"], "no prompt has at most"),
     ],
 )
 def test_bad_values_end_before_anything_compiles(folders, tmp_path, capsys, arguments, message):
     arguments = [argument.replace("{data}", folders.data) for argument in arguments]
+    if arguments[0] == "--methods":
+        (tmp_path / "methods.yaml").write_text(arguments[1])
+        arguments[1] = str(tmp_path / "methods.yaml")
     given = ["--prompts", folders.data, "--out", tmp_path / "out", *arguments]
     assert hsd("bench", "compare", *both(folders), *given) == 2
     error = capsys.readouterr().err
-    assert error.startswith("hsd: error: ") and message in error
-    assert not (tmp_path / "out").exists()
+    assert error.splitlines()[-1].startswith("hsd: error: ") and message in error
+    assert "warming up" not in error
 
 
 def test_methods_need_a_drafter(folders, tmp_path, capsys):
@@ -139,6 +166,8 @@ def test_sizes_and_drafters_of_an_ablation():
             ablate.parse_drafters(named)
     assert ablate.tree_of_size(8, 6) == TreeConfig(8, 6, 2)
     assert ablate.tree_of_size(4, 6) == TreeConfig(4, 3, 1)
+    assert ablate.tree_of_size(16, 2) == TreeConfig(16, 2, 4)
+    assert ablate.tree_of_size(8, 1) == TreeConfig(8, 1, 7)
 
 
 def test_an_ablation_holds_what_the_drafter_allows(capsys):
@@ -146,30 +175,27 @@ def test_an_ablation_holds_what_the_drafter_allows(capsys):
     config = test_cli.toy.drafter_config(test_cli.toy.target_config(), num_steps=4)
     about, references = ablate.make_methods(config, [8, 3], {"other": "runs/other"})
     eights = [name.removesuffix(", 8") for name in about if name.endswith(", 8")]
-    forms = [f"reuse {form}" for form in ("sum", "union", "skip", "ahead", "unfused")]
+    forms = ["reuse sum", "reuse union", "reuse skip", "as shallow as ahead", "reuse ahead", "reuse unfused"]
     assert eights == ["default", "no token information", *forms, "other"]
-    assert about["reuse ahead, 8"] == {"reuse": "ahead", "tree": "8x1x2"}
+    assert about["reuse ahead, 8"] == {"reuse": "ahead", "tree": "8x1x7"}
+    assert [references.pop(f"reuse ahead, {n}") for n in (8, 3)] == [f"as shallow as ahead, {n}" for n in (8, 3)]
     assert about["other, 3"] == {"drafter": "runs/other", "tree": "3x2x1"}
     assert about["no token information, 3"] == {"token_info": False, "tree": "3x2x1"}
-    assert references == {name: f"default, {name.rpartition(' ')[2]}" for name in about if "default" not in name}
+    others = [name for name in about if not name.startswith(("default", "reuse ahead"))]
+    assert references == {name: f"default, {name.rpartition(' ')[2]}" for name in others}
     assert "left out at 8 nodes: reuse='mix': this drafter has no fitted weights" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_ablate_writes_its_folder(folders, tmp_path, monkeypatch):
+def test_ablate_writes_its_folder(folders, tmp_path):
     """Every text of every run is that of plain decoding."""
-    monkeypatch.setattr("hsd_jax.config.REUSES", ("none", "union", "skip"))
     out = tmp_path / "out"
     arguments = ["--prompts", folders.data, "--limit", "2", "--max-new-tokens", "8", "--repeats", "1"]
     assert hsd("bench", "ablate", *both(folders), *arguments, "--nodes", "4", "--dtype", "float32", "--out", out) == 0
     rows = json.loads((out / "ablate.json").read_text())["rows"]
-    assert [row["method"] for row in rows] == [
-        "plain",
-        "default, 4",
-        "no token information, 4",
-        "reuse union, 4",
-        "reuse skip, 4",
-    ]
+    forms = ["reuse sum", "reuse union", "reuse skip", "as shallow as ahead", "reuse ahead", "reuse unfused"]
+    names = ["default", "no token information", *forms]
+    assert [row["method"] for row in rows] == ["plain", *(f"{name}, 4" for name in names)]
     assert all(row["same_text_as_plain"] == row["num_texts"] == 2 for row in rows)
-    assert {row["over_reference"]["against"] for row in rows[2:]} == {"default, 4"}
+    assert {row["over_reference"]["against"] for row in rows[2:]} == {"default, 4", "as shallow as ahead, 4"}
     assert (out / "ablate.png").read_bytes().startswith(b"\x89PNG")

@@ -190,7 +190,7 @@ def test_the_loop_holds_no_second_cache(config, batch, trunk, law):
 def test_reuse_holds_no_second_cache(trunk, form):
     """Nor does the branch that may run the trunk or not: it reads the cache, and what it returns is written behind."""
     compiled, cache_bytes = compiled_loop(
-        SMALL, drafter_for(SMALL, trunk=trunk, num_steps=9), 1, 2048, ReuseConfig(form)
+        SMALL, drafter_for(SMALL, trunk=trunk, num_steps=9), 1, 2048, reuse=ReuseConfig(form)
     )
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)

@@ -1,13 +1,13 @@
 """`hsd bench ablate`: one change at a time around a drafter's default, at equal numbers of nodes, on the same prompts.
 
-Every run is a method of `compare.py` and is divided by the default of as many nodes. Acceptance by depth of the default
-is that of new states, of `skip` and `ahead` mostly that of old ones, of `sum`, `mix` and `union` that of both.
+Every run is a method of `compare.py` and is divided by the default of as many nodes; `ahead`, which allows shallower
+trees only, by fresh states in the same tree. Acceptance by depth of the default is that of new states, of `ahead` that
+of states one round old, of `sum`, `mix` and `union` that of both together.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,17 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
     from hsd_jax.cli import compare_report
 
-    out, sizes = compare.folder_of(args), parse_sizes(args.nodes)
-    params = options.load_params(args)
+    sizes, drafters = parse_sizes(args.nodes), parse_drafters(args.drafters)
+    out, params = compare.make_folder(args), options.load_params(args)
     options.need_drafter(params, "bench ablate")
-    about, references = make_methods(params.drafter_config, sizes, parse_drafters(args.drafters))
-    modes = compare.make_modes(args, params, about)
-    record = compare.measure(args, modes, about, references, compare.read_tasks(args, params), [1])
+    if params.drafter_config.kind != "hidden":
+        raise ValueError(f"a {params.drafter_config.kind} drafter: ablations are of hidden-state drafters")
+    about, references = make_methods(params.drafter_config, sizes, drafters)
+    modes, tasks = compare.make_modes(args, params, about), compare.read_tasks(args, params)
+    record = compare.measure(args, modes, about, references, tasks, [1], out / "ablate.json")
     compare_report.write(record, out, "ablate")
     plot(record, out / "ablate.png")
-    return 0
+    return compare.status(record)
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -82,11 +84,14 @@ def parse_drafters(named: list[str]) -> dict[str, str]:
     return found
 
 
-def tree_of_size(nodes: int, num_steps: int) -> Any:
-    """A tree of so many nodes, as deep as the drafter goes and about sqrt(nodes) - 1 wide."""
+def tree_of_size(nodes: int, max_depth: int) -> Any:
+    """A tree of so many nodes, at most so deep, about sqrt(nodes) - 1 wide or as wide as it must be."""
     from hsd_jax.config import TreeConfig
 
-    return TreeConfig(nodes, min(num_steps, nodes - 1), max(1, round(nodes**0.5) - 1))
+    depth, width = min(max_depth, nodes - 1), max(1, round(nodes**0.5) - 1)
+    while width + (depth - 1) * width**2 < nodes - 1:
+        width += 1
+    return TreeConfig(nodes, depth, width)
 
 
 def make_methods(
@@ -101,25 +106,31 @@ def make_methods(
     from hsd_jax.types import DrawLaw
 
     about, references = {}, {}
+
+    def add(name: str, nodes: int, tree: Any, against: str | None, **change: Any) -> None:
+        about[f"{name}, {nodes}"] = {"tree": options.tree_name(tree), **change}
+        if against is not None:
+            references[f"{name}, {nodes}"] = f"{against}, {nodes}"
+
     for nodes in sizes:
         tree = tree_of_size(nodes, config.num_steps)
-        changes: dict[str, dict[str, Any]] = {"no token information": {"token_info": False}}
+        add(DEFAULT, nodes, tree, None)
+        add("no token information", nodes, tree, DEFAULT, token_info=False)
         for form in REUSES[1:]:
-            # What is a round old must have been trained, which a shallower tree asks less of.
-            depth = max(1, min(tree.depth, (config.num_steps - 1) // 2)) if form == AHEAD else tree.depth
-            own_tree = dataclasses.replace(tree, depth=depth)
+            # States a round old must have been trained, which a shallower tree asks less of.
+            own_tree = tree_of_size(nodes, max(1, (config.num_steps - 1) // 2)) if form == AHEAD else tree
             try:
                 check_reuse(ReuseConfig(form), config, own_tree, DrawLaw.ARBITRARY)
             except ValueError as error:
                 options.say(f"left out at {nodes} nodes: {error}")
                 continue
-            changes[f"reuse {form}"] = {"reuse": form, "tree": options.tree_name(own_tree)}
-        changes |= {name: {"drafter": folder} for name, folder in drafters.items()}
-        default = f"{DEFAULT}, {nodes}"
-        about[default] = {"tree": options.tree_name(tree)}
-        for name, change in changes.items():
-            about[f"{name}, {nodes}"] = {"tree": options.tree_name(tree), **change}
-            references[f"{name}, {nodes}"] = default
+            against = DEFAULT
+            if own_tree != tree:
+                against = "as shallow as ahead"
+                add(against, nodes, own_tree, DEFAULT)
+            add(f"reuse {form}", nodes, own_tree, against, reuse=form)
+        for name, folder in drafters.items():
+            add(name, nodes, tree, DEFAULT, drafter=folder)
     return about, references
 
 
@@ -135,16 +146,17 @@ def plot(record: dict[str, Any], path: Path) -> None:
     setting = {key: last[key] for key in ("task", "temperature", "batch")}
     rows = [row for row in record["rows"] if all(row[k] == v for k, v in setting.items()) and "tree" in row]
     changed = [row for row in rows if row["over_reference"] is not None]
-    middles = [row["over_reference"]["median"] for row in changed]
-    errors = [
-        [max(m - row["over_reference"]["low"], 0.0) for m, row in zip(middles, changed, strict=True)],
-        [max(row["over_reference"]["high"] - m, 0.0) for m, row in zip(middles, changed, strict=True)],
+    middles = [row["over_reference"]["value"] for row in changed]
+    has_intervals = all(row["over_reference"]["low"] is not None for row in changed)
+    errors = has_intervals and [
+        [m - row["over_reference"]["low"] for m, row in zip(middles, changed, strict=True)],
+        [row["over_reference"]["high"] - m for m, row in zip(middles, changed, strict=True)],
     ]
-    ratio.errorbar(middles, range(len(changed)), xerr=errors, fmt="o", color="tab:orange")
+    ratio.errorbar(middles, range(len(changed)), xerr=errors or None, fmt="o", color="tab:orange")
     ratio.axvline(1.0, color="tab:gray", linewidth=0.8)
     ratio.set_yticks(range(len(changed)), [row["method"] for row in changed], fontsize=8)
     ratio.invert_yaxis()
-    ratio.set(title="tokens/s over the default", xlabel="ratio (median, 95 % interval)")
+    ratio.set(title="tokens/s over the default", xlabel="ratio (95 % interval over prompts)")
     names = list(dict.fromkeys(row["method"].rpartition(", ")[0] for row in rows))
     largest = max(row["tree"]["nodes"] for row in rows)
     for name in names:

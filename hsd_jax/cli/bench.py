@@ -15,7 +15,17 @@ from typing import Any
 
 from hsd_jax.cli import ablate, compare, options, prompts
 from hsd_jax.cli.machine import hardware
-from hsd_jax.cli.measure import Mode, Runs, fastest, mode_record, model_record, speedup, time_modes
+from hsd_jax.cli.measure import (
+    Mode,
+    Runs,
+    fastest,
+    held_out_bits_per_byte,
+    mode_record,
+    model_record,
+    repeated_4gram_share,
+    speedup,
+    time_modes,
+)
 
 PLAIN_DTYPES = ("float32", "bfloat16")
 PLAIN_PAD_ROWS = (1, 4)
@@ -90,14 +100,12 @@ def read_prompts(args: argparse.Namespace, params) -> list[prompts.BenchPrompt]:
 
         found = [prompts.BenchPrompt(p.name, p.text) for p in demo.read_prompts()]
         return found[: args.limit]
-    found = prompts.read_prompts(args.prompts, lambda t: len(params.tokenizer.encode(t)), args.half, args.limit)
-    room = params.max_len - args.max_new_tokens
-    fitting = [p for p in found if len(params.tokenizer.encode(p.text)) <= room]
-    if len(fitting) < len(found):
-        options.say(f"{len(found) - len(fitting)} prompts left out: longer than {room} tokens")
-    if not fitting:
-        raise ValueError(f"no prompt has at most {room} tokens (max_len {params.max_len} less --max-new-tokens)")
-    return fitting
+
+    def count(text: str) -> int:
+        return len(params.tokenizer.encode(text))
+
+    found = prompts.read_prompts(args.prompts, count, args.half, args.limit)
+    return prompts.short_enough(found, count, params.max_len - args.max_new_tokens, options.say)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -168,7 +176,7 @@ def measure(args: argparse.Namespace, params, modes: list[Mode], found: list[pro
         "target": model_record(params.target),
         "drafter": model_record(params.drafter),
         "bits_per_byte": held_out_bits_per_byte(params, found),
-        "repeated_4gram_share": _repeated(runs.texts(plain)),
+        "repeated_4gram_share": repeated_4gram_share(runs.texts(plain)),
         "modes": records,
         "prompts": _prompt_records(found, runs),
     }
@@ -177,12 +185,6 @@ def measure(args: argparse.Namespace, params, modes: list[Mode], found: list[pro
 def _progress(what: str, row: int, num: int) -> None:
     if row % 10 == 0:
         options.say(f"{what}: prompt {row + 1} of {num}")
-
-
-def _repeated(texts: list[list[int]]) -> float:
-    from hsd_jax.infer.metrics import pooled_repeated_ngram_share
-
-    return pooled_repeated_ngram_share(texts)
 
 
 def _speedups(mode: Mode, modes: list[Mode], runs: Runs) -> dict[str, dict]:
@@ -229,28 +231,6 @@ def profile_mode(
         precision="highest" if params.precision == "exact" else None,
         use_native=params.mesh is None,
     )
-
-
-def held_out_bits_per_byte(params, found: list[prompts.BenchPrompt], limit: int = 64) -> dict | None:
-    """The target's bits per byte on the texts that really follow the first prompts; None without such texts."""
-    from hsd_jax.infer import metrics
-
-    nats, num_bytes, num_texts = 0.0, 0, 0
-    for prompt in found:
-        if not prompt.rest or num_texts == limit:
-            continue
-        before = params.tokenizer.encode(prompt.text)
-        whole = params.tokenizer.encode(prompt.text + prompt.rest)[: params.target_config.max_position]
-        first = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
-        if not 0 < first < len(whole):
-            continue
-        decode = params.tokenizer.decode
-        nats += metrics.text_nats(params.target, params.target_config, whole, first)
-        num_bytes += len(decode(whole).encode()) - len(decode(whole[:first]).encode())
-        num_texts += 1
-    if not num_bytes:
-        return None
-    return {"value": metrics.bits_per_byte(nats, num_bytes), "num_texts": num_texts, "num_bytes": num_bytes}
 
 
 def _settings(args: argparse.Namespace, params, found) -> dict[str, Any]:

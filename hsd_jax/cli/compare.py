@@ -8,16 +8,29 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hsd_jax.cli import options, prompts
 from hsd_jax.cli.machine import hardware
-from hsd_jax.cli.measure import Mode, Runs, mode_record, model_record, speedup, time_modes
+from hsd_jax.cli.measure import (
+    Mode,
+    Runs,
+    held_out_bits_per_byte,
+    mode_record,
+    model_record,
+    repeated_4gram_share,
+    speedup,
+    time_modes,
+)
 
 PLAIN = "plain"
-KEYS = ("drafter", "tree", "accept", "draw", "reuse", "token_info", "reference")
+KEYS = {"drafter": str, "tree": str, "accept": str, "draw": str, "reuse": str, "token_info": bool, "reference": bool}
+"""What a method may say, and the type of its value."""
+ALL = "all"
+"""The task that holds all others."""
 DEFAULT_LIMIT = 20
 
 
@@ -89,29 +102,43 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
     from hsd_jax.cli import compare_report
 
-    out = folder_of(args)
+    out = make_folder(args)
     about = read_methods(args.methods) if args.methods else {"drafter": {}}
     params = options.load_params(args)
     modes = make_modes(args, params, about)
     tasks = read_tasks(args, params)
     reference = next((name for name, method in about.items() if method.get("reference")), None)
     references = {} if reference is None else {name: reference for name in about if name != reference}
-    record = measure(args, modes, about, references, tasks, args.batch)
+    record = measure(args, modes, about, references, tasks, args.batch, out / "compare.json")
     compare_report.write(record, out, "compare")
     compare_report.plot(record, out / "compare.png")
-    return 0
+    return status(record)
 
 
-def folder_of(args: argparse.Namespace) -> Path:
-    """The folder of --out, which need not be there yet.
+def make_folder(args: argparse.Namespace) -> Path:
+    """The folder of --out, after the settings that can be wrong before anything is loaded.
 
     Raises:
-      ValueError: if it is a file.
+      ValueError, OSError: if it cannot be made, or a setting is given twice or not allowed.
     """
+    for t in args.temperatures:
+        if not 0 <= t < float("inf"):
+            raise ValueError(f"--temperatures {t:g}: allowed are 0 and more")
+    for name in ("temperatures", "batch"):
+        values = getattr(args, name, [])
+        if len(set(values)) < len(values):
+            raise ValueError(f"--{name} {' '.join(map(str, values))}: each once")
     out = Path(args.out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out}: is a file; name a folder")
+    out.mkdir(parents=True, exist_ok=True)
     return out
+
+
+def status(record: dict[str, Any]) -> int:
+    """1 if a text differs from plain decoding where none may: under match, in exact precision."""
+    wrong = [row for row in record["rows"] if row.get("accept") == "match" and row["differing_prompts"]]
+    return 1 if wrong and record["precision"] == "exact" else 0
 
 
 def read_methods(path: str | Path) -> dict[str, dict[str, Any]]:
@@ -135,6 +162,10 @@ def read_methods(path: str | Path) -> dict[str, dict[str, Any]]:
         if not isinstance(about, dict) or (wrong := [key for key in about if key not in KEYS]):
             shown = wrong[0] if isinstance(about, dict) else about
             raise ValueError(f"{path}: method {name!r}: {shown!r} is none of {', '.join(KEYS)}")
+        for key, value in about.items():
+            if type(value) is not KEYS[key]:
+                wanted = "true or false" if KEYS[key] is bool else "a text"
+                raise ValueError(f"{path}: method {name!r}: {key}: {value!r}: expected {wanted}")
     if sum(bool(about.get("reference")) for about in methods.values()) > 1:
         raise ValueError(f"{path}: at most one method may say reference: true")
     return methods
@@ -151,44 +182,45 @@ def make_modes(args: argparse.Namespace, params, about: dict[str, dict[str, Any]
         found = loaded[where]
         if found.drafter_config is None:
             raise ValueError(f"method {name!r} has no drafter: name one in --methods, or give --drafter DIR")
-        tree = found.tree
-        if "tree" in method:
-            trees = options.parse_trees(str(method["tree"]))
-            if len(trees) > 1:
-                raise ValueError(f"method {name!r}: tree {method['tree']!r}: one tree a method")
-            tree = trees[0]
-        if not method.get("token_info", True):
-            found = without_token_info(found, name)
-        how = {key: method[key] for key in ("accept", "draw", "reuse") if key in method}
-        modes.append(Mode(name, found, tree, **how))
+        try:
+            tree = options.parse_tree(method["tree"]) if "tree" in method else found.tree
+            if not method.get("token_info", True):
+                found = without_token_info(found)
+            how = {key: method[key] for key in ("accept", "draw", "reuse") if key in method}
+            modes.append(Mode(name, found, tree, **how))
+            modes[-1].check()
+        except ValueError as error:
+            raise ValueError(f"method {name!r}: {error}") from error
     return modes
 
 
-def without_token_info(params, name: str):
+def without_token_info(params):
     """The same models with a bias of zero: every node is drafted from the base logits of its depth.
 
+    The product with the bias still runs, so tau is that of a drafter without token information, the speed is not.
+
     Raises:
-      ValueError: naming the method, if its drafter has no token information.
+      ValueError: if the drafter has no token information.
     """
     import jax.numpy as jnp
 
     if "injector" not in params.drafter:
-        raise ValueError(
-            f"method {name!r}: token_info is of hidden-state drafters; this one is {params.drafter_config.kind}"
-        )
+        raise ValueError(f"token_info is of hidden-state drafters, and this one is {params.drafter_config.kind}")
     injector = params.drafter["injector"]
     drafter = params.drafter | {"injector": injector | {"bias": jnp.zeros_like(injector["bias"])}}
     return dataclasses.replace(params, drafter=drafter)
 
 
-def read_tasks(args: argparse.Namespace, params) -> dict[str, list[str]]:
+def read_tasks(args: argparse.Namespace, params) -> dict[str, list[prompts.BenchPrompt]]:
     """The prompts of every task, short enough for `max_len`."""
     if params.tokenizer is None:
         raise ValueError("this checkpoint has no tokenizer: hsd bench compare needs text prompts")
     if not args.prompts:
         from hsd_jax import demo
 
-        return {"demo": [prompt.text for prompt in demo.read_prompts()][: args.limit]}
+        if args.half is not None:
+            raise ValueError(f"--half {args.half}: splits the prompts of files; give --prompts")
+        return {"demo": [prompts.BenchPrompt(p.name, p.text) for p in demo.read_prompts()][: args.limit]}
 
     def count(text: str) -> int:
         return len(params.tokenizer.encode(text))
@@ -197,13 +229,10 @@ def read_tasks(args: argparse.Namespace, params) -> dict[str, list[str]]:
     for named in args.prompts:
         task, _, file = named.rpartition("=")
         task = task or Path(file).stem
-        if task in tasks:
+        if task in tasks or task == ALL:
             raise ValueError(f"--prompts {named}: there is a task {task!r} already; write NAME={file}")
         found = prompts.read_prompts([file], count, args.half, args.limit)
-        room = params.max_len - args.max_new_tokens
-        tasks[task] = [prompt.text for prompt in found if count(prompt.text) <= room]
-        if not tasks[task]:
-            raise ValueError(f"{file}: no prompt has at most {room} tokens (max_len less --max-new-tokens)")
+        tasks[task] = prompts.short_enough(found, count, params.max_len - args.max_new_tokens, options.say)
     return tasks
 
 
@@ -212,24 +241,51 @@ def measure(
     modes: Sequence[Mode],
     about: dict[str, dict[str, Any]],
     references: dict[str, str],
-    tasks: dict[str, list[str]],
+    tasks: dict[str, list[prompts.BenchPrompt]],
     batches: Sequence[int],
+    path: Path,
 ) -> dict[str, Any]:
     """Runs every setting and returns the whole record; `rows` are its figures, one a setting and method.
 
     Args:
       references: the method that others are also divided by.
+      path: gets the record after each setting, so that a run that breaks off leaves what it has measured.
+    Raises:
+      ValueError: if a batch is larger than a task.
     """
+    fewest = min(map(len, tasks.values()))
+    if max(batches) > fewest:
+        raise ValueError(f"--batch {max(batches)}: a task has {fewest} prompts; allowed are batches that these fill")
+    params = modes[0].params
+    record = {
+        "command": args.command_line,
+        "hardware": hardware(),
+        "target": model_record(params.target),
+        "drafters": {mode.name: model_record(mode.params.drafter) for mode in modes[1:]},
+        "bits_per_byte": {task: held_out_bits_per_byte(params, found) for task, found in tasks.items()},
+        "repeated_4gram_share": {},
+        "dtype": modes[0].dtype,
+        "precision": params.precision,
+        "max_new_tokens": args.max_new_tokens,
+        "repeats": args.repeats,
+        "num_prompts": {task: len(found) for task, found in tasks.items()},
+        "half": args.half,
+        "references": references,
+        "methods": about,
+        "kind_of_figures": "measured; prefill excluded; end tokens honoured",
+        "rows": [],
+    }
     settings = [Setting(task, t, b) for t in args.temperatures for b in batches for task in tasks]
-    rows, runs = [], {}
+    rows, runs = record["rows"], {}
     for number, setting in enumerate(settings, 1):
+        full = len(tasks[setting.task]) // setting.batch * setting.batch
         options.say(
             f"setting {number} of {len(settings)}: {setting.task}, temperature {setting.temperature:g}, batch"
-            f" {setting.batch}, {len(tasks[setting.task])} prompts"
+            f" {setting.batch}, {full} of {len(tasks[setting.task])} prompts in full batches"
         )
         runs[setting] = time_modes(
             modes,
-            tasks[setting.task],
+            [prompt.text for prompt in tasks[setting.task][:full]],
             batch=setting.batch,
             max_new_tokens=args.max_new_tokens,
             temperature=setting.temperature,
@@ -238,26 +294,15 @@ def measure(
             progress=_progress,
         )
         rows += _rows(setting, modes, runs[setting], references)
+        if setting.temperature == 0:
+            record["repeated_4gram_share"][setting.task] = repeated_4gram_share(runs[setting].texts(PLAIN))
+        path.write_text(json.dumps(record, indent=1) + "\n")
     if len(tasks) > 1:
         for t in args.temperatures:
             for b in batches:
                 pooled = _pooled([runs[Setting(task, t, b)] for task in tasks])
-                rows += _rows(Setting("all", t, b), modes, pooled, references)
-    return {
-        "command": args.command_line,
-        "hardware": hardware(),
-        "target": model_record(modes[0].params.target),
-        "drafters": {mode.name: model_record(mode.params.drafter) for mode in modes[1:]},
-        "dtype": modes[0].dtype,
-        "max_new_tokens": args.max_new_tokens,
-        "repeats": args.repeats,
-        "num_prompts": {task: len(texts) for task, texts in tasks.items()},
-        "half": args.half,
-        "references": references,
-        "methods": about,
-        "rows": rows,
-        "kind_of_figures": "measured; prefill excluded; end tokens honoured",
-    }
+                rows += _rows(Setting(ALL, t, b), modes, pooled, references)
+    return record
 
 
 def _progress(what: str, done: int, num: int) -> None:
@@ -279,7 +324,6 @@ def _rows(setting: Setting, modes: Sequence[Mode], runs: Runs, references: dict[
     rows = []
     for mode in modes:
         row = {"method": mode.name, **dataclasses.asdict(setting), **mode_record(mode, runs, PLAIN)}
-        del row["differing_prompts"]
         row["num_texts"] = len(runs.texts(PLAIN))
         row["over_plain"] = None if mode.name == PLAIN else speedup(mode.name, PLAIN, runs)
         reference = references.get(mode.name)

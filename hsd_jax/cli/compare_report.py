@@ -23,7 +23,10 @@ def _settings(record: dict[str, Any]) -> Iterator[tuple[tuple[str, float, int], 
 
 
 def _ratio(value: dict[str, Any] | None) -> str:
-    return "" if value is None else f"{value['median']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
+    if value is None:
+        return ""
+    interval = "" if value["low"] is None else f" [{value['low']:.2f}, {value['high']:.2f}]"
+    return f"{value['value']:.2f}{interval}"
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -56,7 +59,8 @@ def _footer(record: dict[str, Any]) -> list[str]:
         f"target {record['target']['parameters'] / 1e6:.2f}M, {record['dtype']}; drafters: {drafters}",
         f"{machine['cpu']}, {machine['cores']} cores, {machine['backend']}, jax {machine['jax']};"
         f" {record['max_new_tokens']} new tokens, {record['repeats']} repeats, prompts {record['num_prompts']}",
-        "tokens/s: median (range) of the repeats; ratios: median [95 % interval over prompts]",
+        *_quality(record),
+        "tokens/s: median (range) of the repeats; ratios: [95 % interval over batches of prompts, of 8 and more]",
         record["command"],
     ]
 
@@ -69,6 +73,14 @@ def write(record: dict[str, Any], out: Path, name: str) -> None:
     write_markdown(record, out / f"{name}.md")
     print_tables(record)
     options.say(f"wrote {out}")
+
+
+def _quality(record: dict[str, Any]) -> list[str]:
+    """What the texts are like, where known: looping text inflates tau."""
+    bits = [f"{task} {found['value']:.2f}" for task, found in record["bits_per_byte"].items() if found]
+    repeats = [f"{task} {share:.0%}" for task, share in record["repeated_4gram_share"].items()]
+    lines = [f"bits per byte of the target on what really follows: {', '.join(bits)}"] if bits else []
+    return lines + ([f"repeated 4-grams in greedy text: {', '.join(repeats)}"] if repeats else [])
 
 
 def print_tables(record: dict[str, Any]) -> None:
@@ -94,17 +106,18 @@ def write_markdown(record: dict[str, Any], path: Path) -> None:
 
 def write_csv(record: dict[str, Any], path: Path) -> None:
     """A line a setting and method, numbers only."""
-    names = ["task", "temperature", "batch", "method", "accept", "nodes", "depth", "width", "tau", "num_tokens"]
-    names += ["tokens_per_second", "over_plain", "over_plain_low", "over_plain_high", "over_reference"]
+    names = ["task", "temperature", "batch", "method", "dtype", "accept", "draw", "reuse", "nodes", "depth", "width"]
+    names += ["tau", "num_tokens", "tokens_per_second"]
+    names += [f"over_{rival}{end}" for rival in ("plain", "reference") for end in ("", "_low", "_high")]
     names += ["same_text_as_plain", "num_texts"]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names, restval="", extrasaction="ignore")
         writer.writeheader()
         for row in record["rows"]:
-            plain, reference = row["over_plain"] or {}, row["over_reference"] or {}
             flat = {**row, **(row.get("tree") or {}), "tokens_per_second": row["tokens_per_second"]["median"]}
-            flat |= {"over_plain": plain.get("median"), "over_reference": reference.get("median")}
-            flat |= {"over_plain_low": plain.get("low"), "over_plain_high": plain.get("high")}
+            for rival in ("over_plain", "over_reference"):
+                found = row[rival] or {}
+                flat |= {rival: found.get("value")} | {f"{rival}_{end}": found.get(end) for end in ("low", "high")}
             writer.writerow(flat)
 
 

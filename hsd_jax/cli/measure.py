@@ -13,8 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from hsd_jax.cli.prompts import BenchPrompt
+
 RESAMPLES = 2000
 CONFIDENCE = 0.95
+FEWEST_BATCHES = 8
+"""Of fewer batches of prompts no interval is given: it would be narrow by accident."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,19 @@ class Mode:
     @property
     def dtype(self) -> str:
         return self.params.target["embedding"].dtype.name
+
+    def check(self) -> None:
+        """Raises a ValueError for what cannot be decoded together, before anything compiles."""
+        from hsd_jax.config import ReuseConfig
+        from hsd_jax.infer.accept import check_legal, make_rule
+        from hsd_jax.infer.drafters.make import make_drafter
+        from hsd_jax.request import draw_law
+
+        if self.tree is not None:
+            law, reuse = draw_law(self.accept, self.draw), ReuseConfig.parse(self.reuse)
+            config = self.params.target_config
+            drafter = make_drafter(config, self.params.drafter_config, self.tree, law=law, reuse=reuse)
+            check_legal(make_rule(self.accept, self.tree), drafter.law)
 
     def decode(self, texts: Sequence[str], seeds: Sequence[int], max_new_tokens: int, temperature: float):
         """`hsd_jax.decode` of one batch."""
@@ -89,8 +106,8 @@ def time_modes(
 ) -> Runs:
     """Decodes all prompts by all modes, 1 + `repeats` times; prefill is not timed, end tokens are honoured.
 
-    The first time compiles, and keeps what was said. Behind it mode follows mode on every batch of prompts, so that a
-    change of the machine's pace meets all modes alike.
+    The first time compiles, and keeps what was said. Behind it mode follows mode on every batch of prompts, in an order
+    that rotates, so that a change of the machine's pace and what the mode before left in the caches meet all alike.
 
     Args:
       batch: rows decoded at once; prompts left over at the end are decoded as a smaller batch.
@@ -114,7 +131,8 @@ def time_modes(
             seconds[mode.name].append([])
         for i, rows in enumerate(batches):
             progress(f"timing, pass {repeat + 1} of {repeats}", i, len(batches))
-            for mode in modes:
+            first = (repeat + i) % len(modes)
+            for mode in [*modes[first:], *modes[:first]]:
                 seconds[mode.name][repeat].append(decode(mode, rows).stats.decode_seconds)
     return Runs(results, seconds)
 
@@ -128,6 +146,7 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
     """The figures of one mode; `plain` names the mode whose texts its own are compared with."""
     results, seconds = runs.results[mode.name], runs.seconds[mode.name]
     passes = sum(r.stats.num_target_passes for r in results)  # counted a row
+    rounds = sum(int(r.stats.per_row.num_target_passes.max()) for r in results)
     num_tokens = sum(runs.num_tokens(mode.name))
     differing = [i for i, (a, b) in enumerate(zip(runs.texts(mode.name), runs.texts(plain), strict=True)) if a != b]
     record = {
@@ -138,7 +157,7 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
         "num_target_passes": passes,
         "tau": num_tokens / max(passes, 1),
         "tokens_per_second": spread(runs.rates(mode.name)),
-        "seconds_per_pass": spread([sum(batches) / max(passes, 1) for batches in seconds]),
+        "seconds_per_round": spread([sum(batches) / max(rounds, 1) for batches in seconds]),
         "same_text_as_plain": len(runs.texts(plain)) - len(differing),
         "differing_prompts": differing,
     }
@@ -163,15 +182,18 @@ def fastest(names: Sequence[str], runs: Runs) -> str:
 
 
 def speedup(name: str, rival: str, runs: Runs) -> dict[str, Any]:
-    """Tokens per second over those of `rival`: median and range over the repeats, and an interval over the prompts.
+    """Tokens per second over those of `rival`, in two ways.
 
-    The interval is a percentile bootstrap over the batches of prompts, paired, each at the median of its repeats.
+    `median`, `min`, `max` are of the ratios of the repeats. `value` takes every batch of prompts at the median of its
+    repeats; `low` and `high` are its percentile bootstrap over the batches, paired, and None for fewer than
+    FEWEST_BATCHES.
     """
     ratios = [a / b for a, b in zip(runs.rates(name), runs.rates(rival), strict=True)]
     tokens = np.array([runs.num_tokens(n) for n in (name, rival)], float)
     times = np.array([np.median(runs.seconds[n], axis=0) for n in (name, rival)])
-    low, high = bootstrap_ratio(tokens, times)
-    return {"against": rival, **spread(ratios), "low": low, "high": high}
+    rates = tokens.sum(1) / times.sum(1)
+    low, high = bootstrap_ratio(tokens, times) if tokens.shape[1] >= FEWEST_BATCHES else (None, None)
+    return {"against": rival, **spread(ratios), "value": float(rates[0] / rates[1]), "low": low, "high": high}
 
 
 def bootstrap_ratio(tokens: np.ndarray, seconds: np.ndarray, seed: int = 0) -> tuple[float, float]:
@@ -190,3 +212,32 @@ def model_record(weights) -> dict[str, int]:
 
     leaves = jax.tree.leaves(weights)
     return {"parameters": sum(x.size for x in leaves), "bytes": sum(x.nbytes for x in leaves)}
+
+
+def repeated_4gram_share(texts: Sequence[Sequence[int]]) -> float:
+    """The share of 4-grams that stood earlier in the same text: looping text inflates tau."""
+    from hsd_jax.infer.metrics import pooled_repeated_ngram_share
+
+    return pooled_repeated_ngram_share(texts)
+
+
+def held_out_bits_per_byte(params, found: Sequence[BenchPrompt], limit: int = 64) -> dict | None:
+    """The target's bits per byte on the texts that really follow the first prompts; None without such texts."""
+    from hsd_jax.infer import metrics
+
+    nats, num_bytes, num_texts = 0.0, 0, 0
+    for prompt in found:
+        if not prompt.rest or num_texts == limit:
+            continue
+        before = params.tokenizer.encode(prompt.text)
+        whole = params.tokenizer.encode(prompt.text + prompt.rest)[: params.target_config.max_position]
+        first = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
+        if not 0 < first < len(whole):
+            continue
+        decode = params.tokenizer.decode
+        nats += metrics.text_nats(params.target, params.target_config, whole, first)
+        num_bytes += len(decode(whole).encode()) - len(decode(whole[:first]).encode())
+        num_texts += 1
+    if not num_bytes:
+        return None
+    return {"value": metrics.bits_per_byte(nats, num_bytes), "num_texts": num_texts, "num_bytes": num_bytes}

@@ -142,17 +142,19 @@ def tree_of(args: argparse.Namespace, params) -> Any:
     return TreeConfig(nodes=nodes, depth=depth, width=args.width or min(own.width, nodes - 1))
 
 
-def parse_trees(text: str) -> list[Any]:
-    """Trees from "8x5x3,16x6x4": nodes x depth x width."""
+def parse_tree(text: str) -> Any:
+    """A tree from "8x5x3": nodes x depth x width."""
     from hsd_jax.config import TreeConfig
 
-    trees = []
-    for part in text.split(","):
-        numbers = part.strip().split("x")
-        if len(numbers) != 3 or not all(n.isdigit() for n in numbers):
-            raise ValueError(f"--trees {text!r}: {part.strip()!r} is not NODESxDEPTHxWIDTH, for example 8x5x3")
-        trees.append(TreeConfig(*map(int, numbers)))
-    return trees
+    numbers = text.strip().split("x")
+    if len(numbers) != 3 or not all(n.isdigit() for n in numbers):
+        raise ValueError(f"tree {text.strip()!r} is not NODESxDEPTHxWIDTH, for example 8x5x3")
+    return TreeConfig(*map(int, numbers))
+
+
+def parse_trees(text: str) -> list[Any]:
+    """Trees from "8x5x3,16x6x4"."""
+    return [parse_tree(part) for part in text.split(",")]
 
 
 def tree_name(tree) -> str:

@@ -28,6 +28,22 @@ class BenchPrompt:
     """The text that follows in the data."""
 
 
+def short_enough(
+    found: Sequence[BenchPrompt], count: Callable[[str], int], room: int, report: Callable[[str], None]
+) -> list[BenchPrompt]:
+    """The prompts of at most `room` tokens, with a word on how many are left out.
+
+    Raises:
+      ValueError: if none is.
+    """
+    fitting = [prompt for prompt in found if count(prompt.text) <= room]
+    if len(fitting) < len(found):
+        report(f"{len(found) - len(fitting)} prompts left out: longer than {room} tokens")
+    if not fitting:
+        raise ValueError(f"no prompt has at most {room} tokens (max_len less --max-new-tokens)")
+    return fitting
+
+
 def read_prompts(
     files: Sequence[str | Path],
     count: Callable[[str], int],

@@ -114,8 +114,7 @@ def hidden_drafter(
         if runs_every_round:
             return HiddenState(state.cache, pending, next_tokens, num_committed, spares)
         assert spares is not None
-        # A finished row must not ask for trunk runs that the others would wait for.
-        assert spares is not None
+        # A row that stays finished must not ask for trunk runs that the others would wait for.
         spares = dataclasses.replace(spares, num=jnp.where(num_committed == 0, num_states, spares.num))
         return append_pending(dataclasses.replace(state, spares=spares), pending, next_tokens, num_committed)
 

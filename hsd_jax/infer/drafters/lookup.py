@@ -1,8 +1,8 @@
 """Prompt lookup: drafts what stood behind an earlier occurrence of the last tokens. No weights.
 
-Good where an answer repeats its prompt (summaries, edits, code), worthless elsewhere, nearly free everywhere. It looks
-on the device, in a copy of the context of its own. Prompt lookup decoding (Saxena, 2023, github.com/apoorvumang/
-prompt-lookup-decoding); LLMA (arXiv:2304.04487) copies in the same way.
+Good where an answer repeats its prompt (summaries, edits, code). Drafting costs next to nothing, but the target's pass
+over all nodes is paid where nothing is found, too. It looks on the device, in a copy of the context of its own. Prompt
+lookup decoding (Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding); LLMA (arXiv:2304.04487) copies likewise.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, SmallLMConfig, TreeConfig
-from hsd_jax.infer.tree import grow as grow_tree
+from hsd_jax.infer.tree import grow
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, forward_sequence
 from hsd_jax.types import Drafter, DrawLaw, KVCache, ModelOutput, SamplingParams, Verdict
@@ -91,7 +91,7 @@ def small_lm_drafter(
             logits = jnp.take_along_axis(output.logits, num_read[:, None, None] - 1, 1)
             return logits, cache_lib.commit(cache, output.new_kv, None, num_read, after=logits)
 
-        drafted, cache = grow_tree(
+        drafted, cache = grow(
             expand, state.cache, root, tree, law, keys, root_position, sampling, None, config.vocab_size
         )
         return drafted, dataclasses.replace(state, cache=cache)
@@ -108,7 +108,7 @@ def small_lm_drafter(
         cache = dataclasses.replace(state.cache, length=root_position + num_read)
         return SmallLMState(cache, pending, 1 + num_committed - num_read)
 
-    def grow(state: SmallLMState, capacity: int):
+    def grow_cache(state: SmallLMState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
-    return Drafter(init, draft, commit, grow, law, tree.nodes, depth)
+    return Drafter(init, draft, commit, grow_cache, law, tree.nodes, depth)
