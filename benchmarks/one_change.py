@@ -29,7 +29,7 @@ from hsd_jax.train import evaluate, journal, run
 from hsd_jax.train.drafter import DrafterRecipe
 
 
-def write_texts(params: Params, args: argparse.Namespace) -> dict[str, evaluate.Texts]:
+def write_texts(params: Params, args: argparse.Namespace) -> dict[str, tuple[evaluate.Texts, float]]:
     """Greedy and sampled texts behind the prompts of each file; made once for a target, prompts and lengths."""
     tokenizer, texts = Tokenizer(args.target), {}
     target_hash = convert.weights_hash(params.target)
@@ -39,9 +39,8 @@ def write_texts(params: Params, args: argparse.Namespace) -> dict[str, evaluate.
         tokens = [np.asarray(tokenizer.encode(p.text)) for p in prompts]
         for law, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             settings = args.max_new_tokens, temperature, options.say
-            texts[f"{name}, {law}"] = evaluate.stored_texts(
-                args.out, f"{name}-{law}", params, target_hash, tokens, *settings
-            )
+            found = evaluate.stored_texts(args.out, f"{name}-{law}", params, target_hash, tokens, *settings)
+            texts[f"{name}, {law}"] = found, temperature
     return texts
 
 
@@ -80,7 +79,7 @@ def main() -> None:
         drafter_config, drafter = convert.read_drafter(train(name, about or {}, args), "float32")
         models = drafter, drafter_config, target, config
         tree = evaluate.EvalConfig().tree(drafter_config.num_steps)
-        found[name] = {kind: evaluate.simulate(*models, text, tree) for kind, text in texts.items()}
+        found[name] = {kind: evaluate.simulate(*models, text, tree, t) for kind, (text, t) in texts.items()}
         print_row(name, found[name], list(texts))
     (Path(args.out) / "table.json").write_text(json.dumps(found, indent=1))
     draw(args.out, found)

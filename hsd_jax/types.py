@@ -166,8 +166,8 @@ class Drafter(NamedTuple):
     taps: tuple[int, ...] = ()
     """Layers whose residual streams `init` and `commit` read in `ModelOutput.features`."""
     node_logp: Callable[..., Array] | None = None
-    """`node_logp(params, state, tree) -> [B, N]`: log-probability of each node given its parent, under which an
-    ARBITRARY tree was grown from `state`; 0 for the root. For pictures: no decode calls it. None: there is none."""
+    """`node_logp(params, state, tree, sampling) -> [B, N]`: log-probability of each node given its parent, under which
+    an ARBITRARY tree was grown from `state`; 0 for the root. For pictures: no decode calls it. None: there is none."""
     reach: int = 0
     """Slots behind the committed tokens that a round may write in the drafter's own cache, if more than `max_depth`."""
 

@@ -58,7 +58,7 @@ def test_drafts_are_the_best_guesses_of_each_head():
         position = np.asarray(state.length) - 1
         root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
         tree, _ = draft(setup.models, state.drafter, root, jnp.asarray(position), keys, sampling)
-        logp = node_logp(setup.models, state.drafter, tree)
+        logp = node_logp(setup.models, state.drafter, tree, sampling)
         for row in np.flatnonzero(position >= 1):
             feature = hidden[row, position[row] - 1]
             np.testing.assert_allclose(state.drafter.feature[row], feature, rtol=1e-4, atol=1e-5)

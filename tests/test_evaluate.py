@@ -51,7 +51,7 @@ def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
     options = {"max_new_tokens": 24, "temperature": temperature}
     texts = evaluate.write_texts(params, prompts, seed=5, batch=2, **options)
     models = params.drafter, params.drafter_config, params.target, params.target_config
-    found = evaluate.simulate(*models, texts, TREE)
+    found = evaluate.simulate(*models, texts, TREE, temperature)
     out = hsd_jax.decode(params, prompts, seed=[5, 6, 7], tree=TREE, **options)
     assert found["tau"] == pytest.approx(out.stats.tau)
     reached = np.cumsum(out.stats.accepted_histogram[::-1])[::-1]
@@ -63,7 +63,7 @@ def test_a_chain_is_judged_too(params):
     prompts = [np.arange(4, 10)]
     texts = evaluate.write_texts(params, prompts, 24, 0.0, seed=0)
     models = params.drafter, params.drafter_config, params.target, params.target_config
-    found = evaluate.simulate(*models, texts, TREE)
+    found = evaluate.simulate(*models, texts, TREE, 0.0)
     steps = params.drafter_config.num_steps
     out = hsd_jax.decode(params, prompts, max_new_tokens=24, tree=TreeConfig(steps + 1, steps, 1))
     assert found["chain_tau"] == pytest.approx(out.stats.tau)

@@ -328,13 +328,32 @@ def test_caches_hold_what_several_layers_say(proposer):
     assert find_stale_slot(setup, state.replace(drafter=moved)) == f"pending features, row {row}"
 
 
-def test_caches_survive_growing():
-    setup, call = toy.setup("llama", "steered"), toy.mixed_call()
-    state = call.start(setup.decoder, setup.models, capacity=16)
-    state = call.resume(setup.decoder, setup.models, state)
+def first_stale_slot(setup: toy.Setup) -> str | None:
+    """What `find_stale_slot` says after the first round where it says anything, from the smallest caches on."""
+    call, decoder = toy.mixed_call(), setup.decoder_with()
+    state = call.start(decoder, setup.models, capacity=16)
+    while not bool(state.done.all()):
+        state = call.resume(decoder, setup.models, state, 1)
+        assert_lengths(state)
+        stale = find_stale_slot(setup, state)
+        if stale is not None:
+            return stale
     assert state.cache.keys[0].shape[2] == state.drafter.cache.keys[0].shape[2] == 64
-    assert_lengths(state)
-    assert find_stale_slot(setup, state) is None
+    return None
+
+
+@pytest.mark.parametrize("proposer", ["steered", pytest.param("steered_block_skip", marks=pytest.mark.slow)])
+def test_caches_survive_growing(proposer):
+    """Under SKIP a trunk run writes more slots than a tree is deep."""
+    assert first_stale_slot(toy.setup("llama", proposer)) is None
+
+
+@pytest.mark.slow
+def test_the_comparison_finds_a_loop_that_reaches_too_little():
+    """A trunk run that writes over the end of its cache moves onto committed slots, which no text would show."""
+    setup = toy.setup("llama", "steered_block_skip")
+    short = dataclasses.replace(setup, drafter=setup.drafter._replace(reach=0))
+    assert first_stale_slot(short) is not None
 
 
 @pytest.mark.parametrize("where", ["trunk", "target", "pending", "next_tokens"])

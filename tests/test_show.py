@@ -110,7 +110,7 @@ def test_probabilities_are_those_of_the_beam(proposer, monkeypatch):
     @setup.decoder.compile
     def drafted(models, state, sampling):
         tree, _ = setup.drafter.draft(models, state.drafter, root, state.length - 1, state.keys, sampling)
-        logp = setup.drafter.node_logp(models, state.drafter, tree)
+        logp = setup.drafter.node_logp(models, state.drafter, tree, sampling)
         return logp, tree.parents, scores[-1]  # the last choice is among all levels
 
     logp, parents, wanted = map(np.asarray, drafted(setup.models, state, call.arrays()[-1]))

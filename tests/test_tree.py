@@ -185,6 +185,22 @@ def test_the_comparison_finds_mutants(mutant):
     assert find_difference(mutant, CONFIGS[4], 0) is not None
 
 
+def test_a_beam_is_grown_for_the_temperature_of_its_row():
+    """Sharper where the target's draw is surer: each row has the tree of its own scaled logits, temperature 0 of 3."""
+    config, temperature = TreeConfig(nodes=7, depth=3, width=3), [0.0, 0.2, 0.5, 1.0, 2.0]
+    base, table, root = random_inputs(config, 3, batch=1, scale=1.0)
+    rows = len(temperature)
+    base, root = np.repeat(base, rows, 0), np.repeat(root, rows)
+    none = jnp.zeros(rows, jnp.int32)
+    sampling = SamplingParams(jnp.asarray(temperature), none, jnp.ones(rows))
+    grown = jitted_sampled(config, DrawLaw.ARBITRARY)(base, table, root, none.astype(jnp.uint32), none, sampling)
+    found = [(grown.tokens[row].tolist(), grown.parents[row].tolist()) for row in range(rows)]
+    for row, scale in enumerate([3.0, 3.0, 2.0, 1.0, 0.5]):
+        wanted = oracle.grow_beam(scale * base[row], lambda t, s=scale: s * table[t], int(root[row]), 7, 3, 3)
+        assert found[row] == (wanted[0], wanted[1])
+    assert found[0] != found[3] != found[4]
+
+
 # --- sampled trees ----------------------------------------------------------------------------------------------------
 
 LAWS = [DrawLaw.INDEPENDENT, DrawLaw.WITHOUT_REPLACEMENT]

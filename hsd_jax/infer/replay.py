@@ -71,15 +71,17 @@ def make_watched_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -
         # Made anew for each trace, so that the two lists hold tracers of this trace only.
         step = make_step(config, drafter._replace(draft=draft), rule._replace(verify=verify))
         after = step(models, sampling, limits, state)
-        return after, trees[0], verdicts[0], tree_logp(drafter, models, state, trees[0])
+        return after, trees[0], verdicts[0], tree_logp(drafter, models, state, trees[0], sampling)
 
     return watched
 
 
-def tree_logp(drafter: Drafter, models: dict, state: DecodeState, tree: DraftTree) -> Float[Array, "B N"] | None:
+def tree_logp(
+    drafter: Drafter, models: dict, state: DecodeState, tree: DraftTree, sampling: SamplingParams
+) -> Float[Array, "B N"] | None:
     """Log-probability of each node given its parent, under the law by which the tree was grown; None: unknown."""
     if tree.draft_logp is None:
-        return None if drafter.node_logp is None else drafter.node_logp(models, state.drafter, tree)
+        return None if drafter.node_logp is None else drafter.node_logp(models, state.drafter, tree, sampling)
     parents = jnp.maximum(tree.parents, 0)[:, :, None]
     laws = jnp.take_along_axis(tree.draft_logp, parents, 1)
     return jnp.where(tree.depth > 0, jnp.take_along_axis(laws, tree.tokens[:, :, None], 2)[:, :, 0], 0.0)

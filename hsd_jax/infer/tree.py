@@ -32,6 +32,21 @@ call before, 0 for the root; `carry` is the drafter's own, for example the keys 
 """
 
 
+SHARPEST = 3.0
+"""Most a beam multiplies logits by. Measured on greedy text of the demo pair (docs/LOG.md): tau of 16 nodes 4.49, 4.96,
+5.15, 5.18, 5.18 with 1, 1.5, 2, 3, 4."""
+
+
+def sharpness(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
+    """What a beam multiplies a row's logits by: 1 / temperature, at most SHARPEST.
+
+    A beam keeps the nodes that are the likeliest to be accepted. Under `match` a node is if the target's draw falls on
+    it, at temperature 0 if it is the target's argmax; the drafter's law at temperature 1 would spend nodes on siblings
+    where the chain is all but certain. The bound is there because the drafter only guesses the target's logits.
+    """
+    return 1.0 / jnp.maximum(temperature, 1.0 / SHARPEST)
+
+
 def token_free(base_logits: Float[Array, "B D V"], bias: Bias) -> Expand:
     """The `Expand` of a drafter whose states do not read drafted tokens: a level's base logits plus the bias."""
 
@@ -55,13 +70,13 @@ def grow(
 ) -> tuple[DraftTree, Any]:
     """A tree whose children are chosen as `law` says, and what `expand` carried out of the last level.
 
-    The choice is static: a beam reads no key and no setting.
+    The choice is static. A beam reads no key, and of the settings the temperature (`sharpness`).
 
     Args:
       hot_ids: the token of each column of the logits; None: the columns are the tokens, `vocab_size` of them.
     """
     if law is DrawLaw.ARBITRARY:
-        return _beam(expand, carry, root, config, config.depth, hot_ids)
+        return _beam(expand, carry, root, config, config.depth, hot_ids, sharpness(sampling.temperature))
     round_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.DRAFT_NOISE)
     return _sampled(expand, carry, root, config, law, round_keys, sampling, hot_ids, vocab_size)
 
@@ -88,7 +103,8 @@ def grow_tree(
         log-probabilities, so both compete for the same nodes and what they agree on is one node.
     """
     if law is DrawLaw.ARBITRARY:
-        return grow_beam(base_logits, bias, root, config, hot_ids, num_levels, rival_logits)
+        scale = sharpness(sampling.temperature)
+        return grow_beam(base_logits, bias, root, config, hot_ids, num_levels, rival_logits, scale)
     assert rival_logits is None, "the better of two laws is no law to draw from"
     expand = token_free(base_logits, bias)
     drawn, _ = grow(expand, None, root, config, law, keys, root_position, sampling, hot_ids, vocab_size)
@@ -106,11 +122,13 @@ def grow_beam(
     hot_ids: Int[Array, "hot"] | None = None,
     num_levels: Int[Array, "B"] | None = None,
     rival_logits: Float[Array, "B D V"] | None = None,
+    scale: Float[Array, "B"] | None = None,
 ) -> DraftTree:
-    """The ARBITRARY tree of `grow_tree`, no deeper than there are base logits."""
+    """The ARBITRARY tree of `grow_tree`, no deeper than there are base logits, which `scale` (None: 1) multiplies."""
     depth = min(base_logits.shape[1], config.depth)
     rival = None if rival_logits is None else token_free(rival_logits, bias)
-    return _beam(token_free(base_logits, bias), None, root, config, depth, hot_ids, num_levels, rival)[0]
+    scale = jnp.ones(root.shape) if scale is None else scale
+    return _beam(token_free(base_logits, bias), None, root, config, depth, hot_ids, scale, num_levels, rival)[0]
 
 
 def _beam(
@@ -120,15 +138,16 @@ def _beam(
     config: TreeConfig,
     depth: int,
     hot_ids: Int[Array, "hot"] | None,
+    scale: Float[Array, "B"],
     num_levels: Int[Array, "B"] | None = None,
     rival: Expand | None = None,
 ) -> tuple[DraftTree, Any]:
     """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
 
     At every level the `width` best nodes are expanded, each into its `width` likeliest children under the log-softmax
-    of what `expand` says. Scores fall along a path and ties go to the shallower node, so the nodes kept are closed
-    under ancestors, and the order of scores puts parents first. Choices are made without randomness: the law is
-    ARBITRARY.
+    of `scale` times what `expand` says. Scores fall along a path and ties go to the shallower node, so the nodes kept
+    are closed under ancestors, and the order of scores puts parents first. Choices are made without randomness: the law
+    is ARBITRARY.
 
     Args:
       hot_ids: the token of each of the V columns; None: the columns are the tokens. `expand` gets tokens, and the tree
@@ -143,9 +162,10 @@ def _beam(
     scores, tokens, parents = [], [], []
     for level in range(depth):
         logits, carry = expand(level, frontier_tokens, frontier_parents, carry)
+        logits = logits * scale[:, None, None]
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         if rival is not None:
-            other, _ = rival(level, frontier_tokens, frontier_parents, None)
+            other = rival(level, frontier_tokens, frontier_parents, None)[0] * scale[:, None, None]
             logits = jnp.maximum(logits - total, other - jax.nn.logsumexp(other, axis=-1, keepdims=True))
             total = 0.0
         top, children = lax.top_k(logits, width)

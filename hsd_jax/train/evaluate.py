@@ -123,8 +123,9 @@ def follow(
     trees: tuple[TreeConfig, ...],
     tokens: Int[Array, "R T"],
     length: Int[Array, "R"],
+    temperature: Float[Array, ""],
 ) -> tuple[Int[Array, "R C T-1"], Float[Array, "R T-1"]]:
-    """Drafts from every position of every text.
+    """Drafts from every position of every text, which was drawn at `temperature`.
 
     Returns:
       For each of the C `trees` and each root 1..T-1: the tokens of the text the tree would have got right.
@@ -136,13 +137,13 @@ def follow(
     roots = jnp.arange(1, tokens.shape[1])
     keys = jax.vmap(jax.random.key)(jnp.zeros(len(roots), jnp.uint32))
     none, one = jnp.zeros(len(roots), jnp.int32), jnp.ones(len(roots))
-    at_temperature_1 = SamplingParams(one, none, one)
+    as_drawn, at_temperature_1 = SamplingParams(temperature * one, none, one), SamplingParams(one, none, one)
 
     def one_text(row: tuple[Array, Array]):
         text, end = row
         output = forward_sequence(target, target_config, text[None], taps=config.feature_layers)
 
-        def drafted(drafter: Drafter) -> DraftTree:
+        def drafted(drafter: Drafter, sampling: SamplingParams) -> DraftTree:
             """The tree of every root, each a row of one batch, as if its text ended there."""
             capacity = len(text) + drafter.max_depth + 1
 
@@ -150,11 +151,11 @@ def follow(
                 return drafter.init(models, output, text[None], root[None] + 1, capacity)
 
             state = jax.tree.map(lambda x: x[:, 0], jax.vmap(start)(roots))
-            return drafter.draft(models, state, text[1:], roots, keys, at_temperature_1)[0]
+            return drafter.draft(models, state, text[1:], roots, keys, sampling)[0]
 
         texts, ends = jnp.broadcast_to(text, (len(roots), len(text))), jnp.broadcast_to(end, roots.shape)
-        counts = [accepted_nodes(drafted(d), texts, roots, ends, d.max_depth) for d in drafters]
-        draft_logp = drafted(one_draw).draft_logp
+        counts = [accepted_nodes(drafted(d, as_drawn), texts, roots, ends, d.max_depth) for d in drafters]
+        draft_logp = drafted(one_draw, at_temperature_1).draft_logp
         assert draft_logp is not None
         common = jnp.minimum(draft_logp[:, 0], jax.nn.log_softmax(output.logits[0, 1:], -1))
         return jnp.stack(counts), jnp.exp(common).sum(-1)
@@ -194,16 +195,23 @@ def walk(counts: np.ndarray, texts: Texts, depth: int) -> Fate:
 
 
 def simulate(
-    drafter: Weights, config: DrafterConfig, target: Weights, target_config: ModelConfig, texts: Texts, tree: TreeConfig
+    drafter: Weights,
+    config: DrafterConfig,
+    target: Weights,
+    target_config: ModelConfig,
+    texts: Texts,
+    tree: TreeConfig,
+    temperature: float,
 ) -> dict[str, Any]:
-    """How the drafter fares on `texts`.
+    """How the drafter fares on `texts`, which the target wrote at `temperature`.
 
     Returns:
       tau and acceptance (by depth) of `tree`; chain_tau and chain_acceptance of a chain of all the drafter's steps;
       overlap: mean sum of min(p, q) at depth 1, the chance that a sampled draft token is accepted at temperature 1.
     """
     chain = TreeConfig(config.num_steps + 1, config.num_steps, 1)
-    counts, overlap = follow(drafter, target, target_config, config, (tree, chain), texts.tokens, texts.length)
+    models = drafter, target, target_config, config
+    counts, overlap = follow(*models, (tree, chain), texts.tokens, texts.length, temperature)
     counts, overlap = np.asarray(counts), np.asarray(overlap)
     of_tree, of_chain = walk(counts[:, 0], texts, tree.depth), walk(counts[:, 1], texts, chain.depth)
     root = np.arange(1, texts.tokens.shape[1])

@@ -227,16 +227,17 @@ def _judge(
     texts = {}
     for name, temperature in (("greedy", 0.0), ("sampled", config.temperature)):
         settings = config.max_new_tokens, temperature, report
-        texts[name] = evaluate.stored_texts(out, f"held-out-{name}", target, target_hash, prompts, *settings)
+        text = evaluate.stored_texts(out, f"held-out-{name}", target, target_hash, prompts, *settings)
+        texts[name] = text, temperature
         if hot_ids is not None:
-            report(hot_vocabulary.describe(hot_ids, texts[name].written, f"tokens of the held-out {name} texts"))
+            report(hot_vocabulary.describe(hot_ids, text.written, f"tokens of the held-out {name} texts"))
     tree = config.tree(drafter_config.num_steps)
 
     def judged(params: Any) -> dict[str, Any]:
         values = {}
         whole = hot.attach(params, hot_ids, frozen, target_config)
-        for name, text in texts.items():
-            found = evaluate.simulate(whole, drafter_config, frozen, target_config, text, tree)
+        for name, (text, temperature) in texts.items():
+            found = evaluate.simulate(whole, drafter_config, frozen, target_config, text, tree, temperature)
             values |= found if name == "greedy" else {f"sampled_{k}": v for k, v in found.items()}
         return values
 

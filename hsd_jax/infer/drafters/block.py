@@ -111,7 +111,7 @@ def block_drafter(
         tokens = jnp.concatenate([root[:, None], drafted], 1).astype(jnp.int32)
         return DraftTree(tokens, parents, depths, jnp.ones(nodes, bool)), state
 
-    def node_logp(models, state: BlockState, drafted: DraftTree):
+    def node_logp(models, state: BlockState, drafted: DraftTree, sampling: SamplingParams):
         states = head_states(models["drafter"], config, state.feature, tree.depth)
         logits = base_logits(models["drafter"], config, models["target"], target_config, states)
         logp = jax.nn.log_softmax(logits, -1)

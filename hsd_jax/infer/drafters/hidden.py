@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import AHEAD, NO_REUSE, NONE, SKIP, UNFUSED, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.infer import reuse as reuse_lib
 from hsd_jax.infer.drafters.trunk import HiddenState, Levels, append_pending, make_schedule, run_trunk
-from hsd_jax.infer.tree import grow_tree
+from hsd_jax.infer.tree import grow_tree, sharpness
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.hidden import base_logits, embed_committed, token_info, trunk_features, trunk_pass
 from hsd_jax.models.hot import to_columns
@@ -101,9 +101,9 @@ def hidden_drafter(
                 levels.rival,
             ), state
 
-    def node_logp(models, state: HiddenState, drafted: DraftTree):
+    def node_logp(models, state: HiddenState, drafted: DraftTree, sampling: SamplingParams):
         levels, _ = levels_of_round(models, state)
-        return _logp_of_nodes(models["drafter"], config, levels, drafted)
+        return _logp_of_nodes(models["drafter"], config, levels, drafted, sharpness(sampling.temperature))
 
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         # XLA drops the final states where the trunk reads layers below.
@@ -168,7 +168,9 @@ def _read_prompt(
     )
 
 
-def _logp_of_nodes(weights, config: DrafterConfig, levels: Levels, drafted: DraftTree) -> Float[Array, "B N"]:
+def _logp_of_nodes(
+    weights, config: DrafterConfig, levels: Levels, drafted: DraftTree, scale: Float[Array, "B"]
+) -> Float[Array, "B N"]:
     """Log-probability of each node given its parent, under what the tree grew from; 0 for the root."""
     depth_index = jnp.maximum(drafted.depth - 1, 0)[:, :, None]
     previous = jnp.take_along_axis(drafted.tokens, jnp.maximum(drafted.parents, 0), 1)
@@ -176,7 +178,7 @@ def _logp_of_nodes(weights, config: DrafterConfig, levels: Levels, drafted: Draf
     columns, _ = to_columns(weights.get("hot_ids"), drafted.tokens)
 
     def chosen(logits: Array) -> Array:
-        logp = jax.nn.log_softmax(jnp.take_along_axis(logits, depth_index, 1) + added, -1)
+        logp = jax.nn.log_softmax(scale[:, None, None] * (jnp.take_along_axis(logits, depth_index, 1) + added), -1)
         return jnp.take_along_axis(logp, columns[:, :, None], 2)[:, :, 0]
 
     logp = chosen(levels.logits)
