@@ -150,6 +150,7 @@ def test_a_shallow_tree_has_the_first_states_of_a_deep_one():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), same, cache)
 
 
+@pytest.mark.slow
 def test_the_first_state_is_the_same_in_both_trunks():
     """It is what the layers make of the last feature; slots, which stand behind it, do not touch it."""
     setup = toy.setup("llama", "block")

@@ -297,6 +297,7 @@ def test_loss_and_overlap_against_loops(kind):
     assert not any(np.any(g) for g in jax.tree.leaves(to_target))
 
 
+@pytest.mark.slow
 def test_training_on_all_tokens_is_training_of_the_full_drafter():
     """On policy too: the same draws, as full ids."""
     _, weights, frozen = make()

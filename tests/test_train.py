@@ -145,6 +145,7 @@ def test_a_killed_run_resumes_bit_for_bit(files, tmp_path, standard_dtypes):
     convert.check_drafter(config, target_config, convert.weights_hash(convert.read_weights(args[0], target_config)))
 
 
+@pytest.mark.slow
 def test_a_run_with_a_hot_vocabulary(files, tmp_path, standard_dtypes):
     """From text to a folder that loads; coverage is reported of the labels and of the held-out texts."""
     values = DRAFTER_VALUES | {"model": DRAFTER_VALUES["model"] | {"hot_vocab": 0.1}}
