@@ -37,7 +37,7 @@ def params() -> Params:
         (1.0, {}, True),
         pytest.param(1.0, {}, False, marks=pytest.mark.slow),
         pytest.param(0.0, {"trunk": BLOCK}, False, marks=pytest.mark.slow),
-        (1.0, toy.DRAFTERS["feature"], False),
+        pytest.param(1.0, toy.DRAFTERS["feature"], False, marks=pytest.mark.slow),
         pytest.param(0.0, toy.DRAFTERS["feature"], True, marks=pytest.mark.slow),
         pytest.param(1.0, toy.DRAFTERS["heads"], True, marks=pytest.mark.slow),
     ],

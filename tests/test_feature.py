@@ -87,6 +87,7 @@ def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
         assert found == [list(x) for x in wanted]
 
 
+@pytest.mark.slow
 def test_drawn_trees():
     """Greedy rows stay greedy under the recursive rule; the laws of a sampled row are those of its paths."""
     call, setup, tree = toy.mixed_call(), toy.setup("llama", "feature"), TreeConfig(nodes=8, depth=3, width=3)

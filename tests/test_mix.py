@@ -55,7 +55,9 @@ def some_weights() -> np.ndarray:
     return np.random.default_rng(0).uniform(0.2, 0.8, (STEPS, STEPS, 2)).astype(np.float32)
 
 
-@pytest.mark.parametrize("is_hot", [False, True], ids=["full", "hot"])
+@pytest.mark.parametrize(
+    "is_hot", [pytest.param(False, id="full", marks=pytest.mark.slow), pytest.param(True, id="hot")]
+)
 def test_gradient_and_curvature_are_those_of_the_loss(is_hot):
     sums, gradient, hessian = jitted(is_hot)(some_weights())
     assert (np.asarray(sums.count)[np.triu_indices(STEPS, 1)] > 0).sum() >= 4
@@ -64,7 +66,9 @@ def test_gradient_and_curvature_are_those_of_the_loss(is_hot):
     np.testing.assert_allclose(sums.curvature, own, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("is_hot", [False, True], ids=["full", "hot"])
+@pytest.mark.parametrize(
+    "is_hot", [pytest.param(False, id="full", marks=pytest.mark.slow), pytest.param(True, id="hot")]
+)
 def test_labels_and_loss_are_those_of_plain_loops(is_hot):
     """Behind each chain's first mistake, and there alone, the two states of one position meet."""
     config, target, drafter_config, drafter, rows, masks = pair(is_hot)

@@ -155,6 +155,7 @@ def test_loss_on_policy_against_loops(monkeypatch, hot_ids):
     np.testing.assert_allclose(metrics["overlap"][0], np.mean(overlap), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_other_passes_are_those_without_it():
     _, weights, frozen = make()
     batch = batch_of(random_rows(), some_mask("half"))
