@@ -20,11 +20,12 @@ import hsd_jax
 from hsd_jax import demo
 from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.drafters.trunk import trunk_states
-from hsd_jax.infer.tree import grow_beam, sharpness
+from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models.hidden import base_logits, token_info
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import DEMO
 from hsd_jax.request import prepare
+from hsd_jax.types import DrawLaw
 
 FILE = Path(__file__).with_name("golden.json")
 COMMAND = "python -m tests.golden"
@@ -91,7 +92,9 @@ def _drafted(models, state, root, noise, *rest):
         tree, _ = hidden_drafter(p.target_config, p.drafter_config, p.tree).draft(models, state, root, *rest)
     else:
         bias = functools.partial(token_info, weights, p.drafter_config)
-        tree = grow_beam(base + noise, bias, root, p.tree, scale=sharpness(rest[-1].temperature))
+        position, keys, sampling = rest
+        law, vocab = DrawLaw.ARBITRARY, p.target_config.vocab_size
+        tree = grow_tree(base + noise, bias, root, p.tree, law, keys, position, sampling, None, vocab)
     level = jnp.minimum(tree.depth[0], p.tree.depth - 1)  # a leaf at the bottom has no law
     return tree, jax.nn.log_softmax(base[0, level] + token_info(weights, p.drafter_config, tree.tokens)[0])
 

@@ -10,7 +10,6 @@ import toy
 import hsd_jax
 from hsd_jax.config import NO_REUSE, TreeConfig
 from hsd_jax.infer.sampling import warp
-from hsd_jax.infer.tree import grow_beam
 from hsd_jax.request import _decoder
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.types import NO_PARENT, DrawLaw, SamplingParams
@@ -51,7 +50,7 @@ def test_a_drafter_without_numbers_still_gives_a_tree(level):
     base = np.random.default_rng(0).normal(size=(1, 3, 16)).astype(np.float32)
     base[:, level] = np.nan
     root = jnp.zeros(1, jnp.int32)
-    tree = grow_beam(jnp.asarray(base), lambda t: jnp.zeros((*t.shape, 16)), root, TreeConfig(8, 3, 3))
+    tree = toy.grow_beam(jnp.asarray(base), lambda t: jnp.zeros((*t.shape, 16)), root, TreeConfig(8, 3, 3))
     parents, depth = np.asarray(tree.parents)[0], np.asarray(tree.depth)[0]
     assert parents[0] == NO_PARENT and (parents[1:] < np.arange(1, 8)).all()
     assert (depth[1:] == depth[parents[1:]] + 1).all()

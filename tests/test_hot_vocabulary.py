@@ -33,7 +33,7 @@ from test_hidden import mid_state
 import hsd_jax
 from hsd_jax.config import DrafterConfig, TreeConfig
 from hsd_jax.infer.drafters.hidden import hidden_drafter
-from hsd_jax.infer.tree import grow_beam, grow_tree
+from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import convert, hot, native
 from hsd_jax.models.hidden import base_logits, token_info
 from hsd_jax.models.layers import MASKED
@@ -169,7 +169,7 @@ def tree_of(setup: toy.Setup, states, root, mask_cold: bool = False):
     if mask_cold:
         base = base.at[..., COLD].set(MASKED)
     bias = functools.partial(token_info, weights, config)
-    return grow_beam(base, bias, root, toy.TREES["hot"], weights.get("hot_ids"))
+    return toy.grow_beam(base, bias, root, toy.TREES["hot"], weights.get("hot_ids"))
 
 
 def test_the_tree_is_that_of_a_full_drafter_that_may_not_draft_cold_tokens():

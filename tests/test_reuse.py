@@ -23,7 +23,7 @@ from hsd_jax.infer import reuse as reuse_lib
 from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.infer.reuse import Spares
-from hsd_jax.infer.tree import grow_beam, grow_tree
+from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models.hidden import base_logits, no_mix
 from hsd_jax.types import DrawLaw, SamplingParams
 
@@ -104,7 +104,9 @@ VOCAB = 7
 @functools.cache
 def jitted_beam(has_rival: bool):
     def grow(base, rival, table, root, num_levels):
-        return grow_beam(base, lambda tokens: table[tokens], root, TREE, None, num_levels, rival if has_rival else None)
+        return toy.grow_beam(
+            base, lambda tokens: table[tokens], root, TREE, None, num_levels, rival if has_rival else None
+        )
 
     return jax.jit(grow)
 
@@ -137,7 +139,7 @@ def test_two_proposers_share_the_nodes():
     """Both favourites become children of the root, the common one once."""
     one, other = np.full((2, VOCAB), -9.0, np.float32)
     one[[1, 2]], other[[1, 3]] = [3.0, 2.0], [3.0, 2.5]
-    tree = grow_beam(
+    tree = toy.grow_beam(
         jnp.asarray(one)[None, None],
         lambda tokens: jnp.zeros((*tokens.shape, VOCAB)),
         jnp.zeros(1, jnp.int32),

@@ -94,7 +94,7 @@ def test_replay_of_sampled_trees(law):
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_probabilities_are_those_of_the_beam(proposer, monkeypatch):
-    """Along a path they add up to the score by which `grow_beam` kept the node; in rows of their own."""
+    """Along a path they add up to the score by which the beam kept the node; in rows of their own."""
     setup, call = toy.setup("llama", proposer), toy.mixed_call()
     state = call.start(setup.decoder, setup.models)
     scores = []

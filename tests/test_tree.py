@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import tree as oracle
@@ -15,7 +16,7 @@ from scipy import stats
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import draw
-from hsd_jax.infer.tree import ancestor_mask, grow_beam, grow_tree
+from hsd_jax.infer.tree import ancestor_mask, grow_tree
 from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw, SamplingParams
 
 VOCAB = 7
@@ -32,7 +33,7 @@ IDS = [f"nodes{c.nodes}-depth{c.depth}-width{c.width}" for c in CONFIGS]
 
 @functools.cache
 def jitted(config: TreeConfig):
-    return jax.jit(lambda base, table, root: grow_beam(base, lambda tokens: table[tokens], root, config))
+    return jax.jit(lambda base, table, root: toy.grow_beam(base, lambda tokens: table[tokens], root, config))
 
 
 def grow(config: TreeConfig, base: np.ndarray, table: np.ndarray, root: np.ndarray) -> DraftTree:

@@ -36,6 +36,7 @@ from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.make import make_drafter as drafter_of
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
+from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import hot
 from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.target import forward_sequence, init_target
@@ -246,6 +247,21 @@ def cut(text: list[int], new_tokens: int, eos: tuple[int, ...]) -> list[int]:
     text = text[:new_tokens]
     ends = [i for i, token in enumerate(text) if token in eos]
     return text[: ends[0] + 1] if ends else text
+
+
+def grow_beam(base_logits, bias, root, config: TreeConfig, hot_ids=None, num_levels=None, rival_logits=None):
+    """The beam of `grow_tree` at temperature 1, which multiplies no logit; it reads no key and no position."""
+    one, zero = jnp.ones(root.shape), jnp.zeros(root.shape, jnp.int32)
+    rest = (
+        jax.random.key(0),
+        zero,
+        SamplingParams(one, zero, one),
+        hot_ids,
+        base_logits.shape[-1],
+        num_levels,
+        rival_logits,
+    )
+    return grow_tree(base_logits, bias, root, config, DrawLaw.ARBITRARY, *rest)
 
 
 CHAIN = "chain"

@@ -67,6 +67,8 @@ def grow(
     sampling: SamplingParams,
     hot_ids: Int[Array, "hot"] | None,
     vocab_size: int,
+    num_levels: Int[Array, "B"] | None = None,
+    rival: Expand | None = None,
 ) -> tuple[DraftTree, Any]:
     """A tree whose children are chosen as `law` says, and what `expand` carried out of the last level.
 
@@ -74,11 +76,20 @@ def grow(
 
     Args:
       hot_ids: the token of each column of the logits; None: the columns are the tokens, `vocab_size` of them.
+      num_levels: levels of each row that have logits; nodes below are not valid. None: all.
+      rival: a second proposer without a carry, for beams only: a token then counts with the better of its two
+        log-probabilities, so both compete for the same nodes and what they agree on is one node.
     """
     if law is DrawLaw.ARBITRARY:
-        return _beam(expand, carry, root, config, config.depth, hot_ids, sharpness(sampling.temperature))
+        scale = sharpness(sampling.temperature)
+        return _beam(expand, carry, root, config, hot_ids, scale, num_levels, rival)
+    assert rival is None, "the better of two laws is no law to draw from"
     round_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.DRAFT_NOISE)
-    return _sampled(expand, carry, root, config, law, round_keys, sampling, hot_ids, vocab_size)
+    drawn, carry = _sampled(expand, carry, root, config, law, round_keys, sampling, hot_ids, vocab_size)
+    if num_levels is not None:
+        # Whole levels go, whatever tokens they hold: what is left is as lossless as a shallower tree.
+        drawn = dataclasses.replace(drawn, valid=drawn.valid & (drawn.depth <= num_levels[:, None]))
+    return drawn, carry
 
 
 def grow_tree(
@@ -95,40 +106,11 @@ def grow_tree(
     num_levels: Int[Array, "B"] | None = None,
     rival_logits: Float[Array, "B D V"] | None = None,
 ) -> DraftTree:
-    """`grow` for states that do not read drafted tokens.
-
-    Args:
-      num_levels: levels of each row that have logits; nodes below are not valid. None: all.
-      rival_logits: base logits of a second proposer, for beams only: a token then counts with the better of its two
-        log-probabilities, so both compete for the same nodes and what they agree on is one node.
-    """
-    if law is DrawLaw.ARBITRARY:
-        scale = sharpness(sampling.temperature)
-        return grow_beam(base_logits, bias, root, config, hot_ids, num_levels, rival_logits, scale)
-    assert rival_logits is None, "the better of two laws is no law to draw from"
+    """The tree of `grow` for states that do not read drafted tokens; `rival_logits` are base logits, too."""
     expand = token_free(base_logits, bias)
-    drawn, _ = grow(expand, None, root, config, law, keys, root_position, sampling, hot_ids, vocab_size)
-    if num_levels is None:
-        return drawn
-    # Whole levels go, whatever tokens they hold: what is left is as lossless as a shallower tree.
-    return dataclasses.replace(drawn, valid=drawn.valid & (drawn.depth <= num_levels[:, None]))
-
-
-def grow_beam(
-    base_logits: Float[Array, "B D V"],
-    bias: Bias,
-    root: Int[Array, "B"],
-    config: TreeConfig,
-    hot_ids: Int[Array, "hot"] | None = None,
-    num_levels: Int[Array, "B"] | None = None,
-    rival_logits: Float[Array, "B D V"] | None = None,
-    scale: Float[Array, "B"] | None = None,
-) -> DraftTree:
-    """The ARBITRARY tree of `grow_tree`, no deeper than there are base logits, which `scale` (None: 1) multiplies."""
-    depth = min(base_logits.shape[1], config.depth)
     rival = None if rival_logits is None else token_free(rival_logits, bias)
-    scale = jnp.ones(root.shape) if scale is None else scale
-    return _beam(token_free(base_logits, bias), None, root, config, depth, hot_ids, scale, num_levels, rival)[0]
+    rest = keys, root_position, sampling, hot_ids, vocab_size, num_levels, rival
+    return grow(expand, None, root, config, law, *rest)[0]
 
 
 def _beam(
@@ -136,11 +118,10 @@ def _beam(
     carry: Any,
     root: Int[Array, "B"],
     config: TreeConfig,
-    depth: int,
     hot_ids: Int[Array, "hot"] | None,
     scale: Float[Array, "B"],
-    num_levels: Int[Array, "B"] | None = None,
-    rival: Expand | None = None,
+    num_levels: Int[Array, "B"] | None,
+    rival: Expand | None,
 ) -> tuple[DraftTree, Any]:
     """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
 
@@ -152,15 +133,14 @@ def _beam(
     Args:
       hot_ids: the token of each of the V columns; None: the columns are the tokens. `expand` gets tokens, and the tree
         holds tokens.
-      num_levels: levels of each row that have logits; None: all. Nodes below them are not valid, and stand last.
-      rival: a second proposer without a carry, as in `grow_tree`.
+      num_levels, rival: as in `grow`; nodes below a row's levels stand last.
     """
     batch, width = root.shape[0], config.width
     frontier_tokens, frontier_scores = root[:, None], jnp.zeros((batch, 1))
     frontier_ids = jnp.full((batch, 1), NO_PARENT)  # the root is no candidate
     frontier_parents = jnp.zeros((batch, 1), jnp.int32)
     scores, tokens, parents = [], [], []
-    for level in range(depth):
+    for level in range(config.depth):
         logits, carry = expand(level, frontier_tokens, frontier_parents, carry)
         logits = logits * scale[:, None, None]
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -190,7 +170,7 @@ def _beam(
     is_parent = kept_parents[:, :, None] == kept[:, None, :]
     node_parent = jnp.where(kept_parents == NO_PARENT, 0, jnp.argmax(is_parent, -1) + 1)
     candidate_depth = jnp.concatenate(
-        [jnp.full(width if level == 0 else width * width, level + 1) for level in range(depth)]
+        [jnp.full(width if level == 0 else width * width, level + 1) for level in range(config.depth)]
     )
     column = jnp.zeros((batch, 1), jnp.int32)
     valid = jnp.ones((batch, config.nodes), bool)
