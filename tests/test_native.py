@@ -6,6 +6,8 @@ of one give the same logits.
 
 from __future__ import annotations
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,10 @@ from hsd_jax.models import layers, native
 from tests import toy
 
 pytestmark = [
-    pytest.mark.skipif(not native.available(), reason="no compiler, or HSD_NATIVE=0"),
+    # Not where `available` is False: a kernel that does not build must fail here.
+    pytest.mark.skipif(
+        native.compiler() is None or os.environ.get("HSD_NATIVE") == "0", reason="no compiler, or HSD_NATIVE=0"
+    ),
     pytest.mark.usefixtures("fully_optimized"),
 ]
 
@@ -27,6 +32,7 @@ ROWS = range(1, 10)
 
 def on(function, *args):
     """`function` traced with the kernels."""
+    assert native.available()
 
     def traced(*args):
         with native.enabled(True):
@@ -100,6 +106,16 @@ def test_attention_is_that_of_xla(shape, softcap):
 
     nothing = (query, new, jnp.zeros_like(new_mask), cached, jnp.zeros_like(jnp.asarray(mask)))
     assert np.isfinite(on(lambda *a: layers.attend(*a, width**-0.5, softcap), *nothing)).all()
+
+
+@pytest.mark.parametrize("num", [1, 8, 21])
+def test_random_bits_are_those_of_jax(num):
+    keys = jax.random.split(jax.random.key(3), 5)
+    bits = on(lambda keys: native.random_bits(keys, num), keys)
+    np.testing.assert_array_equal(bits, jax.vmap(lambda key: jax.random.bits(key, (num,)))(keys))
+    other = jax.random.split(jax.random.key(3, impl="rbg"), 5)
+    with native.enabled(True):
+        assert native.random_bits_applies(keys) and not native.random_bits_applies(other)
 
 
 def test_an_entry_counts_the_same_committed_or_not():

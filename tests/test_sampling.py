@@ -9,7 +9,7 @@ import pytest
 from oracles import sampling as oracle
 from scipy import stats
 
-from hsd_jax.infer.sampling import draw, perturb, position_noise, warp
+from hsd_jax.infer.sampling import draw, first_best, gumbel, perturb, position_noise, warp
 from hsd_jax.types import SamplingParams
 
 VOCAB = 40
@@ -194,3 +194,15 @@ def test_the_chi_square_finds_a_wrong_law(wrong):
     logits = np.array([0.3, -1.0, 1.2, 0.9, -0.4, 0.0, 0.6, -2.0])
     draws = draw_many(logits, wrong, np.arange(NUM_DRAWS // 4), np.arange(4) + 10)
     assert chi_square_p_value(draws, oracle.law(logits, 1.0, None, None)) < FALSE_ALARM
+
+
+def test_noise_is_that_of_jax():
+    keys = jax.random.split(jax.random.key(0), 3)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (1000,)))(keys)
+    np.testing.assert_allclose(gumbel(keys, 1000), noise, rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_of_the_best():
+    x = jnp.asarray([[1.0, 3.0, 3.0], [-jnp.inf, -jnp.inf, -jnp.inf], [2.0, jnp.nan, 5.0]])
+    assert first_best(x[:2]).tolist() == jnp.argmax(x[:2], -1).tolist()
+    assert 0 <= int(first_best(x)[2]) < 3

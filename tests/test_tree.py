@@ -333,9 +333,9 @@ def test_beam_scores_are_gumbels_under_their_parents():
     logp = np.log(rng.dirichlet(np.ones(VOCAB), (1, 2))).astype(np.float32)
     logp[0, 1, 2:] = -np.inf
     above = draw.Level(*(jnp.asarray(x) for x in ([[0, 1]], [[0, 0]], [[-0.5, -1.5]], [[-0.2, -2.0]])))
-    keys = jax.vmap(jax.random.key)(jnp.zeros(1, jnp.uint32))
-    level = draw.stochastic_beam(keys, jnp.asarray(logp), above, VOCAB, jnp.ones(1, bool))
-    noise = np.asarray(jax.random.gumbel(jax.random.key(0), (2, VOCAB)), np.float64)
+    noise = jax.random.gumbel(jax.random.key(0), (1, 2, VOCAB))
+    level = draw.stochastic_beam(noise, jnp.asarray(logp), above, VOCAB, jnp.ones(1, bool))
+    noise = np.asarray(noise[0], np.float64)
     noisy = np.array([[-0.5], [-1.5]]) + np.float64(logp[0]) + noise
     parent, best = np.array([[-0.2], [-2.0]]), noisy.max(1, keepdims=True)
     direct = -np.log(np.exp(-parent) - np.exp(-best) + np.exp(-noisy))
@@ -351,9 +351,10 @@ def test_children_of_an_unlikely_path_follow_their_own_law(path):
     law = np.array([0.1, 0.2, 0.3, 0.4])
     column = jnp.full((ROWS, 1), path, jnp.float32)
     above = draw.Level(jnp.zeros((ROWS, 1), jnp.int32), jnp.full((ROWS, 1), NO_PARENT), column, column)
-    keys = jax.vmap(jax.random.key)(jnp.arange(ROWS))
+    is_sampled = jnp.ones(ROWS, bool)
+    noise = draw.level_noise(jax.vmap(jax.random.key)(jnp.arange(ROWS)), 1, 4, is_sampled)
     logp = jnp.broadcast_to(jnp.log(jnp.asarray(law, jnp.float32)), (ROWS, 1, 4))
-    level = draw.stochastic_beam(keys, logp, above, 1, jnp.ones(ROWS, bool))
+    level = draw.stochastic_beam(noise, logp, above, 1, is_sampled)
     assert p_value(np.asarray(level.tokens[:, 0]), law) > FALSE_ALARM
 
 

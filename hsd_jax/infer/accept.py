@@ -179,7 +179,7 @@ def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
         at_leaf = jnp.take_along_axis(target_logp, end[:, None, None], 1)
         end_logp = jnp.where((end < residual.shape[1])[:, None, None], refused_all, at_leaf)
         noise = sampling_lib.position_noise(keys, (root_position + num_accepted + 1)[:, None], logits.shape[-1])
-        next_token = jnp.argmax(end_logp + noise, -1)[:, 0].astype(jnp.int32)
+        next_token = sampling_lib.first_best(end_logp + noise)[:, 0]
 
         drafted = jnp.take_along_axis(tree.tokens, jnp.roll(path, -1, 1), 1)
         is_next = jnp.arange(max_depth + 1) == num_accepted[:, None]

@@ -40,19 +40,16 @@ def draft_law(logits: Float[Array, "B w V"], sampling: SamplingParams) -> Float[
     return jax.nn.log_softmax(jnp.nan_to_num(warped, nan=0.0, posinf=0.0, neginf=sampling_lib.REMOVED), -1)
 
 
-def independent(
-    keys: jax.Array, draft_logp: Float[Array, "B v V"], above: Level, width: int, is_sampled: Bool[Array, "B"]
-) -> Level:
+def independent(noise: Float[Array, "B width V"], draft_logp: Float[Array, "B v V"], above: Level, width: int) -> Level:
     """`width` children in all, handed out in turns to the nodes above; each drawn whatever its siblings are.
 
     Args:
-      keys: of this level alone, consumed.
+      noise: Gumbel noise of this level alone; zeros in rows that do not draw: they take the likeliest token.
       draft_logp: law of the children of each node above.
-      is_sampled: rows that draw; the others take the likeliest token.
     """
     parents = np.arange(width, dtype=np.int32) % above.tokens.shape[1]
     logp = draft_logp[:, parents]
-    tokens = jnp.argmax(logp + _gumbel(keys, logp.shape[1:], is_sampled), -1).astype(jnp.int32)
+    tokens = sampling_lib.first_best(logp + noise)
     chosen = jnp.take_along_axis(logp, tokens[:, :, None], 2)[:, :, 0]
     return Level(
         tokens, jnp.broadcast_to(parents, tokens.shape), above.logp[:, parents] + chosen, above.score[:, parents]
@@ -60,7 +57,11 @@ def independent(
 
 
 def stochastic_beam(
-    keys: jax.Array, draft_logp: Float[Array, "B v V"], above: Level, width: int, is_sampled: Bool[Array, "B"]
+    noise: Float[Array, "B v V"],
+    draft_logp: Float[Array, "B v V"],
+    above: Level,
+    width: int,
+    is_sampled: Bool[Array, "B"],
 ) -> Level:
     """The `width` best perturbed scores among the children of all nodes above.
 
@@ -69,18 +70,19 @@ def stochastic_beam(
     (RSD-S, arXiv:2402.14160, section 3; methods.md 6.3). Rows that do not draw keep the likeliest paths.
 
     Args:
-      keys: of this level alone, consumed.
+      noise: Gumbel noise of this level alone; zeros in rows that do not draw.
       draft_logp: law of the children of each node above.
+      is_sampled: rows that draw.
     """
     batch, _, vocab_size = draft_logp.shape
     # Siblings are chosen by their own law: behind a path of probability e^-1e6, float32 sums would lose it.
-    own, tokens = lax.top_k(draft_logp + _gumbel(keys, draft_logp.shape[1:], is_sampled), min(width, vocab_size))
+    own, tokens = lax.top_k(draft_logp + noise, min(width, vocab_size))
     top = above.logp[:, :, None] + own
     top_logp = above.logp[:, :, None] + jnp.take_along_axis(draft_logp, tokens, 2)
     # The scores of siblings given that the best of them is their parent's score: top-down sampling of Gumbels
     # (Kool et al., arXiv:1903.06059, appendix B.3, in the form that does not cancel).
     parent = above.score[:, :, None]
-    gap = parent - top + jnp.log1p(-jnp.exp(own - own[:, :, :1]))
+    gap = parent - top + jnp.log1p(-jnp.exp(own - jnp.max(own, -1, keepdims=True)))
     conditioned = parent - jnp.maximum(gap, 0.0) - jnp.log1p(jnp.exp(-jnp.abs(gap)))
     score = jnp.where(is_sampled[:, None, None], conditioned, top_logp)
     is_drawn = jnp.isfinite(top) & jnp.isfinite(parent)
@@ -93,7 +95,16 @@ def stochastic_beam(
     return Level(keep(tokens), (kept // top.shape[2]).astype(jnp.int32), keep(top_logp), kept_score)
 
 
-def _gumbel(keys: jax.Array, shape: tuple[int, ...], is_sampled: Bool[Array, "B"]) -> Float[Array, "B w V"]:
-    """Gumbel noise of `shape` for every row; none for rows that do not draw."""
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, shape, jnp.float32))(keys)
-    return jnp.where(is_sampled[:, None, None], noise, 0.0)
+def level_noise(keys: jax.Array, num: int, vocab_size: int, is_sampled: Bool[Array, "B"]) -> Float[Array, "B num V"]:
+    """Gumbel noise for a whole tree, in one call; zeros for rows that do not draw.
+
+    Args:
+      keys: consumed.
+      num: rows of noise that the levels take together.
+    """
+
+    def drawn() -> Array:
+        noise = sampling_lib.gumbel(keys, num * vocab_size).reshape(-1, num, vocab_size)
+        return jnp.where(is_sampled[:, None, None], noise, 0.0)
+
+    return lax.cond(jnp.any(is_sampled), drawn, lambda: jnp.zeros((len(is_sampled), num, vocab_size)))

@@ -204,22 +204,27 @@ def _sampled(
     temperature 0 grow without noise.
 
     Args:
-      keys: of this round and for drafting alone; folded with the level.
+      keys: of this round and for drafting alone, consumed.
       hot_ids, vocab_size: as in `grow`. A cold token has no mass, so it is never drawn.
     Raises:
       ValueError: if the tree has more nodes than depth times width.
     """
     batch = root.shape[0]
-    draw_children = draw.independent if law is DrawLaw.INDEPENDENT else draw.stochastic_beam
+    widths, is_sampled = config.sampled_widths(), sampling.temperature > 0.0
+    # A chain draws one row a node; a beam perturbs every child of the level above.
+    num_rows = widths if law is DrawLaw.INDEPENDENT else (1, *widths[:-1])
+    noise = jnp.split(draw.level_noise(keys, sum(num_rows), vocab_size, is_sampled), np.cumsum(num_rows)[:-1], axis=1)
     zero = jnp.zeros((batch, 1))
     level = draw.Level(root[:, None].astype(jnp.int32), jnp.full((batch, 1), NO_PARENT, jnp.int32), zero, zero)
     levels, parents, laws, first_id = [level], [level.parents], [], 0
-    for depth, width in enumerate(config.sampled_widths()):
+    for depth, width in enumerate(widths):
         logits, carry = expand(depth, level.tokens, jnp.maximum(level.parents, 0), carry)
         draft_logp = draw.draft_law(to_vocabulary(hot_ids, logits, vocab_size), sampling)
-        level_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, depth)
         laws.append(draft_logp)
-        level = draw_children(level_keys, draft_logp, level, width, sampling.temperature > 0.0)
+        if law is DrawLaw.INDEPENDENT:
+            level = draw.independent(noise[depth], draft_logp, level, width)
+        else:
+            level = draw.stochastic_beam(noise[depth], draft_logp, level, width, is_sampled)
         parents.append(first_id + level.parents)
         first_id += levels[-1].tokens.shape[1]
         levels.append(level)

@@ -25,10 +25,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, UInt
 
 FOLDER = Path(__file__).parents[1] / "native"
-SOURCES = (FOLDER / "rows_matmul.cc", FOLDER / "attend.cc", FOLDER / "rows.cc")
+SOURCES = (FOLDER / "rows_matmul.cc", FOLDER / "attend.cc", FOLDER / "rows.cc", FOLDER / "random_bits.cc")
 HEADER = FOLDER / "tiles.h"
 FLAGS = ("-O3", "-march=native", "-funroll-loops", "-std=c++17", "-shared", "-fPIC")
 SYMBOLS = {
@@ -36,6 +36,7 @@ SYMBOLS = {
     "hsd_attend": "HsdAttend",
     "hsd_rms_norm": "HsdRmsNorm",
     "hsd_rope": "HsdRope",
+    "hsd_random_bits": "HsdRandomBits",
 }
 MAX_ROWS = 128
 """Above this XLA's packed product wins."""
@@ -121,6 +122,21 @@ def rope(x: Float[Array, "B N h E"], table: tuple[Array, Array]) -> Float[Array,
     return jax.ffi.ffi_call("hsd_rope", jax.ShapeDtypeStruct(x.shape, jnp.float32))(x, *table)
 
 
+def random_bits_applies(keys: jax.Array) -> bool:
+    """Whether random bits drawn here and now come from the kernel, which knows jax's default generator only."""
+    return (
+        is_on()
+        and str(jax.random.key_impl(keys)) == "threefry2x32"
+        and getattr(jax.config, "jax_threefry_partitionable", True)
+    )
+
+
+def random_bits(keys: jax.Array, num: int) -> UInt[Array, "R num"]:
+    """`jax.random.bits(key, (num,))` of each key [R], to the bit."""
+    out = jax.ShapeDtypeStruct((len(keys), num), jnp.uint32)
+    return jax.ffi.ffi_call("hsd_random_bits", out)(jax.random.key_data(keys))
+
+
 def is_emulated(dtype) -> bool:
     """Whether products in `dtype` are slower here than in float32: bfloat16 on a CPU without a matrix unit."""
     return dtype == jnp.bfloat16 and jax.default_backend() == "cpu" and not has_matrix_unit()
@@ -132,10 +148,10 @@ def available() -> bool:
     if os.environ.get("HSD_NATIVE", "1") == "0" or jax.default_backend() != "cpu":
         return False
     try:
-        library = _build()
-        if library is None:
+        builder = compiler()
+        if builder is None:
             return False
-        loaded = ctypes.cdll.LoadLibrary(str(library))
+        loaded = ctypes.cdll.LoadLibrary(str(_build(builder)))
         handlers = {name: getattr(loaded, symbol) for name, symbol in SYMBOLS.items()}
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
         return False  # no compiler, no home, a cache that may not execute: XLA does the work
@@ -144,11 +160,15 @@ def available() -> bool:
     return True
 
 
-def _build() -> Path | None:
-    """The compiled library, from the user's cache if this source was built on this machine before."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None or platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+def compiler() -> str | None:
+    """The C++ compiler that builds the kernels; None where there is none, or no machine that they are written for."""
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         return None
+    return shutil.which("g++") or shutil.which("clang++")
+
+
+def _build(compiler: str) -> Path:
+    """The compiled library, from the user's cache if this source was built on this machine before."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))]
     sources = [path.read_text() for path in (*SOURCES, HEADER)]
     identity = "\n".join([*sources, compiler, *FLAGS, jax.__version__, *cpu[:2]])
