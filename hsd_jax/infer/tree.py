@@ -81,6 +81,8 @@ def grow(
         log-probabilities, so both compete for the same nodes and what they agree on is one node.
     """
     if law is DrawLaw.ARBITRARY:
+        if config.width == 1 and rival is None:
+            return _chain(expand, carry, root, config, hot_ids, num_levels)
         scale = sharpness(sampling.temperature)
         return _beam(expand, carry, root, config, hot_ids, scale, num_levels, rival)
     assert rival is None, "the better of two laws is no law to draw from"
@@ -111,6 +113,27 @@ def grow_tree(
     rival = None if rival_logits is None else token_free(rival_logits, bias)
     rest = keys, root_position, sampling, hot_ids, vocab_size, num_levels, rival
     return grow(expand, None, root, config, law, *rest)[0]
+
+
+def _chain(
+    expand: Expand,
+    carry: Any,
+    root: Int[Array, "B"],
+    config: TreeConfig,
+    hot_ids: Int[Array, "hot"] | None,
+    num_levels: Int[Array, "B"] | None,
+) -> tuple[DraftTree, Any]:
+    """The tree of `_beam` for width 1: nothing competes, so no score is computed."""
+    token, tokens = root[:, None], [root[:, None]]
+    for level in range(config.depth):
+        logits, carry = expand(level, token, jnp.zeros_like(token), carry)
+        token = to_tokens(hot_ids, sampling_lib.first_best(logits))
+        tokens.append(token)
+    shape = root.shape[0], config.nodes
+    depth = jnp.broadcast_to(jnp.arange(config.nodes, dtype=jnp.int32), shape)
+    valid = jnp.ones(shape, bool) if num_levels is None else depth <= num_levels[:, None]
+    tokens = jnp.concatenate(tokens, 1).astype(jnp.int32)
+    return DraftTree(tokens, depth - 1, depth, valid, law=DrawLaw.ARBITRARY), carry
 
 
 def _beam(
