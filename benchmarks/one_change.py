@@ -1,13 +1,13 @@
 """What matters in training a drafter: runs that differ from a base recipe in one thing, judged on the same texts.
 
 Each run is `hsd train drafter` with some keys set otherwise; it is judged by simulated tau (`train/evaluate.py`)
-on what the target writes behind held-out prompts. Results: a table (Markdown), a plot of tau against training tokens.
+on what the target writes behind held-out prompts. Results: a table (Markdown), JSON, a plot.
 
     python benchmarks/one_change.py --target DIR --config configs/demo_drafter.yaml --runs benchmarks/one_change.yaml \
         --prompts dialogues=dev.jsonl --half tune --limit 32 --out runs/one-change
 
-A run that is complete is not trained again, so the list of runs may grow. Recipes are chosen on the `tune` half of the
-prompts; the `report` half is for the drafter that was chosen.
+A run that is complete is not trained again, so the list of runs may grow; `drafter: DIR` judges one that is there
+already. Recipes are chosen on the `tune` half of the prompts; the `report` half is for the drafter that was chosen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hsd_jax.cli.train import read_recipe
 from hsd_jax.models import convert
 from hsd_jax.params import Params, end_tokens
 from hsd_jax.tokenizer import Tokenizer
-from hsd_jax.train import evaluate, journal, run
+from hsd_jax.train import evaluate, run
 from hsd_jax.train.drafter import DrafterRecipe
 
 
@@ -46,6 +46,8 @@ def write_texts(params: Params, args: argparse.Namespace) -> dict[str, tuple[eva
 
 def train(name: str, about: dict, args: argparse.Namespace) -> Path:
     """The folder of the run's drafter; a run that is complete has no step left to train."""
+    if "drafter" in about:
+        return Path(about["drafter"])
     recipe = DrafterRecipe.from_dict(read_recipe(args.config, [*args.set, *about.get("set", [])]), name)
     options.say(f"run {name}")
     return run.train_drafter(
@@ -59,7 +61,9 @@ def main() -> None:
     parser.add_argument("--config", help="the base recipe")
     parser.add_argument("--set", action="append", default=[], help="changes the base recipe, of all runs")
     parser.add_argument("--data", nargs="+", required=True, help="of runs that name none")
-    parser.add_argument("--runs", required=True, help="YAML, name: {set: [KEY=VALUE, ...], data: [FILE, ...]}")
+    parser.add_argument(
+        "--runs", required=True, help="YAML, name: {set: [KEY=VALUE, ...], data: [FILE, ...]} or {drafter: DIR}"
+    )
     parser.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE")
     parser.add_argument("--half", choices=("tune", "report"))
     parser.add_argument("--limit", type=int, default=24, help="prompts of each file")
@@ -95,18 +99,23 @@ def print_row(name: str, values: dict, kinds: list[str]) -> None:
 
 
 def draw(out: str | Path, runs: dict[str, dict]) -> None:
-    """Tau on the run's own held-out texts against training tokens."""
+    """Tau of every run on the texts of the table; the first run is the line that the others are compared with."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for name in runs:
-        judged = [r for r in journal.read_metrics(Path(out) / name) if "eval" in r]
-        axis.plot([r["tokens"] / 1e3 for r in judged], [r["eval"]["tau"] for r in judged], marker=".", label=name)
-    axis.set(xlabel="training tokens (thousands)", ylabel="simulated tau, greedy, 16 nodes")
-    axis.legend(fontsize=7)
+    kinds = list(next(iter(runs.values())))
+    figure, axes = plt.subplots(
+        1, len(kinds), figsize=(4.5 * len(kinds), 1 + 0.3 * len(runs)), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        taus = [values[kind]["tau"] for values in runs.values()]
+        axis.barh(list(runs), taus, color="tab:blue")
+        axis.bar_label(axis.containers[0], fmt="%.2f", padding=2, fontsize=8)
+        axis.axvline(taus[0], color="black", linewidth=0.8)
+        axis.set(title=kind, xlabel="simulated tau", xlim=(1, 1.1 * max(taus)))
+    axes[0, 0].invert_yaxis()
     figure.savefig(Path(out) / "tau.png", dpi=140)
     options.say(f"wrote {Path(out) / 'tau.png'}")
 
