@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 TORCH ?= torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint clean
+.PHONY: help venv demo test test-slow lint docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -28,7 +28,7 @@ demo: $(STAMP) ## Decode prompts with the bundled models, with and without specu
 test: $(STAMP) ## Run the tests, without the slow ones
 	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
-test-slow: $(STAMP) ## Run all tests; those against torch are skipped where it cannot be installed
+test-slow: $(DEV_STAMP) ## Run all tests; those against torch are skipped where it cannot be installed
 	@$(BIN)/python -c "import torch" 2>/dev/null || { echo "Installing $(TORCH) for the comparisons"; \
 		$(PIP) install -qq "$(TORCH)" || echo "torch is not available here: its tests are skipped"; }
 	@HSD_TEST_OPTIMIZED=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "slow or not slow" $(ARGS)
@@ -38,8 +38,11 @@ lint: $(DEV_STAMP) ## Check style, format and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright
 
+docs: $(DEV_STAMP) ## Build the documentation into site/
+	@$(BIN)/mkdocs build --strict
+
 clean: ## Remove .venv and all caches; runs/ stays
-	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +
 
 # The stamp is touched last: an installation that broke off is taken up again by the next call.

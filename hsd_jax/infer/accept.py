@@ -17,8 +17,10 @@ from hsd_jax.types import AcceptRule, DraftTree, DrawLaw, SamplingParams, Verdic
 
 
 def check_legal(rule: AcceptRule, law: DrawLaw) -> None:
-    """Raises:
-    ValueError: if `rule` is not lossless for trees drawn under `law`.
+    """Refuses a pair of rule and law under which the text would not be the target's.
+
+    Raises:
+      ValueError: if `rule` is not lossless for trees drawn under `law`.
     """
     if law not in rule.laws:
         allowed = ", ".join(sorted(x.value for x in rule.laws))

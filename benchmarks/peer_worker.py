@@ -1,0 +1,221 @@
+"""One framework in a process of its own, for `peers.py`: answers a JSON line on stdin with a JSON line on stdout.
+
+    python benchmarks/peer_worker.py transformers | hsd_jax
+
+The first line says which checkpoint and which methods; each later one asks for a decode of token ids, or for the gap
+between two logits. The half for transformers imports nothing of hsd_jax, so any environment with torch can run it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+
+class Puts:
+    """A streamer of `generate`: when tokens came and how many. The first put is the prompt, each other one a pass."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def put(self, tokens) -> None:
+        self.times.append(time.perf_counter())
+        self.counts.append(tokens.numel())
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+class Transformers:
+    """`generate` in PyTorch: plain, with an assistant model, with prompt lookup; batch 1, greedy, dynamic cache."""
+
+    def __init__(self, config: dict) -> None:
+        try:
+            import torch
+            import transformers
+        except ImportError as error:
+            raise ValueError(
+                f"{error}: the peers need torch and transformers; pip install 'hsd_jax[peers]', or name a Python"
+                " that has them by --peer-python"
+            ) from error
+        self.torch, self.transformers, self.config = torch, transformers, config
+        transformers.logging.set_verbosity_error()  # generate() says what it thinks of its defaults
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        if config["threads"]:
+            torch.set_num_threads(config["threads"])
+        self.models, self.methods = {}, {m["name"]: m for m in config["methods"]}
+        for method in config["methods"]:
+            for folder in filter(None, (config["target"], method.get("assistant"))):
+                key = folder, method["dtype"]
+                if key not in self.models:
+                    self.models[key] = self._load(*key)
+
+    def _load(self, folder: str, dtype: str):
+        model = self.transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(self.torch, dtype), local_files_only=True
+        )
+        # What the folder says of sampling or penalties would mix into the settings of the calls below.
+        model.generation_config = self.transformers.GenerationConfig()
+        return model.to(self.device).eval()
+
+    def about(self) -> dict:
+        """Versions and device, and the methods with their dtypes."""
+        return {
+            "torch": self.torch.__version__,
+            "transformers": self.transformers.__version__,
+            "device": self.torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
+            "threads": self.torch.get_num_threads(),
+            "methods": [{"name": m["name"], "dtype": m["dtype"]} for m in self.methods.values()],
+        }
+
+    def decode(self, name: str, prompt: list[int]) -> dict:
+        """Generates behind one prompt; the first pass, which reads the prompt, stays out of `decode_*`."""
+        torch, method, how = self.torch, self.methods[name], {}
+        if method["kind"] == "lookup":
+            how["prompt_lookup_num_tokens"] = method["tokens"]
+        if method["kind"] == "assistant":
+            assistant = self.models[method["assistant"], method["dtype"]]
+            if method["tokens"] is None:  # transformers' own way: up to 20 tokens, as long as the assistant is sure
+                assistant.generation_config = self.transformers.GenerationConfig()
+            else:
+                assistant.generation_config = self.transformers.GenerationConfig(
+                    num_assistant_tokens=method["tokens"],
+                    num_assistant_tokens_schedule="constant",
+                    assistant_confidence_threshold=0.0,
+                )
+            how["assistant_model"] = assistant
+        eos, puts = self.config["eos"], Puts()
+        ids = torch.tensor([prompt], device=self.device)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        with torch.inference_mode():
+            out = self.models[self.config["target"], method["dtype"]].generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=self.config["max_new_tokens"],
+                do_sample=False,
+                eos_token_id=eos or None,
+                pad_token_id=eos[0] if eos else 0,
+                streamer=puts,
+                **how,
+            )
+        tokens = out[0, len(prompt) :].tolist()  # on a GPU this waits
+        end = time.perf_counter()
+        return {
+            "tokens": tokens,
+            "seconds": end - start,
+            "decode_tokens": sum(puts.counts[2:]),
+            "decode_seconds": end - puts.times[1],
+            "passes": len(puts.counts) - 1,
+        }
+
+    def gap(self, name: str, tokens: list[int], candidates: list[int]) -> float:
+        """The logit of the first candidate less that of the second, behind `tokens`."""
+        torch = self.torch
+        with torch.inference_mode():
+            model = self.models[self.config["target"], self.methods[name]["dtype"]]
+            logits = model(torch.tensor([tokens], device=self.device)).logits[0, -1].float()
+        return float(logits[candidates[0]] - logits[candidates[1]])
+
+
+class HsdJax:
+    """`hsd_jax.decode`: plain, or with any drafter and tree; batch 1, greedy."""
+
+    def __init__(self, config: dict) -> None:
+        import dataclasses
+
+        import hsd_jax
+        from hsd_jax import params as params_lib
+
+        self.config, self.methods, self.loaded = config, {}, {}
+        for method in config["methods"]:
+            dtype, drafter = method["dtype"] or params_lib.fastest_dtype().__name__, method["drafter"]
+            if (dtype, drafter) not in self.loaded:
+                params = hsd_jax.load(
+                    target=config["target"],
+                    drafter=drafter,
+                    dtype=dtype,
+                    # On a GPU jax multiplies float32 in fewer bits unless told otherwise; torch does not.
+                    precision="exact" if dtype == "float32" else "fast",
+                )
+                self.loaded[dtype, drafter] = dataclasses.replace(params, tokenizer=None)  # ids out, as of generate()
+            own = self.loaded[dtype, drafter].tree
+            tree = own if method["tree"] is None else hsd_jax.TreeConfig(*method["tree"])
+            shown = "" if drafter is None else f" {tree.nodes}x{tree.depth}x{tree.width}"
+            # Where float32 is the fastest dtype, or a tree is given that is the drafter's own, this is one method.
+            self.methods[f"{method['name']}{shown} {dtype}"] = dtype, drafter, tree
+
+    def about(self) -> dict:
+        """The machine as every benchmark here records it, and the methods with their dtypes."""
+        from hsd_jax.cli.machine import hardware
+
+        return hardware() | {"methods": [{"name": n, "dtype": dtype} for n, (dtype, *_) in self.methods.items()]}
+
+    def decode(self, name: str, prompt: list[int]) -> dict:
+        """Decodes one prompt; prefill stays out of `decode_*`."""
+        import hsd_jax
+
+        dtype, drafter, tree = self.methods[name]
+        start = time.perf_counter()
+        out = hsd_jax.decode(
+            self.loaded[dtype, drafter],
+            prompt,
+            max_new_tokens=self.config["max_new_tokens"],
+            tree=tree,
+            speculate=drafter is not None,
+            eos=self.config["eos"],
+        )
+        seconds = time.perf_counter() - start
+        tokens = out.tokens[0, : out.num_tokens[0]].tolist()
+        return {
+            "tokens": tokens,
+            "seconds": seconds,
+            "decode_tokens": len(tokens),
+            "decode_seconds": out.stats.decode_seconds,
+            "passes": out.stats.num_target_passes,
+        }
+
+    def gap(self, name: str, tokens: list[int], candidates: list[int]) -> float:
+        """The logit of the first candidate less that of the second, in plain decoding's pass behind `tokens`."""
+        from hsd_jax.infer.metrics import replay_logits
+
+        dtype, drafter, _ = self.methods[name]
+        params = self.loaded[dtype, drafter]
+        logits = replay_logits(params.target, params.target_config, tokens, candidates[:1])[0]
+        return float(logits[candidates[0]] - logits[candidates[1]])
+
+
+def serve(make: Callable, requests: Iterator[str], answer: Callable[[dict], None]) -> None:
+    """Makes the worker of the first line, then answers line by line; bad input is an answer, not a traceback."""
+    try:
+        worker = make(json.loads(next(requests)))
+        answer(worker.about())
+    except (ValueError, OSError) as error:
+        answer({"error": str(error)})
+        return
+    for line in requests:
+        request = json.loads(line)
+        if request["op"] == "decode":
+            answer(worker.decode(request["method"], request["prompt"]))
+        else:
+            answer({"gap": worker.gap(request["method"], request["tokens"], request["candidates"])})
+
+
+def main() -> None:
+    """Keeps the real stdout for the answers: libraries print."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def answer(record: dict) -> None:
+        print(json.dumps(record), file=answers, flush=True)
+
+    serve({"transformers": Transformers, "hsd_jax": HsdJax}[sys.argv[1]], iter(sys.stdin), answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,451 @@
+"""Our decoding and transformers' `generate`: the same checkpoint, the same prompts, the same machine, side by side.
+
+    pip install 'hsd_jax[peers]'
+    python benchmarks/peers.py --demo --prompts dev.jsonl --half report --limit 20 --assistant runs/demo-small \\
+        --trees 8x5x2,7x6x1 --json peers.json
+
+Each framework has a process of its own (`peer_worker.py`), so that two pools of threads never share the cores; one
+of them works at a time, and prompt by prompt the methods take turns in an order that rotates. Batch 1, greedy, end
+tokens honoured, token ids in and out. The first round over the prompts warms up and is not timed. Two clocks:
+
+* decode: from the end of the pass that reads the prompt, to the end; tokens that this pass gave do not count. Ours
+  leaves the prompt's last token out of prefill, so all its tokens come of later passes; transformers' first pass gives
+  one token, and with drafts more. So each clock divides tokens by the time of just the passes that gave them.
+* whole call: from ids to ids, prefill included; all tokens count.
+
+Greedy text must be the same everywhere. Where it is not, the place is printed, with how far each side prefers its own
+token to the other's: a gap of about the arithmetic's noise is a tie, a larger one a mistake. Exit status 1 for a
+mistake in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hsd_jax
+from hsd_jax import params as params_lib
+from hsd_jax.cli import bench, options, report
+from hsd_jax.cli.identity import first_difference
+from hsd_jax.cli.measure import FEWEST_BATCHES, bootstrap_ratio, repeated_4gram_share, spread
+from hsd_jax.cli.prompts import BenchPrompt
+from hsd_jax.models import convert
+from hsd_jax.tokenizer import Tokenizer
+
+WORKER = Path(__file__).with_name("peer_worker.py")
+CLOCKS = {"decode": ("decode_tokens", "decode_seconds"), "whole_call": ("num_tokens", "seconds")}
+NEAR_TIE = 1e-3
+"""Logits of one prefix that two float32 programs computed may differ by about 1e-4; ten times that excuses."""
+SETTLE_SECONDS = 0.02
+"""Before another process takes over: idle threads of a pool spin for some milliseconds."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments; prompts and trees as `hsd bench` has them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    group = parser.add_argument_group("models")
+    which = group.add_mutually_exclusive_group(required=True)
+    which.add_argument("--demo", action="store_true", help="the bundled target and drafter")
+    which.add_argument("--target", metavar="DIR", help="a Hugging Face folder with a tokenizer")
+    group.add_argument("--drafter", metavar="DIR", help="of `hsd train drafter`; without it ours decodes plainly only")
+    group.add_argument(
+        "--assistant",
+        metavar="DIR",
+        help="a smaller model with the same vocabulary, for example of configs/demo_small_lm.yaml",
+    )
+    bench.add_prompt_arguments(parser)
+    parser.add_argument(
+        "--max-new-tokens", type=options.COUNT, default=128, metavar="N", help="per prompt (default: 128)"
+    )
+    parser.add_argument("--repeats", type=options.COUNT, default=3, metavar="R", help="timed passes (default: 3)")
+    group = parser.add_argument_group("methods")
+    group.add_argument("--trees", metavar="NxDxW,...", help="of our drafter, beside its own (default: its own alone)")
+    group.add_argument(
+        "--same-methods", action="store_true", help="also ours with the assistant and with prompt lookup"
+    )
+    group.add_argument(
+        "--assistant-tokens",
+        type=options.COUNT,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="also constant draft lengths of transformers' assistant (default: only its own schedule)",
+    )
+    group.add_argument(
+        "--lookup-tokens",
+        type=options.COUNT,
+        nargs="+",
+        default=[10],
+        metavar="N",
+        help="prompt_lookup_num_tokens of transformers (default: 10)",
+    )
+    group.add_argument(
+        "--torch-dtypes",
+        choices=("float32", "bfloat16"),
+        nargs="+",
+        default=["float32"],
+        help="the first one's plain text and speed are what all others are compared with (default: float32)",
+    )
+    group.add_argument(
+        "--torch-threads", type=options.COUNT, default=_cores(), metavar="N", help="(default: as many as cores)"
+    )
+    parser.add_argument(
+        "--peer-python", default=sys.executable, metavar="PYTHON", help="has torch and transformers (default: this one)"
+    )
+    parser.add_argument("--json", metavar="OUT", help="write every figure to this file")
+    return parser
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def transformers_methods(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What the worker of transformers is asked for; the first is the one others are compared with."""
+    methods = []
+    for dtype in dict.fromkeys(args.torch_dtypes):
+
+        def add(kind: str, tokens: int | None = None, shown: str = "", dtype: str = dtype, **more) -> None:
+            name = f"transformers {kind}{shown} {dtype}"
+            methods.append({"name": name, "kind": kind, "dtype": dtype, "tokens": tokens, **more})
+
+        add("plain")
+        for tokens in dict.fromkeys([None, *args.assistant_tokens]) if args.assistant else ():
+            add("assistant", tokens, "" if tokens is None else f" {tokens}", assistant=args.assistant)
+        for tokens in dict.fromkeys(args.lookup_tokens):
+            add("lookup", tokens, f" {tokens}")
+    return methods
+
+
+def hsd_methods(args: argparse.Namespace, drafter: str | None) -> list[dict[str, Any]]:
+    """What our worker is asked for, in float32 and in the fastest dtype (None); a tree of None is the drafter's own."""
+    trees = [None, *(dataclasses.astuple(t) for t in options.parse_trees(args.trees))] if args.trees else [None]
+    methods = []
+    for dtype in ("float32", None):
+        found = [("plain", None, None)]
+        if drafter is not None:
+            found += [("tree", drafter, tree) for tree in trees]
+        if args.same_methods:
+            found += [("assistant", args.assistant, None)] if args.assistant else []
+            found += [("lookup", "lookup", None)]
+        methods += [{"name": f"hsd_jax {n}", "drafter": d, "tree": t, "dtype": dtype} for n, d, t in found]
+    return methods
+
+
+class Worker:
+    """A framework in its own process; one question at a time."""
+
+    def __init__(self, name: str, command: Sequence[str], config: dict[str, Any], env: dict[str, str]) -> None:
+        self.name = name
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=env
+        )
+        try:
+            self.about = self.ask(**config)
+        except BaseException:
+            self.close()
+            raise
+        self.methods = self.about.pop("methods")
+
+    def ask(self, **request) -> dict[str, Any]:
+        """The answer to one line.
+
+        Raises:
+          ValueError: if the worker says that it cannot, or ends.
+        """
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise ValueError(f"the process of {self.name} ended (status {self.process.wait()}); what it said is above")
+        found = json.loads(line)
+        if "error" in found:
+            raise ValueError(f"{self.name}: {found['error']}")
+        return found
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+def start_workers(args: argparse.Namespace, target: str, drafter: str | None, eos: Sequence[int]) -> list[Worker]:
+    """transformers first, then ours, which loads the hsd_jax of this process."""
+    shared = {"target": target, "eos": list(eos), "max_new_tokens": args.max_new_tokens}
+    # On a GPU two processes share the memory, of which jax would otherwise take three quarters at once.
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    ours = env | {"PYTHONPATH": os.pathsep.join([str(Path(hsd_jax.__file__).parents[1]), env.get("PYTHONPATH", "")])}
+    workers = []
+    try:
+        config = shared | {"methods": transformers_methods(args), "threads": args.torch_threads}
+        workers.append(Worker("transformers", [args.peer_python, str(WORKER), "transformers"], config, env))
+        config = shared | {"methods": hsd_methods(args, drafter)}
+        workers.append(Worker("hsd_jax", [sys.executable, str(WORKER), "hsd_jax"], config, ours))
+    except BaseException:
+        close_all(workers)
+        raise
+    return workers
+
+
+def close_all(workers: Sequence[Worker]) -> None:
+    """Ends all processes."""
+    for worker in workers:
+        worker.close()
+
+
+def collect(
+    workers: Sequence[Worker], prompts: Sequence[Sequence[int]], repeats: int, progress: Callable[[str], None]
+) -> dict[str, list[list[dict[str, Any]]]]:
+    """`answers[method][pass][prompt]`, pass 0 the warm-up; prompt by prompt the methods take turns."""
+    turns = [(worker, method["name"]) for worker in workers for method in worker.methods]
+    answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for _, name in turns}
+    last = None
+    for number in range(1 + repeats):
+        for name in answers:
+            answers[name].append([])
+        for i, prompt in enumerate(prompts):
+            if i % 10 == 0:
+                what = f"timing, pass {number} of {repeats}" if number else "warming up"
+                progress(f"{what}: prompt {i + 1} of {len(prompts)}")
+            first = (number + i) % len(turns)
+            for worker, name in [*turns[first:], *turns[:first]]:
+                if worker is not last:
+                    time.sleep(SETTLE_SECONDS)
+                last = worker
+                found = worker.ask(op="decode", method=name, prompt=list(prompt))
+                answers[name][number].append(found | {"num_tokens": len(found["tokens"])})
+    return answers
+
+
+def rates(passes: Sequence[Sequence[dict[str, Any]]], clock: str) -> list[float]:
+    """Tokens per second of every timed pass by one of the CLOCKS."""
+    tokens, seconds = CLOCKS[clock]
+    return [sum(a[tokens] for a in answers) / sum(a[seconds] for a in answers) for answers in passes]
+
+
+def ratio(passes: Sequence[Sequence[dict]], rival: Sequence[Sequence[dict]], clock: str) -> dict[str, Any]:
+    """Tokens per second over the rival's: the ratios of the passes, and a bootstrap over prompts as in `hsd bench`."""
+    tokens, seconds = CLOCKS[clock]
+
+    def middle(of: str) -> np.ndarray:
+        return np.array([np.median([[a[of] for a in one] for one in who], axis=0) for who in (passes, rival)])
+
+    counts, times = middle(tokens), middle(seconds)
+    speeds = counts.sum(1) / times.sum(1)
+    low, high = bootstrap_ratio(counts, times) if counts.shape[1] >= FEWEST_BATCHES else (None, None)
+    each = [a / b for a, b in zip(rates(passes, clock), rates(rival, clock), strict=True)]
+    return {**spread(each), "value": float(speeds[0] / speeds[1]), "low": low, "high": high}
+
+
+def differences(
+    name: str, reference: str, answers: dict[str, list[list[dict]]], found: Sequence[BenchPrompt]
+) -> list[dict]:
+    """Where the texts of a method part from those of the reference; None stands for an end of text."""
+    parted = []
+    for row, (own, other) in enumerate(zip(answers[name][0], answers[reference][0], strict=True)):
+        index = first_difference(own["tokens"], other["tokens"])
+        if index is not None:
+            token, wanted = (a["tokens"][index] if index < a["num_tokens"] else None for a in (own, other))
+            parted.append(
+                {"prompt": found[row].name, "row": row, "index": index, "token": token, "reference_token": wanted}
+            )
+    return parted
+
+
+def explain(difference: dict, prompt: Sequence[int], text: Sequence[int], own: Callable, reference: Callable) -> dict:
+    """A difference with its gaps: how far each side's logits prefer its own token to the other's.
+
+    Args:
+      text: of either side; they agree up to the difference.
+      own, reference: `gap(tokens, candidates)` of the two sides.
+    """
+    token, wanted = difference["token"], difference["reference_token"]
+    if token is None or wanted is None:  # one side did not honour an end token, or a length
+        return difference | {"gap": None, "reference_gap": None, "is_tie": False}
+    tokens = [*prompt, *text[: difference["index"]]]
+    gap, reference_gap = own(tokens, [token, wanted]), reference(tokens, [wanted, token])
+    return difference | {"gap": gap, "reference_gap": reference_gap, "is_tie": max(gap, reference_gap) < NEAR_TIE}
+
+
+def rows_of(
+    methods: Sequence[dict[str, str]], answers: dict[str, list[list[dict]]], found: Sequence[BenchPrompt]
+) -> list[dict[str, Any]]:
+    """The figures of every method; the first one is the reference."""
+    reference = methods[0]["name"]
+    rows = []
+    for method in methods:
+        warm, *timed = answers[method["name"]]
+        seconds_a_token = [sum(a["decode_seconds"] for a in p) / sum(a["decode_tokens"] for a in p) for p in timed]
+        passes = sum(a["passes"] for a in warm)
+        rows.append(
+            {
+                "method": method["name"],
+                "dtype": method["dtype"],
+                "num_tokens": sum(a["num_tokens"] for a in warm),
+                "tau": sum(a["num_tokens"] for a in warm) / max(passes, 1),
+                "ms_per_token": spread([1e3 * s for s in seconds_a_token]),
+                "tokens_per_second": {clock: spread(rates(timed, clock)) for clock in CLOCKS},
+                "over_reference": {clock: ratio(timed, answers[reference][1:], clock) for clock in CLOCKS},
+                "num_texts": len(found),
+                "differences": differences(method["name"], reference, answers, found),
+            }
+        )
+    return rows
+
+
+def measure(args: argparse.Namespace, workers: Sequence[Worker], found: Sequence[BenchPrompt], tokenizer) -> dict:
+    """Runs every method on every prompt and returns the whole record."""
+    prompts = [tokenizer.encode(p.text) for p in found]
+    answers = collect(workers, prompts, args.repeats, options.say)
+    methods = [method for worker in workers for method in worker.methods]
+    home = {method["name"]: worker for worker in workers for method in worker.methods}
+
+    def gap_of(name: str) -> Callable:
+        def gap(tokens: Sequence[int], candidates: Sequence[int]) -> float:
+            return home[name].ask(op="gap", method=name, tokens=list(tokens), candidates=list(candidates))["gap"]
+
+        return gap
+
+    rows, reference = rows_of(methods, answers, found), methods[0]["name"]
+    for row in rows:
+        own = answers[row["method"]][0]
+        row["differences"] = [
+            explain(d, prompts[d["row"]], own[d["row"]]["tokens"], gap_of(row["method"]), gap_of(reference))
+            for d in row["differences"]
+        ]
+    lengths = sorted(map(len, prompts))
+    return {
+        "command": args.command_line,
+        "reference": reference,
+        "settings": {
+            "batch": 1,
+            "temperature": 0.0,
+            "max_new_tokens": args.max_new_tokens,
+            "repeats": args.repeats,
+            "prompt_files": [str(p) for p in args.prompts or ["the demo's own"]],
+            "half": args.half,
+            "num_prompts": len(found),
+            "prompt_tokens": {"min": lengths[0], "median": statistics.median(lengths), "max": lengths[-1]},
+            "clocks": {"decode": "without the pass that reads the prompt", "whole_call": "with it"},
+            "kind_of_figures": "measured",
+        },
+        "frameworks": {worker.name: worker.about for worker in workers},
+        "repeated_4gram_share": repeated_4gram_share([a["tokens"] for a in answers[reference][0]]),
+        "rows": rows,
+        "answers": answers,
+    }
+
+
+def status(record: dict[str, Any]) -> int:
+    """1 if a float32 text differs from the reference by more than a tie."""
+    rows = [row for row in record["rows"] if row["dtype"] == "float32"]
+    return int(any(not d["is_tie"] for row in rows for d in row["differences"]))
+
+
+COLUMNS = ("method", "tau", "ms/token", "tokens/s", "over reference", "tokens/s, whole call", "over", "same text")
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table, one text a column."""
+
+    def speed(clock: str) -> tuple[str, str]:
+        rate, over = row["tokens_per_second"][clock], row["over_reference"][clock]
+        interval = "" if over["low"] is None else f" [{over['low']:.2f}, {over['high']:.2f}]"
+        return f"{rate['median']:.0f} ({rate['min']:.0f}-{rate['max']:.0f})", f"{over['value']:.2f}{interval}"
+
+    same = row["num_texts"] - len(row["differences"])
+    ms = f"{row['ms_per_token']['median']:.2f}"
+    return [
+        row["method"],
+        f"{row['tau']:.2f}",
+        ms,
+        *speed("decode"),
+        *speed("whole_call"),
+        f"{same}/{row['num_texts']}",
+    ]
+
+
+def print_record(record: dict[str, Any]) -> None:
+    """The table, the places where texts part, and what it was measured on."""
+    console, settings = report.make_console(), record["settings"]
+    title = f"{settings['num_prompts']} prompts x {settings['max_new_tokens']} new tokens, greedy, batch 1"
+    table = report.make_table(f"{title}; over {record['reference']}", 1, *COLUMNS)
+    for row in record["rows"]:
+        table.add_row(*cells(row))
+    console.print(table)
+    lines = []
+    for row in record["rows"]:
+        for d in row["differences"]:
+            gaps = "an end of text" if d["gap"] is None else f"gaps {d['gap']:.2g} and {d['reference_gap']:.2g}"
+            verdict = "a tie" if d["is_tie"] else "more than a tie"
+            lines.append(f"{row['method']}, {d['prompt']}: first differs at token {d['index']}, {gaps}: {verdict}")
+    theirs, ours = record["frameworks"]["transformers"], record["frameworks"]["hsd_jax"]
+    lines += [
+        "tokens/s: median (range) of the passes; ratios: [95 % interval over prompts, of 8 and more]",
+        "tau counts transformers' pass over the prompt; ours leaves prefill out",
+        f"repeated 4-grams in the reference's text: {record['repeated_4gram_share']:.1%}",
+        f"{ours['cpu']}, {ours['cores']} cores; torch {theirs['torch']} on {theirs['device']}, {theirs['threads']}"
+        f" threads, transformers {theirs['transformers']}; jax {ours['jax']} on {ours['device']}",
+        record["command"],
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints, writes; 1 if float32 texts differ, 2 for bad input."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser().parse_args(argv)
+    args.command_line = " ".join(["python benchmarks/peers.py", *argv])
+    try:
+        return run(args)
+    except (ValueError, OSError) as error:
+        print(f"peers: error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    """From arguments to the exit status."""
+    target = str(params_lib.DEMO / "target") if args.demo else args.target
+    drafter = args.drafter or (str(params_lib.DEMO / "drafter") if args.demo else None)
+    tokenizer = Tokenizer.find(target)
+    config = convert.read_config(target)
+    # No weights in this process: it only counts tokens and reads prompts.
+    about = types.SimpleNamespace(tokenizer=tokenizer, max_len=config.max_position)
+    found = bench.read_prompts(args, about)
+    if args.assistant is None:
+        options.say("no assistant model: give --assistant DIR to measure assisted decoding too")
+    if drafter is None:
+        options.say("no drafter: ours decodes plainly only; give --drafter DIR")
+    workers = start_workers(args, target, drafter, params_lib.end_tokens(target, config, tokenizer))
+    try:
+        record = measure(args, workers, found, tokenizer)
+    finally:
+        close_all(workers)
+    print_record(record)
+    if args.json:
+        Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        options.say(f"wrote {args.json}")
+    return status(record)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
