@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import test_cli
 
-from hsd_jax.cli import ablate, compare, measure
+from hsd_jax import measure
+from hsd_jax.cli import ablate, compare
 from hsd_jax.config import TreeConfig
 
 folders, own_cache, hsd, both = test_cli.folders, test_cli.own_cache, test_cli.hsd, test_cli.both

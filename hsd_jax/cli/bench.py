@@ -1,7 +1,7 @@
 """`hsd bench`: speculative against plain decoding, honestly: one process, interleaved, everything printed.
 
-Batch 1, EOS honoured, prefill excluded. The record is built by `measure`, from the runs of `cli/measure.py`, and shown
-by `cli/report.py`. Read next: `infer/metrics.py` for the stages.
+Batch 1, EOS honoured, prefill excluded. The record is built by `measure`, from the runs of `hsd_jax/measure.py`, and
+shown by `cli/report.py`. Read next: `infer/metrics.py` for the stages.
 """
 
 from __future__ import annotations
@@ -14,18 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax.cli import ablate, compare, options, prompts
-from hsd_jax.cli.machine import hardware
-from hsd_jax.cli.measure import (
-    Mode,
-    Runs,
-    fastest,
-    held_out_bits_per_byte,
-    mode_record,
-    model_record,
-    repeated_4gram_share,
-    speedup,
-    time_modes,
-)
+from hsd_jax.cli.quality import held_out_bits_per_byte, model_record, repeated_4gram_share
+from hsd_jax.machine import hardware
+from hsd_jax.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 
 PLAIN_DTYPES = ("float32", "bfloat16")
 PLAIN_PAD_ROWS = (1, 4)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from hsd_jax.cli import bench, options
-from hsd_jax.cli.machine import hardware
+from hsd_jax.machine import hardware
 
 EXACT_GAP = 1e-4
 """In exact precision a difference is excused below this gap, in perturbed logits, or this near to a filter's edge."""
