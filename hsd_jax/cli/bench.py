@@ -50,6 +50,7 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     tree = options.add_tree_arguments(parser)
     tree.add_argument("--trees", metavar="NxDxW,...", help="several trees in one run, for example 4x3x2,8x5x3")
     options.add_rule_arguments(tree, nargs="+")
+    options.add_tuned_argument(tree)
     parser.add_argument(
         "--plain-variants",
         action="store_true",
@@ -103,9 +104,16 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes what was asked for."""
     params = options.load_params(args)
     options.need_drafter(params, "bench")
-    trees = options.parse_trees(args.trees) if args.trees else [options.tree_of(args, params)]
+    tuned = options.tuned_of(args, params, batch=1)
+    if tuned is None:
+        trees = options.parse_trees(args.trees) if args.trees else [options.tree_of(args, params)]
+        reuses = args.reuse or ["none"]
+    elif tuned.speculate:
+        trees, reuses = [tuned.tree], [tuned.reuse]
+    else:
+        raise ValueError(f"--tuned {args.tuned}: plain decoding was the fastest; there is nothing to compare it with")
     found = read_prompts(args, params)
-    modes = make_modes(args, params, trees)
+    modes = make_modes(args, params, trees, reuses)
     options.say(f"{len(found)} prompts, {', '.join(m.name for m in modes)}")
     record = measure(args, params, modes, found)
     from hsd_jax.cli import report
@@ -119,12 +127,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_modes(args: argparse.Namespace, params, trees) -> list[Mode]:
-    """Plain first, then a mode a tree, then the other plain loops if asked for."""
+def make_modes(args: argparse.Namespace, params, trees, reuses: list[str]) -> list[Mode]:
+    """Plain first, then a mode for each tree, rule and form of reuse, then the other plain loops if asked for."""
     own = params.target["embedding"].dtype.name
     modes = [Mode(f"plain {own}", params)]
-    for tree, accept, reuse in itertools.product(trees, dict.fromkeys(args.accept), dict.fromkeys(args.reuse)):
-        name = f"tree {options.tree_name(tree)}" + ("" if accept == "match" else f" {accept}")
+    for tree, accept, reuse in itertools.product(trees, dict.fromkeys(args.accept), dict.fromkeys(reuses)):
+        name = f"tree {tree.name}" + ("" if accept == "match" else f" {accept}")
         name += "" if reuse == "none" else f" {reuse}"
         modes.append(Mode(name, params, tree, accept=accept, draw=args.draw, reuse=reuse))
     if args.plain_variants:
@@ -206,7 +214,7 @@ def profile_mode(
     from hsd_jax.infer.metrics import profile_round
     from hsd_jax.request import draw_law, prepare
 
-    options.say(f"timing the stages of tree {options.tree_name(tree)}")
+    options.say(f"timing the stages of tree {tree.name}")
     request = prepare(params, text, max_new_tokens, temperature, None, None, 0, tree, True, (), 1, accept, draw)
     return profile_round(
         request.decoder.loop,
