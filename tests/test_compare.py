@@ -150,6 +150,14 @@ def test_bad_values_end_before_anything_compiles(folders, tmp_path, capsys, argu
     assert "warming up" not in error
 
 
+@pytest.mark.parametrize("command", ["compare", "ablate"])
+@pytest.mark.parametrize("option", ["--demo", "--temperature=1", "--trees=4x3x1", "--accept=recursive", "--no-stages"])
+def test_options_before_a_command_are_not_dropped(capsys, command, option):
+    assert hsd("bench", option, command, "--demo", "--out", "out") == 2
+    name = option.partition("=")[0]
+    assert f"{name} before '{command}': {command} has options of its own" in capsys.readouterr().err
+
+
 def test_methods_need_a_drafter(folders, tmp_path, capsys):
     given = ["--target", folders.target, "--prompts", folders.data, "--out", tmp_path / "out"]
     assert hsd("bench", "compare", *given) == 2

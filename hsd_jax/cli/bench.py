@@ -59,7 +59,7 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     parser.add_argument("--no-stages", action="store_true", help="do not time the stages of a round")
     parser.add_argument("--json", metavar="OUT", help="write every figure to this file")
     parser.add_argument("--plot", metavar="OUT", help="write a PNG (needs matplotlib)")
-    more = parser.add_subparsers(title="more", metavar="COMMAND")
+    more = parser.add_subparsers(title="more", metavar="COMMAND", action=options.OwnOptions)
     for module in (compare, ablate):
         module.add_parser(more)
 

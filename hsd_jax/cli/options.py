@@ -26,6 +26,18 @@ COUNT = number(int, 1, "a whole number of at least 1")
 WHOLE = number(int, 0, "a whole number of at least 0")
 
 
+class OwnOptions(argparse._SubParsersAction):
+    """Commands of a command that has options itself: these must not stand before them, where they would be dropped."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        command = next(iter(values or ()))
+        for action in parser._actions:
+            if action.option_strings and getattr(namespace, action.dest, action.default) != action.default:
+                option = action.option_strings[0]
+                parser.error(f"{option} before {command!r}: {command} has options of its own, give them behind it")
+        super().__call__(parser, namespace, values, option_string)
+
+
 def add_command(commands, name: str, run, help: str, description: str, examples: str) -> argparse.ArgumentParser:
     """A subparser with a summary, a description and examples, that calls `run(args)`."""
     parser = commands.add_parser(
