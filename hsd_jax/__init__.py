@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from hsd_jax.api import DecodeResult, Piece, Stats, decode, stream
     from hsd_jax.config import DrafterConfig, LookupConfig, ModelConfig, TreeConfig
     from hsd_jax.params import Params, load, place, restrict
+    from hsd_jax.tuned import Tuned
+    from hsd_jax.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -22,17 +24,21 @@ __all__ = [
     "Piece",
     "Stats",
     "TreeConfig",
+    "Tuned",
     "decode",
     "load",
     "place",
     "restrict",
     "stream",
+    "tune",
 ]
 
 _MODULES = {
     "hsd_jax.api": ("DecodeResult", "Piece", "Stats", "decode", "stream"),
     "hsd_jax.config": ("DrafterConfig", "LookupConfig", "ModelConfig", "TreeConfig"),
     "hsd_jax.params": ("Params", "load", "place", "restrict"),
+    "hsd_jax.tuned": ("Tuned",),
+    "hsd_jax.tuning": ("tune",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

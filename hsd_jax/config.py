@@ -261,6 +261,11 @@ class TreeConfig:
                 f" most {available} draft nodes; lower nodes to {available + 1} or raise width"
             )
 
+    @property
+    def name(self) -> str:
+        """As the command line writes it: "8x5x2" is nodes x depth x width."""
+        return f"{self.nodes}x{self.depth}x{self.width}"
+
     def sampled_widths(self) -> tuple[int, ...]:
         """Nodes of each level of a sampled tree, fixed before anything is drawn.
 

@@ -1,6 +1,6 @@
 """From the arguments of a call to checked, padded arrays: prompts, settings per row, buckets, prefill.
 
-Everything that can be wrong with a call is found here, before anything compiles. Used by `api.py` alone.
+Everything that can be wrong with a call is found here, before anything compiles. Read next: `api.py`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def prepare(
     reuse: str = "none",
 ) -> Request:
     """Checks a call, pads it to its bucket and runs the prefill."""
-    rows = _encode(params, prompt)
+    rows = encode(params, prompt)
     batch = len(rows)
     settings = _sampling(batch, temperature, top_k, top_p)
     new_tokens = _per_row("max_new_tokens", max_new_tokens, batch, int)
@@ -171,7 +171,7 @@ def draw_law(accept: str, draw: str | None) -> DrawLaw:
         raise ValueError(f"draw={draw!r}: allowed are {', '.join(x.value for x in DrawLaw)}, or None") from None
 
 
-def _encode(params: Params, prompt) -> list[list[int]]:
+def encode(params: Params, prompt) -> list[list[int]]:
     """Prompts as lists of token ids.
 
     Raises:

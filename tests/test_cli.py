@@ -62,7 +62,7 @@ def both(folders) -> list[str]:
     return ["--target", folders.target, "--drafter", folders.drafter]
 
 
-COMMANDS = ["generate", "demo", "show", "bench", "identity", "info", "generate-data"]
+COMMANDS = ["generate", "demo", "show", "tune", "bench", "identity", "info", "generate-data"]
 COMMANDS += ["bench compare", "bench ablate"]
 COMMANDS += [f"train {kind}" for kind in ("drafter", "target", "tokenizer", "restrict", "mix", "curves")]
 

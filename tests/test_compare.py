@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import test_cli
 
-from hsd_jax.cli import ablate, compare, measure
+from hsd_jax import measure
+from hsd_jax.cli import ablate, compare
 from hsd_jax.config import TreeConfig
 
 folders, own_cache, hsd, both = test_cli.folders, test_cli.own_cache, test_cli.hsd, test_cli.both
@@ -147,6 +148,14 @@ def test_bad_values_end_before_anything_compiles(folders, tmp_path, capsys, argu
     error = capsys.readouterr().err
     assert error.splitlines()[-1].startswith("hsd: error: ") and message in error
     assert "warming up" not in error
+
+
+@pytest.mark.parametrize("command", ["compare", "ablate"])
+@pytest.mark.parametrize("option", ["--demo", "--temperature=1", "--trees=4x3x1", "--accept=recursive", "--no-stages"])
+def test_options_before_a_command_are_not_dropped(capsys, command, option):
+    assert hsd("bench", option, command, "--demo", "--out", "out") == 2
+    name = option.partition("=")[0]
+    assert f"{name} before '{command}': {command} has options of its own" in capsys.readouterr().err
 
 
 def test_methods_need_a_drafter(folders, tmp_path, capsys):

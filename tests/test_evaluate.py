@@ -9,7 +9,7 @@ import pytest
 import toy
 
 import hsd_jax
-from hsd_jax.config import BLOCK, TreeConfig
+from hsd_jax.config import BLOCK, ReuseConfig, TreeConfig
 from hsd_jax.params import Params
 from hsd_jax.train import evaluate
 from hsd_jax.types import DraftTree
@@ -17,9 +17,9 @@ from hsd_jax.types import DraftTree
 TREE = TreeConfig(nodes=6, depth=3, width=2)
 
 
-def make_params(**changes) -> Params:
-    config = toy.setup("llama", "beam").config
-    weights = toy.weights("llama")
+def make_params(weights=None, **changes) -> Params:
+    config = toy.VARIANTS["llama"]
+    weights = weights or toy.weights("llama")
     drafter_config = toy.drafter_config(config, **changes)
     drafter = toy.make_drafter(drafter_config, config, weights)
     return Params(weights, drafter, config, drafter_config, max_len=128, precision="exact")
@@ -59,6 +59,65 @@ def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
     assert 1 < found["tau"] < TREE.depth + 1  # else the test would say nothing
 
 
+FORMS = ["skip:1", "sum", *(pytest.param(form, marks=pytest.mark.slow) for form in ("mix", "union", "skip", "unfused"))]
+RUNS_IN_EVERY_ROUND = ("sum", "mix", "union", "ahead")
+
+
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", [*FORMS, pytest.param("ahead", marks=pytest.mark.slow)])
+def test_simulated_tau_with_reuse_is_that_of_decoding(form, temperature):
+    """Round by round, from states of every age, and another text than without reuse: else nothing would be shown."""
+    params = make_params(easy(toy.weights("llama")), num_steps=5, has_mix=True)
+    prompts = [np.arange(3, 3 + n) % toy.VOCAB for n in (2, 5, 9)]
+    options = {"max_new_tokens": 24, "temperature": temperature}
+    texts = evaluate.write_texts(params, prompts, seed=5, batch=3, **options)
+    models = params.drafter, params.drafter_config, params.target, params.target_config
+    tree = TreeConfig(nodes=6, depth=2, width=2) if form == "ahead" else TREE
+    drafts = [(tree, ReuseConfig.parse(form)), (tree, ReuseConfig())]
+    (found, without), _ = evaluate.fates(*models, texts, drafts, temperature)
+    out = hsd_jax.decode(params, prompts, seed=[5, 6, 7], tree=tree, reuse=form, **options)
+    assert found.histogram == tuple(out.stats.accepted_histogram.tolist())
+    assert [len(runs) for runs in found.trunk_runs] == out.stats.per_row.num_target_passes.tolist()
+    assert found.tau == pytest.approx(out.stats.tau)
+    assert min(found.histogram) > 0 and found.histogram != without.histogram
+    runs = [ran for row in found.trunk_runs for ran in row]
+    assert all(runs) == (form in RUNS_IN_EVERY_ROUND) and all(row[0] for row in found.trunk_runs)
+
+
+def easy(target):
+    """A target whose attention counts for less, so that the drafter, which knows each token alone, is often right."""
+
+    def one(path, x):
+        return x * 0.3 if any(getattr(key, "key", None) == "o" for key in path) else x
+
+    return jax.tree_util.tree_map_with_path(one, target)
+
+
+@pytest.mark.parametrize("proposer", ["lookup", pytest.param("small_lm", marks=pytest.mark.slow)])
+def test_drafters_that_were_not_trained_are_simulated_too(proposer):
+    setup = toy.setup("llama", proposer)
+    params = Params(setup.models["target"], setup.models["drafter"], setup.config, toy.CHAINS[proposer], max_len=128)
+    prompts = [np.arange(3, 12) % 4, np.arange(5, 7)]
+    texts = evaluate.write_texts(params, prompts, 24, 0.0, seed=0)
+    models = params.drafter, params.drafter_config, params.target, params.target_config
+    drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4)]
+    found, overlap = evaluate.fates(*models, texts, drafts, 0.0)
+    assert overlap is None
+    for (tree, _), fate in zip(drafts, found, strict=True):
+        out = hsd_jax.decode(params, prompts, max_new_tokens=24, tree=tree)
+        assert fate.histogram == tuple(out.stats.accepted_histogram.tolist())
+        assert fate.tau > 1
+
+
+def test_chains_are_read_off_the_longest(params):
+    texts = evaluate.write_texts(params, [np.arange(4, 10)], 24, 0.0, seed=0)
+    models = params.drafter, params.drafter_config, params.target, params.target_config
+    drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4, 1)]
+    together, _ = evaluate.fates(*models, texts, drafts, 0.0)
+    assert together == [evaluate.fates(*models, texts, [draft], 0.0)[0][0] for draft in drafts]
+    assert len({fate.tau for fate in together}) == 3
+
+
 def test_a_chain_is_judged_too(params):
     prompts = [np.arange(4, 10)]
     texts = evaluate.write_texts(params, prompts, 24, 0.0, seed=0)
@@ -89,10 +148,21 @@ def test_a_child_of_a_wrong_node_counts_for_nothing():
 def test_a_walk_counts_what_decoding_counts():
     """Prompt of 2, text of 9: rounds of 3 + 1 tokens, 0 + 1, and one cut by the end."""
     texts = evaluate.Texts(np.zeros((1, 9), np.int32), np.array([2]), np.array([9]))
-    counts = np.array([[3, 9, 9, 9, 0, 3, 9, 9]])  # at roots 1 to 8
+    counts = np.array([[[3, 9, 9, 9, 0, 3, 9]]])  # at the last token of the prompt and those behind it
     fate = evaluate.walk(counts, texts, depth=3)
     assert (fate.num_passes, fate.histogram, fate.tau) == (3, (1, 1, 0, 1), pytest.approx(7 / 3))
     assert fate.acceptance == [pytest.approx(2 / 3), 0.5, 1.0]
+    assert fate.trunk_runs == ((True, True, True),)
+
+
+def test_a_walk_follows_the_age_of_spares():
+    """Three states: a run, a round on spares of age 2, and, since 2 + 1 leaves none, a run again."""
+    texts = evaluate.Texts(np.zeros((1, 8), np.int32), np.array([2]), np.array([8]))
+    counts = np.full((1, 4, 6), 9)
+    counts[0, 3, 0], counts[0, 2, 2], counts[0, 3, 3] = 1, 0, 1
+    fate = evaluate.walk(counts, texts, depth=2, age_behind=[0, 1, 2, 0], first_age=3)
+    assert fate.histogram == (2, 2, 0)  # the last round is cut by the end
+    assert fate.trunk_runs == ((True, False, True, False),)
 
 
 @pytest.mark.parametrize(

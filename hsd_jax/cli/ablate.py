@@ -108,7 +108,7 @@ def make_methods(
     about, references = {}, {}
 
     def add(name: str, nodes: int, tree: Any, against: str | None, **change: Any) -> None:
-        about[f"{name}, {nodes}"] = {"tree": options.tree_name(tree), **change}
+        about[f"{name}, {nodes}"] = {"tree": tree.name, **change}
         if against is not None:
             references[f"{name}, {nodes}"] = f"{against}, {nodes}"
 

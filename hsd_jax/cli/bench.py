@@ -1,7 +1,7 @@
 """`hsd bench`: speculative against plain decoding, honestly: one process, interleaved, everything printed.
 
-Batch 1, EOS honoured, prefill excluded. The record is built by `measure`, from the runs of `cli/measure.py`, and shown
-by `cli/report.py`. Read next: `infer/metrics.py` for the stages.
+Batch 1, EOS honoured, prefill excluded. The record is built by `measure`, from the runs of `hsd_jax/measure.py`, and
+shown by `cli/report.py`. Read next: `infer/metrics.py` for the stages.
 """
 
 from __future__ import annotations
@@ -14,18 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax.cli import ablate, compare, options, prompts
-from hsd_jax.cli.machine import hardware
-from hsd_jax.cli.measure import (
-    Mode,
-    Runs,
-    fastest,
-    held_out_bits_per_byte,
-    mode_record,
-    model_record,
-    repeated_4gram_share,
-    speedup,
-    time_modes,
-)
+from hsd_jax.cli.quality import held_out_bits_per_byte, model_record, repeated_4gram_share
+from hsd_jax.machine import hardware
+from hsd_jax.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 
 PLAIN_DTYPES = ("float32", "bfloat16")
 PLAIN_PAD_ROWS = (1, 4)
@@ -59,6 +50,7 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     tree = options.add_tree_arguments(parser)
     tree.add_argument("--trees", metavar="NxDxW,...", help="several trees in one run, for example 4x3x2,8x5x3")
     options.add_rule_arguments(tree, nargs="+")
+    options.add_tuned_argument(tree)
     parser.add_argument(
         "--plain-variants",
         action="store_true",
@@ -67,7 +59,7 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     parser.add_argument("--no-stages", action="store_true", help="do not time the stages of a round")
     parser.add_argument("--json", metavar="OUT", help="write every figure to this file")
     parser.add_argument("--plot", metavar="OUT", help="write a PNG (needs matplotlib)")
-    more = parser.add_subparsers(title="more", metavar="COMMAND")
+    more = parser.add_subparsers(title="more", metavar="COMMAND", action=options.OwnOptions)
     for module in (compare, ablate):
         module.add_parser(more)
 
@@ -112,9 +104,16 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes what was asked for."""
     params = options.load_params(args)
     options.need_drafter(params, "bench")
-    trees = options.parse_trees(args.trees) if args.trees else [options.tree_of(args, params)]
+    tuned = options.tuned_of(args, params, batch=1)
+    if tuned is None:
+        trees = options.parse_trees(args.trees) if args.trees else [options.tree_of(args, params)]
+        reuses = args.reuse or ["none"]
+    elif tuned.speculate:
+        trees, reuses = [tuned.tree], [tuned.reuse]
+    else:
+        raise ValueError(f"--tuned {args.tuned}: plain decoding was the fastest; there is nothing to compare it with")
     found = read_prompts(args, params)
-    modes = make_modes(args, params, trees)
+    modes = make_modes(args, params, trees, reuses)
     options.say(f"{len(found)} prompts, {', '.join(m.name for m in modes)}")
     record = measure(args, params, modes, found)
     from hsd_jax.cli import report
@@ -128,12 +127,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_modes(args: argparse.Namespace, params, trees) -> list[Mode]:
-    """Plain first, then a mode a tree, then the other plain loops if asked for."""
+def make_modes(args: argparse.Namespace, params, trees, reuses: list[str]) -> list[Mode]:
+    """Plain first, then a mode for each tree, rule and form of reuse, then the other plain loops if asked for."""
     own = params.target["embedding"].dtype.name
     modes = [Mode(f"plain {own}", params)]
-    for tree, accept, reuse in itertools.product(trees, dict.fromkeys(args.accept), dict.fromkeys(args.reuse)):
-        name = f"tree {options.tree_name(tree)}" + ("" if accept == "match" else f" {accept}")
+    for tree, accept, reuse in itertools.product(trees, dict.fromkeys(args.accept), dict.fromkeys(reuses)):
+        name = f"tree {tree.name}" + ("" if accept == "match" else f" {accept}")
         name += "" if reuse == "none" else f" {reuse}"
         modes.append(Mode(name, params, tree, accept=accept, draw=args.draw, reuse=reuse))
     if args.plain_variants:
@@ -215,7 +214,7 @@ def profile_mode(
     from hsd_jax.infer.metrics import profile_round
     from hsd_jax.request import draw_law, prepare
 
-    options.say(f"timing the stages of tree {options.tree_name(tree)}")
+    options.say(f"timing the stages of tree {tree.name}")
     request = prepare(params, text, max_new_tokens, temperature, None, None, 0, tree, True, (), 1, accept, draw)
     return profile_round(
         request.decoder.loop,

@@ -1,7 +1,8 @@
 """`hsd bench compare`: any drafters, trees, rules, temperatures, batch sizes and tasks, side by side in one process.
 
 Every method decodes the same prompts as plain decoding does, interleaved with it. What a method is stands in a YAML
-file; the rest is the product of the lists on the command line. Read first: `measure.py`; next: `compare_report.py`.
+file; the rest is the product of the lists on the command line. Read first: `hsd_jax/measure.py`; next:
+`compare_report.py`.
 """
 
 from __future__ import annotations
@@ -14,17 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax.cli import options, prompts
-from hsd_jax.cli.machine import hardware
-from hsd_jax.cli.measure import (
-    Mode,
-    Runs,
-    held_out_bits_per_byte,
-    mode_record,
-    model_record,
-    repeated_4gram_share,
-    speedup,
-    time_modes,
-)
+from hsd_jax.cli.quality import held_out_bits_per_byte, model_record, repeated_4gram_share
+from hsd_jax.machine import hardware
+from hsd_jax.measure import Mode, Runs, mode_record, speedup, time_modes
 
 PLAIN = "plain"
 KEYS = {"drafter": str, "tree": str, "accept": str, "draw": str, "reuse": str, "token_info": bool, "reference": bool}

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from hsd_jax.cli import bench, measure, options
+from hsd_jax.cli import bench, options, quality
 
 
 def add_parser(commands) -> None:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     params = options.load_params(args)
     tree = options.tree_of(args, params)
     found = demo.read_prompts()[: args.limit]
-    sizes = [measure.model_record(weights)["parameters"] / 1e6 for weights in (params.target, params.drafter)]
+    sizes = [quality.model_record(weights)["parameters"] / 1e6 for weights in (params.target, params.drafter)]
     options.say(
         f"target {sizes[0]:.1f}M parameters, drafter {sizes[1]:.1f}M, {params.target['embedding'].dtype.name},"
         f" tree of {tree.nodes} nodes; compiling (the first time takes a while)"

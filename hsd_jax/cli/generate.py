@@ -24,6 +24,7 @@ def add_parser(commands) -> None:
 hsd generate --demo $'Question: A box holds 12 eggs. How many eggs are in 7 boxes?\\nAnswer:'
 hsd generate --target DIR --drafter DIR --temperature 0.8 --top-p 0.95 --seed 7 "Once upon a time,"
 hsd generate --target DIR --chat --system "Answer briefly." "Where is Lisbon?"
+hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
 cat letter.txt | hsd generate --demo --no-stream --json -
 """,
     )
@@ -33,6 +34,7 @@ cat letter.txt | hsd generate --demo --no-stream --json -
     add_sampling_arguments(parser)
     tree = options.add_tree_arguments(parser)
     options.add_rule_arguments(tree)
+    options.add_tuned_argument(tree)
     tree.add_argument("--no-speculate", action="store_true", help="decode plainly: one token a pass")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -73,10 +75,15 @@ def run(args: argparse.Namespace) -> int:
 
     params = options.load_params(args)
     prompts = [encode_prompt(params, text, args) for text in texts]
-    settings = text_settings(args) | {
-        "tree": options.tree_of(args, params) if params.drafter is not None else None,
-        "speculate": not args.no_speculate,
-    }
+    tuned = options.tuned_of(args, params, len(prompts))
+    settings = text_settings(args) | (
+        tuned.settings
+        if tuned is not None
+        else {
+            "tree": options.tree_of(args, params) if params.drafter is not None else None,
+            "speculate": not args.no_speculate,
+        }
+    )
     if args.json or args.no_stream or len(prompts) > 1:
         out = hsd_jax.decode(params, prompts, **settings)
         if args.json:
@@ -115,8 +122,8 @@ def _stream(pieces) -> None:
 
 def text_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `decode` from those of `add_text_arguments`, `add_sampling_arguments` and `add_rule_arguments`."""
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "accept", "draw", "reuse")
-    return {name: getattr(args, name) for name in names}
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "accept", "draw")
+    return {name: getattr(args, name) for name in names} | {"reuse": args.reuse or "none"}
 
 
 def check_text_arguments(args: argparse.Namespace) -> None:

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         "target": convert.weights_hash(params.target),
         "drafter": convert.weights_hash(params.drafter) if args.drafter else None,
         "dtype": params.target["embedding"].dtype.name,
-        "tree": options.tree_name(tree) if tree else None,
+        "tree": tree.name if tree else None,
     }
     num = generate.generate(params, tokenizer, plan, args.out, settings, config, tree, options.say)
     options.say(f"wrote {args.out}: {num:,} responses")

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from hsd_jax.cli import bench, options
-from hsd_jax.cli.machine import hardware
+from hsd_jax.machine import hardware
 
 EXACT_GAP = 1e-4
 """In exact precision a difference is excused below this gap, in perturbed logits, or this near to a filter's edge."""
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     tree = options.tree_of(args, params)
     found = bench.read_prompts(args, params)
     prompts = [(p.name, params.tokenizer.encode(p.text)) for p in found]
-    record = compare(params, prompts, tree, args.max_new_tokens, args.batch, args.seed, args.reuse)
+    record = compare(params, prompts, tree, args.max_new_tokens, args.batch, args.seed, args.reuse or "none")
     record["command"] = args.command_line
     record["hardware"] = hardware()
     from hsd_jax.cli import report

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from hsd_jax.cli import bench, demo, generate, generate_data, identity, info, show, train
+from hsd_jax.cli import bench, demo, generate, generate_data, identity, info, show, train, tune
 
 ERROR, INTERRUPTED = 2, 130
 EPILOG = """\
@@ -21,6 +21,7 @@ examples:
   hsd generate --demo $'User: I want to book a table for two in Oakland.\\nAssistant:'
   hsd generate --target DIR --drafter DIR --temperature 0.8 --seed 1 "Once upon a time,"
   hsd show --demo --out round.html --out round.png
+  hsd tune --target DIR --drafter DIR --prompts dev.jsonl --out tuned.json
   hsd generate-data --target DIR --prompts train.jsonl --out own.jsonl
   hsd train drafter --target DIR --data own.jsonl --out runs/drafter
   hsd bench --demo --prompts dev.jsonl --half report --json bench.json --plot bench.png
@@ -43,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (generate, demo, show, bench, identity, train, generate_data, info):
+    for module in (generate, demo, show, tune, bench, identity, train, generate_data, info):
         module.add_parser(commands)
     return parser
 

@@ -26,6 +26,18 @@ COUNT = number(int, 1, "a whole number of at least 1")
 WHOLE = number(int, 0, "a whole number of at least 0")
 
 
+class OwnOptions(argparse._SubParsersAction):
+    """Commands of a command that has options itself: these must not stand before them, where they would be dropped."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        command = next(iter(values or ()))
+        for action in parser._actions:
+            if action.option_strings and getattr(namespace, action.dest, action.default) != action.default:
+                option = action.option_strings[0]
+                parser.error(f"{option} before {command!r}: {command} has options of its own, give them behind it")
+        super().__call__(parser, namespace, values, option_string)
+
+
 def add_command(commands, name: str, run, help: str, description: str, examples: str) -> argparse.ArgumentParser:
     """A subparser with a summary, a description and examples, that calls `run(args)`."""
     parser = commands.add_parser(
@@ -98,14 +110,41 @@ def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None)
 
 
 def add_reuse_argument(group: argparse._ArgumentGroup, nargs: str | None = None) -> None:
-    """Declares --reuse, what becomes of spare trunk states; with `nargs` several forms."""
+    """Declares --reuse, what becomes of spare trunk states; with `nargs` several forms. None if it is not given."""
     group.add_argument(
         "--reuse",
         metavar="FORM",
-        default="none" if nargs is None else ["none"],
         nargs=nargs,
         help="of trunk states a round left over: none, sum, mix, union, skip, skip:N, ahead or unfused (default: none)",
     )
+
+
+def add_tuned_argument(group: argparse._ArgumentGroup) -> None:
+    """Declares --tuned; `tuned_of` reads it."""
+    group.add_argument(
+        "--tuned",
+        metavar="FILE",
+        help="a record of `hsd tune`: draft as it says, or not at all if it found plain decoding faster",
+    )
+
+
+def tuned_of(args: argparse.Namespace, params, batch: int) -> Any:
+    """The record of --tuned, None without it; says so if it was made under other conditions.
+
+    Raises:
+      FileNotFoundError, ValueError: if there is none, it is of another pair, or an option contradicts it.
+    """
+    if args.tuned is None:
+        return None
+    for name in ("nodes", "depth", "width", "trees", "reuse", "draw", "no_speculate"):
+        if getattr(args, name, None):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} with --tuned {args.tuned}: the record says how to draft; leave one of them out")
+    if args.accept not in ("match", ["match"]):
+        raise ValueError(f"--accept with --tuned {args.tuned}: the record was made under match; leave one of them out")
+    from hsd_jax.tuned import Tuned
+
+    return Tuned.load(args.tuned, params, batch=batch, temperature=args.temperature, report=say)
 
 
 def load_params(args: argparse.Namespace, dtype: str | None = None) -> Any:
@@ -155,11 +194,6 @@ def parse_tree(text: str) -> Any:
 def parse_trees(text: str) -> list[Any]:
     """Trees from "8x5x3,16x6x4"."""
     return [parse_tree(part) for part in text.split(",")]
-
-
-def tree_name(tree) -> str:
-    """A tree as --trees writes it."""
-    return f"{tree.nodes}x{tree.depth}x{tree.width}"
 
 
 def need_drafter(params, command: str) -> None:

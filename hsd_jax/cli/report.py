@@ -35,8 +35,12 @@ def make_table(title: str, left: int, *columns: str):
     return table
 
 
-def _range(value: dict[str, float], form: str) -> str:
-    return f"{value['median']:{form}} ({value['min']:{form}}-{value['max']:{form}})"
+def _range(value: dict[str, float] | None, form: str) -> str:
+    return "" if value is None else f"{value['median']:{form}} ({value['min']:{form}}-{value['max']:{form}})"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
 
 
 def print_bench(record: dict[str, Any]) -> None:
@@ -61,7 +65,7 @@ def print_bench(record: dict[str, Any]) -> None:
             str(mode["num_tokens"]),
             f"{mode['tau']:.2f}",
             _range(mode["tokens_per_second"], ".0f"),
-            *("" if s is None else _range(s, ".2f") for s in speedups),
+            *(_range(s, ".2f") for s in speedups),
             # Under another rule than match sampled text is as likely as plain text, not the same.
             "by law"
             if mode.get("accept", "match") != "match" and settings["temperature"] > 0
@@ -102,6 +106,34 @@ def stage_line(shares: dict[str, float], whole: float) -> str:
     """The stages of a round on one line; `whole` is in seconds."""
     parts = ", ".join(f"{STAGES[name]} {share:.0%}" for name, share in shares.items())
     return f"{parts} of {whole * 1e3:.2f} ms"
+
+
+def print_tuned(tuned) -> None:
+    """Prints the table of a `hsd_jax.Tuned` and its choice, whose row is bold."""
+    console, made = make_console(), tuned.conditions
+    table = make_table(
+        f"batch {made.batch}, temperature {made.temperature:g}, {made.dtype}; {made.device}",
+        1,
+        "",
+        "tau predicted",
+        "tokens/s predicted",
+        "tau",
+        "tokens/s",
+        "over plain",
+    )
+    for row in tuned.table:
+        is_choice = (row.tree, row.reuse) == (tuned.tree, tuned.reuse)
+        table.add_row(
+            row.name,
+            _number(row.predicted_tau, ".2f"),
+            _number(row.predicted_tokens_per_second, ".0f"),
+            _number(row.tau, ".2f"),
+            _range(row.tokens_per_second, ".0f"),
+            _range(row.speedup, ".2f"),
+            style="bold" if is_choice else None,
+        )
+    console.print(table)
+    console.print(str(tuned), highlight=False)
 
 
 def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], shares: dict[str, float], whole: float) -> None:

@@ -1,7 +1,7 @@
 """What a decode was like: seconds by stage, looping text, bits per byte, the logits of a text once more.
 
-`profile_round` times each stage of a round alone, at the shapes of a real decode, inside one compiled loop. The others
-are small numeric helpers of the benchmarks. Nothing here is part of a decode. Read first: `step.py`.
+`profile_round` and `trunk_seconds` time stages of a round alone, at the shapes of a real decode, inside one compiled
+loop. The others are small numeric helpers of the benchmarks. Nothing here is part of a decode. Read first: `step.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import HIDDEN, AnyDrafterConfig, ModelConfig, TreeConfig, bucket
+from hsd_jax.config import HIDDEN, AnyDrafterConfig, DrafterConfig, ModelConfig, TreeConfig, bucket
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.drafters.make import make_drafter
-from hsd_jax.infer.drafters.trunk import trunk_states
+from hsd_jax.infer.drafters.trunk import HiddenState, trunk_states
 from hsd_jax.infer.step import advance, cut
 from hsd_jax.infer.tree import ancestor_mask, grow_tree
 from hsd_jax.models import cache as cache_lib
@@ -181,7 +181,6 @@ def profile_round(
       iterations: runs of a stage inside one compiled loop.
       repeats: timings of which the median counts.
     """
-    zero = jnp.zeros((), jnp.float32)
 
     def whole() -> float:
         fresh = jax.block_until_ready(jax.tree.map(jnp.copy, state))
@@ -189,21 +188,70 @@ def profile_round(
         end = jax.block_until_ready(loop(models, sampling, limits, jnp.int32(iterations), fresh))
         return (time.perf_counter() - start) / max(int(np.max(np.asarray(end.stats.num_target_passes))), 1)
 
-    def stage(repeated: Callable, inputs: Any) -> float:
+    timers: dict[str, Callable[[], float]] = {"whole": whole}
+    stages = _stages(models, config, drafter_config, tree, sampling, limits, state, accept, law)
+    for name, (run, inputs) in stages.items():
+        timers[name] = _timer(run, models, inputs, iterations, precision, use_native)
+    return RoundProfile(**{"head": 0.0, "tree": 0.0, **_medians(timers, repeats)})
+
+
+def trunk_seconds(
+    models: dict,
+    config: ModelConfig,
+    drafter_config: DrafterConfig,
+    state: HiddenState,
+    num_states: Sequence[int],
+    *,
+    precision: str | None = None,
+    use_native: bool = True,
+    iterations: int = 20,
+    repeats: int = 5,
+) -> list[float]:
+    """Seconds of a trunk run and of the head behind it, for each of the numbers of states in `num_states`.
+
+    This is what a round saves that drafts from spare states alone. The arguments are those of `profile_round`.
+
+    Args:
+      state: of a hidden-state drafter, as prefill leaves it; not consumed.
+    """
+
+    def of(count: int) -> Callable[[], float]:
+        def run(models, inputs):
+            states, cache = trunk_states(models, config, drafter_config, count, inputs)
+            logits = base_logits(models["drafter"], drafter_config, models["target"], config, states)
+            cache = dataclasses.replace(cache, length=inputs.cache.length)
+            return logits, dataclasses.replace(inputs, cache=cache)
+
+        return _timer(run, models, state, iterations, precision, use_native)
+
+    medians = _medians({str(count): of(count) for count in num_states}, repeats)
+    return [medians[str(count)] for count in num_states]
+
+
+def _timer(
+    run: Callable, models: dict, inputs: Any, iterations: int, precision: str | None, use_native: bool
+) -> Callable[[], float]:
+    """Times `run(models, inputs) -> outputs, inputs` in seconds; the first call compiles."""
+    repeated = jax.jit(_repeated(run, iterations, precision, use_native))
+    zero = jnp.zeros((), jnp.float32)
+
+    def timed() -> float:
         start = time.perf_counter()
         jax.block_until_ready(repeated(models, inputs, zero))
         return (time.perf_counter() - start) / iterations
 
-    timers: dict[str, Callable[[], float]] = {"whole": whole}
-    stages = _stages(models, config, drafter_config, tree, sampling, limits, state, accept, law)
-    for name, (run, inputs) in stages.items():
-        timers[name] = functools.partial(stage, jax.jit(_repeated(run, iterations, precision, use_native)), inputs)
-    for timer in timers.values():  # compiles
+    return timed
+
+
+def _medians(timers: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """The median of `repeats` timings of each, after one that compiles.
+
+    Interleaved, so that a change of the machine's pace meets all alike.
+    """
+    for timer in timers.values():
         timer()
-    # Interleaved, so that a change of the machine's pace meets all stages alike.
     seconds = [{name: timer() for name, timer in timers.items()} for _ in range(repeats)]
-    medians = {name: statistics.median(s[name] for s in seconds) for name in timers}
-    return RoundProfile(**{"head": 0.0, "tree": 0.0, **medians})
+    return {name: statistics.median(s[name] for s in seconds) for name in timers}
 
 
 def _stages(models, config, drafter_config, tree, sampling, limits, state, accept, law):

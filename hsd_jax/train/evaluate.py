@@ -13,7 +13,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,23 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.api import decode
-from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig, at_least
+from hsd_jax.config import (
+    AHEAD,
+    NO_REUSE,
+    NONE,
+    AnyDrafterConfig,
+    DrafterConfig,
+    ModelConfig,
+    ReuseConfig,
+    TreeConfig,
+    at_least,
+)
+from hsd_jax.infer import reuse as reuse_lib
 from hsd_jax.infer.accept import walk as walk_tree
 from hsd_jax.infer.drafters.make import make_drafter
+from hsd_jax.infer.drafters.trunk import run_trunk
 from hsd_jax.infer.tree import ancestor_mask
+from hsd_jax.models.hidden import base_logits
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.types import Drafter, DraftTree, DrawLaw, SamplingParams, Weights
@@ -58,6 +71,9 @@ class EvalConfig:
         return TreeConfig(min(self.nodes, 1 + self.width + (depth - 1) * self.width**2), depth, self.width)
 
 
+Tokens = Sequence[int] | np.ndarray
+
+
 @dataclasses.dataclass(frozen=True)
 class Texts:
     """Prompts and what the target wrote behind them, padded."""
@@ -75,6 +91,19 @@ class Texts:
         at = np.arange(self.tokens.shape[1])
         return self.tokens[(at >= self.prompt_length[:, None]) & (at < self.length[:, None])]
 
+    @classmethod
+    def join(
+        cls, prompts: Sequence[Sequence[int] | np.ndarray], written: Sequence[Sequence[int] | np.ndarray]
+    ) -> Texts:
+        """Of prompts and what was written behind each; prompts of fewer than two tokens are refused by `ValueError`."""
+        if any(len(p) < 2 for p in prompts):
+            raise ValueError("a prompt of fewer than 2 tokens leaves nothing to draft from")
+        rows = [np.array([*prompt, *text], np.int32) for prompt, text in zip(prompts, written, strict=True)]
+        padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
+        for row, text in zip(padded, rows, strict=True):
+            row[: len(text)] = text
+        return cls(padded, np.array([len(p) for p in prompts], np.int32), np.array([len(r) for r in rows], np.int32))
+
     def save(self, path: Any) -> None:
         with open(path, "wb") as file:
             np.savez(file, tokens=self.tokens, prompt_length=self.prompt_length, length=self.length)
@@ -89,19 +118,32 @@ def write_texts(
     params: Params, prompts: Sequence[np.ndarray], max_new_tokens: int, temperature: float, seed: int, batch: int = 8
 ) -> Texts:
     """Decodes plainly; prompts of fewer than two tokens are refused by `ValueError`."""
-    if any(len(p) < 2 for p in prompts):
-        raise ValueError("a prompt of fewer than 2 tokens leaves nothing to draft from")
-    rows = []
+    Texts.join(prompts, [()] * len(prompts))  # refuses before anything is decoded
+    written = []
     for first in range(0, len(prompts), batch):
         some = [np.asarray(p, np.int32) for p in prompts[first : first + batch]]
         seeds = [seed + first + i for i in range(len(some))]
         out = decode(params, some, max_new_tokens=max_new_tokens, temperature=temperature, seed=seeds, speculate=False)
-        for prompt, tokens, num in zip(some, np.asarray(out.tokens), np.asarray(out.num_tokens), strict=True):
-            rows.append(np.concatenate([prompt, tokens[:num]]))
-    padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
-    for row, text in zip(padded, rows, strict=True):
-        row[: len(text)] = text
-    return Texts(padded, np.array([len(p) for p in prompts], np.int32), np.array([len(r) for r in rows], np.int32))
+        written += [
+            tokens[:num] for tokens, num in zip(np.asarray(out.tokens), np.asarray(out.num_tokens), strict=True)
+        ]
+    return Texts.join(prompts, written)
+
+
+Draft = tuple[TreeConfig, ReuseConfig]
+"""One way to draft: the shape of the trees, and what becomes of spare states."""
+
+
+class Followed(NamedTuple):
+    """How far the trees of every root are right, for spares of each age; without reuse there is one age, 0.
+
+    Spares of age a come from a trunk run a tokens before the root; of the largest age none is left.
+    """
+
+    counts: Int[Array, "*R A n"]
+    """Tokens of the text that the tree of each root gets right."""
+    age: Int[Array, "*R A"]
+    """How old they are when the round has drafted: 0 if the trunk ran in it."""
 
 
 def accepted_nodes(
@@ -114,53 +156,78 @@ def accepted_nodes(
     return walk_tree(tree, ancestor_mask(tree, max_depth), draws, max_depth).num_accepted
 
 
-@functools.partial(jax.jit, static_argnames=("target_config", "config", "trees"))
+@functools.partial(jax.jit, static_argnames=("target_config", "config", "drafts", "num_roots"))
 def follow(
     drafter: Weights,
     target: Weights,
     target_config: ModelConfig,
-    config: DrafterConfig,
-    trees: tuple[TreeConfig, ...],
+    config: AnyDrafterConfig,
+    drafts: tuple[Draft, ...],
+    num_roots: int,
     tokens: Int[Array, "R T"],
     length: Int[Array, "R"],
+    first: Int[Array, "R"],
     temperature: Float[Array, ""],
-) -> tuple[Int[Array, "R C T-1"], Float[Array, "R T-1"]]:
-    """Drafts from every position of every text, which was drawn at `temperature`.
+) -> tuple[list[Followed], Float[Array, "R n"] | None]:
+    """Drafts from n = `num_roots` positions of every text, from `first` on, which was drawn at `temperature`.
 
     Returns:
-      For each of the C `trees` and each root 1..T-1: the tokens of the text the tree would have got right.
-      For each root: sum of min(p, q) at depth 1, p and q at temperature 1.
+      What each of `drafts` would have got right.
+      For each root: sum of min(p, q) at depth 1, p and q at temperature 1; None for drafters that were not trained.
     """
-    drafters = [make_drafter(target_config, config, tree) for tree in trees]
-    one_draw = make_drafter(target_config, config, TreeConfig(2, 1, 1), law=DrawLaw.INDEPENDENT)
+    drafters = [make_drafter(target_config, config, tree, reuse=reuse) for tree, reuse in drafts]
     models = {"target": target, "drafter": drafter}
-    roots = jnp.arange(1, tokens.shape[1])
-    keys = jax.vmap(jax.random.key)(jnp.zeros(len(roots), jnp.uint32))
-    none, one = jnp.zeros(len(roots), jnp.int32), jnp.ones(len(roots))
+    index = jnp.arange(num_roots)
+    keys = jax.vmap(jax.random.key)(jnp.zeros(num_roots, jnp.uint32))
+    none, one = jnp.zeros(num_roots, jnp.int32), jnp.ones(num_roots)
     as_drawn, at_temperature_1 = SamplingParams(temperature * one, none, one), SamplingParams(one, none, one)
 
-    def one_text(row: tuple[Array, Array]):
-        text, end = row
-        output = forward_sequence(target, target_config, text[None], taps=config.feature_layers)
+    def one_text(row: tuple[Array, Array, Array]):
+        text, end, start = row
+        output = forward_sequence(target, target_config, text[None], taps=drafters[0].taps)
+        roots = jnp.minimum(start + index, len(text) - 1)
+        texts, ends = jnp.broadcast_to(text, (num_roots, len(text))), jnp.broadcast_to(end, roots.shape)
 
-        def drafted(drafter: Drafter, sampling: SamplingParams) -> DraftTree:
-            """The tree of every root, each a row of one batch, as if its text ended there."""
-            capacity = len(text) + drafter.max_depth + 1
+        def state_of(drafter: Drafter) -> Any:
+            """Every root as a row of one batch whose text ends there."""
+            capacity = len(text) + max(drafter.max_depth, drafter.reach) + 1
 
-            def start(root):
+            def begin(root):
                 return drafter.init(models, output, text[None], root[None] + 1, capacity)
 
-            state = jax.tree.map(lambda x: x[:, 0], jax.vmap(start)(roots))
-            return drafter.draft(models, state, text[1:], roots, keys, sampling)[0]
+            return jax.tree.map(lambda x: x[:, 0], jax.vmap(begin)(roots))
 
-        texts, ends = jnp.broadcast_to(text, (len(roots), len(text))), jnp.broadcast_to(end, roots.shape)
-        counts = [accepted_nodes(drafted(d, as_drawn), texts, roots, ends, d.max_depth) for d in drafters]
-        draft_logp = drafted(one_draw, at_temperature_1).draft_logp
-        assert draft_logp is not None
-        common = jnp.minimum(draft_logp[:, 0], jax.nn.log_softmax(output.logits[0, 1:], -1))
-        return jnp.stack(counts), jnp.exp(common).sum(-1)
+        def counted(drafter: Drafter, state: Any) -> tuple[Array, Any]:
+            tree, after = drafter.draft(models, state, text[roots], roots, keys, as_drawn)
+            return accepted_nodes(tree, texts, roots, ends, drafter.max_depth), after
 
-    return lax.map(one_text, (tokens, length))
+        def followed(drafter: Drafter, draft: Draft) -> Followed:
+            (tree, reuse), state = draft, state_of(drafter)
+            if reuse == NO_REUSE:
+                return Followed(counted(drafter, state)[0][None], none[:1])
+            assert isinstance(config, DrafterConfig), "others have no spare states, and were refused"
+            num_states = reuse.num_states(tree.depth, config.num_steps)
+            states, _ = run_trunk(models, target_config, config, num_states, state)
+            logits = base_logits(models["drafter"], config, target, target_config, states)
+
+            def at_age(age: Array) -> Followed:
+                made = reuse_lib.fresh_spares(logits[jnp.maximum(index - age, 0)])
+                spares = reuse_lib.advance(made, jnp.broadcast_to(age, roots.shape))
+                counts, after = counted(drafter, dataclasses.replace(state, spares=spares))
+                return Followed(counts, num_states - after.spares.num[0])
+
+            return lax.map(at_age, jnp.arange(num_states + 1))
+
+        found = [followed(drafter, draft) for drafter, draft in zip(drafters, drafts, strict=True)]
+        if not isinstance(config, DrafterConfig):
+            return found, None
+        one_draw = make_drafter(target_config, config, TreeConfig(2, 1, 1), law=DrawLaw.INDEPENDENT)
+        drawn, _ = one_draw.draft(models, state_of(one_draw), text[roots], roots, keys, at_temperature_1)
+        assert drawn.draft_logp is not None
+        common = jnp.minimum(drawn.draft_logp[:, 0], jax.nn.log_softmax(output.logits[0, roots], -1))
+        return found, jnp.exp(common).sum(-1)
+
+    return lax.map(one_text, (tokens, length, first))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +238,12 @@ class Fate:
     """Tokens a target pass, the target's own included."""
     histogram: tuple[int, ...]
     """Rounds by accepted tokens, [D+1]."""
-    num_passes: int
+    trunk_runs: tuple[tuple[bool, ...], ...]
+    """Of every text, round by round: whether the drafter's trunk ran for it."""
+
+    @property
+    def num_passes(self) -> int:
+        return sum(self.histogram)
 
     @property
     def acceptance(self) -> list[float]:
@@ -180,18 +252,68 @@ class Fate:
         return [float(b / a) if a else 0.0 for a, b in itertools.pairwise(reached)]
 
 
-def walk(counts: np.ndarray, texts: Texts, depth: int) -> Fate:
-    """The rounds a decode of `texts` would take, where `counts` [R, T-1] tokens are accepted at each root 1..T-1."""
-    histogram = np.zeros(depth + 1, int)
-    emitted = 0
-    for row in range(len(counts)):
-        root, last = int(texts.prompt_length[row]) - 1, int(texts.length[row]) - 1
-        while root < last:
-            num = min(int(counts[row, root - 1]) + 1, last - root)
+def walk(counts: np.ndarray, texts: Texts, depth: int, age_behind: Sequence[int] = (0,), first_age: int = 0) -> Fate:
+    """The rounds a decode of `texts` would take, given what `follow` counted.
+
+    Args:
+      counts: [R, A, n], tokens accepted at each age and root, root 0 the last token of a prompt.
+      age_behind: [A], how old spares of each age are when their round has drafted: 0 where the trunk ran in it.
+      first_age: of the first round.
+    """
+    histogram, runs, emitted = np.zeros(depth + 1, int), [], 0
+    oldest = counts.shape[1] - 1
+    for row, to_emit in enumerate(texts.length - texts.prompt_length):
+        root, age, ran = 0, first_age, []
+        while root < to_emit:
+            num = min(int(counts[row, age, root]) + 1, int(to_emit) - root)
             histogram[num - 1] += 1  # as in decoding: a round cut by the end counts what it emitted
-            root, emitted = root + num, emitted + num
+            behind = int(age_behind[age])
+            ran.append(behind == 0)
+            root, age = root + num, min(behind + num, oldest)
+        runs.append(tuple(ran))
+        emitted += root
     passes = int(histogram.sum())
-    return Fate(emitted / max(passes, 1), tuple(int(n) for n in histogram), passes)
+    return Fate(emitted / max(passes, 1), tuple(int(n) for n in histogram), tuple(runs))
+
+
+def fates(
+    drafter: Weights,
+    config: AnyDrafterConfig,
+    target: Weights,
+    target_config: ModelConfig,
+    texts: Texts,
+    drafts: Sequence[Draft],
+    temperature: float,
+) -> tuple[list[Fate], float | None]:
+    """What would become of each of `drafts` on `texts`, which the target wrote at `temperature`.
+
+    All chains without reuse are read off the longest of them: the beginning of a chain is the shorter chain.
+
+    Returns:
+      A fate for each of `drafts`, and the mean overlap (see `simulate`), None for a drafter that was not trained.
+    """
+
+    def is_chain(draft: Draft) -> bool:
+        return draft[0].width == 1 and draft[1] == NO_REUSE
+
+    longest = max(filter(is_chain, drafts), key=lambda draft: draft[0].depth, default=None)
+    source = {draft: longest if is_chain(draft) and longest else draft for draft in drafts}
+    asked = tuple(dict.fromkeys(source.values()))
+    written = texts.length - texts.prompt_length
+    models = drafter, target, target_config, config
+    rows = texts.tokens, texts.length, texts.prompt_length - 1, np.float32(temperature)
+    found, overlap = follow(*models, asked, int(written.max()), *rows)
+    of = dict(zip(asked, jax.tree.map(np.asarray, found), strict=True))
+
+    def fate(draft: Draft) -> Fate:
+        (tree, reuse), (counts, age) = draft, of[source[draft]]
+        starts_fresh = reuse.form in (NONE, AHEAD)  # AHEAD runs its trunk behind the prompt, the others have no spares
+        first_age = 0 if starts_fresh else counts.shape[1] - 1
+        return walk(np.minimum(counts, tree.depth), texts, tree.depth, age[0], first_age)
+
+    if overlap is not None:
+        overlap = float(np.asarray(overlap)[np.arange(written.max()) < written[:, None]].mean())
+    return [fate(draft) for draft in drafts], overlap
 
 
 def simulate(
@@ -210,18 +332,14 @@ def simulate(
       overlap: mean sum of min(p, q) at depth 1, the chance that a sampled draft token is accepted at temperature 1.
     """
     chain = TreeConfig(config.num_steps + 1, config.num_steps, 1)
-    models = drafter, target, target_config, config
-    counts, overlap = follow(*models, (tree, chain), texts.tokens, texts.length, temperature)
-    counts, overlap = np.asarray(counts), np.asarray(overlap)
-    of_tree, of_chain = walk(counts[:, 0], texts, tree.depth), walk(counts[:, 1], texts, chain.depth)
-    root = np.arange(1, texts.tokens.shape[1])
-    is_root = (root >= texts.prompt_length[:, None] - 1) & (root < texts.length[:, None] - 1)
+    drafts = (tree, NO_REUSE), (chain, NO_REUSE)
+    (of_tree, of_chain), overlap = fates(drafter, config, target, target_config, texts, drafts, temperature)
     return {
         "tau": of_tree.tau,
         "acceptance": of_tree.acceptance,
         "chain_tau": of_chain.tau,
         "chain_acceptance": of_chain.acceptance,
-        "overlap": float(overlap[is_root].mean()),
+        "overlap": overlap,
     }
 
 

@@ -19,14 +19,12 @@ from hsd_jax.checkpoint import replace_folder, write_json
 from hsd_jax.config import DrafterConfig
 from hsd_jax.models import convert, hot
 from hsd_jax.params import end_tokens
-from hsd_jax.train.data import DataConfig, read_rows
 from hsd_jax.train.rows import ALL
+from hsd_jax.train.trained import read_pair, read_split
 
 GOAL = 0.94
 """Coverage of held-out text of the target to aim at (methods.md, A11)."""
 FILE = "hot_ids.json"
-_ROW = 256
-"""Tokens of a row, where rows only divide the data into counted and held out."""
 
 
 def choose(tokens: np.ndarray, num_hot: int, vocab_size: int, end_tokens: Iterable[int]) -> np.ndarray:
@@ -118,17 +116,8 @@ def restrict_drafter(
     """
     if not 0 < share < 1:
         raise ValueError(f"hot_vocab={share}: allowed is 0 < hot_vocab < 1")
-    if Path(out).exists():
-        raise ValueError(f"{out}: is there already; choose another folder")
-    target_config = convert.read_config(target_dir)
-    target_hash = convert.weights_hash(convert.read_weights(target_dir, target_config))
-    config, weights = convert.read_drafter(drafter_dir)
-    convert.check_drafter(config, target_config, target_hash)
-    rows = read_rows(data_files, target_dir, _ROW, 0, config.vocab_size, DataConfig(loss_on=loss_on))
-    count = max(1, len(rows.tokens) // 10)
-    if len(rows.tokens) < 2:
-        raise ValueError(f"the data fill one row of {_ROW} tokens: at least two are needed, one to judge by")
-    labels, held_out = (rows.tokens[part][rows.mask[part]] for part in (slice(None, -count), slice(-count, None)))
+    target_config, _, config, weights = read_pair(target_dir, drafter_dir, out)
+    labels, held_out = (text.labels for text in read_split(data_files, target_dir, config.vocab_size, loss_on))
     num_hot = math.ceil(share * config.vocab_size)
     hot_ids = choose(labels, num_hot, config.vocab_size, end_tokens(target_dir, target_config))
     report(describe(hot_ids, labels, "labels counted"))

@@ -24,15 +24,13 @@ from hsd_jax.config import HIDDEN, DrafterConfig, ModelConfig
 from hsd_jax.models import convert, hot
 from hsd_jax.models.hidden import base_logits, embed_committed, no_mix, token_info, trunk_features
 from hsd_jax.models.target import forward_sequence
-from hsd_jax.train.data import DataConfig, read_rows
 from hsd_jax.train.rows import ALL
+from hsd_jax.train.trained import Text, read_pair, read_split
 from hsd_jax.train.unroll import unroll
 from hsd_jax.types import Weights
 
 PRIOR = 1.0
 """Pull of each weight to no reuse, as the curvature of this many labels: pairs that the data hardly show stay there."""
-_ROW = 256
-"""Tokens of a row."""
 
 
 class Sums(NamedTuple):
@@ -174,33 +172,25 @@ def fit_drafter(
       ValueError: if `out` exists, the drafter is another target's, of another kind or of a single step, there are fewer
         than two rows, or data cannot be read.
     """
-    if Path(out).exists():
-        raise ValueError(f"{out}: is there already; choose another folder")
-    target_config = convert.read_config(target_dir)
-    target = convert.read_weights(target_dir, target_config)
-    config, drafter = convert.read_drafter(drafter_dir)
-    convert.check_drafter(config, target_config, convert.weights_hash(target))
+    target_config, target, config, drafter = read_pair(target_dir, drafter_dir, out)
     if config.kind != HIDDEN:
         raise ValueError(f"{drafter_dir}: a {config.kind} drafter has no spare states to mix; allowed is {HIDDEN}")
     if config.num_steps < 2:
         raise ValueError(f"num_steps={config.num_steps}: a drafter of a single step leaves no spare states to mix")
-    rows = read_rows(data_files, target_dir, _ROW, 0, config.vocab_size, DataConfig(loss_on=loss_on))
-    tokens, mask = rows.tokens[:num_rows], rows.mask[:num_rows]
-    if len(tokens) < 2:
-        raise ValueError(f"the data fill one row of {_ROW} tokens: at least two are needed, one to judge by")
+    fitted_on, held_out = read_split(data_files, target_dir, config.vocab_size, loss_on, num_rows)
     attached = hot.attach(drafter, drafter.get("hot_ids"), target, target_config)
-    count = max(1, len(tokens) // 10)
 
-    def sums_of(part: slice) -> Callable[[np.ndarray], Sums]:
-        return lambda weights: _sums(attached, target, target_config, config, weights, tokens[part], mask[part])
+    def sums_of(text: Text) -> Callable[[np.ndarray], Sums]:
+        return lambda weights: _sums(attached, target, target_config, config, weights, *text)
 
-    weights = fit(sums_of(slice(None, -count)), config.num_steps)
-    held_out = sums_of(slice(-count, None))
-    before, after = held_out(no_reuse(config.num_steps)), held_out(weights)
+    weights = fit(sums_of(fitted_on), config.num_steps)
+    judged = sums_of(held_out)
+    before, after = judged(no_reuse(config.num_steps)), judged(weights)
     labels = max(float(before.count.sum()), 1.0)
+    without, mixed = (float(sums.loss.sum()) / labels for sums in (before, after))
     report(
-        f"{len(tokens) - count} rows fitted; on {count} held out, {labels:.0f} labels: KL from the target"
-        f" {float(before.loss.sum()) / labels:.4f} without reuse, {float(after.loss.sum()) / labels:.4f} mixed (nats)"
+        f"{len(fitted_on.tokens)} rows fitted; on {len(held_out.tokens)} held out, {labels:.0f} labels: KL from the"
+        f" target {without:.4f} without reuse, {mixed:.4f} mixed (nats)"
     )
     table = {name: jnp.asarray(weights[..., i]) for i, name in enumerate(("new", "old"))}
     fitted = dataclasses.replace(config, has_mix=True)

@@ -16,7 +16,7 @@ def hardware() -> dict[str, Any]:
 
     return {
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "device": jax.devices()[0].device_kind,
         "num_devices": jax.device_count(),
         "backend": jax.default_backend(),
@@ -26,6 +26,22 @@ def hardware() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
+
+
+def device_name() -> str:
+    """What decodes, in a line: two machines of the same name are about equally fast."""
+    import jax
+
+    from hsd_jax.models import native
+
+    if jax.default_backend() != "cpu":
+        return jax.devices()[0].device_kind
+    return f"{cpu_model()}, {num_cores()} cores, {'native' if native.available() else 'no native'} kernel"
+
+
+def num_cores() -> int | None:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def cpu_model() -> str:

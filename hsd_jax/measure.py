@@ -1,6 +1,7 @@
 """Decoding the same prompts by several modes, interleaved in one process, and the figures that come of it.
 
-`time_modes` runs, `mode_record` counts, `speedup` divides. Shared by `hsd bench` and `hsd bench compare`.
+`time_modes` runs, `mode_record` counts, `speedup` divides. Shared by the benchmarks and `tuning.py`. jax is imported by
+the functions that need it, so that the help of the benchmarks does not wait for it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-
-from hsd_jax.cli.prompts import BenchPrompt
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -50,13 +49,13 @@ class Mode:
             drafter = make_drafter(config, self.params.drafter_config, self.tree, law=law, reuse=reuse)
             check_legal(make_rule(self.accept, self.tree), drafter.law)
 
-    def decode(self, texts: Sequence[str], seeds: Sequence[int], max_new_tokens: int, temperature: float):
-        """`hsd_jax.decode` of one batch."""
-        import hsd_jax
+    def decode(self, prompts: Sequence[Any], seeds: Sequence[int], max_new_tokens: int, temperature: float):
+        """`hsd_jax.decode` of one batch of texts or token ids."""
+        from hsd_jax.api import decode
 
-        return hsd_jax.decode(
+        return decode(
             self.params,
-            list(texts),
+            list(prompts),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=list(seeds),
@@ -95,7 +94,7 @@ class Runs:
 
 def time_modes(
     modes: Sequence[Mode],
-    texts: Sequence[str],
+    prompts: Sequence[Any],
     *,
     batch: int = 1,
     max_new_tokens: int,
@@ -110,15 +109,16 @@ def time_modes(
     that rotates, so that a change of the machine's pace and what the mode before left in the caches meet all alike.
 
     Args:
+      prompts: texts or token ids.
       batch: rows decoded at once; prompts left over at the end are decoded as a smaller batch.
       seed: of prompt i: seed + i.
       progress: `progress(what, done, of)`, before each batch.
     """
-    batches = [range(i, min(i + batch, len(texts))) for i in range(0, len(texts), batch)]
+    batches = [range(i, min(i + batch, len(prompts))) for i in range(0, len(prompts), batch)]
 
     def decode(mode: Mode, rows: range):
         seeds = [seed + row for row in rows]
-        return mode.decode([texts[row] for row in rows], seeds, max_new_tokens, temperature)
+        return mode.decode([prompts[row] for row in rows], seeds, max_new_tokens, temperature)
 
     results: dict[str, list] = {mode.name: [] for mode in modes}
     for i, rows in enumerate(batches):
@@ -204,40 +204,3 @@ def bootstrap_ratio(tokens: np.ndarray, seconds: np.ndarray, seed: int = 0) -> t
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(rates[0] / rates[1], [tail, 1 - tail])
     return float(low), float(high)
-
-
-def model_record(weights) -> dict[str, int]:
-    """Size of a model's weights as they are held in memory."""
-    import jax
-
-    leaves = jax.tree.leaves(weights)
-    return {"parameters": sum(x.size for x in leaves), "bytes": sum(x.nbytes for x in leaves)}
-
-
-def repeated_4gram_share(texts: Sequence[Sequence[int]]) -> float:
-    """The share of 4-grams that stood earlier in the same text: looping text inflates tau."""
-    from hsd_jax.infer.metrics import pooled_repeated_ngram_share
-
-    return pooled_repeated_ngram_share(texts)
-
-
-def held_out_bits_per_byte(params, found: Sequence[BenchPrompt], limit: int = 64) -> dict | None:
-    """The target's bits per byte on the texts that really follow the first prompts; None without such texts."""
-    from hsd_jax.infer import metrics
-
-    nats, num_bytes, num_texts = 0.0, 0, 0
-    for prompt in found:
-        if not prompt.rest or num_texts == limit:
-            continue
-        before = params.tokenizer.encode(prompt.text)
-        whole = params.tokenizer.encode(prompt.text + prompt.rest)[: params.target_config.max_position]
-        first = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
-        if not 0 < first < len(whole):
-            continue
-        decode = params.tokenizer.decode
-        nats += metrics.text_nats(params.target, params.target_config, whole, first)
-        num_bytes += len(decode(whole).encode()) - len(decode(whole[:first]).encode())
-        num_texts += 1
-    if not num_bytes:
-        return None
-    return {"value": metrics.bits_per_byte(nats, num_bytes), "num_texts": num_texts, "num_bytes": num_bytes}

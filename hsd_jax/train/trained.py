@@ -1,0 +1,81 @@
+"""A drafter that is trained already, its target, and text to count or fit on: what changing it afterwards starts from.
+
+Read next: `hot_vocabulary.py` and `mix.py`, which do the changing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hsd_jax.config import DrafterConfig, ModelConfig
+from hsd_jax.models import convert
+from hsd_jax.train.data import DataConfig, read_rows
+from hsd_jax.types import Weights
+
+ROW = 256
+"""Tokens of a row, where rows only divide the data into used and held out."""
+
+
+class Pair(NamedTuple):
+    """A target and its drafter, as they lie in their folders."""
+
+    target_config: ModelConfig
+    target: Weights
+    config: DrafterConfig
+    drafter: Weights
+
+
+class Text(NamedTuple):
+    """Rows of tokens, and which of these are labels; both [R, ROW + 1]."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+
+    @property
+    def labels(self) -> np.ndarray:
+        """All rows behind one another."""
+        return self.tokens[self.mask]
+
+
+def read_pair(target_dir: str | Path, drafter_dir: str | Path, out: str | Path) -> Pair:
+    """Reads both, for a result that is to be written to `out`.
+
+    Raises:
+      FileNotFoundError: if a folder is missing.
+      ValueError: if `out` exists, or the drafter is another target's.
+    """
+    if Path(out).exists():
+        raise ValueError(f"{out}: is there already; choose another folder")
+    target_config = convert.read_config(target_dir)
+    target = convert.read_weights(target_dir, target_config)
+    config, drafter = convert.read_drafter(drafter_dir)
+    convert.check_drafter(config, target_config, convert.weights_hash(target))
+    return Pair(target_config, target, config, drafter)
+
+
+def read_split(
+    data_files: Sequence[str | Path],
+    target_dir: str | Path,
+    vocab_size: int,
+    loss_on: str,
+    num_rows: int | None = None,
+) -> tuple[Text, Text]:
+    """Rows of ROW tokens to use, and the last tenth of them, held out to judge by.
+
+    Args:
+      loss_on: which tokens are labels, as `data.loss_on` of a recipe.
+      num_rows: read no more; None: all.
+    Raises:
+      FileNotFoundError: if a file is missing.
+      ValueError: if there are fewer than two rows, or data cannot be read.
+    """
+    rows = read_rows(data_files, target_dir, ROW, 0, vocab_size, DataConfig(loss_on=loss_on))
+    tokens, mask = rows.tokens[:num_rows], rows.mask[:num_rows]
+    if len(tokens) < 2:
+        raise ValueError(f"the data fill one row of {ROW} tokens: at least two are needed, one to judge by")
+    count = max(1, len(tokens) // 10)
+    return Text(tokens[:-count], mask[:-count]), Text(tokens[-count:], mask[-count:])
