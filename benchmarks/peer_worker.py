@@ -152,7 +152,7 @@ class HsdJax:
 
     def about(self) -> dict:
         """The machine as every benchmark here records it, and the methods with their dtypes."""
-        from hsd_jax.cli.machine import hardware
+        from hsd_jax.machine import hardware
 
         return hardware() | {"methods": [{"name": n, "dtype": dtype} for n, (dtype, *_) in self.methods.items()]}
 

@@ -39,8 +39,9 @@ import hsd_jax
 from hsd_jax import params as params_lib
 from hsd_jax.cli import bench, options, report
 from hsd_jax.cli.identity import first_difference
-from hsd_jax.cli.measure import FEWEST_BATCHES, bootstrap_ratio, repeated_4gram_share, spread
 from hsd_jax.cli.prompts import BenchPrompt
+from hsd_jax.cli.quality import repeated_4gram_share
+from hsd_jax.measure import FEWEST_BATCHES, bootstrap_ratio, spread
 from hsd_jax.models import convert
 from hsd_jax.tokenizer import Tokenizer
 
