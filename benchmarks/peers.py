@@ -423,17 +423,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def check_assistant(folder: str, vocab_size: int, tokenizer: Tokenizer) -> None:
+    """Raises a ValueError for a model of another vocabulary, a FileNotFoundError for none, before anything is run."""
+    own = Tokenizer.find(folder)
+    if convert.read_config(folder).vocab_size != vocab_size or (own and not own.has_vocabulary_of(tokenizer)):
+        raise ValueError(f"--assistant {folder}: has another vocabulary than the target")
+
+
 def run(args: argparse.Namespace) -> int:
     """From arguments to the exit status."""
     target = str(params_lib.DEMO / "target") if args.demo else args.target
     drafter = args.drafter or (str(params_lib.DEMO / "drafter") if args.demo else None)
-    tokenizer = Tokenizer.find(target)
-    config = convert.read_config(target)
+    config, tokenizer = convert.read_config(target), Tokenizer.find(target)
     # No weights in this process: it only counts tokens and reads prompts.
     about = types.SimpleNamespace(tokenizer=tokenizer, max_len=config.max_position)
     found = bench.read_prompts(args, about)
+    assert tokenizer is not None  # read_prompts has asked for it
     if args.assistant is None:
         options.say("no assistant model: give --assistant DIR to measure assisted decoding too")
+    else:
+        check_assistant(args.assistant, config.vocab_size, tokenizer)
     if drafter is None:
         options.say("no drafter: ours decodes plainly only; give --drafter DIR")
     workers = start_workers(args, target, drafter, params_lib.end_tokens(target, config, tokenizer))

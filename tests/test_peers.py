@@ -242,6 +242,15 @@ def test_without_torch_the_message_says_what_to_install(monkeypatch):
         peer_worker.Transformers({})
 
 
+def test_an_assistant_of_another_vocabulary_is_refused_before_anything_runs(folders, capsys):
+    demo = str(peers.params_lib.DEMO / "target")
+    for assistant, message in ((demo, f"--assistant {demo}: has another vocabulary"), ("nowhere", "nowhere")):
+        assert peers.main(["--target", folders.target, "--assistant", assistant]) == 2
+        assert message in capsys.readouterr().err
+    vocab_size = peers.convert.read_config(folders.target).vocab_size
+    peers.check_assistant(folders.target, vocab_size, peers.Tokenizer(folders.target))
+
+
 @pytest.mark.slow
 @pytest.mark.hf
 def test_a_tiny_run_against_transformers(folders, tmp_path, monkeypatch, capsys):
