@@ -288,6 +288,7 @@ def measure(
             for b in batches:
                 pooled = _pooled([runs[Setting(task, t, b)] for task in tasks])
                 rows += _rows(Setting(ALL, t, b), modes, pooled, references)
+        path.write_text(json.dumps(record, indent=1) + "\n")
     return record
 
 

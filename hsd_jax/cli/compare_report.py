@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,9 +65,7 @@ def _footer(record: dict[str, Any]) -> list[str]:
 
 
 def write(record: dict[str, Any], out: Path, name: str) -> None:
-    """Prints the tables, and writes them into the folder `out` as `name`.json, .csv and .md."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    """Prints the tables, and writes them into the folder `out`, where `measure` keeps the record, as .csv and .md."""
     write_csv(record, out / f"{name}.csv")
     write_markdown(record, out / f"{name}.md")
     print_tables(record)
