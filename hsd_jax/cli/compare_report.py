@@ -31,7 +31,6 @@ def _ratio(value: dict[str, Any] | None) -> str:
 def cells(row: dict[str, Any]) -> list[str]:
     """A row of the tables, one text a column."""
     tree, rule = row.get("tree"), row.get("accept", "")
-    follows_law = rule not in ("", "match") and row["temperature"] > 0
     rate = row["tokens_per_second"]
     return [
         row["method"],
@@ -41,8 +40,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{rate['median']:.0f} ({rate['min']:.0f}-{rate['max']:.0f})",
         _ratio(row["over_plain"]),
         _ratio(row["over_reference"]),
-        # Under another rule than match sampled text is as likely as plain text, not the same.
-        "by law" if follows_law else f"{row['same_text_as_plain']}/{row['num_texts']}",
+        report.same_text(row, row["temperature"], row["num_texts"]),
     ]
 
 
