@@ -148,7 +148,8 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
     passes = sum(r.stats.num_target_passes for r in results)  # counted a row
     rounds = sum(int(r.stats.per_row.num_target_passes.max()) for r in results)
     num_tokens = sum(runs.num_tokens(mode.name))
-    differing = [i for i, (a, b) in enumerate(zip(runs.texts(mode.name), runs.texts(plain), strict=True)) if a != b]
+    plain_texts = runs.texts(plain)
+    differing = [i for i, (a, b) in enumerate(zip(runs.texts(mode.name), plain_texts, strict=True)) if a != b]
     record = {
         "kind": "plain" if mode.tree is None else "speculative",
         "dtype": mode.dtype,
@@ -158,7 +159,7 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
         "tau": num_tokens / max(passes, 1),
         "tokens_per_second": spread(runs.rates(mode.name)),
         "seconds_per_round": spread([sum(batches) / max(rounds, 1) for batches in seconds]),
-        "same_text_as_plain": len(runs.texts(plain)) - len(differing),
+        "same_text_as_plain": len(plain_texts) - len(differing),
         "differing_prompts": differing,
     }
     if mode.tree is not None:

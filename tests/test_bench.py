@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 import zlib
 
 import jax
@@ -146,6 +147,27 @@ def test_plain_text_is_a_prompt_a_line_and_bad_files_say_where(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     with pytest.raises(ValueError, match="not UTF-8"):
         prompts.read_prompts([tmp_path / "latin.txt"], len)
+
+
+def test_prompts_of_a_command(tmp_path, capsys):
+    """Of the demo or of files; what leaves no room is left out."""
+    params = types.SimpleNamespace(tokenizer=types.SimpleNamespace(encode=str.split), max_len=10)
+    path = tmp_path / "lines.txt"
+    path.write_text("one two\none two three four\nthree\n")
+    found = prompts.for_checkpoint(params, [path], None, None, 7)
+    assert [p.text for p in found] == ["one two", "three"]
+    assert capsys.readouterr().err == "1 prompts left out: longer than 3 tokens\n"
+    assert [p.text for p in prompts.for_checkpoint(params, [path], None, 1, 7)] == ["one two"]
+    params.max_len = 500
+    whole = [(p.name, p.text) for p in demo.read_prompts()]
+    assert [(p.name, p.text) for p in prompts.for_checkpoint(params, None, None, 3, 7)] == whole[:3]
+    with pytest.raises(ValueError, match="--half report: splits the prompts of files"):
+        prompts.for_checkpoint(params, None, "report", None, 7)
+    with pytest.raises(ValueError, match="no prompt has at most 0 tokens"):
+        prompts.for_checkpoint(params, [path], None, None, 500)
+    params.tokenizer = None
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        prompts.for_checkpoint(params, [path], None, None, 7)
 
 
 def test_the_demo_has_a_dozen_prompts_open_for_an_answer():

@@ -11,7 +11,7 @@ import pytest
 import test_cli
 
 from hsd_jax import measure
-from hsd_jax.cli import ablate, compare
+from hsd_jax.cli import ablate, compare, report
 from hsd_jax.config import TreeConfig
 
 folders, own_cache, hsd, both = test_cli.folders, test_cli.own_cache, test_cli.hsd, test_cli.both
@@ -148,6 +148,15 @@ def test_bad_values_end_before_anything_compiles(folders, tmp_path, capsys, argu
     error = capsys.readouterr().err
     assert error.splitlines()[-1].startswith("hsd: error: ") and message in error
     assert "warming up" not in error
+
+
+@pytest.mark.parametrize(
+    ("accept", "temperature", "words"),
+    [(None, 1.0, "3/5"), ("match", 1.0, "3/5"), ("recursive", 0.0, "3/5"), ("recursive", 1.0, "by law")],
+)
+def test_sampled_text_under_another_rule_follows_a_law(accept, temperature, words):
+    mode = {"same_text_as_plain": 3} | ({} if accept is None else {"accept": accept})
+    assert report.same_text(mode, temperature, 5) == words
 
 
 @pytest.mark.parametrize("command", ["compare", "ablate"])

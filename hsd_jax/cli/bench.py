@@ -83,23 +83,6 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = No
     )
 
 
-def read_prompts(args: argparse.Namespace, params) -> list[prompts.BenchPrompt]:
-    """The prompts of the command line, encodable by this checkpoint, short enough for `max_len`."""
-    if params.tokenizer is None:
-        raise ValueError("this checkpoint has no tokenizer: hsd bench and hsd identity need text prompts")
-    if not args.prompts:
-        from hsd_jax import demo
-
-        found = [prompts.BenchPrompt(p.name, p.text) for p in demo.read_prompts()]
-        return found[: args.limit]
-
-    def count(text: str) -> int:
-        return len(params.tokenizer.encode(text))
-
-    found = prompts.read_prompts(args.prompts, count, args.half, args.limit)
-    return prompts.short_enough(found, count, params.max_len - args.max_new_tokens, options.say)
-
-
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes what was asked for."""
     params = options.load_params(args)
@@ -112,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         trees, reuses = [tuned.tree], [tuned.reuse]
     else:
         raise ValueError(f"--tuned {args.tuned}: plain decoding was the fastest; there is nothing to compare it with")
-    found = read_prompts(args, params)
+    found = prompts.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
     modes = make_modes(args, params, trees, reuses)
     options.say(f"{len(found)} prompts, {', '.join(m.name for m in modes)}")
     record = measure(args, params, modes, found)

@@ -206,26 +206,19 @@ def without_token_info(params):
 
 def read_tasks(args: argparse.Namespace, params) -> dict[str, list[prompts.BenchPrompt]]:
     """The prompts of every task, short enough for `max_len`."""
-    if params.tokenizer is None:
-        raise ValueError("this checkpoint has no tokenizer: hsd bench compare needs text prompts")
+
+    def read(files: list[str] | None) -> list[prompts.BenchPrompt]:
+        return prompts.for_checkpoint(params, files, args.half, args.limit, args.max_new_tokens)
+
     if not args.prompts:
-        from hsd_jax import demo
-
-        if args.half is not None:
-            raise ValueError(f"--half {args.half}: splits the prompts of files; give --prompts")
-        return {"demo": [prompts.BenchPrompt(p.name, p.text) for p in demo.read_prompts()][: args.limit]}
-
-    def count(text: str) -> int:
-        return len(params.tokenizer.encode(text))
-
+        return {"demo": read(None)}
     tasks = {}
     for named in args.prompts:
         task, _, file = named.rpartition("=")
         task = task or Path(file).stem
         if task in tasks or task == ALL:
             raise ValueError(f"--prompts {named}: there is a task {task!r} already; write NAME={file}")
-        found = prompts.read_prompts([file], count, args.half, args.limit)
-        tasks[task] = prompts.short_enough(found, count, params.max_len - args.max_new_tokens, options.say)
+        tasks[task] = read([file])
     return tasks
 
 
@@ -295,6 +288,7 @@ def measure(
             for b in batches:
                 pooled = _pooled([runs[Setting(task, t, b)] for task in tasks])
                 rows += _rows(Setting(ALL, t, b), modes, pooled, references)
+        path.write_text(json.dumps(record, indent=1) + "\n")
     return record
 
 

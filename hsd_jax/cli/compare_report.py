@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ def _ratio(value: dict[str, Any] | None) -> str:
 def cells(row: dict[str, Any]) -> list[str]:
     """A row of the tables, one text a column."""
     tree, rule = row.get("tree"), row.get("accept", "")
-    follows_law = rule not in ("", "match") and row["temperature"] > 0
     rate = row["tokens_per_second"]
     return [
         row["method"],
@@ -42,8 +40,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{rate['median']:.0f} ({rate['min']:.0f}-{rate['max']:.0f})",
         _ratio(row["over_plain"]),
         _ratio(row["over_reference"]),
-        # Under another rule than match sampled text is as likely as plain text, not the same.
-        "by law" if follows_law else f"{row['same_text_as_plain']}/{row['num_texts']}",
+        report.same_text(row, row["temperature"], row["num_texts"]),
     ]
 
 
@@ -66,9 +63,7 @@ def _footer(record: dict[str, Any]) -> list[str]:
 
 
 def write(record: dict[str, Any], out: Path, name: str) -> None:
-    """Prints the tables, and writes them into the folder `out` as `name`.json, .csv and .md."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    """Prints the tables, and writes them into the folder `out`, where `measure` keeps the record, as .csv and .md."""
     write_csv(record, out / f"{name}.csv")
     write_markdown(record, out / f"{name}.md")
     print_tables(record)

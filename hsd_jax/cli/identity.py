@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from hsd_jax.cli import bench, options
+from hsd_jax.cli import prompts as prompts_lib
 from hsd_jax.machine import hardware
 
 EXACT_GAP = 1e-4
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     params = options.load_params(args)
     options.need_drafter(params, "identity")
     tree = options.tree_of(args, params)
-    found = bench.read_prompts(args, params)
+    found = prompts_lib.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
     prompts = [(p.name, params.tokenizer.encode(p.text)) for p in found]
     record = compare(params, prompts, tree, args.max_new_tokens, args.batch, args.seed, args.reuse or "none")
     record["command"] = args.command_line

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from hsd_jax.cli import options
 from hsd_jax.train.documents import conversation, read_records, render_record, render_turns, text_of
 
 HALVES = ("tune", "report")
@@ -26,6 +27,33 @@ class BenchPrompt:
     text: str
     rest: str | None = None
     """The text that follows in the data."""
+
+
+def for_checkpoint(
+    params, files: Sequence[str | Path] | None, half: str | None, limit: int | None, max_new_tokens: int
+) -> list[BenchPrompt]:
+    """The prompts of all files, or of the demo, that leave room for `max_new_tokens`.
+
+    Args:
+      params: whose tokenizer counts; what they cannot decode is left out, with a word on stderr.
+    Raises:
+      FileNotFoundError, ValueError: as `read_prompts`, without a tokenizer, or if no prompt is left.
+    """
+    if params.tokenizer is None:
+        raise ValueError("this checkpoint has no tokenizer: this command needs text prompts")
+
+    def count(text: str) -> int:
+        return len(params.tokenizer.encode(text))
+
+    if files:
+        found = read_prompts(files, count, half, limit)
+    elif half is not None:
+        raise ValueError(f"--half {half}: splits the prompts of files; give --prompts")
+    else:
+        from hsd_jax import demo
+
+        found = [BenchPrompt(p.name, p.text) for p in demo.read_prompts()][:limit]
+    return short_enough(found, count, params.max_len - max_new_tokens, options.say)
 
 
 def short_enough(

@@ -43,6 +43,15 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
 
 
+def same_text(mode: dict[str, Any], temperature: float, num_texts: int) -> str:
+    """How many texts of a mode are those of plain decoding, for a table.
+
+    Under another rule than match sampled text is as likely as plain text, not the same.
+    """
+    is_by_law = mode.get("accept", "match") != "match" and temperature > 0
+    return "by law" if is_by_law else f"{mode['same_text_as_plain']}/{num_texts}"
+
+
 def print_bench(record: dict[str, Any]) -> None:
     """Prints the record of `bench.measure`."""
     console, settings = make_console(), record["settings"]
@@ -66,10 +75,7 @@ def print_bench(record: dict[str, Any]) -> None:
             f"{mode['tau']:.2f}",
             _range(mode["tokens_per_second"], ".0f"),
             *(_range(s, ".2f") for s in speedups),
-            # Under another rule than match sampled text is as likely as plain text, not the same.
-            "by law"
-            if mode.get("accept", "match") != "match" and settings["temperature"] > 0
-            else f"{mode['same_text_as_plain']}/{settings['num_prompts']}",
+            same_text(mode, settings["temperature"], settings["num_prompts"]),
         )
     console.print(table)
     for name, mode in record["modes"].items():

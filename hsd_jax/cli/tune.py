@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hsd_jax.cli import bench, options
+from hsd_jax.cli import bench, options, prompts
 
 PROMPTS = 8
 """Prompts of each file, unless --limit says otherwise."""
@@ -71,9 +71,10 @@ def run(args: argparse.Namespace) -> int:
 
     params = options.load_params(args)
     options.need_drafter(params, "tune")
+    found = prompts.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
     tuned = hsd_jax.tune(
         params,
-        [prompt.text for prompt in bench.read_prompts(args, params)],
+        [prompt.text for prompt in found],
         temperature=args.temperature,
         batch=args.batch,
         max_new_tokens=args.max_new_tokens,
