@@ -270,14 +270,18 @@ def uses_noise_of_the_predicted_position(rule: AcceptRule) -> bool:
     keys = jax.vmap(jax.random.key)(jnp.array([5], jnp.uint32))
     one = jnp.ones(1)
     sampling = SamplingParams(one, jnp.zeros(1, jnp.int32), one)
-    wanted = [
-        int(sampling_lib.draw(keys, logits[:, n : n + 1], jnp.array([[root + n + 1]], jnp.int32), sampling)[0, 0])
-        for n in range(num)
-    ]
+    position = jnp.arange(root + 1, root + 1 + num, dtype=jnp.int32)[None]
+    draw = jax.jit(sampling_lib.draw)
+    wanted = [int(draw(keys, logits[:, n : n + 1], position[:, n : n + 1], sampling)[0, 0]) for n in range(num)]
     line = jnp.array([[0, *wanted[: num - 1]]], jnp.int32)
     depth = jnp.arange(num, dtype=jnp.int32)[None]
     tree = DraftTree(line, depth - 1, depth, jnp.ones((1, num), bool))
-    verdict = rule.verify(keys, tree, ancestor_mask(tree, DEPTH), logits, sampling, jnp.array([root], jnp.int32))
+
+    @jax.jit
+    def verify(tree):
+        return rule.verify(keys, tree, ancestor_mask(tree, DEPTH), logits, sampling, jnp.array([root], jnp.int32))
+
+    verdict = verify(tree)
     return verdict.num_accepted.tolist() == [DEPTH] and verdict.emitted.tolist() == [wanted]
 
 

@@ -17,7 +17,6 @@ from hsd_jax import demo
 from hsd_jax.cli import identity, options, prompts
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import metrics
-from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.request import prepare
 
@@ -51,7 +50,7 @@ def test_bits_per_byte():
 def test_text_nats_sums_the_text_behind_the_prompt(target):
     config, weights = target
     tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-    logp = np.asarray(jax.nn.log_softmax(forward_sequence(weights, config, jnp.asarray([tokens])).logits[0]))
+    logp = np.asarray(jax.nn.log_softmax(toy.causal_pass(weights, config, jnp.asarray([tokens])).logits[0]))
     expected = -sum(logp[i - 1, tokens[i]] for i in range(4, len(tokens)))
     assert metrics.text_nats(weights, config, tokens, 4) == pytest.approx(expected, abs=1e-4)
 
@@ -60,7 +59,7 @@ def test_text_nats_sums_the_text_behind_the_prompt(target):
 def test_replay_logits_are_those_of_one_causal_pass(target, num_nodes):
     config, weights = target
     tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-    whole = np.asarray(forward_sequence(weights, config, jnp.asarray([tokens])).logits[0])
+    whole = np.asarray(toy.causal_pass(weights, config, jnp.asarray([tokens])).logits[0])
     replayed = metrics.replay_logits(weights, config, tokens[:4], tokens[4:], num_nodes)
     np.testing.assert_allclose(replayed, whole[3:-1], atol=1e-4)
 

@@ -35,10 +35,11 @@ def random_call(rng: np.random.Generator, vocab: int) -> toy.Call:
     )
 
 
-SLOW_PROPOSERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("lookup", "heads", "ahead", "block")]
+SLOW_PROPOSERS = ("lookup", "heads", "ahead", "block", "small_lm", "feature")
+SLOW_PROPOSERS = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PROPOSERS]
 
 
-@pytest.mark.parametrize("proposer", ["beam", "plain", "sampled", "small_lm", "feature", "block_skip", *SLOW_PROPOSERS])
+@pytest.mark.parametrize("proposer", ["beam", "plain", "sampled", "block_skip", *SLOW_PROPOSERS])
 def test_a_hundred_prompts_compile_once(proposer):
     """Prompts, lengths, settings, seeds, limits, end tokens and acceptance patterns are all traced."""
     if proposer == "sampled":
@@ -55,7 +56,7 @@ def test_a_hundred_prompts_compile_once(proposer):
 
 
 def test_other_weights_compile_nothing():
-    setup, call = toy.setup("llama", "beam"), toy.mixed_call()
+    setup, call = toy.setup("llama", "beam"), toy.mixed_call().rows([1, 3])
     call.run(setup.decoder, setup.models)
     before = setup.decoder.loop._cache_size(), setup.decoder.prefill._cache_size()
     call.run(setup.decoder, jax.tree.map(lambda x: x * 1.01, setup.models))
@@ -64,7 +65,7 @@ def test_other_weights_compile_nothing():
 
 def test_the_state_is_donated():
     """The buffers of a state are gone once the loop has read it; the caches are never held twice."""
-    setup, call = toy.setup("llama", "beam"), toy.mixed_call()
+    setup, call = toy.setup("llama", "beam"), toy.mixed_call().rows([1, 3])
     state = call.start(setup.decoder, setup.models)
     call.resume(setup.decoder, setup.models, state, 1)
     buffers = [state.tokens, *state.cache.keys, *state.cache.values, *state.drafter.cache.keys, state.drafter.pending]
@@ -162,7 +163,7 @@ def drafter_for(config: ModelConfig, **changes) -> DrafterConfig:
     ("config", "batch", "trunk", "law"),
     [
         pytest.param(SMALL, 1, RECURRENT, DrawLaw.ARBITRARY, id="small-1"),
-        pytest.param(SMALL, 1, BLOCK, DrawLaw.ARBITRARY, id="small-1-block"),
+        pytest.param(SMALL, 1, BLOCK, DrawLaw.ARBITRARY, id="small-1-block", marks=pytest.mark.slow),
         pytest.param(SMALL, 4, RECURRENT, DrawLaw.ARBITRARY, id="small-4", marks=pytest.mark.slow),
         pytest.param(DEMO, 1, RECURRENT, DrawLaw.ARBITRARY, id="demo-1", marks=pytest.mark.slow),
         pytest.param(DEMO, 4, RECURRENT, DrawLaw.ARBITRARY, id="demo-4", marks=pytest.mark.slow),

@@ -15,6 +15,8 @@ from hsd_jax.train import evaluate
 from hsd_jax.types import DraftTree
 
 TREE = TreeConfig(nodes=6, depth=3, width=2)
+PROMPTS = [np.arange(3, 3 + n) % toy.VOCAB for n in (2, 5, 9, 4)]
+"""The same in all tests, in batches of two: what decodes and simulates them compiles once."""
 
 
 def make_params(weights=None, **changes) -> Params:
@@ -23,11 +25,6 @@ def make_params(weights=None, **changes) -> Params:
     drafter_config = toy.drafter_config(config, **changes)
     drafter = toy.make_drafter(drafter_config, config, weights)
     return Params(weights, drafter, config, drafter_config, max_len=128, precision="exact")
-
-
-@pytest.fixture(scope="module")
-def params() -> Params:
-    return make_params()
 
 
 @pytest.mark.parametrize(
@@ -47,12 +44,11 @@ def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
     params = make_params(**changes)
     if is_hot:
         params = hsd_jax.restrict(params, toy.HOT_IDS)
-    prompts = [np.arange(3, 3 + n) % toy.VOCAB for n in (2, 5, 9)]
     options = {"max_new_tokens": 24, "temperature": temperature}
-    texts = evaluate.write_texts(params, prompts, seed=5, batch=2, **options)
+    texts = evaluate.write_texts(params, PROMPTS, seed=5, batch=2, **options)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     found = evaluate.simulate(*models, texts, TREE, temperature)
-    out = hsd_jax.decode(params, prompts, seed=[5, 6, 7], tree=TREE, **options)
+    out = hsd_jax.decode(params, PROMPTS, seed=[5, 6, 7, 8], tree=TREE, **options)
     assert found["tau"] == pytest.approx(out.stats.tau)
     reached = np.cumsum(out.stats.accepted_histogram[::-1])[::-1]
     np.testing.assert_allclose(found["acceptance"], reached[1:] / np.maximum(reached[:-1], 1))
@@ -109,7 +105,8 @@ def test_drafters_that_were_not_trained_are_simulated_too(proposer):
         assert fate.tau > 1
 
 
-def test_chains_are_read_off_the_longest(params):
+def test_chains_are_read_off_the_longest():
+    params = make_params()
     texts = evaluate.write_texts(params, [np.arange(4, 10)], 24, 0.0, seed=0)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4, 1)]
@@ -118,13 +115,13 @@ def test_chains_are_read_off_the_longest(params):
     assert len({fate.tau for fate in together}) == 3
 
 
-def test_a_chain_is_judged_too(params):
-    prompts = [np.arange(4, 10)]
-    texts = evaluate.write_texts(params, prompts, 24, 0.0, seed=0)
+def test_a_chain_is_judged_too():
+    params = make_params()
+    texts = evaluate.write_texts(params, PROMPTS, 24, 0.0, seed=0, batch=2)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     found = evaluate.simulate(*models, texts, TREE, 0.0)
     steps = params.drafter_config.num_steps
-    out = hsd_jax.decode(params, prompts, max_new_tokens=24, tree=TreeConfig(steps + 1, steps, 1))
+    out = hsd_jax.decode(params, PROMPTS, max_new_tokens=24, tree=TreeConfig(steps + 1, steps, 1))
     assert found["chain_tau"] == pytest.approx(out.stats.tau)
     assert 0 < found["overlap"] < 1
 

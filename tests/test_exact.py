@@ -77,11 +77,9 @@ def test_the_text_is_no_trivial_one():
 
 def test_plain_decoding_is_the_argmax_of_a_causal_pass():
     """The reference itself, against `forward_sequence`: greedy rows take the largest logit everywhere."""
-    from hsd_jax.models.target import forward_sequence
-
     call, state = toy.mixed_call(), toy.long_text()
     setup = toy.setup("llama", "plain")
-    logits = forward_sequence(setup.models["target"], setup.config, jnp.maximum(state.tokens, 0)).logits
+    logits = toy.causal_pass(setup.models["target"], setup.config, jnp.maximum(state.tokens, 0)).logits
     for row in (0, 1):
         first, last = call.length[row], int(state.length[row])
         assert jnp.argmax(logits[row, first - 1 : last - 1], -1).tolist() == state.tokens[row, first:last].tolist()

@@ -22,7 +22,7 @@ from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import sharpness
 from hsd_jax.models.hidden import base_logits, embed_committed, trunk_features, trunk_pass
-from hsd_jax.models.target import causal_mask, forward_sequence
+from hsd_jax.models.target import causal_mask
 from hsd_jax.types import DrawLaw
 
 
@@ -45,7 +45,7 @@ def logits_of_paths(setup: toy.Setup, text: np.ndarray):
     models, config = setup.models, setup.drafter_config
     target, drafter = models["target"], models["drafter"]
     room = 16 + len(text)
-    fresh = forward_sequence(target, setup.config, jnp.asarray(text[None]), taps=config.feature_layers)
+    fresh = toy.causal_pass(target, setup.config, jnp.asarray(text[None]), taps=config.feature_layers)
     features = trunk_features(drafter, config, fresh.hidden, fresh.features)[0]
     known = len(text) - 1  # features in use: that of the last token is not known to a drafter
 

@@ -28,7 +28,6 @@ from test_drafter_training import (
     random_weights,
     some_mask,
 )
-from test_hidden import mid_state
 
 import hsd_jax
 from hsd_jax.config import DrafterConfig, TreeConfig
@@ -142,7 +141,7 @@ def test_a_run_keeps_its_ids(tmp_path):
 def drafts():
     """A tree of the hot drafter for six rows, and what the full one says about their states."""
     setup = toy.setup("llama", "hot")
-    root = mid_state()[2]
+    root = jnp.asarray([3, 1, 4, 15, 9, 2], jnp.int32)  # hot and cold ones
     states = jnp.asarray(np.random.default_rng(0).normal(0, 2, (6, 3, 32)), jnp.float32)
     return setup, states, root
 
@@ -164,12 +163,17 @@ def test_logits_are_the_columns_of_the_full_ones():
 
 
 def tree_of(setup: toy.Setup, states, root, mask_cold: bool = False):
-    weights, config = setup.models["drafter"], setup.drafter_config
-    base = base_logits(weights, config, setup.models["target"], setup.config, states)
-    if mask_cold:
-        base = base.at[..., COLD].set(MASKED)
-    bias = functools.partial(token_info, weights, config)
-    return toy.grow_beam(base, bias, root, toy.TREES["hot"], weights.get("hot_ids"))
+    config = setup.drafter_config
+
+    @jax.jit
+    def grown(weights, target, states, root):
+        base = base_logits(weights, config, target, setup.config, states)
+        if mask_cold:
+            base = base.at[..., COLD].set(MASKED)
+        bias = functools.partial(token_info, weights, config)
+        return toy.grow_beam(base, bias, root, toy.TREES["hot"], weights.get("hot_ids"))
+
+    return grown(setup.models["drafter"], setup.models["target"], states, root)
 
 
 def test_the_tree_is_that_of_a_full_drafter_that_may_not_draft_cold_tokens():
@@ -216,7 +220,7 @@ def test_cold_truths_are_refused_and_hot_ones_accepted():
     for law in DrawLaw:
         proposer = hidden_drafter(setup.config, setup.drafter_config, TreeConfig(7, 3, 2), law=law)
         at = jnp.zeros(6, jnp.int32), state.length - 1, state.keys, call.arrays()[-1]
-        tree, _ = proposer.draft(setup.models | {"drafter": nonsense}, state.drafter, *at)
+        tree, _ = jax.jit(proposer.draft)(setup.models | {"drafter": nonsense}, state.drafter, *at)
         assert np.isin(tree.tokens[:, 1:], HOT).all()
 
 
@@ -229,12 +233,16 @@ def test_a_drawn_tree_is_that_of_a_full_law_without_the_cold_tokens(law):
     sampling, found = SamplingParams(0.9 * ones, jnp.zeros(len(root), jnp.int32), ones), {}
     for name in ("hot", "full"):
         one = toy.setup("llama", "hot" if name == "hot" else "beam")
-        weights, config = one.models["drafter"], one.drafter_config
-        base = base_logits(weights, config, one.models["target"], one.config, states)
-        base = base if name == "hot" else base.at[..., COLD].set(-jnp.inf)  # the full one may not either
-        bias = functools.partial(token_info, weights, config)
-        args = base, bias, root, TreeConfig(6, 2, 3), law, keys, jnp.full(len(root), 7), sampling
-        found[name] = grow_tree(*args, weights.get("hot_ids"), toy.VOCAB)
+
+        @jax.jit
+        def grown(weights, target, one=one, name=name):
+            base = base_logits(weights, one.drafter_config, target, one.config, states)
+            base = base if name == "hot" else base.at[..., COLD].set(-jnp.inf)  # the full one may not either
+            bias = functools.partial(token_info, weights, one.drafter_config)
+            args = base, bias, root, TreeConfig(6, 2, 3), law, keys, jnp.full(len(root), 7), sampling
+            return grow_tree(*args, weights.get("hot_ids"), toy.VOCAB)
+
+        found[name] = grown(one.models["drafter"], one.models["target"])
     for field in ("tokens", "parents", "depth", "valid"):
         np.testing.assert_array_equal(getattr(found["hot"], field), getattr(found["full"], field))
     np.testing.assert_allclose(found["hot"].draft_logp, found["full"].draft_logp, rtol=1e-5)
@@ -386,7 +394,7 @@ def test_a_greedy_chain_ends_at_a_cold_token():
     target_logits = jnp.eye(5)[jnp.array([3, 2, 3, 4])]  # hot, cold, hot, cold behind all
     draft_logits = jnp.array([[0.0, 1.0]] * 4)
     mask = jnp.ones((1, 1, 4), bool)
-    found = anchors_lib.chain_metrics(target_logits, draft_logits, draft_logits, mask, hot_ids)
+    found = jax.jit(anchors_lib.chain_metrics)(target_logits, draft_logits, draft_logits, mask, hot_ids)
     assert found["acceptance"].tolist() == [1.0, 0.0, 0.0, 0.0] and found["tau"] == 2.0
     assert found["agreement_3"] == found["agreement_3_base"] == 1.0
 
@@ -480,5 +488,6 @@ def test_a_restricted_drafter_on_a_mesh():
 
 
 def test_restrict_wants_a_drafter():
+    params = hsd_jax.Params(toy.weights("llama"), None, toy.target_config(), max_len=64)
     with pytest.raises(ValueError, match=r"restrict\(\) cuts down a drafter, and these params have none"):
-        hsd_jax.restrict(dataclasses.replace(test_mesh.params(), drafter=None), [0, 1])
+        hsd_jax.restrict(params, [0, 1])

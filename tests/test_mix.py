@@ -13,7 +13,6 @@ from oracles.tree import log_softmax
 
 from hsd_jax.models import hot
 from hsd_jax.models.hidden import base_logits, embed_committed, token_info
-from hsd_jax.models.target import forward_sequence
 from hsd_jax.train import mix
 from hsd_jax.train.unroll import unroll
 
@@ -77,7 +76,7 @@ def test_labels_and_loss_are_those_of_plain_loops(is_hot):
     count, loss = np.zeros((STEPS, STEPS)), np.zeros((STEPS, STEPS))
     columns = toy.HOT_IDS if is_hot else np.arange(toy.VOCAB)
     for tokens, mask in zip(rows, masks, strict=True):
-        hidden = forward_sequence(target, config, jnp.asarray(tokens)[None, :-1])
+        hidden = toy.causal_pass(target, config, jnp.asarray(tokens)[None, :-1])
         embeddings = embed_committed(target, config, drafter_config, jnp.asarray(tokens)[None, 1:])
         anchors = jnp.arange(LENGTH)[None]
         states = unroll(drafter, drafter_config, hidden.hidden, embeddings, anchors)[0]

@@ -288,7 +288,7 @@ def test_one_child_a_node_is_standard_speculative_sampling():
             jnp.asarray(np.log(q), jnp.float32),
             law,
         )
-        odds, residual = recursion(tree, target_logp, max_children=1)
+        odds, residual = jax.jit(functools.partial(recursion, max_children=1))(tree, target_logp)
         np.testing.assert_allclose(odds[:, 1:], accept, rtol=1e-5)
         np.testing.assert_allclose(residual, rest, atol=1e-5)
         assert not np.asarray(odds[:, 0]).any()
@@ -304,8 +304,13 @@ def test_twins_keep_their_own_children():
     sampling = SamplingParams(ones, jnp.zeros(1, jnp.int32), ones)
     rule = recursive_rule(2, 2)
     keys = jax.vmap(jax.random.key)(jnp.zeros(1, jnp.uint32))
-    logits = jnp.zeros((1, 4, 3))
-    verdict = rule.verify(keys, tree, ancestor_mask(tree, 2), logits, sampling, jnp.zeros(1, jnp.int32))
+
+    @jax.jit
+    def verify(tree):
+        position = jnp.zeros(1, jnp.int32)
+        return rule.verify(keys, tree, ancestor_mask(tree, 2), jnp.zeros((1, 4, 3)), sampling, position)
+
+    verdict = verify(tree)
     assert verdict.path[0, :2].tolist() == [0, 1] and int(verdict.num_accepted[0]) == 1 and bool(verdict.is_bonus[0])
 
 

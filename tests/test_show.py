@@ -267,7 +267,9 @@ def test_show_writes_both_files(folders, tmp_path, capsys):
     "settings",
     [
         {"temperature": 0.8, "top_k": 20, "seed": 3},
-        {"temperature": 0.9, "accept": "recursive", "draw": "independent", "top_p": 0.9},
+        pytest.param(
+            {"temperature": 0.9, "accept": "recursive", "draw": "independent", "top_p": 0.9}, marks=pytest.mark.slow
+        ),
         pytest.param({"temperature": 0.8, "reuse": "union"}, marks=pytest.mark.slow),
         pytest.param({"temperature": 0.8, "reuse": "skip:1"}, marks=pytest.mark.slow),
     ],
@@ -275,7 +277,7 @@ def test_show_writes_both_files(folders, tmp_path, capsys):
 def test_page_has_text_and_counts_of_decode(folders, settings, capsys):
     params = hsd_jax.load(target=folders.target, drafter=folders.drafter)
     plain = {"top_k": None, "top_p": None, "seed": 0, "accept": "match", "draw": None, "reuse": "none"}
-    settings = {**plain, "max_new_tokens": 20, "tree": TreeConfig(6, 3, 2), **settings}
+    settings = {**plain, "max_new_tokens": 20, "tree": TreeConfig(5, 3, 2), **settings}
     page = show.make_page(params, PROMPT, settings, "hsd show")
     assert capsys.readouterr().err == ""
     out = hsd_jax.decode(params, PROMPT, **settings)

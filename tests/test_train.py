@@ -9,6 +9,7 @@ import contextlib
 import functools
 import io
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -102,6 +103,16 @@ def files(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def finished(files, tmp_path_factory):
+    """The folder of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("finished")
+    recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
+    with jax.numpy_dtype_promotion("standard"):
+        run.train_drafter(files / "target", [files / "text.jsonl"], folder, recipe, report=lambda line: None)
+    return folder
+
+
 def test_target_run_leaves_a_folder_that_loads(files):
     folder = files / "target"
     config = convert.read_config(folder)
@@ -113,10 +124,9 @@ def test_target_run_leaves_a_folder_that_loads(files):
     assert ids[0] == 0 and max(ids) < 300
 
 
-def test_a_killed_run_resumes_bit_for_bit(files, tmp_path, standard_dtypes):
+def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path, standard_dtypes):
     recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
     args = files / "target", [files / "text.jsonl"]
-    whole = run.train_drafter(*args, tmp_path / "whole", recipe, report=lambda line: None)
 
     class Killed(Exception):
         pass
@@ -132,15 +142,15 @@ def test_a_killed_run_resumes_bit_for_bit(files, tmp_path, standard_dtypes):
     resumed = run.train_drafter(*args, tmp_path / "killed", recipe, report=lines.append)
     assert "resuming at step 2 of 4" in lines
     name = "drafter.safetensors"
-    assert (whole / name).read_bytes() == (resumed / name).read_bytes()
+    assert (finished / "drafter" / name).read_bytes() == (resumed / name).read_bytes()
     log = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
-    there = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    there = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     untimed = lambda entries: [{k: v for k, v in e.items() if k != "tokens_per_s"} for e in entries]  # noqa: E731
     assert untimed(log) == untimed(there)
     assert [("eval" in e, e["step"]) for e in log] == [(0, 1), (0, 2), (1, 2), (0, 3), (0, 4), (1, 4)]
     assert len(log[0]["acceptance"]) == 3 and (tmp_path / "killed" / "curves.png").stat().st_size > 1000
     assert list((tmp_path / "killed" / "tensorboard").iterdir())
-    config, _ = convert.read_drafter(whole)
+    config, _ = convert.read_drafter(resumed)
     target_config = convert.read_config(args[0])
     convert.check_drafter(config, target_config, convert.weights_hash(convert.read_weights(args[0], target_config)))
 
@@ -224,10 +234,9 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, standard_dtypes, monkey
     assert np.isfinite(run_it()).all()
 
 
-def test_force_continues_with_another_recipe(files, tmp_path, standard_dtypes):
+def test_force_continues_with_another_recipe(files, finished, tmp_path, standard_dtypes):
     args = files / "target", [files / "text.jsonl"], tmp_path / "run"
-    recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
-    run.train_drafter(*args, recipe, report=lambda line: None)
+    shutil.copytree(finished, tmp_path / "run")
     longer = drafter.DrafterRecipe.from_dict(dict(DRAFTER_VALUES, train=dict(LOOP, steps=6)), "recipe")
     with pytest.raises(ValueError, match=r"train\.steps is 4 there and 6 here.*--force"):
         run.train_drafter(*args, longer, report=lambda line: None)
@@ -398,17 +407,26 @@ def test_a_terminal_shows_a_bar(tmp_path):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
-@pytest.mark.parametrize("spec", [pytest.param("data=8", marks=pytest.mark.slow), "data=4,model=2"])
-def test_a_mesh_trains_as_one_device_does(files, tmp_path, standard_dtypes, spec):
+@pytest.mark.parametrize(
+    ("spec", "changes"),
+    [
+        ("data=2,model=2", {}),
+        pytest.param("data=8", {"batch": 8, "micro_batch": None}, marks=pytest.mark.slow),
+        pytest.param("data=4,model=2", {"batch": 8, "micro_batch": None}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_mesh_trains_as_one_device_does(files, finished, tmp_path, standard_dtypes, spec, changes):
     """Losses, acceptance and judgements of every step, within what sums in another order make of float32."""
-    values = dict(DRAFTER_VALUES, train=dict(LOOP, batch=8, micro_batch=None))
+    values = dict(DRAFTER_VALUES, train=dict(LOOP, **changes))
     recipe = drafter.DrafterRecipe.from_dict(values, "recipe")
-    found = {}
-    for name, mesh in (("one", None), ("mesh", sharding.make_mesh(spec))):
-        args = files / "target", [files / "text.jsonl"], tmp_path / name, recipe, mesh
-        run.train_drafter(*args, report=lambda line: None)
-        found[name] = journal.read_metrics(tmp_path / name)
-    assert [r["step"] for r in found["one"]] == [r["step"] for r in found["mesh"]]
-    for here, there in zip(found["one"], found["mesh"], strict=True):
+    args = files / "target", [files / "text.jsonl"]
+    folders = {"one": tmp_path / "one" if changes else finished, "mesh": tmp_path / "mesh"}
+    if changes:
+        run.train_drafter(*args, folders["one"], recipe, report=lambda line: None)
+    run.train_drafter(*args, folders["mesh"], recipe, sharding.make_mesh(spec), report=lambda line: None)
+    one, mesh = (journal.read_metrics(folder) for folder in folders.values())
+    assert [r["step"] for r in one] == [r["step"] for r in mesh] and one
+    for here, there in zip(one, mesh, strict=True):
         untimed = [{k: v for k, v in r.items() if k != "tokens_per_s"} for r in (here, there)]
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), *untimed)

@@ -86,6 +86,10 @@ def make_target(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
     return random_like(init_target, config, seed, GAIN)
 
 
+causal_pass = jax.jit(forward_sequence, static_argnums=1, static_argnames="taps")
+"""`forward_sequence` as one program: operation by operation it takes several times as long."""
+
+
 def drafter_config(config: ModelConfig, **changes) -> DrafterConfig:
     plain = DrafterConfig(
         hidden_size=config.hidden_size,
@@ -108,7 +112,7 @@ def make_drafter(config: DrafterConfig, target: ModelConfig, weights: Any, seed:
     its trunk; heads, which see no token, know nothing.
     """
     drafter = random_like(init_drafter, config, seed, 1.0)
-    alone = forward_sequence(weights, target, jnp.arange(config.vocab_size, dtype=jnp.int32)[:, None])
+    alone = causal_pass(weights, target, jnp.arange(config.vocab_size, dtype=jnp.int32)[:, None])
     if config.kind == FEATURE:
         return drafter | {"trunk": knowing_trunk(drafter["trunk"], target, weights, alone.hidden[:, 0])}
     if config.kind == HEADS:
