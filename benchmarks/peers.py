@@ -37,7 +37,7 @@ import numpy as np
 
 import hsd_jax
 from hsd_jax import params as params_lib
-from hsd_jax.cli import bench, options, report
+from hsd_jax.cli import bench, options, prompts, report
 from hsd_jax.cli.identity import first_difference
 from hsd_jax.cli.prompts import BenchPrompt
 from hsd_jax.cli.quality import repeated_4gram_share
@@ -438,8 +438,8 @@ def run(args: argparse.Namespace) -> int:
     config, tokenizer = convert.read_config(target), Tokenizer.find(target)
     # No weights in this process: it only counts tokens and reads prompts.
     about = types.SimpleNamespace(tokenizer=tokenizer, max_len=config.max_position)
-    found = bench.read_prompts(args, about)
-    assert tokenizer is not None  # read_prompts has asked for it
+    found = prompts.for_checkpoint(about, args.prompts, args.half, args.limit, args.max_new_tokens)
+    assert tokenizer is not None  # for_checkpoint has asked for it
     if args.assistant is None:
         options.say("no assistant model: give --assistant DIR to measure assisted decoding too")
     else:

@@ -298,7 +298,7 @@ def fates(
 
     longest = max(filter(is_chain, drafts), key=lambda draft: draft[0].depth, default=None)
     source = {draft: longest if is_chain(draft) and longest else draft for draft in drafts}
-    asked = tuple(dict.fromkeys(source.values()))
+    asked = tuple(sorted(set(source.values()), key=repr))  # in one order, so that the same ones compile once
     written = texts.length - texts.prompt_length
     models = drafter, target, target_config, config
     rows = texts.tokens, texts.length, texts.prompt_length - 1, np.float32(temperature)
