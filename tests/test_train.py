@@ -135,6 +135,8 @@ def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path, standard_dt
         if line.startswith("step 3/"):
             raise Killed
 
+    (tmp_path / "killed").mkdir()  # what a run leaves that was killed before its first checkpoint
+    (tmp_path / "killed" / "metrics.jsonl").write_text('{"step": 1, "tokens": 32}\n')
     with pytest.raises(Killed):
         run.train_drafter(*args, tmp_path / "killed", recipe, report=kill)
     wait_for(tmp_path / "killed" / "checkpoints" / "2")

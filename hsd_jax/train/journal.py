@@ -34,7 +34,10 @@ class Journal:
         self._writer = _tensorboard(Path(out) / "tensorboard", report)
 
     def resume(self, step: int) -> None:
-        """Drops what an earlier process wrote behind `step`: these steps come again."""
+        """Drops what an earlier process wrote behind `step`: these steps come again.
+
+        At step 0, too: that process may have been killed before its first checkpoint.
+        """
         if self._path.is_file():
             lines = [line for line in self._path.read_text().split("\n") if line.strip()]
             kept = [line for line in lines if _step_of(line) <= step]
@@ -42,7 +45,8 @@ class Journal:
             temporary.write_text("".join(f"{line}\n" for line in kept))
             temporary.replace(self._path)
         self.advance(step)
-        self.report(f"resuming at step {step} of {self._steps}")
+        if step > 0:
+            self.report(f"resuming at step {step} of {self._steps}")
 
     def advance(self, step: int) -> None:
         """So many steps are done."""

@@ -182,7 +182,7 @@ def fit(
         state, found = checkpoints.restore(state)
         batches.set_state(found["data"])
         best = found["best"]
-        journal.resume(int(state["step"]))
+    journal.resume(int(state["step"]))
     train_step, rate_of = make_train_step(loss, config, placement), learning_rate(config)
     start = int(state["step"])
     tokens_per_step = config.batch * config.length
