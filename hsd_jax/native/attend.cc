@@ -51,10 +51,16 @@ static inline void Mix(const float* weights, const float* const* rows, int64_t c
   for (int v = 0; v < kVectors; v++) std::memcpy(out + at + v * kLanes, &acc[v], sizeof(Vec));
 }
 
+template <int kVectors>
+static int64_t MixFrom(const float* weights, const float* const* rows, int64_t count, int64_t width, int64_t at,
+                       float* out) {
+  for (; at + kVectors * kLanes <= width; at += kVectors * kLanes) Mix<kVectors>(weights, rows, count, at, out);
+  if constexpr (kVectors > 1) at = MixFrom<kVectors / 2>(weights, rows, count, width, at, out);
+  return at;
+}
+
 static void MixAll(const float* weights, const float* const* rows, int64_t count, int64_t width, float* out) {
-  int64_t at = 0;
-  for (; at + kChunk * kLanes <= width; at += kChunk * kLanes) Mix<kChunk>(weights, rows, count, at, out);
-  for (; at + kLanes <= width; at += kLanes) Mix<1>(weights, rows, count, at, out);
+  int64_t at = MixFrom<kChunk>(weights, rows, count, width, 0, out);
   for (; at < width; at++) {
     float sum = 0;
     for (int64_t j = 0; j < count; j++) sum = MulAdd(weights[j], rows[j][at], sum);

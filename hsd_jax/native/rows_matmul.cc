@@ -37,7 +37,7 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
     any_bf16 |= is_bf16;
     products.push_back({w->untyped_data(), is_bf16, static_cast<float*>((*y)->untyped_data()), o});
     int64_t rows = kShardBytes / (k * (is_bf16 ? 2 : 4));
-    rows = rows < 16 ? 16 : rows / kGroup * kGroup;
+    rows = rows < kGroup ? kGroup : rows / kGroup * kGroup;
     for (int64_t first = 0; first < o; first += rows)
       shards.push_back({static_cast<int>(i), first, first + rows < o ? first + rows : o});
   }

@@ -118,40 +118,43 @@ static inline void Sum4(const Vec& a, const Vec& b, const Vec& c, const Vec& d, 
 }
 
 // A tile of kO outputs by kN rows; `next` are weights of a later tile, fetched meanwhile: the memory and the
-// multipliers are each busy for about half of the time otherwise.
+// multipliers are each busy for about half of the time otherwise. The weights of a step stay in registers beside the
+// sums, and one vector of a row at a time: a pair of bfloat16 is taken apart once for all rows. Inlined, one tile beside
+// another, sums would lie in memory: 8 rows took twice as long.
 template <int kO, int kN, typename W>
-static inline void Tile(const float* x, const W* w, const W* next, float* y, int64_t k, int64_t o) {
+__attribute__((noinline)) static void Tile(const float* x, const W* w, const W* next, float* y, int64_t k,
+                                           int64_t o) {
   Vec acc[kO][kN] = {};
   int64_t i = 0;
   for (; i + kPair <= k; i += kPair) {
-    Vec xv[kN];
-#pragma GCC unroll 8
+    Vec wv[kO];
+#pragma GCC unroll 16
     for (int a = 0; a < kO; a++) {
       __builtin_prefetch(next + a * k + i);
       if (kPair * sizeof(W) > 64) __builtin_prefetch(next + a * k + i + kLanes);
     }
-#pragma GCC unroll 8
-    for (int b = 0; b < kN; b++) xv[b] = Load(x + b * k + i), Hold(xv[b]);
-#pragma GCC unroll 8
-    for (int a = 0; a < kO; a++) {
-      Vec wv = First(w + a * k + i);
-      Hold(wv);
-#pragma GCC unroll 8
-      for (int b = 0; b < kN; b++) acc[a][b] = MulAdd(wv, xv[b], acc[a][b]);
+#pragma GCC unroll 16
+    for (int a = 0; a < kO; a++) wv[a] = First(w + a * k + i), Hold(wv[a]);
+#pragma GCC unroll 16
+    for (int b = 0; b < kN; b++) {
+      Vec xv = Load(x + b * k + i);
+      Hold(xv);
+#pragma GCC unroll 16
+      for (int a = 0; a < kO; a++) acc[a][b] = MulAdd(wv[a], xv, acc[a][b]);
     }
-#pragma GCC unroll 8
-    for (int b = 0; b < kN; b++) xv[b] = Load(x + b * k + i + kLanes), Hold(xv[b]);
-#pragma GCC unroll 8
-    for (int a = 0; a < kO; a++) {
-      Vec wv = Second(w + a * k + i);
-      Hold(wv);
-#pragma GCC unroll 8
-      for (int b = 0; b < kN; b++) acc[a][b] = MulAdd(wv, xv[b], acc[a][b]);
+#pragma GCC unroll 16
+    for (int a = 0; a < kO; a++) wv[a] = Second(w + a * k + i), Hold(wv[a]);
+#pragma GCC unroll 16
+    for (int b = 0; b < kN; b++) {
+      Vec xv = Load(x + b * k + i + kLanes);
+      Hold(xv);
+#pragma GCC unroll 16
+      for (int a = 0; a < kO; a++) acc[a][b] = MulAdd(wv[a], xv, acc[a][b]);
     }
   }
   constexpr int kSums = kO * kN;
   float sums[kSums + 3];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int c = 0; c < kSums; c += 4) {
     auto at = [&](int j) -> const Vec& { return acc[j < kSums ? j / kN : 0][j < kSums ? j % kN : 0]; };
     Sum4(at(c), at(c + 1), at(c + 2), at(c + 3), sums + c);
@@ -164,24 +167,27 @@ static inline void Tile(const float* x, const W* w, const W* next, float* y, int
     }
 }
 
-// Outputs of a group, and of a tile of 4 rows: with 2 by 4, 8 sums and what feeds them fit the 16 registers of AVX2. One
-// or two rows take the whole group at once: fewer than 8 sums wait for one another.
-constexpr int kGroup = kLanes == 16 ? 8 : 4;
-constexpr int kOutputs = kGroup / 2;
+// Outputs of a group, whose weights all rows read before the next group begins.
+constexpr int kGroup = 12;
+// Rows of a tile at most, and its outputs: sums, weights and a vector of a row fit 32 registers of AVX-512, or 16.
+constexpr int kRows = kLanes == 16 ? 8 : 6;
+constexpr int kWide[] = {0, 12, 6, 6, 4, 4, 4, 3, 3}, kNarrow[] = {0, 6, 4, 3, 2, 2, 2};
+template <int kN>
+constexpr int kOutputs = kLanes == 16 ? kWide[kN] : kNarrow[kN];
 
-// All rows for `kO` outputs (a group, or one that is left over).
-template <int kO, typename W>
-static void AllRows(const float* x, const W* w, const W* next, float* y, int64_t n, int64_t k, int64_t o) {
-  constexpr int kHalf = kO == kGroup ? kOutputs : kO;
-  int64_t b = 0;
-  for (; b + 4 <= n; b += 4)
-    for (int a = 0; a < kO; a += kHalf)
-      Tile<kHalf, 4>(x + b * k, w + a * k, next + a * k, y + b * o + a, k, o);
-  if (n - b == 3)
-    for (int a = 0; a < kO; a += kHalf)
-      Tile<kHalf, 3>(x + b * k, w + a * k, next + a * k, y + b * o + a, k, o);
-  if (n - b == 2) Tile<kO, 2>(x + b * k, w, next, y + b * o, k, o);
-  if (n - b == 1) Tile<kO, 1>(x + b * k, w, next, y + b * o, k, o);
+// `n` rows for the `count` outputs of a group; `left` outputs follow one another from `w` on.
+template <int kN, typename W>
+static void SomeRows(const float* x, const W* w, float* y, int64_t n, int64_t k, int64_t o, int64_t count,
+                     int64_t left) {
+  if constexpr (kN < kRows)
+    if (n > kN) return SomeRows<kN + 1>(x, w, y, n, k, o, count, left);
+  constexpr int kO = kOutputs<kN>;
+  int64_t a = 0;
+  for (; a + kO <= count; a += kO) {
+    int64_t ahead = a + 3 * kO <= left ? a + 2 * kO : a;
+    Tile<kO, kN>(x, w + a * k, w + ahead * k, y + a, k, o);
+  }
+  for (; a < count; a++) Tile<1, kN>(x, w + a * k, w + a * k, y + a, k, o);
 }
 
 // y[b, a] = x[b] . w[a] for rows b of [0, n) and outputs a of [first, last); a row of y is `stride` wide, and w holds
@@ -189,13 +195,14 @@ static void AllRows(const float* x, const W* w, const W* next, float* y, int64_t
 template <typename W>
 static void Outputs(const float* x, const W* w, float* y, int64_t n, int64_t k, int64_t stride, int64_t total,
                     int64_t first, int64_t last) {
-  int64_t a = first;
-  for (; a + kGroup <= last; a += kGroup) {
-    int64_t ahead = a + 3 * kGroup <= total ? a + 2 * kGroup : a;
-    AllRows<kGroup>(x, w + a * k, w + ahead * k, y + a, n, k, stride);
+  int64_t tiles = (n + kRows - 1) / kRows, rows = tiles > 0 ? (n + tiles - 1) / tiles : 1;
+  for (int64_t a = first; a < last; a += kGroup) {
+    int64_t count = last - a < kGroup ? last - a : kGroup;
+    for (int64_t b = 0; b < n; b += rows) {
+      int64_t some = n - b < rows ? n - b : rows;
+      SomeRows<1>(x + b * k, w + a * k, y + b * stride + a, some, k, stride, count, total - a);
+    }
   }
-  for (; a + kOutputs <= last; a += kOutputs) AllRows<kOutputs>(x, w + a * k, w + a * k, y + a, n, k, stride);
-  for (; a < last; a++) AllRows<1>(x, w + a * k, w + a * k, y + a, n, k, stride);
 }
 
 static inline void Pause() {
