@@ -53,8 +53,17 @@ static inline Vec Second(const uint16_t* p) { return (Vec)(Words(p) & 0xffff0000
 [[maybe_unused]] static void Deinterleave(const float* x, int64_t n, int64_t k, float* out) {
   for (int64_t b = 0; b < n; b++, x += k, out += k) {
     int64_t i = 0;
-    for (; i + kPair <= k; i += kPair)
+    for (; i + kPair <= k; i += kPair) {
+#if defined(__AVX512F__)
+      const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+      const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+      __m512 low = _mm512_loadu_ps(x + i), high = _mm512_loadu_ps(x + i + kLanes);
+      _mm512_storeu_ps(out + i, _mm512_permutex2var_ps(low, even, high));
+      _mm512_storeu_ps(out + i + kLanes, _mm512_permutex2var_ps(low, odd, high));
+#else
       for (int j = 0; j < kLanes; j++) out[i + j] = x[i + 2 * j], out[i + kLanes + j] = x[i + 2 * j + 1];
+#endif
+    }
     for (; i < k; i++) out[i] = x[i];
   }
 }
@@ -211,24 +220,38 @@ static inline void Pause() {
 #endif
 }
 
-// Runs work(0) ... work(count - 1) on this thread and the pool's. Threads take pieces until none is left; nobody ever
-// waits for a thread that has not started.
+// Runs work(0) ... work(count - 1) on this thread and the pool's. Each thread takes the pieces of its own stretch in
+// order, so that what a piece fetches ahead is what its thread needs next, then helps with the others' stretches; nobody
+// ever waits for a thread that has not started.
 template <typename Work>
 static void Parallel(ffi::ThreadPool& pool, int count, Work work) {
+  struct Stretch {
+    alignas(64) std::atomic<int> next;
+    int last;
+  };
   struct Shared {
     Work work;
-    int count;
-    std::atomic<int> next{0}, done{0};
-    Shared(Work w, int c) : work(std::move(w)), count(c) {}
-    void Run() {
-      for (int i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
-        work(i);
-        done.fetch_add(1, std::memory_order_release);
+    std::vector<Stretch> stretches;
+    std::atomic<int> done{0};
+    Shared(Work w, int count, int threads) : work(std::move(w)), stretches(threads) {
+      for (int t = 0; t < threads; t++) {
+        stretches[t].next = int64_t(count) * t / threads;
+        stretches[t].last = int64_t(count) * (t + 1) / threads;
+      }
+    }
+    void Run(size_t own) {
+      for (size_t t = 0; t < stretches.size(); t++) {
+        Stretch& stretch = stretches[(own + t) % stretches.size()];
+        for (int i = stretch.next.fetch_add(1); i < stretch.last; i = stretch.next.fetch_add(1)) {
+          work(i);
+          done.fetch_add(1, std::memory_order_release);
+        }
       }
     }
   };
-  auto shared = std::make_shared<Shared>(std::move(work), count);
-  for (int64_t i = 1; i < pool.num_threads() && i < count; i++) pool.Schedule([shared] { shared->Run(); });
-  shared->Run();
+  int threads = pool.num_threads() < count ? static_cast<int>(pool.num_threads()) : count;
+  auto shared = std::make_shared<Shared>(std::move(work), count, threads < 1 ? 1 : threads);
+  for (int t = 1; t < threads; t++) pool.Schedule([shared, t] { shared->Run(t); });
+  shared->Run(0);
   while (shared->done.load(std::memory_order_acquire) < count) Pause();
 }
