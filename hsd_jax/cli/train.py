@@ -34,6 +34,9 @@ hsd train drafter --config mine.yaml        # with paths: {target: DIR, data: [t
 """,
     )
     drafter.add_argument("--target", metavar="DIR", help="a Hugging Face folder")
+    drafter.add_argument(
+        "--start", metavar="DIR", help="a drafter of the same target to start from (default: random weights)"
+    )
     _add_run_arguments(
         drafter, config_required=False, out_help="folder of the run; the drafter itself goes to OUT/drafter"
     )
@@ -176,7 +179,7 @@ def run_drafter(args: argparse.Namespace) -> int:
     from hsd_jax.train.drafter import DrafterRecipe
 
     values = read_recipe(args.config, args.set)
-    paths = take_paths(values, args, "target", "data", "out")
+    paths = take_paths(values, args, "target", "data", "out", optional=("start",))
     recipe = DrafterRecipe.from_dict(values, args.config or "--set")
     run_lib.train_drafter(**paths, recipe=recipe, mesh=make_mesh(args.mesh), report=options.say, force=args.force)
     return 0
@@ -259,7 +262,7 @@ def take_paths(
     return found
 
 
-_ARGUMENTS = {"target": "target_dir", "data": "data_files", "tokenizer": "tokenizer_dir"}
+_ARGUMENTS = {"target": "target_dir", "data": "data_files", "tokenizer": "tokenizer_dir", "start": "start_dir"}
 
 
 def read_recipe(path: str | None, changes: Sequence[str]) -> dict[str, Any]:

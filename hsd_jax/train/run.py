@@ -48,10 +48,12 @@ def train_drafter(
     report: Report = print,
     target_dtype: Any = None,
     force: bool = False,
+    start_dir: str | Path | None = None,
 ) -> Path:
     """Trains a drafter of the recipe's kind for the target in `target_dir` and writes the best so far to `out/drafter`.
 
     Args:
+      start_dir: a drafter of the same target to start from; weights of another shape than the recipe's start fresh.
       target_dtype: of the frozen target; None: float32 on CPU, else bfloat16.
       force: continue a run that was begun with another recipe.
     Returns:
@@ -78,12 +80,17 @@ def train_drafter(
     if recipe.features.cache is not None:
         drafter.check_hidden_cache(drafter_config, f"features.cache={recipe.features.cache!r}")
     eos = end_tokens(target_dir, config)
-    claims = _claim(
-        out, force, recipe, kind="drafter", target=drafter_config.target_hash, files=_fingerprints(data_files)
-    )
     params = init_drafter(jax.random.key(train.seed), drafter_config)
+    about = {"kind": "drafter", "target": drafter_config.target_hash, "files": _fingerprints(data_files)}
+    about_start = None
+    if start_dir is not None:
+        params, about_start = _start_from(start_dir, params, config, drafter_config.target_hash)
+        about["start"] = _fingerprints([Path(start_dir) / convert.DRAFTER_FILE])
+    claims = _claim(out, force, recipe, **about)
     report(about_rows)
     _describe(report, "drafter", params, rows, train)
+    if about_start:
+        report(about_start)
     hot_ids = None
     if drafter_config.hot_tokens is not None:
         is_begun = _has_checkpoints(out)
@@ -258,6 +265,32 @@ def _save(
             write_json(new / "judged.json", judged)
 
     replace_folder(folder, write)
+
+
+def _start_from(folder: str | Path, fresh: Any, config: ModelConfig, target_hash: str) -> tuple[Any, str]:
+    """Fresh weights with those of a trained drafter in place of all that have its names and shapes, and an account.
+
+    Raises:
+      FileNotFoundError: if there is no drafter in `folder`.
+      ValueError: if it is another target's, or none of its weights fit.
+    """
+    start_config, trained = convert.read_drafter(folder)
+    convert.check_drafter(start_config, config, target_hash)
+    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trained)}
+    left = []
+
+    def take(path, leaf):
+        name = jax.tree_util.keystr(path)
+        if name in found and found[name].shape == leaf.shape:
+            return found[name]
+        left.append(name)
+        return leaf
+
+    params = jax.tree_util.tree_map_with_path(take, fresh)
+    count = len(jax.tree.leaves(fresh))
+    if len(left) == count:
+        raise ValueError(f"{folder}: none of its weights has the name and shape of one of this recipe's drafter")
+    return params, f"starting from {folder}: {count - len(left)} of {count} weights; fresh: {', '.join(left) or 'none'}"
 
 
 def _has_checkpoints(out: Path) -> bool:
