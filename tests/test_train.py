@@ -6,6 +6,7 @@ The drafter's loss is `test_drafter_training.py`, divergences are `test_losses.p
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import io
 import json
@@ -247,6 +248,31 @@ def test_force_continues_with_another_recipe(files, finished, tmp_path, standard
     assert "resuming at step 4 of 6" in lines
     note = checkpoint.Checkpointer(tmp_path / "run" / "checkpoints").read_note()
     assert note["recipe"]["train"]["steps"] == 6 and note["recipe"]["target"] and note["revision"] and note["rows"]
+
+
+def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard_dtypes):
+    """A block trunk begins as the recurrent one it is given; what that lacks, its slots, begins as in any run."""
+    model = dict(DRAFTER_VALUES["model"], trunk="block", num_steps=4)
+    values = dict(DRAFTER_VALUES, model=model, eval={"every": 0}, train=dict(LOOP, learning_rate=0.0, steps=1, warmup=0))
+    recipe = drafter.DrafterRecipe.from_dict(values, "recipe")
+    args, lines = (files / "target", [files / "text.jsonl"], tmp_path / "run", recipe), []
+    start = finished / "drafter"
+    run.train_drafter(*args, report=lines.append, start_dir=start)
+    assert any("starting from" in line and line.endswith("fresh: ['trunk']['slots']") for line in lines)
+    config, weights = convert.read_drafter(tmp_path / "run" / "drafter")
+    given = convert.read_drafter(start)[1]
+    assert config.trunk == "block" and weights["trunk"].pop("slots").shape == (3, 16)
+    given["trunk"].pop("no_token")
+    jax.tree.map(np.testing.assert_array_equal, weights, given)
+    with pytest.raises(ValueError, match=r"another recipe: start"):
+        run.train_drafter(*args, report=lines.append)
+    with pytest.raises(FileNotFoundError, match="drafter_config.json"):
+        run.train_drafter(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path)
+    config, weights = convert.read_drafter(start)
+    convert.save_drafter(tmp_path / "strange", dataclasses.replace(config, target_hash="0" * 64), weights)
+    with pytest.raises(ValueError, match="trained for target 000000000000"):
+        run.train_drafter(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path / "strange")
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_recipe_of_an_older_version_is_continued(tmp_path):
