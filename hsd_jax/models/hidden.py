@@ -27,7 +27,8 @@ class Trunk(nn.Module):
     """Decoder layers over states. `embeddings` are those of committed tokens; drafted positions have none.
 
     In a block trunk `num_slots` slots follow the states of a pass; `slots_behind` [B] says behind which state they
-    stand. `positions` and `new_mask` then cover both.
+    stand. `positions` and `new_mask` then cover both. `asking` [B, Q] are the nodes whose states are wanted: of the others
+    the last layer makes keys and values only.
     """
 
     config: DrafterConfig
@@ -61,7 +62,7 @@ class Trunk(nn.Module):
         """What it reads at the slots [..., S, H] behind the committed position whose input is `last` [..., H]."""
         return last[..., None, :] + self.slots[:num_slots].astype(jnp.float32)
 
-    def __call__(self, states, embeddings, positions, new_mask, cache, earlier, num_slots=0, slots_behind=None):
+    def __call__(self, states, embeddings, positions, new_mask, cache, earlier, num_slots=0, slots_behind=None, asking=None):
         c, x = self.config, self.inputs(states, embeddings)
         if num_slots and slots_behind is not None:
             last = jnp.take_along_axis(x, slots_behind[:, None, None], 1)[:, 0]
@@ -74,7 +75,8 @@ class Trunk(nn.Module):
             see = attend
             if earlier is not None:
                 see = functools.partial(_attend_behind, (earlier.keys[i], earlier.values[i]))
-            x, (key, value) = layer(x, table, masks[0], cached, masks[1], see)
+            is_last = i == c.num_layers - 1
+            x, (key, value) = layer(x, table, masks[0], cached, masks[1], see, asking if is_last else None)
             keys.append(key)
             values.append(value)
         return x, NewKV(tuple(keys), tuple(values))
@@ -98,7 +100,8 @@ def trunk_pass(
     new_mask: Bool[Array, "B N X"],
     cache: KVCache | None,
     earlier: NewKV | None = None,
-) -> tuple[Float[Array, "B N H"], NewKV]:
+    asking: Int[Array, "B Q"] | None = None,
+) -> tuple[Float[Array, "B Q H"], NewKV]:
     """One pass of the trunk over N states a row.
 
     Args:
@@ -108,11 +111,14 @@ def trunk_pass(
         drafter reads those of drafted tokens too.
       new_mask: which of the `earlier` entries, and behind them of the N states, each state sees.
       earlier: keys and values of earlier passes of the same round.
+      asking: the nodes whose next states are wanted; None: all N.
     Returns:
-      The next states, before the output norm, and keys and values to commit or to drop.
+      The next states, before the output norm, and keys and values, of all N, to commit or to drop.
     """
     variables = {"params": weights["trunk"]}
-    output = Trunk(config).apply(variables, states, embeddings, positions, new_mask, cache, earlier)
+    output = Trunk(config).apply(
+        variables, states, embeddings, positions, new_mask, cache, earlier, asking=asking
+    )
     return cast(tuple[Array, NewKV], output)
 
 
@@ -160,9 +166,9 @@ def recurrent_states(
     """
     batch, num = features.shape[:2]
     positions = cache.length[:, None] + jnp.arange(num)
-    out, kv = trunk_pass(weights, config, features, embeddings, positions, causal_mask(batch, num), cache)
-    last = jnp.maximum(num_features - 1, 0)[:, None, None]
-    states, earlier = [jnp.take_along_axis(out, last, 1)], kv
+    last = jnp.maximum(num_features - 1, 0)[:, None]
+    out, kv = trunk_pass(weights, config, features, embeddings, positions, causal_mask(batch, num), cache, asking=last)
+    states, earlier = [out], kv
     is_feature = (jnp.arange(num) < num_features[:, None])[:, None]
     for step in range(1, num_states):
         position = (cache.length + num_features + step - 1)[:, None]
@@ -199,9 +205,10 @@ def block_states(
     sees = causal_mask(batch, num + num_slots) & ~((node >= num)[:, None] & is_padding[:, None])
     last = jnp.maximum(num_features - 1, 0)
     variables = {"params": weights["trunk"]}
-    output = Trunk(config).apply(variables, features, embeddings, positions, sees, cache, None, num_slots, last)
-    out, kv = cast(tuple[Array, NewKV], output)
-    states = jnp.concatenate([jnp.take_along_axis(out, last[:, None, None], 1), out[:, num:]], 1)
+    slots = jnp.broadcast_to(num + jnp.arange(num_slots), (batch, num_slots))
+    asking = jnp.concatenate([last[:, None], slots], 1)
+    output = Trunk(config).apply(variables, features, embeddings, positions, sees, cache, None, num_slots, last, asking)
+    states, kv = cast(tuple[Array, NewKV], output)
     return states, jax.tree.map(lambda x: x[:, :, :num], kv)
 
 

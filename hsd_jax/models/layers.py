@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import RopeConfig
 from hsd_jax.models import native
+from hsd_jax.models.cache import take_nodes
 
 MASKED = -1e30
 """Score of a masked position; finite, so that a row with nothing to see gives no NaN."""
@@ -167,7 +168,8 @@ def attend(
 class Attention(nn.Module):
     """Grouped-query attention. Returns its output and the new keys and values, rotary embedding applied.
 
-    `attend_fn` stands in for `attend` where who sees whom is no mask over nodes (`train/unroll.py`).
+    `attend_fn` stands in for `attend` where who sees whom is no mask over nodes (`train/unroll.py`). `asking` [B, Q] are
+    the nodes whose output is wanted, of all the keys and values; None: all nodes.
     """
 
     num_heads: int
@@ -184,18 +186,27 @@ class Attention(nn.Module):
     output_std: float | None = None
 
     @nn.compact
-    def __call__(self, x, table, new_mask, cached, cached_mask, attend_fn=attend):
-        batch, num, _ = x.shape
+    def __call__(self, x, table, new_mask, cached, cached_mask, attend_fn=attend, asking=None):
+        batch = len(x)
         groups, width = self.num_kv_heads, self.head_dim
         per_group = self.num_heads // groups
 
         counts = {"q": self.num_heads, "k": groups, "v": groups}
         projections = [Weight(n * width, x.shape[-1], self.qkv_bias, name=name) for name, n in counts.items()]
-        query, key, value = (y.reshape(batch, num, -1, width) for y in linears(x, *projections))
+        if asking is None:
+            products = linears(x, *projections)
+        else:
+            products = linears(take_nodes(x, asking, 1), projections[0]) + linears(x, *projections[1:])
+        query, key, value = (y.reshape(batch, y.shape[1], -1, width) for y in products)
         if self.qk_norm:
             query = RMSNorm(self.eps, self.norm_offset, name="q_norm")(query)
             key = RMSNorm(self.eps, self.norm_offset, name="k_norm")(key)
-        query, key = apply_rope(query, table), apply_rope(key, table)
+        key = apply_rope(key, table)
+        if asking is not None:
+            table = jax.tree.map(lambda t: take_nodes(t, asking, 1), table)
+            new_mask, cached_mask = (m if m is None else take_nodes(m, asking, 1) for m in (new_mask, cached_mask))
+        query = apply_rope(query, table)
+        num = query.shape[1]
         query = query.reshape(batch, num, groups, per_group, width).transpose(0, 2, 1, 3, 4)
         query = query.reshape(batch, groups, num * per_group, width)
         key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
@@ -236,7 +247,7 @@ class Block(nn.Module):
     """A `ModelConfig` or a `DrafterConfig`; the fields a drafter lacks take their plain values."""
 
     @nn.compact
-    def __call__(self, x, table, new_mask, cached, cached_mask, attend_fn=attend):
+    def __call__(self, x, table, new_mask, cached, cached_mask, attend_fn=attend, asking=None):
         c = self.config
         get = lambda name, default: getattr(c, name, default)  # noqa: E731
         offset, post_norms = get("norm_offset", 0.0), get("post_norms", False)
@@ -259,7 +270,8 @@ class Block(nn.Module):
             get("attention_softcap", None),
             output_std,
             name="attn",
-        )(norm("attn_norm", x), table, new_mask, cached, cached_mask, attend_fn)
+        )(norm("attn_norm", x), table, new_mask, cached, cached_mask, attend_fn, asking)
+        x = x if asking is None else take_nodes(x, asking, 1)
         x = x + (norm("attn_post_norm", attended) if post_norms else attended)
         mlp = MLP(c.intermediate_size, get("activation", "silu"), get("mlp_bias", False), output_std, name="mlp")(
             norm("mlp_norm", x)

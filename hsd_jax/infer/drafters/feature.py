@@ -39,11 +39,11 @@ def root_level(models, target_config: ModelConfig, config: DrafterConfig, state:
     batch, num = state.pending.shape[:2]
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
     positions = state.cache.length[:, None] + jnp.arange(num)
-    out, kv = trunk_pass(
-        models["drafter"], config, state.pending, embeddings, positions, causal_mask(batch, num), state.cache
+    last = jnp.maximum(state.num_pending - 1, 0)[:, None]
+    sees = causal_mask(batch, num)
+    states, kv = trunk_pass(
+        models["drafter"], config, state.pending, embeddings, positions, sees, state.cache, asking=last
     )
-    last = jnp.maximum(state.num_pending - 1, 0)[:, None, None]
-    states = jnp.take_along_axis(out, last, 1)
     cache = cache_lib.commit(state.cache, kv, None, state.num_pending, after=states)
     return Level(states, jnp.zeros((batch, 1, 0), bool), None), cache
 
