@@ -62,7 +62,9 @@ class Trunk(nn.Module):
         """What it reads at the slots [..., S, H] behind the committed position whose input is `last` [..., H]."""
         return last[..., None, :] + self.slots[:num_slots].astype(jnp.float32)
 
-    def __call__(self, states, embeddings, positions, new_mask, cache, earlier, num_slots=0, slots_behind=None, asking=None):
+    def __call__(
+        self, states, embeddings, positions, new_mask, cache, earlier, num_slots=0, slots_behind=None, asking=None
+    ):
         c, x = self.config, self.inputs(states, embeddings)
         if num_slots and slots_behind is not None:
             last = jnp.take_along_axis(x, slots_behind[:, None, None], 1)[:, 0]
@@ -116,9 +118,7 @@ def trunk_pass(
       The next states, before the output norm, and keys and values, of all N, to commit or to drop.
     """
     variables = {"params": weights["trunk"]}
-    output = Trunk(config).apply(
-        variables, states, embeddings, positions, new_mask, cache, earlier, asking=asking
-    )
+    output = Trunk(config).apply(variables, states, embeddings, positions, new_mask, cache, earlier, asking=asking)
     return cast(tuple[Array, NewKV], output)
 
 
