@@ -27,8 +27,8 @@ class Trunk(nn.Module):
     """Decoder layers over states. `embeddings` are those of committed tokens; drafted positions have none.
 
     In a block trunk `num_slots` slots follow the states of a pass; `slots_behind` [B] says behind which state they
-    stand. `positions` and `new_mask` then cover both. `asking` [B, Q] are the nodes whose states are wanted: of the others
-    the last layer makes keys and values only.
+    stand. `positions` and `new_mask` then cover both. `asking` [B, Q] are the nodes whose states are wanted: of the
+    others the last layer makes keys and values only.
     """
 
     config: DrafterConfig
