@@ -15,7 +15,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import AHEAD, NO_REUSE, NONE, SKIP, UNFUSED, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import (
+    AHEAD,
+    NO_REUSE,
+    NONE,
+    SKIP,
+    UNFUSED,
+    UNION,
+    DrafterConfig,
+    ModelConfig,
+    ReuseConfig,
+    TreeConfig,
+)
 from hsd_jax.infer import reuse as reuse_lib
 from hsd_jax.infer.drafters.trunk import HiddenState, Levels, append_pending, make_schedule, run_trunk
 from hsd_jax.infer.tree import grow_tree, sharpness
@@ -101,9 +112,21 @@ def hidden_drafter(
                 levels.rival,
             ), state
 
-    def node_logp(models, state: HiddenState, drafted: DraftTree, sampling: SamplingParams):
+    def logp_and_rival(models, state: HiddenState, drafted: DraftTree, sampling: SamplingParams):
         levels, _ = levels_of_round(models, state)
         return _logp_of_nodes(models["drafter"], config, levels, drafted, sharpness(sampling.temperature))
+
+    def node_logp(*seen):
+        logp, rival = logp_and_rival(*seen)
+        return logp if rival is None else jnp.maximum(logp, rival)
+
+    def node_origins(models, state: HiddenState, drafted: DraftTree, sampling: SamplingParams):
+        assert state.spares is not None, "the state was made without reuse"
+        rival_won = None
+        if reuse.form == UNION:
+            fresh, old = logp_and_rival(models, state, drafted, sampling)
+            rival_won = old > fresh
+        return reuse_lib.origins(reuse, state.spares, drafted, config.num_steps, tree.depth, rival_won)
 
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         # XLA drops the final states where the trunk reads layers below.
@@ -132,6 +155,7 @@ def hidden_drafter(
         config.feature_layers,
         node_logp,
         reach=max_pending - 1,
+        node_origins=None if reuse.form == NONE else node_origins,
     )
 
 
@@ -170,8 +194,8 @@ def _read_prompt(
 
 def _logp_of_nodes(
     weights, config: DrafterConfig, levels: Levels, drafted: DraftTree, scale: Float[Array, "B"]
-) -> Float[Array, "B N"]:
-    """Log-probability of each node given its parent, under what the tree grew from; 0 for the root."""
+) -> tuple[Float[Array, "B N"], Float[Array, "B N"] | None]:
+    """Log-probability of each node given its parent, 0 for the root: under `levels.logits`, and under the rival's."""
     depth_index = jnp.maximum(drafted.depth - 1, 0)[:, :, None]
     previous = jnp.take_along_axis(drafted.tokens, jnp.maximum(drafted.parents, 0), 1)
     added = token_info(weights, config, previous)
@@ -179,9 +203,7 @@ def _logp_of_nodes(
 
     def chosen(logits: Array) -> Array:
         logp = jax.nn.log_softmax(scale[:, None, None] * (jnp.take_along_axis(logits, depth_index, 1) + added), -1)
-        return jnp.take_along_axis(logp, columns[:, :, None], 2)[:, :, 0]
+        logp = jnp.take_along_axis(logp, columns[:, :, None], 2)[:, :, 0]
+        return jnp.where(drafted.depth > 0, logp, 0.0)
 
-    logp = chosen(levels.logits)
-    if levels.rival is not None:
-        logp = jnp.maximum(logp, chosen(levels.rival))
-    return jnp.where(drafted.depth > 0, logp, 0.0)
+    return chosen(levels.logits), None if levels.rival is None else chosen(levels.rival)
