@@ -78,7 +78,8 @@ def write(page: Page, path: Path) -> bool:
     width = max([WIDTH, *(drawing.width + 2 * MARGIN for drawing in page.drawings)])
     lines = _wrapped(page, width)
     trees_top = TEXT_TOP + LINE * len(lines) + 34.0
-    places, bottom = _placed(page.drawings, width, trees_top + 66.0)
+    marks = marks_of(page.drawings)
+    places, bottom = _placed(page.drawings, width, trees_top + 66.0 + (LINE if marks else 0.0))
     height = bottom + MARGIN
     if height > MAX_HEIGHT:
         raise ValueError(
@@ -92,7 +93,7 @@ def write(page: Page, path: Path) -> bool:
         axes.axis("off")
         _draw_text(axes, page, lines)
         _write(axes, MARGIN, trees_top, _trees_title(page), 14, weight="bold")
-        _legend(axes, trees_top + 28.0, marks_of(page.drawings))
+        _legend(axes, trees_top + 28.0, marks)
         for index, (drawing, (x, y)) in enumerate(zip(page.drawings, places, strict=True)):
             title = f"Round {index + 1}: {counted(len(page.pieces[index]), 'token')}"
             _write(axes, x, y, title, 11, color=MUTED, weight="bold")
@@ -205,12 +206,13 @@ def _legend(axes: Any, y: float, marks: dict[int, str]) -> None:
         _rectangle(axes, x, y - 7, 14, 14, kind)
         _write(axes, x + 20, y, words, 11, color=MUTED)
         x += 20 + 5.9 * len(words) + 22
+    _write(axes, x, y, "%: probability behind its parent, by the drafter", 11, color=MUTED)
+    x, y = MARGIN, y + LINE
     for mark, words in marks.items():
         _rectangle(axes, x, y - 7, 14, 14, "refused")
         _draw_mark(axes, x, y - 7, 14, 14, mark)
         _write(axes, x + 20, y, words, 11, color=MUTED)
         x += 20 + 5.9 * len(words) + 22
-    _write(axes, x, y, "%: probability behind its parent, by the drafter", 11, color=MUTED)
 
 
 def _rectangle(axes: Any, x: float, y: float, width: float, height: float, kind: str) -> None:
