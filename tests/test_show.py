@@ -190,7 +190,7 @@ def test_ahead_has_fresh_states_in_its_first_round_only():
         )
 
 
-def test_pictures_show_what_was_reused(tmp_path):
+def test_pictures_show_what_was_reused(tmp_path, monkeypatch):
     """The mark of every node, the words of the round, and the legend; none of them without reuse."""
     origins = np.array([FRESH, KEPT, FRESH, MIXED])
     drafted = make_round(origins=origins, spare_age=2, has_own_run=False)
@@ -202,6 +202,7 @@ def test_pictures_show_what_was_reused(tmp_path):
     assert titles["d"].endswith("; mixed with the logits of a state 2 tokens old")
     page = dataclasses.replace(nasty_page(), drawings=[drawing])
     text = show_html.render(page)
+    assert ET.fromstring(text.partition("\n")[2]) is not None
     assert text.count('<rect class="kept-state"') == text.count('<rect class="mixed-state"') == 1
     assert drawing.reused in text and all(words in text for words in round_layout.MARKS.values())
     fresh = round_layout.reused_words(make_round(origins=0 * origins))
@@ -211,6 +212,7 @@ def test_pictures_show_what_was_reused(tmp_path):
     pytest.importorskip("matplotlib")
     from hsd_jax.cli import show_png
 
+    monkeypatch.setattr(show_png, "marks_of", lambda _: {})  # the legend has the colour of the marks, too
     for name, drawn in (("a.png", page), ("b.png", nasty_page())):
         show_png.write(drawn, tmp_path / name)
     assert has_color(tmp_path / "a.png", show_png.OLD) and not has_color(tmp_path / "b.png", show_png.OLD)
