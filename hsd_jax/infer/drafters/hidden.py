@@ -9,24 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import (
-    AHEAD,
-    NO_REUSE,
-    NONE,
-    SKIP,
-    UNFUSED,
-    UNION,
-    DrafterConfig,
-    ModelConfig,
-    ReuseConfig,
-    TreeConfig,
-)
+from hsd_jax.config import AHEAD, NO_REUSE, NONE, SKIP, UNFUSED, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.infer import reuse as reuse_lib
 from hsd_jax.infer.drafters.trunk import HiddenState, Levels, append_pending, make_schedule, run_trunk
 from hsd_jax.infer.tree import grow_tree, sharpness
@@ -69,6 +59,7 @@ def hidden_drafter(
     reuse_lib.check_reuse(reuse, config, tree, law)
     num_states = reuse.num_states(tree.depth, config.num_steps)
     levels_of_round = make_schedule(target_config, config, tree, reuse, num_states)
+    node_logp, node_origins = _for_pictures(config, tree, reuse, levels_of_round)
     runs_every_round = reuse.form not in (SKIP, UNFUSED)
     # A row without a trunk run keeps its pending features. Since a tree is no deeper than the spares it grows from, a
     # row commits at most K + 1 tokens from one trunk run to the next.
@@ -112,22 +103,6 @@ def hidden_drafter(
                 levels.rival,
             ), state
 
-    def logp_and_rival(models, state: HiddenState, drafted: DraftTree, sampling: SamplingParams):
-        levels, _ = levels_of_round(models, state)
-        return _logp_of_nodes(models["drafter"], config, levels, drafted, sharpness(sampling.temperature))
-
-    def node_logp(*seen):
-        logp, rival = logp_and_rival(*seen)
-        return logp if rival is None else jnp.maximum(logp, rival)
-
-    def node_origins(models, state: HiddenState, drafted: DraftTree, sampling: SamplingParams):
-        assert state.spares is not None, "the state was made without reuse"
-        rival_won = None
-        if reuse.form == UNION:
-            fresh, old = logp_and_rival(models, state, drafted, sampling)
-            rival_won = old > fresh
-        return reuse_lib.origins(reuse, state.spares, drafted, config.num_steps, tree.depth, rival_won)
-
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         # XLA drops the final states where the trunk reads layers below.
         read = (output.hidden, output.features)
@@ -155,7 +130,7 @@ def hidden_drafter(
         config.feature_layers,
         node_logp,
         reach=max_pending - 1,
-        node_origins=None if reuse.form == NONE else node_origins,
+        node_origins=node_origins,
     )
 
 
@@ -190,6 +165,28 @@ def _read_prompt(
         jnp.pad(root, pad),
         jnp.where(length >= 2, 1, 0).astype(jnp.int32),
     )
+
+
+def _for_pictures(
+    config: DrafterConfig, tree: TreeConfig, reuse: ReuseConfig, levels_of_round: Callable
+) -> tuple[Callable, Callable | None]:
+    """`Drafter.node_logp` and `Drafter.node_origins`."""
+
+    def logp_and_rival(models, state: HiddenState, drafted: DraftTree, sampling: SamplingParams):
+        levels, _ = levels_of_round(models, state)
+        return _logp_of_nodes(models["drafter"], config, levels, drafted, sharpness(sampling.temperature))
+
+    def node_logp(*seen):
+        logp, rival = logp_and_rival(*seen)
+        return logp if rival is None else jnp.maximum(logp, rival)
+
+    def node_origins(models, state: HiddenState, drafted: DraftTree, sampling: SamplingParams):
+        assert state.spares is not None, "the state was made without reuse"
+        logp, rival = logp_and_rival(models, state, drafted, sampling)
+        rival_won = None if rival is None else rival > logp
+        return reuse_lib.origins(reuse, state.spares, drafted, config.num_steps, tree.depth, rival_won)
+
+    return node_logp, None if reuse.form == NONE else node_origins
 
 
 def _logp_of_nodes(
