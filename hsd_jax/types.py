@@ -170,6 +170,9 @@ class Drafter(NamedTuple):
     an ARBITRARY tree was grown from `state`; 0 for the root. For pictures: no decode calls it. None: there is none."""
     reach: int = 0
     """Slots behind the committed tokens that a round may write in the drafter's own cache, if more than `max_depth`."""
+    node_origins: Callable[..., Any] | None = None
+    """`node_origins(params, state, tree, sampling) -> Origins` (`infer/reuse.py`): which nodes of a tree grown from
+    `state` reuse what earlier rounds left over. For pictures, as `node_logp` is. None: nothing is reused."""
 
 
 class AcceptRule(NamedTuple):

@@ -23,7 +23,8 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.infer import tree as tree_lib
 from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.replay import Round, replay
-from hsd_jax.types import NO_PARENT, DrawLaw
+from hsd_jax.infer.reuse import FRESH, KEPT, MIXED
+from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw
 
 folders, own_cache, hsd, both = test_cli.folders, test_cli.own_cache, test_cli.hsd, test_cli.both
 PROMPT = "the cat"
@@ -76,6 +77,7 @@ def test_replay_is_the_decode(proposer):
         check_round(drafted)
     if setup.drafter.node_logp is None:
         assert all(drafted.logp is None for drafted in rounds)
+    assert all(drafted.origins is None and not round_layout.reused_words(drafted) for drafted in rounds), "no reuse"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +123,106 @@ def test_probabilities_are_those_of_the_beam(proposer, monkeypatch):
     np.testing.assert_allclose(whole[:, 1:], wanted, atol=1e-4)
     assert call.prompts[1].tolist() == rounds_of(proposer)[0].prompts[0].tolist()
     np.testing.assert_allclose(rounds_of(proposer)[1][0].logp, logp[1], atol=1e-4)
+
+
+@functools.cache
+def watched_reuse(proposer: str) -> tuple[list[Round], list[tuple[bool, int]], list[np.ndarray]]:
+    """Replayed rounds; of the compiled loop, round by round: whether the trunk's cache grew, the tokens since it did;
+    and the probabilities that the replayed nodes have with the spares of that round taken away."""
+    setup, call = toy.setup("llama", proposer), one_row(24, temperature=1.0)
+    rounds = replayed(call, setup.decoder, setup.config, match_rule(setup.drafter.max_depth), setup.models)
+
+    @setup.decoder.compile
+    def logp_without_spares(drafter_state, tree, sampling):
+        spares = drafter_state.spares.replace(num=jnp.zeros_like(drafter_state.spares.num))
+        return setup.drafter.node_logp(setup.models, drafter_state.replace(spares=spares), tree, sampling)
+
+    state, runs, logps, age = call.start(setup.decoder, setup.models), [], [], 0
+    for drafted in rounds:
+        arrays = (drafted.tokens, drafted.parents, drafted.depth, drafted.valid)
+        tree = DraftTree(*(jnp.asarray(x)[None] for x in arrays), law=DrawLaw.ARBITRARY)
+        logps.append(np.asarray(logp_without_spares(state.drafter, tree, call.arrays()[-1]))[0])
+        cached, length = int(state.drafter.cache.length[0]), int(state.length[0])
+        state = call.resume(setup.decoder, setup.models, state, 1)
+        has_run = int(state.drafter.cache.length[0]) > cached
+        runs.append((has_run, age))
+        age = int(state.length[0]) - length + (0 if has_run else age)
+    return rounds, runs, logps
+
+
+@pytest.mark.parametrize("proposer", ["block_skip", pytest.param("block_unfused", marks=pytest.mark.slow)])
+def test_marked_rounds_are_those_in_which_the_loop_ran_no_trunk(proposer):
+    rounds, runs, _ = watched_reuse(proposer)
+    assert [drafted.has_own_run for drafted in rounds] == [has_run for has_run, _ in runs]
+    assert 0 < sum(has_run for has_run, _ in runs) < len(runs)
+    for drafted, (has_run, age) in zip(rounds, runs, strict=True):
+        is_draft = drafted.valid & (drafted.depth > 0)
+        assert drafted.origins.tolist() == np.where(is_draft, FRESH if has_run else KEPT, FRESH).tolist()
+        assert has_run or drafted.spare_age == age
+
+
+@pytest.mark.parametrize("proposer", ["hot_union", pytest.param("block_mix", marks=pytest.mark.slow)])
+def test_marked_nodes_are_those_that_spares_made_likelier(proposer):
+    """UNION: that alone. MIX: every node no deeper than the round before reached, whose probability is another."""
+    rounds, runs, logps = watched_reuse(proposer)
+    seen = []
+    for drafted, (has_run, age), without in zip(rounds, runs, logps, strict=True):
+        assert has_run and drafted.has_own_run
+        is_reached = (drafted.depth > 0) & (drafted.depth + age <= toy.TREES[proposer].depth) & (age > 0)
+        differs = np.abs(drafted.logp - without) > 1e-5
+        if proposer == "hot_union":
+            assert (drafted.origins == np.where(differs, KEPT, FRESH)).all() and (is_reached | ~differs).all()
+        else:
+            assert (drafted.origins == np.where(is_reached, MIXED, FRESH)).all() and (differs == is_reached).all()
+        assert not is_reached.any() or drafted.spare_age == age
+        seen += drafted.origins[1:].tolist()
+    assert 0 < np.count_nonzero(seen) < len(seen)
+
+
+@pytest.mark.slow
+def test_ahead_has_fresh_states_in_its_first_round_only():
+    rounds, runs, _ = watched_reuse("ahead")
+    assert [drafted.has_own_run for drafted in rounds] == [True] + [False] * (len(rounds) - 1)
+    assert [drafted.spare_age for drafted in rounds] == [age for _, age in runs]
+    for drafted in rounds:
+        assert drafted.origins.tolist() == [FRESH] + [FRESH if drafted.has_own_run else KEPT] * (
+            len(drafted.tokens) - 1
+        )
+
+
+def test_pictures_show_what_was_reused(tmp_path, monkeypatch):
+    """The mark of every node, the words of the round, and the legend; none of them without reuse."""
+    origins = np.array([FRESH, KEPT, FRESH, MIXED])
+    drafted = make_round(origins=origins, spare_age=2, has_own_run=False)
+    drawing = round_layout.draw(drafted, list("abcd"), "next")
+    assert {box.text: box.mark for box in drawing.boxes} == {**dict(zip("abcd", origins, strict=True)), "next": FRESH}
+    assert drawing.reused == "No trunk run of its own: 2 of 3 drafts mixed with states 2 tokens old"
+    titles = {box.text: box.title for box in drawing.boxes}
+    assert titles["b"].endswith("; from a state 2 tokens old") and "2 tokens old" not in titles["c"]
+    assert titles["d"].endswith("; mixed with the logits of a state 2 tokens old")
+    page = dataclasses.replace(nasty_page(), drawings=[drawing])
+    text = show_html.render(page)
+    assert ET.fromstring(text.partition("\n")[2]) is not None
+    assert text.count('<rect class="kept-state"') == text.count('<rect class="mixed-state"') == 1
+    assert drawing.reused in text and all(words in text for words in round_layout.MARKS.values())
+    fresh = round_layout.reused_words(make_round(origins=0 * origins))
+    assert fresh == "Own trunk run: nothing reused"
+    plain = show_html.render(nasty_page())
+    assert "<rect class" not in plain and "trunk run" not in plain and "inner line" not in plain
+    pytest.importorskip("matplotlib")
+    from hsd_jax.cli import show_png
+
+    monkeypatch.setattr(show_png, "marks_of", lambda _: {})  # the legend has the colour of the marks, too
+    for name, drawn in (("a.png", page), ("b.png", nasty_page())):
+        show_png.write(drawn, tmp_path / name)
+    assert has_color(tmp_path / "a.png", show_png.OLD) and not has_color(tmp_path / "b.png", show_png.OLD)
+
+
+def has_color(path: Path, color: str) -> bool:
+    """Whether some pixel is exactly of this colour."""
+    from matplotlib import colors, image
+
+    return bool((np.abs(image.imread(path)[..., :3] - colors.to_rgb(color)) < 1e-3).all(-1).any())
 
 
 def make_round(**changes) -> Round:

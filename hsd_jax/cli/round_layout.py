@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Sequence
 
 from hsd_jax.infer.replay import Round
+from hsd_jax.infer.reuse import FRESH, KEPT, MIXED
 
 KINDS = {
     "root": "last token so far",
@@ -20,6 +21,10 @@ KINDS = {
     "target": "token of the target",
 }
 """What a node may be, with its words in the legend; each kind has its colours in both pictures."""
+MARKS = {KEPT: "inner line: from a kept state", MIXED: "inner dashes: kept and fresh logits mixed"}
+"""What a node may have reused, with its words in the legend; both pictures draw the line inside the box."""
+INSET = 2.0
+"""From the outline of a box to that line: outside, the lines of neighbours would touch."""
 
 MAX_LABEL = 14
 """Columns of a label; the rest of a long token is in its tooltip."""
@@ -44,6 +49,8 @@ class Box:
     note: str
     kind: str
     title: str
+    mark: int = FRESH
+    """FRESH or one of MARKS."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +71,14 @@ class Drawing:
     edges: list[Edge]
     width: float
     height: float
+    reused: str = ""
+    """What the round reused, in words; empty where a decode reuses nothing."""
+
+
+def marks_of(drawings: Sequence[Drawing]) -> dict[int, str]:
+    """The entries of MARKS that some box bears: a legend names no others."""
+    borne = {box.mark for drawing in drawings for box in drawing.boxes}
+    return {mark: words for mark, words in MARKS.items() if mark in borne}
 
 
 def visible(text: str) -> str:
@@ -168,7 +183,9 @@ def draw(drafted: Round, labels: Sequence[str], next_label: str) -> Drawing:
         kind = "target" if is_target else node_kind(drafted, node)
         full = next_label if is_target else labels[node]
         title = _title(drafted, node, full, kind)
-        boxes.append(Box(starts[depth], y, widths[depth], texts[node], notes[node], kind, title))
+        boxes.append(
+            Box(starts[depth], y, widths[depth], texts[node], notes[node], kind, title, mark_of(drafted, node))
+        )
         for child in children.get(node, []):
             edges.append(
                 Edge(
@@ -178,7 +195,28 @@ def draw(drafted: Round, labels: Sequence[str], next_label: str) -> Drawing:
                 )
             )
     edges.sort(key=lambda edge: edge.is_taken)  # the way is drawn over the others
-    return Drawing(boxes, edges, x - GAP + 1.0, num_rows * PITCH - (PITCH - HEIGHT) + 2.0)
+    return Drawing(boxes, edges, x - GAP + 1.0, num_rows * PITCH - (PITCH - HEIGHT) + 2.0, reused_words(drafted))
+
+
+def mark_of(drafted: Round, node: int) -> int:
+    """FRESH, KEPT or MIXED; the target's token, which stands behind the nodes, grew from no state."""
+    return FRESH if drafted.origins is None or node == len(drafted.tokens) else int(drafted.origins[node])
+
+
+def reused_words(drafted: Round) -> str:
+    """What a round reused, in a line; empty if the decode reuses nothing."""
+    if drafted.origins is None:
+        return ""
+    run = "Own trunk run" if drafted.has_own_run else "No trunk run of its own"
+    num_drafts, num_marked = int(drafted.valid[1:].sum()), int((drafted.origins != FRESH).sum())
+    if not num_marked:
+        return f"{run}: nothing reused"
+    how = "mixed with" if MIXED in drafted.origins else "from"
+    return f"{run}: {num_marked} of {counted(num_drafts, 'draft')} {how} states {_age(drafted)} old"
+
+
+def _age(drafted: Round) -> str:
+    return counted(drafted.spare_age, "token")
 
 
 def _note(drafted: Round, node: int) -> str:
@@ -196,4 +234,7 @@ def _title(drafted: Round, node: int, label: str, kind: str) -> str:
         while up > 0:
             whole, up = whole + float(drafted.logp[up]), int(drafted.parents[up])
         text += f"; drafter: {math.exp(logp):.4f} behind its parent ({logp:.3f} nats), {math.exp(whole):.4f} as a path"
+    if mark_of(drafted, node) != FRESH:
+        how = "mixed with the logits of" if mark_of(drafted, node) == MIXED else "from"
+        text += f"; {how} a state {_age(drafted)} old"
     return text

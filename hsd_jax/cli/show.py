@@ -71,10 +71,12 @@ def add_parser(commands) -> None:
         "draw one decode: trees, accepted paths, tokens by pass",
         "Decode one prompt and draw it, round by round: the draft tree with the drafter's probability of each node,\n"
         "the accepted path, the token the target added; and the text, coloured by how many tokens each pass of the\n"
-        "target gave. HTML stands alone and loads nothing; PNG needs matplotlib.",
+        "target gave. With --reuse, drafts from trunk states of earlier rounds are marked. HTML stands alone and\n"
+        "loads nothing; PNG needs matplotlib.",
         """
 hsd show --demo --out round.html
 hsd show --demo --out round.html --out round.png --nodes 8 --depth 5 --width 2 "User: Is there a concert tonight?"
+hsd show --demo --out reuse.png --reuse skip:2 --temperature 1 --nodes 8 --depth 4 --width 2
 hsd show --target DIR --drafter DIR --temperature 0.8 --max-rounds 6 --out round.png "Once upon a time,"
 """,
     )

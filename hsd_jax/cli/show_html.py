@@ -8,17 +8,33 @@ from __future__ import annotations
 import html
 import unicodedata
 
-from hsd_jax.cli.round_layout import FONT, HEIGHT, KINDS, PAD, Box, Drawing, Edge, counted, escape_of, opacity
+from hsd_jax.cli.round_layout import (
+    FONT,
+    HEIGHT,
+    INSET,
+    KINDS,
+    PAD,
+    Box,
+    Drawing,
+    Edge,
+    counted,
+    escape_of,
+    marks_of,
+    opacity,
+)
 from hsd_jax.cli.show import Page, Piece
+from hsd_jax.infer.reuse import FRESH, KEPT, MIXED
+
+MARK_CLASS = {KEPT: "kept-state", MIXED: "mixed-state"}
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #ffffff; --ink: #1c2128; --muted: #5d6672; --line: #c4cad2;
   --panel: #f6f7f9; --root: #e8ebef; --root-line: #8d97a3; --good: #d3f0e0; --good-line: #1f8a5b;
-  --goal: #ffe3c2; --goal-line: #c26a00; --scale: 0, 140, 105; }
+  --goal: #ffe3c2; --goal-line: #c26a00; --old: #7a3fc8; --scale: 0, 140, 105; }
 @media (prefers-color-scheme: dark) {
   :root { --ground: #14171c; --ink: #e4e8ee; --muted: #9aa4b1; --line: #434b57;
   --panel: #1b1f26; --root: #2b313a; --root-line: #75808e; --good: #143d2c; --good-line: #41b883;
-  --goal: #4a3010; --goal-line: #e69a3c; --scale: 40, 190, 145; }
+  --goal: #4a3010; --goal-line: #e69a3c; --old: #b48cf2; --scale: 40, 190, 145; }
 }
 body { margin: 0 auto; padding: 1.5rem; max-width: 76rem; background: var(--ground); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
@@ -56,6 +72,10 @@ svg path.taken { stroke: var(--good-line); stroke-width: 2.2; }
 .cut { fill: var(--ground); stroke: var(--good-line); stroke-dasharray: 4 3; background: var(--ground);
   border: 1px dashed var(--good-line); }
 .target { fill: var(--goal); stroke: var(--goal-line); background: var(--goal); border: 1px solid var(--goal-line); }
+.kept-state, .mixed-state { fill: none; stroke: var(--old); stroke-width: 1.4; stroke-dasharray: none;
+  border: 1.5px solid var(--old); }
+.mixed-state { stroke-dasharray: 3 2; border-style: dashed; }
+.reused { font-size: .8rem; margin: -.3rem 0 .5rem; color: var(--muted); }
 svg g.refused text:first-of-type { fill: var(--muted); }
 footer { margin-top: 2rem; font-size: .8rem; color: var(--muted); overflow-wrap: anywhere; }
 """
@@ -71,6 +91,7 @@ def render(page: Page) -> str:
         for count, rounds in page.rounds_by_count.items()
     )
     kinds = "".join(f'<li><span class="{kind}"></span>{words}</li>' for kind, words in KINDS.items())
+    marks = "".join(f'<li><span class="{MARK_CLASS[m]}"></span>{w}</li>' for m, w in marks_of(page.drawings).items())
     passes = "".join(_pass(i, pieces, most, i < num_drawn) for i, pieces in enumerate(page.pieces))
     rounds = "\n".join(_round(i, len(page.pieces[i]), d) for i, d in enumerate(page.drawings))
     drawn = "" if num_drawn == num_rounds else f" (the first {num_drawn} of {num_rounds})"
@@ -89,7 +110,7 @@ def render(page: Page) -> str:
 <ul class="legend">{scale}<li><span class="given"></span>the target's own token</li></ul>
 <div class="text"><span class="prompt">{_shown(page.prompt)}</span>{passes}</div>
 <h2>Draft trees{drawn}</h2>
-<ul class="legend">{kinds}<li>%: probability behind its parent, by the drafter</li></ul>
+<ul class="legend">{kinds}{marks}<li>%: probability behind its parent, by the drafter</li></ul>
 <div class="rounds">
 {rounds}
 </div>
@@ -136,8 +157,9 @@ def _pass(index: int, pieces: list[Piece], most: int, is_drawn: bool) -> str:
 def _round(index: int, count: int, drawing: Drawing) -> str:
     shapes = "".join([*map(_edge, drawing.edges), *map(_box, drawing.boxes)])
     width, height = f"{drawing.width:.0f}", f"{drawing.height:.0f}"
+    reused = f'<p class="reused">{drawing.reused}</p>' if drawing.reused else ""
     return (
-        f'<section id="round-{index + 1}"><h3>Round {index + 1}: {counted(count, "token")}</h3>'
+        f'<section id="round-{index + 1}"><h3>Round {index + 1}: {counted(count, "token")}</h3>{reused}'
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="Draft tree of round {index + 1}"'
         f' width="{width}" height="{height}" viewBox="0 0 {width} {height}">{shapes}</svg></section>'
     )
@@ -156,8 +178,14 @@ def _box(box: Box) -> str:
     if box.note:
         right = box.x + box.width - PAD
         note = f'<text class="note" x="{right:.1f}" y="{base:.1f}" text-anchor="end">{_text(box.note)}</text>'
+    mark = ""
+    if box.mark != FRESH:
+        mark = (
+            f'<rect class="{MARK_CLASS[box.mark]}" x="{box.x + INSET:.1f}" y="{box.y + INSET:.1f}"'
+            f' width="{box.width - 2 * INSET:.1f}" height="{HEIGHT - 2 * INSET:.1f}" rx="2.5"/>'
+        )
     return (
         f'<g class="{box.kind}"><title>{_text(box.title)}</title>'
-        f'<rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{HEIGHT:.1f}" rx="4"/>'
+        f'<rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{HEIGHT:.1f}" rx="4"/>{mark}'
         f'<text x="{box.x + PAD:.1f}" y="{base:.1f}">{_text(box.text)}</text>{note}</g>'
     )

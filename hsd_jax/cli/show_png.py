@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from hsd_jax.cli.round_layout import (
     FONT,
     HEIGHT,
+    INSET,
     KINDS,
     PAD,
     Box,
@@ -19,9 +20,11 @@ from hsd_jax.cli.round_layout import (
     columns,
     counted,
     escape_of,
+    marks_of,
     opacity,
 )
 from hsd_jax.cli.show import Page
+from hsd_jax.infer.reuse import FRESH, MIXED
 
 WIDTH, MARGIN, SPACE = 1200.0, 24.0, 22.0
 """Of the image, unless a tree is wider; its margin; the space between two trees."""
@@ -34,11 +37,13 @@ LINE, CHAR = 21.0, 7.85
 TEXT, TEXT_TOP = 13.0, MARGIN + 100.0
 TITLE = 26.0
 """Height of the heading of a tree."""
+REUSED = 16.0
+"""Height of the line below it that says what the round reused, if there is one."""
 MAX_PROMPT = 600
 """Characters of the prompt that are shown: the last ones."""
 NEWLINE = "\u21b5"
 MONO = {"family": "monospace"}
-INK, MUTED, LINES, SCALE, GIVEN = "#1c2128", "#5d6672", "#c4cad2", (0.0, 0.55, 0.41), "#c26a00"
+INK, MUTED, LINES, SCALE, GIVEN, OLD = "#1c2128", "#5d6672", "#c4cad2", (0.0, 0.55, 0.41), "#c26a00", "#7a3fc8"
 COLORS = {
     "root": ("#e8ebef", "#8d97a3"),
     "accepted": ("#d3f0e0", "#1f8a5b"),
@@ -73,7 +78,8 @@ def write(page: Page, path: Path) -> bool:
     width = max([WIDTH, *(drawing.width + 2 * MARGIN for drawing in page.drawings)])
     lines = _wrapped(page, width)
     trees_top = TEXT_TOP + LINE * len(lines) + 34.0
-    places, bottom = _placed(page.drawings, width, trees_top + 66.0)
+    marks = marks_of(page.drawings)
+    places, bottom = _placed(page.drawings, width, trees_top + 66.0 + (LINE if marks else 0.0))
     height = bottom + MARGIN
     if height > MAX_HEIGHT:
         raise ValueError(
@@ -87,11 +93,13 @@ def write(page: Page, path: Path) -> bool:
         axes.axis("off")
         _draw_text(axes, page, lines)
         _write(axes, MARGIN, trees_top, _trees_title(page), 14, weight="bold")
-        _legend(axes, trees_top + 28.0)
+        _legend(axes, trees_top + 28.0, marks)
         for index, (drawing, (x, y)) in enumerate(zip(page.drawings, places, strict=True)):
             title = f"Round {index + 1}: {counted(len(page.pieces[index]), 'token')}"
             _write(axes, x, y, title, 11, color=MUTED, weight="bold")
-            _draw_tree(axes, drawing, x, y + TITLE - 10)
+            if drawing.reused:
+                _write(axes, x, y + REUSED, drawing.reused, 10, color=MUTED)
+            _draw_tree(axes, drawing, x, y + _heading(drawing) - 10)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             figure.savefig(path, dpi=DPI, facecolor="white")
@@ -105,15 +113,20 @@ def _trees_title(page: Page) -> str:
     return "Draft trees" + ("" if drawn == rounds else f" (the first {drawn} of {rounds})")
 
 
+def _heading(drawing: Drawing) -> float:
+    return TITLE + (REUSED if drawing.reused else 0.0)
+
+
 def _placed(drawings: list[Drawing], width: float, top: float) -> tuple[list[tuple[float, float]], float]:
     """The corner of each tree, side by side while there is room, and where the last row ends."""
     places, x, y, tallest = [], MARGIN, top, 0.0
     for drawing in drawings:
-        if x > MARGIN and x + drawing.width > width - MARGIN:
+        wide = max(drawing.width, 5.4 * len(drawing.reused))
+        if x > MARGIN and x + wide > width - MARGIN:
             x, y, tallest = MARGIN, y + tallest + SPACE, 0.0
         places.append((x, y))
-        x += drawing.width + 2 * SPACE
-        tallest = max(tallest, drawing.height + TITLE)
+        x += wide + 2 * SPACE
+        tallest = max(tallest, drawing.height + _heading(drawing))
     return places, y + tallest
 
 
@@ -187,13 +200,19 @@ def _draw_text(axes: Any, page: Page, lines: list[list[Glyph]]) -> None:
             x, last = x + width, glyph.round_index
 
 
-def _legend(axes: Any, y: float) -> None:
+def _legend(axes: Any, y: float, marks: dict[int, str]) -> None:
     x = MARGIN
     for kind, words in KINDS.items():
         _rectangle(axes, x, y - 7, 14, 14, kind)
         _write(axes, x + 20, y, words, 11, color=MUTED)
         x += 20 + 5.9 * len(words) + 22
     _write(axes, x, y, "%: probability behind its parent, by the drafter", 11, color=MUTED)
+    x, y = MARGIN, y + LINE
+    for mark, words in marks.items():
+        _rectangle(axes, x, y - 7, 14, 14, "refused")
+        _draw_mark(axes, x, y - 7, 14, 14, mark)
+        _write(axes, x + 20, y, words, 11, color=MUTED)
+        x += 20 + 5.9 * len(words) + 22
 
 
 def _rectangle(axes: Any, x: float, y: float, width: float, height: float, kind: str) -> None:
@@ -207,6 +226,15 @@ def _rectangle(axes: Any, x: float, y: float, width: float, height: float, kind:
             (x, y), width, height, style, facecolor=fill, edgecolor=outline, linewidth=0.9, linestyle=dashes, zorder=2
         )
     )
+
+
+def _draw_mark(axes: Any, x: float, y: float, width: float, height: float, mark: int) -> None:
+    """The line inside a box that reused something."""
+    from matplotlib.patches import Rectangle
+
+    corner, size = (x + INSET, y + INSET), (width - 2 * INSET, height - 2 * INSET)
+    dashes = (0, (2.5, 1.5)) if mark == MIXED else "solid"
+    axes.add_patch(Rectangle(corner, *size, facecolor="none", edgecolor=OLD, linewidth=1.1, linestyle=dashes, zorder=2))
 
 
 def _draw_tree(axes: Any, drawing: Drawing, x: float, y: float) -> None:
@@ -226,6 +254,8 @@ def _draw_tree(axes: Any, drawing: Drawing, x: float, y: float) -> None:
 
 def _draw_box(axes: Any, box: Box, x: float, y: float) -> None:
     _rectangle(axes, x + box.x, y + box.y, box.width, HEIGHT, box.kind)
+    if box.mark != FRESH:
+        _draw_mark(axes, x + box.x, y + box.y, box.width, HEIGHT, box.mark)
     middle = y + box.y + HEIGHT / 2
     color = MUTED if box.kind == "refused" else INK
     _write(axes, x + box.x + PAD, middle, box.text, FONT, color=color, zorder=3, **MONO)

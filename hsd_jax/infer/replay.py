@@ -37,6 +37,12 @@ class Round:
     """What the target gave behind the accepted path."""
     emitted: list[int]
     """Tokens committed: the accepted drafts and `next_token`, cut at an end token and at the length limit."""
+    origins: np.ndarray | None = None
+    """[N]: FRESH, KEPT or MIXED (`reuse.py`), what each node grew from; None where nothing is reused."""
+    spare_age: int = 0
+    """Tokens committed since the trunk run of what was reused."""
+    has_own_run: bool = True
+    """Whether the tree waited for a trunk run of its own round."""
 
     @property
     def num_kept(self) -> int:
@@ -50,9 +56,9 @@ class Round:
 
 
 def make_watched_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Callable:
-    """`watched(models, sampling, limits, state) -> (state, tree, verdict, logp)`: the step, and what it saw.
+    """`watched(models, sampling, limits, state) -> (state, tree, verdict, logp, origins)`: the step, and what it saw.
 
-    `logp` [B, N] is None for drafters that know none of their trees.
+    `logp` [B, N] is None for drafters that know none of their trees, `origins` (`Origins`) for those without reuse.
     """
 
     def watched(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState):
@@ -71,7 +77,9 @@ def make_watched_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -
         # Made anew for each trace, so that the two lists hold tracers of this trace only.
         step = make_step(config, drafter._replace(draft=draft), rule._replace(verify=verify))
         after = step(models, sampling, limits, state)
-        return after, trees[0], verdicts[0], tree_logp(drafter, models, state, trees[0], sampling)
+        seen = models, state.drafter, trees[0], sampling
+        origins = None if drafter.node_origins is None else drafter.node_origins(*seen)
+        return after, trees[0], verdicts[0], tree_logp(drafter, models, state, trees[0], sampling), origins
 
     return watched
 
@@ -108,7 +116,7 @@ def replay(
     while not bool(np.asarray(state.done)[0]):
         state = decoder.run(models, sampling, limits, state, num_rounds=0)  # no round, but a larger cache if need be
         before = int(np.asarray(state.length)[0])
-        state, tree, verdict, logp = watched(models, sampling, limits, state)
+        state, tree, verdict, logp, origins = watched(models, sampling, limits, state)
         num_accepted = int(np.asarray(verdict.num_accepted)[0])
         rounds.append(
             Round(
@@ -120,6 +128,9 @@ def replay(
                 path=np.asarray(verdict.path)[0, : num_accepted + 1].tolist(),
                 next_token=int(np.asarray(verdict.next_token)[0]),
                 emitted=np.asarray(state.tokens)[0, before : int(np.asarray(state.length)[0])].tolist(),
+                origins=None if origins is None else np.asarray(origins.nodes)[0],
+                spare_age=0 if origins is None else int(np.asarray(origins.age)[0]),
+                has_own_run=origins is None or bool(np.asarray(origins.has_own_run)[0]),
             )
         )
     return rounds

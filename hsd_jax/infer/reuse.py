@@ -18,14 +18,18 @@ Forms (`config.REUSES`), root n, tree depth D, K states of a trunk run:
 from __future__ import annotations
 
 import typing
+from typing import NamedTuple
 
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import AHEAD, MIX, NONE, SKIP, UNFUSED, UNION, DrafterConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import AHEAD, MIX, NONE, SKIP, SUM, UNFUSED, UNION, DrafterConfig, ReuseConfig, TreeConfig
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.types import DrawLaw, Weights
+from hsd_jax.types import DraftTree, DrawLaw, Weights
+
+FRESH, KEPT, MIXED = range(3)
+"""What a drafted node grew from: a state of this round's trunk run, a spare of an earlier one, or logits of both."""
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
@@ -91,6 +95,49 @@ def min_spares(reuse: ReuseConfig, depth: int, num_steps: int) -> int:
     if reuse.form == UNFUSED:
         return 1
     return reuse.min_spares or min(depth, num_steps - 1)
+
+
+def needs_run(reuse: ReuseConfig, spares: Spares, depth: int, num_steps: int) -> Bool[Array, "B"]:
+    """Which rows have too few spares to draft from these alone: forms SKIP and UNFUSED."""
+    return spares.num < min_spares(reuse, depth, num_steps)
+
+
+class Origins(NamedTuple):
+    """What the nodes of each row's tree grew from: for pictures, no decode computes it."""
+
+    nodes: Int[Array, "B N"]
+    """FRESH, KEPT or MIXED; FRESH where there is no draft: for the root and for nodes that are not valid."""
+    age: Int[Array, "B"]
+    """Tokens committed since the trunk run of the spares; means nothing where every node is FRESH."""
+    has_own_run: Bool[Array, "B"]
+    """Whether the tree waited for a trunk run of its own round, before the first round for that of prefill."""
+
+
+def origins(
+    reuse: ReuseConfig,
+    spares: Spares,
+    drafted: DraftTree,
+    num_steps: int,
+    max_depth: int,
+    rival_won: Bool[Array, "B N"] | None = None,
+) -> Origins:
+    """Where a tree comes from that was grown while a row had these spares.
+
+    Args:
+      num_steps, max_depth: of the drafter and of its trees.
+      rival_won: UNION only: nodes to which their spare state gave more than the fresh one.
+    """
+    age = spares.logits.shape[1] - spares.num
+    has_spare = drafted.depth <= spares.num[:, None]
+    if reuse.form in (SUM, MIX, UNION):
+        has_own_run = jnp.ones(age.shape, bool)
+        nodes = jnp.where(has_spare, MIXED, FRESH)
+        if rival_won is not None:
+            nodes = jnp.where(has_spare & rival_won, KEPT, FRESH)
+    else:
+        has_own_run = age == 0 if reuse.form == AHEAD else needs_run(reuse, spares, max_depth, num_steps)
+        nodes = jnp.broadcast_to(jnp.where(has_own_run, FRESH, KEPT)[:, None], drafted.depth.shape)
+    return Origins(jnp.where(drafted.valid & (drafted.depth > 0), nodes, FRESH), age, has_own_run)
 
 
 def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig, law: DrawLaw) -> None:

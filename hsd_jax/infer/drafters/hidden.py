@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,6 +59,7 @@ def hidden_drafter(
     reuse_lib.check_reuse(reuse, config, tree, law)
     num_states = reuse.num_states(tree.depth, config.num_steps)
     levels_of_round = make_schedule(target_config, config, tree, reuse, num_states)
+    node_logp, node_origins = _for_pictures(config, tree, reuse, levels_of_round)
     runs_every_round = reuse.form not in (SKIP, UNFUSED)
     # A row without a trunk run keeps its pending features. Since a tree is no deeper than the spares it grows from, a
     # row commits at most K + 1 tokens from one trunk run to the next.
@@ -101,10 +103,6 @@ def hidden_drafter(
                 levels.rival,
             ), state
 
-    def node_logp(models, state: HiddenState, drafted: DraftTree, sampling: SamplingParams):
-        levels, _ = levels_of_round(models, state)
-        return _logp_of_nodes(models["drafter"], config, levels, drafted, sharpness(sampling.temperature))
-
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         # XLA drops the final states where the trunk reads layers below.
         read = (output.hidden, output.features)
@@ -132,6 +130,7 @@ def hidden_drafter(
         config.feature_layers,
         node_logp,
         reach=max_pending - 1,
+        node_origins=node_origins,
     )
 
 
@@ -168,10 +167,32 @@ def _read_prompt(
     )
 
 
+def _for_pictures(
+    config: DrafterConfig, tree: TreeConfig, reuse: ReuseConfig, levels_of_round: Callable
+) -> tuple[Callable, Callable | None]:
+    """`Drafter.node_logp` and `Drafter.node_origins`."""
+
+    def logp_and_rival(models, state: HiddenState, drafted: DraftTree, sampling: SamplingParams):
+        levels, _ = levels_of_round(models, state)
+        return _logp_of_nodes(models["drafter"], config, levels, drafted, sharpness(sampling.temperature))
+
+    def node_logp(*seen):
+        logp, rival = logp_and_rival(*seen)
+        return logp if rival is None else jnp.maximum(logp, rival)
+
+    def node_origins(models, state: HiddenState, drafted: DraftTree, sampling: SamplingParams):
+        assert state.spares is not None, "the state was made without reuse"
+        logp, rival = logp_and_rival(models, state, drafted, sampling)
+        rival_won = None if rival is None else rival > logp
+        return reuse_lib.origins(reuse, state.spares, drafted, config.num_steps, tree.depth, rival_won)
+
+    return node_logp, None if reuse.form == NONE else node_origins
+
+
 def _logp_of_nodes(
     weights, config: DrafterConfig, levels: Levels, drafted: DraftTree, scale: Float[Array, "B"]
-) -> Float[Array, "B N"]:
-    """Log-probability of each node given its parent, under what the tree grew from; 0 for the root."""
+) -> tuple[Float[Array, "B N"], Float[Array, "B N"] | None]:
+    """Log-probability of each node given its parent, 0 for the root: under `levels.logits`, and under the rival's."""
     depth_index = jnp.maximum(drafted.depth - 1, 0)[:, :, None]
     previous = jnp.take_along_axis(drafted.tokens, jnp.maximum(drafted.parents, 0), 1)
     added = token_info(weights, config, previous)
@@ -179,9 +200,7 @@ def _logp_of_nodes(
 
     def chosen(logits: Array) -> Array:
         logp = jax.nn.log_softmax(scale[:, None, None] * (jnp.take_along_axis(logits, depth_index, 1) + added), -1)
-        return jnp.take_along_axis(logp, columns[:, :, None], 2)[:, :, 0]
+        logp = jnp.take_along_axis(logp, columns[:, :, None], 2)[:, :, 0]
+        return jnp.where(drafted.depth > 0, logp, 0.0)
 
-    logp = chosen(levels.logits)
-    if levels.rival is not None:
-        logp = jnp.maximum(logp, chosen(levels.rival))
-    return jnp.where(drafted.depth > 0, logp, 0.0)
+    return chosen(levels.logits), None if levels.rival is None else chosen(levels.rival)

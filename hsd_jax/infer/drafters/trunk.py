@@ -154,7 +154,7 @@ def make_schedule(
         the trunk runs for another.
         """
         old = _spares(state)
-        needs = old.num < reuse_lib.min_spares(reuse, tree.depth, config.num_steps)
+        needs = reuse_lib.needs_run(reuse, old, tree.depth, config.num_steps)
 
         def run():
             states, kv = run_trunk(models, target_config, config, num_states, state)
