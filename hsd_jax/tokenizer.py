@@ -6,8 +6,10 @@ A checkpoint without tokenizer works with token ids; only text needs this. Torch
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,14 @@ UNFINISHED = "\ufffd"
 """What a byte-level decoder prints for bytes that are no whole UTF-8 character yet."""
 
 
+def read_pretrained(folder: str | Path) -> Any:
+    """What transformers makes of the tokenizer files in `folder`; it raises many kinds of error for bad files."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch
+    from transformers import AutoTokenizer  # seconds of import time that token-id users need not pay
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
 class Tokenizer:
     """Encodes prompts, decodes tokens. Two are equal if their folders hold the same files beside the weights.
 
@@ -24,9 +34,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: str | Path):
-        from transformers import AutoTokenizer  # seconds of import time that token-id users need not pay
-
-        self._inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        self._inner = read_pretrained(folder)
         self._files = _fingerprint(Path(folder))
 
     def __eq__(self, other: object) -> bool:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hsd_jax.tokenizer import read_pretrained
+
 _NAMES = {"User": ("u", "user", "human"), "Assistant": ("s", "assistant", "gpt")}
 SPEAKERS = {alias: name for name, aliases in _NAMES.items() for alias in aliases}
 CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
@@ -221,10 +223,8 @@ def read_chat_template(folder: str | Path) -> ChatTemplate | None:
 
     @functools.cache
     def tokenizer() -> Any:  # not before the first conversation: the import takes seconds
-        from transformers import AutoTokenizer
-
         try:
-            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            return read_pretrained(folder)
         except Exception as error:  # transformers raises many kinds for one cause: a file it cannot read
             raise ValueError(f"{folder}: the tokenizer cannot be read ({error})") from error
 
