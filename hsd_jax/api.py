@@ -15,7 +15,7 @@ import numpy as np
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.params import Params
-from hsd_jax.request import Prompt, Request, prepare
+from hsd_jax.request import AUTO, Prompt, Request, prepare
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.types import NO_TOKEN, DecodeState
 
@@ -89,16 +89,16 @@ def decode(
     speculate: bool = True,
     eos: int | Sequence[int] | None = None,
     pad_rows: int = 1,
-    accept: str = "match",
+    accept: str = AUTO,
     draw: str | None = None,
     reuse: str = "none",
 ) -> DecodeResult:
     """Continues prompts; with speculation the text is that of plain decoding, sooner.
 
     Every setting of the text may be one value or one per row. None compiles anything but `max_new_tokens`, once for
-    each power of two. With the same `seed` the sampled text is the same with and without speculation, whatever the
-    tree, and a row's text does not depend on the others. Under `accept="recursive"` sampled text depends on the tree
-    too; it is as likely as under plain decoding, and greedy text is the same.
+    each power of two. Greedy text is the same with and without speculation. Under `accept="match"` so is sampled text
+    with the same `seed`, whatever the tree; under `"recursive"`, which accepts more, it depends on the tree too and is
+    as likely as under plain decoding. Under both, a row's text does not depend on the others.
 
     Args:
       prompt: a text, token ids, or a list of either (ragged lengths are fine).
@@ -110,7 +110,8 @@ def decode(
       speculate: False decodes plainly.
       eos: end tokens in place of the checkpoint's; () for none.
       pad_rows: rows a plain pass is padded to (see `infer/plain.py`).
-      accept: rule that judges drafts: "match", or "recursive", which is meant for sampling and drawn trees.
+      accept: rule that judges drafts: "match", or "recursive", which is meant for sampling and drawn trees. "auto" is
+        "recursive" if every row's temperature is at least 0.5 and the drafter's trees can be drawn, else "match".
       draw: how trees choose their tokens: "arbitrary" (the likeliest), "independent" or "without_replacement" (drawn);
         None: what suits the rule. "recursive" is lossless for drawn trees only.
       reuse: what becomes of trunk states that a round did not use: "none", "sum", "mix", "union", "skip" or "skip:N",
@@ -164,7 +165,7 @@ def stream(
     speculate: bool = True,
     eos: int | Sequence[int] | None = None,
     rounds: int = 4,
-    accept: str = "match",
+    accept: str = AUTO,
     draw: str | None = None,
     reuse: str = "none",
 ) -> Generator[Piece, None, Stats]:

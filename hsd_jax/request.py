@@ -16,7 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax import sharding as sharding_lib
-from hsd_jax.config import NO_REUSE, AnyDrafterConfig, ModelConfig, ReuseConfig, TreeConfig, bucket
+from hsd_jax.config import (
+    NO_REUSE,
+    UNION,
+    AnyDrafterConfig,
+    LookupConfig,
+    ModelConfig,
+    ReuseConfig,
+    TreeConfig,
+    bucket,
+)
 from hsd_jax.infer.accept import NATURAL_LAW, make_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.make import make_drafter
@@ -32,6 +41,10 @@ SMALLEST_ROOM = 32
 """The smallest bucket of new tokens, and of the margin for one round's drafts."""
 COLDEST = 1e-6
 """Smaller temperatures are greedy: dividing by them would overflow float32."""
+
+AUTO = "auto"
+AUTO_TEMPERATURE = 0.5
+"""Where drawn trees under `recursive` begin to pay (docs/LOG.md, session 6); below it, `match`."""
 
 Prompt = str | Sequence[int] | np.ndarray | jax.Array
 
@@ -110,7 +123,10 @@ def prepare(
         raise ValueError(f"tree={tree!r}: expected a hsd_jax.TreeConfig")
     if pad_rows < 1:
         raise ValueError(f"pad_rows={pad_rows}: allowed are 1 and more")
-    law, wanted_reuse = draw_law(accept, draw), ReuseConfig.parse(reuse)
+    wanted_reuse = ReuseConfig.parse(reuse)
+    if accept == AUTO:
+        accept = rule_for(params.drafter_config if speculate else None, tree, settings[0], draw, wanted_reuse)
+    law = draw_law(accept, draw)
     decoder = _decoder(
         params.target_config,
         params.drafter_config if speculate else None,
@@ -155,6 +171,29 @@ def prepare(
     return Request(decoder, models, sampling, limits, state, prompts, length[:batch].copy(), seconds)
 
 
+def rule_for(
+    config: AnyDrafterConfig | None,
+    tree: TreeConfig,
+    temperatures: np.ndarray,
+    draw: str | None,
+    reuse: ReuseConfig = NO_REUSE,
+) -> str:
+    """The rule of `accept="auto"`: "recursive" if every row is as warm as AUTO_TEMPERATURE and drafts may be drawn.
+
+    Args:
+      draw: what the caller asked for; a law decides by itself.
+    """
+    if draw is not None:
+        return "match" if draw == DrawLaw.ARBITRARY.value else "recursive"
+    if config is None or isinstance(config, LookupConfig) or reuse.form == UNION:
+        return "match"
+    try:
+        tree.sampled_widths()
+    except ValueError:  # of a shape that cannot be drawn
+        return "match"
+    return "recursive" if min(temperatures) >= AUTO_TEMPERATURE else "match"
+
+
 def draw_law(accept: str, draw: str | None) -> DrawLaw:
     """The law of the draft trees; None: the one that suits the rule.
 
@@ -162,7 +201,7 @@ def draw_law(accept: str, draw: str | None) -> DrawLaw:
       ValueError: for an unknown rule or law, naming the allowed ones.
     """
     if accept not in NATURAL_LAW:
-        raise ValueError(f"accept={accept!r}: allowed are {', '.join(NATURAL_LAW)}")
+        raise ValueError(f"accept={accept!r}: allowed are {AUTO}, {', '.join(NATURAL_LAW)}")
     if draw is None:
         return NATURAL_LAW[accept]
     try:

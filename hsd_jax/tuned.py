@@ -89,7 +89,7 @@ class Tuned:
     @property
     def settings(self) -> dict[str, Any]:
         """Arguments of `decode` and `stream`."""
-        return {"speculate": self.speculate, "tree": self.tree, "reuse": self.reuse}
+        return {"speculate": self.speculate, "tree": self.tree, "reuse": self.reuse, "accept": "match"}
 
     def __str__(self) -> str:
         if not self.speculate:

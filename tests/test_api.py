@@ -16,8 +16,9 @@ import pytest
 import toy
 
 import hsd_jax
+from hsd_jax.config import DrafterConfig, LookupConfig, ReuseConfig
 from hsd_jax.models import convert
-from hsd_jax.request import _decoder
+from hsd_jax.request import _decoder, rule_for
 from hsd_jax.types import NO_TOKEN
 
 CYCLE = "aé€😀 "
@@ -192,8 +193,43 @@ def test_rows_of_one_prompt_differ_by_seed(params):
     np.testing.assert_array_equal(again.tokens, result.tokens)
 
 
+@pytest.mark.parametrize(
+    ("temperatures", "draw", "reuse", "tree", "wanted"),
+    [
+        ([0.5, 1.0], None, "none", (8, 5, 2), "recursive"),
+        ([0.4, 1.0], None, "none", (8, 5, 2), "match"),  # one cold row: its tree would waste nodes
+        ([0.0], None, "none", (8, 5, 2), "match"),
+        ([1.0], "arbitrary", "none", (8, 5, 2), "match"),
+        ([0.0], "independent", "none", (8, 5, 2), "recursive"),
+        ([1.0], None, "union", (8, 5, 2), "match"),  # two proposers have no law to draw from
+        ([1.0], None, "skip", (8, 5, 2), "recursive"),
+        ([1.0], None, "none", (16, 4, 3), "match"),  # a sampled tree has at most 1 + 4 * 3 nodes
+    ],
+)
+def test_the_rule_that_auto_chooses(temperatures, draw, reuse, tree, wanted):
+    how = hsd_jax.TreeConfig(*tree), np.array(temperatures, np.float32), draw, ReuseConfig.parse(reuse)
+    assert rule_for(DrafterConfig(8, 1, 1, 1, 8, 8, 16), *how) == wanted
+    assert rule_for(LookupConfig(), *how) == (wanted if draw else "match")
+    assert rule_for(None, *how) == (wanted if draw else "match")
+
+
+def test_sampled_text_is_that_of_the_rule_auto_chooses(params):
+    settings = {"max_new_tokens": 16, "seed": 3}
+    drawn, matched, plain = (
+        hsd_jax.decode(params, ONE, temperature=1.0, **how, **settings).tokens[0].tolist()
+        for how in ({"accept": "recursive"}, {"accept": "match"}, {"speculate": False})
+    )
+    assert matched == plain != drawn
+    assert hsd_jax.decode(params, ONE, temperature=1.0, **settings).tokens[0].tolist() == drawn
+    cold = {"temperature": 0.4, **settings}
+    plain = hsd_jax.decode(params, ONE, speculate=False, **cold)
+    np.testing.assert_array_equal(hsd_jax.decode(params, ONE, **cold).tokens, plain.tokens)
+    pieces = [t for piece in hsd_jax.stream(params, ONE, temperature=1.0, **settings) for t in piece.tokens]
+    assert pieces == drawn
+
+
 def test_a_key_travels_with_its_row(params):
-    settings = {"max_new_tokens": 16, "temperature": 1.0}
+    settings = {"max_new_tokens": 16, "temperature": 1.0, "accept": "match"}
     batch = hsd_jax.decode(params, [TWO[1], ONE], seed=[1, 7], **settings)
     for speculate in (True, False):
         alone = hsd_jax.decode(params, ONE, seed=[7], speculate=speculate, **settings)

@@ -95,7 +95,7 @@ def test_the_measurement_counts_not_the_prediction(monkeypatch, params):
 
 def test_plain_decoding_may_be_the_fastest(monkeypatch, params):
     found = tuned_by(monkeypatch, params, Clock(params, dict.fromkeys(RATES, 90.0) | {"plain": 100.0}))
-    assert found.settings == {"speculate": False, "tree": None, "reuse": "none"}
+    assert found.settings == {"speculate": False, "tree": None, "reuse": "none", "accept": "match"}
     assert found.speedup == 1.0 and str(found) == "plain decoding is the fastest here"
     out = hsd_jax.decode(params, PROMPTS[1], max_new_tokens=8, **found.settings)
     assert out.stats.tau == 1.0

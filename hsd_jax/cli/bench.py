@@ -112,9 +112,17 @@ def run(args: argparse.Namespace) -> int:
 
 def make_modes(args: argparse.Namespace, params, trees, reuses: list[str]) -> list[Mode]:
     """Plain first, then a mode for each tree, rule and form of reuse, then the other plain loops if asked for."""
+    from hsd_jax.config import ReuseConfig
+    from hsd_jax.request import AUTO, rule_for
+
     own = params.target["embedding"].dtype.name
     modes = [Mode(f"plain {own}", params)]
-    for tree, accept, reuse in itertools.product(trees, dict.fromkeys(args.accept), dict.fromkeys(reuses)):
+    for tree, rule, reuse in itertools.product(trees, dict.fromkeys(args.accept), dict.fromkeys(reuses)):
+        accept = rule
+        if rule == AUTO and args.tuned is not None:
+            accept = "match"
+        elif rule == AUTO:
+            accept = rule_for(params.drafter_config, tree, [args.temperature], args.draw, ReuseConfig.parse(reuse))
         name = f"tree {tree.name}" + ("" if accept == "match" else f" {accept}")
         name += "" if reuse == "none" else f" {reuse}"
         modes.append(Mode(name, params, tree, accept=accept, draw=args.draw, reuse=reuse))

@@ -171,6 +171,7 @@ def _decode_all(params, prompts, tree, max_new_tokens, batch, seed, sampling) ->
             seed=[seed + i for i in filled],
             tree=tree,
             speculate=tree is not None,
+            accept="match",
             **sampling,
         )
         for slot, i in enumerate(rows):

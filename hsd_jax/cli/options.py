@@ -96,10 +96,11 @@ def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None)
     """Declares how drafts are judged, drawn and made: --accept, --draw and --reuse; with `nargs` several of a kind."""
     group.add_argument(
         "--accept",
-        choices=("match", "recursive"),
-        default="match" if nargs is None else ["match"],
+        choices=("auto", "match", "recursive"),
+        default="auto" if nargs is None else ["auto"],
         nargs=nargs,
-        help="rule that judges drafts; recursive draws its trees and is meant for sampling (default: match)",
+        help="rule that judges drafts: match gives the text of plain decoding with the same seed, recursive draws its "
+        "trees, accepts more and gives text of the same law (default: auto, recursive from temperature 0.5 on)",
     )
     group.add_argument(
         "--draw",
@@ -140,7 +141,7 @@ def tuned_of(args: argparse.Namespace, params, batch: int) -> Any:
         if getattr(args, name, None):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} with --tuned {args.tuned}: the record says how to draft; leave one of them out")
-    if args.accept not in ("match", ["match"]):
+    if args.accept not in ("auto", ["auto"], "match", ["match"]):
         raise ValueError(f"--accept with --tuned {args.tuned}: the record was made under match; leave one of them out")
     from hsd_jax.tuned import Tuned
 

@@ -109,12 +109,17 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--max-new-tokens 0: there is no round to draw; allowed are 1 and more")
     text = None if args.prompt is None else generate.read_prompt(args.prompt)
     from hsd_jax import demo
+    from hsd_jax.config import ReuseConfig
+    from hsd_jax.request import AUTO, rule_for
 
     params = options.load_params(args)
     if params.drafter is None:
         raise ValueError("hsd show draws draft trees: give --drafter DIR")
     prompt = demo.read_prompts()[0].text if text is None else generate.encode_prompt(params, text, args)
     settings = generate.text_settings(args) | {"tree": options.tree_of(args, params)}
+    if settings["accept"] == AUTO:
+        how = [args.temperature], args.draw, ReuseConfig.parse(settings["reuse"])
+        settings["accept"] = rule_for(params.drafter_config, settings["tree"], *how)
     page = make_page(params, prompt, settings, args.command_line)
     for path in files:
         if path.suffix.lower() == ".png":
