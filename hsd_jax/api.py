@@ -111,7 +111,7 @@ def decode(
       eos: end tokens in place of the checkpoint's; () for none.
       pad_rows: rows a plain pass is padded to (see `infer/plain.py`).
       accept: rule that judges drafts: "match", or "recursive", which is meant for sampling and drawn trees. "auto" is
-        "recursive" if every row's temperature is at least 0.5 and the drafter's trees can be drawn, else "match".
+        "recursive" if every row's temperature is at least 0.3 and the drafter's trees can be drawn, else "match".
       draw: how trees choose their tokens: "arbitrary" (the likeliest), "independent" or "without_replacement" (drawn);
         None: what suits the rule. "recursive" is lossless for drawn trees only.
       reuse: what becomes of trunk states that a round did not use: "none", "sum", "mix", "union", "skip" or "skip:N",

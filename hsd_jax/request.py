@@ -43,7 +43,7 @@ COLDEST = 1e-6
 """Smaller temperatures are greedy: dividing by them would overflow float32."""
 
 AUTO = "auto"
-AUTO_TEMPERATURE = 0.5
+AUTO_TEMPERATURE = 0.3
 """Where drawn trees under `recursive` begin to pay (docs/LOG.md, session 6); below it, `match`."""
 
 Prompt = str | Sequence[int] | np.ndarray | jax.Array

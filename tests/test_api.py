@@ -196,8 +196,8 @@ def test_rows_of_one_prompt_differ_by_seed(params):
 @pytest.mark.parametrize(
     ("temperatures", "draw", "reuse", "tree", "wanted"),
     [
-        ([0.5, 1.0], None, "none", (8, 5, 2), "recursive"),
-        ([0.4, 1.0], None, "none", (8, 5, 2), "match"),  # one cold row: its tree would waste nodes
+        ([0.3, 1.0], None, "none", (8, 5, 2), "recursive"),
+        ([0.2, 1.0], None, "none", (8, 5, 2), "match"),  # one cold row: its tree would waste nodes
         ([0.0], None, "none", (8, 5, 2), "match"),
         ([1.0], "arbitrary", "none", (8, 5, 2), "match"),
         ([0.0], "independent", "none", (8, 5, 2), "recursive"),
@@ -221,7 +221,7 @@ def test_sampled_text_is_that_of_the_rule_auto_chooses(params):
     )
     assert matched == plain != drawn
     assert hsd_jax.decode(params, ONE, temperature=1.0, **settings).tokens[0].tolist() == drawn
-    cold = {"temperature": 0.4, **settings}
+    cold = {"temperature": 0.2, **settings}
     plain = hsd_jax.decode(params, ONE, speculate=False, **cold)
     np.testing.assert_array_equal(hsd_jax.decode(params, ONE, **cold).tokens, plain.tokens)
     pieces = [t for piece in hsd_jax.stream(params, ONE, temperature=1.0, **settings) for t in piece.tokens]

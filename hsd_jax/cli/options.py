@@ -100,7 +100,7 @@ def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None)
         default="auto" if nargs is None else ["auto"],
         nargs=nargs,
         help="rule that judges drafts: match gives the text of plain decoding with the same seed, recursive draws its "
-        "trees, accepts more and gives text of the same law (default: auto, recursive from temperature 0.5 on)",
+        "trees, accepts more and gives text of the same law (default: auto, recursive from temperature 0.3 on)",
     )
     group.add_argument(
         "--draw",
