@@ -25,7 +25,7 @@ from hsd_jax.types import Weights
 DEMO = Path(__file__).parent / "assets" / "demo"
 PRECISIONS = ("fast", "exact")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-DEFAULT_TREE = TreeConfig(nodes=8, depth=5, width=2)
+DEFAULT_TREE = TreeConfig(nodes=8, depth=7, width=1)
 DEFAULT_CHAINS = {SmallLMConfig: TreeConfig(nodes=5, depth=4, width=1), LookupConfig: TreeConfig(8, 7, 1)}
 """A small model pays for each token of its chain; copying costs nothing but the target's pass over more nodes."""
 
