@@ -15,6 +15,7 @@ import pytest
 import toy
 
 from hsd_jax.config import RopeConfig
+from hsd_jax.infer import sampling
 from hsd_jax.infer.metrics import replay_logits
 from hsd_jax.models import layers, native
 
@@ -89,6 +90,21 @@ def test_a_rotation_is_right_and_a_row_keeps_its_bits():
     parts = on(lambda x, p: [rotate(x[:, :n], p[:, :n]) for n in ROWS], x, positions)
     for n, found in zip(ROWS, parts, strict=True):
         np.testing.assert_array_equal(found, whole[:, :n])
+
+
+@pytest.mark.parametrize("width", [1, 37, 64, 131, 4096])
+def test_the_first_best_is_that_of_jax(width):
+    x = np.array(normal(0, 9, 2, width))
+    x[1, 0] = np.round(x[1, 0])  # ties
+    x[2], x[3, 1], x[4, 0] = -np.inf, x[3, 1, 0], x[4, 0].max()
+    x[5, 0, width // 2] = np.inf
+    x[6, 1, :-1] = -np.inf
+    found = on(sampling.first_best, jnp.asarray(x))
+    np.testing.assert_array_equal(found, np.argmax(x, -1))
+    x[7] = np.nan
+    found = np.asarray(on(sampling.first_best, jnp.asarray(x)))
+    np.testing.assert_array_equal(found[:7], np.argmax(x[:7], -1))
+    assert np.all(found[7] == width - 1)
 
 
 def entries(seed: int, batch: int, groups: int, count: int, width: int):

@@ -25,7 +25,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 FOLDER = Path(__file__).parents[1] / "native"
 SOURCES = (FOLDER / "rows_matmul.cc", FOLDER / "attend.cc", FOLDER / "rows.cc", FOLDER / "random_bits.cc")
@@ -37,6 +37,7 @@ SYMBOLS = {
     "hsd_rms_norm": "HsdRmsNorm",
     "hsd_rope": "HsdRope",
     "hsd_random_bits": "HsdRandomBits",
+    "hsd_first_best": "HsdFirstBest",
 }
 MAX_ROWS = 128
 """Above this XLA's packed product wins."""
@@ -120,6 +121,11 @@ def rms_norm(x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float) ->
 def rope(x: Float[Array, "B N h E"], table: tuple[Array, Array]) -> Float[Array, "B N h E"]:
     """`layers.apply_rope`; a row's result is the same to the bit for any number of rows."""
     return jax.ffi.ffi_call("hsd_rope", jax.ShapeDtypeStruct(x.shape, jnp.float32))(x, *table)
+
+
+def first_best(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
+    """`sampling.first_best` in one call."""
+    return jax.ffi.ffi_call("hsd_first_best", jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32))(x)
 
 
 def random_bits_applies(keys: jax.Array) -> bool:

@@ -1,4 +1,4 @@
-// What a layer does to each row on its own: root-mean-square norm and rotary embedding.
+// What is done to each row on its own: root-mean-square norm, rotary embedding, the place of the largest number.
 //
 // XLA adds squares up in an order that depends on how many rows there are, and rounds a rotation once or twice depending
 // on what it is fused with. Here a row's result depends on the row alone.
@@ -63,3 +63,33 @@ static ffi::Error Rope(Floats4 x, Floats3 cosine, Floats3 sine, ffi::ResultBuffe
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRope, Rope,
                               ffi::Ffi::Bind().Arg<Floats4>().Arg<Floats3>().Arg<Floats3>().Ret<Floats4>());
+
+// The first place of the largest number of each row; the last place in a row of NaNs.
+static ffi::Error FirstBest(ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S32> best) {
+  int64_t rows = best->element_count(), width = rows < 1 ? 0 : x.element_count() / rows;
+  if (width < 1 && rows > 0) return ffi::Error::InvalidArgument("first_best: rows of no width");
+  for (int64_t r = 0; r < rows; r++) {
+    const float* in = x.typed_data() + r * width;
+    float top = -INFINITY;
+    int64_t i = 0;
+    if (width >= 4 * kLanes) {
+      Vec tops[4];
+      for (Vec& most : tops) most = Vec{} - INFINITY;
+      for (; i + 4 * kLanes <= width; i += 4 * kLanes)
+        for (int j = 0; j < 4; j++) {
+          Vec v = Load(in + i + j * kLanes);
+          tops[j] = v > tops[j] ? v : tops[j];
+        }
+      for (const Vec& most : tops)
+        for (int j = 0; j < kLanes; j++) top = most[j] > top ? most[j] : top;
+    }
+    for (; i < width; i++) top = in[i] > top ? in[i] : top;
+    int64_t place = 0;
+    while (place + 1 < width && in[place] != top) place++;
+    best->typed_data()[r] = static_cast<int32_t>(place);
+  }
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdFirstBest, FirstBest,
+                              ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::S32>>());
