@@ -96,9 +96,10 @@ def decode(
     """Continues prompts; with speculation the text is that of plain decoding, sooner.
 
     Every setting of the text may be one value or one per row. None compiles anything but `max_new_tokens`, once for
-    each power of two. Greedy text is the same with and without speculation. Under `accept="match"` so is sampled text
-    with the same `seed`, whatever the tree; under `"recursive"`, which accepts more, it depends on the tree too and is
-    as likely as under plain decoding. Under both, a row's text does not depend on the others.
+    each power of two, and what makes "auto" choose another rule. Greedy text is the same with and without speculation.
+    Under `accept="match"` so is sampled text with the same `seed`, whatever the tree; under "recursive", which accepts
+    more, it depends on the tree too and is as likely as under plain decoding. Under each of the two a row's text does
+    not depend on the others; "auto" looks at all rows to choose between them.
 
     Args:
       prompt: a text, token ids, or a list of either (ragged lengths are fine).
@@ -111,7 +112,8 @@ def decode(
       eos: end tokens in place of the checkpoint's; () for none.
       pad_rows: rows a plain pass is padded to (see `infer/plain.py`).
       accept: rule that judges drafts: "match", or "recursive", which is meant for sampling and drawn trees. "auto" is
-        "recursive" if every row's temperature is at least 0.3 and the drafter's trees can be drawn, else "match".
+        "recursive" if every row's temperature is at least 0.3 and the drafter's trees can be drawn, else "match"; a
+        `draw` decides by itself.
       draw: how trees choose their tokens: "arbitrary" (the likeliest), "independent" or "without_replacement" (drawn);
         None: what suits the rule. "recursive" is lossless for drawn trees only.
       reuse: what becomes of trunk states that a round did not use: "none", "sum", "mix", "union", "skip" or "skip:N",

@@ -124,6 +124,8 @@ def prepare(
     if pad_rows < 1:
         raise ValueError(f"pad_rows={pad_rows}: allowed are 1 and more")
     wanted_reuse = ReuseConfig.parse(reuse)
+    if accept not in (AUTO, *NATURAL_LAW):
+        raise ValueError(f"accept={accept!r}: allowed are {AUTO}, {', '.join(NATURAL_LAW)}")
     if accept == AUTO:
         accept = rule_for(params.drafter_config if speculate else None, tree, settings[0], draw, wanted_reuse)
     law = draw_law(accept, draw)
@@ -174,7 +176,7 @@ def prepare(
 def rule_for(
     config: AnyDrafterConfig | None,
     tree: TreeConfig,
-    temperatures: np.ndarray,
+    temperatures: Sequence[float] | np.ndarray,
     draw: str | None,
     reuse: ReuseConfig = NO_REUSE,
 ) -> str:
@@ -201,7 +203,7 @@ def draw_law(accept: str, draw: str | None) -> DrawLaw:
       ValueError: for an unknown rule or law, naming the allowed ones.
     """
     if accept not in NATURAL_LAW:
-        raise ValueError(f"accept={accept!r}: allowed are {AUTO}, {', '.join(NATURAL_LAW)}")
+        raise ValueError(f"accept={accept!r}: allowed are {', '.join(NATURAL_LAW)}")
     if draw is None:
         return NATURAL_LAW[accept]
     try:

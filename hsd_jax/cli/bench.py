@@ -117,12 +117,16 @@ def make_modes(args: argparse.Namespace, params, trees, reuses: list[str]) -> li
 
     own = params.target["embedding"].dtype.name
     modes = [Mode(f"plain {own}", params)]
-    for tree, rule, reuse in itertools.product(trees, dict.fromkeys(args.accept), dict.fromkeys(reuses)):
-        accept = rule
-        if rule == AUTO and args.tuned is not None:
-            accept = "match"
-        elif rule == AUTO:
-            accept = rule_for(params.drafter_config, tree, [args.temperature], args.draw, ReuseConfig.parse(reuse))
+
+    def resolved(rule: str, tree: Any, reuse: str) -> str:
+        if rule != AUTO:
+            return rule
+        if args.tuned is not None:  # the record was made under match
+            return "match"
+        return rule_for(params.drafter_config, tree, [args.temperature], args.draw, ReuseConfig.parse(reuse))
+
+    asked: list[tuple[Any, str, str]] = list(itertools.product(trees, args.accept, reuses))
+    for tree, accept, reuse in dict.fromkeys((tree, resolved(rule, tree, reuse), reuse) for tree, rule, reuse in asked):
         name = f"tree {tree.name}" + ("" if accept == "match" else f" {accept}")
         name += "" if reuse == "none" else f" {reuse}"
         modes.append(Mode(name, params, tree, accept=accept, draw=args.draw, reuse=reuse))

@@ -60,7 +60,13 @@ def run(args: argparse.Namespace) -> int:
         f"target {sizes[0]:.1f}M parameters, drafter {sizes[1]:.1f}M, {params.target['embedding'].dtype.name},"
         f" tree of {tree.nodes} nodes; compiling (the first time takes a while)"
     )
-    settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "tree": tree}
+    # `match`: its sampled text can be compared with that of plain decoding.
+    settings = {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "tree": tree,
+        "accept": "match",
+    }
     rows = [_one(params, prompt, settings, args.repeats, is_first=i == 0) for i, prompt in enumerate(found)]
     profile = bench.profile_mode(params, tree, found[0].text, args.max_new_tokens, args.temperature)
     from hsd_jax.cli import report

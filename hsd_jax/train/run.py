@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -81,20 +82,25 @@ def train_drafter(
         drafter.check_hidden_cache(drafter_config, f"features.cache={recipe.features.cache!r}")
     eos = end_tokens(target_dir, config)
     params = init_drafter(jax.random.key(train.seed), drafter_config)
+    is_begun, start = _has_checkpoints(out), None
     about = {"kind": "drafter", "target": drafter_config.target_hash, "files": _fingerprints(data_files)}
-    about_start = None
-    if start_dir is not None:
-        params, about_start = _start_from(start_dir, params, config, drafter_config.target_hash)
+    if is_begun and "start" in (claimed := _claimed(out)):
+        about["start"] = claimed[
+            "start"
+        ]  # where it once began does not matter any more, nor whether that is still there
+    elif start_dir is not None:
+        start = convert.read_drafter(start_dir)
+        convert.check_drafter(start[0], config, drafter_config.target_hash)
         about["start"] = _fingerprints([Path(start_dir) / convert.DRAFTER_FILE])
     claims = _claim(out, force, recipe, **about)
     report(about_rows)
     _describe(report, "drafter", params, rows, train)
-    if about_start:
-        report(about_start)
     hot_ids = None
     if drafter_config.hot_tokens is not None:
-        is_begun = _has_checkpoints(out)
         hot_ids = hot_vocabulary.of_run(out, is_begun, rows.tokens[rows.mask], drafter_config, eos, report)
+    if start is not None:
+        params, fresh = _started(params, start[1], hot_ids)
+        report(f"starting from {start_dir}; fresh: {', '.join(fresh) or 'nothing'}")
     shardings, place = _placement(mesh, train, drafter_config)
     if mesh is not None:
         frozen = jax.device_put(frozen, sharding.weight_shardings(mesh, frozen, config.num_heads, config.num_kv_heads))
@@ -267,15 +273,18 @@ def _save(
     replace_folder(folder, write)
 
 
-def _start_from(folder: str | Path, fresh: Any, config: ModelConfig, target_hash: str) -> tuple[Any, str]:
-    """Fresh weights with those of a trained drafter in place of all that have its names and shapes, and an account.
+def _started(fresh: Any, trained: Any, hot_ids: jax.Array | None) -> tuple[Any, list[str]]:
+    """Fresh weights, a trained drafter's in place of all that have its names and shapes; and the names of the others.
 
-    Raises:
-      FileNotFoundError: if there is no drafter in `folder`.
-      ValueError: if it is another target's, or none of its weights fit.
+    Rows of the injector's bias follow the tokens they are for; a token the trained drafter never drafted has zeros.
     """
-    start_config, trained = convert.read_drafter(folder)
-    convert.check_drafter(start_config, config, target_hash)
+    if "injector" in trained and "injector" in fresh:
+        bias = trained["injector"]["bias"]
+        if "hot_ids" in trained:
+            num_tokens = trained["injector"]["previous"].shape[0]
+            bias = jnp.zeros((num_tokens, bias.shape[1])).at[trained["hot_ids"]].set(bias)
+        bias = bias if hot_ids is None else bias[hot_ids]
+        trained = {**trained, "injector": {**trained["injector"], "bias": bias}}
     found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trained)}
     left = []
 
@@ -286,11 +295,15 @@ def _start_from(folder: str | Path, fresh: Any, config: ModelConfig, target_hash
         left.append(name)
         return leaf
 
-    params = jax.tree_util.tree_map_with_path(take, fresh)
-    count = len(jax.tree.leaves(fresh))
-    if len(left) == count:
-        raise ValueError(f"{folder}: none of its weights has the name and shape of one of this recipe's drafter")
-    return params, f"starting from {folder}: {count - len(left)} of {count} weights; fresh: {', '.join(left) or 'none'}"
+    return jax.tree_util.tree_map_with_path(take, fresh), left
+
+
+def _claimed(out: Path) -> dict[str, Any]:
+    """What `_claim` wrote into the folder of a run; nothing where it wrote nothing that can be read."""
+    try:
+        return dict(json.loads((out / RECIPE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _has_checkpoints(out: Path) -> bool:
