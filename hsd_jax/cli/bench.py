@@ -7,7 +7,6 @@ shown by `cli/report.py`. Read next: `infer/metrics.py` for the stages.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 from pathlib import Path
@@ -125,8 +124,8 @@ def make_modes(args: argparse.Namespace, params, trees, reuses: list[str]) -> li
             return "match"
         return rule_for(params.drafter_config, tree, [args.temperature], args.draw, ReuseConfig.parse(reuse))
 
-    asked: list[tuple[Any, str, str]] = list(itertools.product(trees, args.accept, reuses))
-    for tree, accept, reuse in dict.fromkeys((tree, resolved(rule, tree, reuse), reuse) for tree, rule, reuse in asked):
+    asked = ((tree, resolved(rule, tree, form), form) for tree in trees for rule in args.accept for form in reuses)
+    for tree, accept, reuse in dict.fromkeys(asked):
         name = f"tree {tree.name}" + ("" if accept == "match" else f" {accept}")
         name += "" if reuse == "none" else f" {reuse}"
         modes.append(Mode(name, params, tree, accept=accept, draw=args.draw, reuse=reuse))
