@@ -271,7 +271,7 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard
     run.train_drafter(*args, report=lines.append)  # it has begun: where from does not matter any more
     assert not any("starting from" in line for line in lines)
     fresh = init_drafter(jax.random.key(0), dataclasses.replace(config, hot_tokens=3))
-    begun, left = run._started(fresh, given, jnp.array([1, 7, 9]))
+    begun, _ = run._started(fresh, given, jnp.array([1, 7, 9]))
     np.testing.assert_array_equal(begun["injector"]["bias"], given["injector"]["bias"][np.array([1, 7, 9])])
     hot = {**given, "hot_ids": jnp.array([1, 7, 9]), "injector": begun["injector"]}
     again, _ = run._started(fresh, hot, jnp.array([2, 7, 9]))
