@@ -62,7 +62,7 @@ def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
     texts = evaluate.write_texts(params, PROMPTS, seed=5, batch=2, **options)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     found = evaluate.simulate(*models, texts, TREE, temperature)
-    out = hsd_jax.decode(params, PROMPTS, seed=[5, 6, 7, 8], tree=TREE, **options)
+    out = hsd_jax.decode(params, PROMPTS, seed=[5, 6, 7, 8], tree=TREE, accept="match", **options)
     assert found["tau"] == pytest.approx(out.stats.tau)
     reached = np.cumsum(out.stats.accepted_histogram[::-1])[::-1]
     np.testing.assert_allclose(found["acceptance"], reached[1:] / np.maximum(reached[:-1], 1))
@@ -85,7 +85,7 @@ def test_simulated_tau_with_reuse_is_that_of_decoding(form, temperature):
     tree = TreeConfig(nodes=6, depth=2, width=2) if form == "ahead" else TREE
     drafts = [(tree, ReuseConfig.parse(form)), (tree, ReuseConfig())]
     (found, without), _ = evaluate.fates(*models, texts, drafts, temperature)
-    out = hsd_jax.decode(params, prompts, seed=[5, 6, 7], tree=tree, reuse=form, **options)
+    out = hsd_jax.decode(params, prompts, seed=[5, 6, 7], tree=tree, reuse=form, accept="match", **options)
     assert found.histogram == tuple(out.stats.accepted_histogram.tolist())
     assert [len(runs) for runs in found.trunk_runs] == out.stats.per_row.num_target_passes.tolist()
     assert found.tau == pytest.approx(out.stats.tau)

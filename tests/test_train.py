@@ -27,7 +27,7 @@ import hsd_jax
 from hsd_jax import checkpoint, sharding
 from hsd_jax.models import convert
 from hsd_jax.models.hidden import init_drafter
-from hsd_jax.train import data, drafter, journal, loop, run, target
+from hsd_jax.train import data, drafter, journal, loop, run, target, trained
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -271,13 +271,13 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard
     run.train_drafter(*args, report=lines.append)  # it has begun: where from does not matter any more
     assert not any("starting from" in line for line in lines)
     fresh = init_drafter(jax.random.key(0), dataclasses.replace(config, hot_tokens=3))
-    begun, _ = run._started(fresh, given, jnp.array([1, 7, 9]))
+    begun, _ = trained.started_from(fresh, given, jnp.array([1, 7, 9]))
     np.testing.assert_array_equal(begun["injector"]["bias"], given["injector"]["bias"][np.array([1, 7, 9])])
     hot = {**given, "hot_ids": jnp.array([1, 7, 9]), "injector": begun["injector"]}
-    again, _ = run._started(fresh, hot, jnp.array([2, 7, 9]))
+    again, _ = trained.started_from(fresh, hot, jnp.array([2, 7, 9]))
     rows = [np.zeros(4), *given["injector"]["bias"][np.array([7, 9])]]
     np.testing.assert_array_equal(again["injector"]["bias"], rows)
-    with pytest.raises(FileNotFoundError, match="drafter_config.json"):
+    with pytest.raises(FileNotFoundError, match=r"drafter_config\.json"):
         run.train_drafter(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path)
     config, weights = convert.read_drafter(start)
     convert.save_drafter(tmp_path / "strange", dataclasses.replace(config, target_hash="0" * 64), weights)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -34,6 +33,7 @@ from hsd_jax.train.curves import draw_curves
 from hsd_jax.train.journal import Journal
 from hsd_jax.train.loop import Judge, LoopConfig, fit
 from hsd_jax.train.tokenizer import train_tokenizer
+from hsd_jax.train.trained import started_from
 
 RECIPE = "recipe.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -99,7 +99,7 @@ def train_drafter(
     if drafter_config.hot_tokens is not None:
         hot_ids = hot_vocabulary.of_run(out, is_begun, rows.tokens[rows.mask], drafter_config, eos, report)
     if start is not None:
-        params, fresh = _started(params, start[1], hot_ids)
+        params, fresh = started_from(params, start[1], hot_ids)
         report(f"starting from {start_dir}; fresh: {', '.join(fresh) or 'nothing'}")
     shardings, place = _placement(mesh, train, drafter_config)
     if mesh is not None:
@@ -271,31 +271,6 @@ def _save(
             write_json(new / "judged.json", judged)
 
     replace_folder(folder, write)
-
-
-def _started(fresh: Any, trained: Any, hot_ids: jax.Array | None) -> tuple[Any, list[str]]:
-    """Fresh weights, a trained drafter's in place of all that have its names and shapes; and the names of the others.
-
-    Rows of the injector's bias follow the tokens they are for; a token the trained drafter never drafted has zeros.
-    """
-    if "injector" in trained and "injector" in fresh:
-        bias = trained["injector"]["bias"]
-        if "hot_ids" in trained:
-            num_tokens = trained["injector"]["previous"].shape[0]
-            bias = jnp.zeros((num_tokens, bias.shape[1])).at[trained["hot_ids"]].set(bias)
-        bias = bias if hot_ids is None else bias[hot_ids]
-        trained = {**trained, "injector": {**trained["injector"], "bias": bias}}
-    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trained)}
-    left = []
-
-    def take(path, leaf):
-        name = jax.tree_util.keystr(path)
-        if name in found and found[name].shape == leaf.shape:
-            return found[name]
-        left.append(name)
-        return leaf
-
-    return jax.tree_util.tree_map_with_path(take, fresh), left
 
 
 def _claimed(out: Path) -> dict[str, Any]:

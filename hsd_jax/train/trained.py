@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax.config import DrafterConfig, ModelConfig
@@ -79,3 +81,28 @@ def read_split(
         raise ValueError(f"the data fill one row of {ROW} tokens: at least two are needed, one to judge by")
     count = max(1, len(tokens) // 10)
     return Text(tokens[:-count], mask[:-count]), Text(tokens[-count:], mask[-count:])
+
+
+def started_from(fresh: Weights, trained: Weights, hot_ids: jax.Array | None) -> tuple[Weights, list[str]]:
+    """Fresh weights, a trained drafter's in place of all that have its names and shapes; and the names of the others.
+
+    Rows of the injector's bias follow the tokens they are for; a token the trained drafter never drafted has zeros.
+    """
+    if "injector" in trained and "injector" in fresh:
+        bias = trained["injector"]["bias"]
+        if "hot_ids" in trained:
+            num_tokens = trained["injector"]["previous"].shape[0]
+            bias = jnp.zeros((num_tokens, bias.shape[1])).at[trained["hot_ids"]].set(bias)
+        bias = bias if hot_ids is None else bias[hot_ids]
+        trained = {**trained, "injector": {**trained["injector"], "bias": bias}}
+    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trained)}
+    left = []
+
+    def take(path, leaf):
+        name = jax.tree_util.keystr(path)
+        if name in found and found[name].shape == leaf.shape:
+            return found[name]
+        left.append(name)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(take, fresh), left
