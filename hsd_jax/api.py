@@ -107,7 +107,8 @@ def decode(
       temperature: 0 is greedy.
       top_k, top_p: None switches the filter off.
       seed: row i of a batch uses seed + i, or give a list.
-      tree: shape of the draft tree; None: `params.tree`.
+      tree: shape of the draft tree; None: `params.tree`, but where "auto" chooses "recursive" and `params.tree` was
+        nobody's choice, a chain of 4.
       speculate: False decodes plainly.
       eos: end tokens in place of the checkpoint's; () for none.
       pad_rows: rows a plain pass is padded to (see `infer/plain.py`).

@@ -32,7 +32,7 @@ from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.params import Params
+from hsd_jax.params import Params, default_tree, warm_tree
 from hsd_jax.types import NO_TOKEN, DecodeState, DrawLaw, Limits, SamplingParams
 
 FIRST_CAPACITY = 320
@@ -118,6 +118,7 @@ def prepare(
             )
     seeds = _seeds(seed, batch)
     speculate = speculate and params.drafter is not None
+    is_default = tree is None and params.tree == default_tree(params.drafter_config)
     tree = params.tree if tree is None else tree
     if not isinstance(tree, TreeConfig):
         raise ValueError(f"tree={tree!r}: expected a hsd_jax.TreeConfig")
@@ -128,6 +129,8 @@ def prepare(
         raise ValueError(f"accept={accept!r}: allowed are {AUTO}, {', '.join(NATURAL_LAW)}")
     if accept == AUTO:
         accept = rule_for(params.drafter_config if speculate else None, tree, settings[0], draw, wanted_reuse)
+        if is_default and draw is None and accept == "recursive":
+            tree = warm_tree(params.drafter_config)
     law = draw_law(accept, draw)
     decoder = _decoder(
         params.target_config,

@@ -213,6 +213,13 @@ def test_the_rule_that_auto_chooses(temperatures, draw, reuse, tree, wanted):
     assert rule_for(None, *how) == (wanted if draw else "match")
 
 
+def test_a_warm_call_drafts_a_short_chain_unless_a_tree_is_asked_for(folders):
+    params = hsd_jax.load(target=folders / "ids", drafter=folders / "drafter")
+    depth = lambda **how: len(hsd_jax.decode(params, ONE, 4, **how).stats.accepted_histogram) - 1  # noqa: E731
+    assert depth(temperature=1.0) == min(3, params.tree.depth) < depth(temperature=0.0) == params.tree.depth
+    assert depth(temperature=1.0, tree=params.tree) == depth(temperature=1.0, accept="match") == params.tree.depth
+
+
 def test_sampled_text_is_that_of_the_rule_auto_chooses(params):
     settings = {"max_new_tokens": 16, "seed": 3}
     drawn, matched, plain = (

@@ -172,6 +172,11 @@ def load_params(args: argparse.Namespace, dtype: str | None = None) -> Any:
     )
 
 
+def asks_for_tree(args: argparse.Namespace) -> bool:
+    """Whether any of --nodes, --depth and --width was given."""
+    return any(value is not None for value in (args.nodes, args.depth, args.width))
+
+
 def tree_of(args: argparse.Namespace, params) -> Any:
     """The tree of --nodes, --depth and --width; what is not given comes from the drafter's own tree."""
     from hsd_jax.config import TreeConfig

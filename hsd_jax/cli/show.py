@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     text = None if args.prompt is None else generate.read_prompt(args.prompt)
     from hsd_jax import demo
     from hsd_jax.config import ReuseConfig
+    from hsd_jax.params import warm_tree
     from hsd_jax.request import AUTO, rule_for
 
     params = options.load_params(args)
@@ -120,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     if settings["accept"] == AUTO:
         how = [args.temperature], args.draw, ReuseConfig.parse(settings["reuse"])
         settings["accept"] = rule_for(params.drafter_config, settings["tree"], *how)
+        if settings["accept"] == "recursive" and args.draw is None and not options.asks_for_tree(args):
+            settings["tree"] = warm_tree(params.drafter_config)
     page = make_page(params, prompt, settings, args.command_line)
     for path in files:
         if path.suffix.lower() == ".png":
