@@ -128,24 +128,23 @@ def plot(record: dict[str, Any], path: Path) -> None:
     for place, method in enumerate(methods):
         rows = [next(r for r in found if r["method"] == method) for _, found in settings]
         offsets = [i + (place - (len(methods) - 1) / 2) * height for i in range(len(rows))]
-        speed.barh(offsets, [r["tokens_per_second"]["median"] for r in rows], height=height, label=method)
+        medians = [r["tokens_per_second"]["median"] for r in rows]
+        speed.barh(offsets, medians, height=height, color=f"C{place}", label=method)
     speed.set_yticks(range(len(settings)), [_title(setting) for setting, _ in settings])
     speed.invert_yaxis()
     speed.set(title="Speed", xlabel="tokens/s (median)")
-    speed.legend(fontsize=7)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=min(6, len(methods)))
     (_, last) = settings[-1]
     for row in last:
         if row["kind"] == "speculative":
-            acceptance = row["conditional_acceptance"]
-            depth.plot(range(1, len(acceptance) + 1), acceptance, marker="o", label=row["method"])
-            nodes.plot(row["tree"]["nodes"], row["tokens_per_second"]["median"], "o", label=row["method"])
-            nodes.annotate(row["method"], (row["tree"]["nodes"], row["tokens_per_second"]["median"]), fontsize=7)
+            acceptance, color = row["conditional_acceptance"], f"C{methods.index(row['method'])}"
+            depth.plot(range(1, len(acceptance) + 1), acceptance, marker="o", color=color)
+            nodes.plot(row["tree"]["nodes"], row["tokens_per_second"]["median"], "o", color=color)
     depth.set(
         title=f"Acceptance by depth: {_title(settings[-1][0])}",
         xlabel="depth",
         ylabel="P(accepted | reached)",
         ylim=(0, 1),
     )
-    depth.legend(fontsize=7)
     nodes.set(title="Speed against nodes, root included", xlabel="nodes", ylabel="tokens/s")
     report.save_figure(figure, path)
