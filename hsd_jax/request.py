@@ -118,8 +118,7 @@ def prepare(
             )
     seeds = _seeds(seed, batch)
     speculate = speculate and params.drafter is not None
-    is_default = tree is None and params.tree == default_tree(params.drafter_config)
-    tree = params.tree if tree is None else tree
+    wanted_tree, tree = tree, params.tree if tree is None else tree
     if not isinstance(tree, TreeConfig):
         raise ValueError(f"tree={tree!r}: expected a hsd_jax.TreeConfig")
     if pad_rows < 1:
@@ -128,9 +127,7 @@ def prepare(
     if accept not in (AUTO, *NATURAL_LAW):
         raise ValueError(f"accept={accept!r}: allowed are {AUTO}, {', '.join(NATURAL_LAW)}")
     if accept == AUTO:
-        accept = rule_for(params.drafter_config if speculate else None, tree, settings[0], draw, wanted_reuse)
-        if is_default and draw is None and accept == "recursive":
-            tree = warm_tree(params.drafter_config)
+        accept, tree = rule_and_tree(params, wanted_tree, settings[0], draw, wanted_reuse)
     law = draw_law(accept, draw)
     decoder = _decoder(
         params.target_config,
@@ -174,6 +171,26 @@ def prepare(
     jax.block_until_ready(state.length)
     seconds = time.perf_counter() - start
     return Request(decoder, models, sampling, limits, state, prompts, length[:batch].copy(), seconds)
+
+
+def rule_and_tree(
+    params: Params,
+    tree: TreeConfig | None,
+    temperatures: Sequence[float] | np.ndarray,
+    draw: str | None,
+    reuse: ReuseConfig,
+) -> tuple[str, TreeConfig]:
+    """What `accept="auto"` makes of a call: the rule of `rule_for`, and the tree, a short one where nobody chose one.
+
+    Args:
+      tree: what the caller asked for; None: `params.tree`.
+    """
+    chosen = params.tree if tree is None else tree
+    rule = rule_for(params.drafter_config, chosen, temperatures, draw, reuse)
+    is_default = tree is None and params.tree == default_tree(params.drafter_config)
+    if is_default and draw is None and rule == "recursive":
+        chosen = warm_tree(params.drafter_config)
+    return rule, chosen
 
 
 def rule_for(

@@ -116,15 +116,14 @@ def make_modes(args: argparse.Namespace, params, trees, reuses: list[str]) -> li
 
     own = params.target["embedding"].dtype.name
     modes = [Mode(f"plain {own}", params)]
+    rules = args.accept if args.tuned is None else ["match"]  # which the record was made under
 
     def resolved(rule: str, tree: Any, reuse: str) -> str:
         if rule != AUTO:
             return rule
-        if args.tuned is not None:  # the record was made under match
-            return "match"
         return rule_for(params.drafter_config, tree, [args.temperature], args.draw, ReuseConfig.parse(reuse))
 
-    asked = ((tree, resolved(rule, tree, form), form) for tree in trees for rule in args.accept for form in reuses)
+    asked = ((tree, resolved(rule, tree, form), form) for tree in trees for rule in rules for form in reuses)
     for tree, accept, reuse in dict.fromkeys(asked):
         name = f"tree {tree.name}" + ("" if accept == "match" else f" {accept}")
         name += "" if reuse == "none" else f" {reuse}"

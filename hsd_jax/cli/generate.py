@@ -80,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
         tuned.settings
         if tuned is not None
         else {
-            "tree": options.tree_of(args, params) if options.asks_for_tree(args) else None,
+            "tree": options.tree_of(args, params)
+            if params.drafter is not None and options.asks_for_tree(args)
+            else None,
             "speculate": not args.no_speculate,
         }
     )

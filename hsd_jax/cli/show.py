@@ -110,8 +110,7 @@ def run(args: argparse.Namespace) -> int:
     text = None if args.prompt is None else generate.read_prompt(args.prompt)
     from hsd_jax import demo
     from hsd_jax.config import ReuseConfig
-    from hsd_jax.params import warm_tree
-    from hsd_jax.request import AUTO, rule_for
+    from hsd_jax.request import AUTO, rule_and_tree
 
     params = options.load_params(args)
     if params.drafter is None:
@@ -119,10 +118,9 @@ def run(args: argparse.Namespace) -> int:
     prompt = demo.read_prompts()[0].text if text is None else generate.encode_prompt(params, text, args)
     settings = generate.text_settings(args) | {"tree": options.tree_of(args, params)}
     if settings["accept"] == AUTO:
+        tree = settings["tree"] if options.asks_for_tree(args) else None
         how = [args.temperature], args.draw, ReuseConfig.parse(settings["reuse"])
-        settings["accept"] = rule_for(params.drafter_config, settings["tree"], *how)
-        if settings["accept"] == "recursive" and args.draw is None and not options.asks_for_tree(args):
-            settings["tree"] = warm_tree(params.drafter_config)
+        settings["accept"], settings["tree"] = rule_and_tree(params, tree, *how)
     page = make_page(params, prompt, settings, args.command_line)
     for path in files:
         if path.suffix.lower() == ".png":

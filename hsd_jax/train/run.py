@@ -81,18 +81,17 @@ def train_drafter(
     if recipe.features.cache is not None:
         drafter.check_hidden_cache(drafter_config, f"features.cache={recipe.features.cache!r}")
     eos = end_tokens(target_dir, config)
-    params = init_drafter(jax.random.key(train.seed), drafter_config)
     is_begun, start = _has_checkpoints(out), None
     about = {"kind": "drafter", "target": drafter_config.target_hash, "files": _fingerprints(data_files)}
     if is_begun and "start" in (claimed := _claimed(out)):
-        about["start"] = claimed[
-            "start"
-        ]  # where it once began does not matter any more, nor whether that is still there
+        # Where it once began does not matter any more, nor whether that is still there.
+        about["start"] = claimed["start"]
     elif start_dir is not None:
         start = convert.read_drafter(start_dir)
         convert.check_drafter(start[0], config, drafter_config.target_hash)
         about["start"] = _fingerprints([Path(start_dir) / convert.DRAFTER_FILE])
     claims = _claim(out, force, recipe, **about)
+    params = init_drafter(jax.random.key(train.seed), drafter_config)
     report(about_rows)
     _describe(report, "drafter", params, rows, train)
     hot_ids = None

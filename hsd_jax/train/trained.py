@@ -15,6 +15,7 @@ import numpy as np
 
 from hsd_jax.config import DrafterConfig, ModelConfig
 from hsd_jax.models import convert
+from hsd_jax.models.hot import to_columns
 from hsd_jax.train.data import DataConfig, read_rows
 from hsd_jax.types import Weights
 
@@ -89,11 +90,9 @@ def started_from(fresh: Weights, trained: Weights, hot_ids: jax.Array | None) ->
     Rows of the injector's bias follow the tokens they are for; a token the trained drafter never drafted has zeros.
     """
     if "injector" in trained and "injector" in fresh:
-        bias = trained["injector"]["bias"]
-        if "hot_ids" in trained:
-            num_tokens = trained["injector"]["previous"].shape[0]
-            bias = jnp.zeros((num_tokens, bias.shape[1])).at[trained["hot_ids"]].set(bias)
-        bias = bias if hot_ids is None else bias[hot_ids]
+        tokens = jnp.arange(len(trained["injector"]["previous"])) if hot_ids is None else hot_ids
+        columns, is_known = to_columns(trained.get("hot_ids"), tokens)
+        bias = jnp.where(is_known[:, None], trained["injector"]["bias"][columns], 0.0)
         trained = {**trained, "injector": {**trained["injector"], "bias": bias}}
     found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trained)}
     left = []
