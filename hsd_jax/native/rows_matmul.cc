@@ -41,11 +41,11 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
     for (int64_t first = 0; first < o; first += rows)
       shards.push_back({static_cast<int>(i), first, first + rows < o ? first + rows : o});
   }
-  std::vector<float> paired(any_bf16 ? n * k : 0);
+  Aligned paired(any_bf16 ? n * k : 0);
   if (any_bf16) Deinterleave(x.typed_data(), n, k, paired.data());
   int count = static_cast<int>(shards.size());
   auto work = [rows = x.typed_data(), n, k, paired = std::move(paired), products = std::move(products),
-               shards = std::move(shards)](int i) {
+               shards = std::move(shards)](int i) mutable {
     const Shard& s = shards[i];
     const Product& p = products[s.product];
     if (p.is_bf16)

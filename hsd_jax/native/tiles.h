@@ -36,6 +36,20 @@ typedef uint32_t Word __attribute__((vector_size(kLanes * 4)));
 // of a float: the low halves come first, then the high ones, so the rows must stand in that order too (`Deinterleave`).
 constexpr int kPair = 2 * kLanes;
 
+// Numbers from the start of a cache line on. A vector that lies in two lines is loaded twice, and 8 rows of 1,408 numbers
+// took 1.4 times as long.
+class Aligned {
+ public:
+  explicit Aligned(int64_t n) : all_(n + 16) {}
+  float* data() {
+    auto at = reinterpret_cast<uintptr_t>(all_.data());
+    return all_.data() + (-at % 64) / sizeof(float);
+  }
+
+ private:
+  std::vector<float> all_;
+};
+
 static inline Vec Load(const float* p) {
   Vec v;
   std::memcpy(&v, p, sizeof(v));
@@ -139,8 +153,8 @@ __attribute__((noinline)) static void Tile(const float* x, const W* w, const W* 
     Vec wv[kO];
 #pragma GCC unroll 16
     for (int a = 0; a < kO; a++) {
-      __builtin_prefetch(next + a * k + i);
-      if (kPair * sizeof(W) > 64) __builtin_prefetch(next + a * k + i + kLanes);
+      __builtin_prefetch(next + a * k + i, 0, 2);
+      if (kPair * sizeof(W) > 64) __builtin_prefetch(next + a * k + i + kLanes, 0, 2);
     }
 #pragma GCC unroll 16
     for (int a = 0; a < kO; a++) wv[a] = First(w + a * k + i), Hold(wv[a]);
