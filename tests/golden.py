@@ -68,7 +68,7 @@ def draft(tokens: list[int], noise: np.ndarray | None = None) -> dict[str, float
     """The first round's tree: the tokens of each path, as text, and its log-probability under the drafter.
 
     Args:
-      noise: added to the base logits [D, V] before the tree is grown.
+      noise: added to the base logits [D, hot V] before the tree is grown.
     """
     request = prepare(params(), tokens, NEW_TOKENS, 0.0, None, None, 0, None, True, (), 1)
     root, position = jnp.asarray([tokens[-1]]), jnp.asarray([len(tokens) - 1])
@@ -88,15 +88,17 @@ def _drafted(models, state, root, noise, *rest):
     p, weights = params(), models["drafter"]
     states, _ = trunk_states(models, p.target_config, p.drafter_config, p.tree.depth, state)
     base = base_logits(weights, p.drafter_config, models["target"], p.target_config, states)
+    vocab, hot_ids = p.target_config.vocab_size, weights.get("hot_ids")
     if noise is None:
         tree, _ = hidden_drafter(p.target_config, p.drafter_config, p.tree).draft(models, state, root, *rest)
     else:
         bias = functools.partial(token_info, weights, p.drafter_config)
         position, keys, sampling = rest
-        law, vocab = DrawLaw.ARBITRARY, p.target_config.vocab_size
-        tree = grow_tree(base + noise, bias, root, p.tree, law, keys, position, sampling, None, vocab)
+        tree = grow_tree(base + noise, bias, root, p.tree, DrawLaw.ARBITRARY, keys, position, sampling, hot_ids, vocab)
     level = jnp.minimum(tree.depth[0], p.tree.depth - 1)  # a leaf at the bottom has no law
-    return tree, jax.nn.log_softmax(base[0, level] + token_info(weights, p.drafter_config, tree.tokens)[0])
+    logp = jax.nn.log_softmax(base[0, level] + token_info(weights, p.drafter_config, tree.tokens)[0])
+    drafted = jnp.arange(vocab) if hot_ids is None else hot_ids
+    return tree, jnp.full((len(logp), vocab), -jnp.inf).at[:, drafted].set(logp)
 
 
 def has_near_tie(tokens: list[int], text: list[int]) -> bool:
@@ -104,7 +106,7 @@ def has_near_tie(tokens: list[int], text: list[int]) -> bool:
     best = np.sort(target_logits([*tokens, *text])[len(tokens) - 1 : -1], -1)
     if (best[:, -1] - best[:, -2]).min() < NEAR_TIE:
         return True
-    rng, shape = np.random.default_rng(0), (params().tree.depth, params().target_config.vocab_size)
+    rng, shape = np.random.default_rng(0), (params().tree.depth, params().drafter_config.draft_vocab_size)
     noises = [rng.uniform(-NEAR_TIE / 2, NEAR_TIE / 2, shape).astype(np.float32) for _ in range(8)]
     return any(draft(tokens, noise).keys() != draft(tokens).keys() for noise in noises)
 
