@@ -136,6 +136,7 @@ class DrafterConfig:
     num_steps: int = 6
     """Trunk states per round K, as trained; a tree may be shallower, never deeper."""
     rank: int = 128
+    """Of the token-info factors; 0: the drafter has none."""
     committed_embeddings: bool = True
     """Embeddings of committed tokens beside the target's features (methods.md, A1)."""
     norm_eps: float = 1e-5

@@ -214,6 +214,22 @@ def test_without_token_information_the_logits_are_the_base_logits():
     np.testing.assert_array_equal(tree.parents, shifted.parents)
 
 
+def test_a_drafter_of_rank_0_drafts_as_one_whose_token_information_is_zero():
+    setup = toy.setup("llama", "beam")
+    config = dataclasses.replace(setup.drafter_config, rank=0)
+    models, state, root, position = mid_state()
+    injector = models["drafter"]["injector"]
+    models = change(models, injector=injector | {"bias": jnp.zeros_like(injector["bias"])})
+    wanted, _ = jitted_draft()(models, state.drafter, root, position)
+    bare = {name: part for name, part in models["drafter"].items() if name != "injector"}
+    assert bare.keys() == init_drafter(jax.random.key(0), config).keys()
+    draft = hidden_drafter(setup.config, config, toy.TREES["beam"]).draft
+    _, _, keys, _, sampling = toy.mixed_call().arrays()
+    found, _ = jax.jit(lambda *a: draft(*a, keys, sampling))(models | {"drafter": bare}, state.drafter, root, position)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_array_equal(found.parents, wanted.parents)
+
+
 def test_base_logits_go_through_the_target_head():
     """With an output norm of ones they are the target's own logits of the normalised state."""
     setup = toy.setup("llama", "beam")

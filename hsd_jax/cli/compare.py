@@ -16,6 +16,7 @@ from typing import Any
 
 from hsd_jax.cli import options, prompts
 from hsd_jax.cli.quality import held_out_bits_per_byte, model_record, repeated_4gram_share
+from hsd_jax.config import HIDDEN
 from hsd_jax.machine import hardware
 from hsd_jax.measure import Mode, Runs, mode_record, speedup, time_modes
 
@@ -198,7 +199,9 @@ def without_token_info(params):
     import jax.numpy as jnp
 
     if "injector" not in params.drafter:
-        raise ValueError(f"token_info is of hidden-state drafters, and this one is {params.drafter_config.kind}")
+        config = params.drafter_config
+        has_none = "was trained without (rank 0)" if config.kind == HIDDEN else f"is of kind {config.kind}"
+        raise ValueError(f"token_info: false takes a hidden-state drafter's token information away; this one {has_none}")
     injector = params.drafter["injector"]
     drafter = params.drafter | {"injector": injector | {"bias": jnp.zeros_like(injector["bias"])}}
     return dataclasses.replace(params, drafter=drafter)

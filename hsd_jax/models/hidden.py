@@ -261,8 +261,11 @@ def base_logits(
 def token_info(weights: Weights, config: DrafterConfig, previous: Int[Array, "..."]) -> Float[Array, "... V"]:
     """The bias of the previous token: RMSNorm(W1[previous]) . W2; zero at initialisation (methods.md 1.5, 3).
 
-    `previous` may be any token, cold ones too; V are the tokens that may be drafted (methods.md, A10).
+    `previous` may be any token, cold ones too; V are the tokens that may be drafted (methods.md, A10). A drafter of rank
+    0 was trained without token information.
     """
+    if config.rank == 0:
+        return jnp.zeros((*previous.shape, config.draft_vocab_size))
     row = weights["injector"]["previous"][previous]
     row = rms_norm(row, weights["injector"]["norm"].astype(jnp.float32), config.norm_eps)
     return matmul(row, weights["injector"]["bias"])
@@ -308,7 +311,7 @@ def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
     weights["trunk"] = Trunk(config).init(trunk_key, state, state, one, mask, None, None)["params"]
     if config.has_mix:
         weights["mix"] = no_mix(config.num_steps)
-    if config.kind == HIDDEN:
+    if config.kind == HIDDEN and config.rank > 0:
         weights["injector"] = {
             "previous": jax.random.normal(table_key, (config.vocab_size, config.rank)),
             "norm": jnp.ones(config.rank),

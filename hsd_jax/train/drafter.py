@@ -54,7 +54,7 @@ class DrafterModel:
     num_steps: int = 6
     """Depths the trunk is trained for (K); a tree may be shallower, never deeper."""
     rank: int = 128
-    """Of the token-info factors."""
+    """Of the token-info factors; 0 for none, to see what they are worth."""
     committed_embeddings: bool = True
     feature_layers: tuple[int, ...] | str = ()
     """Layers of the target, from 0, behind which the trunk reads; low_mid_high for 2, L // 2 and L - 3; empty for the
@@ -64,7 +64,7 @@ class DrafterModel:
     of it. Meant for text the target wrote; the share of its tokens that are hot is printed."""
 
     def __post_init__(self):
-        at_least("model", self, num_layers=1, num_steps=1, rank=1)
+        at_least("model", self, num_layers=1, num_steps=1, rank=0)
         if self.hot_vocab is not None and not 0 < self.hot_vocab < 1:
             raise ValueError(f"model.hot_vocab={self.hot_vocab}: allowed is 0 < hot_vocab < 1, and null for all tokens")
         DrafterConfig.check_kind(self, "model")
