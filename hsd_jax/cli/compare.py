@@ -201,7 +201,7 @@ def without_token_info(params):
     if "injector" not in params.drafter:
         config = params.drafter_config
         has_none = "was trained without (rank 0)" if config.kind == HIDDEN else f"is of kind {config.kind}"
-        raise ValueError(f"token_info: false takes a hidden-state drafter's token information away; this one {has_none}")
+        raise ValueError(f"token_info: false takes token information from a hidden-state drafter; this one {has_none}")
     injector = params.drafter["injector"]
     drafter = params.drafter | {"injector": injector | {"bias": jnp.zeros_like(injector["bias"])}}
     return dataclasses.replace(params, drafter=drafter)

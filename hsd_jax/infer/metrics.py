@@ -191,8 +191,8 @@ def profile_round(
     timers: dict[str, Callable[[], float]] = {"whole": whole}
     stages = _stages(models, config, drafter_config, tree, sampling, limits, state, accept, law)
     for name, (run, inputs) in stages.items():
-        timers[name] = _timer(run, models, inputs, iterations, precision, use_native)
-    return RoundProfile(**{"head": 0.0, "tree": 0.0, **_medians(timers, repeats)})
+        timers[name] = loop_timer(run, models, inputs, iterations, precision, use_native)
+    return RoundProfile(**{"head": 0.0, "tree": 0.0, **interleaved_medians(timers, repeats)})
 
 
 def trunk_seconds(
@@ -222,16 +222,16 @@ def trunk_seconds(
             cache = dataclasses.replace(cache, length=inputs.cache.length)
             return logits, dataclasses.replace(inputs, cache=cache)
 
-        return _timer(run, models, state, iterations, precision, use_native)
+        return loop_timer(run, models, state, iterations, precision, use_native)
 
-    medians = _medians({str(count): of(count) for count in num_states}, repeats)
+    medians = interleaved_medians({str(count): of(count) for count in num_states}, repeats)
     return [medians[str(count)] for count in num_states]
 
 
-def _timer(
+def loop_timer(
     run: Callable, models: dict, inputs: Any, iterations: int, precision: str | None, use_native: bool
 ) -> Callable[[], float]:
-    """Times `run(models, inputs) -> outputs, inputs` in seconds; the first call compiles."""
+    """Times `run(models, inputs) -> outputs, inputs` in seconds, in a compiled loop; the first call compiles."""
     repeated = jax.jit(_repeated(run, iterations, precision, use_native))
     zero = jnp.zeros((), jnp.float32)
 
@@ -243,7 +243,7 @@ def _timer(
     return timed
 
 
-def _medians(timers: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+def interleaved_medians(timers: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
     """The median of `repeats` timings of each, after one that compiles.
 
     Interleaved, so that a change of the machine's pace meets all alike.

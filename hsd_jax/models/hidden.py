@@ -261,8 +261,8 @@ def base_logits(
 def token_info(weights: Weights, config: DrafterConfig, previous: Int[Array, "..."]) -> Float[Array, "... V"]:
     """The bias of the previous token: RMSNorm(W1[previous]) . W2; zero at initialisation (methods.md 1.5, 3).
 
-    `previous` may be any token, cold ones too; V are the tokens that may be drafted (methods.md, A10). A drafter of rank
-    0 was trained without token information.
+    `previous` may be any token, cold ones too; V are the tokens that may be drafted (methods.md, A10). A drafter of
+    rank 0 was trained without token information.
     """
     if config.rank == 0:
         return jnp.zeros((*previous.shape, config.draft_vocab_size))
