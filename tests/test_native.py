@@ -72,6 +72,48 @@ def test_weights_of_two_dtypes_share_a_call():
         np.testing.assert_array_equal(found, on(layers.matmul, x, kernel))
 
 
+def mlp_weights(hidden: int, width: int, dtypes):
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    kernels = {name: normal(i, *shape) * shape[1] ** -0.5 for i, (name, shape) in enumerate(shapes.items())}
+    return {"params": {n: {"kernel": kernels[n].astype(dtype)} for n, dtype in zip(kernels, dtypes, strict=True)}}
+
+
+@pytest.mark.parametrize("dtypes", ["fff", "bbb", "bff", "fbb", "ffb"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("width", [1, 31, 64, 117, 2000])  # tails of a vector, of a pair, of a piece; many pieces
+def test_an_mlp_is_right_and_a_row_keeps_its_bits(width, activation, dtypes):
+    dtypes = [jnp.bfloat16 if dtype == "b" else jnp.float32 for dtype in dtypes]
+    weights, mlp = mlp_weights(40, width, dtypes), layers.MLP(width, activation)
+    x = 3 * normal(9, native.MAX_ROWS, 40)  # gates from far below zero to far above
+    whole = np.asarray(on(mlp.apply, weights, x))
+    exact = mlp.apply(jax.tree.map(lambda kernel: kernel.astype(jnp.float32), weights), x)
+    np.testing.assert_allclose(whole, exact, atol=5e-5)
+    parts = on(lambda w, x: [mlp.apply(w, x[:n]) for n in ROWS], weights, x)
+    for n, found in zip(ROWS, parts, strict=True):
+        np.testing.assert_array_equal(found, whole[:n])
+
+
+def test_an_mlp_goes_to_the_kernel_where_it_can():
+    def calls(mlp, weights, num_rows):
+        with native.enabled(True):
+            return str(jax.make_jaxpr(mlp.apply)(weights, jnp.zeros((num_rows, 40)))).count("hsd_gated_mlp")
+
+    weights = mlp_weights(40, 64, [jnp.bfloat16] * 3)
+    assert calls(layers.MLP(64), weights, native.MAX_ROWS) == (not native.has_matrix_unit())
+    assert calls(layers.MLP(64), weights, native.MAX_ROWS + 1) == 0
+    biased = layers.MLP(64, use_bias=True)
+    assert calls(biased, biased.init(jax.random.key(0), jnp.zeros((1, 40))), 1) == 0
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_extreme_gates_are_those_of_jax(activation):
+    """A weight of 1 each: down(act(gate) * up) of one number."""
+    x = jnp.asarray([[0.0], [-0.0], [1e-30], [-90.0], [90.0], [-1e4], [1e4], [-1e30], [jnp.nan]])
+    ones = jax.tree.map(jnp.ones_like, mlp_weights(1, 1, [jnp.float32] * 3))
+    found = on(layers.MLP(1, activation).apply, ones, x)
+    np.testing.assert_allclose(found, layers.MLP(1, activation).apply(ones, x), rtol=1e-6, atol=1e-30)
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_norm_is_right_and_a_row_keeps_its_bits(width):
     x, weight = 3 * normal(0, 9, width), normal(1, width)

@@ -234,10 +234,16 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
         width = (self.intermediate_size, x.shape[-1], self.use_bias)
-        gate, up = linears(x, Weight(*width, name="gate"), Weight(*width, name="up"))
-        gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-        down = Weight(x.shape[-1], self.intermediate_size, self.use_bias, self.output_std, name="down")
-        return linears(gate * up, down)[0]
+        gate_weight, up_weight = Weight(*width, name="gate"), Weight(*width, name="up")
+        down_weight = Weight(x.shape[-1], self.intermediate_size, self.use_bias, self.output_std, name="down")
+        num_rows, is_silu = math.prod(x.shape[:-1]), self.activation == "silu"
+        if not self.use_bias:
+            kernels = [weight()[0] for weight in (gate_weight, up_weight, down_weight)]
+            if all(native.applies(num_rows, kernel) for kernel in kernels):
+                return native.gated_mlp(x.reshape(num_rows, -1), *kernels, not is_silu).reshape(x.shape)
+        gate, up = linears(x, gate_weight, up_weight)
+        gate = jax.nn.silu(gate) if is_silu else jax.nn.gelu(gate, approximate=True)
+        return linears(gate * up, down_weight)[0]
 
 
 class Block(nn.Module):

@@ -1,9 +1,9 @@
 """Optional CPU kernels for passes of few rows, compiled on first use with the machine's own C++ compiler.
 
 XLA's CPU product of a few rows packs the weights on every call; `native/rows_matmul.cc` does not, and it reads bfloat16
-weights without rounding the activations. `native/attend.cc` is attention in one call a layer instead of ten
-(docs/LOG.md has the measurements). With both, a token's bits do not depend on which tree verified it. Without a
-compiler, on another platform, or with HSD_NATIVE=0, `layers` uses XLA.
+weights without rounding the activations. `native/gated_mlp.cc` is the MLP in one call, `native/attend.cc` attention in
+one call a layer instead of ten (docs/LOG.md has the measurements). With them, a token's bits do not depend on which
+tree verified it. Without a compiler, on another platform, or with HSD_NATIVE=0, `layers` uses XLA.
 The kernels have no gradient and know no mesh, so they are switched on only while a decode loop is traced.
 """
 
@@ -28,11 +28,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 FOLDER = Path(__file__).parents[1] / "native"
-SOURCES = (FOLDER / "rows_matmul.cc", FOLDER / "attend.cc", FOLDER / "rows.cc", FOLDER / "random_bits.cc")
+SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("rows_matmul", "gated_mlp", "attend", "rows", "random_bits"))
 HEADER = FOLDER / "tiles.h"
 FLAGS = ("-O3", "-march=native", "-funroll-loops", "-std=c++17", "-shared", "-fPIC")
 SYMBOLS = {
     "hsd_rows_matmul": "HsdRowsMatmul",
+    "hsd_gated_mlp": "HsdGatedMlp",
     "hsd_attend": "HsdAttend",
     "hsd_rms_norm": "HsdRmsNorm",
     "hsd_rope": "HsdRope",
@@ -81,6 +82,14 @@ def rows_matmul(x: Float[Array, "N in"], kernels: tuple[Array, ...]) -> list[Flo
     """
     outs = [jax.ShapeDtypeStruct((x.shape[0], kernel.shape[0]), jnp.float32) for kernel in kernels]
     return list(jax.ffi.ffi_call("hsd_rows_matmul", outs)(x.astype(jnp.float32), *kernels))
+
+
+def gated_mlp(
+    x: Float[Array, "N H"], gate: Float[Array, "I H"], up: Float[Array, "I H"], down: Float[Array, "H I"], is_gelu: bool
+) -> Float[Array, "N H"]:
+    """`layers.MLP` in float32 arithmetic, in one call; a row's result is the same to the bit for any number of rows."""
+    out = jax.ShapeDtypeStruct((x.shape[0], down.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call("hsd_gated_mlp", out)(x.astype(jnp.float32), gate, up, down, is_gelu=is_gelu)
 
 
 def attend_applies(query: Array, cached: tuple[Array, Array]) -> bool:

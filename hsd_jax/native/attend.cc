@@ -10,29 +10,6 @@
 
 #include "tiles.h"
 
-// exp(x) for x <= 0; 0 below -87. Relative error under 2e-7 (Cephes). Every fused operation is spelled out: the
-// compiler's own choice may differ from one place it is inlined to the next.
-static inline Vec Exp(Vec x) {
-  typedef int32_t Int __attribute__((vector_size(kLanes * 4)));
-  const Vec zero = {}, lowest = zero - 87.0f;
-  Int tiny = x < lowest;
-  x = (Vec)(((Int)x & ~tiny) | ((Int)lowest & tiny));
-  Vec shifted = MulAdd(x, zero + 1.44269504f, zero - 0.5f);
-  Int power = __builtin_convertvector(shifted, Int);  // toward zero: the nearest whole number, since x <= 0
-  Vec whole = __builtin_convertvector(power, Vec);
-  x = MulAdd(whole, zero - 0.693359375f, x);
-  x = MulAdd(whole, zero + 2.12194440e-4f, x);
-  Vec y = zero + 1.9875691500e-4f;
-  y = MulAdd(y, x, zero + 1.3981999507e-3f);
-  y = MulAdd(y, x, zero + 8.3334519073e-3f);
-  y = MulAdd(y, x, zero + 4.1665795894e-2f);
-  y = MulAdd(y, x, zero + 1.6666665459e-1f);
-  y = MulAdd(y, x, zero + 5.0000001201e-1f);
-  y = MulAdd(y, x * x, x) + 1.0f;
-  Int bits = (Int)y + power * (1 << 23);
-  return (Vec)(bits & ~tiny);
-}
-
 struct Entries {  // of one row of the batch and one key/value head: the slots, or the nodes
   const float* keys;
   const float* values;

@@ -7,10 +7,8 @@
 #include "tiles.h"
 
 struct Product {
-  const void* w;
-  bool is_bf16;
+  Matrix w;
   float* y;
-  int64_t o;
 };
 
 struct Shard {
@@ -30,28 +28,24 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
     auto w = weights.get<ffi::AnyBuffer>(i);
     auto y = results.get<ffi::AnyBuffer>(i);
     if (w.has_error() || y.has_error()) return ffi::Error::InvalidArgument("rows_matmul: bad buffer");
-    bool is_bf16 = w->element_type() == ffi::BF16;
-    if ((!is_bf16 && w->element_type() != ffi::F32) || w->dimensions().size() != 2 || w->dimensions()[1] != k)
+    Matrix matrix;
+    if (!AsMatrix(*w, k, &matrix))
       return ffi::Error::InvalidArgument("rows_matmul: weights must be [out, in] in float32 or bfloat16");
-    int64_t o = w->dimensions()[0];
-    any_bf16 |= is_bf16;
-    products.push_back({w->untyped_data(), is_bf16, static_cast<float*>((*y)->untyped_data()), o});
-    int64_t rows = kShardBytes / (k * (is_bf16 ? 2 : 4));
+    any_bf16 |= matrix.is_bf16;
+    products.push_back({matrix, static_cast<float*>((*y)->untyped_data())});
+    int64_t rows = kShardBytes / matrix.bytes();
     rows = rows < kGroup ? kGroup : rows / kGroup * kGroup;
-    for (int64_t first = 0; first < o; first += rows)
-      shards.push_back({static_cast<int>(i), first, first + rows < o ? first + rows : o});
+    for (int64_t first = 0; first < matrix.o; first += rows)
+      shards.push_back({static_cast<int>(i), first, std::min(first + rows, matrix.o)});
   }
   Aligned paired(any_bf16 ? n * k : 0);
   if (any_bf16) Deinterleave(x.typed_data(), n, k, paired.data());
   int count = static_cast<int>(shards.size());
-  auto work = [rows = x.typed_data(), n, k, paired = std::move(paired), products = std::move(products),
+  auto work = [rows = x.typed_data(), n, paired = std::move(paired), products = std::move(products),
                shards = std::move(shards)](int i) mutable {
     const Shard& s = shards[i];
     const Product& p = products[s.product];
-    if (p.is_bf16)
-      Outputs(paired.data(), static_cast<const uint16_t*>(p.w), p.y, n, k, p.o, p.o, s.first, s.last);
-    else
-      Outputs(rows, static_cast<const float*>(p.w), p.y, n, k, p.o, p.o, s.first, s.last);
+    Outputs({rows, paired.data()}, p.w, p.y, n, p.w.o, s.first, s.last);
   };
   Parallel(pool, count, std::move(work));
   return ffi::Error::Success();

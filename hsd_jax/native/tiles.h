@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -40,14 +41,14 @@ constexpr int kPair = 2 * kLanes;
 // took 1.4 times as long.
 class Aligned {
  public:
-  explicit Aligned(int64_t n) : all_(n + 16) {}
+  explicit Aligned(int64_t n) : all_(new float[n + 16]) {}
   float* data() {
-    auto at = reinterpret_cast<uintptr_t>(all_.data());
-    return all_.data() + (-at % 64) / sizeof(float);
+    auto at = reinterpret_cast<uintptr_t>(all_.get());
+    return all_.get() + (-at % 64) / sizeof(float);
   }
 
  private:
-  std::vector<float> all_;
+  std::unique_ptr<float[]> all_;
 };
 
 static inline Vec Load(const float* p) {
@@ -114,6 +115,29 @@ static inline float Scalar(uint16_t v) {
   float f;
   std::memcpy(&f, &bits, 4);
   return f;
+}
+
+// exp(x) for x <= 0; 0 below -87. Relative error under 2e-7 (Cephes). Every fused operation is spelled out: the
+// compiler's own choice may differ from one place it is inlined to the next.
+static inline Vec Exp(Vec x) {
+  typedef int32_t Int __attribute__((vector_size(kLanes * 4)));
+  const Vec zero = {}, lowest = zero - 87.0f;
+  Int tiny = x < lowest;
+  x = (Vec)(((Int)x & ~tiny) | ((Int)lowest & tiny));
+  Vec shifted = MulAdd(x, zero + 1.44269504f, zero - 0.5f);
+  Int power = __builtin_convertvector(shifted, Int);  // toward zero: the nearest whole number, since x <= 0
+  Vec whole = __builtin_convertvector(power, Vec);
+  x = MulAdd(whole, zero - 0.693359375f, x);
+  x = MulAdd(whole, zero + 2.12194440e-4f, x);
+  Vec y = zero + 1.9875691500e-4f;
+  y = MulAdd(y, x, zero + 1.3981999507e-3f);
+  y = MulAdd(y, x, zero + 8.3334519073e-3f);
+  y = MulAdd(y, x, zero + 4.1665795894e-2f);
+  y = MulAdd(y, x, zero + 1.6666665459e-1f);
+  y = MulAdd(y, x, zero + 5.0000001201e-1f);
+  y = MulAdd(y, x * x, x) + 1.0f;
+  Int bits = (Int)y + power * (1 << 23);
+  return (Vec)(bits & ~tiny);
 }
 
 // The sums of four accumulators, together: one at a time they cost as much as the products of a short K.
@@ -228,44 +252,95 @@ static void Outputs(const float* x, const W* w, float* y, int64_t n, int64_t k, 
   }
 }
 
+// Weights [o, k] as XLA hands them over, and rows for them: as they are, and taken apart for bfloat16.
+struct Matrix {
+  const void* data;
+  bool is_bf16;
+  int64_t o, k;
+  int64_t bytes() const { return k * (is_bf16 ? 2 : 4); }  // of an output
+};
+struct Rows {
+  const float* plain;
+  const float* paired;
+};
+
+static void Outputs(const Rows& x, const Matrix& w, float* y, int64_t n, int64_t stride, int64_t first, int64_t last) {
+  if (w.is_bf16)
+    Outputs(x.paired, static_cast<const uint16_t*>(w.data), y, n, w.k, stride, w.o, first, last);
+  else
+    Outputs(x.plain, static_cast<const float*>(w.data), y, n, w.k, stride, w.o, first, last);
+}
+
+// Whether a buffer holds weights of inputs of width k.
+static bool AsMatrix(const ffi::AnyBuffer& buffer, int64_t k, Matrix* matrix) {
+  bool is_bf16 = buffer.element_type() == ffi::BF16;
+  if ((!is_bf16 && buffer.element_type() != ffi::F32) || buffer.dimensions().size() != 2) return false;
+  *matrix = {buffer.untyped_data(), is_bf16, buffer.dimensions()[0], k};
+  return buffer.dimensions()[1] == k;
+}
+
 static inline void Pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #endif
 }
 
-// Runs work(0) ... work(count - 1) on this thread and the pool's. Each thread takes the pieces of its own stretch in
-// order, so that what a piece fetches ahead is what its thread needs next, then helps with the others' stretches; nobody
-// ever waits for a thread that has not started.
-template <typename Work>
-static void Parallel(ffi::ThreadPool& pool, int count, Work work) {
+// Runs work(phase, i, thread) for each i below counts[phase], one phase behind the other, on this thread and the pool's.
+// Each thread takes the pieces of its own stretch in order, so that what a piece fetches ahead is what its thread needs
+// next, then helps with the others' stretches. A thread that finds no more work waits for the pieces others have begun
+// and goes on with the next phase: to schedule it anew would cost more. Nobody ever waits for a thread that has not
+// started.
+template <size_t kPhases, typename Work>
+static void Phases(ffi::ThreadPool& pool, const int (&counts)[kPhases], Work work) {
   struct Stretch {
     alignas(64) std::atomic<int> next;
     int last;
   };
+  struct Phase {
+    std::vector<Stretch> stretches;
+    int count;
+    alignas(64) std::atomic<int> done{0};
+    void Wait() {
+      while (done.load(std::memory_order_acquire) < count) Pause();
+    }
+  };
   struct Shared {
     Work work;
-    std::vector<Stretch> stretches;
-    std::atomic<int> done{0};
-    Shared(Work w, int count, int threads) : work(std::move(w)), stretches(threads) {
-      for (int t = 0; t < threads; t++) {
-        stretches[t].next = int64_t(count) * t / threads;
-        stretches[t].last = int64_t(count) * (t + 1) / threads;
+    Phase phases[kPhases];
+    Shared(Work w, const int (&counts)[kPhases], int threads) : work(std::move(w)) {
+      for (size_t p = 0; p < kPhases; p++) {
+        phases[p].count = counts[p];
+        phases[p].stretches = std::vector<Stretch>(threads);
+        for (int t = 0; t < threads; t++) {
+          phases[p].stretches[t].next = int64_t(counts[p]) * t / threads;
+          phases[p].stretches[t].last = int64_t(counts[p]) * (t + 1) / threads;
+        }
       }
     }
-    void Run(size_t own) {
-      for (size_t t = 0; t < stretches.size(); t++) {
-        Stretch& stretch = stretches[(own + t) % stretches.size()];
-        for (int i = stretch.next.fetch_add(1); i < stretch.last; i = stretch.next.fetch_add(1)) {
-          work(i);
-          done.fetch_add(1, std::memory_order_release);
+    void Run(int own) {
+      for (size_t p = 0; p < kPhases; p++) {
+        if (p > 0) phases[p - 1].Wait();
+        auto& stretches = phases[p].stretches;
+        for (size_t t = 0; t < stretches.size(); t++) {
+          Stretch& stretch = stretches[(own + t) % stretches.size()];
+          for (int i = stretch.next.fetch_add(1); i < stretch.last; i = stretch.next.fetch_add(1)) {
+            work(p, i, own);
+            phases[p].done.fetch_add(1, std::memory_order_release);
+          }
         }
       }
     }
   };
-  int threads = pool.num_threads() < count ? static_cast<int>(pool.num_threads()) : count;
-  auto shared = std::make_shared<Shared>(std::move(work), count, threads < 1 ? 1 : threads);
+  int most = *std::max_element(counts, counts + kPhases);
+  int threads = std::clamp(static_cast<int>(pool.num_threads()), 1, std::max(most, 1));
+  auto shared = std::make_shared<Shared>(std::move(work), counts, threads);
   for (int t = 1; t < threads; t++) pool.Schedule([shared, t] { shared->Run(t); });
   shared->Run(0);
-  while (shared->done.load(std::memory_order_acquire) < count) Pause();
+  shared->phases[kPhases - 1].Wait();
+}
+
+// Runs work(0) ... work(count - 1) in one phase.
+template <typename Work>
+static void Parallel(ffi::ThreadPool& pool, int count, Work work) {
+  Phases(pool, {count}, [work = std::move(work)](int, int i, int) mutable { work(i); });
 }

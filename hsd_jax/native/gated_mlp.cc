@@ -1,0 +1,97 @@
+// down(act(gate(x)) * up(x)) for a few rows, in one call.
+//
+// As two calls with XLA's activation between them, the threads were scheduled twice and stood still while one of them
+// computed the activation and put its rows in order for bfloat16.
+
+#include <cmath>
+
+#include "tiles.h"
+
+// x * sigmoid(x), or x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)): the GELU of tanh.
+static inline Vec Activate(Vec x, bool is_gelu) {
+  typedef int32_t Int __attribute__((vector_size(kLanes * 4)));
+  const Vec zero = {}, one = zero + 1.0f;
+  Vec inner = is_gelu ? x * MulAdd(x * x, zero + 0.0713548163f, zero + 1.5957691216f) : x;
+  Vec e = Exp((Vec)((Int)inner | INT32_MIN));  // of -|inner|: it never overflows
+  Int below = inner < zero;
+  Vec share = (Vec)(((Int)e & below) | ((Int)one & ~below));
+  return x * share / (e + one);
+}
+
+// Where `Deinterleave` puts number i of a row of k.
+static inline int64_t Place(int64_t i, int64_t k) {
+  int64_t in_pair = i % kPair, pair = i - in_pair;
+  return pair + kPair <= k ? pair + in_pair / 2 + in_pair % 2 * kLanes : i;
+}
+
+// Outputs of a piece of the first phase: whole groups, and whole vectors.
+constexpr int kPiece = 48;
+static_assert(kPiece % kGroup == 0 && kPiece % kLanes == 0);
+
+// to[.] = act(gate) * up for hidden numbers `first` to `last` of a row of k.
+static void Hidden(const float* gate, const float* up, int64_t first, int64_t last, int64_t k, bool is_gelu,
+                   bool is_paired, float* to) {
+  for (int64_t at = first; at < last; at += kLanes, gate += kLanes, up += kLanes) {
+    Vec h = Activate(Load(gate), is_gelu) * Load(up);
+    int64_t count = std::min<int64_t>(last - at, kLanes);
+    if (!is_paired) {
+      std::memcpy(to + at, &h, count * sizeof(float));
+      continue;
+    }
+#if defined(__AVX512F__)
+    if (at - at % kPair + kPair <= k) {
+      const __m512i order = _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
+      __m512 turned = _mm512_permutexvar_ps(order, (__m512)h);
+      _mm256_storeu_ps(to + Place(at, k), _mm512_castps512_ps256(turned));
+      _mm256_storeu_ps(to + Place(at + 1, k), _mm512_extractf32x8_ps(turned, 1));
+      continue;
+    }
+#endif
+    for (int64_t i = 0; i < count; i++) to[Place(at + i, k)] = h[i];
+  }
+}
+
+using Floats = ffi::Buffer<ffi::F32, 2>;
+
+static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer gate_weights,
+                           ffi::AnyBuffer up_weights, ffi::AnyBuffer down_weights, ffi::Result<Floats> y,
+                           bool is_gelu) {
+  int64_t n = x.dimensions()[0], k = x.dimensions()[1];
+  Matrix gate, up, down;
+  if (!AsMatrix(gate_weights, k, &gate) || !AsMatrix(up_weights, k, &up) || up.o != gate.o ||
+      !AsMatrix(down_weights, gate.o, &down) || y->dimensions()[0] != n || y->dimensions()[1] != down.o)
+    return ffi::Error::InvalidArgument("gated_mlp: weights must be [out, in] in float32 or bfloat16, and fit together");
+  int64_t width = gate.o;
+  if (k < 1 || width < 1) return ffi::Error::InvalidArgument("gated_mlp: rows of no width");
+  bool is_paired = gate.is_bf16 || up.is_bf16;
+  Aligned paired(is_paired ? n * k : 0), hidden(n * width), sums(pool.num_threads() * 2 * n * kPiece);
+  if (is_paired) Deinterleave(x.typed_data(), n, k, paired.data());
+  constexpr int64_t kPieceBytes = 64 << 10;
+  int64_t piece = std::max(kPieceBytes / down.bytes() / kGroup * kGroup, int64_t(kGroup));
+  auto work = [=, rows = x.typed_data(), out = y->typed_data(), paired = std::move(paired), hidden = std::move(hidden),
+               sums = std::move(sums)](int phase, int i, int thread) mutable {
+    float* h = hidden.data();
+    if (phase == 1) return Outputs({h, h}, down, out, n, down.o, i * piece, std::min((i + 1) * piece, down.o));
+    int64_t first = int64_t(i) * kPiece, last = std::min(first + kPiece, width);
+    Rows x = {rows, paired.data()};
+    float* gates = sums.data() + int64_t(thread) * 2 * n * kPiece;
+    float* ups = gates + n * kPiece;
+    Outputs(x, gate, gates - first, n, kPiece, first, last);  // where output 0 would stand
+    Outputs(x, up, ups - first, n, kPiece, first, last);
+    for (int64_t b = 0; b < n; b++)
+      Hidden(gates + b * kPiece, ups + b * kPiece, first, last, width, is_gelu, down.is_bf16, h + b * width);
+  };
+  Phases(pool, {static_cast<int>((width + kPiece - 1) / kPiece), static_cast<int>((down.o + piece - 1) / piece)},
+         std::move(work));
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGatedMlp, GatedMlp,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<Floats>()
+                                  .Attr<bool>("is_gelu"));
