@@ -194,6 +194,6 @@ def _build(compiler: str) -> Path:
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             built = Path(folder) / "native.so"
             command = [compiler, *FLAGS, "-I", jax.ffi.include_dir(), *map(str, SOURCES), "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
+            subprocess.run(command, check=True, capture_output=True, timeout=300)
             built.replace(library)
     return library

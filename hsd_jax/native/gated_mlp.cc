@@ -64,7 +64,7 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer gate_w
   int64_t width = gate.o;
   if (k < 1 || width < 1) return ffi::Error::InvalidArgument("gated_mlp: rows of no width");
   bool is_paired = gate.is_bf16 || up.is_bf16;
-  Aligned paired(is_paired ? n * k : 0), hidden(n * width), sums(pool.num_threads() * 2 * n * kPiece);
+  Aligned paired(is_paired ? n * k : 0), hidden(n * width), sums(std::max<int64_t>(pool.num_threads(), 1) * 2 * n * kPiece);
   if (is_paired) Deinterleave(x.typed_data(), n, k, paired.data());
   constexpr int64_t kPieceBytes = 64 << 10;
   int64_t piece = std::max(kPieceBytes / down.bytes() / kGroup * kGroup, int64_t(kGroup));
