@@ -14,6 +14,8 @@ SLIDING = "sliding_attention"
 FULL = "full_attention"
 RECURRENT, BLOCK = TRUNKS = ("recurrent", "block")
 """Kinds of trunk: K passes over one state each, or one pass over K slots."""
+PREVIOUS, PATH = INJECTIONS = ("previous", "path")
+"""What token information knows: the token before, or all drafted tokens up to it (`models/hidden.py`)."""
 HIDDEN, FEATURE, HEADS = TRAINED_KINDS = ("hidden", "feature", "block")
 """Kinds of drafter that are trained for their target, each a file in `infer/drafters/`."""
 SMALL_LM, LOOKUP = "small_lm", "lookup"
@@ -156,11 +158,13 @@ class DrafterConfig:
     """Whether the weights hold the table that `hsd train mix` fits, which reuse form MIX reads."""
     kind: str = HIDDEN
     """One of TRAINED_KINDS; files written before there was a choice do not name it."""
+    injection: str = PREVIOUS
+    """One of INJECTIONS; files written before there was a choice do not name it."""
 
     UNUSED: ClassVar[dict[str, tuple[str, ...]]] = {
         HIDDEN: (),
-        FEATURE: ("trunk", "rank", "committed_embeddings"),
-        HEADS: ("trunk", "rank", "committed_embeddings", "num_layers"),
+        FEATURE: ("trunk", "rank", "injection", "committed_embeddings"),
+        HEADS: ("trunk", "rank", "injection", "committed_embeddings", "num_layers"),
     }
     """What a kind has no choice of."""
 
@@ -189,10 +193,13 @@ class DrafterConfig:
         """
         if config.kind not in TRAINED_KINDS:
             raise ValueError(f"{where}.kind={config.kind!r}: allowed are {', '.join(TRAINED_KINDS)}")
-        defaults = {"trunk": RECURRENT, "rank": cls.rank, "committed_embeddings": True, "num_layers": 1}
+        of_rank = {"rank": cls.rank, "injection": PREVIOUS}
+        defaults = {"trunk": RECURRENT, "committed_embeddings": True, "num_layers": 1, **of_rank}
         for name in cls.UNUSED[config.kind]:
             if getattr(config, name) != defaults[name]:
                 raise ValueError(f"{where}.{name}={getattr(config, name)!r}: kind {config.kind!r} has no such choice")
+        if config.injection not in INJECTIONS:
+            raise ValueError(f"{where}.injection={config.injection!r}: allowed are {', '.join(INJECTIONS)}")
 
     @property
     def reads_drafts(self) -> bool:

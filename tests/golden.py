@@ -21,7 +21,7 @@ from hsd_jax import demo
 from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.infer.tree import grow_tree
-from hsd_jax.models.hidden import base_logits, token_info
+from hsd_jax.models.hidden import base_logits, inject, read_tree, token_bias
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import DEMO
 from hsd_jax.request import prepare
@@ -92,11 +92,12 @@ def _drafted(models, state, root, noise, *rest):
     if noise is None:
         tree, _ = hidden_drafter(p.target_config, p.drafter_config, p.tree).draft(models, state, root, *rest)
     else:
-        bias = functools.partial(token_info, weights, p.drafter_config)
+        bias = functools.partial(inject, weights, p.drafter_config)
         position, keys, sampling = rest
         tree = grow_tree(base + noise, bias, root, p.tree, DrawLaw.ARBITRARY, keys, position, sampling, hot_ids, vocab)
     level = jnp.minimum(tree.depth[0], p.tree.depth - 1)  # a leaf at the bottom has no law
-    logp = jax.nn.log_softmax(base[0, level] + token_info(weights, p.drafter_config, tree.tokens)[0])
+    read = read_tree(weights, p.drafter_config, tree.tokens, tree.parents, p.tree.depth)
+    logp = jax.nn.log_softmax(base[0, level] + token_bias(weights, p.drafter_config, read)[0])
     drafted = jnp.arange(vocab) if hot_ids is None else hot_ids
     return tree, jnp.full((len(logp), vocab), -jnp.inf).at[:, drafted].set(logp)
 

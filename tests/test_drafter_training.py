@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from oracles import injector
 from oracles.divergence import kl, log_softmax
 
 from hsd_jax.config import FEATURE, HEADS, HIDDEN, DrafterConfig, ModelConfig, TreeConfig
@@ -216,14 +217,17 @@ def graded(loss_config: drafter.LossConfig = ALL, hot_ids: tuple[int, ...] | Non
 
 
 @functools.partial(jit, static_argnums=1)
-def logits_of_states(models, config: DrafterConfig, states, previous):
-    base = base_logits(models["drafter"], config, models["target"], TARGET, states)
-    return base + token_info(models["drafter"], config, previous) if config.kind == HIDDEN else base
+def logits_of_states(models, config: DrafterConfig, states):
+    return base_logits(models["drafter"], config, models["target"], TARGET, states)
 
 
 def logits_of_round(models, config: DrafterConfig, rows, length, previous):
     """The drafter's logits [B, K, V] behind prompts of `length` tokens, with the previous token of each depth given."""
-    return logits_of_states(models, config, states_of_rounds(models, rows, config, 32, length), previous)
+    base = np.asarray(logits_of_states(models, config, states_of_rounds(models, rows, config, 32, length)))
+    if config.kind != HIDDEN:
+        return base
+    weights, paths = models["drafter"]["injector"], [[row[: k + 1] for k in range(len(row))] for row in previous]
+    return base + np.array([[injector.bias(weights, path, config.norm_eps) for path in row] for row in paths])
 
 
 def counted(models, config: DrafterConfig, rows: np.ndarray, mask: np.ndarray) -> tuple[float, np.ndarray]:
@@ -240,7 +244,7 @@ def counted(models, config: DrafterConfig, rows: np.ndarray, mask: np.ndarray) -
         committed = anchor + 2  # tokens; the last of them is the root
         known = [min(committed - 1 + k, LENGTH) for k in range(config.num_steps)]
         lengths = jnp.full(len(rows), committed, jnp.int32)
-        logits = np.asarray(logits_of_round(models, config, jnp.asarray(rows), lengths, jnp.asarray(rows[:, known])))
+        logits = logits_of_round(models, config, jnp.asarray(rows), lengths, rows[:, known])
         for k in range(config.num_steps):
             label = committed + k  # the token that depth k + 1 predicts, from as many tokens before it
             if label > LENGTH:
@@ -254,7 +258,14 @@ def counted(models, config: DrafterConfig, rows: np.ndarray, mask: np.ndarray) -
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("all", {}), ("half", {}), ("few", {}), ("half", {"trunk": "block", "num_layers": 2}), ("half", FEATURE_MODEL)],
+    [
+        ("all", {}),
+        ("half", {}),
+        ("few", {}),
+        ("half", {"trunk": "block", "num_layers": 2}),
+        ("half", {"injection": "path", "num_steps": 4}),
+        ("half", FEATURE_MODEL),
+    ],
     ids=str,
 )
 def test_loss_uses_the_labels_of_inference(kind, changes):
@@ -307,6 +318,20 @@ def test_a_mask_without_holes_changes_no_bit():
     (found, _), (grad, _) = graded(drafter.LossConfig(anchors_per_row=5))(weights, frozen, batch_of(rows), seed=4)
     assert found == wanted
     jax.tree.map(np.testing.assert_array_equal, grad, wanted_grad)
+
+
+def test_a_recurrence_of_zeros_changes_no_loss():
+    """The same loss and gradients as without; its own gradient is not zero, so it is learned."""
+    _, weights, frozen = make()
+    rank = weights["injector"]["previous"].shape[1]
+    zero = weights | {"injector": weights["injector"] | {"path": jnp.zeros((rank, rank))}}
+    batch = batch_of(random_rows(), some_mask("half"))
+    (wanted, wanted_metrics), (wanted_grad, _) = graded()(weights, frozen, batch)
+    (found, metrics), (grad, _) = graded(injection="path")(zero, frozen, batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert np.any(grad["injector"].pop("path"))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, (metrics, grad), (wanted_metrics, wanted_grad))
 
 
 def test_a_batch_without_labels():
@@ -369,7 +394,9 @@ def test_anchors_are_different_and_have_a_label():
     assert (drawn == np.minimum(has_label.sum(1), 5)).all() and (drawn < 5).any()
 
 
-@pytest.mark.parametrize("changes", [{}, {"trunk": "block", "num_layers": 2}, FEATURE_MODEL, HEADS_MODEL], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"trunk": "block", "num_layers": 2}, {"injection": "path"}, FEATURE_MODEL, HEADS_MODEL], ids=str
+)
 def test_gradient_reaches_all_of_the_drafter_and_none_of_the_target(changes):
     _, weights, frozen = make(**changes)
     _, (own, to_target) = graded(**changes)(weights, frozen, batch_of(random_rows()))
@@ -545,6 +572,12 @@ def _down(grad) -> np.ndarray:
         ("model", {"kind": "medusa"}, r"model\.kind='medusa': allowed are hidden, feature, block"),
         ("model", {"kind": "feature", "rank": 64}, r"model\.rank=64: kind 'feature' has no such choice"),
         ("model", {"kind": "block", "num_layers": 2}, r"model\.num_layers=2: kind 'block' has no such choice"),
+        ("model", {"injection": "gru"}, r"model\.injection='gru': allowed are previous, path"),
+        (
+            "model",
+            {"kind": "feature", "injection": "path"},
+            r"model\.injection='path': kind 'feature' has no such choice",
+        ),
         ("model", {"trunk": 1}, r"model\.trunk=1: allowed are recurrent, block"),
         ("model", {"feature_layers": 2}, r"model\.feature_layers=2: allowed are"),
         ("model", {"feature_layers": [2, 1]}, r"model\.feature_layers=\[2, 1\]: allowed are .* ascending"),

@@ -15,10 +15,11 @@ from test_accept import keyed
 
 from hsd_jax.types import NO_TOKEN
 
-PROPOSERS = ["beam", "chain", "hot", "steered", "block", "block_layers", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
+PROPOSERS = ["beam", "chain", "hot", "steered", "block", "block_layers", "path", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
 BASELINES = [*toy.CHAINS, "feature", "heads"]
-REUSE_PROPOSERS = ["ahead", "hot_union", "block_mix", "steered_block_skip"]
+REUSE_PROPOSERS = ["ahead", "hot_union", "block_mix", "steered_block_skip", "path_union"]
 SLOW_PROPOSERS = ["two", "no_embeddings", "layers", "steered_block", "feature_layers", "steered_block_ahead"]
+SLOW_PROPOSERS += ["path_chain", "hot_path"]
 SLOW_PROPOSERS += [*sorted({*toy.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]
 TABLE = [
     *[("llama", proposer) for proposer in (*PROPOSERS, *BASELINES, *REUSE_PROPOSERS)],
@@ -103,7 +104,7 @@ def test_the_oracle_reaches_every_length_of_path(proposer):
     assert (histogram > 0).all(), histogram
 
 
-@pytest.mark.parametrize("proposer", ["beam", "block", *toy.CHAINS, "feature", "heads"])
+@pytest.mark.parametrize("proposer", ["beam", "block", "path", *toy.CHAINS, "feature", "heads"])
 def test_drafters_are_sometimes_right(proposer):
     call = toy.mixed_call()
     setup = toy.setup("llama", proposer)

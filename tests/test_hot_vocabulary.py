@@ -239,7 +239,7 @@ def test_a_drawn_tree_is_that_of_a_full_law_without_the_cold_tokens(law):
             base = base_logits(weights, one.drafter_config, target, one.config, states)
             base = base if name == "hot" else base.at[..., COLD].set(-jnp.inf)  # the full one may not either
             bias = functools.partial(token_info, weights, one.drafter_config)
-            args = base, bias, root, TreeConfig(6, 2, 3), law, keys, jnp.full(len(root), 7), sampling
+            args = base, toy.of_tokens(bias), root, TreeConfig(6, 2, 3), law, keys, jnp.full(len(root), 7), sampling
             return grow_tree(*args, weights.get("hot_ids"), toy.VOCAB)
 
         found[name] = grown(one.models["drafter"], one.models["target"])
@@ -327,7 +327,7 @@ def test_draws_are_full_ids():
     table = jnp.asarray(3 * rng.normal(size=(TARGET.vocab_size, len(SOME))), jnp.float32)
     hot_ids, root = jnp.asarray(SOME), jnp.full((2, 50), 2, jnp.int32)  # a cold root
     key = jax.random.key(0)
-    found = on_policy.sample_chains(key, base, root, lambda previous: table[previous], hot_ids)
+    found = on_policy.sample_chains(key, base, root, toy.of_tokens(lambda previous: table[previous]), hot_ids)
     assert np.isin(found, SOME).all() and len(np.unique(found)) > 4 and found.dtype == jnp.int32
     first = jax.random.categorical(jax.random.fold_in(key, 0), base[:, :, 0] + table[root])
     second = jax.random.categorical(jax.random.fold_in(key, 1), base[:, :, 1] + table[hot_ids[first]])

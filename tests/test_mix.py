@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from oracles import injector
 from oracles.tree import log_softmax
 
+from hsd_jax.config import PATH, PREVIOUS
 from hsd_jax.models import hot
-from hsd_jax.models.hidden import base_logits, embed_committed, token_info
+from hsd_jax.models.hidden import base_logits, embed_committed
 from hsd_jax.train import mix
 from hsd_jax.train.unroll import unroll
 
@@ -20,10 +22,10 @@ STEPS, LENGTH = 4, 40
 
 
 @functools.cache
-def pair(is_hot: bool):
+def pair(is_hot: bool, injection: str = PREVIOUS):
     """A toy pair, two rows of what its target says (greedy and sampled), and a mask that hides some labels."""
     config, target = toy.VARIANTS["llama"], toy.weights("llama")
-    drafter_config = toy.drafter_config(config, num_steps=STEPS)
+    drafter_config = toy.drafter_config(config, num_steps=STEPS, injection=injection)
     drafter = toy.make_drafter(drafter_config, config, target)
     if is_hot:
         drafter_config, drafter = hot.restrict(drafter_config, drafter, toy.HOT_IDS)
@@ -34,8 +36,8 @@ def pair(is_hot: bool):
 
 
 @functools.cache
-def jitted(is_hot: bool):
-    config, target, drafter_config, drafter, tokens, mask = pair(is_hot)
+def jitted(is_hot: bool, injection: str = PREVIOUS):
+    config, target, drafter_config, drafter, tokens, mask = pair(is_hot, injection)
 
     def sums(weights):
         rows = zip(jnp.asarray(tokens), jnp.asarray(mask), strict=True)
@@ -66,27 +68,35 @@ def test_gradient_and_curvature_are_those_of_the_loss(is_hot):
 
 
 @pytest.mark.parametrize(
-    "is_hot", [pytest.param(False, id="full", marks=pytest.mark.slow), pytest.param(True, id="hot")]
+    ("is_hot", "injection"),
+    [
+        pytest.param(False, PREVIOUS, id="full", marks=pytest.mark.slow),
+        pytest.param(True, PREVIOUS, id="hot"),
+        pytest.param(False, PATH, id="path"),
+    ],
 )
-def test_labels_and_loss_are_those_of_plain_loops(is_hot):
+def test_labels_and_loss_are_those_of_plain_loops(is_hot, injection):
     """Behind each chain's first mistake, and there alone, the two states of one position meet."""
-    config, target, drafter_config, drafter, rows, masks = pair(is_hot)
+    config, target, drafter_config, drafter, rows, masks = pair(is_hot, injection)
     weights = some_weights()
-    found, _, _ = jitted(is_hot)(weights)
+    found, _, _ = jitted(is_hot, injection)(weights)
     count, loss = np.zeros((STEPS, STEPS)), np.zeros((STEPS, STEPS))
     columns = toy.HOT_IDS if is_hot else np.arange(toy.VOCAB)
+
+    def bias(path):
+        return injector.bias(drafter["injector"], path, drafter_config.norm_eps)
+
     for tokens, mask in zip(rows, masks, strict=True):
         hidden = toy.causal_pass(target, config, jnp.asarray(tokens)[None, :-1])
         embeddings = embed_committed(target, config, drafter_config, jnp.asarray(tokens)[None, 1:])
         anchors = jnp.arange(LENGTH)[None]
         states = unroll(drafter, drafter_config, hidden.hidden, embeddings, anchors)[0]
         base = np.asarray(base_logits(drafter, drafter_config, target, config, states), np.float64)
-        bias = np.asarray(token_info(drafter, drafter_config, jnp.asarray(tokens)), np.float64)
         laws = np.asarray(hidden.logits[0], np.float64)
         for anchor in range(LENGTH):
             m = 0
             while m < STEPS and anchor + m + 2 <= LENGTH:
-                logits = base[anchor, m] + bias[anchor + m + 1]
+                logits = base[anchor, m] + bias(tokens[anchor + 1 : anchor + m + 2])
                 if columns[logits.argmax()] != tokens[anchor + m + 2]:
                     break
                 m += 1
@@ -96,7 +106,7 @@ def test_labels_and_loss_are_those_of_plain_loops(is_hot):
                     continue
                 new_weight, old_weight = weights[j - 1, k - 1]
                 mixed = new_weight * base[anchor + m + 1, j - 1] + old_weight * base[anchor, k - 1]
-                draft_logp = log_softmax(mixed + bias[law_at])
+                draft_logp = log_softmax(mixed + bias(tokens[anchor + m + 2 : law_at + 1]))
                 target_logp = log_softmax(laws[law_at])[columns]
                 count[j - 1, k - 1] += 1
                 loss[j - 1, k - 1] += (np.exp(target_logp) * (target_logp - draft_logp)).sum()

@@ -62,7 +62,7 @@ def test_chains_follow_the_drafters_law():
         jax.random.key(0),
         jnp.broadcast_to(jnp.asarray(base), (1, num, 3, vocab)),
         jnp.asarray(root, jnp.int32),
-        lambda previous: jnp.asarray(table)[previous],
+        toy.of_tokens(lambda previous: jnp.asarray(table)[previous]),
     )
     assert chains.shape == (1, num, 2) and chains.dtype == jnp.int32
     whole = np.concatenate([root[..., None], chains], 2)[0]
@@ -105,18 +105,19 @@ def key_of(share: float, wanted: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    "hot_ids",
+    ("hot_ids", "injection"),
     [
-        pytest.param(None, id="all"),
-        pytest.param(tuple(range(0, 29, 2)), id="hot", marks=pytest.mark.slow),
+        pytest.param(None, "previous", id="all"),
+        pytest.param(None, "path", id="path"),
+        pytest.param(tuple(range(0, 29, 2)), "previous", id="hot", marks=pytest.mark.slow),
     ],
 )
-def test_loss_on_policy_against_loops(monkeypatch, hot_ids):
+def test_loss_on_policy_against_loops(monkeypatch, hot_ids, injection):
     """Target and drafter decode every chain separately; masks are those of the row, and so are the metrics."""
     chosen, chains = forced()
     monkeypatch.setattr(on_policy, "choose_anchors", lambda key, has_label, count: jnp.asarray(chosen))
     monkeypatch.setattr(on_policy, "sample_chains", lambda *args: jnp.asarray(chains))
-    config, weights, frozen = make()
+    config, weights, frozen = make(injection=injection)
     columns, ids = np.arange(TARGET.vocab_size), None
     if hot_ids is not None:
         config, weights = hot.restrict(config, weights, hot_ids)
@@ -144,7 +145,7 @@ def test_loss_on_policy_against_loops(monkeypatch, hot_ids):
             np.repeat(text[:, length - 1 : length + 2], ROWS, 0),
         )
         lengths = jnp.full(ROWS, length, jnp.int32)
-        logits = logits_of_round(models, config, jnp.asarray(prompts), lengths, jnp.asarray(previous))[0]
+        logits = logits_of_round(models, config, jnp.asarray(prompts), lengths, previous)[0]
         p, q = np.exp(log_softmax(target_logits))[:, columns], np.exp(log_softmax(logits))
         for k in range(3):
             if length + k <= LENGTH and mask[row, length + k]:

@@ -159,7 +159,7 @@ def test_drawn_trees_lose_whole_levels(law):
 
     @jax.jit
     def grow(num_levels):
-        bias = lambda tokens: jnp.zeros((*tokens.shape, VOCAB))  # noqa: E731
+        bias = toy.of_tokens(lambda tokens: jnp.zeros((*tokens.shape, VOCAB)))
         return grow_tree(base, bias, zero, config, law, keys, zero, sampling, None, VOCAB, num_levels)
 
     whole, cut = grow(jnp.full(4, 3)), grow(jnp.arange(4))

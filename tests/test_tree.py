@@ -212,9 +212,8 @@ SAMPLED = TreeConfig(nodes=9, depth=3, width=4)  # 4, 3 and 1 nodes a level
 def jitted_sampled(config: TreeConfig, law: DrawLaw):
     def grow(base, table, root, seeds, position, sampling):
         keys = jax.vmap(jax.random.key)(seeds)
-        return grow_tree(
-            base, lambda tokens: table[tokens], root, config, law, keys, position, sampling, None, base.shape[-1]
-        )
+        bias = toy.of_tokens(lambda tokens: table[tokens])
+        return grow_tree(base, bias, root, config, law, keys, position, sampling, None, base.shape[-1])
 
     return jax.jit(grow)
 

@@ -20,6 +20,7 @@ from hsd_jax.config import (
     FULL,
     HEADS,
     NO_REUSE,
+    PATH,
     REUSES,
     SLIDING,
     AnyDrafterConfig,
@@ -124,6 +125,10 @@ def make_drafter(config: DrafterConfig, target: ModelConfig, weights: Any, seed:
         "norm": jnp.ones(config.rank),
         "bias": alone.T / config.rank**0.5,  # the norm of a one-hot row multiplies by sqrt(rank)
     }
+    if config.injection == PATH:  # what the path says comes on top, loud enough to change trees
+        drafter["injector"]["path"] = jnp.asarray(
+            np.random.default_rng(seed).normal(0.0, 0.3 * config.rank**-0.5, (config.rank, config.rank)), jnp.float32
+        )
     drafter["output_norm"] = {"weight": jnp.full(config.hidden_size, 0.1)}
     if config.has_mix:
         weights = np.random.default_rng(seed).uniform(0.1, 0.9, (2, config.num_steps, config.num_steps))
@@ -253,6 +258,11 @@ def cut(text: list[int], new_tokens: int, eos: tuple[int, ...]) -> list[int]:
     return text[: ends[0] + 1] if ends else text
 
 
+def of_tokens(bias):
+    """The `Bias` of a function of the previous tokens alone."""
+    return lambda tokens, above: (bias(tokens), None)
+
+
 def grow_beam(base_logits, bias, root, config: TreeConfig, hot_ids=None, num_levels=None, rival_logits=None):
     """The beam of `grow_tree` at temperature 1, which multiplies no logit; it reads no key and no position."""
     one, zero = jnp.ones(root.shape), jnp.zeros(root.shape, jnp.int32)
@@ -265,7 +275,7 @@ def grow_beam(base_logits, bias, root, config: TreeConfig, hot_ids=None, num_lev
         num_levels,
         rival_logits,
     )
-    return grow_tree(base_logits, bias, root, config, DrawLaw.ARBITRARY, *rest)
+    return grow_tree(base_logits, of_tokens(bias), root, config, DrawLaw.ARBITRARY, *rest)
 
 
 CHAIN = "chain"
@@ -372,12 +382,16 @@ TREES = {
     "feature": TreeConfig(nodes=10, depth=3, width=3),
     "feature_layers": TreeConfig(nodes=6, depth=2, width=2),
     "heads": TreeConfig(nodes=16, depth=3, width=6),
+    "path": TreeConfig(nodes=12, depth=4, width=3),
+    "path_chain": TreeConfig(nodes=5, depth=4, width=1),
+    "hot_path": TreeConfig(nodes=8, depth=3, width=2),
 }
 """Trees of the drafters that read features, by the name of the proposer in `setup`."""
 
 REUSE = {f"{trunk}{form}": ReuseConfig(form) for form in REUSES[1:] for trunk in ("", "block_")}
 REUSE |= {name: ReuseConfig("skip", 1) for name in ("skip", "block_skip", "hot_skip")}
 REUSE |= {"hot_ahead": ReuseConfig("ahead"), "hot_union": ReuseConfig("union")}
+REUSE |= {f"path_{form}": ReuseConfig(form) for form in ("union", "mix", "ahead")}
 """Proposers that reuse spare states; shallow trees, because a recurrence of many steps is slow to compile."""
 TREES |= {name: TreeConfig(nodes=6, depth=2, width=2) for name in REUSE}
 
@@ -392,6 +406,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "steered_feature": {"kind": FEATURE, "rank": DrafterConfig.rank},
     "heads": {"kind": HEADS, "rank": DrafterConfig.rank},
     **{name: {"trunk": BLOCK} for name in REUSE if name.startswith("block_")},
+    **{name: {"injection": PATH} for name in TREES if "path" in name},
 }
 """What these proposers change of `drafter_config`."""
 STEERED = (

@@ -29,7 +29,7 @@ from hsd_jax.infer.step import advance, cut
 from hsd_jax.infer.tree import ancestor_mask, grow_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models import native
-from hsd_jax.models.hidden import base_logits, token_info
+from hsd_jax.models.hidden import base_logits, inject
 from hsd_jax.models.target import causal_mask, forward, forward_sequence
 from hsd_jax.types import DecodeState, DrawLaw, KVCache, Limits, SamplingParams
 
@@ -276,7 +276,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
 
     def grow(models, inputs):
         base, root = inputs
-        bias = functools.partial(token_info, models["drafter"], drafter_config)
+        bias = functools.partial(inject, models["drafter"], drafter_config)
         hot_ids, vocab_size = models["drafter"].get("hot_ids"), drafter_config.vocab_size
         grown = grow_tree(base, bias, root, tree, law, state.keys, root_position, sampling, hot_ids, vocab_size)
         return grown, inputs

@@ -19,11 +19,15 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import draw
 from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.hot import to_tokens, to_vocabulary
 from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw, SamplingParams
 
-Bias = Callable[[Int[Array, "B w"]], Float[Array, "B w V"]]
-"""What the previous tokens add to the base logits."""
+Bias = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w V"], Any]]
+"""`bias(tokens, above) -> (added, read)`: what drafted tokens add to the base logits behind them.
+
+`read` [B, w, ...] is the proposer's own, handed on to the children as `above`, one a child; None at the root.
+"""
 Expand = Callable[[int, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Float[Array, "B w V"], Any]]
 """`expand(level, tokens, parents, carry) -> (logits, carry)`: what the drafter says behind the nodes of a level.
 
@@ -51,7 +55,8 @@ def token_free(base_logits: Float[Array, "B D V"], bias: Bias) -> Expand:
     """The `Expand` of a drafter whose states do not read drafted tokens: a level's base logits plus the bias."""
 
     def expand(level: int, tokens: Array, parents: Array, carry: Any):
-        return base_logits[:, level, None, :] + bias(tokens), carry
+        added, read = bias(tokens, jax.tree.map(lambda x: take_nodes(x, parents, axis=1), carry))
+        return base_logits[:, level, None, :] + added, read
 
     return expand
 
@@ -77,8 +82,8 @@ def grow(
     Args:
       hot_ids: the token of each column of the logits; None: the columns are the tokens, `vocab_size` of them.
       num_levels: levels of each row that have logits; nodes below are not valid. None: all.
-      rival: a second proposer without a carry, for beams only: a token then counts with the better of its two
-        log-probabilities, so both compete for the same nodes and what they agree on is one node.
+      rival: a second proposer whose carry is None at first, for beams only: a token then counts with the better of
+        its two log-probabilities, so both compete for the same nodes and what they agree on is one node.
     """
     if law is DrawLaw.ARBITRARY:
         if config.width == 1 and rival is None:
@@ -162,13 +167,14 @@ def _beam(
     frontier_tokens, frontier_scores = root[:, None], jnp.zeros((batch, 1))
     frontier_ids = jnp.full((batch, 1), NO_PARENT)  # the root is no candidate
     frontier_parents = jnp.zeros((batch, 1), jnp.int32)
-    scores, tokens, parents = [], [], []
+    scores, tokens, parents, rival_carry = [], [], [], None
     for level in range(config.depth):
         logits, carry = expand(level, frontier_tokens, frontier_parents, carry)
         logits = logits * scale[:, None, None]
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         if rival is not None:
-            other = rival(level, frontier_tokens, frontier_parents, None)[0] * scale[:, None, None]
+            other, rival_carry = rival(level, frontier_tokens, frontier_parents, rival_carry)
+            other = other * scale[:, None, None]
             logits = jnp.maximum(logits - total, other - jax.nn.logsumexp(other, axis=-1, keepdims=True))
             total = 0.0
         top, children = lax.top_k(logits, width)

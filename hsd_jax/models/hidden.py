@@ -3,8 +3,9 @@
 The trunk reads the target's features of committed positions and gives K states, one for each position ahead; it never
 sees a drafted token. Recurrent, it maps a state that predicts position t to one that predicts t + 1 (Lyanna,
 arXiv:2602.21224); as a block, it gives all states in one pass over learned slots (as DFlash and DSpark do, methods.md
-1.4). The injector adds what the previous token says, behind the LM head, as a low-rank bias. The `feature` drafter is
-the same trunk fed with the embeddings of drafted tokens, and needs no injector. Read next: `infer/drafters/hidden.py`.
+1.4). The injector adds what the drafted tokens say, the previous one or the path up to it, behind the LM head, as a
+low-rank bias. The `feature` drafter is the same trunk fed with the embeddings of drafted tokens, and needs no injector.
+Read next: `infer/drafters/hidden.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import BLOCK, FEATURE, FULL, HEADS, HIDDEN, RECURRENT, DrafterConfig, ModelConfig
+from hsd_jax.config import BLOCK, FEATURE, FULL, HEADS, HIDDEN, PATH, RECURRENT, DrafterConfig, ModelConfig
+from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.layers import Block, RMSNorm, Weight, attend, linears, matmul, rms_norm, rope_table
 from hsd_jax.models.target import causal_mask, layer_masks, lm_head, logits_of_rows
-from hsd_jax.types import KVCache, NewKV, Weights
+from hsd_jax.types import NO_PARENT, KVCache, NewKV, Weights
 
 
 class Trunk(nn.Module):
@@ -258,17 +260,66 @@ def base_logits(
     return logits_of_rows(weights["head"], target_config, normed)
 
 
-def token_info(weights: Weights, config: DrafterConfig, previous: Int[Array, "..."]) -> Float[Array, "... V"]:
-    """The bias of the previous token: RMSNorm(W1[previous]) . W2; zero at initialisation (methods.md 1.5, 3).
+def read_token(
+    weights: Weights, config: DrafterConfig, token: Int[Array, "..."], above: Float[Array, "... r"] | None = None
+) -> Float[Array, "... r"]:
+    """What the injector has read when it stands on a token: RMSNorm(W1[token] + R . above) of the token's `rank`.
 
-    `previous` may be any token, cold ones too; V are the tokens that may be drafted (methods.md, A10). A drafter of
-    rank 0 was trained without token information.
+    Args:
+      token: any token, cold ones too (methods.md, A10).
+      above: what it had read on the token's parent; None at a root. Without a path, R is zero.
     """
     if config.rank == 0:
-        return jnp.zeros((*previous.shape, config.draft_vocab_size))
-    row = weights["injector"]["previous"][previous]
-    row = rms_norm(row, weights["injector"]["norm"].astype(jnp.float32), config.norm_eps)
-    return matmul(row, weights["injector"]["bias"])
+        return jnp.zeros((*token.shape, 0))
+    row = weights["injector"]["previous"][token]
+    if above is not None and config.injection == PATH:
+        row = row.astype(jnp.float32) + matmul(above, weights["injector"]["path"])
+    return rms_norm(row, weights["injector"]["norm"].astype(jnp.float32), config.norm_eps)
+
+
+def token_bias(weights: Weights, config: DrafterConfig, read: Float[Array, "... r"]) -> Float[Array, "... V"]:
+    """The bias behind a token: what the injector has read . W2; V are the tokens that may be drafted.
+
+    A drafter of rank 0 was trained without token information.
+    """
+    if config.rank == 0:
+        return jnp.zeros((*read.shape[:-1], config.draft_vocab_size))
+    return matmul(read, weights["injector"]["bias"])
+
+
+def token_info(weights: Weights, config: DrafterConfig, previous: Int[Array, "..."]) -> Float[Array, "... V"]:
+    """The bias of the previous token alone; zero at initialisation (methods.md 1.5, 3)."""
+    return token_bias(weights, config, read_token(weights, config, previous))
+
+
+def inject(
+    weights: Weights, config: DrafterConfig, tokens: Int[Array, "..."], above: Float[Array, "... r"] | None
+) -> tuple[Float[Array, "... V"], Float[Array, "... r"] | None]:
+    """The bias behind each token, and what its children need of it: `above` of their own call, None without a path."""
+    read = read_token(weights, config, tokens, above)
+    return token_bias(weights, config, read), read if config.injection == PATH else None
+
+
+def read_paths(weights: Weights, config: DrafterConfig, paths: Int[Array, "... K"]) -> Float[Array, "... K r"]:
+    """What the injector has read on each token of paths that start at their roots."""
+    if config.injection != PATH:
+        return read_token(weights, config, paths.reshape(-1)).reshape(*paths.shape, -1)
+    read = [read_token(weights, config, paths[..., 0])]
+    for k in range(1, paths.shape[-1]):
+        read.append(read_token(weights, config, paths[..., k], read[-1]))
+    return jnp.stack(read, -2)
+
+
+def read_tree(
+    weights: Weights, config: DrafterConfig, tokens: Int[Array, "B N"], parents: Int[Array, "B N"], num_levels: int
+) -> Float[Array, "B N r"]:
+    """What the injector has read on each node of trees with this many levels below their roots, all nodes at once."""
+    read = read_token(weights, config, tokens)
+    if config.injection == PATH:
+        for _ in range(num_levels):
+            above = jnp.where((parents != NO_PARENT)[..., None], take_nodes(read, jnp.maximum(parents, 0), axis=1), 0.0)
+            read = read_token(weights, config, tokens, above)
+    return read
 
 
 def head_states(
@@ -317,4 +368,6 @@ def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
             "norm": jnp.ones(config.rank),
             "bias": jnp.zeros((config.draft_vocab_size, config.rank)),
         }
+        if config.injection == PATH:
+            weights["injector"]["path"] = jnp.zeros((config.rank, config.rank))
     return weights

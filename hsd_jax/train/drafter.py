@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import HIDDEN, RECURRENT, TRUNKS, DrafterConfig, ModelConfig, at_least
+from hsd_jax.config import HIDDEN, PREVIOUS, RECURRENT, TRUNKS, DrafterConfig, ModelConfig, at_least
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.hidden import embed_committed, trunk_features
 from hsd_jax.models.hot import attach
@@ -55,6 +55,9 @@ class DrafterModel:
     """Depths the trunk is trained for (K); a tree may be shallower, never deeper."""
     rank: int = 128
     """Of the token-info factors; 0 for none, to see what they are worth."""
+    injection: str = PREVIOUS
+    """What token information knows. previous: the token before; path: all drafted tokens up to it, by a recurrence of
+    the rank's width along the tree."""
     committed_embeddings: bool = True
     feature_layers: tuple[int, ...] | str = ()
     """Layers of the target, from 0, behind which the trunk reads; low_mid_high for 2, L // 2 and L - 3; empty for the
@@ -173,6 +176,7 @@ def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = 
         vocab_size=target.vocab_size,
         num_steps=model.num_steps,
         rank=model.rank,
+        injection=model.injection,
         committed_embeddings=model.committed_embeddings,
         norm_eps=target.norm_eps,
         rope=target.rope,

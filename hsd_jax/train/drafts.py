@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import HIDDEN, DrafterConfig, ModelConfig
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.hidden import base_logits, token_info
+from hsd_jax.models.hidden import base_logits, inject, read_paths, token_bias
 from hsd_jax.train import on_policy
 from hsd_jax.types import Weights
 
@@ -47,8 +47,10 @@ def logits_of_text(
     # Two axes only: XLA on CPU needs twice the time for the same gradients over [B, A, K, V].
     at = (drafts.positions + length * jnp.arange(batch)[:, None, None]).reshape(-1)
     base = base_logits(params, config, frozen, target_config, drafts.states.reshape(at.shape[0], -1))
-    has_info = config.kind == HIDDEN
-    draft_logits = base + token_info(params, config, tokens.reshape(-1)[at]) if has_info else base
+    draft_logits = base
+    if config.kind == HIDDEN:
+        read = read_paths(params, config, tokens.reshape(-1)[at].reshape(drafts.mask.shape))
+        draft_logits = base + token_bias(params, config, read.reshape(at.shape[0], -1))
     return logits.reshape(batch * length, -1)[at], base, draft_logits
 
 
@@ -65,10 +67,10 @@ def logits_of_draws(
 ) -> tuple[Float[Array, "BAK V"], Float[Array, "BAK C"]]:
     """The target's logits, and the drafter's with token information, given the drafter's own draws behind each root."""
     root = take_nodes(tokens, drafts.anchors + 1, axis=1)
-    bias = functools.partial(token_info, params, config)
+    bias = functools.partial(inject, params, config)
     chains = on_policy.sample_chains(key, base.reshape(*drafts.mask.shape, -1), root, bias, params.get("hot_ids"))
     behind_chains = on_policy.score_chains(frozen, target_config, tokens, drafts.anchors, chains)
     behind_root = take_nodes(logits, drafts.anchors + 1, axis=1)[:, :, None]
-    previous = jnp.concatenate([root[:, :, None], chains], 2).reshape(-1)
-    target_logits = jnp.concatenate([behind_root, behind_chains], 2).reshape(len(previous), -1)
-    return target_logits, base + bias(previous)
+    read = read_paths(params, config, jnp.concatenate([root[:, :, None], chains], 2)).reshape(base.shape[0], -1)
+    target_logits = jnp.concatenate([behind_root, behind_chains], 2).reshape(base.shape[0], -1)
+    return target_logits, base + token_bias(params, config, read)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.checkpoint import replace_folder
 from hsd_jax.config import HIDDEN, DrafterConfig, ModelConfig
 from hsd_jax.models import convert, hot
-from hsd_jax.models.hidden import base_logits, embed_committed, no_mix, token_info, trunk_features
+from hsd_jax.models.hidden import base_logits, embed_committed, no_mix, read_paths, token_bias, trunk_features
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.train.rows import ALL
 from hsd_jax.train.trained import Text, read_pair, read_split
@@ -70,13 +70,12 @@ def row_sums(
     anchors = jnp.arange(num)
     states = unroll(drafter, config, features, embeddings, anchors[None])[0]
     base = base_logits(drafter, config, target, target_config, states)
-    bias = token_info(drafter, config, tokens[:-1])
     hot_ids = drafter.get("hot_ids")
 
     drafted_at = anchors[:, None] + jnp.arange(1, steps + 1)  # where the law and the previous token stand
     columns, is_hot = hot.to_columns(hot_ids, tokens[jnp.minimum(drafted_at + 1, num)])
-    chain = base + bias[jnp.minimum(drafted_at, num - 1)]
-    new_anchor = anchors + chain_lengths(chain, columns, is_hot) + 1
+    bias = token_bias(drafter, config, read_paths(drafter, config, tokens[jnp.minimum(drafted_at, num - 1)]))
+    new_anchor = anchors + chain_lengths(base + bias, columns, is_hot) + 1
 
     new_depth = jnp.arange(1, steps)[None]
     old_depth = (new_anchor - anchors)[:, None] + new_depth
@@ -84,11 +83,12 @@ def row_sums(
     is_label = (old_depth <= steps) & (law_at < num) & mask[jnp.minimum(law_at + 1, num)]
     law_at, old_depth = jnp.minimum(law_at, num - 1), jnp.minimum(old_depth, steps)
     pair = new_depth - 1, old_depth - 1
-    new = base[jnp.minimum(new_anchor, num - 1)[:, None], pair[0]]
+    at_new = jnp.minimum(new_anchor, num - 1)[:, None], pair[0]
+    new = base[at_new]
     old = base[anchors[:, None], pair[1]]
 
     weight = weights[pair]
-    mixed = weight[..., :1] * new + weight[..., 1:] * old + bias[law_at]
+    mixed = weight[..., :1] * new + weight[..., 1:] * old + bias[at_new]
     target_logp = jax.nn.log_softmax(output.logits[0, law_at], -1)
     target_logp = target_logp if hot_ids is None else target_logp[..., hot_ids]
     draft_logp, p = jax.nn.log_softmax(mixed, -1), jnp.exp(target_logp)

@@ -6,8 +6,6 @@ the target's laws change. Knows nothing of divergences or of the drafter's weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import ModelConfig
+from hsd_jax.infer.tree import Bias
 from hsd_jax.models.hot import to_tokens
 from hsd_jax.models.target import causal_mask, forward, lm_head
 from hsd_jax.types import Weights
@@ -33,7 +32,7 @@ def sample_chains(
     key: jax.Array,
     base: Float[Array, "B n K C"],
     root: Int[Array, "B n"],
-    token_info: Callable[[Int[Array, "B n"]], Float[Array, "B n C"]],
+    bias: Bias,
     hot_ids: Int[Array, "C"] | None = None,
 ) -> Int[Array, "B n D"]:
     """d_1 .. d_D behind each root, D = K - 1, drawn at temperature 1 from base logits plus token information.
@@ -43,9 +42,10 @@ def sample_chains(
     Args:
       hot_ids: the token of each of the C columns; None: the columns are the tokens.
     """
-    chain, previous = [], root
+    chain, previous, above = [], root, None
     for depth in range(base.shape[2] - 1):
-        logits = lax.stop_gradient(base[:, :, depth] + token_info(previous))
+        added, above = bias(previous, above)
+        logits = lax.stop_gradient(base[:, :, depth] + added)
         drawn = jax.random.categorical(jax.random.fold_in(key, depth), logits)
         previous = to_tokens(hot_ids, drawn).astype(root.dtype)
         chain.append(previous)

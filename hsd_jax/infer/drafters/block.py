@@ -101,7 +101,7 @@ def block_drafter(
             logits = base_logits(models["drafter"], config, models["target"], target_config, states)
         hot_ids = models["drafter"].get("hot_ids")
         if law is not DrawLaw.ARBITRARY:
-            nothing = lambda tokens: jnp.zeros((*tokens.shape, 1))  # noqa: E731  # what tokens add to the logits
+            nothing = lambda tokens, _: (jnp.zeros((*tokens.shape, 1)), None)  # noqa: E731  # what tokens add
             settings = tree, law, keys, root_position, sampling, hot_ids, config.vocab_size
             return grow_tree(logits, nothing, root, *settings), state
         guesses = to_tokens(hot_ids, lax.top_k(logits, tree.width)[1])

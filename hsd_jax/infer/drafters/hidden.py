@@ -21,7 +21,15 @@ from hsd_jax.infer import reuse as reuse_lib
 from hsd_jax.infer.drafters.trunk import HiddenState, Levels, append_pending, make_schedule, run_trunk
 from hsd_jax.infer.tree import grow_tree, sharpness
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.hidden import base_logits, embed_committed, token_info, trunk_features, trunk_pass
+from hsd_jax.models.hidden import (
+    base_logits,
+    embed_committed,
+    inject,
+    read_tree,
+    token_bias,
+    trunk_features,
+    trunk_pass,
+)
 from hsd_jax.models.hot import to_columns
 from hsd_jax.models.target import causal_mask
 from hsd_jax.types import Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
@@ -86,7 +94,7 @@ def hidden_drafter(
     ):
         levels, state = levels_of_round(models, state)
         with jax.named_scope("tree"):
-            bias = functools.partial(token_info, models["drafter"], config)
+            bias = functools.partial(inject, models["drafter"], config)
             hot_ids = models["drafter"].get("hot_ids")
             return grow_tree(
                 levels.logits,
@@ -194,8 +202,8 @@ def _logp_of_nodes(
 ) -> tuple[Float[Array, "B N"], Float[Array, "B N"] | None]:
     """Log-probability of each node given its parent, 0 for the root: under `levels.logits`, and under the rival's."""
     depth_index = jnp.maximum(drafted.depth - 1, 0)[:, :, None]
-    previous = jnp.take_along_axis(drafted.tokens, jnp.maximum(drafted.parents, 0), 1)
-    added = token_info(weights, config, previous)
+    read = read_tree(weights, config, drafted.tokens, drafted.parents, levels.logits.shape[1])
+    added = token_bias(weights, config, cache_lib.take_nodes(read, jnp.maximum(drafted.parents, 0), axis=1))
     columns, _ = to_columns(weights.get("hot_ids"), drafted.tokens)
 
     def chosen(logits: Array) -> Array:
