@@ -193,8 +193,7 @@ class DrafterConfig:
         """
         if config.kind not in TRAINED_KINDS:
             raise ValueError(f"{where}.kind={config.kind!r}: allowed are {', '.join(TRAINED_KINDS)}")
-        of_rank = {"rank": cls.rank, "injection": PREVIOUS}
-        defaults = {"trunk": RECURRENT, "committed_embeddings": True, "num_layers": 1, **of_rank}
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)} | {"num_layers": 1}
         for name in cls.UNUSED[config.kind]:
             if getattr(config, name) != defaults[name]:
                 raise ValueError(f"{where}.{name}={getattr(config, name)!r}: kind {config.kind!r} has no such choice")

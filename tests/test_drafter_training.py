@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toy
 from oracles import injector
 from oracles.divergence import kl, log_softmax
 
@@ -24,7 +25,7 @@ from hsd_jax.infer.drafters import feature
 from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.models import convert
-from hsd_jax.models.hidden import base_logits, head_states, init_drafter, token_info, trunk_features, trunk_pass
+from hsd_jax.models.hidden import base_logits, head_states, init_drafter, trunk_features, trunk_pass
 from hsd_jax.models.target import causal_mask, forward_sequence, init_target
 from hsd_jax.train import anchors as anchors_lib
 from hsd_jax.train import drafter, losses
@@ -303,7 +304,7 @@ def loss_without_masks(config: DrafterConfig, anchors_per_row: int):
         labels = jnp.minimum(labels, length - 1) + length * jnp.arange(batch)[:, None, None]
         labels = labels.reshape(-1)
         base = base_logits(params, config, frozen, TARGET, states.reshape(labels.shape[0], -1))
-        draft_logits = base + token_info(params, config, rows[:, :-1].reshape(-1)[labels])
+        draft_logits = base + toy.token_info(params, config, rows[:, :-1].reshape(-1)[labels])
         target_logits = output.logits.reshape(batch * length, -1)[labels]
         nats = losses.forward_kl(target_logits, draft_logits).reshape(mask.shape)
         return losses.over_depths(nats, mask, weights)
@@ -407,7 +408,7 @@ def test_gradient_reaches_all_of_the_drafter_and_none_of_the_target(changes):
 def test_new_token_information_is_zero():
     config, _, frozen = make()
     weights = jit(lambda key: init_drafter(key, config))(jax.random.key(0))
-    assert not np.any(token_info(weights, config, jnp.arange(TARGET.vocab_size)))
+    assert not np.any(toy.token_info(weights, config, jnp.arange(TARGET.vocab_size)))
     (_, metrics), _ = graded()(weights, frozen, batch_of(random_rows()))
     assert metrics["agreement_3"] == metrics["agreement_3_base"]
 

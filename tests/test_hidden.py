@@ -19,7 +19,7 @@ from hsd_jax.config import RECURRENT, TreeConfig
 from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.infer.tree import ancestor_mask
-from hsd_jax.models.hidden import base_logits, init_drafter, token_info, trunk_features, trunk_pass
+from hsd_jax.models.hidden import base_logits, init_drafter, trunk_features, trunk_pass
 from hsd_jax.models.layers import rms_norm
 from hsd_jax.models.target import causal_mask, forward_sequence, lm_head
 
@@ -204,7 +204,7 @@ def test_without_token_information_the_logits_are_the_base_logits():
     setup = toy.setup("llama", "beam")
     fresh = init_drafter(jax.random.key(0), setup.drafter_config)
     tokens = jnp.arange(toy.VOCAB, dtype=jnp.int32)
-    assert not np.asarray(token_info(fresh, setup.drafter_config, tokens)).any()
+    assert not np.asarray(toy.token_info(fresh, setup.drafter_config, tokens)).any()
     models, state, root, position = mid_state()
     injector = models["drafter"]["injector"]
     models = change(models, injector=injector | {"bias": jnp.zeros_like(injector["bias"])})

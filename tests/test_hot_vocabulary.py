@@ -34,7 +34,7 @@ from hsd_jax.config import DrafterConfig, TreeConfig
 from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import convert, hot, native
-from hsd_jax.models.hidden import base_logits, token_info
+from hsd_jax.models.hidden import base_logits
 from hsd_jax.models.layers import MASKED
 from hsd_jax.train import anchors as anchors_lib
 from hsd_jax.train import drafter, hot_vocabulary, losses, on_policy
@@ -155,9 +155,9 @@ def test_logits_are_the_columns_of_the_full_ones():
     assert found.shape == (6, 3, len(HOT))
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
     for previous in (root, jnp.asarray(COLD, jnp.int32)):  # a cold token says something about what follows it
-        wanted = token_info(full.models["drafter"], full.drafter_config, previous)[..., HOT]
+        wanted = toy.token_info(full.models["drafter"], full.drafter_config, previous)[..., HOT]
         np.testing.assert_array_equal(
-            token_info(setup.models["drafter"], setup.drafter_config, previous), np.asarray(wanted)
+            toy.token_info(setup.models["drafter"], setup.drafter_config, previous), np.asarray(wanted)
         )
         assert np.asarray(wanted).any()
 
@@ -170,7 +170,7 @@ def tree_of(setup: toy.Setup, states, root, mask_cold: bool = False):
         base = base_logits(weights, config, target, setup.config, states)
         if mask_cold:
             base = base.at[..., COLD].set(MASKED)
-        bias = functools.partial(token_info, weights, config)
+        bias = functools.partial(toy.token_info, weights, config)
         return toy.grow_beam(base, bias, root, toy.TREES["hot"], weights.get("hot_ids"))
 
     return grown(setup.models["drafter"], setup.models["target"], states, root)
@@ -238,7 +238,7 @@ def test_a_drawn_tree_is_that_of_a_full_law_without_the_cold_tokens(law):
         def grown(weights, target, one=one, name=name):
             base = base_logits(weights, one.drafter_config, target, one.config, states)
             base = base if name == "hot" else base.at[..., COLD].set(-jnp.inf)  # the full one may not either
-            bias = functools.partial(token_info, weights, one.drafter_config)
+            bias = functools.partial(toy.token_info, weights, one.drafter_config)
             args = base, toy.of_tokens(bias), root, TreeConfig(6, 2, 3), law, keys, jnp.full(len(root), 7), sampling
             return grow_tree(*args, weights.get("hot_ids"), toy.VOCAB)
 

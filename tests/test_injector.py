@@ -21,7 +21,7 @@ from hsd_jax.config import PATH, PREVIOUS, DrafterConfig, TreeConfig
 from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.models import convert
-from hsd_jax.models.hidden import base_logits, init_drafter, inject, read_paths, read_tree, token_bias, token_info
+from hsd_jax.models.hidden import base_logits, init_drafter, inject, read_paths, read_tree, token_bias
 from hsd_jax.train.trained import started_from
 from hsd_jax.types import DrawLaw
 
@@ -68,7 +68,7 @@ def test_the_recurrence_is_that_of_plain_loops():
     np.testing.assert_array_equal(read[0, 3], read[0, 4])  # the same tokens under other parents
     assert np.abs(wanted[3] - biases(weights["injector"], [[1]], config.norm_eps)[0]).max() > 0.1
     np.testing.assert_array_equal(
-        token_info(weights, config, jnp.asarray([3])), token_bias(weights, config, read[:, 0])
+        toy.token_info(weights, config, jnp.asarray([3])), token_bias(weights, config, read[:, 0])
     )
 
 

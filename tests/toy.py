@@ -39,7 +39,7 @@ from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import hot
-from hsd_jax.models.hidden import init_drafter
+from hsd_jax.models.hidden import init_drafter, inject
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.types import NO_PARENT, NO_TOKEN, DecodeState, Drafter, DraftTree, DrawLaw, Limits, SamplingParams
 
@@ -256,6 +256,11 @@ def cut(text: list[int], new_tokens: int, eos: tuple[int, ...]) -> list[int]:
     text = text[:new_tokens]
     ends = [i for i, token in enumerate(text) if token in eos]
     return text[: ends[0] + 1] if ends else text
+
+
+def token_info(weights, config: DrafterConfig, previous):
+    """The bias of the previous token alone."""
+    return inject(weights, config, previous, None)[0]
 
 
 def of_tokens(bias):

@@ -80,9 +80,7 @@ def run(args: argparse.Namespace) -> int:
         tuned.settings
         if tuned is not None
         else {
-            "tree": options.tree_of(args, params)
-            if params.drafter is not None and options.asks_for_tree(args)
-            else None,
+            "tree": None if params.drafter is None else options.tree_asked(args, params),
             "speculate": not args.no_speculate,
         }
     )

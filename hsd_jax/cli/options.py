@@ -172,11 +172,6 @@ def load_params(args: argparse.Namespace, dtype: str | None = None) -> Any:
     )
 
 
-def asks_for_tree(args: argparse.Namespace) -> bool:
-    """Whether any of --nodes, --depth and --width was given."""
-    return any(value is not None for value in (args.nodes, args.depth, args.width))
-
-
 def tree_of(args: argparse.Namespace, params) -> Any:
     """The tree of --nodes, --depth and --width; what is not given comes from the drafter's own tree."""
     from hsd_jax.config import TreeConfig
@@ -185,6 +180,11 @@ def tree_of(args: argparse.Namespace, params) -> Any:
     nodes = args.nodes or own.nodes
     depth = args.depth or min(own.depth, nodes - 1)
     return TreeConfig(nodes=nodes, depth=depth, width=args.width or min(own.width, nodes - 1))
+
+
+def tree_asked(args: argparse.Namespace, params) -> Any:
+    """`tree_of`, or None where none of --nodes, --depth and --width was given."""
+    return None if (args.nodes, args.depth, args.width) == (None, None, None) else tree_of(args, params)
 
 
 def parse_tree(text: str) -> Any:

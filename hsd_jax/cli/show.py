@@ -118,9 +118,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = demo.read_prompts()[0].text if text is None else generate.encode_prompt(params, text, args)
     settings = generate.text_settings(args) | {"tree": options.tree_of(args, params)}
     if settings["accept"] == AUTO:
-        tree = settings["tree"] if options.asks_for_tree(args) else None
         how = [args.temperature], args.draw, ReuseConfig.parse(settings["reuse"])
-        settings["accept"], settings["tree"] = rule_and_tree(params, tree, *how)
+        settings["accept"], settings["tree"] = rule_and_tree(params, options.tree_asked(args, params), *how)
     page = make_page(params, prompt, settings, args.command_line)
     for path in files:
         if path.suffix.lower() == ".png":

@@ -287,15 +287,13 @@ def token_bias(weights: Weights, config: DrafterConfig, read: Float[Array, "... 
     return matmul(read, weights["injector"]["bias"])
 
 
-def token_info(weights: Weights, config: DrafterConfig, previous: Int[Array, "..."]) -> Float[Array, "... V"]:
-    """The bias of the previous token alone; zero at initialisation (methods.md 1.5, 3)."""
-    return token_bias(weights, config, read_token(weights, config, previous))
-
-
 def inject(
     weights: Weights, config: DrafterConfig, tokens: Int[Array, "..."], above: Float[Array, "... r"] | None
 ) -> tuple[Float[Array, "... V"], Float[Array, "... r"] | None]:
-    """The bias behind each token, and what its children need of it: `above` of their own call, None without a path."""
+    """The bias behind each token, and what its children need of it: `above` of their own call, None without a path.
+
+    The bias is zero at initialisation (methods.md 1.5, 3).
+    """
     read = read_token(weights, config, tokens, above)
     return token_bias(weights, config, read), read if config.injection == PATH else None
 

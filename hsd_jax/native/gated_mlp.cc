@@ -66,8 +66,7 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer gate_w
   bool is_paired = gate.is_bf16 || up.is_bf16;
   Aligned paired(is_paired ? n * k : 0), hidden(n * width), sums(std::max<int64_t>(pool.num_threads(), 1) * 2 * n * kPiece);
   if (is_paired) Deinterleave(x.typed_data(), n, k, paired.data());
-  constexpr int64_t kPieceBytes = 64 << 10;
-  int64_t piece = std::max(kPieceBytes / down.bytes() / kGroup * kGroup, int64_t(kGroup));
+  int64_t piece = down.piece();
   auto work = [=, rows = x.typed_data(), out = y->typed_data(), paired = std::move(paired), hidden = std::move(hidden),
                sums = std::move(sums)](int phase, int i, int thread) mutable {
     float* h = hidden.data();

@@ -23,7 +23,6 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
   std::vector<Product> products;
   std::vector<Shard> shards;
   bool any_bf16 = false;
-  constexpr int64_t kShardBytes = 64 << 10;
   for (size_t i = 0; i < weights.size(); i++) {
     auto w = weights.get<ffi::AnyBuffer>(i);
     auto y = results.get<ffi::AnyBuffer>(i);
@@ -33,10 +32,8 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
       return ffi::Error::InvalidArgument("rows_matmul: weights must be [out, in] in float32 or bfloat16");
     any_bf16 |= matrix.is_bf16;
     products.push_back({matrix, static_cast<float*>((*y)->untyped_data())});
-    int64_t rows = kShardBytes / matrix.bytes();
-    rows = rows < kGroup ? kGroup : rows / kGroup * kGroup;
-    for (int64_t first = 0; first < matrix.o; first += rows)
-      shards.push_back({static_cast<int>(i), first, std::min(first + rows, matrix.o)});
+    for (int64_t first = 0; first < matrix.o; first += matrix.piece())
+      shards.push_back({static_cast<int>(i), first, std::min(first + matrix.piece(), matrix.o)});
   }
   Aligned paired(any_bf16 ? n * k : 0);
   if (any_bf16) Deinterleave(x.typed_data(), n, k, paired.data());

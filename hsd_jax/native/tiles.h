@@ -257,7 +257,8 @@ struct Matrix {
   const void* data;
   bool is_bf16;
   int64_t o, k;
-  int64_t bytes() const { return k * (is_bf16 ? 2 : 4); }  // of an output
+  // Outputs of a piece of work: about 64 KB of weights, in whole groups.
+  int64_t piece() const { return std::max((64 << 10) / (k * (is_bf16 ? 2 : 4)) / kGroup * kGroup, int64_t(kGroup)); }
 };
 struct Rows {
   const float* plain;
