@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import types
 
+import jax
 import numpy as np
 import pytest
 import test_cli
+import toy
 
 from hsd_jax import measure
 from hsd_jax.cli import ablate, compare, report
-from hsd_jax.config import TreeConfig
+from hsd_jax.config import FEATURE, DrafterConfig, TreeConfig
+from hsd_jax.models.hidden import init_drafter
 
 folders, own_cache, hsd, both = test_cli.folders, test_cli.own_cache, test_cli.hsd, test_cli.both
 
@@ -81,6 +85,21 @@ def test_methods_files_that_say_nonsense(tmp_path, text, message):
     with pytest.raises(ValueError, match=r"methods\.yaml: ") as error:
         compare.read_methods(path)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": 0}, "was trained without (rank 0)"),
+        ({"kind": FEATURE, "rank": DrafterConfig.rank}, "is of kind feature"),
+    ],
+    ids=["rank 0", "feature"],
+)
+def test_token_information_is_taken_from_those_that_have_it(changes, message):
+    config = toy.drafter_config(toy.VARIANTS["llama"], **changes)
+    params = types.SimpleNamespace(drafter=init_drafter(jax.random.key(0), config), drafter_config=config)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        compare.without_token_info(params)
 
 
 def test_the_folder_holds_every_figure(folders, tmp_path, capsys):

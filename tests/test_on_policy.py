@@ -74,6 +74,21 @@ def test_chains_follow_the_drafters_law():
             assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / len(drawn))).all(), (depth, previous, share, p)
 
 
+def test_chains_carry_what_was_read_of_their_path():
+    """A bias that leaves no choice: the next token is one more than the sum of those before."""
+    vocab, root = 11, np.array([[1, 4, 7]])
+
+    def bias(tokens, above):
+        read = tokens if above is None else tokens + above
+        return 1e3 * jax.nn.one_hot((read + 1) % vocab, vocab), read
+
+    found = on_policy.sample_chains(jax.random.key(0), jnp.zeros((1, 3, 4, vocab)), jnp.asarray(root), bias)
+    path = root[..., None]
+    for _ in range(3):
+        path = np.concatenate([path, (path.sum(-1, keepdims=True) + 1) % vocab], -1)
+    np.testing.assert_array_equal(found, path[..., 1:])
+
+
 def test_chosen_anchors_have_labels_where_there_are_enough():
     has_label = np.random.default_rng(0).random((300, 7)) < 0.4
     chosen = np.asarray(on_policy.choose_anchors(jax.random.key(0), jnp.asarray(has_label), 3))
