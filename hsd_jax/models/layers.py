@@ -240,7 +240,7 @@ class MLP(nn.Module):
         if not self.use_bias:
             kernels = [weight()[0] for weight in (gate_weight, up_weight, down_weight)]
             if all(native.applies(num_rows, kernel) for kernel in kernels):
-                return native.gated_mlp(x.reshape(num_rows, -1), *kernels, not is_silu).reshape(x.shape)
+                return native.gated_mlp(x.reshape(num_rows, -1), *kernels, is_gelu=not is_silu).reshape(x.shape)
         gate, up = linears(x, gate_weight, up_weight)
         gate = jax.nn.silu(gate) if is_silu else jax.nn.gelu(gate, approximate=True)
         return linears(gate * up, down_weight)[0]

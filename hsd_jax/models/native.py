@@ -85,7 +85,12 @@ def rows_matmul(x: Float[Array, "N in"], kernels: tuple[Array, ...]) -> list[Flo
 
 
 def gated_mlp(
-    x: Float[Array, "N H"], gate: Float[Array, "I H"], up: Float[Array, "I H"], down: Float[Array, "H I"], is_gelu: bool
+    x: Float[Array, "N H"],
+    gate: Float[Array, "I H"],
+    up: Float[Array, "I H"],
+    down: Float[Array, "H I"],
+    *,
+    is_gelu: bool,
 ) -> Float[Array, "N H"]:
     """`layers.MLP` in float32 arithmetic, in one call; a row's result is the same to the bit for any number of rows."""
     out = jax.ShapeDtypeStruct((x.shape[0], down.shape[0]), jnp.float32)
