@@ -108,7 +108,7 @@ def test_a_block_trunk_decodes_on_a_mesh():
 @slow
 def test_sampled_trees_under_the_recursive_rule_on_a_mesh():
     """Coins and draws are keyed by row and position, so the text does not depend on where a row stands."""
-    call = CALL | {"accept": "recursive"}
+    call = CALL | {"accept": "recursive", "tree": hsd_jax.TreeConfig(nodes=5, depth=2, width=2)}
     alone = hsd_jax.decode(params(), PROMPTS, **call)
     found = hsd_jax.decode(on("data=2,model=4"), PROMPTS, **call)
     for row, count in enumerate(alone.num_tokens):
