@@ -168,10 +168,12 @@ def test_a_drafter_begins_as_the_one_it_starts_from(tmp_path):
     trained = init_drafter(jax.random.key(1), old) | {
         "injector": {k: v for k, v in weights["injector"].items() if k != "path"}
     }
-    begun, left = started_from(init_drafter(jax.random.key(0), config), trained, None)
-    assert left == ["['injector']['path']"] and not np.any(begun["injector"].pop("path"))
+    begun, left, dropped = started_from(init_drafter(jax.random.key(0), config), trained, None)
+    assert left == ["['injector']['path']"] and not dropped and not np.any(begun["injector"].pop("path"))
     jax.tree.map(np.testing.assert_array_equal, begun, trained)
     full = begun | weights
+    back = started_from(init_drafter(jax.random.key(0), old), full, None)
+    assert back.dropped == ["['injector']['path']"] and not back.fresh
     convert.save_drafter(tmp_path, config, full)
     found, read = convert.read_drafter(tmp_path)
     assert found == config

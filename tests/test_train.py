@@ -261,7 +261,8 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard
     args, lines = (files / "target", [files / "text.jsonl"], tmp_path / "run", recipe), []
     start = finished / "drafter"
     run.train_drafter(*args, report=lines.append, start_dir=start)
-    assert any("starting from" in line and line.endswith("fresh: ['trunk']['slots']") for line in lines)
+    changes = "; dropped: ['trunk']['no_token']; fresh: ['trunk']['slots']"
+    assert any("starting from" in line and line.endswith(changes) for line in lines)
     config, weights = convert.read_drafter(tmp_path / "run" / "drafter")
     given = convert.read_drafter(start)[1]
     assert config.trunk == "block" and weights["trunk"].pop("slots").shape == (3, 16)
@@ -271,10 +272,11 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard
     run.train_drafter(*args, report=lines.append)  # it has begun: where from does not matter any more
     assert not any("starting from" in line for line in lines)
     fresh = init_drafter(jax.random.key(0), dataclasses.replace(config, hot_tokens=3))
-    begun, _ = trained.started_from(fresh, given, jnp.array([1, 7, 9]))
+    begun = trained.started_from(fresh, given, jnp.array([1, 7, 9])).weights
     np.testing.assert_array_equal(begun["injector"]["bias"], given["injector"]["bias"][np.array([1, 7, 9])])
     hot = {**given, "hot_ids": jnp.array([1, 7, 9]), "injector": begun["injector"]}
-    again, _ = trained.started_from(fresh, hot, jnp.array([2, 7, 9]))
+    again, _, dropped = trained.started_from(fresh, hot, jnp.array([2, 7, 9]))
+    assert not dropped  # what follows from the target and the hot ids is made anew
     rows = [np.zeros(4), *given["injector"]["bias"][np.array([7, 9])]]
     np.testing.assert_array_equal(again["injector"]["bias"], rows)
     with pytest.raises(FileNotFoundError, match=r"drafter_config\.json"):

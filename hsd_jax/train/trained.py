@@ -32,6 +32,16 @@ class Pair(NamedTuple):
     drafter: Weights
 
 
+class Started(NamedTuple):
+    """Weights to begin with, and where they are not those of the drafter they were taken from."""
+
+    weights: Weights
+    fresh: list[str]
+    """Names of weights that it lacks, or has in another shape."""
+    dropped: list[str]
+    """Names of weights that only it has."""
+
+
 class Text(NamedTuple):
     """Rows of tokens, and which of these are labels; both [R, ROW + 1]."""
 
@@ -84,8 +94,8 @@ def read_split(
     return Text(tokens[:-count], mask[:-count]), Text(tokens[-count:], mask[-count:])
 
 
-def started_from(fresh: Weights, trained: Weights, hot_ids: jax.Array | None) -> tuple[Weights, list[str]]:
-    """Fresh weights, a trained drafter's in place of all that have its names and shapes; and the names of the others.
+def started_from(fresh: Weights, trained: Weights, hot_ids: jax.Array | None) -> Started:
+    """Fresh weights, a trained drafter's in place of all that have its names and shapes.
 
     Rows of the injector's bias follow the tokens they are for; a token the trained drafter never drafted has zeros.
     """
@@ -94,14 +104,16 @@ def started_from(fresh: Weights, trained: Weights, hot_ids: jax.Array | None) ->
         columns, is_known = to_columns(trained.get("hot_ids"), tokens)
         bias = jnp.where(is_known[:, None], trained["injector"]["bias"][columns], 0.0)
         trained = {**trained, "injector": {**trained["injector"], "bias": bias}}
-    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trained)}
-    left = []
+    learned = {name: weights for name, weights in trained.items() if name not in ("hot_ids", "head")}
+    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(learned)}
+    wanted = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(fresh)}
+    kept = {name for name, shape in wanted.items() if name in found and found[name].shape == shape}
 
     def take(path, leaf):
         name = jax.tree_util.keystr(path)
-        if name in found and found[name].shape == leaf.shape:
-            return found[name]
-        left.append(name)
-        return leaf
+        return found[name] if name in kept else leaf
 
-    return jax.tree_util.tree_map_with_path(take, fresh), left
+    weights = jax.tree_util.tree_map_with_path(take, fresh)
+    return Started(
+        weights, [name for name in wanted if name not in kept], [name for name in found if name not in wanted]
+    )
