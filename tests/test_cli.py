@@ -510,7 +510,9 @@ def test_train_mix(folders, tmp_path, capsys):
     data.write_text("".join(json.dumps({"text": " ".join(TEXTS)}) + "\n" for _ in range(40)))
     arguments = ["--target", folders.target, "--drafter", folders.drafter, "--data", data, "--out", out]
     assert hsd("train", "mix", *arguments, "--rows", "3") == 0
-    assert re.match(r"2 rows fitted; on 1 held out, \d+ labels: KL", capsys.readouterr().err)
+    *passes, result, _ = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in passes] == [f"pass {i} of 8" for i in range(1, 9)]
+    assert re.match(r"2 rows fitted; on 1 held out, \d+ labels: KL", result)
     config, weights = convert.read_drafter(out)
     assert config.has_mix and weights["mix"]["new"].shape == (config.num_steps, config.num_steps)
     small = ["--nodes", "3", "--depth", "2", "--width", "1", "--max-new-tokens", "6", "--json", "the cat"]

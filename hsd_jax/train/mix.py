@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +32,8 @@ from hsd_jax.types import Weights
 
 PRIOR = 1.0
 """Pull of each weight to no reuse, as the curvature of this many labels: pairs that the data hardly show stay there."""
+ITERATIONS = 8
+"""Of Newton's method, each a pass over all rows."""
 
 
 class Sums(NamedTuple):
@@ -122,7 +125,7 @@ def no_reuse(num_steps: int) -> np.ndarray:
     return np.stack([table["new"], table["old"]], -1)
 
 
-def fit(sums: Callable[[np.ndarray], Sums], num_steps: int, iterations: int = 8) -> np.ndarray:
+def fit(sums: Callable[[np.ndarray], Sums], num_steps: int, iterations: int = ITERATIONS) -> np.ndarray:
     """The weights [K, K, 2] that minimise each pair's loss plus PRIOR / 2 times the squared distance to no reuse.
 
     Newton's method, each pair for itself; a step that does not lower a pair's loss is taken back and damped.
@@ -183,8 +186,15 @@ def fit_drafter(
     def sums_of(text: Text) -> Callable[[np.ndarray], Sums]:
         return lambda weights: _sums(attached, target, target_config, config, weights, *text)
 
-    weights = fit(sums_of(fitted_on), config.num_steps)
-    judged = sums_of(held_out)
+    passes, fitting, judged = itertools.count(1), sums_of(fitted_on), sums_of(held_out)
+
+    def reported(weights: np.ndarray) -> Sums:
+        sums = fitting(weights)
+        divergence = float(sums.loss.sum()) / max(float(sums.count.sum()), 1.0)
+        report(f"pass {next(passes)} of {ITERATIONS}: KL from the target {divergence:.4f} nats")
+        return sums
+
+    weights = fit(reported, config.num_steps)
     before, after = judged(no_reuse(config.num_steps)), judged(weights)
     labels = max(float(before.count.sum()), 1.0)
     without, mixed = (float(sums.loss.sum()) / labels for sums in (before, after))
