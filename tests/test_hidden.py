@@ -19,6 +19,7 @@ from hsd_jax.config import RECURRENT, TreeConfig
 from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.infer.tree import ancestor_mask
+from hsd_jax.models import convert
 from hsd_jax.models.hidden import base_logits, init_drafter, trunk_features, trunk_pass
 from hsd_jax.models.layers import rms_norm
 from hsd_jax.models.target import causal_mask, forward_sequence, lm_head
@@ -214,7 +215,7 @@ def test_without_token_information_the_logits_are_the_base_logits():
     np.testing.assert_array_equal(tree.parents, shifted.parents)
 
 
-def test_a_drafter_of_rank_0_drafts_as_one_whose_token_information_is_zero():
+def test_a_drafter_of_rank_0_drafts_as_one_whose_token_information_is_zero(tmp_path):
     setup = toy.setup("llama", "beam")
     config = dataclasses.replace(setup.drafter_config, rank=0)
     models, state, root, position = mid_state()
@@ -228,6 +229,14 @@ def test_a_drafter_of_rank_0_drafts_as_one_whose_token_information_is_zero():
     found, _ = jax.jit(lambda *a: draft(*a, keys, sampling))(models | {"drafter": bare}, state.drafter, root, position)
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
     np.testing.assert_array_equal(found.parents, wanted.parents)
+    convert.save_drafter(tmp_path, config, bare)
+    again, read = convert.read_drafter(tmp_path)
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, read, bare)
+    file = tmp_path / convert.DRAFTER_CONFIG
+    file.write_text(file.read_text().replace('"rank": 0', '"rank": -1'))
+    with pytest.raises(ValueError, match=r"rank=-1: expected 0 or a positive integer"):
+        convert.read_drafter(tmp_path)
 
 
 def test_base_logits_go_through_the_target_head():

@@ -198,8 +198,10 @@ def read_drafter(folder: str | Path, dtype: Any = "float32") -> tuple[DrafterCon
     config = from_dict(DrafterConfig, read_json(path), str(path))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{path}: {field.name}={value!r}: expected a positive integer")
+        may_be_zero = field.name == "rank"  # trained without token information
+        if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1 - may_be_zero):
+            kind = "0 or a positive integer" if may_be_zero else "a positive integer"
+            raise ValueError(f"{path}: {field.name}={value!r}: expected {kind}")
     shapes = _drafter_shapes(config)
     with contextlib.ExitStack() as stack:
         if not (folder / DRAFTER_FILE).is_file():
