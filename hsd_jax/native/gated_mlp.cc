@@ -24,10 +24,6 @@ static inline int64_t Place(int64_t i, int64_t k) {
   return pair + kPair <= k ? pair + in_pair / 2 + in_pair % 2 * kLanes : i;
 }
 
-// Outputs of a piece of the first phase: whole groups, and whole vectors.
-constexpr int kPiece = 48;
-static_assert(kPiece % kGroup == 0 && kPiece % kLanes == 0);
-
 // to[.] = act(gate) * up for hidden numbers `first` to `last` of a row of k.
 static void Hidden(const float* gate, const float* up, int64_t first, int64_t last, int64_t k, bool is_gelu,
                    bool is_paired, float* to) {
@@ -64,24 +60,25 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer gate_w
   int64_t width = gate.o;
   if (k < 1 || width < 1) return ffi::Error::InvalidArgument("gated_mlp: rows of no width");
   bool is_paired = gate.is_bf16 || up.is_bf16;
-  Aligned paired(is_paired ? n * k : 0), hidden(n * width), sums(std::max<int64_t>(pool.num_threads(), 1) * 2 * n * kPiece);
+  int64_t threads = Threads(pool);
+  int64_t pieces = Pieces(gate.bytes() + up.bytes(), threads), downs = Pieces(down.bytes(), threads);
+  int64_t piece = ((width + pieces - 1) / pieces + kPair - 1) / kPair * kPair;  // whole vectors
+  Aligned paired(is_paired ? n * k : 0), hidden(n * width), sums(threads * 2 * n * piece);
   if (is_paired) Deinterleave(x.typed_data(), n, k, paired.data());
-  int64_t piece = down.piece();
   auto work = [=, rows = x.typed_data(), out = y->typed_data(), paired = std::move(paired), hidden = std::move(hidden),
                sums = std::move(sums)](int phase, int i, int thread) mutable {
     float* h = hidden.data();
-    if (phase == 1) return Outputs({h, h}, down, out, n, down.o, i * piece, std::min((i + 1) * piece, down.o));
-    int64_t first = int64_t(i) * kPiece, last = std::min(first + kPiece, width);
+    if (phase == 1) return Outputs({h, h}, down, out, n, down.o, down.o * i / downs, down.o * (i + 1) / downs);
+    int64_t first = i * piece, last = std::min(first + piece, width);
     Rows x = {rows, paired.data()};
-    float* gates = sums.data() + int64_t(thread) * 2 * n * kPiece;
-    float* ups = gates + n * kPiece;
-    Outputs(x, gate, gates - first, n, kPiece, first, last);  // where output 0 would stand
-    Outputs(x, up, ups - first, n, kPiece, first, last);
+    float* gates = sums.data() + thread * 2 * n * piece;
+    float* ups = gates + n * piece;
+    Outputs(x, gate, gates - first, n, piece, first, last);  // where output 0 would stand
+    Outputs(x, up, ups - first, n, piece, first, last);
     for (int64_t b = 0; b < n; b++)
-      Hidden(gates + b * kPiece, ups + b * kPiece, first, last, width, is_gelu, down.is_bf16, h + b * width);
+      Hidden(gates + b * piece, ups + b * piece, first, last, width, is_gelu, down.is_bf16, h + b * width);
   };
-  Phases(pool, {static_cast<int>((width + kPiece - 1) / kPiece), static_cast<int>((down.o + piece - 1) / piece)},
-         std::move(work));
+  Phases(pool, {static_cast<int>((width + piece - 1) / piece), static_cast<int>(downs)}, std::move(work));
   return ffi::Error::Success();
 }
 

@@ -23,6 +23,7 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
   std::vector<Product> products;
   std::vector<Shard> shards;
   bool any_bf16 = false;
+  int64_t bytes = 0;
   for (size_t i = 0; i < weights.size(); i++) {
     auto w = weights.get<ffi::AnyBuffer>(i);
     auto y = results.get<ffi::AnyBuffer>(i);
@@ -32,8 +33,14 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
       return ffi::Error::InvalidArgument("rows_matmul: weights must be [out, in] in float32 or bfloat16");
     any_bf16 |= matrix.is_bf16;
     products.push_back({matrix, static_cast<float*>((*y)->untyped_data())});
-    for (int64_t first = 0; first < matrix.o; first += matrix.piece())
-      shards.push_back({static_cast<int>(i), first, std::min(first + matrix.piece(), matrix.o)});
+    bytes += matrix.bytes();
+  }
+  int64_t pieces = Pieces(bytes, Threads(pool));
+  for (size_t i = 0; i < products.size(); i++) {
+    const Matrix& w = products[i].w;
+    int64_t own = std::max<int64_t>((w.bytes() * pieces + bytes / 2) / std::max<int64_t>(bytes, 1), 1);
+    for (int64_t p = 0; p < own; p++)
+      shards.push_back({static_cast<int>(i), w.o * p / own, w.o * (p + 1) / own});
   }
   Aligned paired(any_bf16 ? n * k : 0);
   if (any_bf16) Deinterleave(x.typed_data(), n, k, paired.data());
