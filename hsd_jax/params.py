@@ -74,7 +74,8 @@ def load(
       drafter: a folder written by `hsd train drafter`; a Hugging Face folder, whose model then drafts (small_lm);
         "lookup", "lookup:4" for n-grams of up to 4 tokens, "lookup:2-4" or a `LookupConfig` for prompt lookup; None
         decodes plainly.
-      dtype: of the weights: "float32", "bfloat16" or None, the fastest on this device.
+      dtype: of the target's weights: "float32", "bfloat16" or None, the fastest on this device. The drafter's are in
+        the fastest anyway, unless `precision` is "exact": no text depends on what it guesses.
       max_len: most tokens of a row, prompt included; None: what the model was made for.
       precision: "fast", or "exact": float32 weights and highest matmul precision, where speculative and plain text
         agree token for token.
@@ -99,7 +100,8 @@ def load(
     tokenizer = Tokenizer.find(target)
     drafter_config, drafter_weights = None, None
     if drafter is not None:
-        drafter_config, drafter_weights = _load_drafter(drafter, config, weights, tokenizer, weights_dtype)
+        drafter_dtype = fastest_dtype() if precision == "fast" and weights_dtype == jnp.float32 else weights_dtype
+        drafter_config, drafter_weights = _load_drafter(drafter, config, weights, tokenizer, drafter_dtype)
     longest = config.max_position
     if max_len is not None and not 1 < max_len <= longest:
         raise ValueError(f"max_len={max_len}: allowed are 2 to {longest}, the model's max_position_embeddings")
@@ -154,7 +156,15 @@ def _load_drafter(
         return small, convert.read_weights(folder, small, dtype)
     drafter_config, drafter_weights = convert.read_drafter(folder, dtype)
     convert.check_drafter(drafter_config, config, convert.weights_hash(weights))
-    return drafter_config, hot.attach(drafter_weights, drafter_weights.get("hot_ids"), weights, config)
+    return drafter_config, _with_head(drafter_weights, weights, config)
+
+
+def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
+    """A drafter that has what `hot.attach` adds, in its own dtype."""
+    attached = hot.attach(drafter, drafter.get("hot_ids"), target, config)
+    if "head" not in attached:
+        return attached
+    return {**attached, "head": attached["head"].astype(drafter["output_norm"]["weight"].dtype)}
 
 
 def end_tokens(folder: str | Path, config: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
@@ -182,7 +192,7 @@ def restrict(params: Params, hot_ids: Sequence[int] | np.ndarray | jax.Array) ->
     if not isinstance(params.drafter_config, DrafterConfig) or params.drafter is None:
         raise ValueError("restrict() cuts down a drafter, and these params have none: load with drafter=FOLDER")
     config, weights = hot.restrict(params.drafter_config, params.drafter, hot_ids)
-    weights = hot.attach(weights, weights["hot_ids"], params.target, params.target_config)
+    weights = _with_head(weights, params.target, params.target_config)
     return place(dataclasses.replace(params, drafter=weights, drafter_config=config), params.mesh)
 
 

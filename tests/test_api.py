@@ -16,6 +16,7 @@ import pytest
 import toy
 
 import hsd_jax
+from hsd_jax import params as params_lib
 from hsd_jax.config import DrafterConfig, LookupConfig, ReuseConfig
 from hsd_jax.models import convert
 from hsd_jax.request import _decoder, rule_for
@@ -373,9 +374,19 @@ def test_load_without_drafter_or_tokenizer(folders):
         hsd_jax.decode(loaded, "a")
 
 
-def test_bfloat16_weights(folders):
-    loaded = hsd_jax.load(target=folders / "ids", drafter=folders / "drafter", dtype=jnp.bfloat16)
+def test_dtypes_of_weights(folders):
+    both = {"target": folders / "ids", "drafter": folders / "drafter"}
+    loaded = hsd_jax.load(**both, dtype=jnp.bfloat16)
     assert {x.dtype for x in jax.tree.leaves(loaded)} == {jnp.dtype(jnp.bfloat16)}
+    exact = hsd_jax.load(**both, precision="exact")
+    assert {x.dtype for x in jax.tree.leaves(exact)} == {jnp.dtype(jnp.float32)}
+    mixed = hsd_jax.load(**both, dtype="float32")
+    assert {x.dtype for x in jax.tree.leaves(mixed.target)} == {jnp.dtype(jnp.float32)}
+    assert {x.dtype for x in jax.tree.leaves(mixed.drafter)} == {jnp.dtype(params_lib.fastest_dtype())}
+    hot = hsd_jax.restrict(mixed, [0, 2, 5])
+    assert hot.drafter["head"].dtype == mixed.drafter["output_norm"]["weight"].dtype
+    texts = [hsd_jax.decode(hot, [[3, 1, 4]], max_new_tokens=8, speculate=s).tokens.tolist() for s in (True, False)]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 9])

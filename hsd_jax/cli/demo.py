@@ -36,7 +36,7 @@ hsd demo --precision exact --temperature 0.8
     parser.add_argument("--repeats", type=options.COUNT, default=2, metavar="R", help="timed runs (default: 2)")
     parser.add_argument("--limit", type=options.COUNT, metavar="N", help="first N prompts only (default: all)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: the fastest on this device)"
+        "--dtype", choices=("float32", "bfloat16"), help="of the target's weights (default: the fastest on this device)"
     )
     parser.add_argument(
         "--precision", choices=("fast", "exact"), default="fast", help="exact: float32, no token ever differs"
