@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -16,6 +17,7 @@ from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
+from hsd_jax.models import native
 from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.types import DrawLaw, Limits, SamplingParams
@@ -95,8 +97,9 @@ def compiled_loop(
     capacity: int,
     law: DrawLaw = DrawLaw.ARBITRARY,
     reuse: ReuseConfig = NO_REUSE,
+    dtype=jnp.float32,
 ):
-    """The compiled loop for abstract inputs, and the bytes of all cache buffers."""
+    """The compiled loop for abstract inputs with weights in `dtype`, and the bytes of all cache buffers."""
     drafter, step = None, make_plain_step(config)
     if drafter_config is not None:
         tree = TreeConfig(nodes=8, depth=4, width=3)
@@ -109,6 +112,7 @@ def compiled_loop(
         models = {"target": init_target(jax.random.key(0), config), "drafter": None}
         if drafter_config is not None:
             models["drafter"] = init_drafter(jax.random.key(0), drafter_config)
+        models = jax.tree.map(lambda x: x.astype(dtype), models)
         ints, ones = jnp.ones(batch, jnp.int32), jnp.ones(batch)
         limits = Limits(ints, jnp.zeros(4, jnp.int32))
         keys = jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32))
@@ -177,6 +181,18 @@ def test_the_loop_holds_no_second_cache(config, batch, trunk, law):
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)
     assert memory.alias_size_in_bytes >= cache_bytes
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the CPU kernels")
+def test_no_table_is_widened():
+    """A token's row of a bfloat16 table is read, and nothing else of the table: it may be gigabytes."""
+    config = dataclasses.replace(SMALL, vocab_size=97)
+    drafter_config = drafter_for(config, committed_embeddings=True)
+    compiled, _ = compiled_loop(config, drafter_config, 1, 64, dtype=jnp.bfloat16)
+    tables = f"97,({config.hidden_size}|{drafter_config.rank})"
+    assert re.search(rf"bf16\[{tables}\]", compiled.as_text()) and not re.search(
+        rf"f32\[{tables}\]", compiled.as_text()
+    )
 
 
 @pytest.mark.parametrize(

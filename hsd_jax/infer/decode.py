@@ -11,9 +11,11 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
@@ -102,9 +104,9 @@ def make_loop(step: Step, reach: int) -> Callable:
     return loop
 
 
-def is_full(length: Int[Array, "B"], done: Array, capacity: int, reach: int) -> Array:
-    """Whether the next round might write behind the last cache slot of an unfinished row."""
-    return jnp.any(jnp.where(done, 0, length) + reach > capacity)
+def is_full(length: Int[Array | np.ndarray, "B"], done: Array | np.ndarray, capacity: int, reach: int) -> Any:
+    """Whether the next round might write behind the last cache slot of an unfinished row; NumPy stays NumPy."""
+    return (length * (~done).astype(length.dtype) + reach > capacity).any()
 
 
 class Decoder:
@@ -154,7 +156,7 @@ class Decoder:
         while True:
             state = self.loop(models, sampling, limits, jnp.int32(num_rounds), state)
             capacity = state.cache.keys[0].shape[2]
-            if not bool(is_full(state.length, state.done, capacity, self.reach)):
+            if not is_full(np.asarray(state.length), np.asarray(state.done), capacity, self.reach):
                 return state
             state = self._grow(state, capacity=2 * capacity)
 

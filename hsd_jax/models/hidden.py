@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import BLOCK, FEATURE, FULL, HEADS, HIDDEN, PATH, RECURRENT, DrafterConfig, ModelConfig
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.layers import Block, RMSNorm, Weight, attend, linears, matmul, rms_norm, rope_table
+from hsd_jax.models.layers import Block, RMSNorm, Weight, attend, linears, matmul, rms_norm, rope_table, rows_of
 from hsd_jax.models.target import causal_mask, layer_masks, lm_head, logits_of_rows
 from hsd_jax.types import NO_PARENT, KVCache, NewKV, Weights
 
@@ -130,7 +130,7 @@ def embed_committed(
     """The target's embeddings of committed tokens; None if the drafter does not read them (methods.md, A1)."""
     if not config.committed_embeddings:
         return None
-    return target_weights["embedding"][tokens].astype(jnp.float32) * target_config.embed_scale
+    return rows_of(target_weights["embedding"], tokens) * target_config.embed_scale
 
 
 def trunk_inputs(
@@ -271,9 +271,9 @@ def read_token(
     """
     if config.rank == 0:
         return jnp.zeros((*token.shape, 0))
-    row = weights["injector"]["previous"][token]
+    row = rows_of(weights["injector"]["previous"], token)
     if above is not None and config.injection == PATH:
-        row = row.astype(jnp.float32) + matmul(above, weights["injector"]["path"])
+        row = row + matmul(above, weights["injector"]["path"])
     return rms_norm(row, weights["injector"]["norm"].astype(jnp.float32), config.norm_eps)
 
 

@@ -70,6 +70,18 @@ def linears(x: Float[Array, "... in"], *weights: Weight) -> list[Array]:
     return [y if bias is None else y + bias.astype(jnp.float32) for y, (_, bias) in zip(products, pairs, strict=True)]
 
 
+def rows_of(table: Float[Array, "V H"], index: Int[Array, "..."]) -> Float[Array, "... H"]:
+    """`table[index]` in float32.
+
+    On a CPU XLA gathers no bfloat16: it would widen the whole table, at every call of the decode loop. So bits are
+    gathered, where nothing asks for a gradient.
+    """
+    if table.dtype != jnp.bfloat16 or not native.is_on():
+        return table[index].astype(jnp.float32)
+    bits = lax.bitcast_convert_type(table, jnp.uint16)[index]
+    return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+
+
 def rms_norm(x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float) -> Float[Array, "... H"]:
     """Root-mean-square norm over the last axis, in float32."""
     x = x.astype(jnp.float32)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import FULL, SLIDING, ModelConfig
-from hsd_jax.models.layers import Block, RMSNorm, matmul, rope_table
+from hsd_jax.models.layers import Block, RMSNorm, matmul, rope_table, rows_of
 from hsd_jax.types import KVCache, ModelOutput, NewKV, Weights
 
 
@@ -29,7 +29,7 @@ class Target(nn.Module):
     def __call__(self, tokens, positions, new_mask, cache, taps):
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
-        x = embedding[tokens].astype(jnp.float32) * c.embed_scale
+        x = rows_of(embedding, tokens) * c.embed_scale
         masks = layer_masks(c, positions, new_mask, cache)
         tables = {
             FULL: rope_table(c.rope, c.head_dim, positions),
