@@ -207,7 +207,7 @@ def test_sizes_and_drafters_of_an_ablation():
     assert ablate.tree_of_size(8, 1) == TreeConfig(8, 1, 7)
 
 
-def test_an_ablation_holds_what_the_drafter_allows(capsys):
+def test_an_ablation_holds_what_the_drafter_allows(capsys, tmp_path):
     """With 4 trained steps: every form but mix, which has no weights; ahead in a tree that its steps allow."""
     config = test_cli.toy.drafter_config(test_cli.toy.target_config(), num_steps=4)
     about, references = ablate.make_methods(config, [8, 3], {"other": "runs/other"})
@@ -221,6 +221,9 @@ def test_an_ablation_holds_what_the_drafter_allows(capsys):
     others = [name for name in about if not name.startswith(("default", "reuse ahead"))]
     assert references == {name: f"default, {name.rpartition(' ')[2]}" for name in others}
     assert "left out at 8 nodes: reuse='mix': this drafter has no fitted weights" in capsys.readouterr().err
+    for num_steps, tree in ((2, "8x2x3"), (9, about["default, 8"]["tree"])):
+        (tmp_path / "drafter_config.json").write_text(json.dumps({"num_steps": num_steps}))
+        assert ablate.make_methods(config, [8], {"own": str(tmp_path)})[0]["own, 8"]["tree"] == tree
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ of states one round old, of `sum`, `mix` and `union` that of both together.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,8 @@ def make_methods(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """The methods of `compare.py`, and the default each is divided by.
 
-    Forms of reuse that this drafter and tree do not allow are left out, with a word on why.
+    Forms of reuse that this drafter and tree do not allow are left out, with a word on why. Another drafter's tree has
+    as many nodes, and is shallower where that was trained for fewer steps.
     """
     from hsd_jax.config import AHEAD, REUSES, ReuseConfig
     from hsd_jax.infer.reuse import check_reuse
@@ -130,8 +132,17 @@ def make_methods(
                 add(against, nodes, own_tree, DEFAULT)
             add(f"reuse {form}", nodes, own_tree, against, reuse=form)
         for name, folder in drafters.items():
-            add(name, nodes, tree, DEFAULT, drafter=folder)
+            steps = min(config.num_steps, num_steps_of(folder, config.num_steps))
+            add(name, nodes, tree_of_size(nodes, steps), DEFAULT, drafter=folder)
     return about, references
+
+
+def num_steps_of(folder: str, otherwise: int) -> int:
+    """Steps a drafter was trained for, so how deep its trees may be; `otherwise` if the folder does not say."""
+    from hsd_jax.models.convert import DRAFTER_CONFIG
+
+    path = Path(folder) / DRAFTER_CONFIG
+    return int(json.loads(path.read_text()).get("num_steps", otherwise)) if path.is_file() else otherwise
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
