@@ -50,9 +50,14 @@ class Params:
     mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
 
 
-def fastest_dtype() -> Any:
-    """bfloat16 where the device or our own kernel multiplies it fast (`models/native.py`), else float32."""
-    return jnp.bfloat16 if not native.is_emulated(jnp.bfloat16) or native.available() else jnp.float32
+def fastest_dtype(has_kernels: bool = True) -> Any:
+    """bfloat16 where the device or our own kernel multiplies it fast (`models/native.py`), else float32.
+
+    Args:
+      has_kernels: False on a mesh, where the kernels are off.
+    """
+    is_fast = not native.is_emulated(jnp.bfloat16) or (has_kernels and native.available())
+    return jnp.bfloat16 if is_fast else jnp.float32
 
 
 def load(
@@ -74,8 +79,8 @@ def load(
       drafter: a folder written by `hsd train drafter`; a Hugging Face folder, whose model then drafts (small_lm);
         "lookup", "lookup:4" for n-grams of up to 4 tokens, "lookup:2-4" or a `LookupConfig` for prompt lookup; None
         decodes plainly.
-      dtype: of the target's weights: "float32", "bfloat16" or None, the fastest on this device. The drafter's are in
-        the fastest anyway, unless `precision` is "exact": no text depends on what it guesses.
+      dtype: of the target's weights: "float32", "bfloat16" or None, the fastest on this device. Unless `precision` is
+        "exact", a float32 target's drafter is in the fastest: no law of a text depends on what it guesses.
       max_len: most tokens of a row, prompt included; None: what the model was made for.
       precision: "fast", or "exact": float32 weights and highest matmul precision, where speculative and plain text
         agree token for token.
@@ -93,14 +98,15 @@ def load(
             raise ValueError(f'load({name!r}): the only bundled name is "demo"; folders go into target=')
         target, drafter = DEMO / "target", DEMO / "drafter" if drafter is None else drafter
     assert target is not None
-    weights_dtype = _check_dtype(dtype, precision)
     mesh = sharding_lib.make_mesh(mesh)
+    weights_dtype = _check_dtype(dtype, precision, mesh is None)
     config = convert.read_config(target)
     weights = convert.read_weights(target, config, weights_dtype)
     tokenizer = Tokenizer.find(target)
     drafter_config, drafter_weights = None, None
     if drafter is not None:
-        drafter_dtype = fastest_dtype() if precision == "fast" and weights_dtype == jnp.float32 else weights_dtype
+        may_be_narrower = precision == "fast" and weights_dtype == jnp.float32
+        drafter_dtype = fastest_dtype(mesh is None) if may_be_narrower else weights_dtype
         drafter_config, drafter_weights = _load_drafter(drafter, config, weights, tokenizer, drafter_dtype)
     longest = config.max_position
     if max_len is not None and not 1 < max_len <= longest:
@@ -209,9 +215,9 @@ def place(params: Params, mesh: Mesh | None) -> Params:
     return placed
 
 
-def _check_dtype(dtype: Any, precision: str) -> Any:
+def _check_dtype(dtype: Any, precision: str, has_kernels: bool) -> Any:
     if dtype is None:
-        return jnp.float32 if precision == "exact" else fastest_dtype()
+        return jnp.float32 if precision == "exact" else fastest_dtype(has_kernels)
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     if name not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")

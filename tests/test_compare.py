@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import re
 import types
@@ -15,7 +16,7 @@ import toy
 
 from hsd_jax import measure
 from hsd_jax.cli import ablate, compare, report
-from hsd_jax.config import FEATURE, DrafterConfig, TreeConfig
+from hsd_jax.config import FEATURE, DrafterConfig, TreeConfig, to_dict
 from hsd_jax.models.hidden import init_drafter
 
 folders, own_cache, hsd, both = test_cli.folders, test_cli.own_cache, test_cli.hsd, test_cli.both
@@ -222,8 +223,12 @@ def test_an_ablation_holds_what_the_drafter_allows(capsys, tmp_path):
     assert references == {name: f"default, {name.rpartition(' ')[2]}" for name in others}
     assert "left out at 8 nodes: reuse='mix': this drafter has no fitted weights" in capsys.readouterr().err
     for num_steps, tree in ((2, "8x2x3"), (9, about["default, 8"]["tree"])):
-        (tmp_path / "drafter_config.json").write_text(json.dumps({"num_steps": num_steps}))
+        own = dataclasses.replace(config, num_steps=num_steps)
+        (tmp_path / "drafter_config.json").write_text(json.dumps(to_dict(own)))
         assert ablate.make_methods(config, [8], {"own": str(tmp_path)})[0]["own, 8"]["tree"] == tree
+    (tmp_path / "drafter_config.json").write_text(json.dumps(to_dict(own) | {"num_steps": 0}))
+    with pytest.raises(ValueError, match="num_steps=0: expected a positive integer"):
+        ablate.make_methods(config, [8], {"own": str(tmp_path)})
 
 
 @pytest.mark.slow

@@ -66,6 +66,23 @@ def test_a_product_is_right_and_a_row_keeps_its_bits(width, outputs, dtype):
         np.testing.assert_array_equal(found, whole[:, first:])
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_pieces_of_unlike_products_fit_together(dtype):
+    """Products so large that several pieces of each are worked on, and rows in three blocks of two sizes."""
+    width = 520
+    x, kernels = normal(0, 19, width), [normal(i, n, width).astype(dtype) for i, n in enumerate((701, 5, 130), 1)]
+
+    def parts(x, *kernels):
+        return [layers.matmuls(x[:n], kernels) for n in (1, 8, 17, 19)]
+
+    whole = [np.stack([np.asarray(on(layers.matmul, x[i : i + 1], k))[0] for i in range(19)]) for k in kernels]
+    for found in on(parts, x, *kernels):
+        for y, kernel, rows in zip(found, kernels, whole, strict=True):
+            np.testing.assert_array_equal(y, rows[: len(y)])
+            exact = np.asarray(x[: len(y)], np.float64) @ np.asarray(kernel, np.float64).T
+            np.testing.assert_allclose(y, exact, atol=2e-4)
+
+
 def test_weights_of_two_dtypes_share_a_call():
     x, kernels = normal(0, 3, 64), (normal(1, 8, 64), normal(2, 4, 64).astype(jnp.bfloat16))
     for found, kernel in zip(on(layers.matmuls, x, kernels), kernels, strict=True):

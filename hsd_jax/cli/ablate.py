@@ -8,7 +8,6 @@ of states one round old, of `sum`, `mix` and `union` that of both together.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +137,16 @@ def make_methods(
 
 
 def num_steps_of(folder: str, otherwise: int) -> int:
-    """Steps a drafter was trained for, so how deep its trees may be; `otherwise` if the folder does not say."""
-    from hsd_jax.models.convert import DRAFTER_CONFIG
+    """Steps a drafter was trained for, so how deep its trees may be; `otherwise` for a folder of another kind.
 
-    path = Path(folder) / DRAFTER_CONFIG
-    return int(json.loads(path.read_text()).get("num_steps", otherwise)) if path.is_file() else otherwise
+    Raises:
+      ValueError: naming the file, if it is no configuration of a drafter.
+    """
+    from hsd_jax.models import convert
+
+    if not (Path(folder) / convert.DRAFTER_CONFIG).is_file():
+        return otherwise
+    return convert.read_drafter_config(folder).num_steps
 
 
 def plot(record: dict[str, Any], path: Path) -> None:

@@ -185,6 +185,19 @@ def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dt
     write_json(folder / DRAFTER_CONFIG, to_dict(config))
 
 
+def read_drafter_config(folder: str | Path) -> DrafterConfig:
+    """The configuration that `save_drafter` wrote; raises as `read_drafter`."""
+    path = Path(folder) / DRAFTER_CONFIG
+    config = from_dict(DrafterConfig, read_json(path), str(path))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        may_be_zero = field.name == "rank"  # trained without token information
+        if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1 - may_be_zero):
+            kind = "0 or a positive integer" if may_be_zero else "a positive integer"
+            raise ValueError(f"{path}: {field.name}={value!r}: expected {kind}")
+    return config
+
+
 def read_drafter(folder: str | Path, dtype: Any = "float32") -> tuple[DrafterConfig, Weights]:
     """What `save_drafter` wrote, weights in `dtype`. Before it drafts from a hot vocabulary, `hot.attach` the head.
 
@@ -193,15 +206,7 @@ def read_drafter(folder: str | Path, dtype: Any = "float32") -> tuple[DrafterCon
       ValueError: as `read_weights`, and for an unknown, missing or mistyped key of the configuration, or hot ids that
         are no ascending tokens.
     """
-    dtype, folder = checked_dtype(dtype), Path(folder)
-    path = folder / DRAFTER_CONFIG
-    config = from_dict(DrafterConfig, read_json(path), str(path))
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        may_be_zero = field.name == "rank"  # trained without token information
-        if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1 - may_be_zero):
-            kind = "0 or a positive integer" if may_be_zero else "a positive integer"
-            raise ValueError(f"{path}: {field.name}={value!r}: expected {kind}")
+    dtype, folder, config = checked_dtype(dtype), Path(folder), read_drafter_config(folder)
     shapes = _drafter_shapes(config)
     with contextlib.ExitStack() as stack:
         if not (folder / DRAFTER_FILE).is_file():

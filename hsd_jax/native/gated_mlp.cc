@@ -61,14 +61,15 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer gate_w
   if (k < 1 || width < 1) return ffi::Error::InvalidArgument("gated_mlp: rows of no width");
   bool is_paired = gate.is_bf16 || up.is_bf16;
   int64_t threads = Threads(pool);
-  int64_t pieces = Pieces(gate.bytes() + up.bytes(), threads), downs = Pieces(down.bytes(), threads);
+  int64_t pieces = Pieces(gate.bytes() + up.bytes(), gate.output() + up.output(), threads);
+  int64_t downs = Pieces(down.bytes(), down.output(), threads);
   int64_t piece = ((width + pieces - 1) / pieces + kPair - 1) / kPair * kPair;  // whole vectors
   Aligned paired(is_paired ? n * k : 0), hidden(n * width), sums(threads * 2 * n * piece);
   if (is_paired) Deinterleave(x.typed_data(), n, k, paired.data());
   auto work = [=, rows = x.typed_data(), out = y->typed_data(), paired = std::move(paired), hidden = std::move(hidden),
                sums = std::move(sums)](int phase, int i, int thread) mutable {
     float* h = hidden.data();
-    if (phase == 1) return Outputs({h, h}, down, out, n, down.o, down.o * i / downs, down.o * (i + 1) / downs);
+    if (phase == 1) return Outputs({h, h}, down, out, n, down.o, CutAt(down.o, i, downs), CutAt(down.o, i + 1, downs));
     int64_t first = i * piece, last = std::min(first + piece, width);
     Rows x = {rows, paired.data()};
     float* gates = sums.data() + thread * 2 * n * piece;

@@ -23,7 +23,7 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
   std::vector<Product> products;
   std::vector<Shard> shards;
   bool any_bf16 = false;
-  int64_t bytes = 0;
+  int64_t bytes = 0, output = 0;
   for (size_t i = 0; i < weights.size(); i++) {
     auto w = weights.get<ffi::AnyBuffer>(i);
     auto y = results.get<ffi::AnyBuffer>(i);
@@ -34,13 +34,14 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
     any_bf16 |= matrix.is_bf16;
     products.push_back({matrix, static_cast<float*>((*y)->untyped_data())});
     bytes += matrix.bytes();
+    output = std::max(output, matrix.output());
   }
-  int64_t pieces = Pieces(bytes, Threads(pool));
+  int64_t pieces = Pieces(bytes, output, Threads(pool));
   for (size_t i = 0; i < products.size(); i++) {
     const Matrix& w = products[i].w;
     int64_t own = std::max<int64_t>((w.bytes() * pieces + bytes / 2) / std::max<int64_t>(bytes, 1), 1);
     for (int64_t p = 0; p < own; p++)
-      shards.push_back({static_cast<int>(i), w.o * p / own, w.o * (p + 1) / own});
+      shards.push_back({static_cast<int>(i), CutAt(w.o, p, own), CutAt(w.o, p + 1, own)});
   }
   Aligned paired(any_bf16 ? n * k : 0);
   if (any_bf16) Deinterleave(x.typed_data(), n, k, paired.data());

@@ -225,7 +225,7 @@ constexpr int kRows = kLanes == 16 ? 8 : 6;
 constexpr int kWide[] = {0, 12, 6, 6, 4, 4, 4, 3, 3}, kNarrow[] = {0, 6, 4, 3, 2, 2, 2};
 template <int kN>
 constexpr int kOutputs = kLanes == 16 ? kWide[kN] : kNarrow[kN];
-// Tiles of a stream that all rows go through before the next: their weights stay in the first-level cache meanwhile.
+// Tiles of a stream that all rows go through before the next: their weights stay in a near cache meanwhile.
 constexpr int kGroup = 4;
 
 // `count` tiles of kO streams, for all rows: the first `larger` blocks of rows have kN of them, the others one less.
@@ -271,7 +271,8 @@ struct Matrix {
   const void* data;
   bool is_bf16;
   int64_t o, k;
-  int64_t bytes() const { return o * k * (is_bf16 ? 2 : 4); }
+  int64_t output() const { return k * (is_bf16 ? 2 : 4); }
+  int64_t bytes() const { return o * output(); }
 };
 struct Rows {
   const float* plain;
@@ -285,11 +286,16 @@ static void Outputs(const Rows& x, const Matrix& w, float* y, int64_t n, int64_t
     Outputs(x.plain, static_cast<const float*>(w.data), y, n, w.k, stride, first, last);
 }
 
-// Into how many pieces `bytes` of weights are cut: streams as long as can be, and a piece left for whoever is done early.
-static int64_t Pieces(int64_t bytes, int64_t threads) {
-  int64_t size = std::clamp<int64_t>(bytes / (2 * threads), 16 << 10, 1 << 20);
+// Into how many pieces `bytes` of weights are cut, `output` of them an output: streams as long as can be, and a piece left
+// for whoever is done early.
+constexpr int kCut = 12;  // whole tiles of any height
+static int64_t Pieces(int64_t bytes, int64_t output, int64_t threads) {
+  int64_t least = std::max<int64_t>(16 << 10, kCut * output), most = std::max<int64_t>(1 << 20, least);
+  int64_t size = std::clamp((bytes + 2 * threads - 1) / (2 * threads), least, most);
   return std::max<int64_t>((bytes + size - 1) / size, 1);
 }
+// Where piece `p` of `pieces` begins in `o` outputs.
+static int64_t CutAt(int64_t o, int64_t p, int64_t pieces) { return p == pieces ? o : o * p / pieces / kCut * kCut; }
 static int64_t Threads(const ffi::ThreadPool& pool) { return std::max<int64_t>(pool.num_threads(), 1); }
 
 // Whether a buffer holds weights of inputs of width k.
@@ -307,8 +313,7 @@ static inline void Pause() {
 }
 
 // Runs work(phase, i, thread) for each i below counts[phase], one phase behind the other, on this thread and the pool's.
-// Each thread takes the pieces of its own stretch in order, so that what a piece fetches ahead is what its thread needs
-// next, then helps with the others' stretches. A thread that finds no more work waits for the pieces others have begun
+// Each thread takes the pieces of its own stretch in order, then helps with the others' stretches. A thread that finds no more work waits for the pieces others have begun
 // and goes on with the next phase: to schedule it anew would cost more. Nobody ever waits for a thread that has not
 // started.
 template <size_t kPhases, typename Work>

@@ -191,7 +191,7 @@ def fit_drafter(
     def reported(weights: np.ndarray) -> Sums:
         sums = fitting(weights)
         divergence = float(sums.loss.sum()) / max(float(sums.count.sum()), 1.0)
-        report(f"pass {next(passes)} of {ITERATIONS}: KL from the target {divergence:.4f} nats")
+        report(f"pass {next(passes)} of {ITERATIONS}: KL from the target {divergence:.4f} nats with the weights tried")
         return sums
 
     weights = fit(reported, config.num_steps)
