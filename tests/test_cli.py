@@ -12,11 +12,13 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
 
 import hsd_jax
+from hsd_jax import params as params_lib
 from hsd_jax.cli import main as main_lib
 from hsd_jax.cli import options, train
 from hsd_jax.models import convert
@@ -270,7 +272,8 @@ def test_bench_record_is_complete(folders, tmp_path, capsys):
     assert {"cpu", "cores", "jax", "backend", "load_average"} <= set(record["hardware"])
     assert record["settings"]["num_prompts"] == len(record["prompts"]) == 2
     assert record["target"]["bytes"] == 4 * record["target"]["parameters"]
-    assert record["drafter"]["bytes"] == 4 * record["drafter"]["parameters"]
+    own = params_lib.fastest_dtype()
+    assert record["drafter"]["bytes"] == jnp.dtype(own).itemsize * record["drafter"]["parameters"]
     assert record["bits_per_byte"]["value"] > 0
     assert 0 <= record["repeated_4gram_share"] <= 1
     plain, drafted = record["modes"]["plain float32"], record["modes"]["tree 5x3x2"]
