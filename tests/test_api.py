@@ -383,6 +383,10 @@ def test_dtypes_of_weights(folders):
     mixed = hsd_jax.load(**both, dtype="float32")
     assert {x.dtype for x in jax.tree.leaves(mixed.target)} == {jnp.dtype(jnp.float32)}
     assert {x.dtype for x in jax.tree.leaves(mixed.drafter)} == {jnp.dtype(params_lib.fastest_dtype())}
+    on_mesh = hsd_jax.load(**both, mesh="data=1")  # where the kernels are off
+    assert {x.dtype for x in jax.tree.leaves((on_mesh.target, on_mesh.drafter))} == {
+        jnp.dtype(params_lib.fastest_dtype(has_kernels=False))
+    }
     hot = hsd_jax.restrict(mixed, [0, 2, 5])
     assert hot.drafter["head"].dtype == mixed.drafter["output_norm"]["weight"].dtype
     texts = [hsd_jax.decode(hot, [[3, 1, 4]], max_new_tokens=8, speculate=s).tokens.tolist() for s in (True, False)]

@@ -176,7 +176,7 @@ def test_a_run_with_a_hot_vocabulary(files, tmp_path, standard_dtypes):
     assert config.hot_tokens == 30 and weights["injector"]["bias"].shape == (30, 4)
     ids = json.loads((tmp_path / "hot_ids.json").read_text())
     assert weights["hot_ids"].tolist() == ids and 1 in ids  # the end token
-    params = hsd_jax.load(target=files / "target", drafter=folder, dtype="float32")
+    params = hsd_jax.load(target=files / "target", drafter=folder, precision="exact")  # whose drafter is float32 too
     np.testing.assert_array_equal(params.drafter["head"], params.target["embedding"][np.array(ids)])
 
 

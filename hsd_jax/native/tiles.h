@@ -313,9 +313,9 @@ static inline void Pause() {
 }
 
 // Runs work(phase, i, thread) for each i below counts[phase], one phase behind the other, on this thread and the pool's.
-// Each thread takes the pieces of its own stretch in order, then helps with the others' stretches. A thread that finds no more work waits for the pieces others have begun
-// and goes on with the next phase: to schedule it anew would cost more. Nobody ever waits for a thread that has not
-// started.
+// Each thread takes the pieces of its own stretch in order, then helps with the others' stretches. A thread that finds
+// no more work waits for the pieces others have begun and goes on with the next phase: to schedule it anew would cost
+// more. Nobody ever waits for a thread that has not started.
 template <size_t kPhases, typename Work>
 static void Phases(ffi::ThreadPool& pool, const int (&counts)[kPhases], Work work) {
   struct Stretch {
@@ -358,7 +358,7 @@ static void Phases(ffi::ThreadPool& pool, const int (&counts)[kPhases], Work wor
     }
   };
   int most = *std::max_element(counts, counts + kPhases);
-  int threads = std::clamp(static_cast<int>(pool.num_threads()), 1, std::max(most, 1));
+  int threads = static_cast<int>(std::min<int64_t>(Threads(pool), std::max(most, 1)));
   auto shared = std::make_shared<Shared>(std::move(work), counts, threads);
   for (int t = 1; t < threads; t++) pool.Schedule([shared, t] { shared->Run(t); });
   shared->Run(0);

@@ -98,8 +98,9 @@ def train_drafter(
     if drafter_config.hot_tokens is not None:
         hot_ids = hot_vocabulary.of_run(out, is_begun, rows.tokens[rows.mask], drafter_config, eos, report)
     if start is not None:
-        params, *changes = started_from(params, start[1], hot_ids)
-        fresh, dropped = (", ".join(names) or "nothing" for names in changes)
+        begun = started_from(params, start[1], hot_ids)
+        params = begun.weights
+        dropped, fresh = (", ".join(names) or "nothing" for names in (begun.dropped, begun.fresh))
         report(f"starting from {start_dir}; dropped: {dropped}; fresh: {fresh}")
     shardings, place = _placement(mesh, train, drafter_config)
     if mesh is not None:

@@ -105,15 +105,16 @@ def started_from(fresh: Weights, trained: Weights, hot_ids: jax.Array | None) ->
         bias = jnp.where(is_known[:, None], trained["injector"]["bias"][columns], 0.0)
         trained = {**trained, "injector": {**trained["injector"], "bias": bias}}
     learned = {name: weights for name, weights in trained.items() if name not in ("hot_ids", "head")}
-    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(learned)}
-    wanted = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(fresh)}
-    kept = {name for name, shape in wanted.items() if name in found and found[name].shape == shape}
-
-    def take(path, leaf):
-        name = jax.tree_util.keystr(path)
-        return found[name] if name in kept else leaf
-
-    weights = jax.tree_util.tree_map_with_path(take, fresh)
+    found = _by_name(learned)
+    wanted = _by_name(fresh)
+    kept = {name for name, leaf in wanted.items() if name in found and found[name].shape == leaf.shape}
+    leaves = [found[name] if name in kept else leaf for name, leaf in wanted.items()]
     return Started(
-        weights, [name for name in wanted if name not in kept], [name for name in found if name not in wanted]
+        jax.tree.unflatten(jax.tree.structure(fresh), leaves),
+        fresh=[name for name in wanted if name not in kept],
+        dropped=[name for name in found if name not in wanted],
     )
+
+
+def _by_name(weights: Weights) -> dict[str, jax.Array]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(weights)}
