@@ -34,7 +34,7 @@ class Mode:
 
     @property
     def dtype(self) -> str:
-        return self.params.target["embedding"].dtype.name
+        return self.params.dtype
 
     def check(self) -> None:
         """Raises a ValueError for what cannot be decoded together, before anything compiles."""

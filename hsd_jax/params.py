@@ -48,6 +48,34 @@ class Params:
     precision: str = flax.struct.field(pytree_node=False, default="fast")
     tree: TreeConfig = flax.struct.field(pytree_node=False, default=DEFAULT_TREE)
     mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
+    dtype: str = flax.struct.field(pytree_node=False, default="float32")
+    """Of the target's weights. What they are held in may be wider (`held_dtype`): the numbers are the same."""
+
+    @property
+    def arithmetic(self) -> str:
+        """What is computed in what, in a line."""
+        return describe_arithmetic(self.dtype, self.mesh is None)
+
+
+def describe_arithmetic(dtype: str, has_kernels: bool = True) -> str:
+    """What a target with weights of this dtype is computed in on this machine."""
+    if jax.default_backend() != "cpu":
+        return f"{dtype} weights and products, float32 sums"
+    if has_kernels and native.available():
+        return f"{dtype} weights, float32 activations and sums, {native.chosen_level()} kernels"
+    why = "no CPU kernels on a mesh" if not has_kernels else "no CPU kernels"
+    return f"{dtype} weights, multiplied in float32 by XLA ({why})"
+
+
+def held_dtype(dtype: Any, has_kernels: bool = True) -> Any:
+    """What weights of a dtype are kept in: float32 for bfloat16 on a CPU without kernels, which would widen them in
+    every pass.
+
+    Args:
+      has_kernels: False on a mesh, where the kernels are off.
+    """
+    is_multiplied = not native.is_emulated(dtype) or (has_kernels and native.available())
+    return dtype if is_multiplied else jnp.float32
 
 
 def fastest_dtype(has_kernels: bool = True) -> Any:
@@ -79,8 +107,8 @@ def load(
       drafter: a folder written by `hsd train drafter`; a Hugging Face folder, whose model then drafts (small_lm);
         "lookup", "lookup:4" for n-grams of up to 4 tokens, "lookup:2-4" or a `LookupConfig` for prompt lookup; None
         decodes plainly.
-      dtype: of the target's weights: "float32", "bfloat16" or None, the fastest on this device. Unless `precision` is
-        "exact", a float32 target's drafter is in the fastest: no law of a text depends on what it guesses.
+      dtype: of the target's weights: "float32", "bfloat16", or None, that of the checkpoint. Unless `precision` is
+        "exact", a float32 target's drafter is in the fastest on this device: no text depends on what it guesses.
       max_len: most tokens of a row, prompt included; None: what the model was made for.
       precision: "fast", or "exact": float32 weights and highest matmul precision, where speculative and plain text
         agree token for token.
@@ -99,15 +127,17 @@ def load(
         target, drafter = DEMO / "target", DEMO / "drafter" if drafter is None else drafter
     assert target is not None
     mesh = sharding_lib.make_mesh(mesh)
-    weights_dtype = _check_dtype(dtype, precision, mesh is None)
+    wanted_dtype = _check_dtype(dtype, precision)
     config = convert.read_config(target)
-    weights = convert.read_weights(target, config, weights_dtype)
+    weights_dtype = DTYPES[convert.weights_dtype(target)] if wanted_dtype is None else wanted_dtype
+    weights = _held(convert.read_weights(target, config, weights_dtype), mesh is None)
     tokenizer = Tokenizer.find(target)
     drafter_config, drafter_weights = None, None
     if drafter is not None:
         may_be_narrower = precision == "fast" and weights_dtype == jnp.float32
         drafter_dtype = fastest_dtype(mesh is None) if may_be_narrower else weights_dtype
         drafter_config, drafter_weights = _load_drafter(drafter, config, weights, tokenizer, drafter_dtype)
+        drafter_weights = _held(drafter_weights, mesh is None)
     longest = config.max_position
     if max_len is not None and not 1 < max_len <= longest:
         raise ValueError(f"max_len={max_len}: allowed are 2 to {longest}, the model's max_position_embeddings")
@@ -123,8 +153,13 @@ def load(
         precision,
         tree or default_tree(drafter_config),
         mesh,
+        jnp.dtype(weights_dtype).name,
     )
     return place(params, mesh)
+
+
+def _held(weights: Weights, has_kernels: bool) -> Weights:
+    return jax.tree.map(lambda x: x.astype(held_dtype(x.dtype, has_kernels)), weights)
 
 
 def default_tree(config: AnyDrafterConfig | None) -> TreeConfig:
@@ -215,9 +250,9 @@ def place(params: Params, mesh: Mesh | None) -> Params:
     return placed
 
 
-def _check_dtype(dtype: Any, precision: str, has_kernels: bool) -> Any:
+def _check_dtype(dtype: Any, precision: str) -> Any:
     if dtype is None:
-        return jnp.float32 if precision == "exact" else fastest_dtype(has_kernels)
+        return jnp.float32 if precision == "exact" else None
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     if name not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")

@@ -27,7 +27,7 @@ from hsd_jax.config import (
     bucket,
 )
 from hsd_jax.infer.accept import NATURAL_LAW, make_rule
-from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.decode import GROWTH, Decoder
 from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
@@ -35,10 +35,10 @@ from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree, warm_tree
 from hsd_jax.types import NO_TOKEN, DecodeState, DrawLaw, Limits, SamplingParams
 
-FIRST_CAPACITY = 320
-"""Generated tokens the first cache bucket has room for; longer decodes move to larger buckets as they grow."""
-SMALLEST_ROOM = 32
-"""The smallest bucket of new tokens, and of the margin for one round's drafts."""
+SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
+"""The smallest cache bucket in slots, each further one GROWTH times as large; and what every capacity is a multiple of."""
+LARGEST_FIRST = 2048
+"""Caches up to this size are made for all tokens a call may give, larger ones for the prompt: they grow when full."""
 COLDEST = 1e-6
 """Smaller temperatures are greedy: dividing by them would overflow float32."""
 
@@ -142,20 +142,15 @@ def prepare(
         reuse=wanted_reuse if speculate else NO_REUSE,
     )
 
-    # Rows that only fill the mesh are born finished: one token, no room for another.
-    fill = -batch % sharding_lib.rows_multiple(params.mesh)
+    # Rows that only fill a bucket or the mesh are born finished: one token, no room for another.
+    fill = rows_bucket(batch, sharding_lib.rows_multiple(params.mesh)) - batch
     prompts, rows = rows, rows + [[0]] * fill
     length = np.array([len(r) for r in rows], np.int32)
     max_length = length + np.array([*new_tokens, *[0] * fill], np.int32)
-    prompt_bucket = bucket(int(length.max()))
-    tokens = np.zeros((len(rows), prompt_bucket), np.int32)
+    capacity = first_capacity(int(length.max()), int(max_length.max()), decoder.reach, params.max_len)
+    tokens = np.zeros((len(rows), capacity), np.int32)
     for i, ids in enumerate(rows):
         tokens[i, : len(ids)] = ids
-    # Sizes from buckets alone, and the same for plain and speculative: a true length must not compile anything.
-    room = bucket(max(new_tokens), SMALLEST_ROOM) + bucket(decoder.reach + 1, SMALLEST_ROOM)
-    first_room = min(room, FIRST_CAPACITY)
-    capacity = -(-(prompt_bucket + first_room) // SMALLEST_ROOM) * SMALLEST_ROOM
-    max_tokens = prompt_bucket + room
     sampling = SamplingParams(*(jnp.asarray(np.pad(x, (0, fill), mode="edge")) for x in settings))
     keys = jax.vmap(jax.random.key)(jnp.asarray(seeds + [0] * fill, jnp.uint32))
     limits = Limits(jnp.asarray(max_length), jnp.asarray(_eos(params, eos)))
@@ -165,12 +160,33 @@ def prepare(
     tokens, lengths, keys, limits, sampling = arrays
     models = {"target": params.target, "drafter": params.drafter if speculate else None}
     start = time.perf_counter()
-    state = decoder.prefill(models, tokens, lengths, keys, limits, capacity=capacity, max_tokens=max_tokens)
+    state = decoder.prefill(models, tokens, lengths, keys, limits, capacity=capacity, max_tokens=capacity + 1)
     if params.mesh is not None:
         state = jax.device_put(state, sharding_lib.row_shardings(params.mesh, state, len(rows)))
     jax.block_until_ready(state.length)
     seconds = time.perf_counter() - start
     return Request(decoder, models, sampling, limits, state, prompts, length[:batch].copy(), seconds)
+
+
+def rows_bucket(batch: int, multiple: int = 1) -> int:
+    """Rows that a batch is padded to: a power of two, and as many as the mesh divides."""
+    rows = bucket(batch, 1)
+    return -(-rows // multiple) * multiple
+
+
+def first_capacity(prompt: int, total: int, reach: int, max_len: int) -> int:
+    """Slots of the caches of a call, from few sizes: a size is a program.
+
+    Args:
+      prompt, total: tokens of the longest prompt, and of the longest row with all it may be given.
+      reach: slots that a round may write behind the committed ones.
+      max_len: tokens that no row exceeds.
+    """
+    most = -(-(max_len + reach) // CAPACITY_UNIT) * CAPACITY_UNIT
+    capacity = SMALLEST_CAPACITY
+    while capacity < min(total + reach, max(prompt + SMALLEST_CAPACITY // 2 + reach, LARGEST_FIRST)):
+        capacity *= GROWTH
+    return min(capacity, most)
 
 
 def rule_and_tree(

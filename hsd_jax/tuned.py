@@ -44,7 +44,7 @@ class Conditions:
         drafter = hashlib.sha256(repr(params.drafter_config).encode())
         drafter.update(weights_hash(params.drafter or {}).encode())
         mesh = None if params.mesh is None else ",".join(f"{k}={v}" for k, v in params.mesh.shape.items())
-        dtype, precision = params.target["embedding"].dtype.name, params.precision
+        dtype, precision = params.dtype, params.precision
         pair = weights_hash(params.target), drafter.hexdigest()
         return cls(*pair, device_name(), mesh, dtype, precision, batch, float(temperature))
 

@@ -152,7 +152,10 @@ class Drafter(NamedTuple):
     """A proposer as pure functions; `state` is the drafter's own pytree and opaque to everybody else."""
 
     init: Callable[..., Any]
-    """`init(params, output, tokens, length, capacity) -> state`, from the prefill pass."""
+    """`init(tokens, length, capacity) -> state`, before any of the prompts [B, P] is read."""
+    read: Callable[..., Any]
+    """`read(params, state, output, tokens, following, start, length) -> state`: the prompt's tokens [B, C] from position
+    `start` on, the token behind each, and what the target said of them. Chunks come in order."""
     draft: Callable[..., tuple[DraftTree, Any]]
     """`draft(params, state, root, root_position, keys, sampling) -> (tree, state)`; what it draws, it draws with
     `sampling.round_keys`, never with the row keys themselves."""
@@ -170,6 +173,8 @@ class Drafter(NamedTuple):
     an ARBITRARY tree was grown from `state`; 0 for the root. For pictures: no decode calls it. None: there is none."""
     reach: int = 0
     """Slots behind the committed tokens that a round may write in the drafter's own cache, if more than `max_depth`."""
+    ready: Callable[..., Any] | None = None
+    """`ready(params, state) -> state`, once the prompt is read; None: nothing is left to do."""
     node_origins: Callable[..., Any] | None = None
     """`node_origins(params, state, tree, sampling) -> Origins` (`infer/reuse.py`): which nodes of a tree grown from
     `state` reuse what earlier rounds left over. For pictures, as `node_logp` is. None: nothing is reused."""

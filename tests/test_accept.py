@@ -310,7 +310,7 @@ def test_a_rule_refuses_laws_it_is_not_exact_for():
     nothing = match_rule(1)._replace(name="chain", laws=frozenset())
     with pytest.raises(ValueError, match="accept='chain' is not lossless for draw='arbitrary'"):
         check_legal(nothing, DrawLaw.ARBITRARY)
-    drafter = Drafter(*[lambda *_: None] * 4, DrawLaw.ARBITRARY, 2, 1)
+    drafter = Drafter(*[lambda *_: None] * 5, DrawLaw.ARBITRARY, 2, 1)
     with pytest.raises(ValueError, match="arbitrary"):
         make_step(ModelConfig(4, 8, 1, 1, 1, 8, 8), drafter, nothing)
     for law in DrawLaw:

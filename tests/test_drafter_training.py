@@ -21,6 +21,7 @@ from oracles import injector
 from oracles.divergence import kl, log_softmax
 
 from hsd_jax.config import FEATURE, HEADS, HIDDEN, DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.infer.decode import drafter_after
 from hsd_jax.infer.drafters import feature
 from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.drafters.trunk import trunk_states
@@ -87,7 +88,7 @@ def states_of_rounds(models, rows, config: DrafterConfig, capacity: int, length)
     tree = TreeConfig(nodes=config.num_steps + 1, depth=config.num_steps, width=1)
     proposer = make_drafter(TARGET, config, tree)
     output = forward_sequence(models["target"], TARGET, rows, taps=proposer.taps)
-    state = proposer.init(models, output, rows, length, capacity)
+    state = drafter_after(proposer, models, output, rows, length, capacity)
     if config.kind == HEADS:
         return head_states(models["drafter"], config, state.feature, config.num_steps)
     if config.kind == HIDDEN:

@@ -6,8 +6,6 @@ of one give the same logits.
 
 from __future__ import annotations
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,28 +16,35 @@ from hsd_jax.config import RopeConfig
 from hsd_jax.infer import sampling
 from hsd_jax.infer.metrics import replay_logits
 from hsd_jax.models import layers, native
+from hsd_jax.models.cache import empty_cache
+from hsd_jax.models.target import read_chunk
 
 pytestmark = [
     # Not where `available` is False: a kernel that does not build must fail here.
-    pytest.mark.skipif(
-        native.compiler() is None or os.environ.get("HSD_NATIVE") == "0", reason="no compiler, or HSD_NATIVE=0"
-    ),
+    pytest.mark.skipif(native.compiler() is None or native.chosen_level() == native.OFF, reason="no kernels wanted"),
     pytest.mark.usefixtures("fully_optimized"),
 ]
 
 WIDTHS = [64, 40, 37]  # whole vectors, a vector left over, odd
-ROWS = range(1, 10)
+ROWS = [*range(1, 10), 63, 65, 130]
 
 
-def on(function, *args):
+@pytest.fixture(params=native.cpu_levels(), autouse=True)
+def level(request, monkeypatch):
+    """Every test here runs at each level that this processor has."""
+    monkeypatch.setenv(native.ISA_VARIABLE, request.param)
+    return request.param
+
+
+def on(function, *args, active=None):
     """`function` compiled with the kernels, alone."""
     assert native.available()
 
-    def traced(*args):
-        with native.enabled(True):
+    def traced(active, *args):
+        with native.enabled(True), native.only(active):
             return function(*args)
 
-    return jax.jit(traced)(*args)
+    return jax.jit(traced)(active, *args)
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -50,7 +55,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("outputs", [1, 6, 33])
 def test_a_product_is_right_and_a_row_keeps_its_bits(width, outputs, dtype):
-    x, kernel = normal(0, 9, width), normal(1, outputs, width).astype(dtype)
+    x, kernel = normal(0, 130, width), normal(1, outputs, width).astype(dtype)
     whole = np.asarray(on(layers.matmul, x, kernel))
     exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
     np.testing.assert_allclose(whole, exact, atol=2e-5)
@@ -101,7 +106,7 @@ def mlp_weights(hidden: int, width: int, dtypes):
 def test_an_mlp_is_right_and_a_row_keeps_its_bits(width, activation, dtypes):
     dtypes = [jnp.bfloat16 if dtype == "b" else jnp.float32 for dtype in dtypes]
     weights, mlp = mlp_weights(40, width, dtypes), layers.MLP(width, activation)
-    x = 3 * normal(9, native.MAX_ROWS, 40)  # gates from far below zero to far above
+    x = 3 * normal(9, 130, 40)  # gates from far below zero to far above
     whole = np.asarray(on(mlp.apply, weights, x))
     exact = mlp.apply(jax.tree.map(lambda kernel: kernel.astype(jnp.float32), weights), x)
     np.testing.assert_allclose(whole, exact, atol=5e-5)
@@ -113,11 +118,10 @@ def test_an_mlp_is_right_and_a_row_keeps_its_bits(width, activation, dtypes):
 def test_an_mlp_goes_to_the_kernel_where_it_can():
     def calls(mlp, weights, num_rows):
         with native.enabled(True):
-            return str(jax.make_jaxpr(mlp.apply)(weights, jnp.zeros((num_rows, 40)))).count("hsd_gated_mlp")
+            return str(jax.make_jaxpr(mlp.apply)(weights, jnp.zeros((num_rows, 40)))).count("_gated_mlp")
 
     weights = mlp_weights(40, 64, [jnp.bfloat16] * 3)
-    assert calls(layers.MLP(64), weights, native.MAX_ROWS) == (not native.has_matrix_unit())
-    assert calls(layers.MLP(64), weights, native.MAX_ROWS + 1) == 0
+    assert calls(layers.MLP(64), weights, 1) == calls(layers.MLP(64), weights, 1000) == 1
     biased = layers.MLP(64, use_bias=True)
     assert calls(biased, biased.init(jax.random.key(0), jnp.zeros((1, 40))), 1) == 0
 
@@ -131,9 +135,29 @@ def test_extreme_gates_are_those_of_jax(activation):
     np.testing.assert_allclose(found, layers.MLP(1, activation).apply(ones, x), rtol=1e-6, atol=1e-30)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.6])
+def test_rows_that_do_not_count_are_zeros_and_change_nothing(share, dtype):
+    """Few rows and many, of which the last may count or not; a flag a row of the batch stands for all its nodes."""
+    kernels = tuple(normal(i, n, 72).astype(dtype) for i, n in enumerate((37, 5), 1))
+    weights, mlp = mlp_weights(72, 130, [dtype] * 3), layers.MLP(130)
+    for num_rows in (3, 20, 150):
+        x, active = normal(0, num_rows, 72), np.random.default_rng(num_rows).random(num_rows) < share
+        for last in (False, True):
+            active[-1] = last
+            for function, args in ((layers.matmuls, (x, kernels)), (lambda x, w: mlp.apply(w, x), (x, weights))):
+                whole, some = on(function, *args), on(function, *args, active=jnp.asarray(active))
+                for every, found in zip(jax.tree.leaves(whole), jax.tree.leaves(some), strict=True):
+                    np.testing.assert_array_equal(found, np.where(active[:, None], every, 0))
+    x = normal(0, 4, 5, 72)
+    found = on(layers.matmul, x, kernels[0], active=jnp.asarray([True, False, True, False]))
+    np.testing.assert_array_equal(found[1::2], 0)
+    np.testing.assert_array_equal(found[::2], on(layers.matmul, x, kernels[0])[::2])
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_norm_is_right_and_a_row_keeps_its_bits(width):
-    x, weight = 3 * normal(0, 9, width), normal(1, width)
+    x, weight = 3 * normal(0, 130, width), normal(1, width)
     whole = np.asarray(on(lambda x, w: layers.rms_norm(x, w, 1e-5), x, weight))
     np.testing.assert_allclose(whole, layers.rms_norm(x, weight, 1e-5), rtol=2e-6)
     parts = on(lambda x, w: [layers.rms_norm(x[:n], w, 1e-5) for n in ROWS], x, weight)
@@ -146,8 +170,8 @@ def test_a_rotation_is_right_and_a_row_keeps_its_bits():
     rotate = lambda x, p: layers.apply_rope(x, layers.rope_table(RopeConfig(), 40, p))  # noqa: E731
     whole = np.asarray(on(rotate, x, positions))
     np.testing.assert_allclose(whole, rotate(x, positions), atol=1e-6)
-    parts = on(lambda x, p: [rotate(x[:, :n], p[:, :n]) for n in ROWS], x, positions)
-    for n, found in zip(ROWS, parts, strict=True):
+    parts = on(lambda x, p: [rotate(x[:, :n], p[:, :n]) for n in range(1, 10)], x, positions)
+    for n, found in enumerate(parts, 1):
         np.testing.assert_array_equal(found, whole[:, :n])
 
 
@@ -172,23 +196,30 @@ def entries(seed: int, batch: int, groups: int, count: int, width: int):
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize(
-    "shape", [(1, 2, 3, 64, 1, 128), (3, 1, 8, 40, 8, 32), (2, 2, 5, 20, 2, 16), (1, 1, 2, 256, 2, 70)]
+    ("shape", "per_node"),
+    [((1, 2, 3, 64, 1, 128), 3), ((3, 1, 8, 40, 8, 32), 1), ((2, 2, 5, 20, 2, 16), 5), ((1, 1, 70, 16, 35, 256), 2)],
 )
-def test_attention_is_that_of_xla(shape, softcap):
-    """Any masks; a query that sees nothing gives no NaN."""
-    batch, groups, n, width, nodes, slots = shape
-    rng = np.random.default_rng(0)
-    new_mask = jnp.asarray(rng.random((batch, 1, n, nodes)) < 0.6)
-    mask = rng.random((batch, 1, n, slots)) < 0.7
-    mask[..., slots // 2 :] = False
-    query, new, cached = normal(9, batch, groups, n, width), entries(1, batch, groups, nodes, width), None
-    cached = entries(3, batch, groups, slots, width)
-    args = (query, new, new_mask, cached, jnp.asarray(mask))
-    found = on(lambda *a: layers.attend(*a, width**-0.5, softcap), *args)
-    np.testing.assert_allclose(found, layers.attend(*args, width**-0.5, softcap), atol=2e-6)
+def test_attention_is_that_of_xla(shape, per_node, softcap):
+    """Any masks and any slots; a query that sees nothing gives zeros."""
+    batch, groups, n, width, seen_nodes, slots = shape
+    rng, nodes = np.random.default_rng(0), n // per_node
+    new_mask = rng.random((batch, nodes, seen_nodes)) < 0.6
+    new_mask[:, :, -1] |= ~new_mask.any(-1)
+    first = jnp.asarray(rng.integers(0, slots // 2, (batch, nodes)), jnp.int32)
+    last = jnp.asarray(rng.integers(0, slots + 1, (batch, nodes)), jnp.int32)  # some see no slot
+    query, new = normal(9, batch, groups, n, width), entries(1, batch, groups, seen_nodes, width)
+    args = (query, new, jnp.asarray(new_mask), entries(3, batch, groups, slots, width))
+    attend = lambda *a: layers.attend(*a, width**-0.5, softcap)  # noqa: E731
+    found = on(attend, *args, (first, last))
+    np.testing.assert_allclose(found, attend(*args, (first, last)), atol=2e-6)
 
-    nothing = (query, new, jnp.zeros_like(new_mask), cached, jnp.zeros_like(jnp.asarray(mask)))
-    assert np.isfinite(on(lambda *a: layers.attend(*a, width**-0.5, softcap), *nothing)).all()
+    blind = np.zeros((batch, nodes), bool)
+    blind[:, :: 2] = True
+    nothing = jnp.asarray(new_mask & ~blind[:, :, None]), args[3], (first, jnp.where(blind, 0, last))
+    some = np.asarray(on(attend, query, new, *nothing))
+    hidden = np.repeat(blind, per_node, 1)[:, None]
+    assert (some[np.broadcast_to(hidden, some.shape[:3])] == 0).all()
+    np.testing.assert_array_equal(np.where(hidden[..., None], 0, found), some)
 
 
 @pytest.mark.parametrize("num", [1, 8, 21])
@@ -201,6 +232,27 @@ def test_random_bits_are_those_of_jax(num):
         assert native.random_bits_applies(keys) and not native.random_bits_applies(other)
 
 
+@pytest.mark.parametrize("variant", ["llama", "gemma"])
+def test_a_prompt_has_the_same_entries_whatever_stands_beside_it(variant):
+    """Alone, among other rows, in chunks of another size, in a longer bucket; a window shorter than the prompt too."""
+    config, weights = toy.setup(variant).config, toy.weights(variant)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (33, 96)).astype(np.int32)
+
+    def entries(tokens, chunk):
+        batch, num = tokens.shape
+        cache = empty_cache(config.num_layers, batch, config.num_kv_heads, 128, config.head_dim, jnp.float32)
+        for start in range(0, num, chunk):
+            now = tokens[:, start : start + chunk]
+            _, cache = read_chunk(weights, config, cache, now, jnp.int32(start), jnp.full(batch, 90))
+        return [x[0, :, :90] for x in (*cache.keys, *cache.values)], cache.length
+
+    alone, length = on(lambda t: entries(t, 96), tokens[:1])
+    assert length == 90
+    for rows, chunk in ((1, 16), (33, 96), (3, 32)):
+        for found, own in zip(on(lambda t, c=chunk: entries(t, c), tokens[:rows])[0], alone, strict=True):
+            np.testing.assert_array_equal(found, own)
+
+
 def test_an_entry_counts_the_same_committed_or_not():
     """The last of five tokens sees four in the cache, or none in the cache and four nodes before it."""
     width, count = 40, 5
@@ -211,9 +263,9 @@ def test_an_entry_counts_the_same_committed_or_not():
     results = []
     for committed in range(count):
         cached = tuple(empty.at[:, :, :committed].set(x[:, :, :committed]) for x in (keys, values))
-        mask = jnp.broadcast_to(jnp.arange(16) < committed, (1, 1, 3, 16))
+        seen = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), committed, jnp.int32)
         new = (keys[:, :, committed:], values[:, :, committed:])
-        results.append(on(attend, query, new, jnp.ones((1, 1, 3, count - committed), bool), cached, mask))
+        results.append(on(attend, query, new, jnp.ones((1, 1, count - committed), bool), cached, seen))
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 

@@ -309,8 +309,11 @@ def oracle_drafter(layout: str, vocab: int = VOCAB) -> Drafter:
     parents, depths, offsets, valid = (np.array(x) for x in zip(*nodes, strict=True))
     is_on_trunk = (offsets == 0) & valid & (depths > 0)
 
-    def init(models, output, tokens, length, capacity):
+    def init(tokens, length, capacity):
         return {"num_rounds": jnp.zeros_like(length)}
+
+    def read(models, state, *rest):
+        return state
 
     def draft(models, state, root, root_position, keys, sampling):
         table = models["drafter"]
@@ -330,7 +333,7 @@ def oracle_drafter(layout: str, vocab: int = VOCAB) -> Drafter:
     def commit(models, state, verdict, output, num_committed):
         return {"num_rounds": state["num_rounds"] + 1}
 
-    return Drafter(init, draft, commit, lambda state, capacity: state, DrawLaw.ARBITRARY, len(nodes), ORACLE_DEPTH)
+    return Drafter(init, read, draft, commit, lambda state, capacity: state, DrawLaw.ARBITRARY, len(nodes), ORACLE_DEPTH)
 
 
 def oracle_table(state: DecodeState, wrong_share: float, seed: int = 0) -> dict[str, jax.Array]:

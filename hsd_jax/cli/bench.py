@@ -114,7 +114,7 @@ def make_modes(args: argparse.Namespace, params, trees, reuses: list[str]) -> li
     from hsd_jax.config import ReuseConfig
     from hsd_jax.request import AUTO, rule_for
 
-    own = params.target["embedding"].dtype.name
+    own = params.dtype
     modes = [Mode(f"plain {own}", params)]
     rules = args.accept if args.tuned is None else ["match"]  # which the record was made under
 
@@ -233,7 +233,7 @@ def _settings(args: argparse.Namespace, params, found) -> dict[str, Any]:
         "temperature": args.temperature,
         "seed": args.seed,
         "repeats": args.repeats,
-        "dtype": params.target["embedding"].dtype.name,
+        "dtype": params.dtype,
         "precision": params.precision,
         "prompt_files": [str(p) for p in args.prompts or ["the demo's own"]],
         "half": args.half,

@@ -36,7 +36,7 @@ hsd demo --precision exact --temperature 0.8
     parser.add_argument("--repeats", type=options.COUNT, default=2, metavar="R", help="timed runs (default: 2)")
     parser.add_argument("--limit", type=options.COUNT, metavar="N", help="first N prompts only (default: all)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of the target's weights (default: the fastest on this device)"
+        "--dtype", choices=("float32", "bfloat16"), help="of the target's weights (default: that of the checkpoint)"
     )
     parser.add_argument(
         "--precision", choices=("fast", "exact"), default="fast", help="exact: float32, no token ever differs"
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     found = demo.read_prompts()[: args.limit]
     sizes = [quality.model_record(weights)["parameters"] / 1e6 for weights in (params.target, params.drafter)]
     options.say(
-        f"target {sizes[0]:.1f}M parameters, drafter {sizes[1]:.1f}M, {params.target['embedding'].dtype.name},"
+        f"target {sizes[0]:.1f}M parameters, drafter {sizes[1]:.1f}M, {params.arithmetic},"
         f" tree of {tree.nodes} nodes; compiling (the first time takes a while)"
     )
     # `match`: its sampled text can be compared with that of plain decoding.

@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     settings |= {
         "target": convert.weights_hash(params.target),
         "drafter": convert.weights_hash(params.drafter) if args.drafter else None,
-        "dtype": params.target["embedding"].dtype.name,
+        "dtype": params.dtype,
         "tree": tree.name if tree else None,
     }
     num = generate.generate(params, tokenizer, plan, args.out, settings, config, tree, options.say)

@@ -134,7 +134,7 @@ def compare(
     return {
         "ok": all(s["ok"] for s in settings),
         "precision": params.precision,
-        "dtype": params.target["embedding"].dtype.name,
+        "dtype": params.dtype,
         "num_prompts": len(prompts),
         "max_new_tokens": max_new_tokens,
         "batch": batch,

@@ -48,13 +48,17 @@ def run(args: argparse.Namespace) -> int:
 def _target(folder: Path) -> dict[str, Any]:
     from hsd_jax.config import to_dict
     from hsd_jax.models import convert
+    from hsd_jax.params import describe_arithmetic
     from hsd_jax.tokenizer import Tokenizer
 
     config = convert.read_config(folder)
     weights = convert.read_weights(folder, config)
     tokenizer = Tokenizer.find(folder)
+    dtype = convert.weights_dtype(folder)
     return {
         "kind": "target",
+        "dtype": dtype,
+        "computed in": describe_arithmetic(dtype),
         **to_dict(config),
         "parameters": _count(weights),
         "eos": ", ".join(map(str, convert.read_eos(folder))) or "none",

@@ -69,7 +69,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
         " lookup:MIN-MAX, for n-grams of the context",
     )
     group.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of the target's weights (default: the fastest on this device)"
+        "--dtype", choices=("float32", "bfloat16"), help="of the target's weights (default: that of the checkpoint)"
     )
     group.add_argument(
         "--precision",

@@ -23,17 +23,25 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.infer.step import Step
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models import native
-from hsd_jax.models.target import forward_sequence
-from hsd_jax.types import NO_TOKEN, DecodeState, DecodeStats, Drafter, Limits, SamplingParams
+from hsd_jax.models.target import read_chunk
+from hsd_jax.types import NO_TOKEN, DecodeState, DecodeStats, Drafter, Limits, ModelOutput, SamplingParams
 
+GROWTH = 4
+"""A full cache grows by this factor: every size is a program of its own, and only the slots in use cost time."""
 UNBOUNDED = 2**30
 """Rounds of a decode that stops only when its rows do."""
+
+
+CHUNK, CHUNK_OF_KERNELS = 256, 64
+"""Tokens of a prompt that prefill reads in a pass, at most. The kernels are as fast with few; what is behind the end of
+a prompt costs them nothing."""
 
 
 def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.float32) -> Callable:
     """`prefill(models, tokens [B, P], length [B], keys, limits, capacity=, max_tokens=) -> DecodeState`.
 
-    The prompt's last token stays out of the cache: it is the root of the first round. So nothing is sampled here,
+    Prompts are read in chunks against the cache, so memory is linear in P and the time follows the longest prompt, not
+    P. A prompt's last token stays out of the cache: it is the root of the first round. So nothing is sampled here,
     and the invariant cached positions = committed tokens - 1 holds from the start.
     """
 
@@ -48,14 +56,30 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
         max_tokens: int,
     ) -> DecodeState:
         batch, num = tokens.shape
+        chunk = min(num, CHUNK_OF_KERNELS if native.is_on() else CHUNK)
+        if num % chunk:
+            raise ValueError(f"prompts padded to {num} tokens: expected a multiple of {chunk}")
         taps = () if drafter is None else drafter.taps
-        # XLA drops the logits, which nobody reads.
-        output = forward_sequence(models["target"], config, tokens, taps=taps)
         cache = cache_lib.empty_cache(
             config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, cache_dtype
         )
-        cache = cache_lib.commit(cache, output.new_kv, None, length - 1)
-        drafter_state = None if drafter is None else drafter.init(models, output, tokens, length, capacity)
+        behind = jnp.roll(tokens, -1, 1)
+
+        def read(index: Array, carry):
+            cache, drafter_state = carry
+            start = index * chunk
+            now, following = (lax.dynamic_slice_in_dim(x, start, chunk, 1) for x in (tokens, behind))
+            # XLA drops the logits, which nobody reads.
+            output, cache = read_chunk(models["target"], config, cache, now, start, length - 1, taps=taps)
+            if drafter is not None:
+                drafter_state = drafter.read(models, drafter_state, output, now, following, start, length)
+            return cache, drafter_state
+
+        drafter_state = None if drafter is None else drafter.init(tokens, length, capacity)
+        num_chunks = (jnp.max(length) + chunk - 2) // chunk
+        cache, drafter_state = lax.fori_loop(0, num_chunks, read, (cache, drafter_state))
+        if drafter is not None and drafter.ready is not None:
+            drafter_state = drafter.ready(models, drafter_state)
         depth = 0 if drafter is None else drafter.max_depth
         is_prompt = jnp.arange(num) < length[:, None]
         return DecodeState(
@@ -71,6 +95,15 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
         )
 
     return prefill
+
+
+def drafter_after(
+    drafter: Drafter, models: dict, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int
+) -> Any:
+    """The drafter's state behind prompts of which one causal pass of the target, `output`, is at hand."""
+    state = drafter.init(tokens, length, capacity)
+    state = drafter.read(models, state, output, tokens, jnp.roll(tokens, -1, 1), 0, length)
+    return state if drafter.ready is None else drafter.ready(models, state)
 
 
 def make_loop(step: Step, reach: int) -> Callable:
@@ -134,15 +167,18 @@ class Decoder:
             make_prefill(config, drafter, cache_dtype), static_argnames=("capacity", "max_tokens")
         )
         self.loop = self.compile(make_loop(step, self.reach), donate_argnums=4)
-        self._grow = jax.jit(self._grown, static_argnames="capacity")
 
     def compile(self, function: Callable, **options) -> Callable:
         """`function` jitted as the loop is: with the same matmul precision and the same kernels."""
         return jax.jit(_traced_with(self._precision, self._use_native, function), **options)
 
-    def _grown(self, state: DecodeState, *, capacity: int) -> DecodeState:
+    def _grow(self, state: DecodeState, capacity: int) -> DecodeState:
+        """The same state with room for `capacity` slots; the old buffers are freed one by one."""
         drafter_state = None if self.drafter is None else self.drafter.grow(state.drafter, capacity)
-        return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity), drafter=drafter_state)
+        tokens = state.tokens
+        if tokens.shape[1] <= capacity:
+            tokens = cache_lib.pad_to(tokens, capacity + 1, axis=1, value=NO_TOKEN)
+        return dataclasses.replace(state, tokens=tokens, cache=cache_lib.grow(state.cache, capacity), drafter=drafter_state)
 
     def run(
         self,
@@ -152,13 +188,13 @@ class Decoder:
         state: DecodeState,
         num_rounds: int = UNBOUNDED,
     ) -> DecodeState:
-        """Runs the loop, moving to a cache bucket of twice the size whenever one is full."""
+        """Runs the loop, moving to the next cache bucket whenever one is full."""
         while True:
             state = self.loop(models, sampling, limits, jnp.int32(num_rounds), state)
             capacity = state.cache.keys[0].shape[2]
             if not is_full(np.asarray(state.length), np.asarray(state.done), capacity, self.reach):
                 return state
-            state = self._grow(state, capacity=2 * capacity)
+            state = self._grow(state, GROWTH * capacity)
 
 
 def _traced_with(precision: str | None, use_native: bool, function: Callable) -> Callable:

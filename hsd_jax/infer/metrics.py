@@ -30,7 +30,7 @@ from hsd_jax.infer.tree import ancestor_mask, grow_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models import native
 from hsd_jax.models.hidden import base_logits, inject
-from hsd_jax.models.target import causal_mask, forward, forward_sequence
+from hsd_jax.models.target import causal_mask, forward, forward_sequence, read_chunk
 from hsd_jax.types import DecodeState, DrawLaw, KVCache, Limits, SamplingParams
 
 STAGES = ("trunk", "head", "tree", "verify", "commit", "rest")
@@ -113,10 +113,10 @@ def replay_logits(
     jax.jit, static_argnames=("config", "prompt_bucket", "num_chunks", "num_nodes", "dtype", "use_native")
 )
 def _replay(weights, config, text, prompt_length, prompt_bucket, num_chunks, num_nodes, dtype, use_native):
-    prefill = forward_sequence(weights, config, text[None, :prompt_bucket])
     capacity = max(text.shape[0], prompt_bucket + num_nodes)
     cache = cache_lib.empty_cache(config.num_layers, 1, config.num_kv_heads, capacity, config.head_dim, dtype)
-    cache = cache_lib.commit(cache, prefill.new_kv, None, (prompt_length - 1)[None])
+    with native.enabled(use_native):
+        _, cache = read_chunk(weights, config, cache, text[None, :prompt_bucket], 0, (prompt_length - 1)[None])
 
     def chunk(cache, _):
         nodes = lax.dynamic_slice(text, (cache.length[0],), (num_nodes,))[None]

@@ -32,7 +32,8 @@ def make_plain_step(config: ModelConfig, pad_rows: int = 1) -> Step:
             nodes = jnp.broadcast_to(root, (batch, pad_rows))
             positions = jnp.broadcast_to(position[:, None], (batch, pad_rows))
             mask = jnp.broadcast_to(jnp.eye(pad_rows, dtype=bool), (batch, pad_rows, pad_rows))
-            output = forward(models["target"], config, nodes, positions, mask, state.cache)
+            active = jnp.broadcast_to(~state.done[:, None], (batch, pad_rows))
+            output = forward(models["target"], config, nodes, positions, mask, state.cache, active=active)
         with jax.named_scope("judge"):
             emitted = sampling_lib.draw(state.keys, output.logits[:, :1], position[:, None] + 1, sampling)
             count, done = cut(emitted, jnp.ones(batch, jnp.int32), limits, state)

@@ -40,8 +40,16 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         with jax.named_scope("target"):
             ancestors = ancestor_mask(tree, drafter.max_depth)
             positions = root_position[:, None] + tree.depth
+            active = tree.valid & ~state.done[:, None]
             output = forward(
-                models["target"], config, tree.tokens, positions, ancestors, state.cache, taps=drafter.taps
+                models["target"],
+                config,
+                tree.tokens,
+                positions,
+                ancestors,
+                state.cache,
+                taps=drafter.taps,
+                active=active,
             )
         with jax.named_scope("judge"):
             verdict = rule.verify(state.keys, tree, ancestors, output.logits, sampling, root_position)

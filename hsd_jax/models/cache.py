@@ -26,16 +26,14 @@ def empty_cache(num_layers: int, batch: int, num_kv_heads: int, capacity: int, h
     return KVCache(layers, tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)), jnp.zeros(batch, jnp.int32))
 
 
-def write_rows(buffer: Array, rows: Array, start: Int[Array, "B"], axis: int) -> Array:
-    """Writes `rows` into `buffer` along `axis`, each batch row at its own `start`.
+def write_rows(buffer: Array, rows: Array, start: Int[Array, "B"] | Int[Array, ""], axis: int) -> Array:
+    """Writes `rows` into `buffer` along `axis`, each batch row at its own `start`, or all of them at one.
 
     The caller guarantees room: XLA would otherwise shift the write to the left, over committed entries.
     """
     rows = rows.astype(buffer.dtype)
-    if buffer.shape[0] == 1:  # an update in place; the batched form below is a scatter
-        index: list[int | Array] = [0] * buffer.ndim
-        index[axis] = start[0]
-        return lax.dynamic_update_slice(buffer, rows, index)
+    if start.ndim == 0 or buffer.shape[0] == 1:  # an update in place; the batched form below is a scatter
+        return lax.dynamic_update_slice_in_dim(buffer, rows, start.reshape(-1)[0], axis)
     return jax.vmap(lambda b, r, s: lax.dynamic_update_slice_in_dim(b, r, s, axis - 1))(buffer, rows, start)
 
 
@@ -50,6 +48,7 @@ def commit(
     path: Int[Array, "B M"] | None,
     num_committed: Int[Array, "B"],
     after: Array | None = None,
+    start: Int[Array, ""] | int | None = None,
 ) -> KVCache:
     """Writes the nodes of `path` contiguously behind each row's committed slots.
 
@@ -59,13 +58,17 @@ def commit(
     Args:
       after: a result [B, ...] of the pass that reads `cache`. The write then waits for that pass. Without it XLA may
         write first and copy the whole cache for the reader. (A `path` from the verdict waits by itself.)
+      start: the slot of the first node in every row, where rows go in step (prefill); None: each row's length.
     """
-    start = cache.length if after is None else cache.length + _zero_known_after(after)
+    first = cache.length if start is None else jnp.asarray(start, jnp.int32)
+    if after is not None:
+        waited = _zero_known_after(after)
+        first = first + (waited if start is None else waited[0])
 
     def move(buffers, rows):
         if path is not None:
             rows = tuple(take_nodes(r, path, axis=2) for r in rows)
-        return tuple(write_rows(b, r, start, axis=2) for b, r in zip(buffers, rows, strict=True))
+        return tuple(write_rows(b, r, first, axis=2) for b, r in zip(buffers, rows, strict=True))
 
     return KVCache(move(cache.keys, new.keys), move(cache.values, new.values), cache.length + num_committed)
 
@@ -76,9 +79,19 @@ def _zero_known_after(x: Array) -> Int[Array, "B"]:
 
 
 def grow(cache: KVCache, capacity: int) -> KVCache:
-    """The same cache with room for `capacity` slots."""
+    """The same cache with room for `capacity` slots; outside of jit each old buffer is freed as its copy is made."""
 
     def pad(buffer: Array) -> Array:
-        return jnp.pad(buffer, ((0, 0), (0, 0), (0, capacity - buffer.shape[2]), (0, 0)))
+        return pad_to(buffer, capacity, axis=2)
 
     return KVCache(tuple(map(pad, cache.keys)), tuple(map(pad, cache.values)), cache.length)
+
+
+def pad_to(buffer: Array, size: int, axis: int, value: int = 0) -> Array:
+    """The buffer with `axis` grown to `size`; a concrete one is gone afterwards: two of a cache may not fit."""
+    widths = [(0, size - buffer.shape[i] if i == axis else 0) for i in range(buffer.ndim)]
+    grown = jnp.pad(buffer, widths, constant_values=value)
+    if not isinstance(buffer, jax.core.Tracer):
+        grown.block_until_ready()
+        buffer.delete()
+    return grown

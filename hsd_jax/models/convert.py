@@ -70,6 +70,16 @@ _POST_NORMS = {  # the same Hugging Face name stands for another norm in Gemma
 }
 
 
+def weights_dtype(folder: str | Path) -> str:
+    """The dtype of a checkpoint's weights, "bfloat16" or "float32", which also holds float16 exactly.
+
+    Raises:
+      FileNotFoundError, ValueError: as `read_weights`.
+    """
+    with contextlib.ExitStack() as stack:
+        return stored_dtype(open_all(_weight_files(Path(folder)), stack))
+
+
 def read_weights(folder: str | Path, config: ModelConfig, dtype: Any = "float32") -> Weights:
     """A target's weights from `model.safetensors` or its shards, in `dtype`, in the tree of `init_target`.
 

@@ -10,6 +10,7 @@ Read next: `infer/drafters/hidden.py`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import cast
 
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import BLOCK, FEATURE, FULL, HEADS, HIDDEN, PATH, RECURRENT, DrafterConfig, ModelConfig
+from hsd_jax.models import native
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.layers import Block, RMSNorm, Weight, attend, linears, matmul, rms_norm, rope_table, rows_of
 from hsd_jax.models.target import causal_mask, layer_masks, lm_head, logits_of_rows
@@ -65,14 +67,24 @@ class Trunk(nn.Module):
         return last[..., None, :] + self.slots[:num_slots].astype(jnp.float32)
 
     def __call__(
-        self, states, embeddings, positions, new_mask, cache, earlier, num_slots=0, slots_behind=None, asking=None
+        self,
+        states,
+        embeddings,
+        positions,
+        new_mask,
+        cache,
+        earlier,
+        num_slots=0,
+        slots_behind=None,
+        asking=None,
+        active=None,
     ):
         c, x = self.config, self.inputs(states, embeddings)
         if num_slots and slots_behind is not None:
             last = jnp.take_along_axis(x, slots_behind[:, None, None], 1)[:, 0]
             x = jnp.concatenate([x, self.slot_inputs(last, num_slots)], 1)
         table = rope_table(c.rope, c.head_dim, positions)
-        masks = layer_masks(_NO_WINDOW, positions, new_mask, cache)[FULL]
+        masks = layer_masks(_NO_WINDOW, positions, new_mask, cache, active)[FULL]
         keys, values = [], []
         for i, layer in enumerate(self.layer):
             cached = None if cache is None else (cache.keys[i], cache.values[i])
@@ -105,6 +117,7 @@ def trunk_pass(
     cache: KVCache | None,
     earlier: NewKV | None = None,
     asking: Int[Array, "B Q"] | None = None,
+    active: Bool[Array, "B N"] | None = None,
 ) -> tuple[Float[Array, "B Q H"], NewKV]:
     """One pass of the trunk over N states a row.
 
@@ -116,11 +129,14 @@ def trunk_pass(
       new_mask: which of the `earlier` entries, and behind them of the N states, each state sees.
       earlier: keys and values of earlier passes of the same round.
       asking: the nodes whose next states are wanted; None: all N.
+      active: as in `target.forward`, without `asking`.
     Returns:
       The next states, before the output norm, and keys and values, of all N, to commit or to drop.
     """
     variables = {"params": weights["trunk"]}
-    output = Trunk(config).apply(variables, states, embeddings, positions, new_mask, cache, earlier, asking=asking)
+    rest = {"asking": asking, "active": active}
+    with contextlib.nullcontext() if active is None else native.only(active):
+        output = Trunk(config).apply(variables, states, embeddings, positions, new_mask, cache, earlier, **rest)
     return cast(tuple[Array, NewKV], output)
 
 

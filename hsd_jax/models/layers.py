@@ -32,8 +32,8 @@ def matmul(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float[A
 
 def matmuls(x: Float[Array, "... in"], kernels: tuple[Array, ...]) -> list[Array]:
     """The products of one input with several kernels: one call of the native kernel, where that applies."""
-    num_rows = math.prod(x.shape[:-1])
-    if all(native.applies(num_rows, kernel) for kernel in kernels):
+    if all(native.applies(kernel) for kernel in kernels):
+        num_rows = math.prod(x.shape[:-1])
         products = native.rows_matmul(x.reshape(num_rows, x.shape[-1]), kernels)
         return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in products]
 
@@ -142,21 +142,34 @@ def apply_rope(x: Float[Array, "B N h E"], table: tuple[Array, Array]) -> Float[
     return x * cos[:, :, None, :] + rotated * sin[:, :, None, :]
 
 
+SLOTS_AT_ONCE = 256
+"""Slots of a cache that XLA's attention reads in a step; those behind the last committed token are not read."""
+
+
+def widen(mask: Array, query: Float[Array, "B G n E"]) -> Array:
+    """A mask [B, N, X] over nodes as one over their queries, [B, 1, n, X]: a node's query heads stand together."""
+    return jnp.repeat(mask, query.shape[2] // mask.shape[1], axis=1)[:, None]
+
+
 def attend(
     query: Float[Array, "B G n E"],
     new: tuple[Array, Array],
-    new_mask: Bool[Array, "B 1 n N"],
+    new_mask: Bool[Array, "B N X"],
     cached: tuple[Array, Array] | None,
-    cached_mask: Bool[Array, "B 1 n S"] | None,
+    seen: tuple[Int[Array, "B N"], Int[Array, "B N"]] | None,
     scale: float,
     softcap: float | None,
 ) -> Float[Array, "B G n E"]:
     """Attention over committed slots and over the nodes of this pass, in one softmax.
 
     `query` already stands grouped by key/value head: n = nodes x (query heads per key/value head).
+
+    Args:
+      new_mask: which entries of this pass each node sees.
+      seen: the first slot each node sees, and the one behind the last.
     """
-    if cached is not None and cached_mask is not None and native.attend_applies(query, cached):
-        return native.attend(query, new, new_mask, cached, cached_mask, scale, softcap)
+    if cached is not None and seen is not None and native.attend_applies(query, cached):
+        return native.attend(query, new, new_mask, cached, seen, scale, softcap)
 
     def scores(keys: Array, mask: Array) -> Array:
         s = lax.dot_general(query, keys.astype(jnp.float32), (((3,), (3,)), ((0, 1), (0, 1)))) * scale
@@ -167,14 +180,32 @@ def attend(
     def mix(weights: Array, values: Array) -> Array:
         return lax.dot_general(weights, values.astype(jnp.float32), (((3,), (2,)), ((0, 1), (0, 1))))
 
-    new_scores = scores(new[0], new_mask)
-    if cached is None or cached_mask is None:
+    new_scores = scores(new[0], widen(new_mask, query))
+    if cached is None or seen is None:
         return mix(jax.nn.softmax(new_scores, -1), new[1])
-    old_scores = scores(cached[0], cached_mask)
-    top = jnp.maximum(new_scores.max(-1, keepdims=True), old_scores.max(-1, keepdims=True))
-    new_weights, old_weights = jnp.exp(new_scores - top), jnp.exp(old_scores - top)
-    total = new_weights.sum(-1, keepdims=True) + old_weights.sum(-1, keepdims=True)
-    return (mix(new_weights, new[1]) + mix(old_weights, cached[1])) / total
+    first, last = (widen(x[:, :, None], query) for x in seen)
+    num_slots = cached[0].shape[2]
+    step = SLOTS_AT_ONCE if num_slots % SLOTS_AT_ONCE == 0 else num_slots
+
+    def add(block, carry):
+        """The softmax so far, as maximum, sum and unscaled output, with a block of slots added."""
+        top, total, out = carry
+        keys, values = (lax.dynamic_slice_in_dim(x, block * step, step, 2) for x in cached)
+        slots = block * step + jnp.arange(step)
+        found = scores(keys, (slots >= first) & (slots < last))
+        higher = jnp.maximum(top, found.max(-1, keepdims=True))
+        weights, kept = jnp.exp(found - higher), jnp.exp(top - higher)
+        return higher, total * kept + weights.sum(-1, keepdims=True), out * kept + mix(weights, values)
+
+    top = new_scores.max(-1, keepdims=True)
+    weights = jnp.exp(new_scores - top)
+    carry = top, weights.sum(-1, keepdims=True), mix(weights, new[1])
+    if step == num_slots:
+        _, total, out = add(0, carry)
+    else:
+        num_blocks = jnp.minimum((jnp.max(last) + step - 1) // step, num_slots // step)
+        _, total, out = lax.fori_loop(0, num_blocks, add, carry)
+    return out / total
 
 
 class Attention(nn.Module):
@@ -198,7 +229,7 @@ class Attention(nn.Module):
     output_std: float | None = None
 
     @nn.compact
-    def __call__(self, x, table, new_mask, cached, cached_mask, attend_fn=attend, asking=None):
+    def __call__(self, x, table, new_mask, cached, seen, attend_fn=attend, asking=None):
         batch = len(x)
         groups, width = self.num_kv_heads, self.head_dim
         per_group = self.num_heads // groups
@@ -216,7 +247,7 @@ class Attention(nn.Module):
         key = apply_rope(key, table)
         if asking is not None:
             table = jax.tree.map(lambda t: take_nodes(t, asking, 1), table)
-            new_mask, cached_mask = (m if m is None else take_nodes(m, asking, 1) for m in (new_mask, cached_mask))
+            new_mask, seen = jax.tree.map(lambda m: take_nodes(m, asking, 1), (new_mask, seen))
         query = apply_rope(query, table)
         num = query.shape[1]
         query = query.reshape(batch, num, groups, per_group, width).transpose(0, 2, 1, 3, 4)
@@ -224,11 +255,7 @@ class Attention(nn.Module):
         key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
         if cached is not None:  # rounded now as the cache will round them: a node's text must not depend on the round
             key, value = key.astype(cached[0].dtype), value.astype(cached[1].dtype)
-
-        def widen(mask: Array | None) -> Array | None:
-            return None if mask is None else jnp.repeat(mask, per_group, axis=1)[:, None]
-
-        out = attend_fn(query, (key, value), widen(new_mask), cached, widen(cached_mask), self.scale, self.softcap)
+        out = attend_fn(query, (key, value), new_mask, cached, seen, self.scale, self.softcap)
         out = out.reshape(batch, groups, num, per_group, width).transpose(0, 2, 1, 3, 4)
         out = out.reshape(batch, num, self.num_heads * width)
         output = Weight(self.hidden_size, out.shape[-1], self.output_bias, self.output_std, name="o")
@@ -248,11 +275,12 @@ class MLP(nn.Module):
         width = (self.intermediate_size, x.shape[-1], self.use_bias)
         gate_weight, up_weight = Weight(*width, name="gate"), Weight(*width, name="up")
         down_weight = Weight(x.shape[-1], self.intermediate_size, self.use_bias, self.output_std, name="down")
-        num_rows, is_silu = math.prod(x.shape[:-1]), self.activation == "silu"
+        is_silu = self.activation == "silu"
         if not self.use_bias:
             kernels = [weight()[0] for weight in (gate_weight, up_weight, down_weight)]
-            if all(native.applies(num_rows, kernel) for kernel in kernels):
-                return native.gated_mlp(x.reshape(num_rows, -1), *kernels, is_gelu=not is_silu).reshape(x.shape)
+            if all(native.applies(kernel) for kernel in kernels):
+                rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+                return native.gated_mlp(rows, *kernels, is_gelu=not is_silu).reshape(x.shape)
         gate, up = linears(x, gate_weight, up_weight)
         gate = jax.nn.silu(gate) if is_silu else jax.nn.gelu(gate, approximate=True)
         return linears(gate * up, down_weight)[0]
@@ -265,7 +293,7 @@ class Block(nn.Module):
     """A `ModelConfig` or a `DrafterConfig`; the fields a drafter lacks take their plain values."""
 
     @nn.compact
-    def __call__(self, x, table, new_mask, cached, cached_mask, attend_fn=attend, asking=None):
+    def __call__(self, x, table, new_mask, cached, seen, attend_fn=attend, asking=None):
         c = self.config
         get = lambda name, default: getattr(c, name, default)  # noqa: E731
         offset, post_norms = get("norm_offset", 0.0), get("post_norms", False)
@@ -288,7 +316,7 @@ class Block(nn.Module):
             get("attention_softcap", None),
             output_std,
             name="attn",
-        )(norm("attn_norm", x), table, new_mask, cached, cached_mask, attend_fn, asking)
+        )(norm("attn_norm", x), table, new_mask, cached, seen, attend_fn, asking)
         x = x if asking is None else take_nodes(x, asking, 1)
         x = x + (norm("attn_post_norm", attended) if post_norms else attended)
         mlp = MLP(c.intermediate_size, get("activation", "silu"), get("mlp_bias", False), output_std, name="mlp")(

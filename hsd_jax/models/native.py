@@ -1,9 +1,10 @@
-"""Optional CPU kernels for passes of few rows, compiled on first use with the machine's own C++ compiler.
+"""Optional CPU kernels for the products, attention and draws of a decode, built on first use by the machine's compiler.
 
 XLA's CPU product of a few rows packs the weights on every call; `native/rows_matmul.cc` does not, and it reads bfloat16
 weights without rounding the activations. `native/gated_mlp.cc` is the MLP in one call, `native/attend.cc` attention in
-one call a layer instead of ten (docs/LOG.md has the measurements). With them, a token's bits do not depend on which
-tree verified it. Without a compiler, on another platform, or with HSD_NATIVE=0, `layers` uses XLA.
+one call a layer instead of ten (docs/LOG.md has the measurements). A row's bits depend on the row alone: not on how many
+rows stand beside it, nor on which tree verified it. Without a compiler, on another platform, or with
+HSD_NATIVE_ISA=off, `layers` uses XLA, in float32.
 The kernels have no gradient and know no mesh, so they are switched on only while a decode loop is traced.
 """
 
@@ -19,8 +20,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,58 +33,147 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 FOLDER = Path(__file__).parents[1] / "native"
 SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("rows_matmul", "gated_mlp", "attend", "rows", "random_bits"))
 HEADER = FOLDER / "tiles.h"
-FLAGS = ("-O3", "-march=native", "-funroll-loops", "-std=c++17", "-shared", "-fPIC")
+FLAGS = ("-O3", "-mtune=native", "-funroll-loops", "-std=c++17", "-shared", "-fPIC")
 SYMBOLS = {
-    "hsd_rows_matmul": "HsdRowsMatmul",
-    "hsd_gated_mlp": "HsdGatedMlp",
-    "hsd_attend": "HsdAttend",
-    "hsd_rms_norm": "HsdRmsNorm",
-    "hsd_rope": "HsdRope",
-    "hsd_random_bits": "HsdRandomBits",
-    "hsd_first_best": "HsdFirstBest",
+    "rows_matmul": "HsdRowsMatmul",
+    "gated_mlp": "HsdGatedMlp",
+    "attend": "HsdAttend",
+    "rms_norm": "HsdRmsNorm",
+    "rope": "HsdRope",
+    "random_bits": "HsdRandomBits",
+    "first_best": "HsdFirstBest",
 }
-MAX_ROWS = 128
-"""Above this XLA's packed product wins."""
 
-_is_on: contextvars.ContextVar[bool] = contextvars.ContextVar("hsd_native", default=False)
+
+class Level(NamedTuple):
+    """An instruction set that the kernels are compiled for."""
+
+    needs: tuple[str, ...]
+    """Flags of /proc/cpuinfo."""
+    flags: tuple[str, ...]
+    """Of the compiler."""
+
+
+_AVX2 = Level(("avx2", "fma", "bmi1", "bmi2"), ("-mavx2", "-mfma", "-mbmi", "-mbmi2"))
+_AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+LEVELS = {
+    "avx2": _AVX2,
+    "avx512": Level((*_AVX2.needs, *_AVX512), (*_AVX2.flags, *(f"-m{name}" for name in _AVX512))),
+}
+"""From the least to the most capable. There is no kernel for AMX: such machines run avx512."""
+OFF = "off"
+ISA_VARIABLE = "HSD_NATIVE_ISA"
+
+_level: contextvars.ContextVar[str] = contextvars.ContextVar("hsd_native", default=OFF)
+_active: contextvars.ContextVar[Array | None] = contextvars.ContextVar("hsd_active", default=None)
 
 
 @contextlib.contextmanager
-def enabled(on: bool) -> Iterator[None]:
-    """While tracing inside, products of few rows use the kernel, if `on` and if it can be had."""
-    token = _is_on.set(on and available())
+def enabled(on: bool, level: str | None = None) -> Iterator[None]:
+    """While tracing inside, the kernels are used, if `on` and if they can be had.
+
+    Args:
+      level: one of LEVELS; None: `chosen_level`.
+    """
+    level = chosen_level() if level is None else level
+    token = _level.set(level if on and available(level) else OFF)
     try:
         yield
     finally:
-        _is_on.reset(token)
+        _level.reset(token)
 
 
-def applies(num_rows: int, kernel: Array) -> bool:
-    """Whether a product traced here and now goes to the kernel.
+@contextlib.contextmanager
+def only(active: Bool[Array, "B"] | Bool[Array, "B N"] | None) -> Iterator[None]:
+    """While tracing inside, products skip the rows [B, N] that are not active and give zeros for them.
 
-    bfloat16 weights on a CPU with a bfloat16 matrix unit (AMX) stay with XLA, which uses it.
+    For XLA's own products this means nothing: what does not count must not be read anyway.
+
+    Args:
+      active: of every node, or of every row of the batch with all its nodes; None: all are.
     """
-    if not is_on() or num_rows > MAX_ROWS:
-        return False
-    return kernel.dtype == jnp.float32 or (kernel.dtype == jnp.bfloat16 and not has_matrix_unit())
+    token = _active.set(active)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def level() -> str:
+    """The level that what is traced here and now runs on, or OFF."""
+    return _level.get()
+
+
+def is_on() -> bool:
+    """Whether what is traced here and now runs on the kernels."""
+    return _level.get() != OFF
+
+
+def applies(kernel: Array) -> bool:
+    """Whether a product traced here and now goes to the kernels."""
+    return is_on() and kernel.dtype in (jnp.float32, jnp.bfloat16)
+
+
+def cpu_levels() -> tuple[str, ...]:
+    """The levels that this processor has, whether or not there is a compiler."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    has = set(line.partition(":")[2].split())
+    return tuple(name for name, level in LEVELS.items() if has.issuperset(level.needs))
+
+
+def chosen_level() -> str:
+    """The level that HSD_NATIVE_ISA asks for, else the most capable this processor has; OFF where there is none.
+
+    What cannot be had is named in a warning, once, and another level is taken: on each the text is that of plain
+    decoding.
+    """
+    return _choose(os.environ.get(ISA_VARIABLE, ""), os.environ.get("HSD_NATIVE", ""))
 
 
 @functools.cache
-def has_matrix_unit() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware."""
-    try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
+def _choose(wanted: str, switch: str) -> str:
+    if switch == "0" or wanted == OFF:
+        return OFF
+    here = cpu_levels()
+    best = here[-1] if here else OFF
+    if wanted in ("", *here):
+        return wanted or best
+    if wanted == "amx":
+        why = "this version has no AMX kernel"
+    elif wanted in LEVELS:
+        why = "this processor has no such instructions"
+    else:
+        why = f"allowed are {', '.join(LEVELS)}, amx and {OFF}"
+    warnings.warn(f"{ISA_VARIABLE}={wanted}: {why}; using {best}", stacklevel=3)
+    return best
+
+
+def _call(name: str, out, **options):
+    return jax.ffi.ffi_call(f"hsd_{level()}_{name}", out, **options)
+
+
+def _flags(num_rows: int) -> Bool[Array, "_"]:
+    """A flag for each of the rows of a product, or none: then all of them count."""
+    active = _active.get()
+    if active is None:
+        return jnp.zeros(0, bool)
+    if active.size != num_rows:
+        assert active.ndim == 1 and num_rows % active.size == 0, (active.shape, num_rows)
+        active = jnp.repeat(active, num_rows // active.size)
+    return active.reshape(num_rows)
 
 
 def rows_matmul(x: Float[Array, "N in"], kernels: tuple[Array, ...]) -> list[Float[Array, "N out"]]:
     """`x @ kernel.T` for each kernel, in float32 arithmetic, in one call.
 
-    A row's result is the same to the bit for any number of rows.
+    A row's result is the same to the bit for any number of rows; rows that are not active (`only`) are zeros.
     """
     outs = [jax.ShapeDtypeStruct((x.shape[0], kernel.shape[0]), jnp.float32) for kernel in kernels]
-    return list(jax.ffi.ffi_call("hsd_rows_matmul", outs)(x.astype(jnp.float32), *kernels))
+    return list(_call("rows_matmul", outs)(x.astype(jnp.float32), _flags(len(x)), *kernels))
 
 
 def gated_mlp(
@@ -92,9 +184,9 @@ def gated_mlp(
     *,
     is_gelu: bool,
 ) -> Float[Array, "N H"]:
-    """`layers.MLP` in float32 arithmetic, in one call; a row's result is the same to the bit for any number of rows."""
+    """`layers.MLP` in float32 arithmetic, in one call; rows as in `rows_matmul`."""
     out = jax.ShapeDtypeStruct((x.shape[0], down.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call("hsd_gated_mlp", out)(x.astype(jnp.float32), gate, up, down, is_gelu=is_gelu)
+    return _call("gated_mlp", out)(x.astype(jnp.float32), _flags(len(x)), gate, up, down, is_gelu=is_gelu)
 
 
 def attend_applies(query: Array, cached: tuple[Array, Array]) -> bool:
@@ -105,41 +197,36 @@ def attend_applies(query: Array, cached: tuple[Array, Array]) -> bool:
 def attend(
     query: Float[Array, "B G n E"],
     new: tuple[Array, Array],
-    new_mask: Bool[Array, "B 1 n N"],
+    new_mask: Bool[Array, "B N X"],
     cached: tuple[Array, Array],
-    cached_mask: Bool[Array, "B 1 n S"],
+    seen: tuple[Int[Array, "B N"], Int[Array, "B N"]],
     scale: float,
     softcap: float | None,
 ) -> Float[Array, "B G n E"]:
     """`layers.attend` over a cache, in one call.
 
     A query's result depends on the entries it sees and their order alone: slots first, nodes of this pass behind them.
+    A query that sees nothing gives zeros and costs nothing.
     """
     out = jax.ShapeDtypeStruct(query.shape, jnp.float32)
-    arguments = (query, *new, new_mask, *cached, cached_mask)
     attributes = {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0)}
-    return jax.ffi.ffi_call("hsd_attend", out)(*arguments, **attributes)
-
-
-def is_on() -> bool:
-    """Whether what is traced here and now runs on the kernels."""
-    return _is_on.get()
+    return _call("attend", out)(query, *new, new_mask, *cached, *seen, **attributes)
 
 
 def rms_norm(x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float) -> Float[Array, "... H"]:
     """`layers.rms_norm`; a row's result is the same to the bit for any number of rows."""
     out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    return jax.ffi.ffi_call("hsd_rms_norm", out)(x, weight, eps=np.float32(eps))
+    return _call("rms_norm", out)(x, weight, eps=np.float32(eps))
 
 
 def rope(x: Float[Array, "B N h E"], table: tuple[Array, Array]) -> Float[Array, "B N h E"]:
     """`layers.apply_rope`; a row's result is the same to the bit for any number of rows."""
-    return jax.ffi.ffi_call("hsd_rope", jax.ShapeDtypeStruct(x.shape, jnp.float32))(x, *table)
+    return _call("rope", jax.ShapeDtypeStruct(x.shape, jnp.float32))(x, *table)
 
 
 def first_best(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     """`sampling.first_best` in one call."""
-    return jax.ffi.ffi_call("hsd_first_best", jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32))(x)
+    return _call("first_best", jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32))(x)
 
 
 def random_bits_applies(keys: jax.Array) -> bool:
@@ -154,29 +241,39 @@ def random_bits_applies(keys: jax.Array) -> bool:
 def random_bits(keys: jax.Array, num: int) -> UInt[Array, "R num"]:
     """`jax.random.bits(key, (num,))` of each key [R], to the bit."""
     out = jax.ShapeDtypeStruct((len(keys), num), jnp.uint32)
-    return jax.ffi.ffi_call("hsd_random_bits", out)(jax.random.key_data(keys))
+    return _call("random_bits", out)(jax.random.key_data(keys))
 
 
 def is_emulated(dtype) -> bool:
-    """Whether products in `dtype` are slower here than in float32: bfloat16 on a CPU without a matrix unit."""
-    return dtype == jnp.bfloat16 and jax.default_backend() == "cpu" and not has_matrix_unit()
+    """Whether XLA's products in `dtype` are made in float32: those of bfloat16 on a CPU.
+
+    With a matrix unit (AMX) they would be fast for many rows, but a row's bits would depend on the rows beside it.
+    """
+    return dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+
+
+def available(level: str | None = None) -> bool:
+    """Builds and registers the kernels of a level once; False where that is impossible or unwanted.
+
+    Args:
+      level: one of LEVELS; None: `chosen_level`.
+    """
+    level = chosen_level() if level is None else level
+    return level != OFF and jax.default_backend() == "cpu" and _registered(level)
 
 
 @functools.cache
-def available() -> bool:
-    """Builds and registers the kernel once; False where that is impossible or unwanted."""
-    if os.environ.get("HSD_NATIVE", "1") == "0" or jax.default_backend() != "cpu":
-        return False
+def _registered(level: str) -> bool:
     try:
         builder = compiler()
         if builder is None:
             return False
-        loaded = ctypes.cdll.LoadLibrary(str(_build(builder)))
+        loaded = ctypes.cdll.LoadLibrary(str(_build(builder, level)))
         handlers = {name: getattr(loaded, symbol) for name, symbol in SYMBOLS.items()}
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
         return False  # no compiler, no home, a cache that may not execute: XLA does the work
     for name, handler in handlers.items():
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+        jax.ffi.register_ffi_target(f"hsd_{level}_{name}", jax.ffi.pycapsule(handler), platform="cpu")
     return True
 
 
@@ -187,18 +284,19 @@ def compiler() -> str | None:
     return shutil.which("g++") or shutil.which("clang++")
 
 
-def _build(compiler: str) -> Path:
-    """The compiled library, from the user's cache if this source was built on this machine before."""
+def _build(compiler: str, level: str) -> Path:
+    """The compiled library of a level, from the user's cache if this source was built on this machine before."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))]
     sources = [path.read_text() for path in (*SOURCES, HEADER)]
-    identity = "\n".join([*sources, compiler, *FLAGS, jax.__version__, *cpu[:2]])
+    flags = (*FLAGS, *LEVELS[level].flags)
+    identity = "\n".join([*sources, compiler, *flags, jax.__version__, *cpu[:2]])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
-    library = cache / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    library = cache / f"native-{level}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not library.is_file():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             built = Path(folder) / "native.so"
-            command = [compiler, *FLAGS, "-I", jax.ffi.include_dir(), *map(str, SOURCES), "-o", str(built)]
+            command = [compiler, *flags, "-I", jax.ffi.include_dir(), *map(str, SOURCES), "-o", str(built)]
             subprocess.run(command, check=True, capture_output=True, timeout=300)
             built.replace(library)
     return library

@@ -7,6 +7,8 @@ verification. It never writes to the cache (`cache.py`). Read next: `infer/step.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from typing import cast
 
 import flax.linen as nn
@@ -15,6 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import FULL, SLIDING, ModelConfig
+from hsd_jax.models import native
+from hsd_jax.models.cache import commit
 from hsd_jax.models.layers import Block, RMSNorm, matmul, rope_table, rows_of
 from hsd_jax.types import KVCache, ModelOutput, NewKV, Weights
 
@@ -26,11 +30,11 @@ class Target(nn.Module):
     remat: bool = False
 
     @nn.compact
-    def __call__(self, tokens, positions, new_mask, cache, taps):
+    def __call__(self, tokens, positions, new_mask, cache, taps, active=None):
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
         x = rows_of(embedding, tokens) * c.embed_scale
-        masks = layer_masks(c, positions, new_mask, cache)
+        masks = layer_masks(c, positions, new_mask, cache, active)
         tables = {
             FULL: rope_table(c.rope, c.head_dim, positions),
             SLIDING: rope_table(c.rope_local or c.rope, c.head_dim, positions),
@@ -52,20 +56,33 @@ class Target(nn.Module):
         return ModelOutput(logits, hidden, tuple(features), NewKV(tuple(keys), tuple(values)))
 
 
+Seen = tuple[Int[Array, "B N"], Int[Array, "B N"]]
+"""The first cache slot that each node sees, and the one behind the last."""
+
+
 def layer_masks(
-    config: ModelConfig, positions: Int[Array, "B N"], new_mask: Bool[Array, "B N X"], cache: KVCache | None
-) -> dict[str, tuple[Array, Array | None]]:
-    """For each kind of layer: who sees whom among the nodes, and which cache slots a node sees."""
-    old = None
+    config: ModelConfig,
+    positions: Int[Array, "B N"],
+    new_mask: Bool[Array, "B N X"],
+    cache: KVCache | None,
+    active: Bool[Array, "B N"] | None = None,
+) -> dict[str, tuple[Array, Seen | None]]:
+    """For each kind of layer: who sees whom among the nodes, and which cache slots a node sees.
+
+    A node that is not active sees nothing.
+    """
+    seen = None
+    if active is not None:
+        new_mask = new_mask & active[:, :, None]
     if cache is not None:
-        slots = jnp.arange(cache.keys[0].shape[2])
-        old = jnp.broadcast_to(slots[None, None, :] < cache.length[:, None, None], (*positions.shape, slots.shape[0]))
-    masks: dict[str, tuple[Array, Array | None]] = {FULL: (new_mask, old), SLIDING: (new_mask, old)}
+        last = jnp.broadcast_to(cache.length[:, None], positions.shape)
+        seen = jnp.zeros_like(last), last if active is None else jnp.where(active, last, 0)
+    masks: dict[str, tuple[Array, Seen | None]] = {FULL: (new_mask, seen), SLIDING: (new_mask, seen)}
     if config.sliding_window is not None:
         near = positions[:, :, None] - positions[:, None, :] < config.sliding_window
-        if old is not None:
-            old = old & (positions[:, :, None] - slots[None, None, :] < config.sliding_window)
-        masks[SLIDING] = (new_mask & near, old)
+        if seen is not None:
+            seen = jnp.maximum(positions - config.sliding_window + 1, 0), seen[1]
+        masks[SLIDING] = (new_mask & near, seen)
     return masks
 
 
@@ -98,6 +115,7 @@ def forward(
     cache: KVCache | None = None,
     *,
     taps: tuple[int, ...] = (),
+    active: Bool[Array, "B N"] | None = None,
     remat: bool = False,
 ) -> ModelOutput:
     """One pass of the target over N nodes a row.
@@ -107,8 +125,10 @@ def forward(
       new_mask: `new_mask[b, i, j]`: node i sees node j; must be reflexive.
       cache: committed slots, all of which every node sees (up to a sliding window).
       taps: layers whose residual stream is returned in `features`.
+      active: nodes that count, None: all. What is returned of the others means nothing; the CPU kernels skip them.
     """
-    output = Target(config, remat).apply({"params": weights}, tokens, positions, new_mask, cache, taps)
+    with contextlib.nullcontext() if active is None else native.only(active):
+        output = Target(config, remat).apply({"params": weights}, tokens, positions, new_mask, cache, taps, active)
     return cast(ModelOutput, output)  # flax allows for mutable collections, of which there are none
 
 
@@ -122,6 +142,43 @@ def forward_sequence(weights: Weights, config: ModelConfig, tokens: Int[Array, "
     batch, num = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
     return forward(weights, config, tokens, positions, causal_mask(batch, num), None, **options)
+
+
+def read_chunk(
+    weights: Weights,
+    config: ModelConfig,
+    cache: KVCache,
+    tokens: Int[Array, "B C"],
+    start: Int[Array, ""] | int,
+    num_read: Int[Array, "B"],
+    *,
+    taps: tuple[int, ...] = (),
+) -> tuple[ModelOutput, KVCache]:
+    """A causal pass over the tokens at positions `start` to `start` + C, and the cache with their entries.
+
+    A prompt read in chunks has the bits of one read whole, where the kernels are on, and memory linear in its length.
+    Needs room for C slots from `start` on.
+
+    Args:
+      num_read: tokens of each row that are to be read in all, whatever the chunk; behind them nothing counts.
+    """
+    batch, num = tokens.shape
+    positions = jnp.broadcast_to(start + jnp.arange(num), (batch, num))
+    before = dataclasses.replace(cache, length=jnp.full(batch, start, jnp.int32))
+    active = positions < num_read[:, None]
+    is_first = type(start) is int and start == 0 and not native.is_on()
+    output = forward(
+        weights,
+        config,
+        tokens,
+        positions,
+        causal_mask(batch, num),
+        None if is_first else before,
+        taps=taps,
+        active=active,
+    )
+    cache = commit(before, output.new_kv, None, jnp.zeros(batch, jnp.int32), after=output.hidden, start=start)
+    return output, dataclasses.replace(cache, length=jnp.minimum(num_read, start + num).astype(jnp.int32))
 
 
 def init_target(key: jax.Array, config: ModelConfig) -> Weights:

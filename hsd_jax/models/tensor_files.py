@@ -66,6 +66,12 @@ def open_all(files: list[Path], stack: contextlib.ExitStack) -> list[Stored]:
     return tensors
 
 
+def stored_dtype(tensors: Iterable[Stored]) -> str:
+    """What tensors are to be held in so that none is rounded: bfloat16 if all are stored in it, else float32."""
+    kinds = {tensor.handle.get_slice(tensor.name).get_dtype() for tensor in tensors}
+    return "bfloat16" if kinds == {"BF16"} else "float32"
+
+
 def read_array(tensor: Stored, allowed: tuple[str, ...] = _READABLE) -> np.ndarray:
     """Reads one tensor, of a floating dtype only unless `allowed` says otherwise."""
     kind = tensor.handle.get_slice(tensor.name).get_dtype()

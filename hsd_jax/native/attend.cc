@@ -1,39 +1,37 @@
-// Attention of a few queries over the committed slots of a cache and over the nodes of this pass, in one softmax.
+// Attention of some queries over the committed slots of a cache and over the nodes of this pass, in one softmax.
 //
 // XLA runs it as ten small operations a layer. Here a vector holds one number of each of its queries, so that no sum
 // runs across a vector, and entries are walked in order, slots first and nodes behind them. An entry that a query does
 // not see adds a zero, which changes no bit: a node's result is the same whether an ancestor is already committed or
-// still a node of this pass, and slots behind the last one that anybody sees cost nothing.
+// still a node of this pass. Only the slots that somebody sees are read, and a query that sees nothing costs nothing.
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 
 #include "tiles.h"
 
-struct Entries {  // of one row of the batch and one key/value head: the slots, or the nodes
+constexpr int kQueriesAtOnce = 2 * kLanes;
+
+struct Entries {  // of one row of the batch and one key/value head: the slots that somebody sees, or the nodes
   const float* keys;
   const float* values;
-  const bool* mask;  // [n, count]
-  int64_t count;
-  int64_t used;   // behind the last one that any of the queries at hand sees
-  int64_t clear;  // all of them see the first `clear`
+  int64_t used;
 };
 
-static void Bound(Entries& part, int64_t n) {
-  part.used = 0;
-  for (int64_t i = 0; i < n; i++) {
-    const bool* mask = part.mask + i * part.count;
-    int64_t last = part.count;
-    while (last > part.used && !mask[last - 1]) last--;
-    part.used = std::max(part.used, last);
+// Who of up to kQueriesAtOnce queries sees what. Slots are counted from the first one that anybody sees.
+struct Sight {
+  int64_t first[kQueriesAtOnce], last[kQueriesAtOnce];  // slots [first, last) of each query
+  const bool* nodes[kQueriesAtOnce];                    // a flag for each node
+  int64_t all_first = 0, all_last = 0;                  // slots that all queries see
+
+  // Hides the scores of entry j, which is a slot or a node, from the queries that do not see it.
+  void Hide(bool is_node, int64_t j, int64_t n, float* scores) const {
+    if (!is_node && j >= all_first && j < all_last) return;
+    for (int64_t i = 0; i < n; i++)
+      if (is_node ? !nodes[i][j] : j < first[i] || j >= last[i]) scores[i] = -INFINITY;
   }
-  part.clear = part.used;
-  for (int64_t i = 0; i < n; i++) {
-    const bool* mask = part.mask + i * part.count;
-    if (const void* hidden = part.clear > 0 ? std::memchr(mask, 0, part.clear) : nullptr)
-      part.clear = static_cast<const bool*>(hidden) - mask;
-  }
-}
+};
 
 // scores[j] = keys[j] . queries for kKeys keys and the queries of kVectors vectors; `turned` is [width, queries].
 template <int kVectors, int kKeys>
@@ -106,15 +104,14 @@ static void MixAll(const float* weights, int64_t stride, const float* share, con
 
 // Up to kVectors vectors of queries.
 template <int kVectors>
-static void AttendSome(const float* queries, int64_t n, int64_t width, Entries (&parts)[2], float scale, float softcap,
-                       float* out) {
+static void AttendSome(const float* const* queries, int64_t n, int64_t width, const Entries (&parts)[2],
+                       const Sight& sight, float scale, float softcap, float* out) {
   constexpr int kStride = kVectors * kLanes, kKeys = 8 / kVectors, kQueries = kLanes == 16 ? 4 : 2;
   constexpr float kHidden = -1e30f;
   thread_local std::vector<float> turned, scores;
-  for (Entries& part : parts) Bound(part, n);
   turned.assign(width * kStride, 0.0f);
   for (int64_t i = 0; i < n; i++)
-    for (int64_t e = 0; e < width; e++) turned[e * kStride + i] = queries[i * width + e];
+    for (int64_t e = 0; e < width; e++) turned[e * kStride + i] = queries[i][e];
   scores.resize((parts[0].used + parts[1].used) * kStride);
 
   Vec top[kVectors], sum[kVectors] = {};
@@ -130,9 +127,7 @@ static void AttendSome(const float* queries, int64_t n, int64_t width, Entries (
       for (int i = 0; i < kStride; i++) score[i] *= scale;
       if (softcap > 0)
         for (int i = 0; i < kStride; i++) score[i] = std::tanh(score[i] / softcap) * softcap;
-      if (j >= part.clear)
-        for (int64_t i = 0; i < n; i++)
-          if (!part.mask[i * part.count + j]) score[i] = -INFINITY;
+      sight.Hide(&part == &parts[1], j, n, score);
       for (int v = 0; v < kVectors; v++) {
         Vec one = Load(score + v * kLanes);
         top[v] = one > top[v] ? one : top[v];
@@ -151,40 +146,81 @@ static void AttendSome(const float* queries, int64_t n, int64_t width, Entries (
   MixAll<kQueries>(scores.data(), kStride, share, parts, n, width, out);
 }
 
-static void AttendHead(const float* queries, int64_t n, int64_t width, const Entries (&parts)[2], float scale,
-                       float softcap, float* out) {
-  for (int64_t i = 0; i < n; i += 2 * kLanes) {
-    int64_t count = std::min<int64_t>(n - i, 2 * kLanes);
-    Entries some[2] = {parts[0], parts[1]};
-    for (Entries& part : some) part.mask += i * part.count;
-    auto attend = count > kLanes ? AttendSome<2> : AttendSome<1>;
-    attend(queries + i * width, count, width, some, scale, softcap, out + i * width);
+// The rows of a batch as XLA hands them over; a node has `per_node` queries, which see what it sees.
+struct Call {
+  const float *query, *new_keys, *new_values, *keys, *values;
+  const bool* new_mask;
+  const int32_t *first, *last;
+  float* out;
+  int64_t groups, n, width, nodes, slots, num_seen, per_node;
+  float scale, softcap;
+};
+
+// Queries [from, to) of key/value head `head` of all rows.
+static void AttendHead(const Call& c, int64_t head, int64_t from, int64_t to) {
+  int64_t row = head / c.groups, num_nodes = c.n / c.per_node, n = 0, least = c.slots, most = 0, used = 0;
+  const float* queries[kQueriesAtOnce];
+  float* outs[kQueriesAtOnce];
+  Sight sight;
+  for (int64_t i = from; i < to; i++) {
+    int64_t node = row * num_nodes + i / c.per_node;
+    const bool* mask = c.new_mask + node * c.num_seen;
+    int64_t first = std::max<int32_t>(c.first[node], 0), last = std::min<int64_t>(c.last[node], c.slots);
+    int64_t own = c.num_seen;
+    while (own > 0 && !mask[own - 1]) own--;
+    float* out = c.out + (head * c.n + i) * c.width;
+    if (first >= last && own == 0) {
+      std::memset(out, 0, c.width * sizeof(float));
+      continue;
+    }
+    if (first >= last) first = last = 0;
+    if (first < last) least = std::min(least, first), most = std::max(most, last);
+    used = std::max(used, own);
+    queries[n] = c.query + (head * c.n + i) * c.width;
+    outs[n] = out;
+    sight.first[n] = first, sight.last[n] = last, sight.nodes[n] = mask;
+    n++;
   }
+  if (n == 0) return;
+  least = std::min(least, most);
+  sight.all_last = LLONG_MAX;
+  for (int64_t i = 0; i < n; i++) {
+    sight.first[i] -= least, sight.last[i] -= least;
+    sight.all_first = std::max(sight.all_first, sight.first[i]);
+    sight.all_last = std::min(sight.all_last, sight.last[i]);
+  }
+  const Entries parts[2] = {
+      {c.keys + (head * c.slots + least) * c.width, c.values + (head * c.slots + least) * c.width, most - least},
+      {c.new_keys + head * c.num_seen * c.width, c.new_values + head * c.num_seen * c.width, used}};
+  thread_local std::vector<float> mixed;
+  mixed.resize(n * c.width);
+  auto attend = n > kLanes ? AttendSome<2> : AttendSome<1>;
+  attend(queries, n, c.width, parts, sight, c.scale, c.softcap, mixed.data());
+  for (int64_t i = 0; i < n; i++) std::memcpy(outs[i], mixed.data() + i * c.width, c.width * sizeof(float));
 }
 
 using Floats = ffi::Buffer<ffi::F32, 4>;
-using Bools = ffi::Buffer<ffi::PRED, 4>;
+using Bools = ffi::Buffer<ffi::PRED, 3>;
+using Ints = ffi::Buffer<ffi::S32, 2>;
 
 static ffi::Error Attend(ffi::ThreadPool pool, Floats query, Floats new_keys, Floats new_values, Bools new_mask,
-                         Floats keys, Floats values, Bools mask, ffi::ResultBuffer<ffi::F32, 4> out, float scale,
-                         float softcap) {
-  int64_t batch = query.dimensions()[0], groups = query.dimensions()[1], n = query.dimensions()[2];
-  int64_t width = query.dimensions()[3], nodes = new_keys.dimensions()[2], slots = keys.dimensions()[2];
+                         Floats keys, Floats values, Ints first, Ints last, ffi::ResultBuffer<ffi::F32, 4> out,
+                         float scale, float softcap) {
+  auto dims = query.dimensions();
+  int64_t batch = dims[0], groups = dims[1], n = dims[2], width = dims[3];
+  int64_t nodes = new_mask.dimensions()[1], seen = new_mask.dimensions()[2], slots = keys.dimensions()[2];
   bool fits = new_keys.dimensions() == new_values.dimensions() && keys.dimensions() == values.dimensions() &&
-              new_keys.dimensions()[3] == width && keys.dimensions()[3] == width &&
-              new_mask.dimensions()[2] == n && new_mask.dimensions()[3] == nodes && mask.dimensions()[2] == n &&
-              mask.dimensions()[3] == slots;
+              new_keys.dimensions()[2] == seen && new_keys.dimensions()[3] == width && keys.dimensions()[3] == width &&
+              nodes > 0 && n % nodes == 0 && first.dimensions()[1] == nodes && last.dimensions()[1] == nodes;
   if (!fits) return ffi::Error::InvalidArgument("attend: shapes do not fit together");
-  auto work = [=](int i) mutable {
-    int64_t row = i / groups;
-    Entries parts[2] = {{keys.typed_data() + i * slots * width, values.typed_data() + i * slots * width,
-                         mask.typed_data() + row * n * slots, slots, 0, 0},
-                        {new_keys.typed_data() + i * nodes * width, new_values.typed_data() + i * nodes * width,
-                         new_mask.typed_data() + row * n * nodes, nodes, 0, 0}};
-    AttendHead(query.typed_data() + i * n * width, n, width, parts, scale, softcap,
-               out->typed_data() + i * n * width);
-  };
-  Parallel(pool, static_cast<int>(batch * groups), std::move(work));
+  Call call = {query.typed_data(), new_keys.typed_data(), new_values.typed_data(), keys.typed_data(),
+               values.typed_data(), new_mask.typed_data(), first.typed_data(), last.typed_data(),
+               out->typed_data(), groups, n, width, nodes, slots, seen, n / nodes, scale, softcap};
+  int64_t blocks = (n + kQueriesAtOnce - 1) / kQueriesAtOnce;
+  Parallel(pool, static_cast<int>(batch * groups * blocks), [=](int i) {
+    int64_t from = i % blocks * kQueriesAtOnce;
+    AttendHead(call, i / blocks, from, std::min<int64_t>(from + kQueriesAtOnce, n));
+  });
   return ffi::Error::Success();
 }
 
@@ -197,7 +233,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdAttend, Attend,
                                   .Arg<Bools>()
                                   .Arg<Floats>()
                                   .Arg<Floats>()
-                                  .Arg<Bools>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
                                   .Ret<Floats>()
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap"));

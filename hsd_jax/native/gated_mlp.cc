@@ -1,4 +1,4 @@
-// down(act(gate(x)) * up(x)) for a few rows, in one call.
+// down(act(gate(x)) * up(x)) for the rows that count, in one call.
 //
 // As two calls with XLA's activation between them, the threads were scheduled twice and stood still while one of them
 // computed the activation and put its rows in order for bfloat16.
@@ -49,37 +49,49 @@ static void Hidden(const float* gate, const float* up, int64_t first, int64_t la
 
 using Floats = ffi::Buffer<ffi::F32, 2>;
 
-static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer gate_weights,
+static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED> flags, ffi::AnyBuffer gate_weights,
                            ffi::AnyBuffer up_weights, ffi::AnyBuffer down_weights, ffi::Result<Floats> y,
                            bool is_gelu) {
-  int64_t n = x.dimensions()[0], k = x.dimensions()[1];
+  int64_t rows = x.dimensions()[0], k = x.dimensions()[1], num_flags = flags.element_count();
   Matrix gate, up, down;
   if (!AsMatrix(gate_weights, k, &gate) || !AsMatrix(up_weights, k, &up) || up.o != gate.o ||
-      !AsMatrix(down_weights, gate.o, &down) || y->dimensions()[0] != n || y->dimensions()[1] != down.o)
+      !AsMatrix(down_weights, gate.o, &down) || y->dimensions()[0] != rows || y->dimensions()[1] != down.o ||
+      (num_flags != 0 && num_flags != rows))
     return ffi::Error::InvalidArgument("gated_mlp: weights must be [out, in] in float32 or bfloat16, and fit together");
   int64_t width = gate.o;
   if (k < 1 || width < 1) return ffi::Error::InvalidArgument("gated_mlp: rows of no width");
-  bool is_paired = gate.is_bf16 || up.is_bf16;
   int64_t threads = Threads(pool);
   int64_t pieces = Pieces(gate.bytes() + up.bytes(), gate.output() + up.output(), threads);
   int64_t downs = Pieces(down.bytes(), down.output(), threads);
   int64_t piece = ((width + pieces - 1) / pieces + kPair - 1) / kPair * kPair;  // whole vectors
-  Aligned paired(is_paired ? n * k : 0), hidden(n * width), sums(threads * 2 * n * piece);
-  if (is_paired) Deinterleave(x.typed_data(), n, k, paired.data());
-  auto work = [=, rows = x.typed_data(), out = y->typed_data(), paired = std::move(paired), hidden = std::move(hidden),
-               sums = std::move(sums)](int phase, int i, int thread) mutable {
+  ActiveRows active(flags.typed_data(), num_flags, rows);
+  int64_t n = active.count(), some = std::min(n, kRowsAtOnce);
+  Packed packed(x.typed_data(), active, k, !gate.is_bf16 || !up.is_bf16, gate.is_bf16 || up.is_bf16);
+  int packs = n < 2 * kPack ? 0 : static_cast<int>((n + kPack - 1) / kPack);
+  if (packs == 0) packed.Fill(active, 0, n);
+  Aligned hidden(n * width), sums(threads * 2 * some * piece);
+  auto work = [=, out = y->typed_data(), active = std::move(active), packed = std::move(packed),
+               hidden = std::move(hidden), sums = std::move(sums)](int phase, int i, int thread) mutable {
+    if (phase == 0) return packed.Fill(active, i * kPack, std::min<int64_t>((i + 1) * kPack, n));
     float* h = hidden.data();
-    if (phase == 1) return Outputs({h, h}, down, out, n, down.o, CutAt(down.o, i, downs), CutAt(down.o, i + 1, downs));
+    if (phase == 2) {
+      int64_t first = CutAt(down.o, i, downs), last = CutAt(down.o, i + 1, downs);
+      Outputs({h, h}, down, out, n, down.o, first, last);
+      return active.Spread(out, down.o, first, last);
+    }
     int64_t first = i * piece, last = std::min(first + piece, width);
-    Rows x = {rows, paired.data()};
-    float* gates = sums.data() + thread * 2 * n * piece;
-    float* ups = gates + n * piece;
-    Outputs(x, gate, gates - first, n, piece, first, last);  // where output 0 would stand
-    Outputs(x, up, ups - first, n, piece, first, last);
-    for (int64_t b = 0; b < n; b++)
-      Hidden(gates + b * piece, ups + b * piece, first, last, width, is_gelu, down.is_bf16, h + b * width);
+    float* gates = sums.data() + thread * 2 * some * piece;
+    float* ups = gates + some * piece;
+    for (int64_t from = 0; from < n; from += some) {
+      int64_t count = std::min(n - from, some);
+      Rows all = packed.rows(), x = {all.plain + from * k, all.paired + from * k};
+      Outputs(x, gate, gates - first, count, piece, first, last);  // where output 0 would stand
+      Outputs(x, up, ups - first, count, piece, first, last);
+      for (int64_t b = 0; b < count; b++)
+        Hidden(gates + b * piece, ups + b * piece, first, last, width, is_gelu, down.is_bf16, h + (from + b) * width);
+    }
   };
-  Phases(pool, {static_cast<int>((width + piece - 1) / piece), static_cast<int>(downs)}, std::move(work));
+  Phases(pool, {packs, static_cast<int>((width + piece - 1) / piece), static_cast<int>(downs)}, std::move(work));
   return ffi::Error::Success();
 }
 
@@ -87,6 +99,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGatedMlp, GatedMlp,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Floats>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()

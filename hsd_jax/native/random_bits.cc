@@ -42,13 +42,14 @@ static void Fill(uint32_t key0, uint32_t key1, int64_t num, uint32_t* out) {
 using Words2 = ffi::Buffer<ffi::U32, 2>;
 
 // bits[r, :] of the key [r, 2].
-static ffi::Error RandomBits(Words2 keys, ffi::ResultBuffer<ffi::U32, 2> bits) {
+static ffi::Error RandomBits(ffi::ThreadPool pool, Words2 keys, ffi::ResultBuffer<ffi::U32, 2> bits) {
   int64_t rows = bits->dimensions()[0], num = bits->dimensions()[1];
   if (keys.dimensions()[0] != rows || keys.dimensions()[1] != 2 || num >= (int64_t(1) << 32))
     return ffi::Error::InvalidArgument("random_bits: keys are [rows, 2], rows shorter than 2^32");
-  const uint32_t* key = keys.typed_data();
-  for (int64_t r = 0; r < rows; r++) Fill(key[2 * r], key[2 * r + 1], num, bits->typed_data() + r * num);
+  ByRows(pool, rows, num, 8 << 10, [=, key = keys.typed_data(), to = bits->typed_data()](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; r++) Fill(key[2 * r], key[2 * r + 1], num, to + r * num);
+  });
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRandomBits, RandomBits, ffi::Ffi::Bind().Arg<Words2>().Ret<Words2>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRandomBits, RandomBits, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Words2>().Ret<Words2>());

@@ -7,14 +7,16 @@
 
 #include "tiles.h"
 
+// Numbers that are worth another thread.
+constexpr int64_t kPiece = 32 << 10;
+
 // y = x / sqrt(mean(x^2) + eps) * weight over the last axis.
-static ffi::Error RmsNorm(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight, ffi::ResultBuffer<ffi::F32> y,
-                          float eps) {
+static ffi::Error RmsNorm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight,
+                          ffi::ResultBuffer<ffi::F32> y, float eps) {
   int64_t width = weight.element_count(), rows = width < 1 ? 0 : x.element_count() / width;
-  const float* w = weight.typed_data();
-  for (int64_t r = 0; r < rows; r++) {
-    const float* in = x.typed_data() + r * width;
-    float* out = y->typed_data() + r * width;
+  auto norm = [=, from = x.typed_data(), to = y->typed_data(), w = weight.typed_data()](int64_t r) {
+    const float* in = from + r * width;
+    float* out = to + r * width;
     Vec sums[4] = {};
     int64_t i = 0;
     for (; i + 4 * kLanes <= width; i += 4 * kLanes)
@@ -28,12 +30,16 @@ static ffi::Error RmsNorm(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight,
     for (; i < width; i++) total = MulAdd(in[i], in[i], total);
     float scale = 1.0f / std::sqrt(total / width + eps);
     for (i = 0; i < width; i++) out[i] = in[i] * scale * w[i];
-  }
+  };
+  ByRows(pool, rows, width, kPiece, [=](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; r++) norm(r);
+  });
   return ffi::Error::Success();
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRmsNorm, RmsNorm,
                               ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
@@ -65,11 +71,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRope, Rope,
                               ffi::Ffi::Bind().Arg<Floats4>().Arg<Floats3>().Arg<Floats3>().Ret<Floats4>());
 
 // The first place of the largest number of each row; the last place in a row of NaNs.
-static ffi::Error FirstBest(ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S32> best) {
+static ffi::Error FirstBest(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S32> best) {
   int64_t rows = best->element_count(), width = rows < 1 ? 0 : x.element_count() / rows;
   if (width < 1 && rows > 0) return ffi::Error::InvalidArgument("first_best: rows of no width");
-  for (int64_t r = 0; r < rows; r++) {
-    const float* in = x.typed_data() + r * width;
+  auto find = [=, from = x.typed_data(), to = best->typed_data()](int64_t r) {
+    const float* in = from + r * width;
     float top = -INFINITY;
     int64_t i = 0;
     if (width >= 4 * kLanes) {
@@ -86,10 +92,16 @@ static ffi::Error FirstBest(ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S32>
     for (; i < width; i++) top = in[i] > top ? in[i] : top;
     int64_t place = 0;
     while (place + 1 < width && in[place] != top) place++;
-    best->typed_data()[r] = static_cast<int32_t>(place);
-  }
+    to[r] = static_cast<int32_t>(place);
+  };
+  ByRows(pool, rows, width, kPiece, [=](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; r++) find(r);
+  });
   return ffi::Error::Success();
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdFirstBest, FirstBest,
-                              ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::S32>>());
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>());

@@ -1,7 +1,8 @@
-// y_i = x . W_i^T for a few rows x [N, K] and several weights W_i [O_i, K] in float32 or bfloat16, float32 inside.
+// y_i = x . W_i^T for the rows of x [N, K] that count and several weights W_i [O_i, K] in float32 or bfloat16, float32
+// inside.
 //
 // XLA's CPU product packs the weights for every call, which costs more than the product itself when N is 2 to 32.
-// This one streams every weight once and keeps the rows in the first-level cache.
+// This one streams every weight once for 64 rows, which stay in the near caches.
 // Built on first use by models/native.py; nothing here is needed for correctness.
 
 #include "tiles.h"
@@ -16,13 +17,14 @@ struct Shard {
   int64_t first, last;
 };
 
-static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs weights,
-                             ffi::RemainingRets results) {
-  int64_t n = x.dimensions()[0], k = x.dimensions()[1];
+static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::PRED> flags,
+                             ffi::RemainingArgs weights, ffi::RemainingRets results) {
+  int64_t rows = x.dimensions()[0], k = x.dimensions()[1], num_flags = flags.element_count();
   if (k < 1) return ffi::Error::InvalidArgument("rows_matmul: rows of no width");
+  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("rows_matmul: a flag a row, or none");
   std::vector<Product> products;
   std::vector<Shard> shards;
-  bool any_bf16 = false;
+  bool any_bf16 = false, any_f32 = false;
   int64_t bytes = 0, output = 0;
   for (size_t i = 0; i < weights.size(); i++) {
     auto w = weights.get<ffi::AnyBuffer>(i);
@@ -32,6 +34,7 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
     if (!AsMatrix(*w, k, &matrix))
       return ffi::Error::InvalidArgument("rows_matmul: weights must be [out, in] in float32 or bfloat16");
     any_bf16 |= matrix.is_bf16;
+    any_f32 |= !matrix.is_bf16;
     products.push_back({matrix, static_cast<float*>((*y)->untyped_data())});
     bytes += matrix.bytes();
     output = std::max(output, matrix.output());
@@ -43,16 +46,21 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
     for (int64_t p = 0; p < own; p++)
       shards.push_back({static_cast<int>(i), CutAt(w.o, p, own), CutAt(w.o, p + 1, own)});
   }
-  Aligned paired(any_bf16 ? n * k : 0);
-  if (any_bf16) Deinterleave(x.typed_data(), n, k, paired.data());
+  ActiveRows active(flags.typed_data(), num_flags, rows);
+  int64_t n = active.count();
+  Packed packed(x.typed_data(), active, k, any_f32, any_bf16);
+  int packs = n < 2 * kPack ? 0 : static_cast<int>((n + kPack - 1) / kPack);
+  if (packs == 0) packed.Fill(active, 0, n);
   int count = static_cast<int>(shards.size());
-  auto work = [rows = x.typed_data(), n, paired = std::move(paired), products = std::move(products),
-               shards = std::move(shards)](int i) mutable {
+  auto work = [n, active = std::move(active), packed = std::move(packed), products = std::move(products),
+               shards = std::move(shards)](int phase, int i, int) mutable {
+    if (phase == 0) return packed.Fill(active, i * kPack, std::min<int64_t>((i + 1) * kPack, n));
     const Shard& s = shards[i];
     const Product& p = products[s.product];
-    Outputs({rows, paired.data()}, p.w, p.y, n, p.w.o, s.first, s.last);
+    Outputs(packed.rows(), p.w, p.y, n, p.w.o, s.first, s.last);
+    active.Spread(p.y, p.w.o, s.first, s.last);
   };
-  Parallel(pool, count, std::move(work));
+  Phases(pool, {packs, count}, std::move(work));
   return ffi::Error::Success();
 }
 
@@ -60,5 +68,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRowsMatmul, RowsMatmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
                                   .RemainingArgs()
                                   .RemainingRets());

@@ -259,11 +259,17 @@ static void Blocks(const float* x, const W* w, float* y, int64_t n, int64_t bloc
   Streams<1, kN>(x, w + rest * k, y + rest, n, larger, k, stride, last - rest);
 }
 
+// Rows that go through the weights together: more of them would not stay in the second-level cache.
+constexpr int64_t kRowsAtOnce = 64;
+
 // y[b, a] = x[b] . w[a] for rows b of [0, n) and outputs a of [first, last); a row of y is `stride` wide.
 template <typename W>
 static void Outputs(const float* x, const W* w, float* y, int64_t n, int64_t k, int64_t stride, int64_t first,
                     int64_t last) {
-  if (n > 0) Blocks<1>(x, w, y, n, (n + kRows - 1) / kRows, k, stride, first, last);
+  for (int64_t b = 0; b < n; b += kRowsAtOnce) {
+    int64_t some = std::min(n - b, kRowsAtOnce);
+    Blocks<1>(x + b * k, w, y + b * stride, some, (some + kRows - 1) / kRows, k, stride, first, last);
+  }
 }
 
 // Weights [o, k] as XLA hands them over, and rows for them: as they are, and taken apart for bfloat16.
@@ -279,7 +285,8 @@ struct Rows {
   const float* paired;
 };
 
-static void Outputs(const Rows& x, const Matrix& w, float* y, int64_t n, int64_t stride, int64_t first, int64_t last) {
+[[maybe_unused]] static void Outputs(const Rows& x, const Matrix& w, float* y, int64_t n, int64_t stride, int64_t first,
+                                     int64_t last) {
   if (w.is_bf16)
     Outputs(x.paired, static_cast<const uint16_t*>(w.data), y, n, w.k, stride, first, last);
   else
@@ -305,6 +312,67 @@ static bool AsMatrix(const ffi::AnyBuffer& buffer, int64_t k, Matrix* matrix) {
   *matrix = {buffer.untyped_data(), is_bf16, buffer.dimensions()[0], k};
   return buffer.dimensions()[1] == k;
 }
+
+// Which rows of a pass count: the nodes of a tree that are worth a check, the tokens of a prompt that is shorter than its
+// chunk, the rows of a batch that are not done. The others cost nothing and come out as zeros.
+class ActiveRows {
+ public:
+  // `flags` has one flag a row, or none at all: then every row counts.
+  ActiveRows(const bool* flags, int64_t num_flags, int64_t rows) : rows_(rows) {
+    if (num_flags == 0) return;
+    for (int64_t r = 0; r < rows; r++)
+      if (flags[r]) index_.push_back(r);
+    all_ = int64_t(index_.size()) == rows;
+  }
+  bool all() const { return all_; }
+  int64_t count() const { return all_ ? rows_ : int64_t(index_.size()); }
+  int64_t operator[](int64_t i) const { return all_ ? i : index_[i]; }
+
+  // Moves results, which stand one behind another from the first row on, to the rows they belong to: columns [first,
+  // last) of y, whose rows are `stride` wide. Zeros elsewhere.
+  void Spread(float* y, int64_t stride, int64_t first, int64_t last) const {
+    if (all_) return;
+    int64_t next = count();
+    for (int64_t r = rows_ - 1; r >= 0; r--) {
+      float* to = y + r * stride + first;
+      if (next > 0 && index_[next - 1] == r) {
+        if (--next != r) std::memcpy(to, y + next * stride + first, (last - first) * sizeof(float));
+      } else {
+        std::memset(to, 0, (last - first) * sizeof(float));
+      }
+    }
+  }
+
+ private:
+  int64_t rows_;
+  bool all_ = true;
+  std::vector<int64_t> index_;
+};
+
+// The rows that count, one behind another, in the order that the weights want: for bfloat16 taken apart.
+class Packed {
+ public:
+  Packed(const float* x, const ActiveRows& active, int64_t k, bool any_f32, bool any_bf16)
+      : x_(x), k_(k), plain_(any_f32 && !active.all() ? active.count() * k : 0),
+        paired_(any_bf16 ? active.count() * k : 0), copies_(any_f32 && !active.all()), pairs_(any_bf16) {}
+  // Packs rows [first, last) of those that count.
+  void Fill(const ActiveRows& active, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      const float* row = x_ + active[i] * k_;
+      if (copies_) std::memcpy(plain_.data() + i * k_, row, k_ * sizeof(float));
+      if (pairs_) Deinterleave(row, 1, k_, paired_.data() + i * k_);
+    }
+  }
+  Rows rows() { return {copies_ ? plain_.data() : x_, paired_.data()}; }
+
+ private:
+  const float* x_;
+  int64_t k_;
+  Aligned plain_, paired_;
+  bool copies_, pairs_;
+};
+// Rows that one thread packs in a go; fewer than two such pieces are packed by the thread that was called.
+constexpr int64_t kPack = 32;
 
 static inline void Pause() {
 #if defined(__x86_64__)
@@ -367,6 +435,16 @@ static void Phases(ffi::ThreadPool& pool, const int (&counts)[kPhases], Work wor
 
 // Runs work(0) ... work(count - 1) in one phase.
 template <typename Work>
-static void Parallel(ffi::ThreadPool& pool, int count, Work work) {
+[[maybe_unused]] static void Parallel(ffi::ThreadPool& pool, int count, Work work) {
   Phases(pool, {count}, [work = std::move(work)](int, int i, int) mutable { work(i); });
+}
+
+// Runs work(first, last) over stretches of [0, rows), each of about `numbers` numbers or more.
+template <typename Work>
+[[maybe_unused]] static void ByRows(ffi::ThreadPool& pool, int64_t rows, int64_t width, int64_t numbers, Work work) {
+  int64_t pieces = std::clamp<int64_t>(rows * width / numbers, 1, std::max<int64_t>(rows, 1));
+  pieces = std::min(pieces, 4 * Threads(pool));
+  if (pieces == 1) return work(0, rows);
+  Parallel(pool, static_cast<int>(pieces),
+           [=](int i) mutable { work(rows * i / pieces, rows * (i + 1) / pieces); });
 }

@@ -35,6 +35,7 @@ from hsd_jax.config import (
 )
 from hsd_jax.infer import reuse as reuse_lib
 from hsd_jax.infer.accept import walk as walk_tree
+from hsd_jax.infer.decode import drafter_after
 from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.drafters.trunk import run_trunk
 from hsd_jax.infer.tree import ancestor_mask
@@ -193,7 +194,7 @@ def follow(
             capacity = len(text) + max(drafter.max_depth, drafter.reach) + 1
 
             def begin(root):
-                return drafter.init(models, output, text[None], root[None] + 1, capacity)
+                return drafter_after(drafter, models, output, text[None], root[None] + 1, capacity)
 
             return jax.tree.map(lambda x: x[:, 0], jax.vmap(begin)(roots))
 

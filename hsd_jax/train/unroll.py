@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import BLOCK, HEADS, DrafterConfig
 from hsd_jax.models.hidden import head_states, slot_inputs, trunk_inputs
-from hsd_jax.models.layers import MASKED, Block, rope_table
+from hsd_jax.models.layers import MASKED, Block, rope_table, widen
 from hsd_jax.models.target import causal_mask
 from hsd_jax.types import Weights
 
@@ -30,7 +30,7 @@ def attend_own(
     new: KV,
     new_mask: None,
     committed: KV,
-    committed_mask: Bool[Array, "B 1 n T"],
+    committed_mask: Bool[Array, "B N T"],
     scale: float,
     softcap: float | None,
     *,
@@ -49,7 +49,7 @@ def attend_own(
     entries = () if own is None else (*own, new)
     batch, groups, nodes, width = query.shape
     scores = jnp.einsum("bgne,bgte->bgnt", query, committed[0]) * scale
-    scores = jnp.where(committed_mask, scores, MASKED)
+    scores = jnp.where(widen(committed_mask, query), scores, MASKED)
     if not entries:
         return jnp.einsum("bgnt,bgte->bgne", jax.nn.softmax(scores, -1), committed[1])
     per_anchor = query.reshape(batch, groups, new[0].shape[2], -1, width)
@@ -68,7 +68,7 @@ def attend_slots(
     new: KV,
     new_mask: None,
     committed: KV,
-    committed_mask: Bool[Array, "B 1 n T"],
+    committed_mask: Bool[Array, "B N T"],
     scale: float,
     softcap: float | None,
     *,
@@ -88,7 +88,8 @@ def attend_slots(
     per_anchor = query.reshape(batch, groups, keys.shape[2], -1, width)
     sees = jnp.repeat(jnp.tril(jnp.ones((num_slots, num_slots), bool)), per_anchor.shape[3] // num_slots, axis=0)
     own_scores = jnp.where(sees, jnp.einsum("bgane,bgase->bgans", per_anchor, keys) * scale, MASKED)
-    scores = jnp.where(committed_mask, jnp.einsum("bgne,bgte->bgnt", query, committed[0]) * scale, MASKED)
+    scores = jnp.einsum("bgne,bgte->bgnt", query, committed[0]) * scale
+    scores = jnp.where(widen(committed_mask, query), scores, MASKED)
     mix = jax.nn.softmax(jnp.concatenate([scores, own_scores.reshape(batch, groups, nodes, -1)], -1), -1)
     out = jnp.einsum("bgnt,bgte->bgne", mix[..., : scores.shape[-1]], committed[1])
     shares = mix[..., scores.shape[-1] :].reshape(own_scores.shape)

@@ -83,10 +83,24 @@ def block_drafter(
     check_tree(target_config, config, tree, law)
     shape = static_tree(tree)
 
-    def init(models, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
+    def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
+        return BlockState(jnp.zeros((len(length), target_config.hidden_size)))
+
+    def read(
+        models,
+        state: BlockState,
+        output: ModelOutput,
+        tokens: Int[Array, "B C"],
+        following: Int[Array, "B C"],
+        start: Int[Array, ""] | int,
+        length: Int[Array, "B"],
+    ):
+        """Keeps the prompt's last feature; one of a single token has none."""
         features = trunk_features(models["drafter"], config, output.hidden, output.features)
-        last = jnp.maximum(length - 2, 0)[:, None, None]  # a prompt of one token leaves nothing to guess from
-        return BlockState(jnp.take_along_axis(features, last, 1)[:, 0])
+        last, num = length - 2 - start, tokens.shape[1]
+        is_here = (last >= 0) & (last < num)
+        feature = jnp.take_along_axis(features, jnp.clip(last, 0, num - 1)[:, None, None], 1)[:, 0]
+        return BlockState(jnp.where(is_here[:, None], feature, state.feature))
 
     def draft(
         models,
@@ -128,4 +142,4 @@ def block_drafter(
     def grow(state: BlockState, capacity: int):
         return state
 
-    return Drafter(init, draft, commit, grow, law, tree.nodes, tree.depth, config.feature_layers, node_logp)
+    return Drafter(init, read, draft, commit, grow, law, tree.nodes, tree.depth, config.feature_layers, node_logp)

@@ -73,16 +73,29 @@ def hidden_drafter(
     # row commits at most K + 1 tokens from one trunk run to the next.
     max_pending = tree.depth + 1 if runs_every_round else num_states + 1
 
-    def init(models, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        """Reads all features of the prompt but the last one, which becomes the pending query."""
-        state = _read_prompt(models, target_config, config, output, tokens, length, capacity, max_pending, cache_dtype)
+    def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
+        state = _unread(target_config, config, tokens, length, capacity, max_pending, cache_dtype)
         if reuse.form == NONE:
             return state
-        if reuse.form == AHEAD:  # the first tree needs states, and no round has made any
-            states, _ = run_trunk(models, target_config, config, num_states, state)
-            logits = base_logits(models["drafter"], config, models["target"], target_config, states)
-            return dataclasses.replace(state, spares=reuse_lib.fresh_spares(logits))
         return dataclasses.replace(state, spares=reuse_lib.no_spares(len(length), num_states, config.draft_vocab_size))
+
+    def read(
+        models,
+        state: HiddenState,
+        output: ModelOutput,
+        tokens: Int[Array, "B C"],
+        following: Int[Array, "B C"],
+        start: Int[Array, ""] | int,
+        length: Int[Array, "B"],
+    ):
+        """Takes in all features of the prompt but the last one, which becomes the pending query."""
+        return _read_chunk(models, target_config, config, state, output, following, start, length)
+
+    def ready(models, state: HiddenState):
+        """AHEAD: the first tree needs states, and no round has made any."""
+        states, _ = run_trunk(models, target_config, config, num_states, state)
+        logits = base_logits(models["drafter"], config, models["target"], target_config, states)
+        return dataclasses.replace(state, spares=reuse_lib.fresh_spares(logits))
 
     def draft(
         models,
@@ -129,6 +142,7 @@ def hidden_drafter(
 
     return Drafter(
         init,
+        read,
         draft,
         commit,
         grow,
@@ -139,40 +153,66 @@ def hidden_drafter(
         node_logp,
         reach=max_pending - 1,
         node_origins=node_origins,
+        ready=ready if reuse.form == AHEAD else None,
     )
 
 
-def _read_prompt(
-    models,
+def _unread(
     target_config: ModelConfig,
     config: DrafterConfig,
-    output: ModelOutput,
     tokens: Int[Array, "B P"],
     length: Int[Array, "B"],
     capacity: int,
     max_pending: int,
     cache_dtype: Any,
 ) -> HiddenState:
-    """The state behind a prompt: all its features read but the last one, which is pending."""
-    batch, num = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
-    following = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], 1)
-    embeddings = embed_committed(models["target"], target_config, config, following)
-    features = trunk_features(models["drafter"], config, output.hidden, output.features)
-    _, kv = trunk_pass(models["drafter"], config, features, embeddings, positions, causal_mask(batch, num), None)
+    """The state before a prompt is read; one of a single token leaves nothing to read but its embedding."""
+    batch = len(length)
     cache = cache_lib.empty_cache(config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, cache_dtype)
-    cache = cache_lib.commit(cache, kv, None, jnp.maximum(length - 2, 0))
-    last = jnp.maximum(length - 2, 0)[:, None]
-    has_feature = (length >= 2)[:, None, None]  # a prompt of one token leaves nothing but its embedding
-    feature = jnp.where(has_feature, jnp.take_along_axis(features, last[..., None], 1), 0.0)
     root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
-    pad = ((0, 0), (0, max_pending - 1))
     return HiddenState(
         cache,
-        jnp.pad(feature, (*pad, (0, 0))),
-        jnp.pad(root, pad),
+        jnp.zeros((batch, max_pending, target_config.hidden_size)),
+        jnp.pad(root, ((0, 0), (0, max_pending - 1))),
         jnp.where(length >= 2, 1, 0).astype(jnp.int32),
     )
+
+
+def _read_chunk(
+    models,
+    target_config: ModelConfig,
+    config: DrafterConfig,
+    state: HiddenState,
+    output: ModelOutput,
+    following: Int[Array, "B C"],
+    start: Int[Array, ""] | int,
+    length: Int[Array, "B"],
+) -> HiddenState:
+    """The state with the features of a prompt's positions from `start` on read, but for the prompt's last feature."""
+    batch, num = following.shape
+    positions = jnp.broadcast_to(start + jnp.arange(num), (batch, num))
+    num_entries = jnp.maximum(length - 2, 0)
+    embeddings = embed_committed(models["target"], target_config, config, following)
+    features = trunk_features(models["drafter"], config, output.hidden, output.features)
+    active = positions < num_entries[:, None]
+    before = dataclasses.replace(state.cache, length=jnp.full(batch, start, jnp.int32))
+    states, kv = trunk_pass(
+        models["drafter"],
+        config,
+        features,
+        embeddings,
+        positions,
+        causal_mask(batch, num),
+        None if type(start) is int and start == 0 else before,
+        active=active,
+    )
+    cache = cache_lib.commit(before, kv, None, length * 0, after=states, start=start)
+    cache = dataclasses.replace(cache, length=jnp.minimum(num_entries, start + num))
+    last = length - 2 - start
+    is_here = (last >= 0) & (last < num)
+    feature = jnp.take_along_axis(features, jnp.clip(last, 0, num - 1)[:, None, None], 1)[:, 0]
+    feature = jnp.where(is_here[:, None], feature, state.pending[:, 0])
+    return dataclasses.replace(state, cache=cache, pending=state.pending.at[:, 0].set(feature))
 
 
 def _for_pictures(

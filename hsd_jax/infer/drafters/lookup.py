@@ -80,9 +80,12 @@ def lookup_drafter(config: LookupConfig, tree: TreeConfig, law: DrawLaw = DrawLa
         raise ValueError(f"draw={law.value!r}: lookup copies its drafts, allowed is arbitrary, with accept='match'")
     depth = tree.depth
 
-    def init(models, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
+    def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         room = capacity + 1 - tokens.shape[1]  # a round commits at most depth + 1 tokens; the cache has room for depth
         return LookupState(jnp.pad(tokens, ((0, 0), (0, room))), length)
+
+    def read(models, state: LookupState, *rest):
+        return state
 
     def draft(
         models,
@@ -99,7 +102,6 @@ def lookup_drafter(config: LookupConfig, tree: TreeConfig, law: DrawLaw = DrawLa
         return LookupState(tokens, state.length + num_committed)
 
     def grow(state: LookupState, capacity: int):
-        room = capacity + 1 - state.tokens.shape[1]
-        return LookupState(jnp.pad(state.tokens, ((0, 0), (0, room))), state.length)
+        return LookupState(cache_lib.pad_to(state.tokens, capacity + 1, axis=1), state.length)
 
-    return Drafter(init, draft, commit, grow, law, tree.nodes, depth)
+    return Drafter(init, read, draft, commit, grow, law, tree.nodes, depth)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from hsd_jax.config import ModelConfig, SmallLMConfig, TreeConfig
 from hsd_jax.infer.tree import grow
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.target import causal_mask, forward, forward_sequence
+from hsd_jax.models.target import causal_mask, forward, read_chunk
 from hsd_jax.types import Drafter, DrawLaw, KVCache, ModelOutput, SamplingParams, Verdict
 
 MAX_PENDING = 2
@@ -62,16 +62,27 @@ def small_lm_drafter(
         )
     depth = tree.depth
 
-    def init(models, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        """Reads the prompt but its last token, the root."""
-        batch = tokens.shape[0]
-        new = forward_sequence(models["drafter"], config, tokens).new_kv
+    def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
+        batch = len(length)
         cache = cache_lib.empty_cache(
             config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, cache_dtype
         )
         root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
         pending = jnp.pad(root, ((0, 0), (0, MAX_PENDING - 1)))
-        return SmallLMState(cache_lib.commit(cache, new, None, length - 1), pending, jnp.ones(batch, jnp.int32))
+        return SmallLMState(cache, pending, jnp.ones(batch, jnp.int32))
+
+    def read(
+        models,
+        state: SmallLMState,
+        output: ModelOutput,
+        tokens: Int[Array, "B C"],
+        following: Int[Array, "B C"],
+        start: Int[Array, ""] | int,
+        length: Int[Array, "B"],
+    ):
+        """Reads the prompt but its last token, the root."""
+        _, cache = read_chunk(models["drafter"], config, state.cache, tokens, start, length - 1)
+        return dataclasses.replace(state, cache=cache)
 
     def draft(
         models,
@@ -111,4 +122,4 @@ def small_lm_drafter(
     def grow_cache(state: SmallLMState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
-    return Drafter(init, draft, commit, grow_cache, law, tree.nodes, depth)
+    return Drafter(init, read, draft, commit, grow_cache, law, tree.nodes, depth)
