@@ -97,8 +97,8 @@ def decode(
 
     Every setting of the text may be one value or one per row. None compiles anything but `max_new_tokens`, once for
     each power of two. A row's tokens depend on its prompt, settings and seed alone: not on the other rows, and, greedy
-    or sampled, not on the tree, nor on whether there is one. Only under `accept="recursive"` sampled text depends on the
-    tree, too, and is as likely as under plain decoding.
+    or sampled, not on the tree, nor on whether there is one. Only under `accept="recursive"` sampled text depends on
+    the tree, too; it is as likely as under plain decoding.
 
     Args:
       prompt: a text, token ids, or a list of either (ragged lengths are fine).
@@ -112,10 +112,10 @@ def decode(
       eos: end tokens in place of the checkpoint's; () for none.
       pad_rows: rows a plain pass is padded to (see `infer/plain.py`).
       accept: rule that judges drafts: "match", which "auto" stands for, or "recursive", for drawn trees.
-      draw: how trees choose their tokens: "coupled" (the likeliest to be what the target draws, given the noise it draws
-        with; at temperature 0 the likeliest), "arbitrary" (the likeliest), "independent" or "without_replacement"
-        (drawn with noise of their own); None: "coupled" for "match", "without_replacement" for "recursive", which is
-        lossless for drawn trees only.
+      draw: how trees choose their tokens: "coupled" (the likeliest to be what the target draws, given the noise that
+        it draws with; at temperature 0 the likeliest), "arbitrary" (the likeliest), "independent" or
+        "without_replacement" (drawn with noise of their own); None: "coupled" for "match", "without_replacement" for
+        "recursive", which is lossless for drawn trees only.
       reuse: what becomes of trunk states that a round did not use: "none", "sum", "mix", "union", "skip" or "skip:N",
         "ahead", "unfused" (docs/architecture.md, "Reuse"). Like the tree it changes speed alone.
     Raises:
@@ -225,8 +225,8 @@ def check_lawful(tokens: np.ndarray, length: np.ndarray, prompt_length: np.ndarr
     for row, (last, first) in enumerate(zip(length, prompt_length, strict=True)):
         if last > first and tokens[row, last - 1] == LAWLESS_TOKEN:
             raise ValueError(
-                f"row {row}: the target gave NaN logits, or none but -inf, behind {last - 1} tokens, {first} of them the"
-                " prompt; its weights are damaged, or too large for the dtype they are computed in"
+                f"row {row}: the target gave NaN logits, or none but -inf, behind {last - 1} tokens, {first} of them"
+                " the prompt; its weights are damaged, or too large for the dtype they are computed in"
             )
 
 

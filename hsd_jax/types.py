@@ -176,9 +176,9 @@ class Drafter(NamedTuple):
     taps: tuple[int, ...] = ()
     """Layers whose residual streams `init` and `commit` read in `ModelOutput.features`."""
     node_logp: Callable[..., Array] | None = None
-    """`node_logp(params, state, tree, sampling) -> [B, N]`: the drafter's log-probability of each node given its parent,
-    for a tree that was grown from `state` and not drawn; 0 for the root. For pictures: no decode calls it. None: there
-    is none."""
+    """`node_logp(params, state, tree, sampling) -> [B, N]`: the drafter's log-probability of each node given its
+    parent, without the noise of COUPLED trees; 0 for the root. For trees grown from `state` and not drawn,
+    and for pictures: no decode calls it. None: there is none."""
     reach: int = 0
     """Slots behind the committed tokens that a round may write in the drafter's own cache, if more than `max_depth`."""
     node_origins: Callable[..., Any] | None = None

@@ -80,7 +80,7 @@ def match_rule(max_depth: int) -> AcceptRule:
         logits: Float[Array, "B N V"],
         sampling: SamplingParams,
         root_position: Int[Array, "B"],
-        noise: Float[Array, "B D+1 V"] | None = None,
+        noise: Float[Array, "B M V"] | None = None,
     ) -> Verdict:
         if noise is None:
             noise = sampling_lib.round_noise(keys, root_position, max_depth + 1, logits.shape[-1], sampling)
@@ -161,9 +161,10 @@ def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
     """Recursive rejection sampling: tries siblings in draw order against what is left of the target's law.
 
     Lossless for children drawn from `tree.draft_logp`, INDEPENDENT or WITHOUT_REPLACEMENT, of trees that were not
-    pruned by their tokens; their noise must be their own, so COUPLED ones are refused. The emitted text follows the target's law, but unlike under `match` it depends on the
-    trees. One child a node is standard speculative sampling (Leviathan et al., arXiv:2211.17192; Chen et al.,
-    arXiv:2302.01318). At temperature 0 the target's law is a point mass and the text is greedy, whatever the tree.
+    pruned by their tokens, with noise that is not the target's: COUPLED ones are refused. The emitted text follows the
+    target's law, but unlike under `match` it depends on the trees. One child a node is standard speculative sampling
+    (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). At temperature 0 the target's law is a point
+    mass and the text is greedy, whatever the tree.
     """
 
     def verify(
@@ -173,7 +174,7 @@ def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
         logits: Float[Array, "B N V"],
         sampling: SamplingParams,
         root_position: Int[Array, "B"],
-        noise: Float[Array, "B D+1 V"] | None = None,
+        noise: Float[Array, "B M V"] | None = None,
     ) -> Verdict:
         target_logp = sampling_lib.target_law(logits, sampling)
         odds, residual = recursion(tree, target_logp, max_children)

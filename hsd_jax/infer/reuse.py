@@ -150,8 +150,8 @@ def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig, law
     if form == UNION and law in DRAWN_LAWS:
         raise ValueError(
             f"reuse={form!r} with draw={law.value!r}: the better of two laws is no law to draw from, so drafts could"
-            f" not be judged as drawn; allowed are draw={DrawLaw.COUPLED.value!r} and {DrawLaw.ARBITRARY.value!r}, which"
-            " accept='match' judges"
+            f" not be judged as drawn; allowed are draw={DrawLaw.COUPLED.value!r} and {DrawLaw.ARBITRARY.value!r},"
+            " which accept='match' judges"
         )
     if form == MIX and not config.has_mix:
         raise ValueError(f"reuse={form!r}: this drafter has no fitted weights; make them with `hsd train mix`")

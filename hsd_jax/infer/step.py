@@ -71,9 +71,7 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
     return step
 
 
-def or_lawless(
-    emitted: Int[Array, "B M"], path: Int[Array, "B M"], output: ModelOutput
-) -> Int[Array, "B M"]:
+def or_lawless(emitted: Int[Array, "B M"], path: Int[Array, "B M"], output: ModelOutput) -> Int[Array, "B M"]:
     """The emitted tokens, LAWLESS_TOKEN in place of those that the target gave no law for.
 
     To look at every logit would cost more than a hundredth of a round. Three looks find the same rows: a state that is

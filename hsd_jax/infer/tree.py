@@ -60,14 +60,14 @@ def coupled_sharpness(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
     """What a COUPLED beam multiplies log q + g by: 2 * temperature, at most 2; for greedy rows as `sharpness`.
 
     The target draws argmax(log p + g), and log p is log q but for the drafter's error. If that is Gumbel noise of scale
-    s, the odds that a token is drawn, given g, are the softmax of (log q + g) / s. The drafter guesses logits, which the
-    temperature divides, and its error with them: the colder, the larger s.
+    s, the odds that a token is drawn, given g, are the softmax of (log q + g) / s. The drafter guesses logits, which
+    the temperature divides, and its error with them: the colder, the larger s.
     """
     return jnp.where(temperature > 0.0, COUPLED_SHARPEST * jnp.minimum(temperature, 1.0), SHARPEST)
 
 
 def coupled(
-    expand: Expand, noise: Float[Array, "B D+1 V"], hot_ids: Int[Array, "hot"] | None, sampling: SamplingParams
+    expand: Expand, noise: Float[Array, "B M vocab"], hot_ids: Int[Array, "hot"] | None, sampling: SamplingParams
 ) -> Expand:
     """An `Expand` that says log q + g, up to a constant a node: q the drafter's law, g the target's noise.
 
@@ -105,7 +105,7 @@ def grow(
     vocab_size: int,
     num_levels: Int[Array, "B"] | None = None,
     rival: Expand | None = None,
-    noise: Float[Array, "B M V"] | None = None,
+    noise: Float[Array, "B M vocab"] | None = None,
 ) -> tuple[DraftTree, Any]:
     """A tree whose children are chosen as `law` says, and what `expand` carried out of the last level.
 
@@ -152,7 +152,7 @@ def grow_tree(
     vocab_size: int,
     num_levels: Int[Array, "B"] | None = None,
     rival_logits: Float[Array, "B D V"] | None = None,
-    noise: Float[Array, "B M V"] | None = None,
+    noise: Float[Array, "B M vocab"] | None = None,
 ) -> DraftTree:
     """The tree of `grow` for states that do not read drafted tokens; `rival_logits` are base logits, too."""
     expand = token_free(base_logits, bias)
@@ -198,8 +198,8 @@ def _beam(
 
     At every level the `width` best nodes are expanded, each into its `width` likeliest children under the log-softmax
     of `scale` times what `expand` says. Scores fall along a path and ties go to the shallower node, so the nodes kept
-    are closed under ancestors, and the order of scores puts parents first. Whether `expand` says what the drafter says, or
-    that and the target's noise, is `law`.
+    are closed under ancestors, and the order of scores puts parents first. Whether `expand` says what the drafter says,
+    or that and the target's noise, is `law`.
 
     Args:
       hot_ids: the token of each of the V columns; None: the columns are the tokens. `expand` gets tokens, and the tree

@@ -88,7 +88,7 @@ class Texts:
     length: np.ndarray
     """int32 [R], prompt included."""
     seeds: np.ndarray
-    """uint32 [R]: a row was decoded alone with this seed. It says what noise COUPLED drafts see; greedy text has none."""
+    """uint32 [R]: each row was decoded alone with this seed, so COUPLED drafts see its noise. Greedy text has none."""
 
     @property
     def written(self) -> np.ndarray:
@@ -130,7 +130,11 @@ class Texts:
 def write_texts(
     params: Params, prompts: Sequence[np.ndarray], max_new_tokens: int, temperature: float, seed: int, batch: int = 8
 ) -> Texts:
-    """Decodes plainly, prompt i with the seed `seed` + i; prompts of fewer than two tokens are refused by `ValueError`."""
+    """Decodes plainly, prompt i alone with the seed `seed` + i.
+
+    Raises:
+      ValueError: for a prompt of fewer than two tokens.
+    """
     Texts.join(prompts, [()] * len(prompts))  # refuses before anything is decoded
     written, seeds = [], [seed + i for i in range(len(prompts))]
     for first in range(0, len(prompts), batch):

@@ -96,7 +96,7 @@ def block_drafter(
         root_position: Int[Array, "B"],
         keys: jax.Array,
         sampling: SamplingParams,
-        noise: Float[Array, "B M V"] | None = None,
+        noise: Float[Array, "B M vocab"] | None = None,
     ):
         with jax.named_scope("head"):
             states = head_states(models["drafter"], config, state.feature, tree.depth)

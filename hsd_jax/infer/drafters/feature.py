@@ -100,7 +100,7 @@ def feature_drafter(
         root_position: Int[Array, "B"],
         keys: jax.Array,
         sampling: SamplingParams,
-        noise: Float[Array, "B M V"] | None = None,
+        noise: Float[Array, "B M vocab"] | None = None,
     ):
         with jax.named_scope("trunk"):
             first, cache = root_level(models, target_config, config, state)

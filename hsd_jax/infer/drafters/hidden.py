@@ -91,7 +91,7 @@ def hidden_drafter(
         root_position: Int[Array, "B"],
         keys: jax.Array,
         sampling: SamplingParams,
-        noise: Float[Array, "B M V"] | None = None,
+        noise: Float[Array, "B M vocab"] | None = None,
     ):
         levels, state = levels_of_round(models, state)
         with jax.named_scope("tree"):

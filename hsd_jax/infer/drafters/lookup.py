@@ -92,7 +92,7 @@ def lookup_drafter(config: LookupConfig, tree: TreeConfig, law: DrawLaw = DrawLa
         root_position: Int[Array, "B"],
         keys: jax.Array,
         sampling: SamplingParams,
-        noise: Float[Array, "B M V"] | None = None,
+        noise: Float[Array, "B M vocab"] | None = None,
     ):
         return copied_chain(state, root, config, depth), state
 

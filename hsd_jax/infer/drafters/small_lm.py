@@ -80,7 +80,7 @@ def small_lm_drafter(
         root_position: Int[Array, "B"],
         keys: jax.Array,
         sampling: SamplingParams,
-        noise: Float[Array, "B M V"] | None = None,
+        noise: Float[Array, "B M vocab"] | None = None,
     ):
         def expand(level: int, tokens: Array, parents: Array, cache: KVCache):
             """Reads the pending tokens, then each draft, and keeps them all."""
