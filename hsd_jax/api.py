@@ -17,7 +17,7 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.params import Params
 from hsd_jax.request import AUTO, Prompt, Request, prepare
 from hsd_jax.tokenizer import IncrementalDecoder
-from hsd_jax.types import NO_TOKEN, DecodeState
+from hsd_jax.types import LAWLESS_TOKEN, NO_TOKEN, DecodeState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,31 +96,34 @@ def decode(
     """Continues prompts; with speculation the text is that of plain decoding, sooner.
 
     Every setting of the text may be one value or one per row. None compiles anything but `max_new_tokens`, once for
-    each power of two, and what makes "auto" choose another rule. Greedy text is the same with and without speculation.
-    Under `accept="match"` so is sampled text with the same `seed`, whatever the tree; under "recursive", which accepts
-    more, it depends on the tree too and is as likely as under plain decoding. Under each of the two a row's text does
-    not depend on the others; "auto" looks at all rows to choose between them.
+    each power of two. A row's tokens depend on its prompt, settings and seed alone: not on the other rows, and, greedy
+    or sampled, not on the tree, nor on whether there is one. Only under `accept="recursive"` sampled text depends on
+    the tree, too; it is as likely as under plain decoding.
 
     Args:
       prompt: a text, token ids, or a list of either (ragged lengths are fine).
       max_new_tokens: per row; the end token counts.
       temperature: 0 is greedy.
       top_k, top_p: None switches the filter off.
-      seed: row i of a batch uses seed + i, or give a list.
-      tree: shape of the draft tree; None: `params.tree`, but where "auto" chooses "recursive" and `params.tree` was
-        nobody's choice, a chain of 4.
+      seed: of one for all, row i draws with the key `fold_in(key(seed), i)`; of a list with `fold_in(key(seed[i]), 0)`,
+        as if it were decoded alone.
+      tree: shape of the draft tree; None: `params.tree`.
       speculate: False decodes plainly.
       eos: end tokens in place of the checkpoint's; () for none.
       pad_rows: rows a plain pass is padded to (see `infer/plain.py`).
-      accept: rule that judges drafts: "match", or "recursive", which is meant for sampling and drawn trees. "auto" is
-        "recursive" if every row's temperature is at least 0.3 and the drafter's trees can be drawn, else "match"; a
-        `draw` decides by itself.
-      draw: how trees choose their tokens: "arbitrary" (the likeliest), "independent" or "without_replacement" (drawn);
-        None: what suits the rule. "recursive" is lossless for drawn trees only.
+      accept: rule that judges drafts: "match", which "auto" stands for, or "recursive", for drawn trees.
+      draw: how trees choose their tokens: "coupled" (the likeliest to be what the target draws, given the noise that
+        it draws with; at temperature 0 the likeliest), "arbitrary" (the likeliest), "independent" or
+        "without_replacement" (drawn with noise of their own); None: "coupled" for "match", "without_replacement" for
+        "recursive", which is lossless for drawn trees only.
       reuse: what becomes of trunk states that a round did not use: "none", "sum", "mix", "union", "skip" or "skip:N",
         "ahead", "unfused" (docs/architecture.md, "Reuse"). Like the tree it changes speed alone.
     Raises:
-      ValueError: naming the wrong value and the allowed ones, before anything compiles.
+      ValueError: naming the wrong value and the allowed ones, before anything compiles; and naming the row, if the
+        target gives NaN logits, or none but -inf.
+    References:
+      Coupled drafts: Daliri et al., "Coupling without communication and drafter-invariant speculative decoding"
+      (arXiv:2408.07978).
     """
     request = prepare(
         params,
@@ -144,6 +147,7 @@ def decode(
     seconds = time.perf_counter() - start
     rows = len(request.prompt_length)
     tokens, length = np.asarray(state.tokens)[:rows], np.asarray(state.length)[:rows]
+    check_lawful(tokens, length, request.prompt_length)
     num_tokens = length - request.prompt_length
     out = np.full((rows, int(num_tokens.max(initial=0))), NO_TOKEN, np.int32)
     for row, (first, last) in enumerate(zip(request.prompt_length, length, strict=True)):
@@ -198,7 +202,8 @@ def _stream(params: Params, request: Request, rounds: int) -> Generator[Piece, N
         state = request.decoder.run(request.models, request.sampling, request.limits, state, rounds)
         length, done = np.asarray(state.length)[:rows], np.asarray(state.done)[:rows]
         seconds += time.perf_counter() - start
-        tokens = np.array(state.tokens)  # a copy: the buffer is donated to the next rounds
+        tokens = np.array(state.tokens)[:rows]  # a copy: the buffer is donated to the next rounds
+        check_lawful(tokens, length, request.prompt_length)
         for row in np.flatnonzero(~finished):
             new = tokens[row, shown[row] : length[row]]
             text = decoders[row].push(new, is_last=bool(done[row])) if decoders else None
@@ -207,6 +212,22 @@ def _stream(params: Params, request: Request, rounds: int) -> Generator[Piece, N
                 yield Piece(int(row), new, text)
         finished = done
     return _stats(state, shown - request.prompt_length, request.prefill_seconds, seconds)
+
+
+def check_lawful(tokens: np.ndarray, length: np.ndarray, prompt_length: np.ndarray) -> None:
+    """Refuses texts that end where the target gave no law for a token.
+
+    Args:
+      tokens: int32 [B, T], of which `length` [B] count, the first `prompt_length` [B] of them the prompt.
+    Raises:
+      ValueError: naming the first such row.
+    """
+    for row, (last, first) in enumerate(zip(length, prompt_length, strict=True)):
+        if last > first and tokens[row, last - 1] == LAWLESS_TOKEN:
+            raise ValueError(
+                f"row {row}: the target gave NaN logits, or none but -inf, behind {last - 1} tokens, {first} of them"
+                " the prompt; its weights are damaged, or too large for the dtype they are computed in"
+            )
 
 
 def _stats(state: DecodeState, num_tokens: np.ndarray, prefill_seconds: float, seconds: float) -> Stats:

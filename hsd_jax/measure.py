@@ -41,13 +41,13 @@ class Mode:
         from hsd_jax.config import ReuseConfig
         from hsd_jax.infer.accept import check_legal, make_rule
         from hsd_jax.infer.drafters.make import make_drafter
-        from hsd_jax.request import draw_law
+        from hsd_jax.request import rule_and_law
 
         if self.tree is not None:
-            law, reuse = draw_law(self.accept, self.draw), ReuseConfig.parse(self.reuse)
+            (rule, law), reuse = rule_and_law(self.accept, self.draw), ReuseConfig.parse(self.reuse)
             config = self.params.target_config
             drafter = make_drafter(config, self.params.drafter_config, self.tree, law=law, reuse=reuse)
-            check_legal(make_rule(self.accept, self.tree), drafter.law)
+            check_legal(make_rule(rule, self.tree), drafter.law)
 
     def decode(self, prompts: Sequence[Any], seeds: Sequence[int], max_new_tokens: int, temperature: float):
         """`hsd_jax.decode` of one batch of texts or token ids."""

@@ -26,7 +26,6 @@ DEMO = Path(__file__).parent / "assets" / "demo"
 PRECISIONS = ("fast", "exact")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 DEFAULT_TREE = TreeConfig(nodes=8, depth=7, width=1)
-WARM_DEPTH = 3
 DEFAULT_CHAINS = {SmallLMConfig: TreeConfig(nodes=5, depth=4, width=1), LookupConfig: TreeConfig(8, 7, 1)}
 """A small model pays for each token of its chain; copying costs nothing but the target's pass over more nodes."""
 
@@ -168,12 +167,6 @@ def default_tree(config: AnyDrafterConfig | None) -> TreeConfig:
         depth, width = min(DEFAULT_TREE.depth, config.num_steps), DEFAULT_TREE.width
         return TreeConfig(min(DEFAULT_TREE.nodes, 1 + depth * width), depth, width)
     return DEFAULT_CHAINS.get(type(config), DEFAULT_TREE)
-
-
-def warm_tree(config: AnyDrafterConfig | None) -> TreeConfig:
-    """In its place where `accept="auto"` draws: deep chains pay for greedy text only (docs/LOG.md, session 6)."""
-    depth = min(WARM_DEPTH, default_tree(config).depth)
-    return TreeConfig(1 + depth, depth, 1)
 
 
 def _load_drafter(

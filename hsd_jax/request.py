@@ -18,9 +18,7 @@ import numpy as np
 from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import (
     NO_REUSE,
-    UNION,
     AnyDrafterConfig,
-    LookupConfig,
     ModelConfig,
     ReuseConfig,
     TreeConfig,
@@ -32,7 +30,7 @@ from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.params import Params, default_tree, warm_tree
+from hsd_jax.params import Params
 from hsd_jax.types import NO_TOKEN, DecodeState, DrawLaw, Limits, SamplingParams
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
@@ -43,8 +41,7 @@ COLDEST = 1e-6
 """Smaller temperatures are greedy: dividing by them would overflow float32."""
 
 AUTO = "auto"
-AUTO_TEMPERATURE = 0.3
-"""Where drawn trees under `recursive` begin to pay (docs/LOG.md, session 6); below it, `match`."""
+"""The rule `match` for every row: a row's tokens depend on its prompt, settings and seed alone."""
 
 Prompt = str | Sequence[int] | np.ndarray | jax.Array
 
@@ -118,17 +115,13 @@ def prepare(
             )
     seeds = _seeds(seed, batch)
     speculate = speculate and params.drafter is not None
-    wanted_tree, tree = tree, params.tree if tree is None else tree
+    tree = params.tree if tree is None else tree
     if not isinstance(tree, TreeConfig):
         raise ValueError(f"tree={tree!r}: expected a hsd_jax.TreeConfig")
     if pad_rows < 1:
         raise ValueError(f"pad_rows={pad_rows}: allowed are 1 and more")
     wanted_reuse = ReuseConfig.parse(reuse)
-    if accept not in (AUTO, *NATURAL_LAW):
-        raise ValueError(f"accept={accept!r}: allowed are {AUTO}, {', '.join(NATURAL_LAW)}")
-    if accept == AUTO:
-        accept, tree = rule_and_tree(params, wanted_tree, settings[0], draw, wanted_reuse)
-    law = draw_law(accept, draw)
+    accept, law = rule_and_law(accept, draw)
     decoder = _decoder(
         params.target_config,
         params.drafter_config if speculate else None,
@@ -152,7 +145,7 @@ def prepare(
     for i, ids in enumerate(rows):
         tokens[i, : len(ids)] = ids
     sampling = SamplingParams(*(jnp.asarray(np.pad(x, (0, fill), mode="edge")) for x in settings))
-    keys = jax.vmap(jax.random.key)(jnp.asarray(seeds + [0] * fill, jnp.uint32))
+    keys = row_keys([*seeds, *[(0, 0)] * fill])
     limits = Limits(jnp.asarray(max_length), jnp.asarray(_eos(params, eos)))
     arrays = (jnp.asarray(tokens), jnp.asarray(length), keys, limits, sampling)
     if params.mesh is not None:
@@ -189,61 +182,22 @@ def first_capacity(prompt: int, total: int, reach: int, max_len: int) -> int:
     return min(capacity, most)
 
 
-def rule_and_tree(
-    params: Params,
-    tree: TreeConfig | None,
-    temperatures: Sequence[float] | np.ndarray,
-    draw: str | None,
-    reuse: ReuseConfig,
-) -> tuple[str, TreeConfig]:
-    """What `accept="auto"` makes of a call: the rule of `rule_for`, and the tree, a short one where nobody chose one.
+def rule_and_law(accept: str, draw: str | None) -> tuple[str, DrawLaw]:
+    """The rule that judges and the law of the draft trees.
 
     Args:
-      tree: what the caller asked for; None: `params.tree`.
-    """
-    chosen = params.tree if tree is None else tree
-    rule = rule_for(params.drafter_config, chosen, temperatures, draw, reuse)
-    is_default = tree is None and params.tree == default_tree(params.drafter_config)
-    if is_default and draw is None and rule == "recursive":
-        chosen = warm_tree(params.drafter_config)
-    return rule, chosen
-
-
-def rule_for(
-    config: AnyDrafterConfig | None,
-    tree: TreeConfig,
-    temperatures: Sequence[float] | np.ndarray,
-    draw: str | None,
-    reuse: ReuseConfig = NO_REUSE,
-) -> str:
-    """The rule of `accept="auto"`: "recursive" if every row is as warm as AUTO_TEMPERATURE and drafts may be drawn.
-
-    Args:
-      draw: what the caller asked for; a law decides by itself.
-    """
-    if draw is not None:
-        return "match" if draw == DrawLaw.ARBITRARY.value else "recursive"
-    if config is None or isinstance(config, LookupConfig) or reuse.form == UNION:
-        return "match"
-    try:
-        tree.sampled_widths()
-    except ValueError:  # of a shape that cannot be drawn
-        return "match"
-    return "recursive" if min(temperatures) >= AUTO_TEMPERATURE else "match"
-
-
-def draw_law(accept: str, draw: str | None) -> DrawLaw:
-    """The law of the draft trees; None: the one that suits the rule.
-
+      accept: "auto" is "match".
+      draw: None: the law that suits the rule.
     Raises:
       ValueError: for an unknown rule or law, naming the allowed ones.
     """
-    if accept not in NATURAL_LAW:
-        raise ValueError(f"accept={accept!r}: allowed are {', '.join(NATURAL_LAW)}")
+    if accept not in (AUTO, *NATURAL_LAW):
+        raise ValueError(f"accept={accept!r}: allowed are {AUTO}, {', '.join(NATURAL_LAW)}")
+    rule = "match" if accept == AUTO else accept
     if draw is None:
-        return NATURAL_LAW[accept]
+        return rule, NATURAL_LAW[rule]
     try:
-        return DrawLaw(draw)
+        return rule, DrawLaw(draw)
     except ValueError:
         raise ValueError(f"draw={draw!r}: allowed are {', '.join(x.value for x in DrawLaw)}, or None") from None
 
@@ -307,14 +261,43 @@ def _per_row(name: str, value, batch: int, kind: type) -> list:
         raise ValueError(f"{name}={value!r}: expected {kind.__name__} values") from error
 
 
-def _seeds(seed, batch: int) -> list[int]:
-    """One seed a row; of a single one row i takes seed + i, around the end of the 32 bits that a key is made of."""
+def _seeds(seed, batch: int) -> list[tuple[int, int]]:
+    """What makes the key of each row: its seed, and its number under a single seed, 0 under a list."""
     is_single = np.ndim(seed) == 0
     seeds = _per_row("seed", seed, 1 if is_single else batch, int)
     for value in seeds:
         if value is None or not 0 <= value < 2**32:
             raise ValueError(f"seed={value}: allowed are 0 to {2**32 - 1}")
-    return [(seeds[0] + row) % 2**32 for row in range(batch)] if is_single else seeds
+    return [(seeds[0], row) for row in range(batch)] if is_single else [(seed, 0) for seed in seeds]
+
+
+def row_keys(seeds: Sequence[tuple[int, int]]) -> jax.Array:
+    """`fold_in(key(seed), number)` of each pair, as typed threefry keys [B], computed on the host.
+
+    So no batch size compiles anything, and a text does not depend on jax's default generator.
+    """
+    pairs = np.array(seeds, np.uint32).reshape(-1, 2)
+    none = np.zeros(len(pairs), np.uint32)
+    data = np.stack(threefry(none, pairs[:, 0], none, pairs[:, 1]), -1)
+    return jax.random.wrap_key_data(jnp.asarray(data), impl="threefry2x32")
+
+
+def threefry(
+    key0: np.ndarray, key1: np.ndarray, x0: np.ndarray, x1: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Threefry-2x32 of 20 rounds, elementwise over uint32 [B]: two words of a counter under two of a key.
+
+    References:
+      Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); jax/_src/prng.py, `threefry2x32`.
+    """
+    keys = key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA)
+    x0, x1 = x0 + keys[0], x1 + keys[1]
+    for group in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << np.uint32(turn)) | (x1 >> np.uint32(32 - turn))) ^ x0
+        x0, x1 = x0 + keys[(group + 1) % 3], x1 + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return x0, x1
 
 
 def _sampling(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

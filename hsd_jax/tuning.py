@@ -102,7 +102,7 @@ def tune(
 
     runs, figures = measured([(tree, NO_REUSE) for tree in sample_of(shapes)], 1)
     cost = RoundCost.fit({d[0]: f["seconds_per_round"]["median"] for d, f in figures.items() if d is not None})
-    texts = Texts.join(rows, runs.texts(PLAIN))
+    texts = Texts.join(rows, runs.texts(PLAIN), [seed + row for row in range(len(rows))])
     drafter, config = _drafter(params)
 
     def predicted(drafts: Sequence[Draft], cost: RoundCost) -> dict[Draft, Prediction]:

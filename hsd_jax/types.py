@@ -27,6 +27,8 @@ ROOT_INDEX = 0
 """Node index of the last committed token."""
 NO_TOKEN = -1
 """Fills token slots that hold nothing, in results and in the list of end tokens."""
+LAWLESS_TOKEN = -2
+"""Ends a row in place of a token for which the target gave no law: NaN logits, or -inf alone. Never in results."""
 
 Weights = dict[str, Any]
 """Weights as a nested dict of arrays, the form every boundary of the library uses."""
@@ -41,6 +43,13 @@ class DrawLaw(enum.Enum):
     """Each child drawn from the drafter's law, whatever its siblings are: two may be alike."""
     WITHOUT_REPLACEMENT = "without_replacement"
     """Each child drawn from the drafter's law renormalised off its earlier siblings."""
+    COUPLED = "coupled"
+    """The largest of log q + g: q the drafter's law under the row's settings, g the very noise with which the target
+    picks the token at that position. Lossless only where the text is a function of g and the target: under `match`."""
+
+
+DRAWN_LAWS = frozenset({DrawLaw.INDEPENDENT, DrawLaw.WITHOUT_REPLACEMENT})
+"""Laws whose trees are drawn with noise of their own and carry `DraftTree.draft_logp`; the others grow beams."""
 
 
 @flax.struct.dataclass
@@ -85,7 +94,7 @@ class DraftTree:
     depth: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
     draft_logp: Float[Array, "B I V"] | None = None
-    """Log-probabilities the children of each node were drawn from; None where nothing was drawn (ARBITRARY)."""
+    """Log-probabilities the children of each node were drawn from; None unless the law is one of DRAWN_LAWS."""
     law: DrawLaw = flax.struct.field(pytree_node=False, default=DrawLaw.ARBITRARY)
 
 
@@ -157,8 +166,9 @@ class Drafter(NamedTuple):
     """`read(params, state, output, tokens, following, start, length) -> state`: the prompt's tokens [B, C] from position
     `start` on, the token behind each, and what the target said of them. Chunks come in order."""
     draft: Callable[..., tuple[DraftTree, Any]]
-    """`draft(params, state, root, root_position, keys, sampling) -> (tree, state)`; what it draws, it draws with
-    `sampling.round_keys`, never with the row keys themselves."""
+    """`draft(params, state, root, root_position, keys, sampling, noise=None) -> (tree, state)`; what it draws, it draws
+    with `sampling.round_keys`, never with the row keys themselves. `noise` is the target's own, `sampling.round_noise`:
+    COUPLED drafts alone read it, and compute it where it is None."""
     commit: Callable[..., Any]
     """`commit(params, state, verdict, output, num_committed) -> state`."""
     grow: Callable[..., Any]
@@ -169,8 +179,9 @@ class Drafter(NamedTuple):
     taps: tuple[int, ...] = ()
     """Layers whose residual streams `init` and `commit` read in `ModelOutput.features`."""
     node_logp: Callable[..., Array] | None = None
-    """`node_logp(params, state, tree, sampling) -> [B, N]`: log-probability of each node given its parent, under which
-    an ARBITRARY tree was grown from `state`; 0 for the root. For pictures: no decode calls it. None: there is none."""
+    """`node_logp(params, state, tree, sampling) -> [B, N]`: the drafter's log-probability of each node given its
+    parent, without the noise of COUPLED trees; 0 for the root. For trees grown from `state` and not drawn,
+    and for pictures: no decode calls it. None: there is none."""
     reach: int = 0
     """Slots behind the committed tokens that a round may write in the drafter's own cache, if more than `max_depth`."""
     ready: Callable[..., Any] | None = None
@@ -186,4 +197,5 @@ class AcceptRule(NamedTuple):
     name: str
     laws: frozenset[DrawLaw]
     verify: Callable[..., Verdict]
-    """`verify(keys, tree, ancestors, logits, sampling, root_position) -> Verdict`."""
+    """`verify(keys, tree, ancestors, logits, sampling, root_position, noise=None) -> Verdict`; `noise` is that of
+    `sampling.round_noise` for one position more than the tree is deep, computed where it is None and needed."""

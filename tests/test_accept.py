@@ -250,7 +250,7 @@ def test_jitted_rule_follows_the_enumerated_law(vocab, name):
 def keyed(predicted, max_depth: int = DEPTH) -> AcceptRule:
     """The match rule with noise taken at `predicted(root_position [B, 1], depth [B, N])`."""
 
-    def verify(keys, tree, ancestors, logits, sampling, root_position):
+    def verify(keys, tree, ancestors, logits, sampling, root_position, noise=None):
         positions = predicted(root_position[:, None], tree.depth)
         return walk(tree, ancestors, sampling_lib.draw(keys, logits, positions, sampling), max_depth)
 

@@ -17,10 +17,9 @@ import toy
 
 import hsd_jax
 from hsd_jax import params as params_lib
-from hsd_jax.config import DrafterConfig, LookupConfig, ReuseConfig
 from hsd_jax.models import convert
-from hsd_jax.request import _decoder, rule_for
-from hsd_jax.types import NO_TOKEN
+from hsd_jax.request import _decoder, _seeds, row_keys, rule_and_law
+from hsd_jax.types import NO_TOKEN, DrawLaw
 
 CYCLE = "aé€😀 "
 EOS = 256
@@ -188,52 +187,77 @@ def test_end_tokens_of_checkpoint_and_call(text_params):
 
 
 def test_rows_of_one_prompt_differ_by_seed(params):
-    result = hsd_jax.decode(params, [ONE] * 2, max_new_tokens=16, temperature=1.0, seed=5)
-    assert result.tokens[0].tolist() != result.tokens[1].tolist()
-    again = hsd_jax.decode(params, [ONE] * 2, max_new_tokens=16, temperature=1.0, seed=[5, 6])
-    np.testing.assert_array_equal(again.tokens, result.tokens)
+    """Also row 1 of a seed from row 0 of the next."""
+    how = {"max_new_tokens": 16, "temperature": 1.0}
+    rows = [hsd_jax.decode(params, [ONE] * 3, seed=seed, **how).tokens.tolist() for seed in (5, 6)]
+    assert len({tuple(row) for batch in rows for row in batch}) == 6
 
 
-@pytest.mark.parametrize(
-    ("temperatures", "draw", "reuse", "tree", "wanted"),
-    [
-        ([0.3, 1.0], None, "none", (8, 5, 2), "recursive"),
-        ([0.2, 1.0], None, "none", (8, 5, 2), "match"),  # one cold row: its tree would waste nodes
-        ([0.0], None, "none", (8, 5, 2), "match"),
-        ([1.0], "arbitrary", "none", (8, 5, 2), "match"),
-        ([0.0], "independent", "none", (8, 5, 2), "recursive"),
-        ([1.0], None, "union", (8, 5, 2), "match"),  # two proposers have no law to draw from
-        ([1.0], None, "skip", (8, 5, 2), "recursive"),
-        ([1.0], None, "none", (16, 4, 3), "match"),  # a sampled tree has at most 1 + 4 * 3 nodes
-    ],
-)
-def test_the_rule_that_auto_chooses(temperatures, draw, reuse, tree, wanted):
-    how = hsd_jax.TreeConfig(*tree), np.array(temperatures, np.float32), draw, ReuseConfig.parse(reuse)
-    assert rule_for(DrafterConfig(8, 1, 1, 1, 8, 8, 16), *how) == wanted
-    assert rule_for(LookupConfig(), *how) == (wanted if draw else "match")
-    assert rule_for(None, *how) == (wanted if draw else "match")
+def test_keys_fold_the_number_of_a_row_into_the_key_of_its_seed():
+    """Bit for bit those of jax, for the ends of both ranges; of a list every row is number 0."""
+    pairs = [(0, 0), (0, 1), (1, 0), (7, 300), (2**31, 2**31), (2**32 - 1, 2**32 - 1)]
+    wanted = [jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number) for seed, number in pairs]
+    found = row_keys(pairs)
+    assert jax.random.key_impl(found) == jax.random.key_impl(wanted[0])
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(jax.random.key_data(one), jax.random.key_data(other))
+    assert _seeds(5, 3) == [(5, 0), (5, 1), (5, 2)] and _seeds([5, 6, 5], 3) == [(5, 0), (6, 0), (5, 0)]
 
 
-def test_a_warm_call_drafts_a_short_chain_unless_a_tree_is_asked_for(folders):
-    params = hsd_jax.load(target=folders / "ids", drafter=folders / "drafter")
-    depth = lambda **how: len(hsd_jax.decode(params, ONE, 4, **how).stats.accepted_histogram) - 1  # noqa: E731
-    assert depth(temperature=1.0) == min(3, params.tree.depth) < depth(temperature=0.0) == params.tree.depth
-    assert depth(temperature=1.0, tree=params.tree) == depth(temperature=1.0, accept="match") == params.tree.depth
+@pytest.mark.parametrize("speculate", [True, False])
+def test_a_batch_is_its_rows_alone(params, speculate):
+    """A list of seeds, and the first row of a single one."""
+    how = {"max_new_tokens": 16, "temperature": 1.0, "speculate": speculate}
+    batch = hsd_jax.decode(params, [ONE, ONE, ONE], seed=[4, 9, 4], **how).tokens
+    for row, seed in enumerate([4, 9, 4]):
+        np.testing.assert_array_equal(hsd_jax.decode(params, ONE, seed=seed, **how).tokens[0], batch[row])
+    np.testing.assert_array_equal(hsd_jax.decode(params, [ONE, ONE], seed=4, **how).tokens[0], batch[0])
 
 
-def test_sampled_text_is_that_of_the_rule_auto_chooses(params):
+@pytest.mark.parametrize("seed", [0, [3, 4, 5]])
+def test_a_neighbour_changes_nothing(params, seed):
+    """Its temperature, its filters, its prompt: the rows beside it say what they said."""
+    how = {"max_new_tokens": 16, "seed": seed}
+    wanted = hsd_jax.decode(params, [ONE, ONE, ONE], temperature=[1.0, 0.8, 0.0], **how).tokens
+    for middle, top_k, prompt in ((0.0, None, ONE), (0.2, None, ONE), (1.5, 3, ONE), (0.8, None, TWO[1])):
+        found = hsd_jax.decode(
+            params, [ONE, prompt, ONE], temperature=[1.0, middle, 0.0], top_k=[None, top_k, None], **how
+        )
+        np.testing.assert_array_equal(found.tokens[[0, 2]], wanted[[0, 2]])
+
+
+def test_the_rule_and_the_law_of_a_call():
+    """`auto` is `match` whatever the call; each rule has a law of its own unless another is asked for."""
+    assert rule_and_law("auto", None) == rule_and_law("match", None) == ("match", DrawLaw.COUPLED)
+    assert rule_and_law("recursive", None) == ("recursive", DrawLaw.WITHOUT_REPLACEMENT)
+    for law in DrawLaw:
+        assert rule_and_law("auto", law.value) == ("match", law)
+
+
+def test_sampled_text_is_that_of_plain_decoding(params):
+    """By default, at any temperature, in one piece and as a stream; `recursive` says another."""
     settings = {"max_new_tokens": 16, "seed": 3}
-    drawn, matched, plain = (
-        hsd_jax.decode(params, ONE, temperature=1.0, **how, **settings).tokens[0].tolist()
-        for how in ({"accept": "recursive"}, {"accept": "match"}, {"speculate": False})
-    )
-    assert matched == plain != drawn
-    assert hsd_jax.decode(params, ONE, temperature=1.0, **settings).tokens[0].tolist() == drawn
-    cold = {"temperature": 0.2, **settings}
-    plain = hsd_jax.decode(params, ONE, speculate=False, **cold)
-    np.testing.assert_array_equal(hsd_jax.decode(params, ONE, **cold).tokens, plain.tokens)
-    pieces = [t for piece in hsd_jax.stream(params, ONE, temperature=1.0, **settings) for t in piece.tokens]
-    assert pieces == drawn
+    for temperature in (0.2, 0.5, 1.0):
+        plain = hsd_jax.decode(params, ONE, temperature=temperature, speculate=False, **settings).tokens[0].tolist()
+        for how in ({}, {"accept": "match"}, {"draw": "arbitrary"}, {"draw": "independent"}):
+            assert hsd_jax.decode(params, ONE, temperature=temperature, **how, **settings).tokens[0].tolist() == plain
+        pieces = [t for piece in hsd_jax.stream(params, ONE, temperature=temperature, **settings) for t in piece.tokens]
+        assert pieces == plain
+    assert hsd_jax.decode(params, ONE, temperature=1.0, accept="recursive", **settings).tokens[0].tolist() != plain
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("speculate", [True, False])
+def test_nan_logits_name_their_row(params, speculate, temperature):
+    """Of three rows that of the token whose embedding is NaN; the streams of the others are no use to anybody, too."""
+    damaged = params.target["embedding"].at[int(TWO[1][-1])].set(jnp.nan)
+    broken = params.replace(target={**params.target, "embedding": damaged})
+    prompts = [ONE, ONE, TWO[1]]
+    how = {"max_new_tokens": 8, "temperature": temperature, "speculate": speculate}
+    with pytest.raises(ValueError, match=rf"row 2: the target gave NaN logits.*behind {len(TWO[1])} tokens"):
+        hsd_jax.decode(broken, prompts, **how)
+    with pytest.raises(ValueError, match="row 2: the target gave NaN logits"):
+        list(hsd_jax.stream(broken, prompts, **how))
 
 
 def test_a_key_travels_with_its_row(params):
@@ -243,13 +267,6 @@ def test_a_key_travels_with_its_row(params):
         alone = hsd_jax.decode(params, ONE, seed=[7], speculate=speculate, **settings)
         np.testing.assert_array_equal(alone.tokens[0], batch.tokens[1])
     np.testing.assert_array_equal(hsd_jax.decode(params, ONE, seed=7, **settings).tokens[0], batch.tokens[1])
-
-
-def test_the_largest_seed_counts_on_from_zero(params):
-    settings = {"max_new_tokens": 8, "temperature": 1.0}
-    one = hsd_jax.decode(params, [ONE, ONE], seed=2**32 - 1, **settings)
-    other = hsd_jax.decode(params, [ONE, ONE], seed=[2**32 - 1, 0], **settings)
-    np.testing.assert_array_equal(one.tokens, other.tokens)
 
 
 def test_settings_may_be_arrays(params):

@@ -149,7 +149,7 @@ def test_a_child_of_a_wrong_node_counts_for_nothing():
 
 def test_a_walk_counts_what_decoding_counts():
     """Prompt of 2, text of 9: rounds of 3 + 1 tokens, 0 + 1, and one cut by the end."""
-    texts = evaluate.Texts(np.zeros((1, 9), np.int32), np.array([2]), np.array([9]))
+    texts = evaluate.Texts(np.zeros((1, 9), np.int32), np.array([2]), np.array([9]), np.zeros(1, np.uint32))
     counts = np.array([[[3, 9, 9, 9, 0, 3, 9]]])  # at the last token of the prompt and those behind it
     fate = evaluate.walk(counts, texts, depth=3)
     assert (fate.num_passes, fate.histogram, fate.tau) == (3, (1, 1, 0, 1), pytest.approx(7 / 3))
@@ -159,7 +159,7 @@ def test_a_walk_counts_what_decoding_counts():
 
 def test_a_walk_follows_the_age_of_spares():
     """Three states: a run, a round on spares of age 2, and, since 2 + 1 leaves none, a run again."""
-    texts = evaluate.Texts(np.zeros((1, 8), np.int32), np.array([2]), np.array([8]))
+    texts = evaluate.Texts(np.zeros((1, 8), np.int32), np.array([2]), np.array([8]), np.zeros(1, np.uint32))
     counts = np.full((1, 4, 6), 9)
     counts[0, 3, 0], counts[0, 2, 2], counts[0, 3, 3] = 1, 0, 1
     fate = evaluate.walk(counts, texts, depth=2, age_behind=[0, 1, 2, 0], first_age=3)
@@ -180,6 +180,7 @@ def test_eval_section_errors(change, message):
 
 
 def test_texts_survive_a_file(tmp_path):
-    texts = evaluate.Texts(np.arange(6, dtype=np.int32).reshape(2, 3), np.array([2, 2]), np.array([3, 2]))
+    rows, seeds = np.arange(6, dtype=np.int32).reshape(2, 3), np.array([7, 2**32 - 1], np.uint32)
+    texts = evaluate.Texts(rows, np.array([2, 2]), np.array([3, 2]), seeds)
     texts.save(tmp_path / "texts.npz")
     jax.tree.map(np.testing.assert_array_equal, vars(evaluate.Texts.load(tmp_path / "texts.npz")), vars(texts))

@@ -536,7 +536,7 @@ def test_illegal_pairs_are_refused():
         ValueError, match="accept='recursive' is not lossless for draw='arbitrary'; it allows independent, with"
     ):
         check_legal(rule, DrawLaw.ARBITRARY)
-    setup = toy.setup("llama", "beam")
+    setup = toy.setup("llama", "beam", DrawLaw.ARBITRARY)
     with pytest.raises(ValueError, match="arbitrary"):
         make_step(setup.config, setup.drafter, rule)
     for law in LAWS.values():

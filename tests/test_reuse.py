@@ -327,8 +327,11 @@ def test_a_row_drafts_the_same_in_any_batch(proposer):
 
 @pytest.mark.parametrize("proposer", ["hot_union", "block_mix"])
 def test_nodes_have_the_probabilities_they_were_chosen_by(proposer):
-    """`node_logp`, which pictures show: along paths it adds up to scores that fall from node to node."""
-    setup, call = toy.setup("llama", proposer), toy.mixed_call()
+    """`node_logp`, which pictures show: along paths it adds up to scores that fall from node to node.
+
+    Of arbitrary trees: coupled ones are ranked by the noise, too, which pictures do not show.
+    """
+    setup, call = toy.setup("llama", proposer, DrawLaw.ARBITRARY), toy.mixed_call()
     state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 2)
     root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
 

@@ -9,7 +9,7 @@ import pytest
 from oracles import sampling as oracle
 from scipy import stats
 
-from hsd_jax.infer.sampling import draw, first_best, gumbel, perturb, position_noise, warp
+from hsd_jax.infer.sampling import draw, first_best, gumbel, perturb, position_noise, round_noise, warp
 from hsd_jax.types import SamplingParams
 
 VOCAB = 40
@@ -117,8 +117,9 @@ def test_temperature_zero_takes_the_first_largest_logit():
 def test_greedy_rows_beside_sampled_rows_see_no_noise():
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 1, (2, 5, VOCAB)), jnp.float32)
     keys = jax.vmap(jax.random.key)(jnp.arange(2, dtype=jnp.uint32))
-    positions = jnp.broadcast_to(jnp.arange(5, dtype=jnp.int32), (2, 5))
-    noisy = perturb(keys, logits, positions, settings([(0.0, *OFF), (1.0, *OFF)]))
+    mixed = settings([(0.0, *OFF), (1.0, *OFF)])
+    noise = round_noise(keys, jnp.zeros(2, jnp.int32), 5, VOCAB, mixed)
+    noisy = perturb(noise, logits, mixed)
     np.testing.assert_array_equal(noisy[0], logits[0])
     assert (np.asarray(noisy[1]) != np.asarray(logits[1])).all()
 

@@ -315,7 +315,7 @@ def oracle_drafter(layout: str, vocab: int = VOCAB) -> Drafter:
     def read(models, state, *rest):
         return state
 
-    def draft(models, state, root, root_position, keys, sampling):
+    def draft(models, state, root, root_position, keys, sampling, noise=None):
         table = models["drafter"]
         positions = root_position[:, None] + jnp.asarray(depths, jnp.int32)
         token = jnp.take_along_axis(table["text"], positions, 1, mode="clip")
@@ -468,12 +468,13 @@ def weights(variant: str) -> dict[str, Any]:
 
 
 @functools.cache
-def setup(variant: str = "llama", proposer: str = "plain") -> Setup:
+def setup(variant: str = "llama", proposer: str = "plain", law: DrawLaw = DrawLaw.COUPLED) -> Setup:
     """One pair of target and proposer, compiled once for all test files.
 
     Args:
       proposer: "plain" for none, a name in TREES for a drafter that reads features, a name in CHAINS, CHAIN_ORACLE or
         DECOYS_ORACLE, or one of STEERED.
+      law: of trees judged by the match rule; oracles choose their tokens arbitrarily.
     """
     config, target = VARIANTS[variant], weights(variant)
     wanted = drafter_config(config, **_changes(proposer))
@@ -483,10 +484,10 @@ def setup(variant: str = "llama", proposer: str = "plain") -> Setup:
         if proposer.startswith("hot"):
             wanted, drafter_weights = hot.restrict(wanted, drafter_weights, HOT_IDS)
             drafter_weights = hot.attach(drafter_weights, drafter_weights["hot_ids"], target, config)
-        drafter = drafter_of(config, wanted, TREES[proposer], reuse=REUSE.get(proposer, NO_REUSE))
+        drafter = drafter_of(config, wanted, TREES[proposer], law=law, reuse=REUSE.get(proposer, NO_REUSE))
     elif proposer in CHAINS:
         wanted = CHAINS[proposer]
-        drafter = drafter_of(config, wanted, TREES["chain"])
+        drafter = drafter_of(config, wanted, TREES["chain"], law=law)
         drafter_weights = make_small_lm(target) if proposer == "small_lm" else {}
     elif proposer in (CHAIN_ORACLE, DECOYS_ORACLE):
         drafter = oracle_drafter(CHAIN if proposer == CHAIN_ORACLE else DECOYS)

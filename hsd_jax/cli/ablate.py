@@ -121,7 +121,7 @@ def make_methods(
             # States a round old must have been trained, which a shallower tree asks less of.
             own_tree = tree_of_size(nodes, max(1, (config.num_steps - 1) // 2)) if form == AHEAD else tree
             try:
-                check_reuse(ReuseConfig(form), config, own_tree, DrawLaw.ARBITRARY)
+                check_reuse(ReuseConfig(form), config, own_tree, DrawLaw.COUPLED)
             except ValueError as error:
                 options.say(f"left out at {nodes} nodes: {error}")
                 continue

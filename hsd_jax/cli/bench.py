@@ -111,19 +111,13 @@ def run(args: argparse.Namespace) -> int:
 
 def make_modes(args: argparse.Namespace, params, trees, reuses: list[str]) -> list[Mode]:
     """Plain first, then a mode for each tree, rule and form of reuse, then the other plain loops if asked for."""
-    from hsd_jax.config import ReuseConfig
-    from hsd_jax.request import AUTO, rule_for
+    from hsd_jax.request import rule_and_law
 
     own = params.dtype
     modes = [Mode(f"plain {own}", params)]
     rules = args.accept if args.tuned is None else ["match"]  # which the record was made under
 
-    def resolved(rule: str, tree: Any, reuse: str) -> str:
-        if rule != AUTO:
-            return rule
-        return rule_for(params.drafter_config, tree, [args.temperature], args.draw, ReuseConfig.parse(reuse))
-
-    asked = ((tree, resolved(rule, tree, form), form) for tree in trees for rule in rules for form in reuses)
+    asked = ((tree, rule_and_law(rule, args.draw)[0], form) for tree in trees for rule in rules for form in reuses)
     for tree, accept, reuse in dict.fromkeys(asked):
         name = f"tree {tree.name}" + ("" if accept == "match" else f" {accept}")
         name += "" if reuse == "none" else f" {reuse}"
@@ -205,7 +199,7 @@ def profile_mode(
 ):
     """Times the stages of a round at the shapes of a decode of `text`."""
     from hsd_jax.infer.metrics import profile_round
-    from hsd_jax.request import draw_law, prepare
+    from hsd_jax.request import prepare, rule_and_law
 
     options.say(f"timing the stages of tree {tree.name}")
     request = prepare(params, text, max_new_tokens, temperature, None, None, 0, tree, True, (), 1, accept, draw)
@@ -219,7 +213,7 @@ def profile_mode(
         request.limits,
         request.state,
         accept=accept,
-        law=draw_law(accept, draw),
+        law=rule_and_law(accept, draw)[1],
         precision="highest" if params.precision == "exact" else None,
         use_native=params.mesh is None,
     )

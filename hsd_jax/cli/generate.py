@@ -63,7 +63,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default: all)")
     sampling.add_argument("--top-p", type=float, metavar="P", help="keep a share P of the mass (default: all)")
     sampling.add_argument(
-        "--seed", type=options.WHOLE, default=0, help="of the first prompt, plus 1 for each further one (default: 0)"
+        "--seed", type=options.WHOLE, default=0, help="of all draws; each prompt adds its number (default: 0)"
     )
 
 

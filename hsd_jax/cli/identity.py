@@ -222,7 +222,8 @@ def candidate_gap(params, prompt, forced, seed, sampling, tokens) -> tuple[float
     import jax.numpy as jnp
 
     from hsd_jax.infer.metrics import replay_logits
-    from hsd_jax.infer.sampling import perturb
+    from hsd_jax.infer.sampling import perturb, round_noise
+    from hsd_jax.request import row_keys
     from hsd_jax.types import SamplingParams
 
     with _precision(params):
@@ -231,9 +232,9 @@ def candidate_gap(params, prompt, forced, seed, sampling, tokens) -> tuple[float
     settings = SamplingParams(
         jnp.full(1, temperature, jnp.float32), jnp.full(1, top_k or 0), jnp.full(1, top_p or 1.0, jnp.float32)
     )
-    keys = jax.vmap(jax.random.key)(jnp.full(1, seed, jnp.uint32))
-    position = jnp.full((1, 1), len(prompt) + len(forced) - 1)
-    best = jax.lax.top_k(perturb(keys, jnp.asarray(logits)[None, None], position, settings), 2)[0][0, 0]
+    last = jnp.full(1, len(prompt) + len(forced) - 2)
+    noise = round_noise(row_keys([(seed, 0)]), last, 1, len(logits), settings)
+    best = jax.lax.top_k(perturb(noise, jnp.asarray(logits)[None, None], settings), 2)[0][0, 0]
     scaled = np.asarray(logits, np.float64) / (temperature or 1.0)
     is_filtered = bool(temperature) and (top_k or (top_p or 1.0) < 1.0)
     boundary = min(boundary_distance(scaled, t, top_k, top_p) for t in tokens) if is_filtered else None

@@ -100,12 +100,13 @@ def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None)
         default="auto" if nargs is None else ["auto"],
         nargs=nargs,
         help="rule that judges drafts: match gives the text of plain decoding with the same seed, recursive draws its "
-        "trees, accepts more and gives text of the same law (default: auto, recursive from temperature 0.3 on)",
+        "trees and gives another text of the same law (default: auto, which is match)",
     )
     group.add_argument(
         "--draw",
-        choices=("arbitrary", "independent", "without_replacement"),
-        help="how drafts are chosen: the likeliest, or drawn at random (default: what suits --accept)",
+        choices=("coupled", "arbitrary", "independent", "without_replacement"),
+        help="how drafts are chosen: coupled to the noise of the target's own draws, the likeliest, or drawn at random "
+        "(default: what suits --accept)",
     )
     add_reuse_argument(group, nargs)
 

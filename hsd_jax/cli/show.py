@@ -109,17 +109,14 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--max-new-tokens 0: there is no round to draw; allowed are 1 and more")
     text = None if args.prompt is None else generate.read_prompt(args.prompt)
     from hsd_jax import demo
-    from hsd_jax.config import ReuseConfig
-    from hsd_jax.request import AUTO, rule_and_tree
+    from hsd_jax.request import rule_and_law
 
     params = options.load_params(args)
     if params.drafter is None:
         raise ValueError("hsd show draws draft trees: give --drafter DIR")
     prompt = demo.read_prompts()[0].text if text is None else generate.encode_prompt(params, text, args)
     settings = generate.text_settings(args) | {"tree": options.tree_of(args, params)}
-    if settings["accept"] == AUTO:
-        how = [args.temperature], args.draw, ReuseConfig.parse(settings["reuse"])
-        settings["accept"], settings["tree"] = rule_and_tree(params, options.tree_asked(args, params), *how)
+    settings["accept"], _ = rule_and_law(args.accept, args.draw)
     page = make_page(params, prompt, settings, args.command_line)
     for path in files:
         if path.suffix.lower() == ".png":
@@ -185,10 +182,10 @@ def make_page(params, prompt, settings: dict, command: str) -> Page:
 
 
 def _facts(out: DecodeResult, rounds: Sequence[Round], settings: dict) -> dict[str, str]:
-    from hsd_jax.request import draw_law
+    from hsd_jax.request import rule_and_law
 
     num_tokens = sum(len(drafted.emitted) for drafted in rounds)
-    law = draw_law(settings["accept"], settings["draw"]).value
+    law = rule_and_law(settings["accept"], settings["draw"])[1].value
     filters = [f"{name} {settings[name]:g}" for name in ("top_k", "top_p") if settings[name] is not None]
     sampled = [f"temperature {settings['temperature']:g}", *filters, f"seed {settings['seed']}"]
     return {

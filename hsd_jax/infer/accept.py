@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.types import AcceptRule, DraftTree, DrawLaw, SamplingParams, Verdict
+from hsd_jax.models.cache import take_nodes
+from hsd_jax.types import DRAWN_LAWS, AcceptRule, DraftTree, DrawLaw, SamplingParams, Verdict
 
 
 def check_legal(rule: AcceptRule, law: DrawLaw) -> None:
@@ -67,7 +68,9 @@ def match_rule(max_depth: int) -> AcceptRule:
     """Draws the target's token at every node and follows it through the tree.
 
     Lossless for any tree chosen before the draw. With position-keyed noise the emitted text is a function of the row
-    key and the target alone: it equals plain sampling token for token (methods.md 0.5, 1.7).
+    key and the target alone: it equals plain sampling token for token (methods.md 0.5, 1.7). Therefore it is lossless
+    for COUPLED trees, too, which are chosen by that noise: a tree says when a token appears, never which (Daliri et
+    al., arXiv:2408.07978).
     """
 
     def verify(
@@ -77,10 +80,13 @@ def match_rule(max_depth: int) -> AcceptRule:
         logits: Float[Array, "B N V"],
         sampling: SamplingParams,
         root_position: Int[Array, "B"],
+        noise: Float[Array, "B M V"] | None = None,
     ) -> Verdict:
-        predicted = root_position[:, None] + tree.depth + 1
-        draws = sampling_lib.draw(keys, logits, predicted, sampling)
-        return walk(tree, ancestors, draws, max_depth)
+        if noise is None:
+            noise = sampling_lib.round_noise(keys, root_position, max_depth + 1, logits.shape[-1], sampling)
+        # All nodes of a depth predict the same position.
+        perturbed = sampling_lib.perturb(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling)
+        return walk(tree, ancestors, sampling_lib.first_best(perturbed), max_depth)
 
     return AcceptRule("match", frozenset(DrawLaw), verify)
 
@@ -155,9 +161,10 @@ def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
     """Recursive rejection sampling: tries siblings in draw order against what is left of the target's law.
 
     Lossless for children drawn from `tree.draft_logp`, INDEPENDENT or WITHOUT_REPLACEMENT, of trees that were not
-    pruned by their tokens. The emitted text follows the target's law, but unlike under `match` it depends on the
-    trees. One child a node is standard speculative sampling (Leviathan et al., arXiv:2211.17192; Chen et al.,
-    arXiv:2302.01318). At temperature 0 the target's law is a point mass and the text is greedy, whatever the tree.
+    pruned by their tokens, with noise that is not the target's: COUPLED ones are refused. The emitted text follows the
+    target's law, but unlike under `match` it depends on the trees. One child a node is standard speculative sampling
+    (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). At temperature 0 the target's law is a point
+    mass and the text is greedy, whatever the tree.
     """
 
     def verify(
@@ -167,6 +174,7 @@ def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
         logits: Float[Array, "B N V"],
         sampling: SamplingParams,
         root_position: Int[Array, "B"],
+        noise: Float[Array, "B M V"] | None = None,
     ) -> Verdict:
         target_logp = sampling_lib.target_law(logits, sampling)
         odds, residual = recursion(tree, target_logp, max_children)
@@ -180,18 +188,18 @@ def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
         refused_all = jnp.log(jnp.take_along_axis(residual, last_law, 1))
         at_leaf = jnp.take_along_axis(target_logp, end[:, None, None], 1)
         end_logp = jnp.where((end < residual.shape[1])[:, None, None], refused_all, at_leaf)
-        noise = sampling_lib.position_noise(keys, (root_position + num_accepted + 1)[:, None], logits.shape[-1])
-        next_token = sampling_lib.first_best(end_logp + noise)[:, 0]
+        own = sampling_lib.position_noise(keys, (root_position + num_accepted + 1)[:, None], logits.shape[-1])
+        next_token = sampling_lib.first_best(end_logp + own)[:, 0]
 
         drafted = jnp.take_along_axis(tree.tokens, jnp.roll(path, -1, 1), 1)
         is_next = jnp.arange(max_depth + 1) == num_accepted[:, None]
         emitted = jnp.where(is_next, next_token[:, None], drafted)
         return Verdict(path, num_accepted, next_token, is_leaf(tree, end), emitted)
 
-    return AcceptRule("recursive", frozenset({DrawLaw.INDEPENDENT, DrawLaw.WITHOUT_REPLACEMENT}), verify)
+    return AcceptRule("recursive", DRAWN_LAWS, verify)
 
 
-NATURAL_LAW = {"match": DrawLaw.ARBITRARY, "recursive": DrawLaw.WITHOUT_REPLACEMENT}
+NATURAL_LAW = {"match": DrawLaw.COUPLED, "recursive": DrawLaw.WITHOUT_REPLACEMENT}
 """The names that `make_rule` knows, each with the draw law under which it accepts most."""
 
 

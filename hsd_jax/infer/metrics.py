@@ -25,7 +25,8 @@ from hsd_jax.config import HIDDEN, AnyDrafterConfig, DrafterConfig, ModelConfig,
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.drafters.trunk import HiddenState, trunk_states
-from hsd_jax.infer.step import advance, cut
+from hsd_jax.infer.sampling import round_noise
+from hsd_jax.infer.step import advance, cut, or_lawless
 from hsd_jax.infer.tree import ancestor_mask, grow_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models import native
@@ -263,6 +264,10 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
     rule = make_rule(accept, tree)
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
+    # Drawn once a round, for drafts and target: part of the rest, of no stage.
+    noise = jax.jit(round_noise, static_argnums=(2, 3))(
+        state.keys, root_position, tree.depth + 1, config.vocab_size, sampling
+    )
 
     def at_length(cache: KVCache, length: Array) -> KVCache:
         return dataclasses.replace(cache, length=length)
@@ -278,11 +283,12 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
         base, root = inputs
         bias = functools.partial(inject, models["drafter"], drafter_config)
         hot_ids, vocab_size = models["drafter"].get("hot_ids"), drafter_config.vocab_size
-        grown = grow_tree(base, bias, root, tree, law, state.keys, root_position, sampling, hot_ids, vocab_size)
+        rest = state.keys, root_position, sampling, hot_ids, vocab_size
+        grown = grow_tree(base, bias, root, tree, law, *rest, noise=noise)
         return grown, inputs
 
     def draft(models, inputs):
-        drafted, after = drafter.draft(models, inputs, root, root_position, state.keys, sampling)
+        drafted, after = drafter.draft(models, inputs, root, root_position, state.keys, sampling, noise)
         return drafted, _with_counts_of(after, inputs)
 
     def verify(models, inputs):
@@ -294,11 +300,12 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
 
     def commit(models, inputs):
         tree_, ancestors, output, before = inputs
-        verdict = rule.verify(before.keys, tree_, ancestors, output.logits, sampling, before.length - 1)
-        count, done = cut(verdict.emitted, verdict.num_accepted + 1, limits, before)
+        verdict = rule.verify(before.keys, tree_, ancestors, output.logits, sampling, before.length - 1, noise)
+        emitted = or_lawless(verdict.emitted, verdict.path, output)
+        count, done = cut(emitted, verdict.num_accepted + 1, limits, before)
         cache = cache_lib.commit(before.cache, output.new_kv, verdict.path, count)
         drafter_state = drafter.commit(models, before.drafter, verdict, output, count)
-        after = advance(before, verdict.emitted, count, done, cache, drafter_state)
+        after = advance(before, emitted, count, done, cache, drafter_state)
         cache, drafter_state = at_length(cache, before.cache.length), _with_counts_of(drafter_state, before.drafter)
         restored = dataclasses.replace(
             after, length=before.length, done=before.done, cache=cache, drafter=drafter_state, stats=before.stats

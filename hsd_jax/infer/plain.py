@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.step import Step, advance, cut
+from hsd_jax.infer.step import Step, advance, cut, or_lawless
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward
 from hsd_jax.types import DecodeState, Limits, NewKV, SamplingParams
@@ -35,7 +35,8 @@ def make_plain_step(config: ModelConfig, pad_rows: int = 1) -> Step:
             active = jnp.broadcast_to(~state.done[:, None], (batch, pad_rows))
             output = forward(models["target"], config, nodes, positions, mask, state.cache, active=active)
         with jax.named_scope("judge"):
-            emitted = sampling_lib.draw(state.keys, output.logits[:, :1], position[:, None] + 1, sampling)
+            drawn = sampling_lib.draw(state.keys, output.logits[:, :1], position[:, None] + 1, sampling)
+            emitted = or_lawless(drawn, jnp.zeros_like(drawn), output)
             count, done = cut(emitted, jnp.ones(batch, jnp.int32), limits, state)
         with jax.named_scope("commit"):
             first = NewKV(*(tuple(x[:, :, :1] for x in xs) for xs in (output.new_kv.keys, output.new_kv.values)))

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import AHEAD, MIX, NONE, SKIP, SUM, UNFUSED, UNION, DrafterConfig, ReuseConfig, TreeConfig
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.types import DraftTree, DrawLaw, Weights
+from hsd_jax.types import DRAWN_LAWS, DraftTree, DrawLaw, Weights
 
 FRESH, KEPT, MIXED = range(3)
 """What a drafted node grew from: a state of this round's trunk run, a spare of an earlier one, or logits of both."""
@@ -147,10 +147,11 @@ def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig, law
       ValueError: naming the wrong value and the allowed ones, before anything compiles.
     """
     trained, depth, form = config.num_steps, tree.depth, reuse.form
-    if form == UNION and law is not DrawLaw.ARBITRARY:
+    if form == UNION and law in DRAWN_LAWS:
         raise ValueError(
             f"reuse={form!r} with draw={law.value!r}: the better of two laws is no law to draw from, so drafts could"
-            f" not be judged as drawn; allowed is draw={DrawLaw.ARBITRARY.value!r}, which accept='match' judges"
+            f" not be judged as drawn; allowed are draw={DrawLaw.COUPLED.value!r} and {DrawLaw.ARBITRARY.value!r},"
+            " which accept='match' judges"
         )
     if form == MIX and not config.has_mix:
         raise ValueError(f"reuse={form!r}: this drafter has no fitted weights; make them with `hsd train mix`")

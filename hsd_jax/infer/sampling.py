@@ -6,6 +6,8 @@ Thresholds are found by bisection on the bits of the float, not by sorting. Read
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -118,21 +120,41 @@ def first_best(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
         return native.first_best(x)
     vocab_size = x.shape[-1]
     is_best = x == jnp.max(x, -1, keepdims=True)
-    # Nothing may equal the maximum of a row with a NaN: the last index then.
+    # Nothing may equal the maximum of a row with a NaN: the last index then. `step.is_lawless` finds such rows.
     return jnp.min(jnp.where(is_best, jnp.arange(vocab_size, dtype=jnp.int32), vocab_size - 1), -1)
 
 
+def round_noise(
+    keys: jax.Array, root_position: Int[Array, "B"], num: int, vocab_size: int, sampling: SamplingParams
+) -> Float[Array, "B num V"]:
+    """The target's noise at the `num` positions behind each root; zeros, for nothing, where every row is greedy.
+
+    A decode computes it once a round: `match` draws with it, and COUPLED drafts are chosen by it. Its bits at a
+    position do not depend on `num`, so plain decoding, which asks for one position, sees the same.
+
+    Args:
+      keys: of the rows; folded, not consumed.
+    """
+
+    def noise() -> Array:
+        return position_noise(keys, root_position[:, None] + 1 + jnp.arange(num, dtype=jnp.int32), vocab_size)
+
+    shape = (root_position.shape[0], num, vocab_size)
+    return lax.cond(jnp.any(sampling.temperature > 0.0), noise, lambda: jnp.zeros(shape))
+
+
 def perturb(
-    keys: jax.Array,
-    logits: Float[Array, "B M V"],
-    positions: Int[Array, "B M"],
-    sampling: SamplingParams,
-) -> Float[Array, "B M V"]:
-    """Warped logits plus position noise; their argmax is the draw of each node (Gumbel-max)."""
+    noise: Float[Array, "B M V"] | Callable[[], Array], logits: Float[Array, "B w V"], sampling: SamplingParams
+) -> Float[Array, "B w V"]:
+    """Warped logits plus noise, greedy rows as they are; the argmax is the draw of each node (Gumbel-max).
+
+    Args:
+      noise: one row a node, or one for all; a function of none is called only if a row needs it.
+    """
 
     def noisy(logits: Array) -> Array:
-        noise = position_noise(keys, positions, logits.shape[-1])
-        return warp(logits, sampling) + jnp.where((sampling.temperature > 0.0)[:, None, None], noise, 0.0)
+        drawn = noise() if callable(noise) else noise
+        return warp(logits, sampling) + jnp.where((sampling.temperature > 0.0)[:, None, None], drawn, 0.0)
 
     return lax.cond(jnp.any(sampling.temperature > 0.0), noisy, lambda x: x, logits)
 
@@ -144,4 +166,4 @@ def draw(
     sampling: SamplingParams,
 ) -> Int[Array, "B M"]:
     """The target's token at absolute position `positions[b, m]`, given the logits that predict it."""
-    return first_best(perturb(keys, logits, positions, sampling))
+    return first_best(perturb(lambda: position_noise(keys, positions, logits.shape[-1]), logits, sampling))

@@ -14,11 +14,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from hsd_jax.config import ModelConfig
+from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.accept import check_legal
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward
-from hsd_jax.types import AcceptRule, DecodeState, Drafter, Limits, SamplingParams
+from hsd_jax.types import (
+    LAWLESS_TOKEN,
+    AcceptRule,
+    DecodeState,
+    Drafter,
+    DrawLaw,
+    Limits,
+    ModelOutput,
+    SamplingParams,
+)
 
 Step = Callable[[dict, SamplingParams, Limits, DecodeState], DecodeState]
 """`step(models, sampling, limits, state) -> state`; `models` holds the weights, "target" and "drafter"."""
@@ -35,8 +45,14 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
     def step(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState) -> DecodeState:
         root_position = state.length - 1
         root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
+        with jax.named_scope("noise"):  # once a round, for drafts and target
+            num = drafter.max_depth + 1
+            noise = sampling_lib.round_noise(state.keys, root_position, num, config.vocab_size, sampling)
         with jax.named_scope("draft"):
-            tree, drafter_state = drafter.draft(models, state.drafter, root, root_position, state.keys, sampling)
+            shown = noise if drafter.law is DrawLaw.COUPLED else None
+            tree, drafter_state = drafter.draft(
+                models, state.drafter, root, root_position, state.keys, sampling, shown
+            )
         with jax.named_scope("target"):
             ancestors = ancestor_mask(tree, drafter.max_depth)
             positions = root_position[:, None] + tree.depth
@@ -52,14 +68,28 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
                 active=active,
             )
         with jax.named_scope("judge"):
-            verdict = rule.verify(state.keys, tree, ancestors, output.logits, sampling, root_position)
-            num_committed, done = cut(verdict.emitted, verdict.num_accepted + 1, limits, state)
+            verdict = rule.verify(state.keys, tree, ancestors, output.logits, sampling, root_position, noise)
+            emitted = or_lawless(verdict.emitted, verdict.path, output)
+            num_committed, done = cut(emitted, verdict.num_accepted + 1, limits, state)
         with jax.named_scope("commit"):
             cache = cache_lib.commit(state.cache, output.new_kv, verdict.path, num_committed)
             drafter_state = drafter.commit(models, drafter_state, verdict, output, num_committed)
-            return advance(state, verdict.emitted, num_committed, done, cache, drafter_state)
+            return advance(state, emitted, num_committed, done, cache, drafter_state)
 
     return step
+
+
+def or_lawless(emitted: Int[Array, "B M"], path: Int[Array, "B M"], output: ModelOutput) -> Int[Array, "B M"]:
+    """The emitted tokens, LAWLESS_TOKEN in place of those that the target gave no law for.
+
+    To look at every logit would cost more than a hundredth of a round. Three looks find the same rows: a state that is
+    NaN spoils all logits of its node; a row of the LM head that is NaN spoils a logit of every node, the root's
+    included; and where all logits are -inf, so is that of the chosen token.
+    """
+    chosen = output.logits[jnp.arange(emitted.shape[0])[:, None], path, emitted]
+    is_nan = jnp.any(jnp.isnan(cache_lib.take_nodes(output.hidden, path, axis=1)), -1)
+    is_nan |= jnp.any(jnp.isnan(output.logits[:, 0]), -1)[:, None]
+    return jnp.where(is_nan | ~(chosen > -jnp.inf), LAWLESS_TOKEN, emitted)
 
 
 def cut(
@@ -67,7 +97,8 @@ def cut(
 ) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
     """How many of the emitted tokens count, after the first end token, the length limit and finished rows."""
     index = jnp.arange(emitted.shape[1])
-    is_eos = jnp.any(emitted[:, :, None] == limits.eos, -1) & (index < num_emitted[:, None])
+    is_end = jnp.any(emitted[:, :, None] == limits.eos, -1) | (emitted == LAWLESS_TOKEN)
+    is_eos = is_end & (index < num_emitted[:, None])
     until_eos = jnp.where(jnp.any(is_eos, -1), jnp.argmax(is_eos, -1) + 1, num_emitted)
     count = jnp.minimum(until_eos, limits.max_length - state.length)
     count = jnp.where(state.done, 0, count).astype(jnp.int32)

@@ -20,8 +20,8 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.infer import draw
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.hot import to_tokens, to_vocabulary
-from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw, SamplingParams
+from hsd_jax.models.hot import hot_columns, to_tokens, to_vocabulary
+from hsd_jax.types import DRAWN_LAWS, NO_PARENT, DraftTree, DrawLaw, SamplingParams
 
 Bias = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w V"], Any]]
 """`bias(tokens, above) -> (added, read)`: what drafted tokens add to the base logits behind them.
@@ -51,6 +51,37 @@ def sharpness(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
     return 1.0 / jnp.maximum(temperature, 1.0 / SHARPEST)
 
 
+COUPLED_SHARPEST = 2.0
+"""Most a COUPLED beam multiplies log q + g by. Measured on sampled text of the demo pair: tau of 16 nodes with 1, 1.5,
+2, 3 at temperature 1: 3.80, 3.89, 3.89, 3.74; at 0.8: 4.40, 4.39, 4.41, 4.31; at 0.5: 5.18, 5.15, 5.12, 5.05."""
+
+
+def coupled_sharpness(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
+    """What a COUPLED beam multiplies log q + g by: 2 * temperature, at most 2; for greedy rows as `sharpness`.
+
+    The target draws argmax(log p + g), and log p is log q but for the drafter's error. If that is Gumbel noise of scale
+    s, the odds that a token is drawn, given g, are the softmax of (log q + g) / s. The drafter guesses logits, which
+    the temperature divides, and its error with them: the colder, the larger s.
+    """
+    return jnp.where(temperature > 0.0, COUPLED_SHARPEST * jnp.minimum(temperature, 1.0), SHARPEST)
+
+
+def coupled(
+    expand: Expand, noise: Float[Array, "B M vocab"], hot_ids: Int[Array, "hot"] | None, sampling: SamplingParams
+) -> Expand:
+    """An `Expand` that says log q + g, up to a constant a node: q the drafter's law, g the target's noise.
+
+    All nodes of a level predict the same position, so they see the same noise, each token its own. Greedy rows are as
+    they were. A filtered or cold token has q = 0, whatever its noise.
+    """
+
+    def expand_coupled(level: int, tokens: Array, parents: Array, carry: Any):
+        logits, carry = expand(level, tokens, parents, carry)
+        return sampling_lib.perturb(lambda: hot_columns(hot_ids, noise[:, level, None]), logits, sampling), carry
+
+    return expand_coupled
+
+
 def token_free(base_logits: Float[Array, "B D V"], bias: Bias) -> Expand:
     """The `Expand` of a drafter whose states do not read drafted tokens: a level's base logits plus the bias."""
 
@@ -74,22 +105,31 @@ def grow(
     vocab_size: int,
     num_levels: Int[Array, "B"] | None = None,
     rival: Expand | None = None,
+    noise: Float[Array, "B M vocab"] | None = None,
 ) -> tuple[DraftTree, Any]:
     """A tree whose children are chosen as `law` says, and what `expand` carried out of the last level.
 
-    The choice is static. A beam reads no key, and of the settings the temperature (`sharpness`).
+    The choice is static. An ARBITRARY beam reads no key, and of the settings the temperature (`sharpness`); a COUPLED
+    one is the beam of `coupled` logits.
 
     Args:
       hot_ids: the token of each column of the logits; None: the columns are the tokens, `vocab_size` of them.
       num_levels: levels of each row that have logits; nodes below are not valid. None: all.
       rival: a second proposer whose carry is None at first, for beams only: a token then counts with the better of
         its two log-probabilities, so both compete for the same nodes and what they agree on is one node.
+      noise: the target's own behind the root, M >= depth positions, read under COUPLED alone; None: computed then.
     """
-    if law is DrawLaw.ARBITRARY:
-        if config.width == 1 and rival is None:
-            return _chain(expand, carry, root, config, hot_ids, num_levels)
+    if law not in DRAWN_LAWS:
         scale = sharpness(sampling.temperature)
-        return _beam(expand, carry, root, config, hot_ids, scale, num_levels, rival)
+        if law is DrawLaw.COUPLED:
+            if noise is None:
+                noise = sampling_lib.round_noise(keys, root_position, config.depth, vocab_size, sampling)
+            expand = coupled(expand, noise, hot_ids, sampling)
+            rival = None if rival is None else coupled(rival, noise, hot_ids, sampling)
+            scale = coupled_sharpness(sampling.temperature)
+        if config.width == 1 and rival is None:
+            return _chain(expand, carry, root, config, hot_ids, num_levels, law)
+        return _beam(expand, carry, root, config, hot_ids, scale, num_levels, rival, law)
     assert rival is None, "the better of two laws is no law to draw from"
     round_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.DRAFT_NOISE)
     drawn, carry = _sampled(expand, carry, root, config, law, round_keys, sampling, hot_ids, vocab_size)
@@ -112,11 +152,12 @@ def grow_tree(
     vocab_size: int,
     num_levels: Int[Array, "B"] | None = None,
     rival_logits: Float[Array, "B D V"] | None = None,
+    noise: Float[Array, "B M vocab"] | None = None,
 ) -> DraftTree:
     """The tree of `grow` for states that do not read drafted tokens; `rival_logits` are base logits, too."""
     expand = token_free(base_logits, bias)
     rival = None if rival_logits is None else token_free(rival_logits, bias)
-    rest = keys, root_position, sampling, hot_ids, vocab_size, num_levels, rival
+    rest = keys, root_position, sampling, hot_ids, vocab_size, num_levels, rival, noise
     return grow(expand, None, root, config, law, *rest)[0]
 
 
@@ -127,6 +168,7 @@ def _chain(
     config: TreeConfig,
     hot_ids: Int[Array, "hot"] | None,
     num_levels: Int[Array, "B"] | None,
+    law: DrawLaw,
 ) -> tuple[DraftTree, Any]:
     """The tree of `_beam` for width 1: nothing competes, so no score is computed."""
     token, tokens = root[:, None], [root[:, None]]
@@ -138,7 +180,7 @@ def _chain(
     depth = jnp.broadcast_to(jnp.arange(config.nodes, dtype=jnp.int32), shape)
     valid = jnp.ones(shape, bool) if num_levels is None else depth <= num_levels[:, None]
     tokens = jnp.concatenate(tokens, 1).astype(jnp.int32)
-    return DraftTree(tokens, depth - 1, depth, valid, law=DrawLaw.ARBITRARY), carry
+    return DraftTree(tokens, depth - 1, depth, valid, law=law), carry
 
 
 def _beam(
@@ -150,13 +192,14 @@ def _beam(
     scale: Float[Array, "B"],
     num_levels: Int[Array, "B"] | None,
     rival: Expand | None,
+    law: DrawLaw,
 ) -> tuple[DraftTree, Any]:
     """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
 
     At every level the `width` best nodes are expanded, each into its `width` likeliest children under the log-softmax
     of `scale` times what `expand` says. Scores fall along a path and ties go to the shallower node, so the nodes kept
-    are closed under ancestors, and the order of scores puts parents first. Choices are made without randomness: the law
-    is ARBITRARY.
+    are closed under ancestors, and the order of scores puts parents first. Whether `expand` says what the drafter says,
+    or that and the target's noise, is `law`.
 
     Args:
       hot_ids: the token of each of the V columns; None: the columns are the tokens. `expand` gets tokens, and the tree
@@ -210,7 +253,7 @@ def _beam(
         parents=jnp.concatenate([column + NO_PARENT, node_parent.astype(jnp.int32)], 1),
         depth=jnp.concatenate([column, candidate_depth[kept].astype(jnp.int32)], 1),
         valid=valid,
-        law=DrawLaw.ARBITRARY,
+        law=law,
     )
     return tree, carry
 

@@ -25,6 +25,11 @@ def to_tokens(hot_ids: Int[Array, "hot"] | None, columns: Int[Array, "..."]) -> 
     return columns if hot_ids is None else hot_ids[columns]
 
 
+def hot_columns(hot_ids: Int[Array, "hot"] | None, values: Float[Array, "... V"]) -> Float[Array, "... hot"]:
+    """Of values over the whole vocabulary those of the hot tokens; all without a hot vocabulary."""
+    return values if hot_ids is None else values[..., hot_ids]
+
+
 def to_columns(
     hot_ids: Int[Array, "hot"] | None, tokens: Int[Array, "..."]
 ) -> tuple[Int[Array, "..."], Bool[Array, "..."]]:

@@ -34,14 +34,17 @@ from hsd_jax.config import (
     at_least,
 )
 from hsd_jax.infer import reuse as reuse_lib
+from hsd_jax.infer.accept import NATURAL_LAW
 from hsd_jax.infer.accept import walk as walk_tree
 from hsd_jax.infer.decode import drafter_after
 from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.drafters.trunk import run_trunk
+from hsd_jax.infer.sampling import round_noise
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models.hidden import base_logits
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
+from hsd_jax.request import row_keys
 from hsd_jax.types import Drafter, DraftTree, DrawLaw, SamplingParams, Weights
 
 
@@ -85,6 +88,8 @@ class Texts:
     """int32 [R], at least 2."""
     length: np.ndarray
     """int32 [R], prompt included."""
+    seeds: np.ndarray
+    """uint32 [R]: each row was decoded alone with this seed, so COUPLED drafts see its noise. Greedy text has none."""
 
     @property
     def written(self) -> np.ndarray:
@@ -94,41 +99,53 @@ class Texts:
 
     @classmethod
     def join(
-        cls, prompts: Sequence[Sequence[int] | np.ndarray], written: Sequence[Sequence[int] | np.ndarray]
+        cls,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        written: Sequence[Sequence[int] | np.ndarray],
+        seeds: Sequence[int] | None = None,
     ) -> Texts:
-        """Of prompts and what was written behind each; prompts of fewer than two tokens are refused by `ValueError`."""
+        """Of prompts, what was written behind each, and the seeds it was drawn with; None: it was not drawn.
+
+        Raises:
+          ValueError: for a prompt of fewer than two tokens.
+        """
         if any(len(p) < 2 for p in prompts):
             raise ValueError("a prompt of fewer than 2 tokens leaves nothing to draft from")
         rows = [np.array([*prompt, *text], np.int32) for prompt, text in zip(prompts, written, strict=True)]
         padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
         for row, text in zip(padded, rows, strict=True):
             row[: len(text)] = text
-        return cls(padded, np.array([len(p) for p in prompts], np.int32), np.array([len(r) for r in rows], np.int32))
+        lengths = (np.array([len(x) for x in some], np.int32) for some in (prompts, rows))
+        return cls(padded, *lengths, np.array([0] * len(rows) if seeds is None else seeds, np.uint32))
 
     def save(self, path: Any) -> None:
         with open(path, "wb") as file:
-            np.savez(file, tokens=self.tokens, prompt_length=self.prompt_length, length=self.length)
+            np.savez(file, **vars(self))
 
     @classmethod
     def load(cls, path: Any) -> Texts:
         with np.load(path, allow_pickle=False) as values:
-            return cls(**{name: values[name] for name in ("tokens", "prompt_length", "length")})
+            return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
 
 
 def write_texts(
     params: Params, prompts: Sequence[np.ndarray], max_new_tokens: int, temperature: float, seed: int, batch: int = 8
 ) -> Texts:
-    """Decodes plainly; prompts of fewer than two tokens are refused by `ValueError`."""
+    """Decodes plainly, prompt i alone with the seed `seed` + i.
+
+    Raises:
+      ValueError: for a prompt of fewer than two tokens.
+    """
     Texts.join(prompts, [()] * len(prompts))  # refuses before anything is decoded
-    written = []
+    written, seeds = [], [seed + i for i in range(len(prompts))]
     for first in range(0, len(prompts), batch):
         some = [np.asarray(p, np.int32) for p in prompts[first : first + batch]]
-        seeds = [seed + first + i for i in range(len(some))]
-        out = decode(params, some, max_new_tokens=max_new_tokens, temperature=temperature, seed=seeds, speculate=False)
+        own = seeds[first : first + batch]
+        out = decode(params, some, max_new_tokens=max_new_tokens, temperature=temperature, seed=own, speculate=False)
         written += [
             tokens[:num] for tokens, num in zip(np.asarray(out.tokens), np.asarray(out.num_tokens), strict=True)
         ]
-    return Texts.join(prompts, written)
+    return Texts.join(prompts, written, seeds)
 
 
 Draft = tuple[TreeConfig, ReuseConfig]
@@ -168,25 +185,31 @@ def follow(
     tokens: Int[Array, "R T"],
     length: Int[Array, "R"],
     first: Int[Array, "R"],
+    keys: jax.Array,
     temperature: Float[Array, ""],
 ) -> tuple[list[Followed], Float[Array, "R n"] | None]:
     """Drafts from n = `num_roots` positions of every text, from `first` on, which was drawn at `temperature`.
 
+    Args:
+      keys: of the rows [R], with which the texts were drawn: COUPLED drafts, which are decoded, depend on them.
     Returns:
       What each of `drafts` would have got right.
       For each root: sum of min(p, q) at depth 1, p and q at temperature 1; None for drafters that were not trained.
     """
-    drafters = [make_drafter(target_config, config, tree, reuse=reuse) for tree, reuse in drafts]
+    law = NATURAL_LAW["match"]
+    drafters = [make_drafter(target_config, config, tree, law=law, reuse=reuse) for tree, reuse in drafts]
+    num_noisy = max(drafter.max_depth for drafter in drafters)
     models = {"target": target, "drafter": drafter}
     index = jnp.arange(num_roots)
-    keys = jax.vmap(jax.random.key)(jnp.zeros(num_roots, jnp.uint32))
     none, one = jnp.zeros(num_roots, jnp.int32), jnp.ones(num_roots)
     as_drawn, at_temperature_1 = SamplingParams(temperature * one, none, one), SamplingParams(one, none, one)
 
-    def one_text(row: tuple[Array, Array, Array]):
-        text, end, start = row
+    def one_text(row: tuple[Array, Array, Array, Array]):
+        text, end, start, key = row
+        own_keys = jnp.broadcast_to(key, (num_roots,))
         output = forward_sequence(target, target_config, text[None], taps=drafters[0].taps)
         roots = jnp.minimum(start + index, len(text) - 1)
+        noise = round_noise(own_keys, roots, num_noisy, target_config.vocab_size, as_drawn)
         texts, ends = jnp.broadcast_to(text, (num_roots, len(text))), jnp.broadcast_to(end, roots.shape)
 
         def state_of(drafter: Drafter) -> Any:
@@ -199,7 +222,7 @@ def follow(
             return jax.tree.map(lambda x: x[:, 0], jax.vmap(begin)(roots))
 
         def counted(drafter: Drafter, state: Any) -> tuple[Array, Any]:
-            tree, after = drafter.draft(models, state, text[roots], roots, keys, as_drawn)
+            tree, after = drafter.draft(models, state, text[roots], roots, own_keys, as_drawn, noise)
             return accepted_nodes(tree, texts, roots, ends, drafter.max_depth), after
 
         def followed(drafter: Drafter, draft: Draft) -> Followed:
@@ -223,12 +246,12 @@ def follow(
         if not isinstance(config, DrafterConfig):
             return found, None
         one_draw = make_drafter(target_config, config, TreeConfig(2, 1, 1), law=DrawLaw.INDEPENDENT)
-        drawn, _ = one_draw.draft(models, state_of(one_draw), text[roots], roots, keys, at_temperature_1)
+        drawn, _ = one_draw.draft(models, state_of(one_draw), text[roots], roots, own_keys, at_temperature_1)
         assert drawn.draft_logp is not None
         common = jnp.minimum(drawn.draft_logp[:, 0], jax.nn.log_softmax(output.logits[0, roots], -1))
         return found, jnp.exp(common).sum(-1)
 
-    return lax.map(one_text, (tokens, length, first))
+    return lax.map(one_text, (tokens, length, first, keys))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +325,8 @@ def fates(
     asked = tuple(sorted(set(source.values()), key=repr))  # in one order, so that the same ones compile once
     written = texts.length - texts.prompt_length
     models = drafter, target, target_config, config
-    rows = texts.tokens, texts.length, texts.prompt_length - 1, np.float32(temperature)
+    keys = row_keys([(int(seed), 0) for seed in texts.seeds])
+    rows = texts.tokens, texts.length, texts.prompt_length - 1, keys, np.float32(temperature)
     found, overlap = follow(*models, asked, int(written.max()), *rows)
     of = dict(zip(asked, jax.tree.map(np.asarray, found), strict=True))
 
@@ -361,7 +385,7 @@ def stored_texts(
     digest = hashlib.sha256(target_hash.encode())
     for prompt in prompts:
         digest.update(np.asarray([len(prompt), *prompt], "<i4").tobytes())
-    digest.update(repr((max_new_tokens, temperature, params.eos)).encode())
+    digest.update(repr((max_new_tokens, temperature, params.eos, "with seeds")).encode())
     path = Path(folder) / f"{name}-{digest.hexdigest()[:16]}.npz"
     if not path.is_file():
         report(f"the target writes {len(prompts)} {name} texts of {max_new_tokens} tokens to judge by")

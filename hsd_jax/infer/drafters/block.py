@@ -18,12 +18,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.drafters.hidden import check_tree
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.hidden import base_logits, head_states, trunk_features
-from hsd_jax.models.hot import to_tokens
-from hsd_jax.types import NO_PARENT, Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
+from hsd_jax.models.hot import hot_columns, to_tokens
+from hsd_jax.types import DRAWN_LAWS, NO_PARENT, Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
 
 FIRST_RANK, NEXT_RANK = 0.6, 0.3
 """How likely a head's best guess is taken to be right, and each further guess against the one before: a prior, which
@@ -109,21 +110,26 @@ def block_drafter(
         root_position: Int[Array, "B"],
         keys: jax.Array,
         sampling: SamplingParams,
+        noise: Float[Array, "B M vocab"] | None = None,
     ):
         with jax.named_scope("head"):
             states = head_states(models["drafter"], config, state.feature, tree.depth)
             logits = base_logits(models["drafter"], config, models["target"], target_config, states)
         hot_ids = models["drafter"].get("hot_ids")
-        if law is not DrawLaw.ARBITRARY:
+        if law in DRAWN_LAWS:
             nothing = lambda tokens, _: (jnp.zeros((*tokens.shape, 1)), None)  # noqa: E731  # what tokens add
             settings = tree, law, keys, root_position, sampling, hot_ids, config.vocab_size
             return grow_tree(logits, nothing, root, *settings), state
+        if law is DrawLaw.COUPLED:
+            if noise is None:
+                noise = sampling_lib.round_noise(keys, root_position, tree.depth, config.vocab_size, sampling)
+            logits = sampling_lib.perturb(lambda: hot_columns(hot_ids, noise[:, : tree.depth]), logits, sampling)
         guesses = to_tokens(hot_ids, lax.top_k(logits, tree.width)[1])
         drafted = guesses[:, shape.depths[1:] - 1, shape.ranks[1:]]
         nodes = (len(root), tree.nodes)
         parents, depths = (jnp.broadcast_to(x, nodes) for x in (shape.parents, shape.depths))
         tokens = jnp.concatenate([root[:, None], drafted], 1).astype(jnp.int32)
-        return DraftTree(tokens, parents, depths, jnp.ones(nodes, bool)), state
+        return DraftTree(tokens, parents, depths, jnp.ones(nodes, bool), law=law), state
 
     def node_logp(models, state: BlockState, drafted: DraftTree, sampling: SamplingParams):
         states = head_states(models["drafter"], config, state.feature, tree.depth)

@@ -100,6 +100,7 @@ def feature_drafter(
         root_position: Int[Array, "B"],
         keys: jax.Array,
         sampling: SamplingParams,
+        noise: Float[Array, "B M vocab"] | None = None,
     ):
         with jax.named_scope("trunk"):
             first, cache = root_level(models, target_config, config, state)
@@ -112,7 +113,7 @@ def feature_drafter(
         hot_ids = models["drafter"].get("hot_ids")
         with jax.named_scope("tree"):
             drafted, _ = tree_lib.grow(
-                expand, first, root, tree, law, keys, root_position, sampling, hot_ids, config.vocab_size
+                expand, first, root, tree, law, keys, root_position, sampling, hot_ids, config.vocab_size, noise=noise
             )
         return drafted, dataclasses.replace(state, cache=cache)
 

@@ -32,7 +32,7 @@ from hsd_jax.models.hidden import (
 )
 from hsd_jax.models.hot import to_columns
 from hsd_jax.models.target import causal_mask
-from hsd_jax.types import Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
+from hsd_jax.types import DRAWN_LAWS, Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
 
 
 def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, law: DrawLaw) -> None:
@@ -43,7 +43,7 @@ def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConf
     if tree.width > config.draft_vocab_size:
         whole = "vocabulary" if config.hot_tokens is None else "hot vocabulary"
         raise ValueError(f"TreeConfig.width={tree.width}: allowed are 1 to the {whole}, {config.draft_vocab_size}")
-    if law is not DrawLaw.ARBITRARY:
+    if law in DRAWN_LAWS:
         tree.sampled_widths()  # raises here, before anything compiles
 
 
@@ -104,6 +104,7 @@ def hidden_drafter(
         root_position: Int[Array, "B"],
         keys: jax.Array,
         sampling: SamplingParams,
+        noise: Float[Array, "B M vocab"] | None = None,
     ):
         levels, state = levels_of_round(models, state)
         with jax.named_scope("tree"):
@@ -122,6 +123,7 @@ def hidden_drafter(
                 config.vocab_size,
                 levels.num,
                 levels.rival,
+                noise,
             ), state
 
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):

@@ -12,11 +12,11 @@ import typing
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import LookupConfig, TreeConfig
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.types import NO_PARENT, Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
+from hsd_jax.types import DRAWN_LAWS, NO_PARENT, Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
@@ -76,8 +76,9 @@ def lookup_drafter(config: LookupConfig, tree: TreeConfig, law: DrawLaw = DrawLa
     """
     if tree.width != 1:
         raise ValueError(f"TreeConfig.width={tree.width}: lookup drafts chains, allowed is 1")
-    if law is not DrawLaw.ARBITRARY:
+    if law in DRAWN_LAWS:
         raise ValueError(f"draw={law.value!r}: lookup copies its drafts, allowed is arbitrary, with accept='match'")
+    law = DrawLaw.ARBITRARY  # coupled to any noise, a law of one token is that token
     depth = tree.depth
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
@@ -94,6 +95,7 @@ def lookup_drafter(config: LookupConfig, tree: TreeConfig, law: DrawLaw = DrawLa
         root_position: Int[Array, "B"],
         keys: jax.Array,
         sampling: SamplingParams,
+        noise: Float[Array, "B M vocab"] | None = None,
     ):
         return copied_chain(state, root, config, depth), state
 

@@ -13,7 +13,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, SmallLMConfig, TreeConfig
 from hsd_jax.infer.tree import grow
@@ -91,6 +91,7 @@ def small_lm_drafter(
         root_position: Int[Array, "B"],
         keys: jax.Array,
         sampling: SamplingParams,
+        noise: Float[Array, "B M vocab"] | None = None,
     ):
         def expand(level: int, tokens: Array, parents: Array, cache: KVCache):
             """Reads the pending tokens, then each draft, and keeps them all."""
@@ -103,7 +104,7 @@ def small_lm_drafter(
             return logits, cache_lib.commit(cache, output.new_kv, None, num_read, after=logits)
 
         drafted, cache = grow(
-            expand, state.cache, root, tree, law, keys, root_position, sampling, None, config.vocab_size
+            expand, state.cache, root, tree, law, keys, root_position, sampling, None, config.vocab_size, noise=noise
         )
         return drafted, dataclasses.replace(state, cache=cache)
 

@@ -1,0 +1,61 @@
+"""Drafts coupled to the target's noise, from methods.md 0.5b, in plain loops and in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from oracles.sampling import warp
+from oracles.tree import grow_paths, log_softmax
+
+Setting = tuple[float, int | None, float | None]
+"""Temperature, top-k and top-p of a row."""
+
+
+def scores(
+    logits: np.ndarray, noise: np.ndarray, setting: Setting, hot_ids: Sequence[int] | None, vocab: int
+) -> np.ndarray:
+    """log q + g over the whole vocabulary; at temperature 0 the logits. q is 0 off the hot and the kept tokens."""
+    hot = list(range(vocab)) if hot_ids is None else list(hot_ids)
+    found = np.full(vocab, -np.inf)
+    found[hot] = logits if setting[0] == 0.0 else log_softmax(warp(logits, *setting)) + noise[hot]
+    return found
+
+
+def sharpness(temperature: float) -> float:
+    """What log q + g is multiplied by before a beam takes its log-softmax."""
+    return 3.0 if temperature == 0.0 else 2.0 * min(temperature, 1.0)
+
+
+def grow(
+    logits: Callable[[tuple[int, ...]], np.ndarray],
+    root: int,
+    nodes: int,
+    depth: int,
+    width: int,
+    noise: np.ndarray,
+    setting: Setting,
+    hot_ids: Sequence[int] | None = None,
+) -> tuple[list[int], list[int], list[int]]:
+    """The coupled beam of one row: tokens, parents, depths.
+
+    Args:
+      logits: the drafter's, behind a path of tokens that starts with the root.
+      noise: [depth, V], of the positions behind the root.
+    """
+
+    def perturbed(path: tuple[int, ...]) -> np.ndarray:
+        own = noise[len(path) - 1]
+        return sharpness(setting[0]) * scores(logits(path), own, setting, hot_ids, len(own))
+
+    return grow_paths(perturbed, root, nodes, depth, width)
+
+
+def acceptance(target: np.ndarray, draft: np.ndarray) -> float:
+    """P(argmax(log p + g) = argmax(log q + g)), g Gumbel noise.
+
+    Both are v if g_v - g_w > max(log p_w / p_v, log q_w / q_v) for all w, which has the probability
+    1 / sum over w of max(p_w / p_v, q_w / q_v).
+    """
+    shared = [v for v in range(len(target)) if target[v] > 0 and draft[v] > 0]
+    return sum(1.0 / np.maximum(target / target[v], draft / draft[v]).sum() for v in shared)
