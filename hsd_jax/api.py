@@ -15,6 +15,7 @@ import numpy as np
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.params import Params
+from hsd_jax.plan import Plan
 from hsd_jax.request import AUTO, Prompt, Request, prepare
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.types import LAWLESS_TOKEN, NO_TOKEN, DecodeState
@@ -42,6 +43,10 @@ class Stats:
     prefill_seconds: float
     decode_seconds: float
     """Wall time of the loop; the first call of a shape includes its compilation."""
+    plan: Plan | None = None
+    """The tree that was chosen or asked for, or plain decoding, and why."""
+    drafted_share: float = 0.0
+    """Of the target passes, counted a row, those that verified at least one draft of the row."""
 
     @property
     def mean_accepted(self) -> float:
@@ -107,7 +112,10 @@ def decode(
       top_k, top_p: None switches the filter off.
       seed: of one for all, row i draws with the key `fold_in(key(seed), i)`; of a list with `fold_in(key(seed[i]), 0)`,
         as if it were decoded alone.
-      tree: shape of the draft tree; None: `params.tree`.
+      tree: shape of the draft tree, which is then verified whole in every round. None: `params.tree`; and if that is
+        None too, what should be the fastest for so many rows, such lengths and temperatures is chosen, plain decoding
+        included; `stats.plan` says what. Of a chosen tree only the drafts that pay are verified, and where none do, the
+        call goes on plainly and tries again later.
       speculate: False decodes plainly.
       eos: end tokens in place of the checkpoint's; () for none.
       pad_rows: rows a plain pass is padded to (see `infer/plain.py`).
@@ -156,7 +164,7 @@ def decode(
     if params.tokenizer is not None:
         decoders = [IncrementalDecoder(params.tokenizer, p) for p in request.prompts]
         text = [d.push(out[row, : num_tokens[row]], is_last=True) for row, d in enumerate(decoders)]
-    stats = _stats(state, num_tokens, request.prefill_seconds, seconds)
+    stats = _stats(state, num_tokens, request, seconds)
     return DecodeResult(out, num_tokens.astype(np.int32), text, stats)
 
 
@@ -211,7 +219,7 @@ def _stream(params: Params, request: Request, rounds: int) -> Generator[Piece, N
             if len(new) or text:
                 yield Piece(int(row), new, text)
         finished = done
-    return _stats(state, shown - request.prompt_length, request.prefill_seconds, seconds)
+    return _stats(state, shown - request.prompt_length, request, seconds)
 
 
 def check_lawful(tokens: np.ndarray, length: np.ndarray, prompt_length: np.ndarray) -> None:
@@ -230,7 +238,7 @@ def check_lawful(tokens: np.ndarray, length: np.ndarray, prompt_length: np.ndarr
             )
 
 
-def _stats(state: DecodeState, num_tokens: np.ndarray, prefill_seconds: float, seconds: float) -> Stats:
+def _stats(state: DecodeState, num_tokens: np.ndarray, request: Request, seconds: float) -> Stats:
     rows = len(num_tokens)
     passes = np.asarray(state.stats.num_target_passes)[:rows]
     histogram = np.asarray(state.stats.accepted_histogram)[:rows]
@@ -240,6 +248,8 @@ def _stats(state: DecodeState, num_tokens: np.ndarray, prefill_seconds: float, s
         num_target_passes=int(passes.sum()),
         accepted_histogram=histogram.sum(0),
         per_row=per_row,
-        prefill_seconds=prefill_seconds,
+        prefill_seconds=request.prefill_seconds,
         decode_seconds=seconds,
+        plan=request.plan,
+        drafted_share=float(np.asarray(state.stats.num_drafted)[:rows].sum() / max(passes.sum(), 1)),
     )

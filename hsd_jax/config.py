@@ -160,6 +160,11 @@ class DrafterConfig:
     """One of TRAINED_KINDS; files written before there was a choice do not name it."""
     injection: str = PREVIOUS
     """One of INJECTIONS; files written before there was a choice do not name it."""
+    profile: tuple[float, ...] = ()
+    """Of held-out greedy text: the share of a chain's drafts that the target accepts, by depth, where all before were.
+    Empty: never measured. It decides how calls are decoded that do not say (`plan.py`), never what is decoded."""
+    sampled_profile: tuple[float, ...] = ()
+    """The same at temperature 1, with COUPLED drafts."""
 
     UNUSED: ClassVar[dict[str, tuple[str, ...]]] = {
         HIDDEN: (),

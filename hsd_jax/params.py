@@ -45,7 +45,8 @@ class Params:
     eos: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     max_len: int = flax.struct.field(pytree_node=False, default=2048)
     precision: str = flax.struct.field(pytree_node=False, default="fast")
-    tree: TreeConfig = flax.struct.field(pytree_node=False, default=DEFAULT_TREE)
+    tree: TreeConfig | None = flax.struct.field(pytree_node=False, default=None)
+    """Of every `decode` that asks for none; None: chosen call by call (`plan.py`)."""
     mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
     dtype: str = flax.struct.field(pytree_node=False, default="float32")
     """Of the target's weights. What they are held in may be wider (`held_dtype`): the numbers are the same."""
@@ -112,7 +113,7 @@ def load(
       precision: "fast", or "exact": float32 weights and highest matmul precision, where speculative and plain text
         agree token for token.
       mesh: "data=2,model=4" or a `jax.sharding.Mesh`: rows over data, weights over model.
-      tree: default draft tree of `decode`.
+      tree: draft tree of every `decode` that names none; None: each call chooses (`plan.py`).
     Raises:
       FileNotFoundError, ValueError: naming the wrong value and what to do, before anything compiles.
     """
@@ -150,7 +151,7 @@ def load(
         eos,
         max_len or longest,
         precision,
-        tree or default_tree(drafter_config),
+        tree,
         mesh,
         jnp.dtype(weights_dtype).name,
     )
@@ -162,7 +163,7 @@ def _held(weights: Weights, has_kernels: bool) -> Weights:
 
 
 def default_tree(config: AnyDrafterConfig | None) -> TreeConfig:
-    """The tree of `decode` unless another is asked for; one that may be drawn, too."""
+    """A tree that suits the kind of drafter; one that may be drawn, too."""
     if isinstance(config, DrafterConfig):
         depth, width = min(DEFAULT_TREE.depth, config.num_steps), DEFAULT_TREE.width
         return TreeConfig(min(DEFAULT_TREE.nodes, 1 + depth * width), depth, width)

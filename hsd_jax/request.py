@@ -30,11 +30,14 @@ from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.params import Params
-from hsd_jax.types import NO_TOKEN, DecodeState, DrawLaw, Limits, SamplingParams
+from hsd_jax.params import Params, default_tree
+from hsd_jax.plan import WARM, CostModel, Plan, choose, first_trust, rates_here
+from hsd_jax.types import NO_TOKEN, Costs, DecodeState, DrawLaw, Limits, SamplingParams
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
 """The smallest cache bucket in slots, each further one GROWTH times as large; and what every capacity is a multiple of."""
+MOST_REACH = 16
+"""Slots that are kept free behind a row for what a round may write, whatever tree it has: one size for all plans."""
 LARGEST_FIRST = 2048
 """Caches up to this size are made for all tokens a call may give, larger ones for the prompt: they grow when full."""
 COLDEST = 1e-6
@@ -58,6 +61,7 @@ class Request:
     prompts: list[list[int]]
     prompt_length: np.ndarray
     prefill_seconds: float
+    plan: Plan
 
 
 @functools.lru_cache(maxsize=64)
@@ -114,14 +118,25 @@ def prepare(
                 f" {params.target_config.max_position})"
             )
     seeds = _seeds(seed, batch)
-    speculate = speculate and params.drafter is not None
     tree = params.tree if tree is None else tree
-    if not isinstance(tree, TreeConfig):
-        raise ValueError(f"tree={tree!r}: expected a hsd_jax.TreeConfig")
+    if not isinstance(tree, TreeConfig | None):
+        raise ValueError(f"tree={tree!r}: expected a hsd_jax.TreeConfig, or None: chosen")
     if pad_rows < 1:
         raise ValueError(f"pad_rows={pad_rows}: allowed are 1 and more")
     wanted_reuse = ReuseConfig.parse(reuse)
     accept, law = rule_and_law(accept, draw)
+    num_rows = rows_bucket(batch, sharding_lib.rows_multiple(params.mesh))
+    longest = max(len(ids) + new for ids, new in zip(rows, new_tokens, strict=True))
+    sizes = max(map(len, rows)), longest, MOST_REACH, params.max_len
+    if not speculate or params.drafter is None:
+        plan = Plan(None, "asked for" if params.drafter is not None else "no drafter is loaded", is_chosen=False)
+    elif tree is not None:
+        plan = Plan(tree, "asked for", is_chosen=False)
+    elif accept != "match" or wanted_reuse != NO_REUSE:
+        plan = Plan(default_tree(params.drafter_config), "trees that are drawn, or grow from reused states, stay whole", False)
+    else:
+        plan = chosen_plan(params, num_rows, first_capacity(*sizes), float(max(settings[0])))
+    tree, speculate = plan.tree, plan.tree is not None
     decoder = _decoder(
         params.target_config,
         params.drafter_config if speculate else None,
@@ -136,11 +151,11 @@ def prepare(
     )
 
     # Rows that only fill a bucket or the mesh are born finished: one token, no room for another.
-    fill = rows_bucket(batch, sharding_lib.rows_multiple(params.mesh)) - batch
+    fill = num_rows - batch
     prompts, rows = rows, rows + [[0]] * fill
     length = np.array([len(r) for r in rows], np.int32)
     max_length = length + np.array([*new_tokens, *[0] * fill], np.int32)
-    capacity = first_capacity(int(length.max()), int(max_length.max()), decoder.reach, params.max_len)
+    capacity = first_capacity(sizes[0], sizes[1], max(decoder.reach, MOST_REACH), params.max_len)
     tokens = np.zeros((len(rows), capacity), np.int32)
     for i, ids in enumerate(rows):
         tokens[i, : len(ids)] = ids
@@ -152,13 +167,43 @@ def prepare(
         arrays = jax.device_put(arrays, sharding_lib.row_shardings(params.mesh, arrays, len(rows)))
     tokens, lengths, keys, limits, sampling = arrays
     models = {"target": params.target, "drafter": params.drafter if speculate else None}
+    if plan.is_chosen and tree is not None:
+        models["costs"] = costs_of(params, num_rows, tree)
     start = time.perf_counter()
     state = decoder.prefill(models, tokens, lengths, keys, limits, capacity=capacity, max_tokens=capacity + 1)
     if params.mesh is not None:
         state = jax.device_put(state, sharding_lib.row_shardings(params.mesh, state, len(rows)))
     jax.block_until_ready(state.length)
     seconds = time.perf_counter() - start
-    return Request(decoder, models, sampling, limits, state, prompts, length[:batch].copy(), seconds)
+    return Request(decoder, models, sampling, limits, state, prompts, length[:batch].copy(), seconds, plan)
+
+
+def _cost_model(params: Params) -> CostModel:
+    assert params.drafter_config is not None
+    leaves = [x for x in jax.tree.leaves(params.drafter) if jnp.issubdtype(x.dtype, jnp.floating)]
+    sizes = params.target["embedding"].dtype.itemsize, leaves[0].dtype.itemsize if leaves else 4
+    return CostModel(params.target_config, params.drafter_config, rates_here(params.mesh is None), *sizes)
+
+
+def chosen_plan(params: Params, batch: int, capacity: int, temperature: float) -> Plan:
+    """The plan of a call that leaves it to us; calls of the same sizes share one, and its programs."""
+    warm = temperature >= WARM
+    return _choose(_cost_model(params), batch, capacity, 1.0 if warm else 0.0)
+
+
+@functools.lru_cache(maxsize=256)
+def _choose(model: CostModel, batch: int, capacity: int, temperature: float) -> Plan:
+    return choose(model, batch, capacity, temperature)
+
+
+def costs_of(params: Params, batch: int, tree: TreeConfig) -> Costs:
+    """What the loop weighs drafts by, on the device."""
+    return _costs(_cost_model(params), batch, tree)
+
+
+@functools.lru_cache(maxsize=256)
+def _costs(model: CostModel, batch: int, tree: TreeConfig) -> Costs:
+    return jax.tree.map(jnp.asarray, model.costs(batch, tree, first_trust(model.drafter)))
 
 
 def rows_bucket(batch: int, multiple: int = 1) -> int:

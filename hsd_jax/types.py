@@ -93,6 +93,9 @@ class DraftTree:
     parents: Int[Array, "B N"]
     depth: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
+    score: Float[Array, "B N"] | None = None
+    """Log of how likely the drafter takes each node to be accepted, all its ancestors with it; 0 for the root. Falls along
+    paths. None where the drafter has no opinion."""
     draft_logp: Float[Array, "B I V"] | None = None
     """Log-probabilities the children of each node were drawn from; None unless the law is one of DRAWN_LAWS."""
     law: DrawLaw = flax.struct.field(pytree_node=False, default=DrawLaw.ARBITRARY)
@@ -141,6 +144,42 @@ class DecodeStats:
 
     num_target_passes: Int[Array, "B"]
     accepted_histogram: Int[Array, "B D+1"]
+    num_drafted: Int[Array, "B"]
+    """Passes that verified at least one draft of the row."""
+
+
+@flax.struct.dataclass
+class Costs:
+    """What passes should cost on this machine, traced: `infer/worth.py` weighs drafts by it."""
+
+    pass_seconds: Float[Array, "R"]
+    """Of a verification of 0, 1, ... nodes, all rows of the batch together, without attention to the cache."""
+    plain_seconds: Float[Array, "B1"]
+    """Of a plain pass over 0, 1, ... rows."""
+    draft_seconds: Float[Array, ""]
+    """Of drafting, whatever is verified of it."""
+    slot_seconds: Float[Array, ""]
+    """Of one more node's attention, a cache slot."""
+    first_trust: Float[Array, ""]
+    """What an edge that the drafter is sure of is taken to be worth before any was tried."""
+
+
+@flax.struct.dataclass
+class Control:
+    """What a decode has learned about its drafts: sums in which a round counts less the older it is."""
+
+    accepted: Float[Array, "B"]
+    """Accepted drafts, and what the edges that were tried predicted."""
+    predicted: Float[Array, "B"]
+    tokens: Float[Array, ""]
+    """Tokens of rounds with drafts, and the seconds that they should have taken."""
+    seconds: Float[Array, ""]
+    rounds: Int[Array, ""]
+    """Rounds in these two sums."""
+    wait: Int[Array, ""]
+    """Blocks of plain rounds before drafts are tried again; 0: rounds have drafts."""
+    backoff: Int[Array, ""]
+    """What `wait` will be if drafts do not pay."""
 
 
 @flax.struct.dataclass
@@ -155,6 +194,8 @@ class DecodeState:
     keys: jax.Array
     """One typed random key a row; folded with the absolute position, never consumed."""
     stats: DecodeStats
+    control: Control | None = None
+    """None where the tree was asked for: it is then verified whole in every round."""
 
 
 class Drafter(NamedTuple):
@@ -186,6 +227,10 @@ class Drafter(NamedTuple):
     """Slots behind the committed tokens that a round may write in the drafter's own cache, if more than `max_depth`."""
     ready: Callable[..., Any] | None = None
     """`ready(params, state) -> state`, once the prompt is read; None: nothing is left to do."""
+    follow: Callable[..., Any] | None = None
+    """`follow(params, state, verdict, output, num_committed) -> state`: behind up to max_depth + 1 plain passes, for which
+    nothing was drafted; the verdict's path are their nodes in order. Rows that committed none keep their state. None:
+    the drafter must draft in every round."""
     node_origins: Callable[..., Any] | None = None
     """`node_origins(params, state, tree, sampling) -> Origins` (`infer/reuse.py`): which nodes of a tree grown from
     `state` reuse what earlier rounds left over. For pictures, as `node_logp` is. None: nothing is reused."""

@@ -177,7 +177,9 @@ def tree_of(args: argparse.Namespace, params) -> Any:
     """The tree of --nodes, --depth and --width; what is not given comes from the drafter's own tree."""
     from hsd_jax.config import TreeConfig
 
-    own = params.tree
+    from hsd_jax.params import default_tree
+
+    own = params.tree or default_tree(params.drafter_config)
     nodes = args.nodes or own.nodes
     depth = args.depth or min(own.depth, nodes - 1)
     return TreeConfig(nodes=nodes, depth=depth, width=args.width or min(own.width, nodes - 1))

@@ -20,7 +20,9 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig
+from hsd_jax.infer.plain import make_block
 from hsd_jax.infer.step import Step
+from hsd_jax.infer.worth import first_control
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models import native
 from hsd_jax.models.target import read_chunk
@@ -81,7 +83,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
         if drafter is not None and drafter.ready is not None:
             drafter_state = drafter.ready(models, drafter_state)
         depth = 0 if drafter is None else drafter.max_depth
-        is_prompt = jnp.arange(num) < length[:, None]
+        is_prompt, zeros = jnp.arange(num) < length[:, None], jnp.zeros(batch, jnp.int32)
         return DecodeState(
             tokens=jnp.pad(
                 jnp.where(is_prompt, tokens, NO_TOKEN), ((0, 0), (0, max_tokens - num)), constant_values=NO_TOKEN
@@ -91,7 +93,8 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
             cache=cache,
             drafter=drafter_state,
             keys=keys,
-            stats=DecodeStats(jnp.zeros(batch, jnp.int32), jnp.zeros((batch, depth + 1), jnp.int32)),
+            stats=DecodeStats(zeros, jnp.zeros((batch, depth + 1), jnp.int32), zeros),
+            control=first_control(batch) if "costs" in models else None,
         )
 
     return prefill
@@ -106,8 +109,11 @@ def drafter_after(
     return state if drafter.ready is None else drafter.ready(models, state)
 
 
-def make_loop(step: Step, reach: int) -> Callable:
+def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, reach: int) -> Callable:
     """`loop(models, sampling, limits, num_rounds, state) -> state`: rounds until nothing is left to do.
+
+    Where `worth` says that drafts do not pay, blocks of plain rounds stand between those of `step`. Both are inner loops
+    of one program and not branches of one round: XLA would copy the caches at a branch.
 
     Args:
       reach: slots behind its committed tokens that a row may write in a round.
@@ -122,17 +128,40 @@ def make_loop(step: Step, reach: int) -> Callable:
     ) -> DecodeState:
         capacity = state.cache.keys[0].shape[2]
 
-        def goes_on(carry):
-            round_index, state = carry
+        def goes_on(round_index: Array, state: DecodeState) -> Array:
             return (
                 (round_index < num_rounds) & jnp.any(~state.done) & ~is_full(state.length, state.done, capacity, reach)
             )
 
-        def body(carry):
+        def round_of(carry):
             round_index, state = carry
             return round_index + 1, step(models, sampling, limits, state)
 
-        return lax.while_loop(goes_on, body, (jnp.zeros((), jnp.int32), state))[1]
+        begin = jnp.zeros((), jnp.int32), state
+        if state.control is None or drafter is None or drafter.follow is None:
+            return lax.while_loop(lambda carry: goes_on(*carry), round_of, begin)[1]
+        start, plain, end = make_block(config, drafter)
+
+        def drafts_pay(carry):
+            return goes_on(*carry) & (carry[1].control.wait == 0)
+
+        def block_goes_on(carry):
+            round_index, state, trail = carry
+            return goes_on(round_index, state) & (state.control.wait > 0) & (trail.rounds <= drafter.max_depth)
+
+        def plain_round_of(carry):
+            round_index, state, trail = carry
+            return round_index + 1, *plain(models, sampling, limits, state, trail)
+
+        def body(carry):
+            round_index, state = lax.while_loop(drafts_pay, round_of, carry)
+            carry = round_index, state, start(state)
+            round_index, state, trail = lax.while_loop(block_goes_on, plain_round_of, carry)
+            state = end(models, state, trail)
+            control = dataclasses.replace(state.control, wait=jnp.maximum(state.control.wait - 1, 0))
+            return round_index, dataclasses.replace(state, control=control)
+
+        return lax.while_loop(lambda carry: goes_on(*carry), body, begin)[1]
 
     return loop
 
@@ -166,7 +195,7 @@ class Decoder:
         self.prefill = self.compile(
             make_prefill(config, drafter, cache_dtype), static_argnames=("capacity", "max_tokens")
         )
-        self.loop = self.compile(make_loop(step, self.reach), donate_argnums=4)
+        self.loop = self.compile(make_loop(config, step, drafter, self.reach), donate_argnums=4)
 
     def compile(self, function: Callable, **options) -> Callable:
         """`function` jitted as the loop is: with the same matmul precision and the same kernels."""

@@ -5,15 +5,20 @@ One token a pass, through the same cache, sampling and loop as the speculative r
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.step import Step, advance, cut, or_lawless
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward
-from hsd_jax.types import DecodeState, Limits, NewKV, SamplingParams
+from hsd_jax.types import DecodeState, Drafter, Limits, ModelOutput, NewKV, SamplingParams, Verdict
 
 
 def make_plain_step(config: ModelConfig, pad_rows: int = 1) -> Step:
@@ -25,22 +30,83 @@ def make_plain_step(config: ModelConfig, pad_rows: int = 1) -> Step:
     """
 
     def step(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState) -> DecodeState:
-        position = state.length - 1
-        root = jnp.take_along_axis(state.tokens, position[:, None], 1)
-        batch = root.shape[0]
-        with jax.named_scope("target"):
-            nodes = jnp.broadcast_to(root, (batch, pad_rows))
-            positions = jnp.broadcast_to(position[:, None], (batch, pad_rows))
-            mask = jnp.broadcast_to(jnp.eye(pad_rows, dtype=bool), (batch, pad_rows, pad_rows))
-            active = jnp.broadcast_to(~state.done[:, None], (batch, pad_rows))
-            output = forward(models["target"], config, nodes, positions, mask, state.cache, active=active)
-        with jax.named_scope("judge"):
-            drawn = sampling_lib.draw(state.keys, output.logits[:, :1], position[:, None] + 1, sampling)
-            emitted = or_lawless(drawn, jnp.zeros_like(drawn), output)
-            count, done = cut(emitted, jnp.ones(batch, jnp.int32), limits, state)
-        with jax.named_scope("commit"):
-            first = NewKV(*(tuple(x[:, :, :1] for x in xs) for xs in (output.new_kv.keys, output.new_kv.values)))
-            cache = cache_lib.commit(state.cache, first, None, count, after=emitted)
-            return advance(state, emitted, count, done, cache, state.drafter)
+        return plain_round(config, models, sampling, limits, state, pad_rows)[0]
 
     return step
+
+
+def plain_round(
+    config: ModelConfig,
+    models: dict,
+    sampling: SamplingParams,
+    limits: Limits,
+    state: DecodeState,
+    pad_rows: int = 1,
+    taps: tuple[int, ...] = (),
+) -> tuple[DecodeState, ModelOutput, Int[Array, "B 1"], Int[Array, "B"]]:
+    """One token a row.
+
+    Returns:
+      The state, in which the drafter's is the old one; the pass; the token, and whether it counts (0 or 1).
+    """
+    position = state.length - 1
+    root = jnp.take_along_axis(state.tokens, position[:, None], 1)
+    batch = root.shape[0]
+    with jax.named_scope("target"):
+        nodes = jnp.broadcast_to(root, (batch, pad_rows))
+        positions = jnp.broadcast_to(position[:, None], (batch, pad_rows))
+        mask = jnp.broadcast_to(jnp.eye(pad_rows, dtype=bool), (batch, pad_rows, pad_rows))
+        active = jnp.broadcast_to(~state.done[:, None], (batch, pad_rows))
+        output = forward(models["target"], config, nodes, positions, mask, state.cache, taps=taps, active=active)
+    with jax.named_scope("judge"):
+        drawn = sampling_lib.draw(state.keys, output.logits[:, :1], position[:, None] + 1, sampling)
+        emitted = or_lawless(drawn, jnp.zeros_like(drawn), output)
+        count, done = cut(emitted, jnp.ones(batch, jnp.int32), limits, state)
+    with jax.named_scope("commit"):
+        first = NewKV(*(tuple(x[:, :, :1] for x in xs) for xs in (output.new_kv.keys, output.new_kv.values)))
+        cache = cache_lib.commit(state.cache, first, None, count, after=emitted)
+        return advance(state, emitted, count, done, cache, state.drafter), output, emitted, count
+
+
+class Trail(NamedTuple):
+    """What a block of plain rounds tells the drafter, at most max_depth + 1 rounds in all."""
+
+    hidden: Float[Array, "B M H"]
+    features: tuple[Float[Array, "B M H"], ...]
+    emitted: Int[Array, "B M"]
+    count: Int[Array, "B"]
+    rounds: Int[Array, ""]
+
+
+def make_block(config: ModelConfig, drafter: Drafter) -> tuple[Callable, Callable, Callable]:
+    """Plain rounds inside a speculative loop: `start(state)`, `step(models, sampling, limits, state, trail)` for each,
+    and `end(models, state, trail)`, which lets the drafter follow.
+
+    To the drafter they look like one round that accepted a whole path.
+    """
+    assert drafter.follow is not None
+    follow, num = drafter.follow, drafter.max_depth + 1
+
+    def start(state: DecodeState) -> Trail:
+        batch = state.length.shape[0]
+        hidden, none = jnp.zeros((batch, num, config.hidden_size)), jnp.zeros((batch, num), jnp.int32)
+        return Trail(hidden, (hidden,) * len(drafter.taps), none, none[:, 0], jnp.zeros((), jnp.int32))
+
+    def step(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, trail: Trail):
+        state, output, emitted, count = plain_round(config, models, sampling, limits, state, taps=drafter.taps)
+        put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, trail.rounds, 1)  # noqa: E731
+        features = tuple(put(old, new) for old, new in zip(trail.features, output.features, strict=True))
+        rest = put(trail.emitted, emitted), trail.count + count, trail.rounds + 1
+        return state, Trail(put(trail.hidden, output.hidden), features, *rest)
+
+    def end(models: dict, state: DecodeState, trail: Trail) -> DecodeState:
+        path = jnp.broadcast_to(jnp.arange(num, dtype=jnp.int32), trail.emitted.shape)
+        last = jnp.maximum(trail.count - 1, 0)
+        next_token = jnp.take_along_axis(trail.emitted, last[:, None], 1)[:, 0]
+        verdict = Verdict(path, last, next_token, jnp.ones_like(state.done), trail.emitted)
+        output = ModelOutput(None, trail.hidden, trail.features, None)  # type: ignore[arg-type]  # nobody reads them
+        return dataclasses.replace(
+            state, drafter=follow(models, state.drafter, verdict, output, trail.count)
+        )
+
+    return start, step, end

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.infer import worth
 from hsd_jax.infer.accept import check_legal
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models import cache as cache_lib
@@ -35,7 +36,7 @@ Step = Callable[[dict, SamplingParams, Limits, DecodeState], DecodeState]
 
 
 def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
-    """The speculative round.
+    """The speculative round. With `models["costs"]`, only the drafts that are worth it are verified.
 
     Raises:
       ValueError: if `rule` is not lossless for the trees of `drafter`.
@@ -53,6 +54,11 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
             tree, drafter_state = drafter.draft(
                 models, state.drafter, root, root_position, state.keys, sampling, shown
             )
+        costs, seconds = models.get("costs"), None
+        if costs is not None:
+            with jax.named_scope("worth"):
+                kept, seconds = worth.choose(tree, state.control, costs, state.length, state.done)
+                tree = dataclasses.replace(tree, valid=kept)
         with jax.named_scope("target"):
             ancestors = ancestor_mask(tree, drafter.max_depth)
             positions = root_position[:, None] + tree.depth
@@ -74,7 +80,11 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         with jax.named_scope("commit"):
             cache = cache_lib.commit(state.cache, output.new_kv, verdict.path, num_committed)
             drafter_state = drafter.commit(models, drafter_state, verdict, output, num_committed)
-            return advance(state, emitted, num_committed, done, cache, drafter_state)
+            if seconds is not None:
+                control = worth.learned(state.control, costs, tree, verdict, num_committed, state.done, seconds)
+                state = dataclasses.replace(state, control=control)
+            has_draft = jnp.any(tree.valid & (tree.depth > 0), 1)
+            return advance(state, emitted, num_committed, done, cache, drafter_state, has_draft)
 
     return step
 
@@ -113,6 +123,7 @@ def advance(
     done: Bool[Array, "B"],
     cache,
     drafter_state,
+    has_draft: Bool[Array, "B"] | bool = False,
 ) -> DecodeState:
     """Appends `count` emitted tokens to every row; a finished row keeps its buffer bit for bit."""
     old = cache_lib.take_nodes(state.tokens, state.length[:, None] + jnp.arange(emitted.shape[1]), axis=1)
@@ -123,6 +134,7 @@ def advance(
         state.stats,
         num_target_passes=state.stats.num_target_passes + (count > 0).astype(jnp.int32),
         accepted_histogram=histogram + bins.astype(jnp.int32),
+        num_drafted=state.stats.num_drafted + ((count > 0) & has_draft).astype(jnp.int32),
     )
     return dataclasses.replace(
         state,

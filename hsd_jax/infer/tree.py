@@ -128,7 +128,7 @@ def grow(
             rival = None if rival is None else coupled(rival, noise, hot_ids, sampling)
             scale = coupled_sharpness(sampling.temperature)
         if config.width == 1 and rival is None:
-            return _chain(expand, carry, root, config, hot_ids, num_levels, law)
+            return _chain(expand, carry, root, config, hot_ids, scale, num_levels, law)
         return _beam(expand, carry, root, config, hot_ids, scale, num_levels, rival, law)
     assert rival is None, "the better of two laws is no law to draw from"
     round_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.DRAFT_NOISE)
@@ -167,20 +167,26 @@ def _chain(
     root: Int[Array, "B"],
     config: TreeConfig,
     hot_ids: Int[Array, "hot"] | None,
+    scale: Float[Array, "B"],
     num_levels: Int[Array, "B"] | None,
     law: DrawLaw,
 ) -> tuple[DraftTree, Any]:
-    """The tree of `_beam` for width 1: nothing competes, so no score is computed."""
+    """The tree of `_beam` for width 1: nothing competes. (XLA drops the scores where nobody reads them.)"""
     token, tokens = root[:, None], [root[:, None]]
+    scores = [jnp.zeros(token.shape)]
     for level in range(config.depth):
         logits, carry = expand(level, token, jnp.zeros_like(token), carry)
-        token = to_tokens(hot_ids, sampling_lib.first_best(logits))
+        best = sampling_lib.first_best(logits)
+        scaled = logits * scale[:, None, None]
+        top = jnp.take_along_axis(scaled, best[:, :, None], 2)[:, :, 0]
+        scores.append(scores[-1] + jnp.fmin(top - jax.nn.logsumexp(scaled, axis=-1), 0.0))
+        token = to_tokens(hot_ids, best)
         tokens.append(token)
     shape = root.shape[0], config.nodes
     depth = jnp.broadcast_to(jnp.arange(config.nodes, dtype=jnp.int32), shape)
     valid = jnp.ones(shape, bool) if num_levels is None else depth <= num_levels[:, None]
     tokens = jnp.concatenate(tokens, 1).astype(jnp.int32)
-    return DraftTree(tokens, depth - 1, depth, valid, law=law), carry
+    return DraftTree(tokens, depth - 1, depth, valid, jnp.concatenate(scores, 1), law=law), carry
 
 
 def _beam(
@@ -253,6 +259,7 @@ def _beam(
         parents=jnp.concatenate([column + NO_PARENT, node_parent.astype(jnp.int32)], 1),
         depth=jnp.concatenate([column, candidate_depth[kept].astype(jnp.int32)], 1),
         valid=valid,
+        score=jnp.concatenate([jnp.zeros((batch, 1)), best_scores], 1),
         law=law,
     )
     return tree, carry

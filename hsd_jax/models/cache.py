@@ -6,6 +6,8 @@ reach the cache, and slot index equals absolute position. Knows nothing about tr
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -76,6 +78,21 @@ def commit(
 def _zero_known_after(x: Array) -> Int[Array, "B"]:
     """Zeros that cannot be computed before `x`; XLA on CPU drops optimization barriers before it places buffers."""
     return jnp.minimum((x.reshape(x.shape[0], -1)[:, 0] > 0).astype(jnp.int32), 0)
+
+
+def keep_idle(num_committed: Int[Array, "B"], before: Any, after: Any) -> Any:
+    """A drafter's state `after` a block of rounds, but `before` in rows that committed nothing in it.
+
+    Of cache buffers nothing is put back: what was written stands behind the length that counts.
+    """
+
+    def one(old: Array, new: Array) -> Array:
+        if old.ndim == 4:
+            return new
+        moved = (num_committed > 0).reshape(-1, *[1] * (old.ndim - 1))
+        return jnp.where(moved, new, old)
+
+    return jax.tree.map(one, before, after)
 
 
 def grow(cache: KVCache, capacity: int) -> KVCache:

@@ -25,7 +25,15 @@ from hsd_jax.models.hf_config import format_config, read_config, read_json
 from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.hot import checked_ids
 from hsd_jax.models.target import init_target
-from hsd_jax.models.tensor_files import Stored, checked_dtype, load_tree, open_all, read_array, store_tree
+from hsd_jax.models.tensor_files import (
+    Stored,
+    checked_dtype,
+    load_tree,
+    open_all,
+    read_array,
+    store_tree,
+    stored_dtype,
+)
 from hsd_jax.types import Weights
 
 __all__ = [
@@ -37,6 +45,7 @@ __all__ = [
     "read_weights",
     "save_drafter",
     "save_target",
+    "weights_dtype",
     "weights_hash",
 ]
 

@@ -139,6 +139,10 @@ def hidden_drafter(
         spares = dataclasses.replace(spares, num=jnp.where(num_committed == 0, num_states, spares.num))
         return append_pending(dataclasses.replace(state, spares=spares), pending, next_tokens, num_committed)
 
+    def follow(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
+        after = commit(models, _absorb(models, target_config, config, state), verdict, output, num_committed)
+        return cache_lib.keep_idle(num_committed, state, after)
+
     def grow(state: HiddenState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
@@ -156,6 +160,7 @@ def hidden_drafter(
         reach=max_pending - 1,
         node_origins=node_origins,
         ready=ready if reuse.form == AHEAD else None,
+        follow=follow if reuse.form == NONE else None,
     )
 
 
@@ -215,6 +220,19 @@ def _read_chunk(
     feature = jnp.take_along_axis(features, jnp.clip(last, 0, num - 1)[:, None, None], 1)[:, 0]
     feature = jnp.where(is_here[:, None], feature, state.pending[:, 0])
     return dataclasses.replace(state, cache=cache, pending=state.pending.at[:, 0].set(feature))
+
+
+def _absorb(models, target_config: ModelConfig, config: DrafterConfig, state: HiddenState) -> HiddenState:
+    """The state with the pending features in the trunk's cache, as drafting would leave it."""
+    batch, num = state.pending.shape[:2]
+    embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
+    positions = state.cache.length[:, None] + jnp.arange(num)
+    states, kv = trunk_pass(
+        models["drafter"], config, state.pending, embeddings, positions, causal_mask(batch, num), state.cache
+    )
+    # Keys and values of a single layer do not read the cache, but those of more do: only then wait for the pass.
+    after = states if config.num_layers > 1 else None
+    return dataclasses.replace(state, cache=cache_lib.commit(state.cache, kv, None, state.num_pending, after=after))
 
 
 def _for_pictures(

@@ -106,4 +106,4 @@ def lookup_drafter(config: LookupConfig, tree: TreeConfig, law: DrawLaw = DrawLa
     def grow(state: LookupState, capacity: int):
         return LookupState(cache_lib.pad_to(state.tokens, capacity + 1, axis=1), state.length)
 
-    return Drafter(init, read, draft, commit, grow, law, tree.nodes, depth)
+    return Drafter(init, read, draft, commit, grow, law, tree.nodes, depth, follow=commit)

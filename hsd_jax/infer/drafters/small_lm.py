@@ -120,7 +120,31 @@ def small_lm_drafter(
         cache = dataclasses.replace(state.cache, length=root_position + num_read)
         return SmallLMState(cache, pending, 1 + num_committed - num_read)
 
+    def follow(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
+        """Reads the tokens that it did not draft, but for the last one."""
+        batch, num_nodes = verdict.emitted.shape[0], MAX_PENDING + verdict.emitted.shape[1]
+        node, behind = jnp.arange(num_nodes), state.num_pending[:, None]
+        text = jnp.concatenate([state.pending, verdict.emitted], 1)
+        nodes = jnp.take_along_axis(text, jnp.where(node < behind, node, MAX_PENDING + node - behind), 1, mode="clip")
+        num_read = jnp.where(num_committed > 0, state.num_pending + num_committed - 1, 0)
+        positions = state.cache.length[:, None] + node
+        output = forward(
+            models["drafter"],
+            config,
+            nodes,
+            positions,
+            causal_mask(batch, num_nodes),
+            state.cache,
+            active=node < num_read[:, None],
+        )
+        cache = cache_lib.commit(state.cache, output.new_kv, None, num_read, after=output.hidden)
+        pending = jnp.pad(verdict.next_token[:, None], ((0, 0), (0, MAX_PENDING - 1)))
+        after = SmallLMState(cache, pending, jnp.ones_like(state.num_pending))
+        return cache_lib.keep_idle(num_committed, state, after)
+
     def grow_cache(state: SmallLMState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
-    return Drafter(init, read, draft, commit, grow_cache, law, tree.nodes, depth)
+    return Drafter(
+        init, read, draft, commit, grow_cache, law, tree.nodes, depth, reach=depth + MAX_PENDING, follow=follow
+    )

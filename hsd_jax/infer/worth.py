@@ -1,0 +1,113 @@
+"""Which drafts are worth a check, and whether drafting is: decided inside the loop, from what passes cost here.
+
+A plan (`hsd_jax/plan.py`) gives the largest tree of a call. Of the tree that a drafter grew, the rows of a batch verify
+the nodes that promise more tokens a second than they cost; where drafting as a whole does not pay, the loop decodes
+plainly for a while and tries again later. Neither changes a text under `match`, which is lossless for any tree chosen
+before the target's draw, nor compiles anything. Read first: `step.py`.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from hsd_jax.types import Control, Costs, DraftTree, Verdict
+
+MEMORY = 0.9
+"""What a round leaves of the weight of those before it, in every average."""
+PRIOR = 4.0
+"""Predicted tokens that a row's first estimate counts for."""
+FEWEST_ROUNDS = 4
+"""Rounds with drafts before their speed is judged."""
+FIRST_WAIT, LONGEST_WAIT = 2, 32
+"""Blocks of plain rounds behind drafts that did not pay; twice as many each time."""
+FREE_DEPTH = 3
+"""Drafts of a row whose attention costs nothing: the kernel's vectors hold the queries of a few nodes at once."""
+
+
+def first_control(batch: int) -> Control:
+    """Nothing is known of any row."""
+    rows, zero = jnp.zeros(batch), jnp.zeros(())
+    count = jnp.zeros((), jnp.int32)
+    return Control(rows, rows, zero, zero, count, count, count + FIRST_WAIT)
+
+
+def survival(tree: DraftTree, control: Control, costs: Costs) -> Float[Array, "B N"]:
+    """How likely each node is to be accepted; 1 for roots, 0 for nodes that are not valid.
+
+    The drafter's own estimate, corrected for every edge by how a row's edges fared so far.
+    """
+    trust = (control.accepted + PRIOR * costs.first_trust) / (control.predicted + PRIOR)
+    score = jnp.zeros(tree.tokens.shape) if tree.score is None else tree.score
+    log_trust = jnp.log(jnp.clip(trust, 1e-3, 1.0))[:, None]
+    likely = jnp.exp(jnp.fmin(score, 0.0) + tree.depth * log_trust)
+    return jnp.where(tree.valid, jnp.where(tree.depth == 0, 1.0, likely), 0.0)
+
+
+def choose(
+    tree: DraftTree, control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]
+) -> tuple[Bool[Array, "B N"], Float[Array, ""]]:
+    """The nodes to verify, and the seconds that this should take.
+
+    Of all rows together the likeliest m nodes, m such that tokens a second are the most. A node is no likelier than its
+    parent and equals go to the smaller index, so what is chosen is closed under ancestors.
+
+    Args:
+      length: committed tokens.
+    """
+    batch, num = tree.tokens.shape
+    is_root = tree.depth == 0
+    likely = jnp.where(done[:, None], -1.0, survival(tree, control, costs) + is_root)  # roots first
+    order = jnp.argsort(-likely.ravel(), stable=True)
+    value = jnp.where(likely > 0.0, likely - is_root, 0.0).ravel()[order]
+    attention = jnp.where(tree.depth > FREE_DEPTH, costs.slot_seconds * length[:, None], 0.0).ravel()[order]
+    seconds = costs.draft_seconds + costs.pass_seconds[1:] + jnp.cumsum(attention)
+    num_roots = jnp.sum(~done)
+    may_end = (jnp.arange(batch * num) + 1 >= num_roots) & (value > 0.0)
+    best = jnp.argmax(jnp.where(may_end, jnp.cumsum(value) / seconds, -1.0))
+    rank = jnp.zeros(batch * num, jnp.int32).at[order].set(jnp.arange(batch * num, dtype=jnp.int32))
+    return (rank <= best).reshape(batch, num) & tree.valid, seconds[best]
+
+
+def learned(
+    control: Control,
+    costs: Costs,
+    tree: DraftTree,
+    verdict: Verdict,
+    num_committed: Int[Array, "B"],
+    done: Bool[Array, "B"],
+    seconds: Float[Array, ""],
+) -> Control:
+    """What a round with drafts has shown.
+
+    Args:
+      tree: of which the nodes that were verified are valid.
+      done: before the round.
+      seconds: what the round should have taken.
+    """
+    num = tree.tokens.shape[1]
+    is_at = jnp.arange(num) == verdict.path[:, :, None]
+    on_path = jnp.any(is_at & (jnp.arange(verdict.path.shape[1]) <= verdict.num_accepted[:, None])[:, :, None], 1)
+    parent = jnp.maximum(tree.parents, 0)
+    was_tried = jnp.take_along_axis(on_path, parent, 1) & tree.valid & (tree.depth > 0)
+    score = jnp.zeros(tree.tokens.shape) if tree.score is None else tree.score
+    step = jnp.exp(jnp.fmin(score - jnp.take_along_axis(score, parent, 1), 0.0))
+    predicted = jnp.sum(jnp.where(was_tried, step, 0.0), 1)
+    accepted = jnp.where(done, 0.0, verdict.num_accepted)
+    rounds = control.rounds + 1
+    tokens = MEMORY * control.tokens + jnp.sum(num_committed)
+    spent = MEMORY * control.seconds + seconds
+    plain = jnp.sum(~done)
+    is_poor = (rounds >= FEWEST_ROUNDS) & (tokens * costs.plain_seconds[plain] < plain * spent)
+    is_good = rounds >= 4 * FEWEST_ROUNDS
+    return Control(
+        accepted=MEMORY * control.accepted + accepted,
+        predicted=MEMORY * control.predicted + jnp.where(done, 0.0, predicted),
+        tokens=jnp.where(is_poor, 0.0, tokens),
+        seconds=jnp.where(is_poor, 0.0, spent),
+        rounds=jnp.where(is_poor, 0, rounds),
+        wait=jnp.where(is_poor, control.backoff, 0),
+        backoff=jnp.where(
+            is_poor, jnp.minimum(2 * control.backoff, LONGEST_WAIT), jnp.where(is_good, FIRST_WAIT, control.backoff)
+        ),
+    )

@@ -1,0 +1,252 @@
+"""How a call is decoded when nobody says how: which tree at most, or plainly; and what the loop is told about costs.
+
+Nothing is measured here. Seconds are computed from the sizes of the models and from a few rates of the platform, and
+what drafts are worth from the drafter's profile, the share of its drafts that were accepted when it was trained. Inside
+the call `infer/worth.py` then verifies the drafts that pay. `hsd_jax.tune` measures instead. Read next: `request.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from hsd_jax.config import (
+    FEATURE,
+    HEADS,
+    RECURRENT,
+    AnyDrafterConfig,
+    DrafterConfig,
+    LookupConfig,
+    ModelConfig,
+    SmallLMConfig,
+    TreeConfig,
+)
+from hsd_jax.models import native
+from hsd_jax.types import Costs
+
+LEAST_GAIN = 1.02
+"""A tree is chosen if it promises so many times the tokens a second of plain decoding."""
+LONGEST_CHAIN = 8
+"""Nodes of the longest chain that is considered."""
+WIDE_TREES = ((8, 4, 2), (16, 6, 4))
+"""Nodes, depth and width of the trees that are considered, where a drafter can grow them."""
+WARM = 0.3
+"""From this temperature on a row is taken to be sampled, and the profile at temperature 1 counts more and more."""
+UNKNOWN_PROFILE = {True: (0.75,) * LONGEST_CHAIN, False: (0.55,) * LONGEST_CHAIN}
+"""Of a drafter without one, greedy (True) and at temperature 1: conservative, the call learns the rest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a processor does a second. A pass takes as long as the slower of reading its weights and multiplying, nearly."""
+
+    bytes_per_second: float
+    flops_per_second: float
+    operation_seconds: float
+    """Of one small operation, whatever it computes."""
+    attention_share: float = 0.4
+    """Of `flops_per_second` that attention to a cache reaches."""
+    many_rows: float = 1.0
+    """Times as long to read the weights for several rows as for one: XLA on CPU packs them then."""
+    skips_rows: bool = False
+    """Whether nodes that are not verified cost nothing."""
+
+
+CPU_RATES = {  # of one core
+    "avx512": Rates(24e9, 80e9, 3e-6, skips_rows=True),
+    "avx2": Rates(20e9, 55e9, 3e-6, skips_rows=True),
+    native.OFF: Rates(12e9, 40e9, 5e-6, many_rows=2.2),
+}
+DEVICE_RATES = {"gpu": Rates(2.0e12, 3e14, 2e-6), "tpu": Rates(6e11, 1.2e14, 1e-6)}
+MOST_CORES = 8
+"""Cores that share the memory's speed; more do not read faster."""
+OPERATIONS_PER_LAYER = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a call is decoded, and why."""
+
+    tree: TreeConfig | None
+    """The largest tree; None: plain decoding."""
+    reason: str
+    is_chosen: bool = True
+    """False: the caller asked for this tree, which is then verified whole in every round."""
+
+    def __str__(self) -> str:
+        return f"{'plain decoding' if self.tree is None else f'trees of up to {self.tree.name}'}: {self.reason}"
+
+
+def rates_here(has_kernels: bool) -> Rates:
+    """The rates of this process's device.
+
+    Args:
+      has_kernels: False on a mesh, where the CPU kernels are off.
+    """
+    platform = jax.default_backend()
+    if platform != "cpu":
+        return DEVICE_RATES.get(platform, DEVICE_RATES["gpu"])
+    rates = CPU_RATES[native.chosen_level() if has_kernels and native.available() else native.OFF]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return dataclasses.replace(
+        rates,
+        bytes_per_second=rates.bytes_per_second * min(cores, MOST_CORES),
+        flops_per_second=rates.flops_per_second * cores,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """Seconds of the passes of a pair of models.
+
+    Args:
+      itemsize, drafter_itemsize: bytes of a weight as it is held.
+    """
+
+    target: ModelConfig
+    drafter: AnyDrafterConfig
+    rates: Rates
+    itemsize: int
+    drafter_itemsize: int
+
+    def product(self, numbers: float, rows: float | np.ndarray, itemsize: int) -> np.ndarray:
+        """Products of some rows with weights of so many numbers."""
+        rows = np.asarray(rows, float)
+        reading = numbers * itemsize / self.rates.bytes_per_second * np.where(rows > 1, self.rates.many_rows, 1.0)
+        multiplying = 2 * numbers * rows / self.rates.flops_per_second
+        return np.where(rows > 0, (reading**5 + multiplying**5) ** 0.2, 0.0)  # near the larger, a little more
+
+    def target_pass(self, rows: float | np.ndarray) -> np.ndarray:
+        """A pass over so many rows, without attention to the cache."""
+        c = self.target
+        small = (c.num_layers * OPERATIONS_PER_LAYER + 10) * self.rates.operation_seconds
+        numbers = c.num_layers * _layer_numbers(c) + c.vocab_size * c.hidden_size
+        return self.product(numbers, rows, self.itemsize) + small
+
+    def slot(self) -> float:
+        """One node's attention to one slot of the cache."""
+        c = self.target
+        flops = 4 * c.num_heads * c.head_dim * c.num_layers
+        return flops / (self.rates.attention_share * self.rates.flops_per_second)
+
+    def drafting(self, batch: int, tree: TreeConfig) -> float:
+        """All of drafting a tree for every row of a batch."""
+        d, depth, width = self.drafter, tree.depth, tree.width
+        small = self.rates.operation_seconds
+        if isinstance(d, LookupConfig):
+            return 20 * small
+        size = self.drafter_itemsize
+        if isinstance(d, SmallLMConfig):
+            numbers = d.num_layers * _layer_numbers(d) + d.vocab_size * d.hidden_size
+            one = float(self.product(numbers, batch, size)) + d.num_layers * OPERATIONS_PER_LAYER * small
+            return depth * one
+        head = d.draft_vocab_size * d.hidden_size
+        if d.kind == HEADS:
+            heads = depth * d.hidden_size**2
+            return float(self.product(heads, batch, size) + self.product(head, batch * depth, size)) + 20 * small
+        trunk = d.num_layers * _layer_numbers(d) + 2 * d.hidden_size**2
+        per_level = OPERATIONS_PER_LAYER * d.num_layers * small
+        if d.kind == FEATURE:
+            level = self.product(trunk, batch * width, size) + self.product(head, batch * width, size)
+            return depth * (float(level) + per_level + 10 * small)
+        if d.trunk == RECURRENT:
+            states = depth * (float(self.product(trunk, batch, size)) + per_level)
+        else:
+            states = float(self.product(trunk, batch * 1.5 * depth, size)) + per_level
+        logits = float(self.product(head, batch * depth, size))
+        levels = depth * float(self.product(d.rank * d.draft_vocab_size, batch * width, size) + 12 * small)
+        return states + logits + levels
+
+    def costs(self, batch: int, tree: TreeConfig, trust: float) -> Costs:
+        """What the loop is told."""
+        rows = np.arange(batch * tree.nodes + 1)
+        verify = self.target_pass(rows if self.rates.skips_rows else np.full(len(rows), rows[-1]))
+        numbers = (verify, self.target_pass(np.arange(batch + 1)), self.drafting(batch, tree), self.slot(), trust)
+        return Costs(*(np.asarray(x, np.float32) for x in numbers))
+
+
+def _layer_numbers(c: ModelConfig | DrafterConfig) -> int:
+    heads = 2 * c.num_heads + 2 * c.num_kv_heads
+    return c.hidden_size * (heads * c.head_dim + 3 * c.intermediate_size)
+
+
+def profile_at(config: AnyDrafterConfig, temperature: float) -> tuple[float, ...]:
+    """The share of a chain's drafts that is accepted, by depth, where all before were."""
+    greedy = getattr(config, "profile", ()) or UNKNOWN_PROFILE[True]
+    sampled = getattr(config, "sampled_profile", ()) or UNKNOWN_PROFILE[False]
+    share = min(temperature, 1.0) if temperature >= WARM else 0.0
+    most = min(len(greedy), len(sampled))
+    return tuple((1 - share) * g + share * s for g, s in zip(greedy[:most], sampled[:most], strict=True))
+
+
+def first_trust(config: AnyDrafterConfig) -> float:
+    """What an edge that a drafter is sure of is worth at first: less where it has no opinion of its own."""
+    has_opinion = not isinstance(config, LookupConfig) and getattr(config, "kind", "") != HEADS
+    return 1.0 if has_opinion else 0.6
+
+
+def candidates(config: AnyDrafterConfig, skips_rows: bool) -> list[TreeConfig]:
+    """The trees that a drafter can grow and that may be chosen.
+
+    Where every node costs, chains: the drafts of a wide tree that pay are nearly all on its likeliest path, and growing
+    the others costs a round more than they give.
+    """
+    steps = config.num_steps if isinstance(config, DrafterConfig) else LONGEST_CHAIN - 1
+    found = [TreeConfig(depth + 1, depth, 1) for depth in range(1, min(steps, LONGEST_CHAIN - 1) + 1)]
+    if isinstance(config, DrafterConfig) and not skips_rows:
+        widest = config.draft_vocab_size
+        found += [TreeConfig(*tree) for tree in WIDE_TREES if tree[1] <= steps and tree[2] <= widest]
+    return found
+
+
+def expected_tokens(profile: Sequence[float], tree: TreeConfig) -> np.ndarray:
+    """Tokens a round if the 1, 2, ... N likeliest nodes of every tree are verified.
+
+    Of a level's siblings the first is worth the profile, all W together 1 - (1 - a)^(1 + (W - 1) / 2): a guess, of trees
+    that the tuner measures.
+    """
+    gains, reach = [], 1.0
+    for a in profile[: tree.depth]:
+        best = reach * a
+        together = reach * (1 - (1 - a) ** (1 + (tree.width - 1) / 2))
+        gains += [best] + [(together - best) / max(tree.width - 1, 1)] * (tree.width - 1)
+        reach = together
+    gains = np.sort(gains)[::-1][: tree.nodes - 1]
+    return 1 + np.concatenate([[0.0], np.cumsum(gains)])
+
+
+def choose(model: CostModel, batch: int, context: int, temperature: float) -> Plan:
+    """The fastest way to decode by the model of costs and the drafter's profile.
+
+    Args:
+      batch: rows, as many as the program has.
+      context: slots of the caches: the plan is one for all calls of these sizes.
+      temperature: the highest of all rows.
+    """
+    profile = profile_at(model.drafter, temperature)
+    slots = context / 2
+
+    def rate(tree: TreeConfig) -> float:
+        tokens = expected_tokens(profile, tree)
+        nodes = np.arange(1, len(tokens) + 1)
+        verified = nodes if model.rates.skips_rows else np.full(len(nodes), tree.nodes)
+        attention = model.slot() * slots * batch * np.maximum(nodes, 4)
+        seconds = model.target_pass(batch * verified) + attention + model.drafting(batch, tree)
+        return float(np.max(batch * tokens / seconds))
+
+    plain = batch / float(model.target_pass(batch) + model.slot() * slots * batch * 4)
+    trees = [tree for tree in candidates(model.drafter, model.rates.skips_rows) if tree.depth <= len(profile)]
+    if not trees:
+        return Plan(None, "this drafter can grow no tree that is considered")
+    best = max(trees, key=rate)
+    gain = rate(best) / plain
+    what = f"{batch} row{'s' if batch > 1 else ''}, up to {context} slots, temperature {temperature:g}"
+    if gain < LEAST_GAIN:
+        return Plan(None, f"drafts should not pay here ({gain:.2f} times plain decoding with {best.name}; {what})")
+    return Plan(best, f"should be {gain:.2f} times as fast as plain decoding ({what})")
+
+
