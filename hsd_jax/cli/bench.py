@@ -35,6 +35,7 @@ hsd bench --demo
 hsd bench --demo --prompts dev.jsonl --half report --limit 40 --plain-variants --json OUT.json --plot OUT.png
 hsd bench --demo --temperature 1 --accept match recursive
 hsd bench --demo --reuse none union skip:3
+hsd bench --demo --prompts dev.jsonl --half report --batches 1,2,4,8 --contexts 64,1024 --repeats 5
 hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5x3,16x6x4 --repeats 5
 """,
     )
@@ -55,12 +56,29 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
         action="store_true",
         help="also time plain decoding in float32 and bfloat16, with 1 row and padded to 4: the fastest is the rival",
     )
+    grid = parser.add_argument_group("the defaults against plain decoding, cell by cell (no tree is named)")
+    numbers = {"type": _numbers(options.COUNT), "metavar": "N,..."}
+    grid.add_argument("--batches", **numbers, help="rows decoded at once, for example 1,2,4,8,16,32")
+    grid.add_argument("--contexts", **numbers, help="tokens of a prompt, for example 64,256,1024,1800")
+    grid.add_argument(
+        "--temperatures", type=_numbers(float), default=[0.0, 0.8], metavar="T,...", help="of each cell (default: 0,0.8)"
+    )
     parser.add_argument("--no-stages", action="store_true", help="do not time the stages of a round")
     parser.add_argument("--json", metavar="OUT", help="write every figure to this file")
     parser.add_argument("--plot", metavar="OUT", help="write a PNG (needs matplotlib)")
     more = parser.add_subparsers(title="more", metavar="COMMAND", action=options.OwnOptions)
     for module in (compare, ablate):
         module.add_parser(more)
+
+
+def _numbers(kind):
+    """The argparse type of several numbers with commas between them."""
+
+    def parse(text: str) -> list:
+        return [kind(part) for part in text.split(",")]
+
+    parse.__name__ = f"list of {getattr(kind, '__name__', 'numbers')}"
+    return parse
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = None) -> None:
@@ -86,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes what was asked for."""
     params = options.load_params(args)
     options.need_drafter(params, "bench")
+    if args.batches or args.contexts:
+        return _run_grid(args, params)
     tuned = options.tuned_of(args, params, batch=1)
     if tuned is None:
         trees = options.parse_trees(args.trees) if args.trees else [options.tree_of(args, params)]
@@ -106,6 +126,27 @@ def run(args: argparse.Namespace) -> int:
         options.say(f"wrote {args.json}")
     if args.plot:
         report.plot_bench(record, args.plot)
+    return 0
+
+
+def _run_grid(args: argparse.Namespace, params) -> int:
+    """The defaults against plain decoding over --batches, --contexts and --temperatures."""
+    from hsd_jax.cli import grid
+
+    args.batches, args.contexts = args.batches or [1], args.contexts or [64]
+    longest = max(args.contexts) + args.max_new_tokens
+    if longest > params.max_len:
+        raise ValueError(
+            f"--contexts {max(args.contexts)} and --max-new-tokens {args.max_new_tokens}: together more than"
+            f" max_len={params.max_len}"
+        )
+    found = prompts.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
+    record = grid.measure(args, params, found)
+    for cell in record["cells"]:
+        print(grid.line_of(grid.Cell(**cell)))
+    if args.json:
+        Path(args.json).write_text(json.dumps(record, indent=2) + "\n")
+        options.say(f"wrote {args.json}")
     return 0
 
 

@@ -40,7 +40,7 @@ def survival(tree: DraftTree, control: Control, costs: Costs) -> Float[Array, "B
     trust = (control.accepted + PRIOR * costs.first_trust) / (control.predicted + PRIOR)
     score = jnp.zeros(tree.tokens.shape) if tree.score is None else tree.score
     log_trust = jnp.log(jnp.clip(trust, 1e-3, 1.0))[:, None]
-    likely = jnp.exp(jnp.fmin(score, 0.0) + tree.depth * log_trust)
+    likely = jnp.exp(jnp.fmin(score, 0.0) + tree.depth.astype(jnp.float32) * log_trust)
     return jnp.where(tree.valid, jnp.where(tree.depth == 0, 1.0, likely), 0.0)
 
 
@@ -57,10 +57,10 @@ def choose(
     """
     batch, num = tree.tokens.shape
     is_root = tree.depth == 0
-    likely = jnp.where(done[:, None], -1.0, survival(tree, control, costs) + is_root)  # roots first
+    likely = jnp.where(done[:, None], -1.0, survival(tree, control, costs) + is_root.astype(jnp.float32))  # roots first
     order = jnp.argsort(-likely.ravel(), stable=True)
-    value = jnp.where(likely > 0.0, likely - is_root, 0.0).ravel()[order]
-    attention = jnp.where(tree.depth > FREE_DEPTH, costs.slot_seconds * length[:, None], 0.0).ravel()[order]
+    value = jnp.where(likely > 0.0, likely - is_root.astype(jnp.float32), 0.0).ravel()[order]
+    attention = jnp.where(tree.depth > FREE_DEPTH, costs.slot_seconds * length[:, None].astype(jnp.float32), 0.0).ravel()[order]
     seconds = costs.draft_seconds + costs.pass_seconds[1:] + jnp.cumsum(attention)
     num_roots = jnp.sum(~done)
     may_end = (jnp.arange(batch * num) + 1 >= num_roots) & (value > 0.0)
@@ -93,12 +93,12 @@ def learned(
     score = jnp.zeros(tree.tokens.shape) if tree.score is None else tree.score
     step = jnp.exp(jnp.fmin(score - jnp.take_along_axis(score, parent, 1), 0.0))
     predicted = jnp.sum(jnp.where(was_tried, step, 0.0), 1)
-    accepted = jnp.where(done, 0.0, verdict.num_accepted)
+    accepted = jnp.where(done, 0.0, verdict.num_accepted.astype(jnp.float32))
     rounds = control.rounds + 1
-    tokens = MEMORY * control.tokens + jnp.sum(num_committed)
+    tokens = MEMORY * control.tokens + jnp.sum(num_committed).astype(jnp.float32)
     spent = MEMORY * control.seconds + seconds
     plain = jnp.sum(~done)
-    is_poor = (rounds >= FEWEST_ROUNDS) & (tokens * costs.plain_seconds[plain] < plain * spent)
+    is_poor = (rounds >= FEWEST_ROUNDS) & (tokens * costs.plain_seconds[plain] < plain.astype(jnp.float32) * spent)
     is_good = rounds >= 4 * FEWEST_ROUNDS
     return Control(
         accepted=MEMORY * control.accepted + accepted,

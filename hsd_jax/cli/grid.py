@@ -1,0 +1,112 @@
+"""`hsd bench --batches --contexts`: the defaults against plain decoding, over batch sizes, context lengths, temperatures.
+
+Nothing is chosen by hand: `decode` gets neither tree nor rule. A cell is timed in pairs, plain and default in turns, and
+the interval is that of the median: of five pairs the lowest and the highest ratio hold it with 94 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from hsd_jax.cli import options, prompts
+from hsd_jax.machine import hardware
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One batch size, context length and temperature."""
+
+    batch: int
+    context: int
+    temperature: float
+    plain: float
+    """Tokens a second, the median; prefill excluded."""
+    default: float
+    ratio: float
+    low: float
+    high: float
+    tau: float
+    drafted_share: float
+    """Of the target passes, those that verified a draft."""
+    plan: str
+    num_differing: int
+    """Rows whose text is not that of plain decoding."""
+
+
+def joined_contexts(params, found: Sequence[prompts.BenchPrompt], length: int, num: int) -> list[list[int]]:
+    """`num` prompts of `length` tokens each: one prompt's last tokens, other texts before it where it is too short."""
+    texts = [params.tokenizer.encode(prompt.text + (prompt.rest or "")) for prompt in found]
+    contexts = []
+    for row in range(num):
+        ids, before = params.tokenizer.encode(found[row % len(found)].text), row + 1
+        while len(ids) < length:
+            ids = texts[before % len(texts)] + ids
+            before += 1
+        contexts.append(ids[-length:])
+    return contexts
+
+
+def measure(args: argparse.Namespace, params, found: Sequence[prompts.BenchPrompt]) -> dict[str, Any]:
+    """Every cell, and what it was measured on."""
+    cells = []
+    for context in args.contexts:
+        for batch in args.batches:
+            rows = joined_contexts(params, found, context, batch)
+            for temperature in args.temperatures:
+                cells.append(_cell(params, rows, context, temperature, args.max_new_tokens, args.repeats, args.seed))
+                options.say(line_of(cells[-1]))
+    return {
+        "command": args.command_line,
+        "hardware": hardware(),
+        "arithmetic": params.arithmetic,
+        "max_new_tokens": args.max_new_tokens,
+        "pairs": args.repeats,
+        "prompt_files": [str(p) for p in args.prompts or ["the demo's own"]],
+        "half": args.half,
+        "prefill": "excluded",
+        "kind_of_figures": "measured",
+        "cells": [dataclasses.asdict(cell) for cell in cells],
+    }
+
+
+def _cell(params, rows: list[list[int]], context: int, temperature: float, new: int, pairs: int, seed: int) -> Cell:
+    from hsd_jax.api import decode
+
+    def timed(speculate: bool):
+        return decode(params, rows, new, temperature, seed=seed, speculate=speculate, eos=())
+
+    results = {is_default: timed(is_default) for is_default in (False, True)}  # compiles
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    for pair in range(pairs):
+        for is_default in (bool(pair % 2), not pair % 2):
+            stats = timed(is_default).stats
+            rates[is_default].append(len(rows) * new / stats.decode_seconds)
+    ratios = [a / b for a, b in zip(rates[True], rates[False], strict=True)]
+    plain, default = results[False], results[True]
+    return Cell(
+        len(rows),
+        context,
+        temperature,
+        statistics.median(rates[False]),
+        statistics.median(rates[True]),
+        statistics.median(ratios),
+        min(ratios),
+        max(ratios),
+        default.stats.tau,
+        default.stats.drafted_share,
+        str(default.stats.plan),
+        int((plain.tokens != default.tokens).any(1).sum()),
+    )
+
+
+def line_of(cell: Cell) -> str:
+    """A cell in a line."""
+    return (
+        f"batch {cell.batch:2}  context {cell.context:4}  T {cell.temperature:g}: plain {cell.plain:6.0f}  default"
+        f" {cell.default:6.0f} tokens/s  {cell.ratio:.2f} [{cell.low:.2f}, {cell.high:.2f}]  tau {cell.tau:.2f}  drafts in"
+        f" {cell.drafted_share:.0%} of passes  {cell.num_differing} rows differ  ({cell.plan})"
+    )

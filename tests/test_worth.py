@@ -1,0 +1,176 @@
+"""Which drafts are verified, when the loop goes on plainly, and how a call is planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from hsd_jax import plan
+from hsd_jax.config import LookupConfig, SmallLMConfig, TreeConfig
+from hsd_jax.infer import worth
+from hsd_jax.types import Costs, DraftTree
+
+CHAIN = TreeConfig(4, 3, 1)
+
+
+def costs(num: int, batch: int, node: float = 1.0, fixed: float = 1.0, draft: float = 0.5, slot: float = 0.0) -> Costs:
+    """A pass takes `fixed` and `node` a node; plain passes likewise."""
+    numbers = fixed + node * np.arange(num + 1), fixed + node * np.arange(batch + 1), draft, slot, 1.0
+    return Costs(*(jnp.asarray(x, jnp.float32) for x in numbers))
+
+
+def random_tree(rng: np.random.Generator, batch: int, num: int) -> DraftTree:
+    """Any trees, scores that fall along paths, a few nodes that are not valid and their offspring."""
+    parents = np.array([[-1, *(rng.integers(0, n) for n in range(1, num))] for _ in range(batch)])
+    score, depth, valid = np.zeros((batch, num)), np.zeros((batch, num), int), np.ones((batch, num), bool)
+    for b, n in itertools.product(range(batch), range(1, num)):
+        up = parents[b, n]
+        score[b, n], depth[b, n] = score[b, up] - rng.exponential(0.5), depth[b, up] + 1
+        valid[b, n] = valid[b, up] and rng.random() < 0.9
+    ints = [jnp.asarray(x, jnp.int32) for x in (rng.integers(0, 9, (batch, num)), parents, depth)]
+    return DraftTree(*ints, jnp.asarray(valid), jnp.asarray(score, jnp.float32))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_nodes_are_those_that_give_most_tokens_a_second(seed):
+    """Against every number of nodes, in plain Python; what is chosen holds each chosen node's parent."""
+    rng = np.random.default_rng(seed)
+    batch, num = 3, 6
+    tree, done = random_tree(rng, batch, num), rng.random(batch) < 0.3
+    priced = costs(batch * num, batch, node=rng.uniform(0.05, 1.0), draft=0.7)
+    control = dataclasses.replace(worth.first_control(batch), accepted=jnp.asarray([0.0, 2.0, 8.0]), predicted=jnp.full(3, 8.0))
+    kept, seconds = worth.choose(tree, control, priced, jnp.full(batch, 50), jnp.asarray(done))
+    likely = np.where(done[:, None], 0.0, np.asarray(worth.survival(tree, control, priced)))
+    nodes = sorted(((-likely[b, n] - (n == 0), b, n) for b in range(batch) for n in range(num) if likely[b, n] > 0))
+    rates = {}
+    for count in range(max(int((~done).sum()), 1), len(nodes) + 1):
+        tokens = sum(likely[b, n] for _, b, n in nodes[:count])
+        rates[count] = tokens / (float(priced.pass_seconds[count]) + 0.7)
+    if rates:
+        best = max(rates, key=rates.get)
+        assert {(b, n) for _, b, n in nodes[:best]} == set(zip(*np.nonzero(np.asarray(kept) & ~done[:, None]), strict=True))
+        assert float(seconds) == pytest.approx(float(priced.pass_seconds[best]) + 0.7)
+    parents = np.asarray(tree.parents)
+    for b, n in zip(*np.nonzero(np.asarray(kept)), strict=True):
+        assert n == 0 or kept[b, parents[b, n]]
+
+
+def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_dearer():
+    tree = DraftTree(
+        jnp.zeros((2, 8), jnp.int32),
+        jnp.broadcast_to(jnp.arange(-1, 7), (2, 8)),
+        jnp.broadcast_to(jnp.arange(8), (2, 8)),
+        jnp.ones((2, 8), bool),
+        jnp.broadcast_to(jnp.log(0.9) * jnp.arange(8.0), (2, 8)),
+    )
+    fresh, live = worth.first_control(2), jnp.zeros(2, bool)
+    short, long = jnp.full(2, 64), jnp.asarray([64, 4000])
+    priced = costs(16, 2, node=0.3, slot=1e-3)
+    poor = dataclasses.replace(fresh, predicted=jnp.asarray([0.0, 20.0]))
+    counts = lambda *args: worth.choose(tree, *args, live)[0].sum(1).tolist()  # noqa: E731
+    assert counts(fresh, priced, short)[0] == counts(fresh, priced, short)[1] > 4
+    assert counts(poor, priced, short)[1] == 1 < counts(poor, priced, short)[0]
+    assert counts(fresh, priced, long)[1] < counts(fresh, priced, long)[0]
+
+
+def decoded(proposer: str, priced: Costs, call: toy.Call, num_rounds: int = 2**30):
+    """A decode of which drafts are weighed at these costs."""
+    setup = toy.setup("llama", proposer)
+    models = setup.models | {"costs": priced}
+    return call.resume(setup.decoder, models, call.start(setup.decoder, models), num_rounds)
+
+
+def costs_for(proposer: str, call: toy.Call, **prices) -> Costs:
+    return costs(call.batch * toy.setup("llama", proposer).drafter.num_nodes, call.batch, **prices)
+
+
+PAYS = {"free": {"node": 0.0, "draft": 0.0}, "dear": {"node": 0.6, "draft": 0.3}, "never": {"node": 1.0, "draft": 50.0}}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("feature", "heads", "hot_path", "block")]
+
+
+@pytest.mark.parametrize("proposer", ["steered", "path_chain", "decoys_oracle", "small_lm", "lookup", *SLOW])
+@pytest.mark.parametrize("prices", PAYS)
+def test_the_text_is_that_of_plain_decoding_whatever_pays(proposer, prices):
+    call = toy.mixed_call()
+    state = decoded(proposer, costs_for(proposer, call, **PAYS[prices]), call)
+    assert toy.generated(call, state) == toy.expected("llama", call)
+    passes, drafted = (np.asarray(x).sum() for x in (state.stats.num_target_passes, state.stats.num_drafted))
+    if prices == "never" and proposer != "decoys_oracle":  # an oracle has no way to follow plain rounds
+        assert drafted < 0.4 * passes
+    if prices == "free" and proposer != "lookup":  # which often finds nothing
+        assert drafted > 0.6 * passes
+
+
+@pytest.mark.parametrize("proposer", ["path_chain", "block", "small_lm", "lookup", *SLOW[:3]])
+def test_a_drafter_follows_plain_rounds(proposer):
+    """Behind them it drafts what it drafts behind a prompt of the same tokens."""
+    call = toy.mixed_call().replace(new_tokens=[40] * 6)
+    setup = toy.setup("llama", proposer)
+    state = decoded(proposer, costs_for(proposer, call, **PAYS["never"]), call, num_rounds=8)
+    assert int(state.stats.num_drafted.min()) < 8
+    length = np.asarray(state.length)
+    assert length.min() + 8 <= 64
+    tokens = jnp.where(jnp.arange(64) < length[:, None], state.tokens[:, :64], 0)
+    _, _, keys, limits, sampling = call.arrays()
+    sizes = {"capacity": toy.CAPACITY, "max_tokens": toy.MAX_TOKENS}
+    fresh = setup.decoder.prefill(setup.models, tokens, state.length, keys, limits, **sizes)
+
+    def trees(drafter_state):
+        root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
+        draft = jax.jit(setup.drafter.draft)
+        return draft(setup.models, drafter_state, root, state.length - 1, state.keys, sampling)[0]
+
+    own, expected = trees(state.drafter), trees(fresh.drafter)
+    np.testing.assert_array_equal(own.valid, expected.valid)
+    np.testing.assert_array_equal(jnp.where(own.valid, own.tokens, 0), jnp.where(own.valid, expected.tokens, 0))
+
+
+def test_a_poor_drafter_is_asked_ever_less_often_and_a_good_one_in_every_round():
+    call = toy.mixed_call().rows([3]).replace(new_tokens=[44])
+    dear = decoded("path_chain", costs_for("path_chain", call, node=0.0, draft=20.0), call)
+    good = decoded("path_chain", costs_for("path_chain", call, node=0.0, draft=0.0), call)
+    assert int(dear.control.backoff) > worth.FIRST_WAIT == int(good.control.backoff)
+    assert int(good.stats.num_drafted[0]) == int(good.stats.num_target_passes[0])
+
+
+def test_nothing_compiles_anew_where_drafts_stop_paying():
+    setup, call = toy.setup("llama", "path_chain"), toy.mixed_call()
+    decoder = setup.decoder_with()
+    for prices in PAYS.values():
+        call.run(decoder, setup.models | {"costs": costs_for("path_chain", call, **prices)})
+    assert decoder.loop._cache_size() == decoder.prefill._cache_size() == 1
+
+
+def model(skips_rows: bool = True, drafter=None, **rates) -> plan.CostModel:
+    target = toy.target_config(hidden_size=512, num_layers=6, intermediate_size=1408, vocab_size=4096)
+    known = {"profile": (0.9,) * 7, "sampled_profile": (0.7,) * 7, "num_steps": 7, "rank": 128}
+    drafter = drafter or toy.drafter_config(target, intermediate_size=1024, **known)
+    return plan.CostModel(target, drafter, plan.Rates(5e10, 1.6e11, 3e-6, skips_rows=skips_rows, **rates), 2, 2)
+
+
+def test_a_plan_speculates_where_a_pass_waits_for_its_weights_and_decodes_plainly_where_it_computes():
+    alone, crowd = (plan.choose(model(), batch, 512, 0.0) for batch in (1, 64))
+    assert alone.tree is not None and crowd.tree is None and alone.is_chosen
+    assert "1 row" in alone.reason and "plain" in str(crowd)
+    cold, warm = (plan.choose(model(), 1, 512, t).tree for t in (0.0, 1.0))
+    assert warm.depth < cold.depth
+    assert plan.choose(model(), 2, 512, 0.0).tree.depth <= alone.tree.depth
+    wide = plan.choose(plan.CostModel(**{**vars(model(False)), "rates": plan.Rates(2e12, 3e14, 1e-6)}), 1, 512, 0.0)
+    assert wide.tree.nodes == 16
+
+
+def test_a_drafter_without_a_profile_starts_from_a_careful_one():
+    careful = plan.profile_at(toy.drafter_config(toy.target_config()), 0.0)
+    assert careful == plan.profile_at(LookupConfig(), 0.0) == plan.UNKNOWN_PROFILE[True]
+    assert plan.first_trust(LookupConfig()) < plan.first_trust(SmallLMConfig(**vars(toy.target_config()))) == 1.0
+
+
+def test_expected_tokens_are_those_of_a_chain():
+    found = plan.expected_tokens((0.5, 0.5, 0.5), CHAIN)
+    np.testing.assert_allclose(found, [1, 1.5, 1.75, 1.875])
