@@ -248,13 +248,19 @@ def test_sampled_text_is_that_of_plain_decoding(params):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("speculate", [True, False])
-def test_nan_logits_name_their_row(params, speculate, temperature):
-    """Of three rows that of the token whose embedding is NaN; the streams of the others are no use to anybody, too."""
-    damaged = params.target["embedding"].at[int(TWO[1][-1])].set(jnp.nan)
-    broken = params.replace(target={**params.target, "embedding": damaged})
-    prompts = [ONE, ONE, TWO[1]]
-    how = {"max_new_tokens": 8, "temperature": temperature, "speculate": speculate}
-    with pytest.raises(ValueError, match=rf"row 2: the target gave NaN logits.*behind {len(TWO[1])} tokens"):
+def test_nan_logits_name_their_row(speculate, temperature):
+    """Of three rows that whose prompt ends with the one token whose embedding is NaN; nobody drafts or says it."""
+    setup = toy.setup("untied", "beam")
+    pair = hsd_jax.Params(
+        setup.models["target"], setup.models["drafter"], setup.config, setup.drafter_config, max_len=MAX_LEN, tree=TREE
+    )
+    pair = hsd_jax.restrict(pair, toy.HOT_IDS)
+    how = {"max_new_tokens": 8, "temperature": temperature, "speculate": speculate, "seed": [1, 2, 3]}
+    said = {*hsd_jax.decode(pair, [ONE] * 3, **how).tokens.ravel().tolist(), *ONE, *toy.HOT_IDS.tolist()}
+    token = next(token for token in range(toy.VOCAB) if token not in said)
+    damaged = {**pair.target, "embedding": pair.target["embedding"].at[token].set(jnp.nan)}
+    broken, prompts = pair.replace(target=damaged), [ONE, ONE, [2, token]]
+    with pytest.raises(ValueError, match="row 2: the target gave NaN logits, or none but -inf, behind 2 tokens"):
         hsd_jax.decode(broken, prompts, **how)
     with pytest.raises(ValueError, match="row 2: the target gave NaN logits"):
         list(hsd_jax.stream(broken, prompts, **how))

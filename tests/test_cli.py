@@ -334,7 +334,7 @@ def test_bench_compares_rules(folders, tmp_path):
     """Greedy, where both rules say what plain decoding says; with the stages of sampled trees."""
     out = tmp_path / "bench.json"
     arguments = ["--prompts", folders.data, "--limit", "1", "--repeats", "1", "--json", out]
-    rules = ["--accept", "auto", "match", "recursive"]  # auto is match here, and not measured twice
+    rules = ["--accept", "auto", "match", "recursive"]  # auto is match, and not measured twice
     assert hsd("bench", *both(folders), *arguments, *rules, *SHORT, *TREE, "--dtype", "float32") == 0
     modes = json.loads(out.read_text())["modes"]
     assert list(modes) == ["plain float32", "tree 5x3x2", "tree 5x3x2 recursive"]

@@ -224,7 +224,7 @@ def test_a_drafter_of_rank_0_drafts_as_one_whose_token_information_is_zero(tmp_p
     wanted, _ = jitted_draft()(models, state.drafter, root, position)
     bare = {name: part for name, part in models["drafter"].items() if name != "injector"}
     assert bare.keys() == init_drafter(jax.random.key(0), config).keys()
-    draft = hidden_drafter(setup.config, config, toy.TREES["beam"]).draft
+    draft = hidden_drafter(setup.config, config, toy.TREES["beam"], law=setup.drafter.law).draft
     _, _, keys, _, sampling = toy.mixed_call().arrays()
     found, _ = jax.jit(lambda *a: draft(*a, keys, sampling))(models | {"drafter": bare}, state.drafter, root, position)
     np.testing.assert_array_equal(found.tokens, wanted.tokens)

@@ -104,8 +104,8 @@ def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None)
     )
     group.add_argument(
         "--draw",
-        choices=("coupled", "arbitrary", "independent", "without_replacement"),
-        help="how drafts are chosen: coupled to the noise of the target's own draws, the likeliest, or drawn at random "
+        choices=("arbitrary", "independent", "without_replacement", "coupled"),
+        help="how drafts are chosen: the likeliest, drawn at random, or coupled to the noise of the target's own draws "
         "(default: what suits --accept)",
     )
     add_reuse_argument(group, nargs)
