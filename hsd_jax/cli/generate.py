@@ -59,11 +59,13 @@ def add_text_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares temperature, filters and seed."""
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default: all)")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="keep a share P of the mass (default: all)")
     sampling.add_argument(
-        "--seed", type=options.WHOLE, default=0, help="of the first prompt, plus 1 for each further one (default: 0)"
+        "--temperature", type=options.TEMPERATURE, default=0.0, metavar="T", help="0 is greedy (default: 0)"
+    )
+    sampling.add_argument("--top-k", type=options.COUNT, metavar="K", help="keep the K likeliest tokens (default: all)")
+    sampling.add_argument("--top-p", type=options.TOP_P, metavar="P", help="keep a share P of the mass (default: all)")
+    sampling.add_argument(
+        "--seed", type=options.SEED, default=0, help="of the first prompt, plus 1 for each further one (default: 0)"
     )
 
 

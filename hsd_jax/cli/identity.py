@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
-from pathlib import Path
 
 import numpy as np
 
 from hsd_jax.cli import bench, options
 from hsd_jax.cli import prompts as prompts_lib
+from hsd_jax.files import write_json
 from hsd_jax.machine import hardware
 
 EXACT_GAP = 1e-4
@@ -70,9 +69,9 @@ hsd identity --target DIR --drafter DIR --prompts texts.jsonl --limit 50 --dtype
         "--max-new-tokens", type=options.COUNT, default=128, metavar="N", help="per prompt (default: 128)"
     )
     parser.add_argument("--batch", type=options.COUNT, default=8, metavar="B", help="rows at a time (default: 8)")
-    parser.add_argument("--seed", type=options.WHOLE, default=0, help="of prompt i: seed + i (default: 0)")
+    parser.add_argument("--seed", type=options.SEED, default=0, help="of prompt i: seed + i (default: 0)")
     options.add_reuse_argument(options.add_tree_arguments(parser))
-    parser.add_argument("--json", metavar="OUT", help="write the result to this file")
+    parser.add_argument("--json", type=options.NEW_FILE, metavar="OUT", help="write the result to this file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
     report.print_identity(record)
     if args.json:
-        Path(args.json).write_text(json.dumps(record, indent=2) + "\n")
+        write_json(args.json, record)
         options.say(f"wrote {args.json}")
     return 0 if record["ok"] else 1
 
