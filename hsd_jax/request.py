@@ -10,6 +10,7 @@ import functools
 import operator
 import time
 from collections.abc import Sequence
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree, warm_tree
+from hsd_jax.settings import HOTTEST, Temperature, Within, fits, shown
 from hsd_jax.types import NO_TOKEN, DecodeState, DrawLaw, Limits, SamplingParams
 
 FIRST_CAPACITY = 320
@@ -41,6 +43,8 @@ SMALLEST_ROOM = 32
 """The smallest bucket of new tokens, and of the margin for one round's drafts."""
 COLDEST = 1e-6
 """Smaller temperatures are greedy: dividing by them would overflow float32."""
+MOST_PAD_ROWS = 256
+"""Rows that plain decoding may be padded to: as many as a tree has nodes."""
 
 AUTO = "auto"
 AUTO_TEMPERATURE = 0.3
@@ -108,21 +112,23 @@ def prepare(
     new_tokens = _per_row("max_new_tokens", max_new_tokens, batch, int)
     for new in new_tokens:
         if new is None or new < 0:
-            raise ValueError(f"max_new_tokens={new}: allowed are 0 and more")
+            raise ValueError(f"max_new_tokens={shown(new)}: allowed are 0 and more")
     for row, (ids, new) in enumerate(zip(rows, new_tokens, strict=True)):
         if len(ids) + new > params.max_len:
             raise ValueError(
-                f"prompt {row} has {len(ids)} tokens and max_new_tokens is {new}: together more than"
+                f"prompt {row} has {len(ids)} tokens and max_new_tokens is {shown(new)}: together more than"
                 f" max_len={params.max_len}; shorten one or load with a larger max_len (at most"
                 f" {params.target_config.max_position})"
             )
     seeds = _seeds(seed, batch)
-    speculate = speculate and params.drafter is not None
+    if not isinstance(speculate, (bool, np.bool_)):
+        raise ValueError(f"speculate={shown(speculate)}: allowed are True and False")
+    speculate = bool(speculate) and params.drafter is not None
     wanted_tree, tree = tree, params.tree if tree is None else tree
     if not isinstance(tree, TreeConfig):
         raise ValueError(f"tree={tree!r}: expected a hsd_jax.TreeConfig")
-    if pad_rows < 1:
-        raise ValueError(f"pad_rows={pad_rows}: allowed are 1 and more")
+    if not fits(Annotated[int, Within(1, MOST_PAD_ROWS)], pad_rows):
+        raise ValueError(f"pad_rows={shown(pad_rows)}: allowed are 1 to {MOST_PAD_ROWS}")
     wanted_reuse = ReuseConfig.parse(reuse)
     if accept not in (AUTO, *NATURAL_LAW):
         raise ValueError(f"accept={accept!r}: allowed are {AUTO}, {', '.join(NATURAL_LAW)}")
@@ -268,7 +274,10 @@ def _encode_one(params: Params, prompt, row: int) -> list[int]:
         if not prompt:
             raise ValueError(f"prompt {row} is empty: give at least one token")
         prompt = params.tokenizer.encode(prompt)
-    ids = np.asarray(prompt)
+    try:
+        ids = np.asarray(prompt)
+    except (ValueError, OverflowError):  # lists of several lengths
+        raise ValueError(f"prompt {row} is {shown(prompt)}: expected a row of integers") from None
     if ids.size == 0:
         raise ValueError(f"prompt {row} is empty: give at least one token")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
@@ -281,14 +290,17 @@ def _encode_one(params: Params, prompt, row: int) -> list[int]:
 
 
 def _per_row(name: str, value, batch: int, kind: type) -> list:
-    values = list(value) if np.ndim(value) else [value] * batch
+    try:
+        values = list(value) if np.ndim(value) else [value] * batch
+    except ValueError:  # lists of several lengths
+        raise ValueError(f"{name}={shown(value)}: expected one {kind.__name__}, or one a row") from None
     if len(values) != batch:
         raise ValueError(f"{name} has {len(values)} values for {batch} rows")
     convert = operator.index if kind is int else kind  # int() would cut 10.7 down without a word
     try:
         return [None if v is None else convert(v) for v in values]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}={value!r}: expected {kind.__name__} values") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}={shown(value)}: expected {kind.__name__} values") from error
 
 
 def _seeds(seed, batch: int) -> list[int]:
@@ -297,7 +309,7 @@ def _seeds(seed, batch: int) -> list[int]:
     seeds = _per_row("seed", seed, 1 if is_single else batch, int)
     for value in seeds:
         if value is None or not 0 <= value < 2**32:
-            raise ValueError(f"seed={value}: allowed are 0 to {2**32 - 1}")
+            raise ValueError(f"seed={shown(value)}: allowed are 0 to {2**32 - 1}")
     return [(seeds[0] + row) % 2**32 for row in range(batch)] if is_single else seeds
 
 
@@ -307,8 +319,8 @@ def _sampling(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray, np.nda
     ks = [0 if k is None else k for k in _per_row("top_k", top_k, batch, int)]
     ps = [1.0 if p is None else p for p in _per_row("top_p", top_p, batch, float)]
     for t in temperatures:
-        if t is None or not 0.0 <= t < float("inf"):
-            raise ValueError(f"temperature={t}: allowed are 0 (greedy) and positive numbers")
+        if not fits(Temperature, t):
+            raise ValueError(f"temperature={t}: allowed are 0 (greedy) and positive numbers up to {HOTTEST:g}")
     for k, given in zip(ks, _per_row("top_k", top_k, batch, int), strict=True):
         if given is not None and k < 1:
             raise ValueError(f"top_k={k}: allowed are 1 and more, or None")
@@ -322,9 +334,14 @@ def _sampling(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray, np.nda
 
 def _eos(params: Params, eos) -> np.ndarray:
     """End tokens in a bucket of their own, so that their number never compiles anything."""
-    ids = params.eos if eos is None else ((int(eos),) if isinstance(eos, (int, np.integer)) else tuple(eos))
+    try:
+        ids = params.eos if eos is None else ((int(eos),) if isinstance(eos, (int, np.integer)) else tuple(eos))
+    except TypeError:
+        raise ValueError(f"eos={shown(eos)}: expected a token id, or several") from None
     vocab_size = params.target_config.vocab_size
     for token in ids:
         if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
-            raise ValueError(f"eos={token}: allowed are 0 to {vocab_size - 1}")
+            raise ValueError(
+                f"eos={token if isinstance(token, str) else shown(token)}: allowed are 0 to {vocab_size - 1}"
+            )
     return np.array([*ids, *[NO_TOKEN] * (bucket(len(ids), 4) - len(ids))], np.int32)

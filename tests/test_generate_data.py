@@ -268,7 +268,7 @@ def test_an_interrupt_leaves_whole_lines(folder, whole, tmp_path, monkeypatch, c
         return decode(*args, **kwargs)
 
     monkeypatch.setattr(generate, "decode", interrupted)
-    assert hsd(folder, out, "--samples-per-prompt", "2") == main_lib.INTERRUPTED
+    assert hsd(folder, out, "--samples-per-prompt", "2") == 130
     assert whole.read_bytes().startswith(out.read_bytes()) and len(lines_of(out)) == 4
     monkeypatch.setattr(generate, "REPORT_SECONDS", 0.0)
     capsys.readouterr()

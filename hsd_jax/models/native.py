@@ -27,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from hsd_jax.models.native_build import verified, write_with_checksum
+
 FOLDER = Path(__file__).parents[1] / "native"
 SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("rows_matmul", "gated_mlp", "attend", "rows", "random_bits"))
 HEADER = FOLDER / "tiles.h"
@@ -194,11 +196,11 @@ def _build(compiler: str) -> Path:
     identity = "\n".join([*sources, compiler, *FLAGS, jax.__version__, *cpu[:2]])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
     library = cache / f"native-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not library.is_file():
+    if not verified(library):
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             built = Path(folder) / "native.so"
             command = [compiler, *FLAGS, "-I", jax.ffi.include_dir(), *map(str, SOURCES), "-o", str(built)]
             subprocess.run(command, check=True, capture_output=True, timeout=300)
-            built.replace(library)
+            write_with_checksum(built, library)
     return library
