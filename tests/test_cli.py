@@ -219,7 +219,7 @@ def test_argparse_errors_end_with_2(capsys):
 def test_stdin_that_is_not_text(folders, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(b"\xff\xfe")))
     assert hsd("generate", "--target", folders.target, "-") == 2
-    assert "stdin is not UTF-8" in capsys.readouterr().err
+    assert "stdin: not UTF-8" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(monkeypatch, tmp_path):

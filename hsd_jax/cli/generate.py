@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from hsd_jax.cli import options
+from hsd_jax.files import decoded, with_unix_lines
 
 
 def add_parser(commands) -> None:
@@ -137,8 +138,14 @@ def check_text_arguments(args: argparse.Namespace) -> None:
 
 
 def read_prompt(prompt: str) -> str | bytes:
-    """The prompt, or stdin for "-"."""
+    """The prompt, or stdin for "-".
+
+    Raises:
+      ValueError: if stdin is closed.
+    """
     if prompt == "-":
+        if sys.stdin is None:
+            raise ValueError('prompt "-" is stdin, which is closed')
         return sys.stdin.buffer.read()  # the library checks that it is UTF-8
     return prompt
 
@@ -146,10 +153,7 @@ def read_prompt(prompt: str) -> str | bytes:
 def encode_prompt(params, text: str | bytes, args: argparse.Namespace):
     """What `decode` takes: a text, or token ids for --ids and --chat."""
     if isinstance(text, bytes):
-        try:
-            text = text.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"stdin is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        text = with_unix_lines(decoded(text, "stdin"))
     if args.ids:
         parts = text.replace(",", " ").split()
         if not all(part.isdigit() for part in parts):

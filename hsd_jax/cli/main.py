@@ -136,7 +136,9 @@ def _use_cache() -> None:
 
     try:
         folder = cache_folder(setting)
-    except RuntimeError:  # neither HOME nor an entry of this user: nowhere to keep them
+    except RuntimeError as error:  # neither HOME nor an entry of this user: nowhere to keep them
+        if setting:
+            raise ValueError(f"HSD_CACHE={setting}: this user has no home directory") from error
         return
     if setting:
         check_new_folder(folder)
