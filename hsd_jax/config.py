@@ -31,6 +31,8 @@ NONE, SUM, MIX, UNION, SKIP, AHEAD, UNFUSED = REUSES = ("none", "sum", "mix", "u
 
 
 Layers = Annotated[int, Within(1, 10_000)]
+HeadDim = Annotated[int, Within(1, 65_536)]
+Epsilon = Annotated[float, Within(0, 1, above=True)]
 Theta = Annotated[float, Within(1e-6, 1e30)]
 ROPE_KINDS = ("default", "linear", "llama3")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -52,6 +54,14 @@ class RopeConfig:
         settings.check(self, "RopeConfig")
 
 
+def _check_heads(config: Any, section: str) -> None:
+    if config.num_heads % config.num_kv_heads:
+        kv_heads = f"{section}.num_kv_heads={config.num_kv_heads}"
+        raise ValueError(f"{kv_heads}: must divide num_heads={config.num_heads}")
+    if config.head_dim % 2:
+        raise ValueError(f"{section}.head_dim={config.head_dim}: must be even for rotary embedding")
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """One parameterised decoder: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 are settings of it."""
@@ -61,10 +71,10 @@ class ModelConfig:
     num_layers: Layers
     num_heads: Count
     num_kv_heads: Count
-    head_dim: Count
+    head_dim: HeadDim
     intermediate_size: Count
     max_position: Count = 2048
-    norm_eps: Positive = 1e-5
+    norm_eps: Epsilon = 1e-5
     tie_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -90,6 +100,7 @@ class ModelConfig:
 
     def __post_init__(self):
         settings.check(self, "ModelConfig")
+        _check_heads(self, "ModelConfig")
 
     @property
     def attention_scale(self) -> float:
@@ -151,7 +162,7 @@ class DrafterConfig:
     num_layers: Layers
     num_heads: Count
     num_kv_heads: Count
-    head_dim: Count
+    head_dim: HeadDim
     intermediate_size: Count
     vocab_size: Count
     num_steps: Annotated[int, Within(1, 2 * LARGEST_TREE)] = 6
@@ -160,7 +171,7 @@ class DrafterConfig:
     """Of the token-info factors; 0: the drafter has none."""
     committed_embeddings: bool = True
     """Embeddings of committed tokens beside the target's features (methods.md, A1)."""
-    norm_eps: Positive = 1e-5
+    norm_eps: Epsilon = 1e-5
     rope: RopeConfig = RopeConfig()
     max_position: Count = 2048
     target_hash: str = ""
@@ -189,6 +200,7 @@ class DrafterConfig:
 
     def __post_init__(self):
         settings.check(self, "DrafterConfig")
+        _check_heads(self, "DrafterConfig")
         self.check_kind(self, "DrafterConfig")
         if not self.are_layers(self.feature_layers):
             raise ValueError(

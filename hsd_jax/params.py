@@ -108,6 +108,9 @@ def load(
     mesh = sharding_lib.make_mesh(mesh)
     weights_dtype = _check_dtype(dtype, precision, mesh is None)
     config = convert.read_config(target)
+    longest = config.max_position
+    if not fits(Annotated[int, Within(2, longest)] | None, max_len):
+        raise ValueError(f"max_len={shown(max_len)}: allowed are 2 to {longest}, the model's max_position_embeddings")
     weights = convert.read_weights(target, config, weights_dtype)
     tokenizer = Tokenizer.find(target)
     drafter_config, drafter_weights = None, None
@@ -115,9 +118,6 @@ def load(
         may_be_narrower = precision == "fast" and weights_dtype == jnp.float32
         drafter_dtype = fastest_dtype(mesh is None) if may_be_narrower else weights_dtype
         drafter_config, drafter_weights = _load_drafter(drafter, config, weights, tokenizer, drafter_dtype)
-    longest = config.max_position
-    if not fits(Annotated[int, Within(2, longest)] | None, max_len):
-        raise ValueError(f"max_len={shown(max_len)}: allowed are 2 to {longest}, the model's max_position_embeddings")
     eos = end_tokens(target, config, tokenizer)
     params = Params(
         weights,

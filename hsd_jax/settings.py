@@ -158,7 +158,7 @@ def read(kind: type, values: Any, where: str, section: str = "") -> Any:
 def shown(value: Any) -> str:
     """A value as an error names it, not too long; whatever it is."""
     try:
-        text = repr(list(value) if isinstance(value, tuple) else value)
+        text = " ".join(repr(list(value) if isinstance(value, tuple) else value).split())
     except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists in lists
         return f"({type(value).__name__})"
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -60,7 +60,8 @@ class Tokenizer:
         try:
             return Tokenizer(folder)
         except Exception as error:  # transformers raises many kinds for one cause: a file it cannot read
-            raise ValueError(f"{folder}: the tokenizer cannot be read ({error}); restore tokenizer.json") from error
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"{folder}: the tokenizer cannot be read ({reason}); restore tokenizer.json") from error
 
     @property
     def eos_id(self) -> int | None:
@@ -93,7 +94,8 @@ class Tokenizer:
             text = self._inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
             return list(self._inner(text, add_special_tokens=False)["input_ids"])
         except Exception as error:  # a template is a program: of jinja's errors and of Python's
-            raise ValueError(f"the checkpoint's chat template refuses this conversation ({error})") from error
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"the checkpoint's chat template refuses this conversation ({reason})") from error
 
 
 def _fingerprint(folder: Path) -> str:

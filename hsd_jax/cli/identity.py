@@ -58,10 +58,10 @@ def add_parser(commands) -> None:
         run,
         "check that speculation changes no token",
         "Compare speculative with plain text, token for token, greedy, sampled and filtered. Every first difference\n"
-        "of a row is listed with the gap between the two best perturbed logits. The exit status is 1 if there is any,\n"
-        "on CPU and in exact precision. Else, in fast precision on an accelerator, it is 1 for a gap beyond the\n"
-        f"measured logit noise, or more than {FAST_PER_THOUSAND:g} differences per 1,000 tokens; in exact precision on a mesh for a gap\n"
-        f"of {EXACT_GAP:g} or more.",
+        "of a row is listed with the gap between the two best perturbed logits. On CPU and in exact precision the\n"
+        "exit status is 1 if there is any. In fast precision on an accelerator it is 1 for a gap beyond the measured\n"
+        f"logit noise, or more than {FAST_PER_THOUSAND:g} differences per 1,000 tokens; on a mesh in exact precision\n"
+        f"for a gap of {EXACT_GAP:g} or more.",
         """
 hsd identity --demo --prompts dev.jsonl --half report --precision exact
 hsd identity --target DIR --drafter DIR --prompts texts.jsonl --limit 50 --dtype bfloat16

@@ -57,6 +57,8 @@ class Interrupts:
         os.close(self._write)  # the watcher ends
 
     def _interrupt(self, *_: object) -> None:
+        if self.seen:
+            _end()
         self.seen = True
         if not self.is_over:
             signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS, AGAIN_SECONDS)
@@ -81,6 +83,10 @@ def _watch(read: int) -> None:
     while numbers := os.read(read, 64):
         seen += numbers.count(signal.SIGINT)
         if seen > 1:
-            os.write(2, f"{LINE}\n".encode())
-            os._exit(EXIT_CODE)
+            _end()
     os.close(read)
+
+
+def _end() -> None:
+    os.write(2, f"{LINE}\n".encode())
+    os._exit(EXIT_CODE)

@@ -12,7 +12,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from hsd_jax import files, settings
-from hsd_jax.config import ACTIVATIONS, FULL, ROPE_KINDS, SLIDING, Layers, LayerType, ModelConfig, RopeConfig, Theta
+from hsd_jax.config import (
+    ACTIVATIONS,
+    FULL,
+    ROPE_KINDS,
+    SLIDING,
+    Epsilon,
+    HeadDim,
+    Layers,
+    LayerType,
+    ModelConfig,
+    RopeConfig,
+    Theta,
+)
 from hsd_jax.settings import Count, OneOf, Positive, Whole
 
 _EVERYWHERE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10_000.0}
@@ -74,10 +86,10 @@ class _Keys:
     num_attention_heads: Count
     intermediate_size: Count
     max_position_embeddings: Count
-    rms_norm_eps: Positive
+    rms_norm_eps: Epsilon
     rope_theta: Theta
     num_key_value_heads: Count | None = None
-    head_dim: Count | None = None
+    head_dim: HeadDim | None = None
     tie_word_embeddings: bool | None = False
     attention_bias: bool | None = False
     mlp_bias: bool | None = False

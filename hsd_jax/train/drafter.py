@@ -27,6 +27,7 @@ from hsd_jax.config import (
     TRAINED_KINDS,
     TRUNKS,
     DrafterConfig,
+    HeadDim,
     Layers,
     ModelConfig,
     from_dict,
@@ -62,7 +63,7 @@ class DrafterModel:
     num_layers: Layers = 1
     num_heads: Count | None = None
     num_kv_heads: Count | None = None
-    head_dim: Count | None = None
+    head_dim: HeadDim | None = None
     intermediate_size: Count | None = None
     num_steps: Annotated[int, Within(1, 2 * LARGEST_TREE)] = 6
     """Depths the trunk is trained for (K); a tree may be shallower, never deeper."""

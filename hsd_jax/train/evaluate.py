@@ -112,7 +112,7 @@ class Texts:
 
     @classmethod
     def load(cls, path: Any) -> Texts:
-        with np.load(path, allow_pickle=False) as values:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as values:
             return cls(**{name: values[name] for name in ("tokens", "prompt_length", "length")})
 
 
