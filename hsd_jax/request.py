@@ -334,6 +334,8 @@ def _sampling(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray, np.nda
 
 def _eos(params: Params, eos) -> np.ndarray:
     """End tokens in a bucket of their own, so that their number never compiles anything."""
+    if isinstance(eos, (str, bytes, dict)):
+        raise ValueError(f"eos={eos}: expected a token id, or several")
     try:
         ids = params.eos if eos is None else ((int(eos),) if isinstance(eos, (int, np.integer)) else tuple(eos))
     except TypeError:
@@ -341,7 +343,5 @@ def _eos(params: Params, eos) -> np.ndarray:
     vocab_size = params.target_config.vocab_size
     for token in ids:
         if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
-            raise ValueError(
-                f"eos={token if isinstance(token, str) else shown(token)}: allowed are 0 to {vocab_size - 1}"
-            )
+            raise ValueError(f"eos={shown(token)}: allowed are 0 to {vocab_size - 1}")
     return np.array([*ids, *[NO_TOKEN] * (bucket(len(ids), 4) - len(ids))], np.int32)
