@@ -4,8 +4,8 @@ The names are imported when they are first used, so that `hsd --help` does not w
 """
 
 import importlib
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # that of `typing`, whose import Ctrl-C would have to wait for
 if TYPE_CHECKING:
     from hsd_jax.api import DecodeResult, Piece, Stats, decode, stream
     from hsd_jax.config import DrafterConfig, LookupConfig, ModelConfig, TreeConfig

@@ -7,9 +7,6 @@ complete one. Always restored against an abstract target, never by unpickling. W
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,23 +88,3 @@ class Checkpointer:
             f"{self.folder}: {which} could not be written ({reason}); {kept}. Free room on the disk and give the same"
             " command again"
         )
-
-
-def write_json(path: str | Path, value: Any) -> None:
-    """Writes JSON so that a reader never sees half a file."""
-    path = Path(path)
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    temporary.replace(path)
-
-
-def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Puts a freshly written folder in the place of `folder`; a kill leaves the old one, the new one, or both."""
-    new, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    write(new)
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Frozen, hashable configuration: what is static in every compiled function.
 
-Nothing here touches an array. Read next: `models/target.py` for what the fields of `ModelConfig` switch.
+Nothing here touches an array. What a field may hold stands in its annotation (`settings.py`). Read next:
+`models/target.py` for what the fields of `ModelConfig` switch.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from hsd_jax import settings
+from hsd_jax.settings import Count, OneOf, Positive, Whole, Within
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
@@ -20,57 +24,83 @@ HIDDEN, FEATURE, HEADS = TRAINED_KINDS = ("hidden", "feature", "block")
 """Kinds of drafter that are trained for their target, each a file in `infer/drafters/`."""
 SMALL_LM, LOOKUP = "small_lm", "lookup"
 """Those that are not."""
+LARGEST_TREE = 256
+"""Nodes of a tree."""
 NONE, SUM, MIX, UNION, SKIP, AHEAD, UNFUSED = REUSES = ("none", "sum", "mix", "union", "skip", "ahead", "unfused")
 """What becomes of the states a round leaves over (`infer/reuse.py` says what each form does)."""
 
 
+Layers = Annotated[int, Within(1, 10_000)]
+HeadDim = Annotated[int, Within(1, 65_536)]
+Epsilon = Annotated[float, Within(0, 1, above=True)]
+Theta = Annotated[float, Within(1e-6, 1e30)]
+ROPE_KINDS = ("default", "linear", "llama3")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+LayerType = Annotated[str, OneOf((FULL, SLIDING))]
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of one kind of layer; `kind` is "default", "linear" or "llama3"."""
+    """Rotary embedding of one kind of layer; `kind` is one of ROPE_KINDS."""
 
-    theta: float = 10_000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    theta: Theta = 10_000.0
+    kind: Annotated[str, OneOf(ROPE_KINDS)] = "default"
+    factor: Positive = 1.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_position: Count = 8192
+
+    def __post_init__(self):
+        settings.check(self, "RopeConfig")
+
+
+def _check_heads(config: Any, section: str) -> None:
+    if config.num_heads % config.num_kv_heads:
+        kv_heads = f"{section}.num_kv_heads={config.num_kv_heads}"
+        raise ValueError(f"{kv_heads}: must divide num_heads={config.num_heads}")
+    if config.head_dim % 2:
+        raise ValueError(f"{section}.head_dim={config.head_dim}: must be even for rotary embedding")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """One parameterised decoder: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 are settings of it."""
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    max_position: int = 2048
-    norm_eps: float = 1e-5
+    vocab_size: Count
+    hidden_size: Count
+    num_layers: Layers
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: HeadDim
+    intermediate_size: Count
+    max_position: Count = 2048
+    norm_eps: Epsilon = 1e-5
     tie_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    activation: str = "silu"
+    activation: Annotated[str, OneOf(ACTIVATIONS)] = "silu"
     norm_offset: float = 0.0
     """Added to every norm weight: Gemma stores weight - 1."""
     post_norms: bool = False
     """Gemma's second norm behind attention and behind the MLP."""
-    embed_scale: float = 1.0
-    query_scale: float | None = None
+    embed_scale: Positive = 1.0
+    query_scale: Positive | None = None
     """None: head_dim ** -0.5."""
-    attention_softcap: float | None = None
-    logit_softcap: float | None = None
-    sliding_window: int | None = None
-    layer_types: tuple[str, ...] = ()
+    attention_softcap: Positive | None = None
+    logit_softcap: Positive | None = None
+    sliding_window: Count | None = None
+    layer_types: tuple[LayerType, ...] = ()
     """One of SLIDING or FULL a layer; empty: all FULL."""
     rope: RopeConfig = RopeConfig()
     rope_local: RopeConfig | None = None
     """Rotary embedding of SLIDING layers, if another than `rope` (Gemma 3)."""
     model_type: str = "llama"
+
+    def __post_init__(self):
+        settings.check(self, "ModelConfig")
+        _check_heads(self, "ModelConfig")
 
     @property
     def attention_scale(self) -> float:
@@ -98,17 +128,17 @@ class LookupConfig:
       ValueError: naming the wrong value and the allowed ones.
     """
 
-    max_ngram: int = 3
-    min_ngram: int = 1
-
-    kind: ClassVar[str] = LOOKUP
     MAX_NGRAM: ClassVar[int] = 16
 
+    max_ngram: Annotated[int, Within(1, MAX_NGRAM)] = 3
+    min_ngram: Annotated[int, Within(1, MAX_NGRAM)] = 1
+
+    kind: ClassVar[str] = LOOKUP
+
     def __post_init__(self):
-        for name, least, most in (("max_ngram", 1, self.MAX_NGRAM), ("min_ngram", 1, self.max_ngram)):
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:
-                raise ValueError(f"LookupConfig.{name}={value!r}: allowed are {least} to {most}")
+        settings.check(self, "LookupConfig")
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"LookupConfig.min_ngram={self.min_ngram}: allowed are 1 to max_ngram={self.max_ngram}")
 
     @classmethod
     def parse(cls, text: str) -> LookupConfig | None:
@@ -128,37 +158,37 @@ class LookupConfig:
 class DrafterConfig:
     """A drafter that reads its target's features: hidden (trunk and injector), feature (trunk) or block (heads)."""
 
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    num_steps: int = 6
+    hidden_size: Count
+    num_layers: Layers
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: HeadDim
+    intermediate_size: Count
+    vocab_size: Count
+    num_steps: Annotated[int, Within(1, 2 * LARGEST_TREE)] = 6
     """Trunk states per round K, as trained; a tree may be shallower, never deeper."""
-    rank: int = 128
+    rank: Whole = 128
     """Of the token-info factors; 0: the drafter has none."""
     committed_embeddings: bool = True
     """Embeddings of committed tokens beside the target's features (methods.md, A1)."""
-    norm_eps: float = 1e-5
+    norm_eps: Epsilon = 1e-5
     rope: RopeConfig = RopeConfig()
-    max_position: int = 2048
+    max_position: Count = 2048
     target_hash: str = ""
     """Fingerprint of the target the drafter was trained for."""
     feature_layers: tuple[int, ...] = ()
     """Layers of the target, counted from 0 and ascending, behind which the trunk reads the residual stream (A2);
     empty: the final hidden state."""
-    hot_tokens: int | None = None
+    hot_tokens: Count | None = None
     """Size of the hot vocabulary, the tokens that may be drafted; None: all. Which ones stands in `hot_ids` of the
     drafter's weights."""
-    trunk: str = RECURRENT
+    trunk: Annotated[str, OneOf(TRUNKS)] = RECURRENT
     """One of TRUNKS; files written before there was a choice do not name it."""
     has_mix: bool = False
     """Whether the weights hold the table that `hsd train mix` fits, which reuse form MIX reads."""
-    kind: str = HIDDEN
+    kind: Annotated[str, OneOf(TRAINED_KINDS)] = HIDDEN
     """One of TRAINED_KINDS; files written before there was a choice do not name it."""
-    injection: str = PREVIOUS
+    injection: Annotated[str, OneOf(INJECTIONS)] = PREVIOUS
     """One of INJECTIONS; files written before there was a choice do not name it."""
     profile: tuple[float, ...] = ()
     """Of held-out greedy text: the share of a chain's drafts that the target accepts, by depth, where all before were.
@@ -174,16 +204,14 @@ class DrafterConfig:
     """What a kind has no choice of."""
 
     def __post_init__(self):
+        settings.check(self, "DrafterConfig")
+        _check_heads(self, "DrafterConfig")
         self.check_kind(self, "DrafterConfig")
-        if self.trunk not in TRUNKS:
-            raise ValueError(f"DrafterConfig.trunk={self.trunk!r}: allowed are {', '.join(TRUNKS)}")
         if not self.are_layers(self.feature_layers):
             raise ValueError(
                 f"DrafterConfig.feature_layers={self.feature_layers!r}: expected layer numbers from 0, ascending"
             )
-        if self.hot_tokens is not None and (
-            type(self.hot_tokens) is not int or not 1 <= self.hot_tokens <= self.vocab_size
-        ):
+        if self.hot_tokens is not None and self.hot_tokens > self.vocab_size:
             raise ValueError(
                 f"DrafterConfig.hot_tokens={self.hot_tokens!r}: allowed are 1 to the vocabulary, {self.vocab_size}, and"
                 " None for all"
@@ -191,19 +219,15 @@ class DrafterConfig:
 
     @classmethod
     def check_kind(cls, config: Any, where: str) -> None:
-        """Raises a ValueError for an unknown kind, or a setting that its kind has no use for.
+        """Raises a ValueError for a setting that the kind has no use for.
 
         Args:
           config: a `DrafterConfig`, or a recipe's section with fields of the same names and defaults.
         """
-        if config.kind not in TRAINED_KINDS:
-            raise ValueError(f"{where}.kind={config.kind!r}: allowed are {', '.join(TRAINED_KINDS)}")
         defaults = {field.name: field.default for field in dataclasses.fields(cls)} | {"num_layers": 1}
         for name in cls.UNUSED[config.kind]:
             if getattr(config, name) != defaults[name]:
                 raise ValueError(f"{where}.{name}={getattr(config, name)!r}: kind {config.kind!r} has no such choice")
-        if config.injection not in INJECTIONS:
-            raise ValueError(f"{where}.injection={config.injection!r}: allowed are {', '.join(INJECTIONS)}")
 
     @property
     def reads_drafts(self) -> bool:
@@ -248,13 +272,10 @@ class TreeConfig:
     depth: int = 5
     width: int = 3
 
-    MAX_NODES = 256
+    MAX_NODES = LARGEST_TREE
 
     def __post_init__(self):
-        for name in ("nodes", "depth", "width"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"TreeConfig.{name}={value!r}: expected an int")
+        settings.check(self, "TreeConfig")
         if not 2 <= self.nodes <= self.MAX_NODES:
             raise ValueError(
                 f"TreeConfig.nodes={self.nodes}: allowed are 2 (root and one draft token) to {self.MAX_NODES}"
@@ -312,9 +333,10 @@ class ReuseConfig:
     """
 
     form: str = NONE
-    min_spares: int | None = None
+    min_spares: Whole | None = None
 
     def __post_init__(self):
+        settings.check(self, "ReuseConfig")
         if self.form not in REUSES:
             raise ValueError(f"reuse={self.form!r}: allowed are {', '.join(REUSES)}, and {SKIP}:N")
         if self.min_spares is not None and (self.form != SKIP or self.min_spares < 1):
@@ -348,43 +370,18 @@ class ReuseConfig:
 NO_REUSE = ReuseConfig()
 
 
-def at_least(section: str, config: Any, **smallest: int) -> None:
-    """Raises a ValueError naming the first field below its smallest value, as `section.field`."""
-    for name, least in smallest.items():
-        if getattr(config, name) < least:
-            raise ValueError(f"{section}.{name}={getattr(config, name)}: must be at least {least}")
-
-
 def to_dict(config: Any) -> dict[str, Any]:
     """A JSON-ready dict of a configuration dataclass."""
     return dataclasses.asdict(config)
 
 
-def from_dict(kind: type, values: dict[str, Any], where: str) -> Any:
-    """Builds a configuration dataclass; an unknown or missing key is an error that names the valid ones.
+def from_dict(kind: type, values: Any, where: str) -> Any:
+    """Builds a configuration dataclass of what a file holds.
 
     Raises:
-      ValueError: with `where` (a file or a recipe) in the message.
+      ValueError: as `settings.read`, with `where` (a file or a recipe) in the message.
     """
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    unknown = sorted(set(values) - set(fields))
-    if unknown:
-        raise ValueError(f"{where}: unknown key {unknown[0]!r}; valid keys are {', '.join(sorted(fields))}")
-    missing = [
-        n
-        for n, f in fields.items()
-        if n not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ValueError(f"{where}: missing key {missing[0]!r}")
-    out = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and "rope" in name:
-            value = from_dict(RopeConfig, value, f"{where}: {name}")
-        elif isinstance(value, list):
-            value = tuple(value)
-        out[name] = value
-    return kind(**out)
+    return settings.read(kind, values, where)
 
 
 def bucket(n: int, smallest: int = 16) -> int:

@@ -6,9 +6,10 @@ Everything that can be wrong with a checkpoint is checked here, before anything 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import flax.struct
 import jax
@@ -19,6 +20,7 @@ from jax.sharding import Mesh
 from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import AnyDrafterConfig, DrafterConfig, LookupConfig, ModelConfig, SmallLMConfig, TreeConfig
 from hsd_jax.models import convert, hot, native
+from hsd_jax.settings import Within, fits, shown
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
 
@@ -117,6 +119,9 @@ def load(
     Raises:
       FileNotFoundError, ValueError: naming the wrong value and what to do, before anything compiles.
     """
+    for argument, value in (("target", target), ("drafter", drafter)):
+        if not isinstance(value, str | os.PathLike | LookupConfig | None):
+            raise ValueError(f"{argument}={shown(value)}: expected a folder")
     if (name is None) == (target is None):
         raise ValueError('load() wants either a name, load("demo"), or load(target=FOLDER)')
     if precision not in PRECISIONS:
@@ -125,11 +130,16 @@ def load(
         if name != "demo":
             raise ValueError(f'load({name!r}): the only bundled name is "demo"; folders go into target=')
         target, drafter = DEMO / "target", DEMO / "drafter" if drafter is None else drafter
+    if not isinstance(tree, TreeConfig | None):
+        raise ValueError(f"tree={shown(tree)}: expected a hsd_jax.TreeConfig")
     assert target is not None
     mesh = sharding_lib.make_mesh(mesh)
     wanted_dtype = _check_dtype(dtype, precision)
     config = convert.read_config(target)
     weights_dtype = DTYPES[convert.weights_dtype(target)] if wanted_dtype is None else wanted_dtype
+    longest = config.max_position
+    if not fits(Annotated[int, Within(2, longest)] | None, max_len):
+        raise ValueError(f"max_len={shown(max_len)}: allowed are 2 to {longest}, the model's max_position_embeddings")
     weights = _held(convert.read_weights(target, config, weights_dtype), mesh is None)
     tokenizer = Tokenizer.find(target)
     drafter_config, drafter_weights = None, None
@@ -138,9 +148,6 @@ def load(
         drafter_dtype = fastest_dtype(mesh is None) if may_be_narrower else weights_dtype
         drafter_config, drafter_weights = _load_drafter(drafter, config, weights, tokenizer, drafter_dtype)
         drafter_weights = _held(drafter_weights, mesh is None)
-    longest = config.max_position
-    if max_len is not None and not 1 < max_len <= longest:
-        raise ValueError(f"max_len={max_len}: allowed are 2 to {longest}, the model's max_position_embeddings")
     eos = end_tokens(target, config, tokenizer)
     params = Params(
         weights,
@@ -247,9 +254,12 @@ def place(params: Params, mesh: Mesh | None) -> Params:
 def _check_dtype(dtype: Any, precision: str) -> Any:
     if dtype is None:
         return jnp.float32 if precision == "exact" else None
-    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    try:
+        name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    except TypeError:
+        name = None
     if name not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
+        raise ValueError(f"dtype={shown(dtype)}: allowed are {', '.join(DTYPES)}")
     if precision == "exact" and name != "float32":
         raise ValueError(f'dtype={name!r} with precision="exact": exact means float32; leave dtype out')
     return DTYPES[name]

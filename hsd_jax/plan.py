@@ -42,7 +42,7 @@ UNKNOWN_PROFILE = {True: (0.75,) * LONGEST_CHAIN, False: (0.55,) * LONGEST_CHAIN
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a processor does a second. A pass takes as long as the slower of reading its weights and multiplying, nearly."""
+    """What a processor does a second. A pass takes little more than the slower of reading its weights and multiplying."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -206,8 +206,8 @@ def candidates(config: AnyDrafterConfig, skips_rows: bool) -> list[TreeConfig]:
 def expected_tokens(profile: Sequence[float], tree: TreeConfig) -> np.ndarray:
     """Tokens a round if the 1, 2, ... N likeliest nodes of every tree are verified.
 
-    Of a level's siblings the first is worth the profile, all W together 1 - (1 - a)^(1 + (W - 1) / 2): a guess, of trees
-    that the tuner measures.
+    Of a level's siblings the first is worth the profile, all W together 1 - (1 - a)^(1 + (W - 1) / 2): a guess; the
+    tuner measures.
     """
     gains, reach = [], 1.0
     for a in profile[: tree.depth]:
@@ -248,5 +248,3 @@ def choose(model: CostModel, batch: int, context: int, temperature: float) -> Pl
     if gain < LEAST_GAIN:
         return Plan(None, f"drafts should not pay here ({gain:.2f} times plain decoding with {best.name}; {what})")
     return Plan(best, f"should be {gain:.2f} times as fast as plain decoding ({what})")
-
-

@@ -10,6 +10,7 @@ import functools
 import operator
 import time
 from collections.abc import Sequence
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree
 from hsd_jax.plan import WARM, CostModel, Plan, choose, first_trust, rates_here
+from hsd_jax.settings import HOTTEST, Temperature, Within, fits, shown
 from hsd_jax.types import NO_TOKEN, Costs, DecodeState, DrawLaw, Limits, SamplingParams
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
@@ -42,6 +44,8 @@ LARGEST_FIRST = 2048
 """Caches up to this size are made for all tokens a call may give, larger ones for the prompt: they grow when full."""
 COLDEST = 1e-6
 """Smaller temperatures are greedy: dividing by them would overflow float32."""
+MOST_PAD_ROWS = 256
+"""Rows that plain decoding may be padded to: as many as a tree has nodes."""
 
 AUTO = "auto"
 """The rule `match` for every row: a row's tokens depend on its prompt, settings and seed alone."""
@@ -109,20 +113,23 @@ def prepare(
     new_tokens = _per_row("max_new_tokens", max_new_tokens, batch, int)
     for new in new_tokens:
         if new is None or new < 0:
-            raise ValueError(f"max_new_tokens={new}: allowed are 0 and more")
+            raise ValueError(f"max_new_tokens={shown(new)}: allowed are 0 and more")
     for row, (ids, new) in enumerate(zip(rows, new_tokens, strict=True)):
         if len(ids) + new > params.max_len:
             raise ValueError(
-                f"prompt {row} has {len(ids)} tokens and max_new_tokens is {new}: together more than"
+                f"prompt {row} has {len(ids)} tokens and max_new_tokens is {shown(new)}: together more than"
                 f" max_len={params.max_len}; shorten one or load with a larger max_len (at most"
                 f" {params.target_config.max_position})"
             )
     seeds = _seeds(seed, batch)
+    if not isinstance(speculate, (bool, np.bool_)):
+        raise ValueError(f"speculate={shown(speculate)}: allowed are True and False")
+    speculate = bool(speculate)
     tree = params.tree if tree is None else tree
     if not isinstance(tree, TreeConfig | None):
         raise ValueError(f"tree={tree!r}: expected a hsd_jax.TreeConfig, or None: chosen")
-    if pad_rows < 1:
-        raise ValueError(f"pad_rows={pad_rows}: allowed are 1 and more")
+    if not fits(Annotated[int, Within(1, MOST_PAD_ROWS)], pad_rows):
+        raise ValueError(f"pad_rows={shown(pad_rows)}: allowed are 1 to {MOST_PAD_ROWS}")
     wanted_reuse = ReuseConfig.parse(reuse)
     accept, law = rule_and_law(accept, draw)
     num_rows = rows_bucket(batch, sharding_lib.rows_multiple(params.mesh))
@@ -133,7 +140,9 @@ def prepare(
     elif tree is not None:
         plan = Plan(tree, "asked for", is_chosen=False)
     elif accept != "match" or wanted_reuse != NO_REUSE:
-        plan = Plan(default_tree(params.drafter_config), "trees that are drawn, or grow from reused states, stay whole", False)
+        plan = Plan(
+            default_tree(params.drafter_config), "trees that are drawn, or grow from reused states, stay whole", False
+        )
     else:
         plan = chosen_plan(params, num_rows, first_capacity(*sizes), float(max(settings[0])))
     tree, speculate = plan.tree, plan.tree is not None
@@ -283,7 +292,10 @@ def _encode_one(params: Params, prompt, row: int) -> list[int]:
         if not prompt:
             raise ValueError(f"prompt {row} is empty: give at least one token")
         prompt = params.tokenizer.encode(prompt)
-    ids = np.asarray(prompt)
+    try:
+        ids = np.asarray(prompt)
+    except (ValueError, OverflowError):  # lists of several lengths
+        raise ValueError(f"prompt {row} is {shown(prompt)}: expected a row of integers") from None
     if ids.size == 0:
         raise ValueError(f"prompt {row} is empty: give at least one token")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
@@ -296,14 +308,17 @@ def _encode_one(params: Params, prompt, row: int) -> list[int]:
 
 
 def _per_row(name: str, value, batch: int, kind: type) -> list:
-    values = list(value) if np.ndim(value) else [value] * batch
+    try:
+        values = list(value) if np.ndim(value) else [value] * batch
+    except ValueError:  # lists of several lengths
+        raise ValueError(f"{name}={shown(value)}: expected one {kind.__name__}, or one a row") from None
     if len(values) != batch:
         raise ValueError(f"{name} has {len(values)} values for {batch} rows")
     convert = operator.index if kind is int else kind  # int() would cut 10.7 down without a word
     try:
         return [None if v is None else convert(v) for v in values]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}={value!r}: expected {kind.__name__} values") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}={shown(value)}: expected {kind.__name__} values") from error
 
 
 def _seeds(seed, batch: int) -> list[tuple[int, int]]:
@@ -312,7 +327,7 @@ def _seeds(seed, batch: int) -> list[tuple[int, int]]:
     seeds = _per_row("seed", seed, 1 if is_single else batch, int)
     for value in seeds:
         if value is None or not 0 <= value < 2**32:
-            raise ValueError(f"seed={value}: allowed are 0 to {2**32 - 1}")
+            raise ValueError(f"seed={shown(value)}: allowed are 0 to {2**32 - 1}")
     return [(seeds[0], row) for row in range(batch)] if is_single else [(seed, 0) for seed in seeds]
 
 
@@ -327,9 +342,7 @@ def row_keys(seeds: Sequence[tuple[int, int]]) -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(data), impl="threefry2x32")
 
 
-def threefry(
-    key0: np.ndarray, key1: np.ndarray, x0: np.ndarray, x1: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def threefry(key0: np.ndarray, key1: np.ndarray, x0: np.ndarray, x1: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Threefry-2x32 of 20 rounds, elementwise over uint32 [B]: two words of a counter under two of a key.
 
     References:
@@ -351,8 +364,8 @@ def _sampling(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray, np.nda
     ks = [0 if k is None else k for k in _per_row("top_k", top_k, batch, int)]
     ps = [1.0 if p is None else p for p in _per_row("top_p", top_p, batch, float)]
     for t in temperatures:
-        if t is None or not 0.0 <= t < float("inf"):
-            raise ValueError(f"temperature={t}: allowed are 0 (greedy) and positive numbers")
+        if not fits(Temperature, t):
+            raise ValueError(f"temperature={t}: allowed are 0 (greedy) and positive numbers up to {HOTTEST:g}")
     for k, given in zip(ks, _per_row("top_k", top_k, batch, int), strict=True):
         if given is not None and k < 1:
             raise ValueError(f"top_k={k}: allowed are 1 and more, or None")
@@ -366,9 +379,14 @@ def _sampling(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray, np.nda
 
 def _eos(params: Params, eos) -> np.ndarray:
     """End tokens in a bucket of their own, so that their number never compiles anything."""
-    ids = params.eos if eos is None else ((int(eos),) if isinstance(eos, (int, np.integer)) else tuple(eos))
+    if isinstance(eos, (str, bytes, dict)):
+        raise ValueError(f"eos={eos}: expected a token id, or several")
+    try:
+        ids = params.eos if eos is None else ((int(eos),) if isinstance(eos, (int, np.integer)) else tuple(eos))
+    except TypeError:
+        raise ValueError(f"eos={shown(eos)}: expected a token id, or several") from None
     vocab_size = params.target_config.vocab_size
     for token in ids:
         if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
-            raise ValueError(f"eos={token}: allowed are 0 to {vocab_size - 1}")
+            raise ValueError(f"eos={shown(token)}: allowed are 0 to {vocab_size - 1}")
     return np.array([*ids, *[NO_TOKEN] * (bucket(len(ids), 4) - len(ids))], np.int32)

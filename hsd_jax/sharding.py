@@ -12,6 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from hsd_jax.settings import shown
+
 MESH_AXES = ("data", "model")
 
 RULES: dict[str | None, str | None] = {
@@ -59,8 +61,10 @@ def make_mesh(spec: str | Mesh | None) -> Mesh | None:
         if not set(spec.axis_names) <= set(MESH_AXES):
             raise ValueError(f"mesh axes {spec.axis_names}: allowed are {MESH_AXES}")
         return Mesh(spec.devices, spec.axis_names, axis_types=(AxisType.Auto,) * len(spec.axis_names))
+    if not isinstance(spec, str):
+        raise ValueError(f"mesh={shown(spec)}: expected a text of data=N, model=N, or a Mesh")
     sizes = dict.fromkeys(MESH_AXES, 1)
-    for part in str(spec).split(","):
+    for part in spec.split(","):
         name, _, size = part.strip().partition("=")
         if name not in sizes or not size.isdigit() or int(size) < 1:
             raise ValueError(f"mesh={spec!r}: {part.strip()!r} is not one of data=N, model=N with N >= 1")

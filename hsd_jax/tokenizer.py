@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from hsd_jax.files import check_regular
+
 Tokens = Sequence[int] | np.ndarray
 
 UNFINISHED = "\ufffd"
@@ -48,15 +50,18 @@ class Tokenizer:
         """The tokenizer of a checkpoint folder, None if it has none.
 
         Raises:
-          ValueError: if tokenizer files are there but cannot be read.
+          ValueError: if tokenizer files are there but cannot be read, or one of them is no regular file.
         """
         folder = Path(folder)
-        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             return None
+        for path in _files_of(folder):
+            check_regular(path)  # whoever reads a FIFO waits for ever
         try:
             return Tokenizer(folder)
         except Exception as error:  # transformers raises many kinds for one cause: a file it cannot read
-            raise ValueError(f"{folder}: the tokenizer cannot be read ({error}); restore tokenizer.json") from error
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"{folder}: the tokenizer cannot be read ({reason}); restore tokenizer.json") from error
 
     @property
     def eos_id(self) -> int | None:
@@ -81,22 +86,31 @@ class Tokenizer:
         """Token ids of a conversation, through the checkpoint's own chat template, open for the answer.
 
         Raises:
-          ValueError: if the checkpoint has no chat template.
+          ValueError: if the checkpoint has no chat template, or its template fails.
         """
         if not getattr(self._inner, "chat_template", None):
             raise ValueError("this checkpoint has no chat template; prompt it without --chat")
-        text = self._inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        return list(self._inner(text, add_special_tokens=False)["input_ids"])
+        try:
+            text = self._inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            return list(self._inner(text, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # a template is a program: of jinja's errors and of Python's
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"the checkpoint's chat template refuses this conversation ({reason})") from error
 
 
 def _fingerprint(folder: Path) -> str:
     """Of the names and contents of all files a tokenizer may be read from: vocabularies, settings, templates."""
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".model", ".txt", ".jinja"):
-            content = path.read_bytes()
-            digest.update(f"{path.name} {len(content)} ".encode() + content)
+    for path in _files_of(folder):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)} ".encode() + content)
     return digest.hexdigest()
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """What a tokenizer may be read from."""
+    kinds = (".json", ".model", ".txt", ".jinja")
+    return sorted(path for path in folder.iterdir() if path.suffix in kinds and path.exists() and not path.is_dir())
 
 
 class IncrementalDecoder:

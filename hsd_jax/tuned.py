@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hsd_jax.checkpoint import write_json
 from hsd_jax.config import NONE, ReuseConfig, TreeConfig, from_dict
+from hsd_jax.files import read_json, write_json
 from hsd_jax.machine import device_name
 from hsd_jax.models.convert import weights_hash
 from hsd_jax.params import Params
+from hsd_jax.settings import Count, NotNegative, Temperature
 
 PLAIN = "plain"
 """Name of plain decoding among the candidates."""
@@ -35,8 +35,8 @@ class Conditions:
     mesh: str | None
     dtype: str
     precision: str
-    batch: int
-    temperature: float
+    batch: Count
+    temperature: Temperature
 
     @classmethod
     def of(cls, params: Params, batch: int, temperature: float) -> Conditions:
@@ -80,11 +80,16 @@ class Tuned:
     """False: plain decoding is the fastest."""
     tree: TreeConfig | None
     reuse: str
-    speedup: float
+    speedup: NotNegative
     """Over plain decoding; 1 if that is the choice."""
     conditions: Conditions
     table: tuple[Candidate, ...]
     """Everything predicted or measured: plain decoding, then the fastest first."""
+
+    def __post_init__(self):
+        ReuseConfig.parse(self.reuse)
+        if self.speculate and self.tree is None:
+            raise ValueError("Tuned.tree=None: with speculate=True there is a tree")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -141,22 +146,6 @@ class Tuned:
 
 def _read(path: Path) -> Tuned:
     try:
-        return _parsed(json.loads(path.read_text(encoding="utf-8")))
+        return from_dict(Tuned, read_json(path), str(path))
     except ValueError as error:  # what is no JSON included
-        raise ValueError(f"{path}: no record of `hsd tune` ({error})") from error
-
-
-def _parsed(values: Any) -> Tuned:
-    def record(kind: type, values: Any) -> Any:
-        name = kind.__name__
-        if not isinstance(values, dict):
-            raise ValueError(f"{name}: expected an object")
-        tree = values.get("tree")
-        return from_dict(kind, values if tree is None else values | {"tree": record(TreeConfig, tree)}, name)
-
-    found = record(Tuned, values)
-    ReuseConfig.parse(found.reuse)
-    if not isinstance(found.table, tuple):
-        raise ValueError("table: expected a list")
-    table = tuple(record(Candidate, row) for row in found.table)
-    return dataclasses.replace(found, conditions=record(Conditions, found.conditions), table=table)
+        raise ValueError(f"{error}; this is no record of `hsd tune`") from error

@@ -16,7 +16,15 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "hsd_jax"
 
 # A module imports only from its own layer and from those before it.
-LAYERS = ["types config", "sharding checkpoint", "models", "infer", "api params request tokenizer demo", "train"]
+LAYERS = [
+    "settings files",
+    "types config lock",
+    "sharding checkpoint",
+    "models",
+    "infer",
+    "api params request tokenizer demo",
+    "train",
+]
 LAYERS += ["machine measure tuned tuning", "cli"]
 INFER_LAYERS = [
     "sampling draw tree",

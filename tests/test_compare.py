@@ -146,7 +146,7 @@ def test_the_folder_holds_every_figure(folders, tmp_path, capsys):
     [
         (["--prompts", "{data}", "{data}"], "there is a task 'texts' already"),
         (["--prompts", "all={data}"], "there is a task 'all' already"),
-        (["--temperatures", "0", "-1"], "--temperatures -1: allowed are 0 and more"),
+        (["--temperatures", "0", "-1"], "'-1': allowed are finite numbers from 0"),
         (["--batch", "1", "1"], "--batch 1 1: each once"),
         (["--batch", "4"], "--batch 4: a task has 3 prompts"),
         (["--methods", "a: {accept: foo}"], "method 'a': accept='foo': allowed are match, recursive"),
@@ -227,7 +227,7 @@ def test_an_ablation_holds_what_the_drafter_allows(capsys, tmp_path):
         (tmp_path / "drafter_config.json").write_text(json.dumps(to_dict(own)))
         assert ablate.make_methods(config, [8], {"own": str(tmp_path)})[0]["own, 8"]["tree"] == tree
     (tmp_path / "drafter_config.json").write_text(json.dumps(to_dict(own) | {"num_steps": 0}))
-    with pytest.raises(ValueError, match="num_steps=0: expected a positive integer"):
+    with pytest.raises(ValueError, match="num_steps=0: allowed are whole numbers from 1"):
         ablate.make_methods(config, [8], {"own": str(tmp_path)})
 
 

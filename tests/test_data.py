@@ -317,7 +317,7 @@ def test_files_that_are_wrong(tmp_path, name, content, message):
         ({"packing": "dense"}, r"data\.packing='dense': allowed are packed, padded"),
         ({"loss_on": "answers"}, r"data\.loss_on='answers': allowed are all, responses"),
         ({"chat_template": "yes"}, r"data\.chat_template='yes': allowed are true and false"),
-        ({"seed": -1}, r"data\.seed=-1: must be at least 0"),
+        ({"seed": -1}, r"data\.seed=-1: allowed are whole numbers from 0"),
     ],
 )
 def test_options_that_are_wrong(values, message):

@@ -25,7 +25,9 @@ import pytest
 import yaml
 
 import hsd_jax
+from hsd_jax import params as params_lib
 from hsd_jax.cli import main as main_lib
+from hsd_jax.config import LookupConfig, SmallLMConfig
 
 REPO = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)")
@@ -268,3 +270,16 @@ def test_the_site_builds_without_a_warning(tmp_path):
     raising = [name for name in hsd_jax.__all__ if "Raises:" in (getattr(hsd_jax, name).__doc__ or "")]
     assert page.count('class="doc-section-title">Raises:<') >= len(raising) > 3  # docs/sections.py parts them
     assert not list((tmp_path / "site").rglob("*.py"))
+
+
+def test_the_table_of_drafters_names_the_trees_that_are_the_default():
+    rows = (REPO / "docs" / "drafters.md").read_text(encoding="utf-8").splitlines()
+
+    def row(beginning: str) -> str:
+        return next(line for line in rows if line.startswith(f"| {beginning}"))
+
+    trees = {"a folder of `hsd": params_lib.DEFAULT_TREE, "a Hugging": params_lib.DEFAULT_CHAINS[SmallLMConfig]}
+    trees['`"lookup"`'] = params_lib.DEFAULT_CHAINS[LookupConfig]
+    for beginning, tree in trees.items():
+        assert tree.width == 1 and f"chain of {tree.depth}" in row(beginning)
+    assert f"a chain of {params_lib.WARM_DEPTH} where" in row("a folder of `hsd")

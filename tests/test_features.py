@@ -182,9 +182,9 @@ def test_limits_are_read(limit, num_bytes):
     "values, message",
     [
         ({"limit": "20"}, r"features\.limit='20': expected a size, for example 20GB"),
-        ({"limit": 20}, r"features\.limit=20: expected a size"),
+        ({"limit": 20}, r"features\.limit=20: allowed are texts"),
         ({"dtype": "int8"}, r"features\.dtype='int8': allowed are bfloat16, float32, float16"),
-        ({"cache": True}, r"features\.cache=True: expected a folder, or null"),
+        ({"cache": True}, r"features\.cache=True: allowed are texts, and null"),
     ],
 )
 def test_options_that_are_wrong(values, message):

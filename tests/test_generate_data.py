@@ -268,7 +268,7 @@ def test_an_interrupt_leaves_whole_lines(folder, whole, tmp_path, monkeypatch, c
         return decode(*args, **kwargs)
 
     monkeypatch.setattr(generate, "decode", interrupted)
-    assert hsd(folder, out, "--samples-per-prompt", "2") == main_lib.INTERRUPTED
+    assert hsd(folder, out, "--samples-per-prompt", "2") == 130
     assert whole.read_bytes().startswith(out.read_bytes()) and len(lines_of(out)) == 4
     monkeypatch.setattr(generate, "REPORT_SECONDS", 0.0)
     capsys.readouterr()
@@ -326,11 +326,11 @@ def test_files_of_others_are_not_touched(folder, whole, tmp_path, monkeypatch, c
     "argv, message",
     [
         (["--out", "own.txt"], "own.txt: expected a name that ends in .jsonl"),
-        (["--out", "none/own.jsonl"], "none: no such folder"),
+        (["--out", "none/own.jsonl"], "there is no folder none"),
         (["--prompts", "none.jsonl"], "none.jsonl: no such data file"),
         (["--target", "none"], "none"),
-        (["--top-p", "1.5"], "top_p=1.5: allowed are numbers in (0, 1]"),
-        (["--temperatures", "0,-1"], "temperatures=[0.0, -1.0]: expected at least one, 0 (greedy) or positive"),
+        (["--top-p", "1.5"], "'1.5': allowed are finite numbers above 0 to 1"),
+        (["--temperatures", "0,-1"], "temperatures=[0.0, -1.0]: allowed are lists of finite numbers from 0"),
         (["--temperatures", "warm"], "'warm': expected numbers, for example 0,0.7,1.0"),
         (["--temperatures", "0", "--samples-per-prompt", "2"], "greedy samples of a prompt are all alike"),
         (["--max-new-tokens", "64"], "max_new_tokens=64: the model has 64 positions"),

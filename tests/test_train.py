@@ -27,7 +27,7 @@ import hsd_jax
 from hsd_jax import checkpoint, sharding
 from hsd_jax.models import convert
 from hsd_jax.models.hidden import init_drafter
-from hsd_jax.train import data, drafter, journal, loop, run, target, trained
+from hsd_jax.train import claim, data, drafter, journal, loop, run, target, trained
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -292,15 +292,16 @@ def test_a_recipe_of_an_older_version_is_continued(tmp_path):
     """A key it does not know yet has its default; another value of it is another recipe."""
     values = dict(DRAFTER_VALUES, model=dict(DRAFTER_VALUES["model"], hot_vocab=0.5))
     plain, changed = (drafter.DrafterRecipe.from_dict(v, "recipe") for v in (DRAFTER_VALUES, values))
-    run._claim(tmp_path, False, plain, kind="drafter")
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    claim.write(tmp_path, claim.check(tmp_path, True, plain, kind="drafter"))
     stored = json.loads((tmp_path / "recipe.json").read_text())
     del stored["model"]["hot_vocab"]
     (tmp_path / "recipe.json").write_text(json.dumps(stored))
-    assert run._claim(tmp_path, False, plain, kind="drafter")["model"]["hot_vocab"] is None
+    assert claim.check(tmp_path, False, plain, kind="drafter")["model"]["hot_vocab"] is None
     with pytest.raises(ValueError, match=r"another recipe: model\.hot_vocab is None there and 0\.5 here"):
-        run._claim(tmp_path, False, changed, kind="drafter")
+        claim.check(tmp_path, False, changed, kind="drafter")
     with pytest.raises(ValueError, match=r"kind is 'drafter' there and 'target' here"):
-        run._claim(tmp_path, False, plain, kind="target")
+        claim.check(tmp_path, False, plain, kind="target")
 
 
 def wait_for(folder: Path) -> None:
@@ -351,12 +352,15 @@ def test_a_target_without_tokenizer_is_refused(files, tmp_path):
     [
         ({"modle": {}}, r"r\.yaml: unknown key 'modle'; valid keys are data, eval, features, loss, model, train"),
         ({"model": {"depth": 3}}, r"r\.yaml: model: unknown key 'depth'; valid keys are .*num_steps"),
-        ({"train": {"learning_rate": "2e-3"}}, r"train: learning_rate='2e-3': expected float \(YAML reads 2e-3"),
-        ({"train": {"steps": 1.5}}, r"train: steps=1\.5: expected int"),
-        ({"train": None}, r"train: expected keys and values, found None"),
-        ({"train": {"steps": 0}}, r"train\.steps=0: must be at least 1"),
+        (
+            {"train": {"learning_rate": "2e-3"}},
+            r"train\.learning_rate='2e-3': allowed are finite numbers above 0 \(YAML reads 2e-3",
+        ),
+        ({"train": {"steps": 1.5}}, r"train\.steps=1\.5: allowed are whole numbers from 1"),
+        ({"train": None}, r"train=None: expected keys and values"),
+        ({"train": {"steps": 0}}, r"train\.steps=0: allowed are whole numbers from 1"),
         ({"train": {"batch": 4, "micro_batch": 3}}, r"train\.micro_batch=3: must divide"),
-        ([1], r"r\.yaml: expected sections model, loss, data, features, eval, train"),
+        ([1], r"r\.yaml: expected keys and values, found \[1\]"),
     ],
 )
 def test_drafter_recipe_errors(values, message):
@@ -370,8 +374,8 @@ def test_drafter_recipe_errors(values, message):
         ({}, r"missing key 'model'"),
         ({"model": {"hidden_size": 8}}, r"model: missing key"),
         ({"model": {"vocab_size": 8}}, r"write vocab_size outside of model"),
-        ({"model": dict(TARGET_VALUES["model"], rope={"base": 1.0})}, r"model: rope: unknown key 'base'"),
-        (dict(TARGET_VALUES, vocab_size="many"), r"vocab_size='many': expected an int"),
+        ({"model": dict(TARGET_VALUES["model"], rope={"base": 1.0})}, r"model\.rope: unknown key 'base'"),
+        (dict(TARGET_VALUES, vocab_size="many"), r"vocab_size='many': allowed are whole numbers from 2"),
     ],
 )
 def test_target_recipe_errors(values, message):

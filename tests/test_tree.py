@@ -162,8 +162,8 @@ def test_padding_sees_itself_alone_and_changes_nothing(data):
         ({"width": 0}, ["width=0"]),
         ({"nodes": 4, "depth": 2, "width": 4}, ["width=4", "3"]),
         ({"nodes": 9, "depth": 2, "width": 2}, ["nodes=9", "at most 6", "lower nodes to 7"]),
-        ({"nodes": 2.5}, ["nodes=2.5", "int"]),
-        ({"width": True}, ["width=True", "int"]),
+        ({"nodes": 2.5}, ["nodes=2.5", "whole numbers"]),
+        ({"width": True}, ["width=True", "whole numbers"]),
     ],
 )
 def test_impossible_shapes_are_refused(values, words):

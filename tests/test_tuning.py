@@ -284,14 +284,17 @@ def test_a_record_of_other_conditions_says_so(params, tmp_path, monkeypatch):
     ("change", "message"),
     [
         (lambda values: "{", "Expecting property name"),
-        (lambda values: [], "Tuned: expected an object"),
-        (lambda values: {"tree": None}, "Tuned: missing key"),
-        (lambda values: values | {"table": [1]}, "Candidate: expected an object"),
-        (lambda values: values | {"table": 1}, "table: expected a list"),
-        (lambda values: values | {"conditions": 1}, "Conditions: expected an object"),
+        (lambda values: [], "tuned.json: expected keys and values, found []"),
+        (lambda values: {"tree": None}, "tuned.json: missing key 'speculate'"),
+        (lambda values: values | {"table": [1]}, "table.0=1: expected keys and values"),
+        (lambda values: values | {"table": 1}, "table=1: allowed are lists of keys and values"),
+        (lambda values: values | {"conditions": 1}, "conditions=1: expected keys and values"),
         (lambda values: values | {"colour": 1}, "unknown key 'colour'"),
         (lambda values: values | {"tree": {"nodes": 1}}, "TreeConfig.nodes=1"),
         (lambda values: values | {"reuse": "old"}, "reuse='old'"),
+        (lambda values: values | {"speculate": "no"}, "speculate='no': allowed are true and false"),
+        (lambda values: values | {"speedup": "2"}, "speedup='2': allowed are finite numbers"),
+        (lambda values: values | {"tree": None}, "Tuned.tree=None"),
     ],
 )
 def test_files_that_are_no_record(params, tmp_path, change, message):

@@ -44,17 +44,21 @@ def test_the_nodes_are_those_that_give_most_tokens_a_second(seed):
     batch, num = 3, 6
     tree, done = random_tree(rng, batch, num), rng.random(batch) < 0.3
     priced = costs(batch * num, batch, node=rng.uniform(0.05, 1.0), draft=0.7)
-    control = dataclasses.replace(worth.first_control(batch), accepted=jnp.asarray([0.0, 2.0, 8.0]), predicted=jnp.full(3, 8.0))
+    control = dataclasses.replace(
+        worth.first_control(batch), accepted=jnp.asarray([0.0, 2.0, 8.0]), predicted=jnp.full(3, 8.0)
+    )
     kept, seconds = worth.choose(tree, control, priced, jnp.full(batch, 50), jnp.asarray(done))
     likely = np.where(done[:, None], 0.0, np.asarray(worth.survival(tree, control, priced)))
-    nodes = sorted(((-likely[b, n] - (n == 0), b, n) for b in range(batch) for n in range(num) if likely[b, n] > 0))
+    nodes = sorted((-likely[b, n] - (n == 0), b, n) for b in range(batch) for n in range(num) if likely[b, n] > 0)
     rates = {}
     for count in range(max(int((~done).sum()), 1), len(nodes) + 1):
         tokens = sum(likely[b, n] for _, b, n in nodes[:count])
         rates[count] = tokens / (float(priced.pass_seconds[count]) + 0.7)
     if rates:
         best = max(rates, key=rates.get)
-        assert {(b, n) for _, b, n in nodes[:best]} == set(zip(*np.nonzero(np.asarray(kept) & ~done[:, None]), strict=True))
+        assert {(b, n) for _, b, n in nodes[:best]} == set(
+            zip(*np.nonzero(np.asarray(kept) & ~done[:, None]), strict=True)
+        )
         assert float(seconds) == pytest.approx(float(priced.pass_seconds[best]) + 0.7)
     parents = np.asarray(tree.parents)
     for b, n in zip(*np.nonzero(np.asarray(kept)), strict=True):

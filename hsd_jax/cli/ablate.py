@@ -44,7 +44,11 @@ hsd bench ablate --target DIR --drafter DIR --drafters block=DIR hot=DIR --promp
     )
     compare.add_measure_arguments(parser)
     parser.add_argument(
-        "--out", required=True, metavar="FOLDER", help="gets ablate.json, .csv, .md and, with matplotlib, .png"
+        "--out",
+        type=options.NEW_FOLDER,
+        required=True,
+        metavar="FOLDER",
+        help="gets ablate.json, .csv, .md and, with matplotlib, .png",
     )
 
 
@@ -53,15 +57,16 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.cli import compare_report
 
     sizes, drafters = parse_sizes(args.nodes), parse_drafters(args.drafters)
-    out, params = compare.make_folder(args), options.load_params(args)
-    options.need_drafter(params, "bench ablate")
-    if params.drafter_config.kind != "hidden":
-        raise ValueError(f"a {params.drafter_config.kind} drafter: ablations are of hidden-state drafters")
-    about, references = make_methods(params.drafter_config, sizes, drafters)
-    modes, tasks = compare.make_modes(args, params, about), compare.read_tasks(args, params)
-    record = compare.measure(args, modes, about, references, tasks, [1], out / "ablate.json")
-    compare_report.write(record, out, "ablate")
-    plot(record, out / "ablate.png")
+    with compare.folder_of(args) as out:
+        params = options.load_params(args)
+        options.need_drafter(params, "bench ablate")
+        if params.drafter_config.kind != "hidden":
+            raise ValueError(f"a {params.drafter_config.kind} drafter: ablations are of hidden-state drafters")
+        about, references = make_methods(params.drafter_config, sizes, drafters)
+        modes, tasks = compare.make_modes(args, params, about), compare.read_tasks(args, params)
+        record = compare.measure(args, modes, about, references, tasks, [1], out / "ablate.json")
+        compare_report.write(record, out, "ablate")
+        plot(record, out / "ablate.png")
     return compare.status(record)
 
 

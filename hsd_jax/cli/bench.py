@@ -7,13 +7,12 @@ shown by `cli/report.py`. Read next: `infer/metrics.py` for the stages.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 from hsd_jax.cli import ablate, compare, options, prompts
 from hsd_jax.cli.quality import held_out_bits_per_byte, model_record, repeated_4gram_share
+from hsd_jax.files import write_json
 from hsd_jax.machine import hardware
 from hsd_jax.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 
@@ -44,8 +43,10 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     parser.add_argument(
         "--max-new-tokens", type=options.COUNT, default=128, metavar="N", help="per prompt (default: 128)"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    parser.add_argument("--seed", type=options.WHOLE, default=0, help="of prompt i: seed + i (default: 0)")
+    parser.add_argument(
+        "--temperature", type=options.TEMPERATURE, default=0.0, metavar="T", help="0 is greedy (default: 0)"
+    )
+    parser.add_argument("--seed", type=options.SEED, default=0, help="of prompt i: seed + i (default: 0)")
     parser.add_argument("--repeats", type=options.COUNT, default=3, metavar="R", help="timed passes (default: 3)")
     tree = options.add_tree_arguments(parser)
     tree.add_argument("--trees", metavar="NxDxW,...", help="several trees in one run, for example 4x3x2,8x5x3")
@@ -61,11 +62,15 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     grid.add_argument("--batches", **numbers, help="rows decoded at once, for example 1,2,4,8,16,32")
     grid.add_argument("--contexts", **numbers, help="tokens of a prompt, for example 64,256,1024,1800")
     grid.add_argument(
-        "--temperatures", type=_numbers(float), default=[0.0, 0.8], metavar="T,...", help="of each cell (default: 0,0.8)"
+        "--temperatures",
+        type=_numbers(float),
+        default=[0.0, 0.8],
+        metavar="T,...",
+        help="of each cell (default: 0,0.8)",
     )
     parser.add_argument("--no-stages", action="store_true", help="do not time the stages of a round")
-    parser.add_argument("--json", metavar="OUT", help="write every figure to this file")
-    parser.add_argument("--plot", metavar="OUT", help="write a PNG (needs matplotlib)")
+    parser.add_argument("--json", type=options.NEW_FILE, metavar="OUT", help="write every figure to this file")
+    parser.add_argument("--plot", type=options.PICTURE, metavar="OUT", help="write a PNG (needs matplotlib)")
     more = parser.add_subparsers(title="more", metavar="COMMAND", action=options.OwnOptions)
     for module in (compare, ablate):
         module.add_parser(more)
@@ -122,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 
     report.print_bench(record)
     if args.json:
-        Path(args.json).write_text(json.dumps(record, indent=2) + "\n")
+        write_json(args.json, record)
         options.say(f"wrote {args.json}")
     if args.plot:
         report.plot_bench(record, args.plot)

@@ -8,15 +8,17 @@ file; the rest is the product of the lists on the command line. Read first: `hsd
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hsd_jax import lock
 from hsd_jax.cli import options, prompts
 from hsd_jax.cli.quality import held_out_bits_per_byte, model_record, repeated_4gram_share
 from hsd_jax.config import HIDDEN
+from hsd_jax.files import read_yaml, write_json
 from hsd_jax.machine import hardware
 from hsd_jax.measure import Mode, Runs, mode_record, speedup, time_modes
 
@@ -58,7 +60,11 @@ hidden-state drafter.
         "--batch", type=options.COUNT, nargs="+", default=[1], metavar="B", help="rows decoded at once (default: 1)"
     )
     parser.add_argument(
-        "--out", required=True, metavar="FOLDER", help="gets compare.json, .csv, .md and, with matplotlib, .png"
+        "--out",
+        type=options.NEW_FOLDER,
+        required=True,
+        metavar="FOLDER",
+        help="gets compare.json, .csv, .md and, with matplotlib, .png",
     )
 
 
@@ -78,8 +84,10 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-new-tokens", type=options.COUNT, default=128, metavar="N", help="per prompt (default: 128)"
     )
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], metavar="T", help="(default: 0)")
-    parser.add_argument("--seed", type=options.WHOLE, default=0, help="of prompt i: seed + i (default: 0)")
+    parser.add_argument(
+        "--temperatures", type=options.TEMPERATURE, nargs="+", default=[0.0], metavar="T", help="(default: 0)"
+    )
+    parser.add_argument("--seed", type=options.SEED, default=0, help="of prompt i: seed + i (default: 0)")
     parser.add_argument("--repeats", type=options.COUNT, default=3, metavar="R", help="timed passes (default: 3)")
 
 
@@ -96,37 +104,32 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
     from hsd_jax.cli import compare_report
 
-    out = make_folder(args)
-    about = read_methods(args.methods) if args.methods else {"drafter": {}}
-    params = options.load_params(args)
-    modes = make_modes(args, params, about)
-    tasks = read_tasks(args, params)
-    reference = next((name for name, method in about.items() if method.get("reference")), None)
-    references = {} if reference is None else {name: reference for name in about if name != reference}
-    record = measure(args, modes, about, references, tasks, args.batch, out / "compare.json")
-    compare_report.write(record, out, "compare")
-    compare_report.plot(record, out / "compare.png")
+    with folder_of(args) as out:
+        about = read_methods(args.methods) if args.methods else {"drafter": {}}
+        params = options.load_params(args)
+        modes = make_modes(args, params, about)
+        tasks = read_tasks(args, params)
+        reference = next((name for name, method in about.items() if method.get("reference")), None)
+        references = {} if reference is None else {name: reference for name in about if name != reference}
+        record = measure(args, modes, about, references, tasks, args.batch, out / "compare.json")
+        compare_report.write(record, out, "compare")
+        compare_report.plot(record, out / "compare.png")
     return status(record)
 
 
-def make_folder(args: argparse.Namespace) -> Path:
-    """The folder of --out, after the settings that can be wrong before anything is loaded.
+@contextlib.contextmanager
+def folder_of(args: argparse.Namespace) -> Iterator[Path]:
+    """The folder of --out, for this run alone, after the settings that can be wrong before anything is loaded.
 
     Raises:
-      ValueError, OSError: if it cannot be made, or a setting is given twice or not allowed.
+      ValueError, OSError: if it cannot be made, another process writes to it, or a setting is given twice.
     """
-    for t in args.temperatures:
-        if not 0 <= t < float("inf"):
-            raise ValueError(f"--temperatures {t:g}: allowed are 0 and more")
     for name in ("temperatures", "batch"):
         values = getattr(args, name, [])
         if len(set(values)) < len(values):
             raise ValueError(f"--{name} {' '.join(map(str, values))}: each once")
-    out = Path(args.out)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out}: is a file; name a folder")
-    out.mkdir(parents=True, exist_ok=True)
-    return out
+    with lock.held(lock.of_folder(args.out)):
+        yield args.out
 
 
 def status(record: dict[str, Any]) -> int:
@@ -141,12 +144,7 @@ def read_methods(path: str | Path) -> dict[str, dict[str, Any]]:
     Raises:
       FileNotFoundError, ValueError: naming the method and the key.
     """
-    import yaml
-
-    try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+    found = read_yaml(path)
     if not isinstance(found, dict) or not found:
         raise ValueError(f"{path}: expected NAME: {{KEY: VALUE, ...}}, a line a method; keys are {', '.join(KEYS)}")
     methods = {str(name): about or {} for name, about in found.items()}
@@ -285,13 +283,13 @@ def measure(
         rows += _rows(setting, modes, runs[setting], references)
         if setting.temperature == 0:
             record["repeated_4gram_share"][setting.task] = repeated_4gram_share(runs[setting].texts(PLAIN))
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(path, record)
     if len(tasks) > 1:
         for t in args.temperatures:
             for b in batches:
                 pooled = _pooled([runs[Setting(task, t, b)] for task in tasks])
                 rows += _rows(Setting(ALL, t, b), modes, pooled, references)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(path, record)
     return record
 
 

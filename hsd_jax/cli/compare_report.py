@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax.cli import options, report
+from hsd_jax.files import replacing, write_text
 
 COLUMNS = ("method", "tree", "rule", "tau", "tokens/s", "over plain", "over reference", "same text")
 
@@ -96,7 +97,7 @@ def write_markdown(record: dict[str, Any], path: Path) -> None:
     for setting, rows in _settings(record):
         lines += [f"### {_title(setting)}", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
         lines += ["| " + " | ".join(cells(row)) + " |" for row in rows] + [""]
-    path.write_text("\n".join([*lines, *(f"{line}  " for line in _footer(record))]) + "\n", encoding="utf-8")
+    write_text(path, "\n".join([*lines, *(f"{line}  " for line in _footer(record))]) + "\n")
 
 
 def write_csv(record: dict[str, Any], path: Path) -> None:
@@ -105,7 +106,7 @@ def write_csv(record: dict[str, Any], path: Path) -> None:
     names += ["tau", "num_tokens", "tokens_per_second"]
     names += [f"over_{rival}{end}" for rival in ("plain", "reference") for end in ("", "_low", "_high")]
     names += ["same_text_as_plain", "num_texts"]
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names, restval="", extrasaction="ignore")
         writer.writeheader()
         for row in record["rows"]:

@@ -32,7 +32,9 @@ hsd demo --precision exact --temperature 0.8
     parser.add_argument(
         "--max-new-tokens", type=options.COUNT, default=96, metavar="N", help="per prompt (default: 96)"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    parser.add_argument(
+        "--temperature", type=options.TEMPERATURE, default=0.0, metavar="T", help="0 is greedy (default: 0)"
+    )
     parser.add_argument("--repeats", type=options.COUNT, default=2, metavar="R", help="timed runs (default: 2)")
     parser.add_argument("--limit", type=options.COUNT, metavar="N", help="first N prompts only (default: all)")
     parser.add_argument(
@@ -42,7 +44,7 @@ hsd demo --precision exact --temperature 0.8
         "--precision", choices=("fast", "exact"), default="fast", help="exact: float32, no token ever differs"
     )
     options.add_tree_arguments(parser)
-    parser.add_argument("--plot", metavar="OUT", help="write a PNG (needs matplotlib)")
+    parser.add_argument("--plot", type=options.PICTURE, metavar="OUT", help="write a PNG (needs matplotlib)")
     parser.set_defaults(demo=True, target=None, drafter=None, mesh=None, max_len=None)
 
 

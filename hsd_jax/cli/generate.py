@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from hsd_jax.cli import options
+from hsd_jax.files import decoded, with_unix_lines
 
 
 def add_parser(commands) -> None:
@@ -59,11 +60,13 @@ def add_text_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares temperature, filters and seed."""
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default: all)")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="keep a share P of the mass (default: all)")
     sampling.add_argument(
-        "--seed", type=options.WHOLE, default=0, help="of all draws; each prompt adds its number (default: 0)"
+        "--temperature", type=options.TEMPERATURE, default=0.0, metavar="T", help="0 is greedy (default: 0)"
+    )
+    sampling.add_argument("--top-k", type=options.COUNT, metavar="K", help="keep the K likeliest tokens (default: all)")
+    sampling.add_argument("--top-p", type=options.TOP_P, metavar="P", help="keep a share P of the mass (default: all)")
+    sampling.add_argument(
+        "--seed", type=options.SEED, default=0, help="of all draws; each prompt adds its number (default: 0)"
     )
 
 
@@ -135,8 +138,14 @@ def check_text_arguments(args: argparse.Namespace) -> None:
 
 
 def read_prompt(prompt: str) -> str | bytes:
-    """The prompt, or stdin for "-"."""
+    """The prompt, or stdin for "-".
+
+    Raises:
+      ValueError: if stdin is closed.
+    """
     if prompt == "-":
+        if sys.stdin is None:
+            raise ValueError('prompt "-" is stdin, which is closed')
         return sys.stdin.buffer.read()  # the library checks that it is UTF-8
     return prompt
 
@@ -144,10 +153,7 @@ def read_prompt(prompt: str) -> str | bytes:
 def encode_prompt(params, text: str | bytes, args: argparse.Namespace):
     """What `decode` takes: a text, or token ids for --ids and --chat."""
     if isinstance(text, bytes):
-        try:
-            text = text.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"stdin is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        text = with_unix_lines(decoded(text, "stdin"))
     if args.ids:
         parts = text.replace(",", " ").split()
         if not all(part.isdigit() for part in parts):

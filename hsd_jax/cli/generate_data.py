@@ -11,6 +11,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from hsd_jax import lock
 from hsd_jax.cli import options
 
 
@@ -37,7 +38,13 @@ hsd generate-data --target DIR --drafter DIR --prompts book.txt --stride 500 --p
         metavar="FILE",
         help="JSON lines with turns, messages, question, prompt or text; or plain text, one text a file",
     )
-    parser.add_argument("--out", required=True, metavar="FILE", help="the result, a .jsonl; its settings go beside it")
+    parser.add_argument(
+        "--out",
+        type=options.NEW_FILE,
+        required=True,
+        metavar="FILE",
+        help="the result, a .jsonl; its settings go beside it",
+    )
     options.add_model_arguments(parser)
     options.add_tree_arguments(parser)
     _add_prompt_arguments(parser.add_argument_group("prompts"))
@@ -86,12 +93,12 @@ def _add_sampling_arguments(group) -> None:
         help="each prompt takes one of them, 0 is greedy (default: 0,0.7,1.0)",
     )
     group.add_argument("--top-k", type=options.COUNT, metavar="K", help="keep the K likeliest tokens (default: all)")
-    group.add_argument("--top-p", type=float, metavar="P", help="keep a share P of the mass (default: all)")
+    group.add_argument("--top-p", type=options.TOP_P, metavar="P", help="keep a share P of the mass (default: all)")
     group.add_argument(
         "--samples-per-prompt", type=options.COUNT, default=1, metavar="N", help="responses of a prompt (default: 1)"
     )
     group.add_argument("--batch", type=options.COUNT, default=32, metavar="B", help="rows at a time (default: 32)")
-    group.add_argument("--seed", type=options.WHOLE, default=0, help="of everything random (default: 0)")
+    group.add_argument("--seed", type=options.SEED, default=0, help="of everything random (default: 0)")
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
@@ -113,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
     )
     settings = _settings(args, config)
     generate.check_settings(args.out, settings)
+    lock.check_free(lock.beside(args.out))
     folder = params_lib.DEMO / "target" if args.demo else Path(args.target)
     positions = convert.read_config(folder).max_position
     tokenizer, bos, _ = data.read_tokenizer(folder)

@@ -1,7 +1,7 @@
-"""`hsd bench --batches --contexts`: the defaults against plain decoding, over batch sizes, context lengths, temperatures.
+"""`hsd bench --batches --contexts`: the defaults against plain decoding, over batches, contexts and temperatures.
 
-Nothing is chosen by hand: `decode` gets neither tree nor rule. A cell is timed in pairs, plain and default in turns, and
-the interval is that of the median: of five pairs the lowest and the highest ratio hold it with 94 %.
+Nothing is chosen by hand: `decode` gets neither tree nor rule. A cell is timed in pairs, plain and default in turns,
+and the interval is that of the median: of five pairs the lowest and the highest ratio hold it with 94 %.
 """
 
 from __future__ import annotations
@@ -107,6 +107,6 @@ def line_of(cell: Cell) -> str:
     """A cell in a line."""
     return (
         f"batch {cell.batch:2}  context {cell.context:4}  T {cell.temperature:g}: plain {cell.plain:6.0f}  default"
-        f" {cell.default:6.0f} tokens/s  {cell.ratio:.2f} [{cell.low:.2f}, {cell.high:.2f}]  tau {cell.tau:.2f}  drafts in"
-        f" {cell.drafted_share:.0%} of passes  {cell.num_differing} rows differ  ({cell.plan})"
+        f" {cell.default:6.0f} tokens/s  {cell.ratio:.2f} [{cell.low:.2f}, {cell.high:.2f}]  tau {cell.tau:.2f}"
+        f"  drafts in {cell.drafted_share:.0%} of passes  {cell.num_differing} rows differ  ({cell.plan})"
     )

@@ -1,20 +1,23 @@
 """The `hsd` program: its commands, how errors are shown, and the compilation cache.
 
-jax is imported only when a command runs, so that help is immediate. Read next: the file of a command.
+jax is imported only when a command runs, so that help is immediate, and the commands only when Ctrl-C is taken care of.
+Read next: the file of a command.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-import zlib
-from collections.abc import Sequence
-from pathlib import Path
 
-from hsd_jax.cli import bench, demo, generate, generate_data, identity, info, show, train, tune
+from hsd_jax.cli.interrupts import EXIT_CODE, LINE, Interrupts
 
-ERROR, INTERRUPTED = 2, 130
+TYPE_CHECKING = False  # as in `hsd_jax/__init__.py`
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+    from pathlib import Path
+
+ERROR = 2
 EPILOG = """\
 examples:
   hsd demo
@@ -37,6 +40,10 @@ environment:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; imports no jax."""
+    import argparse
+
+    from hsd_jax.cli import bench, demo, generate, generate_data, identity, info, show, train, tune
+
     parser = argparse.ArgumentParser(
         prog="hsd",
         description="Decode language models faster without changing a word: hidden-state speculative decoding in JAX.",
@@ -51,45 +58,110 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 (a check failed), 2 (bad input) or 130 (Ctrl-C)."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = build_parser()
+    code = EXIT_CODE
     try:
-        args = parser.parse_args(argv)
+        with Interrupts() as interrupts:
+            try:
+                code = _run(list(sys.argv[1:] if argv is None else argv), interrupts)
+            except BaseException as error:
+                if not (interrupts.seen or isinstance(error, KeyboardInterrupt)):
+                    raise
+                code = EXIT_CODE
+            finally:
+                interrupts.is_over = True
+            if interrupts.seen:
+                code = EXIT_CODE
+    except KeyboardInterrupt:  # before or behind the command
+        pass
+    if code == EXIT_CODE:
+        print(LINE, file=sys.stderr, flush=True)
+        if argv is None:  # as a program: all that had to be written is; nothing behind this line may say more
+            os._exit(EXIT_CODE)
+    return code
+
+
+def _run(argv: list[str], interrupts: Interrupts) -> int:
+    try:
+        _check_streams()
+        args = build_parser().parse_args(argv)
+        args.command_line = " ".join(["hsd", *argv])
+        _use_cache()
+        code = args.run(args) or 0
+        sys.stdout.flush()
+        return code
     except SystemExit as end:  # argparse has printed help, or what is wrong
         return end.code if isinstance(end.code, int) else ERROR
-    args.command_line = " ".join(["hsd", *argv])
-    try:
-        _use_cache()
-        return args.run(args) or 0
     except BrokenPipeError:  # `hsd ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
     except (ValueError, OSError, FloatingPointError) as error:
-        if os.environ.get("HSD_DEBUG"):
+        if os.environ.get("HSD_DEBUG") or interrupts.seen:
             raise
         print(f"hsd: error: {error}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except (OSError, ValueError):  # a full disk: the interpreter would try again, and say so
+            _drop_output()
         return ERROR
-    except KeyboardInterrupt:
-        print("\nhsd: interrupted", file=sys.stderr)
-        return INTERRUPTED
+
+
+def _check_streams() -> None:
+    """Refuses a closed stdout; stderr and stdin that are closed become empty, so that no file takes their numbers."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        raise ValueError("stdout is closed; redirect it to a file, or to /dev/null")
+
+
+def _drop_output() -> None:
+    """What is still to be written to stdout goes nowhere."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        return
 
 
 def _use_cache() -> None:
-    """Keeps compiled programs between runs: the second `hsd demo` does not compile."""
+    """Keeps compiled programs between runs: the second `hsd demo` does not compile.
+
+    Raises:
+      ValueError: if HSD_CACHE is no folder.
+      OSError: if it takes no file.
+    """
     setting = os.environ.get("HSD_CACHE", "")
     if setting.lower() in ("off", "0", "no"):
         return
-    folder = cache_folder(setting)
+    from hsd_jax.files import check_new_folder, drop_empty
+
+    try:
+        folder = cache_folder(setting)
+    except RuntimeError as error:  # neither HOME nor an entry of this user: nowhere to keep them
+        if setting:
+            raise ValueError(f"HSD_CACHE={setting}: this user has no home directory") from error
+        return
+    if setting:
+        check_new_folder(folder)
     import jax
 
+    drop_empty(folder, "*-cache")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def cache_folder(setting: str = "") -> Path:
-    """A folder of its own for each kind of CPU: a home directory may serve machines with other instructions."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    root = Path(setting) if setting else Path(base) / "hsd_jax"
+    """A folder of its own for each kind of CPU: a home directory may serve machines with other instructions.
+
+    Raises:
+      RuntimeError: if it is to be in a home directory, and there is none.
+    """
+    import zlib
+    from pathlib import Path
+
+    if setting:
+        root = Path(setting).expanduser()
+    else:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -4,26 +4,55 @@ from __future__ import annotations
 
 import argparse
 import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from hsd_jax import files
+from hsd_jax.settings import Count, Seed, Share, Temperature, TopP, Whole, describe, fits
 
-def number(kind: type, least: float, name: str):
-    """An argparse type: a number of at least `least`."""
+
+def value_of(hint: Any):
+    """An argparse type: a number as an annotation of `settings.py` declares it."""
 
     def parse(text: str):
+        base = typing.get_args(hint)[0]
         try:
-            value = kind(text)
+            value = base(text)
         except ValueError:
             value = None
-        if value is None or not value >= least:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected {name}")
+        if value is None or not fits(hint, value):
+            raise argparse.ArgumentTypeError(f"{text!r}: allowed are {describe(hint)}")
         return value
 
     return parse
 
 
-COUNT = number(int, 1, "a whole number of at least 1")
-WHOLE = number(int, 0, "a whole number of at least 0")
+COUNT, WHOLE, SEED = value_of(Count), value_of(Whole), value_of(Seed)
+TEMPERATURE, TOP_P, SHARE = value_of(Temperature), value_of(TopP), value_of(Share)
+
+
+def _path_type(check: Callable[[str], Path]):
+    """An argparse type: a path that `check` lets pass. So a command that cannot write its result never starts."""
+
+    def parse(text: str) -> Path:
+        try:
+            return check(text)
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+def _check_picture(text: str) -> Path:
+    if Path(text).suffix.lower() not in PICTURES:
+        raise ValueError(f"{text}: allowed are files that end in {', '.join(PICTURES)}")
+    return files.check_new_file(text)
+
+
+PICTURES = (".png", ".svg", ".pdf")
+NEW_FILE, NEW_FOLDER, PICTURE = map(_path_type, (files.check_new_file, files.check_new_folder, _check_picture))
 
 
 class OwnOptions(argparse._SubParsersAction):
@@ -176,7 +205,6 @@ def load_params(args: argparse.Namespace, dtype: str | None = None) -> Any:
 def tree_of(args: argparse.Namespace, params) -> Any:
     """The tree of --nodes, --depth and --width; what is not given comes from the drafter's own tree."""
     from hsd_jax.config import TreeConfig
-
     from hsd_jax.params import default_tree
 
     own = params.tree or default_tree(params.drafter_config)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax.cli import options
+from hsd_jax.files import replacing
 
 STAGES = {
     "trunk": "draft",
@@ -234,8 +235,11 @@ def save_figure(figure, path: str | Path) -> None:
     """Writes a figure of `make_figure`, closes it and says so."""
     import matplotlib.pyplot as plt
 
-    figure.savefig(path, dpi=140)
-    plt.close(figure)
+    try:
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format=Path(path).suffix[1:].lower() or None, dpi=140)
+    finally:
+        plt.close(figure)
     options.say(f"wrote {path}")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hsd_jax.cli import generate, options
+from hsd_jax.files import write_text
 
 if TYPE_CHECKING:
     from hsd_jax.api import DecodeResult
@@ -89,7 +90,12 @@ hsd show --target DIR --drafter DIR --temperature 0.8 --max-rounds 6 --out round
     options.add_rule_arguments(options.add_tree_arguments(parser))
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--out", action="append", required=True, metavar="FILE", help="a .html or .png file; may be given twice"
+        "--out",
+        type=options.NEW_FILE,
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="a .html or .png file; may be given twice",
     )
     output.add_argument(
         "--max-rounds",
@@ -101,7 +107,8 @@ hsd show --target DIR --drafter DIR --temperature 0.8 --max-rounds 6 --out round
 
 def run(args: argparse.Namespace) -> int:
     """Decodes the prompt and writes the pictures."""
-    files = [_checked(name) for name in args.out]
+    for path in args.out:
+        _check_format(path)
     generate.check_text_arguments(args)
     if args.prompt is None and (not args.demo or args.chat or args.ids):
         raise ValueError('give a PROMPT to decode, "-" for stdin')
@@ -118,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     settings = generate.text_settings(args) | {"tree": options.tree_of(args, params)}
     settings["accept"], _ = rule_and_law(args.accept, args.draw)
     page = make_page(params, prompt, settings, args.command_line)
-    for path in files:
+    for path in args.out:
         if path.suffix.lower() == ".png":
             from hsd_jax.cli import show_png
 
@@ -128,21 +135,17 @@ def run(args: argparse.Namespace) -> int:
         else:
             from hsd_jax.cli import show_html
 
-            path.write_text(show_html.render(page.first(args.max_rounds)), encoding="utf-8")
+            write_text(path, show_html.render(page.first(args.max_rounds)))
         options.say(f"wrote {path}")
     return 0
 
 
-def _checked(name: str) -> Path:
-    """The file to write, if that can work: found out before anything is decoded."""
-    path = Path(name)
+def _check_format(path: Path) -> None:
+    """Refuses what cannot be drawn before anything is decoded."""
     if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"--out {name}: allowed are files that end in {' or '.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"--out {name}: there is no folder {path.parent}")
+        raise ValueError(f"--out {path}: allowed are files that end in {' or '.join(FORMATS)}")
     if path.suffix.lower() == ".png" and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"--out {name}: a PNG needs matplotlib (pip install matplotlib); .html needs nothing")
-    return path
+        raise ValueError(f"--out {path}: a PNG needs matplotlib (pip install matplotlib); .html needs nothing")
 
 
 def make_page(params, prompt, settings: dict, command: str) -> Page:

@@ -24,6 +24,7 @@ from hsd_jax.cli.round_layout import (
     opacity,
 )
 from hsd_jax.cli.show import Page
+from hsd_jax.files import replacing
 from hsd_jax.infer.reuse import FRESH, MIXED
 
 WIDTH, MARGIN, SPACE = 1200.0, 24.0, 22.0
@@ -69,6 +70,7 @@ def write(page: Page, path: Path) -> bool:
 
     Raises:
       ValueError: if it would be too tall.
+      OSError: if it cannot be written; no part of it stays.
     """
     import matplotlib
 
@@ -100,9 +102,9 @@ def write(page: Page, path: Path) -> bool:
             if drawing.reused:
                 _write(axes, x, y + REUSED, drawing.reused, 10, color=MUTED)
             _draw_tree(axes, drawing, x, y + _heading(drawing) - 10)
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, replacing(path) as temporary:
             warnings.simplefilter("always")
-            figure.savefig(path, dpi=DPI, facecolor="white")
+            figure.savefig(temporary, format="png", dpi=DPI, facecolor="white")
     finally:
         plt.close(figure)
     return any("missing from" in str(w.message) for w in caught)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hsd_jax import lock
 from hsd_jax.cli import options
+from hsd_jax.files import parse_yaml, read_yaml
 
 SET_HELP = "change one value of the recipe, for example train.steps=100 (may be repeated)"
 
@@ -102,7 +104,7 @@ hsd train restrict --target DIR --drafter runs/demo/drafter --data own.jsonl --h
     restrict.add_argument("--drafter", metavar="DIR", required=True, help="a folder written by `hsd train drafter`")
     _add_data_arguments(restrict, True, "folder of the new drafter")
     restrict.add_argument(
-        "--hot-vocab", type=float, default=0.5, metavar="SHARE", help="of the vocabulary (default: 0.5)"
+        "--hot-vocab", type=options.SHARE, default=0.5, metavar="SHARE", help="of the vocabulary (default: 0.5)"
     )
     restrict.add_argument(
         "--loss-on", choices=("all", "responses"), default="all", help="the tokens to count (default: all)"
@@ -226,7 +228,8 @@ def run_tokenizer(args: argparse.Namespace) -> int:
     """Trains a tokenizer."""
     from hsd_jax.train.tokenizer import train_tokenizer
 
-    tokenizer = train_tokenizer(args.data, args.vocab_size, args.out)
+    with lock.held(lock.of_folder(args.out)):
+        tokenizer = train_tokenizer(args.data, args.vocab_size, args.out)
     options.say(f"wrote {args.out}: {tokenizer.get_vocab_size()} tokens")
     return 0
 
@@ -272,16 +275,11 @@ def read_recipe(path: str | None, changes: Sequence[str]) -> dict[str, Any]:
       FileNotFoundError: if there is no such file.
       ValueError: if it is no YAML mapping, or a change is not KEY=VALUE.
     """
-    import yaml
-
     values: Any = {}
     if path is not None:
-        if not Path(path).is_file():
+        if not Path(path).exists():
             raise FileNotFoundError(f"{path}: no such recipe")
-        try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+        values = read_yaml(path)
         values = {} if values is None else values
         if not isinstance(values, dict):
             raise ValueError(f"{path}: expected sections with keys and values")
@@ -295,8 +293,5 @@ def read_recipe(path: str | None, changes: Sequence[str]) -> dict[str, Any]:
             place = place.setdefault(section, {})
             if not isinstance(place, dict):
                 raise ValueError(f"--set {change!r}: {section!r} is a value, not a section")
-        try:
-            place[last] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"--set {change!r}: {text!r} is not YAML") from error
+        place[last] = parse_yaml(text, f"--set {change!r}: {text!r}")
     return values

@@ -6,7 +6,6 @@ Read next: `hsd_jax/tuning.py`, which does it.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from hsd_jax.cli import bench, options, prompts
 
@@ -38,9 +37,11 @@ hsd bench --target DIR --drafter DIR --prompts dev.jsonl --tuned tuned.json
     parser.add_argument(
         "--max-new-tokens", type=options.COUNT, default=64, metavar="N", help="per prompt (default: 64)"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    parser.add_argument(
+        "--temperature", type=options.TEMPERATURE, default=0.0, metavar="T", help="0 is greedy (default: 0)"
+    )
     parser.add_argument("--batch", type=options.COUNT, default=1, metavar="B", help="rows decoded at once (default: 1)")
-    parser.add_argument("--seed", type=options.WHOLE, default=0, help="of prompt i: seed + i (default: 0)")
+    parser.add_argument("--seed", type=options.SEED, default=0, help="of prompt i: seed + i (default: 0)")
     candidates = parser.add_argument_group("candidates")
     candidates.add_argument(
         "--trees",
@@ -58,13 +59,13 @@ hsd bench --target DIR --drafter DIR --prompts dev.jsonl --tuned tuned.json
         help="candidates to measure, the best by prediction (default: 3)",
     )
     candidates.add_argument("--repeats", type=options.COUNT, default=3, metavar="R", help="timed passes (default: 3)")
-    parser.add_argument("--out", metavar="FILE", help="write the record, JSON, for --tuned of generate and bench")
+    parser.add_argument(
+        "--out", type=options.NEW_FILE, metavar="FILE", help="write the record, JSON, for --tuned of generate and bench"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table and the choice, writes the record."""
-    if args.out and not Path(args.out).resolve().parent.is_dir():
-        raise FileNotFoundError(f"--out {args.out}: there is no folder {Path(args.out).parent}")
     trees = options.parse_trees(args.trees) if args.trees else None
     import hsd_jax
     from hsd_jax.cli import report

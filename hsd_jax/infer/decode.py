@@ -101,7 +101,12 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
 
 
 def drafter_after(
-    drafter: Drafter, models: dict, output: ModelOutput, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int
+    drafter: Drafter,
+    models: dict,
+    output: ModelOutput,
+    tokens: Int[Array, "B P"],
+    length: Int[Array, "B"],
+    capacity: int,
 ) -> Any:
     """The drafter's state behind prompts of which one causal pass of the target, `output`, is at hand."""
     state = drafter.init(tokens, length, capacity)
@@ -112,8 +117,8 @@ def drafter_after(
 def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, reach: int) -> Callable:
     """`loop(models, sampling, limits, num_rounds, state) -> state`: rounds until nothing is left to do.
 
-    Where `worth` says that drafts do not pay, blocks of plain rounds stand between those of `step`. Both are inner loops
-    of one program and not branches of one round: XLA would copy the caches at a branch.
+    Where `worth` says that drafts do not pay, blocks of plain rounds stand between those of `step`. Both are inner
+    loops of one program and not branches of one round: XLA would copy the caches at a branch.
 
     Args:
       reach: slots behind its committed tokens that a row may write in a round.
@@ -207,7 +212,9 @@ class Decoder:
         tokens = state.tokens
         if tokens.shape[1] <= capacity:
             tokens = cache_lib.pad_to(tokens, capacity + 1, axis=1, value=NO_TOKEN)
-        return dataclasses.replace(state, tokens=tokens, cache=cache_lib.grow(state.cache, capacity), drafter=drafter_state)
+        return dataclasses.replace(
+            state, tokens=tokens, cache=cache_lib.grow(state.cache, capacity), drafter=drafter_state
+        )
 
     def run(
         self,

@@ -105,8 +105,6 @@ def make_block(config: ModelConfig, drafter: Drafter) -> tuple[Callable, Callabl
         next_token = jnp.take_along_axis(trail.emitted, last[:, None], 1)[:, 0]
         verdict = Verdict(path, last, next_token, jnp.ones_like(state.done), trail.emitted)
         output = ModelOutput(None, trail.hidden, trail.features, None)  # type: ignore[arg-type]  # nobody reads them
-        return dataclasses.replace(
-            state, drafter=follow(models, state.drafter, verdict, output, trail.count)
-        )
+        return dataclasses.replace(state, drafter=follow(models, state.drafter, verdict, output, trail.count))
 
     return start, step, end

@@ -60,7 +60,9 @@ def choose(
     likely = jnp.where(done[:, None], -1.0, survival(tree, control, costs) + is_root.astype(jnp.float32))  # roots first
     order = jnp.argsort(-likely.ravel(), stable=True)
     value = jnp.where(likely > 0.0, likely - is_root.astype(jnp.float32), 0.0).ravel()[order]
-    attention = jnp.where(tree.depth > FREE_DEPTH, costs.slot_seconds * length[:, None].astype(jnp.float32), 0.0).ravel()[order]
+    attention = jnp.where(
+        tree.depth > FREE_DEPTH, costs.slot_seconds * length[:, None].astype(jnp.float32), 0.0
+    ).ravel()[order]
     seconds = costs.draft_seconds + costs.pass_seconds[1:] + jnp.cumsum(attention)
     num_roots = jnp.sum(~done)
     may_end = (jnp.arange(batch * num) + 1 >= num_roots) & (value > 0.0)

@@ -8,7 +8,6 @@ for `config.json`, `tensor_files.py` for the files themselves.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from hsd_jax.checkpoint import write_json
 from hsd_jax.config import DrafterConfig, ModelConfig, from_dict, to_dict
+from hsd_jax.files import write_json
 from hsd_jax.models.hf_config import format_config, read_config, read_json
 from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.hot import checked_ids
@@ -34,6 +33,7 @@ from hsd_jax.models.tensor_files import (
     store_tree,
     stored_dtype,
 )
+from hsd_jax.settings import Whole, fits, shown
 from hsd_jax.types import Weights
 
 __all__ = [
@@ -101,7 +101,6 @@ def read_weights(folder: str | Path, config: ModelConfig, dtype: Any = "float32"
         a dtype that is no float, NaN or infinity.
     """
     dtype, folder = checked_dtype(dtype), Path(folder)
-    shapes = _shapes(init_target, config)
     with contextlib.ExitStack() as stack:
         stored: dict[str, Stored] = {}
         for tensor in open_all(_weight_files(folder), stack):
@@ -113,6 +112,8 @@ def read_weights(folder: str | Path, config: ModelConfig, dtype: Any = "float32"
             stored[name] = tensor
         if config.tie_embeddings:
             _untie(stored)
+        _check_num_layers(config.num_layers, stored, folder, "config.json")
+        shapes = _shapes(init_target, config)
         wanted = {path: _hf_name(path, config) for path in shapes}
         return load_tree(stored, wanted, shapes, dtype, folder, "config.json")
 
@@ -207,14 +208,7 @@ def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dt
 def read_drafter_config(folder: str | Path) -> DrafterConfig:
     """The configuration that `save_drafter` wrote; raises as `read_drafter`."""
     path = Path(folder) / DRAFTER_CONFIG
-    config = from_dict(DrafterConfig, read_json(path), str(path))
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        may_be_zero = field.name == "rank"  # trained without token information
-        if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1 - may_be_zero):
-            kind = "0 or a positive integer" if may_be_zero else "a positive integer"
-            raise ValueError(f"{path}: {field.name}={value!r}: expected {kind}")
-    return config
+    return from_dict(DrafterConfig, read_json(path), str(path))
 
 
 def read_drafter(folder: str | Path, dtype: Any = "float32") -> tuple[DrafterConfig, Weights]:
@@ -226,11 +220,12 @@ def read_drafter(folder: str | Path, dtype: Any = "float32") -> tuple[DrafterCon
         are no ascending tokens.
     """
     dtype, folder, config = checked_dtype(dtype), Path(folder), read_drafter_config(folder)
-    shapes = _drafter_shapes(config)
     with contextlib.ExitStack() as stack:
         if not (folder / DRAFTER_FILE).is_file():
             raise FileNotFoundError(f"{folder / DRAFTER_FILE}: no such file, though {DRAFTER_CONFIG} is there")
         stored = {tensor.name: tensor for tensor in open_all([folder / DRAFTER_FILE], stack)}
+        _check_num_layers(config.num_layers, stored, folder, DRAFTER_CONFIG)
+        shapes = _drafter_shapes(config)
         names = {path: path for path in shapes}
         weights = load_tree(stored, names, shapes, dtype, folder, DRAFTER_CONFIG, ids=(_HOT_IDS,))
     if config.hot_tokens is not None:
@@ -265,6 +260,15 @@ def _drafter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """`_shapes` of what is stored of a drafter: the learned weights and the hot ids, if there are any."""
     shapes = _shapes(init_drafter, config)
     return shapes if config.hot_tokens is None else {**shapes, _HOT_IDS: (config.hot_tokens,)}
+
+
+def _check_num_layers(num_layers: int, stored: dict[str, Stored], folder: Path, config: str) -> None:
+    """Refuses more layers than there are tensors: to find out which are missing, every layer would be traced."""
+    if 0 < len(stored) < num_layers:
+        raise ValueError(
+            f"{folder}: {config} asks for {num_layers} layers, more than the {len(stored)} tensors there are; the two"
+            " belong to different models"
+        )
 
 
 def _shapes(init: Callable[..., Weights], config: Any) -> dict[str, tuple[int, ...]]:
@@ -334,27 +338,37 @@ def _untie(stored: dict[str, Stored]) -> None:
 def _special_tokens(folder: Path, name: str, tokenizer: Any) -> tuple[int, ...]:
     for file in ("generation_config.json", "config.json"):
         path = folder / file
-        values = read_json(path) if path.is_file() else {}
+        values = read_json(path) if path.exists() else {}
         for part in (values, values.get("text_config") or {}):
-            ids = part.get(f"{name}_id")
+            ids = part.get(f"{name}_id") if isinstance(part, dict) else None
             if ids is None:
                 continue
             ids = tuple(ids) if isinstance(ids, list) else (ids,)
-            if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-                raise ValueError(f"{path}: {name}_id={list(ids)!r}: expected token ids, integers from 0")
+            if not fits(tuple[Whole, ...], ids):
+                raise ValueError(f"{path}: {name}_id={shown(ids)}: expected token ids, integers from 0")
             return ids
     path = folder / "tokenizer_config.json"
-    values = read_json(path) if path.is_file() else {}
+    values = read_json(path) if path.exists() else {}
     token = values.get(name)
     token = token.get("content") if isinstance(token, dict) else token
     if token is None:
         return ()
+    if not isinstance(token, str):
+        raise ValueError(f"{path}: {name}={shown(token)}: expected a text")
     if tokenizer is not None:
         look_up = getattr(tokenizer, "token_to_id", None) or tokenizer.convert_tokens_to_ids
         found = look_up(token)
         return () if found is None else (found,)
-    added = [(int(i), t.get("content")) for i, t in values.get("added_tokens_decoder", {}).items()]
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        added += [(t["id"], t["content"]) for t in read_json(path).get("added_tokens", [])]
-    return tuple(i for i, content in added if content == token)[:1]
+    return tuple(i for i, content in _added_tokens(folder, path, values) if content == token)[:1]
+
+
+def _added_tokens(folder: Path, path: Path, values: dict[str, Any]) -> list[tuple[int, str]]:
+    """Ids and texts of the special tokens that the tokenizer's own files name; `values` are those of `path`."""
+    try:
+        added = [(int(i), str(t["content"])) for i, t in values.get("added_tokens_decoder", {}).items()]
+        path = folder / "tokenizer.json"
+        if path.exists():
+            added += [(int(t["id"]), str(t["content"])) for t in read_json(path).get("added_tokens", [])]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: its added tokens cannot be read ({error!r}); fetch the file again") from error
+    return added

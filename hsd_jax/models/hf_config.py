@@ -8,14 +8,24 @@ transformers. Read next: `convert.py`.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
-
-ROPE_KINDS = ("default", "linear", "llama3")
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+from hsd_jax import files, settings
+from hsd_jax.config import (
+    ACTIVATIONS,
+    FULL,
+    ROPE_KINDS,
+    SLIDING,
+    Epsilon,
+    HeadDim,
+    Layers,
+    LayerType,
+    ModelConfig,
+    RopeConfig,
+    Theta,
+)
+from hsd_jax.settings import Count, OneOf, Positive, Whole
 
 _EVERYWHERE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10_000.0}
 _GEMMA = {
@@ -66,21 +76,71 @@ _ARCHITECTURES = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Keys:
+    """What is read of a `config.json`, with what it may hold. `_FAMILIES` has the defaults."""
+
+    vocab_size: Count
+    hidden_size: Count
+    num_hidden_layers: Layers
+    num_attention_heads: Count
+    intermediate_size: Count
+    max_position_embeddings: Count
+    rms_norm_eps: Epsilon
+    rope_theta: Theta
+    num_key_value_heads: Count | None = None
+    head_dim: HeadDim | None = None
+    tie_word_embeddings: bool | None = False
+    attention_bias: bool | None = False
+    mlp_bias: bool | None = False
+    hidden_act: Annotated[str, OneOf(ACTIVATIONS)] = "silu"
+    hidden_activation: Annotated[str, OneOf(ACTIVATIONS)] | None = None
+    """Null in early Gemma files."""
+    query_pre_attn_scalar: Positive | None = None
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    use_sliding_window: bool | None = False
+    sliding_window: Count | None = None
+    sliding_window_pattern: Count = 6
+    max_window_layers: Whole = 28
+    layer_types: tuple[LayerType, ...] | None = None
+    rope_local_base_freq: Theta = 10_000.0
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    partial_rotary_factor: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _RopeKeys:
+    """What is read of `rope_scaling` and `rope_parameters`."""
+
+    rope_theta: Theta
+    rope_type: Annotated[str, OneOf(ROPE_KINDS)]
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Count | None = None
+    partial_rotary_factor: float | None = None
+
+
+def _read_keys(kind: type, values: dict[str, Any], where: str, section: str = "") -> Any:
+    """The keys that `kind` has; a file may hold any others."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return settings.read(kind, {key: value for key, value in values.items() if key in names}, where, section)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
       FileNotFoundError: if the folder or the file is missing.
-      ValueError: if the file holds no JSON object.
+      ValueError: if the file is a FIFO or a device, or holds no JSON object.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder; give a local folder with a checkpoint")
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{path}: no such file; a checkpoint folder holds {path.name}")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # also what is not UTF-8
-        raise ValueError(f"{path}: not valid JSON ({error}); fetch the file again") from error
+    values = files.read_json(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(values).__name__}")
     return values
@@ -105,54 +165,57 @@ def parse_config(values: dict[str, Any], where: str) -> ModelConfig:
             raise ValueError(f"{where}: model_type 'gemma3' without a text_config object")
         tied = {k: values[k] for k in ("tie_word_embeddings",) if k in values}
         values, family = tied | values["text_config"], "gemma3_text"
-    if family not in _FAMILIES:
-        raise ValueError(f"{where}: model_type {family!r}: supported are {', '.join(_FAMILIES)}, gemma3")
+    if not isinstance(family, str) or family not in _FAMILIES:
+        supported = ", ".join(_FAMILIES)
+        raise ValueError(f"{where}: model_type {settings.shown(family)}: supported are {supported}, gemma3")
     _refuse_unsupported(values, where)
-    values = _EVERYWHERE | _FAMILIES[family] | values
+    keys: _Keys = _read_keys(_Keys, _EVERYWHERE | _FAMILIES[family] | values, where)
     is_gemma = family.startswith("gemma")
-    hidden_size, num_layers = _size(values, "hidden_size", where), _size(values, "num_hidden_layers", where)
-    num_heads = _size(values, "num_attention_heads", where)
-    num_kv_heads, head_dim = num_heads, hidden_size // num_heads
-    if values.get("num_key_value_heads") is not None:
-        num_kv_heads = _size(values, "num_key_value_heads", where)
-    if values.get("head_dim") is not None:
-        head_dim = _size(values, "head_dim", where)
+    num_heads = keys.num_attention_heads
+    num_kv_heads = keys.num_key_value_heads or num_heads
+    head_dim = keys.head_dim or keys.hidden_size // num_heads
     if num_heads % num_kv_heads:
         raise ValueError(f"{where}: num_key_value_heads={num_kv_heads} must divide num_attention_heads={num_heads}")
-    if head_dim % 2:
+    if head_dim % 2 or not head_dim:
         raise ValueError(f"{where}: head_dim={head_dim}: must be even for rotary embedding")
-    window, layer_types = _sliding(values, family, num_layers, where)
-    rope, rope_local = _ropes(values, family, where)
-    bias = bool(values.get("attention_bias", False)) and family != "mistral"
-    return ModelConfig(
-        vocab_size=_size(values, "vocab_size", where),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        intermediate_size=_size(values, "intermediate_size", where),
-        max_position=_size(values, "max_position_embeddings", where),
-        norm_eps=_number(values, "rms_norm_eps", where),
-        tie_embeddings=bool(values["tie_word_embeddings"]),
-        qkv_bias=family == "qwen2" or bias,
-        output_bias=family != "qwen2" and bias,
-        mlp_bias=family == "llama" and bool(values.get("mlp_bias", False)),
-        qk_norm=family in ("qwen3", "gemma3_text"),
-        activation=_activation(values, "hidden_activation" if is_gemma else "hidden_act", where),
-        norm_offset=1.0 if is_gemma else 0.0,
-        post_norms=is_gemma,
-        embed_scale=hidden_size**0.5 if is_gemma else 1.0,
-        query_scale=_number(values, "query_pre_attn_scalar", where) ** -0.5 if is_gemma else None,
-        # transformers reads attn_logit_softcapping for Gemma 3 too, but its attention never applies it
-        attention_softcap=_optional_number(values, "attn_logit_softcapping", where) if family == "gemma2" else None,
-        logit_softcap=_optional_number(values, "final_logit_softcapping", where) if is_gemma else None,
-        sliding_window=window,
-        layer_types=layer_types,
-        rope=rope,
-        rope_local=rope_local,
-        model_type=family,
-    )
+    if is_gemma and keys.query_pre_attn_scalar is None:
+        raise ValueError(f"{where}: query_pre_attn_scalar=None: allowed are finite numbers above 0")
+    window, layer_types = _sliding(keys, family, where)
+    rope, rope_local = _ropes(keys, family, where)
+    bias = bool(keys.attention_bias) and family != "mistral"
+    activation = (keys.hidden_activation or "gelu_pytorch_tanh") if is_gemma else keys.hidden_act
+    try:
+        return ModelConfig(
+            vocab_size=keys.vocab_size,
+            hidden_size=keys.hidden_size,
+            num_layers=keys.num_hidden_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            intermediate_size=keys.intermediate_size,
+            max_position=keys.max_position_embeddings,
+            norm_eps=keys.rms_norm_eps,
+            tie_embeddings=bool(keys.tie_word_embeddings),
+            qkv_bias=family == "qwen2" or bias,
+            output_bias=family != "qwen2" and bias,
+            mlp_bias=family == "llama" and bool(keys.mlp_bias),
+            qk_norm=family in ("qwen3", "gemma3_text"),
+            activation=activation,
+            norm_offset=1.0 if is_gemma else 0.0,
+            post_norms=is_gemma,
+            embed_scale=keys.hidden_size**0.5 if is_gemma else 1.0,
+            query_scale=keys.query_pre_attn_scalar**-0.5 if is_gemma and keys.query_pre_attn_scalar else None,
+            # transformers reads attn_logit_softcapping for Gemma 3 too, but its attention never applies it
+            attention_softcap=keys.attn_logit_softcapping if family == "gemma2" else None,
+            logit_softcap=keys.final_logit_softcapping if is_gemma else None,
+            sliding_window=window,
+            layer_types=layer_types,
+            rope=rope,
+            rope_local=rope_local,
+            model_type=family,
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def format_config(config: ModelConfig) -> dict[str, Any]:
@@ -212,91 +275,60 @@ def _refuse_unsupported(values: dict[str, Any], where: str) -> None:
         raise ValueError(f"{where}: use_bidirectional_attention is set; only causal models generate")
 
 
-def _size(values: dict[str, Any], key: str, where: str) -> int:
-    value = values.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{where}: {key}={value!r}: expected a positive integer")
-    return value
-
-
-def _number(values: dict[str, Any], key: str, where: str) -> float:
-    value = values.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise ValueError(f"{where}: {key}={value!r}: expected a positive number")
-    return float(value)
-
-
-def _optional_number(values: dict[str, Any], key: str, where: str) -> float | None:
-    return None if values.get(key) is None else _number(values, key, where)
-
-
-def _activation(values: dict[str, Any], key: str, where: str) -> str:
-    value = values.get(key)
-    if value is None and key == "hidden_activation":  # null in early Gemma files
-        return "gelu_pytorch_tanh"
-    if value not in ACTIVATIONS:
-        raise ValueError(f"{where}: {key}={value!r}: allowed are {', '.join(ACTIVATIONS)}")
-    return value
-
-
-def _sliding(values: dict[str, Any], family: str, num_layers: int, where: str) -> tuple[int | None, tuple[str, ...]]:
+def _sliding(keys: _Keys, family: str, where: str) -> tuple[int | None, tuple[str, ...]]:
     """Window and kind of each layer; a model without sliding layers has neither."""
-    if family == "llama" or values["sliding_window"] is None:
+    window, num_layers = keys.sliding_window, keys.num_hidden_layers
+    if family == "llama" or window is None or (family.startswith("qwen") and not keys.use_sliding_window):
         return None, ()
-    if family.startswith("qwen") and not values["use_sliding_window"]:
-        return None, ()
-    window, given = _size(values, "sliding_window", where), values.get("layer_types")
     if family == "mistral":
         types = (SLIDING,) * num_layers
-    elif given is not None:
-        types = tuple(given)
+    elif keys.layer_types is not None:
+        types = keys.layer_types
     elif family.startswith("qwen"):
-        types = tuple(SLIDING if i >= values["max_window_layers"] else FULL for i in range(num_layers))
+        types = tuple(SLIDING if i >= keys.max_window_layers else FULL for i in range(num_layers))
     else:
-        every = 2 if family == "gemma2" else _size(values, "sliding_window_pattern", where)
+        every = 2 if family == "gemma2" else keys.sliding_window_pattern
         types = tuple(FULL if (i + 1) % every == 0 else SLIDING for i in range(num_layers))
-    wrong = [t for t in types if t not in (FULL, SLIDING)]
-    if wrong:
-        raise ValueError(f"{where}: layer_types has {wrong[0]!r}: allowed are {FULL}, {SLIDING}")
     if len(types) != num_layers:
         raise ValueError(f"{where}: layer_types has {len(types)} entries for num_hidden_layers={num_layers}")
     return (window, types) if SLIDING in types else (None, ())
 
 
-def _ropes(values: dict[str, Any], family: str, where: str) -> tuple[RopeConfig, RopeConfig | None]:
+def _ropes(keys: _Keys, family: str, where: str) -> tuple[RopeConfig, RopeConfig | None]:
     """Rotary embedding of all layers, and of sliding ones where it is another."""
-    scaling = values.get("rope_scaling") or {}
-    parameters = scaling or values.get("rope_parameters") or {}
+    scaling, by_type = keys.rope_scaling or {}, keys.rope_parameters or {}
     if family != "gemma3_text":
+        parameters = scaling or by_type
         if FULL in parameters or SLIDING in parameters:
             raise ValueError(f"{where}: rope_parameters differ by layer type, which {family} does not know")
-        return _rope(parameters, values, "rope_theta", where), None
-    by_type = values.get("rope_parameters") or {}
+        return _rope(parameters, keys, keys.rope_theta, where), None
+    for name in (FULL, SLIDING):
+        if not isinstance(by_type.get(name), dict | None):
+            raise ValueError(f"{where}: rope_parameters.{name}={settings.shown(by_type[name])}: expected an object")
     full = dict(by_type.get(FULL) or {}) | scaling
     return (
-        _rope(full, values, "rope_theta", where),
-        _rope(by_type.get(SLIDING) or {}, values, "rope_local_base_freq", where),
+        _rope(full, keys, keys.rope_theta, where),
+        _rope(by_type.get(SLIDING) or {}, keys, keys.rope_local_base_freq, where),
     )
 
 
-def _rope(parameters: dict[str, Any], values: dict[str, Any], theta_key: str, where: str) -> RopeConfig:
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in ROPE_KINDS:
-        raise ValueError(f"{where}: rope_type {kind!r} is not supported; allowed are {', '.join(ROPE_KINDS)}")
-    partial = parameters.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+def _rope(parameters: dict[str, Any], keys: _Keys, theta: float, where: str) -> RopeConfig:
+    defaults = {"rope_theta": theta, "rope_type": parameters.get("type", "default")}
+    rope: _RopeKeys = _read_keys(_RopeKeys, defaults | parameters, where, "rope_scaling")
+    partial = keys.partial_rotary_factor if rope.partial_rotary_factor is None else rope.partial_rotary_factor
+    if partial not in (None, 1.0):
         raise ValueError(f"{where}: partial_rotary_factor={partial!r}: only 1.0 is supported")
-    theta = _number({"rope_theta": parameters.get("rope_theta", values[theta_key])}, "rope_theta", where)
-    if kind == "default":
-        return RopeConfig(theta)
-    factor = _number(parameters, "factor", where)
-    if kind == "linear":
-        return RopeConfig(theta, kind, factor)
-    filled = {"original_max_position_embeddings": values["max_position_embeddings"]} | parameters
-    low, high = _number(filled, "low_freq_factor", where), _number(filled, "high_freq_factor", where)
-    if not high > low:
-        raise ValueError(f"{where}: high_freq_factor={high} must be above low_freq_factor={low}")
-    return RopeConfig(theta, kind, factor, low, high, _size(filled, "original_max_position_embeddings", where))
+    if rope.rope_type == "default":
+        return RopeConfig(float(rope.rope_theta))
+    if rope.factor is None:
+        raise ValueError(f"{where}: rope_scaling.factor=None: rope_type {rope.rope_type!r} needs it")
+    if rope.rope_type == "linear":
+        return RopeConfig(float(rope.rope_theta), rope.rope_type, float(rope.factor))
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    if low is None or high is None or not high > low:
+        raise ValueError(f"{where}: rope_scaling.high_freq_factor={high} must be above low_freq_factor={low}")
+    longest = rope.original_max_position_embeddings or keys.max_position_embeddings
+    return RopeConfig(float(rope.rope_theta), rope.rope_type, float(rope.factor), float(low), float(high), longest)
 
 
 def _format_rope(rope: RopeConfig) -> dict[str, Any] | None:

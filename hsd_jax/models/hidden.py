@@ -104,7 +104,7 @@ def _attend_behind(earlier, query, new, *rest):
     return attend(query, (keys, values), *rest)
 
 
-_NO_WINDOW = ModelConfig(1, 1, 1, 1, 1, 1, 1)
+_NO_WINDOW = ModelConfig(1, 1, 1, 1, 1, 2, 1)
 
 
 def trunk_pass(

@@ -2,8 +2,8 @@
 
 XLA's CPU product of a few rows packs the weights on every call; `native/rows_matmul.cc` does not, and it reads bfloat16
 weights without rounding the activations. `native/gated_mlp.cc` is the MLP in one call, `native/attend.cc` attention in
-one call a layer instead of ten (docs/LOG.md has the measurements). A row's bits depend on the row alone: not on how many
-rows stand beside it, nor on which tree verified it. Without a compiler, on another platform, or with
+one call a layer instead of ten (docs/LOG.md has the measurements). A row's bits depend on the row alone: not on how
+many rows stand beside it, nor on which tree verified it. Without a compiler, on another platform, or with
 HSD_NATIVE_ISA=off, `layers` uses XLA, in float32.
 The kernels have no gradient and know no mesh, so they are switched on only while a decode loop is traced.
 """
@@ -29,6 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
+
+from hsd_jax.models.native_build import verified, write_with_checksum
 
 FOLDER = Path(__file__).parents[1] / "native"
 SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("rows_matmul", "gated_mlp", "attend", "rows", "random_bits"))
@@ -292,11 +294,11 @@ def _build(compiler: str, level: str) -> Path:
     identity = "\n".join([*sources, compiler, *flags, jax.__version__, *cpu[:2]])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
     library = cache / f"native-{level}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not library.is_file():
+    if not verified(library):
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             built = Path(folder) / "native.so"
             command = [compiler, *flags, "-I", jax.ffi.include_dir(), *map(str, SOURCES), "-o", str(built)]
             subprocess.run(command, check=True, capture_output=True, timeout=300)
-            built.replace(library)
+            write_with_checksum(built, library)
     return library

@@ -7,7 +7,6 @@ paths, no models. Read next: `convert.py`.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from hsd_jax.files import replacing
 from hsd_jax.types import Weights
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -147,7 +147,12 @@ def store_tree(
     name: Callable[[str], str],
     ids: tuple[str, ...] = (),
 ) -> None:
-    """Writes a tree to one safetensors file, by way of a temporary file beside it; `ids` as in `load_tree`."""
+    """Writes a tree to one safetensors file, whole or not at all; `ids` as in `load_tree`.
+
+    Raises:
+      ValueError: if a weight is missing, unexpected, misshapen or not finite.
+      OSError: naming the file, if it cannot be written.
+    """
     flat: dict[str, Any] = flatten_dict(weights, sep=".")
     _check_names(flat, shapes, "weights to save", "the configuration")
     tensors = {}
@@ -156,10 +161,9 @@ def store_tree(
         where = f"weights to save: {key!r}"
         tensors[name(key)] = np.asarray(array, np.int32) if key in ids else _cast(array, dtype, where)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    try:
-        save_file(tensors, temporary, metadata={"format": "pt"})  # transformers refuses files without it
+    with replacing(path) as temporary:
+        try:
+            save_file(tensors, temporary, metadata={"format": "pt"})  # transformers refuses files without it
+        except SafetensorError as error:  # so it calls a full disk
+            raise OSError(str(error)) from error
         temporary.chmod(0o644)  # safetensors writes files for the owner only
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hsd_jax.files import replacing
 from hsd_jax.train.journal import read_metrics
 
 CURVES = "curves.png"
@@ -60,7 +61,6 @@ def draw_curves(out: str | Path) -> Path:
         axis.set_xlabel("million training tokens")
         axis.grid(alpha=0.3)
     path = out / CURVES
-    temporary = out / f".{CURVES}"
-    figure.savefig(temporary, dpi=120, format="png")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
     return path

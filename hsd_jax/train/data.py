@@ -9,10 +9,12 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
+from hsd_jax import settings
+from hsd_jax.settings import OneOf, Seed
 from hsd_jax.train.documents import (
     CALCULATOR_NOTE,
     SPEAKERS,
@@ -50,24 +52,18 @@ __all__ = [
 class DataConfig:
     """How documents become rows; section `data` of a recipe."""
 
-    packing: str = PACKED
+    packing: Annotated[str, OneOf((PACKED, PADDED))] = PACKED
     """packed: documents behind one another, cut into rows without padding; padded: one document a row, cut at the
     row's length, the rest of the row padded."""
-    loss_on: str = ALL
+    loss_on: Annotated[str, OneOf((ALL, RESPONSES))] = ALL
     """all, or responses: what an assistant says, and the end of its turn."""
     chat_template: bool = True
     """Conversations in the tokenizer's own chat template, if it has one; else as `User: ...` and `Assistant: ...`."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Of the order of documents and rows; None: the run's."""
 
     def __post_init__(self):
-        for name, allowed in (("packing", (PACKED, PADDED)), ("loss_on", (ALL, RESPONSES))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"data.{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}")
-        if not isinstance(self.chat_template, bool):
-            raise ValueError(f"data.chat_template={self.chat_template!r}: allowed are true and false")
-        if self.seed is not None and self.seed < 0:
-            raise ValueError(f"data.seed={self.seed}: must be at least 0")
+        settings.check(self, "data")
 
 
 def read_tokenizer(folder: str | Path) -> tuple[Tokenizer, int | None, int]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hsd_jax.files import decoded, parse_json, read_json, with_unix_lines
 from hsd_jax.tokenizer import read_pretrained
 
 _NAMES = {"User": ("u", "user", "human"), "Assistant": ("s", "assistant", "gpt")}
@@ -214,10 +215,10 @@ def read_chat_template(folder: str | Path) -> ChatTemplate | None:
     """
     folder = Path(folder)
     settings = folder / "tokenizer_config.json"
-    try:
-        in_settings = settings.is_file() and bool(json.loads(settings.read_text("utf-8")).get("chat_template"))
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{settings}: not a JSON object ({error})") from error
+    values = read_json(settings) if settings.exists() else {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{settings}: not a JSON object")
+    in_settings = bool(values.get("chat_template"))
     if not in_settings and not any((folder / f"chat_template.{kind}").is_file() for kind in ("jinja", "json")):
         return None
 
@@ -229,12 +230,10 @@ def read_chat_template(folder: str | Path) -> ChatTemplate | None:
             raise ValueError(f"{folder}: the tokenizer cannot be read ({error})") from error
 
     def render(turns: Turns, is_open: bool) -> str:
-        import jinja2
-
         messages = [{"role": speaker_of(who).lower(), "content": text} for who, text in turns]
         try:
             return tokenizer().apply_chat_template(messages, add_generation_prompt=is_open, tokenize=False)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program: of jinja's errors and of Python's
             raise ValueError(f"the chat template refuses this conversation ({error})") from error
 
     return render
@@ -253,22 +252,17 @@ def read_records(path: str | Path) -> Iterator[tuple[str, dict]]:
     try:
         content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix == ".gz" else content
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
+    text = decoded(content, str(path))
     if not path.name.removesuffix(".gz").endswith(".jsonl"):
-        yield str(path), {"text": text}
+        yield str(path), {"text": with_unix_lines(text)}
         return
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON strings may hold U+2028
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON ({error.msg})") from error
+        record = parse_json(line, where)
         if not isinstance(record, dict):
             raise ValueError(f"{where}: a JSON {type(record).__name__}; expected an object")
         if "\\ud" in line.lower():

@@ -10,18 +10,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import HIDDEN, PREVIOUS, RECURRENT, TRUNKS, DrafterConfig, ModelConfig, at_least
+from hsd_jax import settings
+from hsd_jax.config import (
+    HIDDEN,
+    INJECTIONS,
+    LARGEST_TREE,
+    PREVIOUS,
+    RECURRENT,
+    TRAINED_KINDS,
+    TRUNKS,
+    DrafterConfig,
+    HeadDim,
+    Layers,
+    ModelConfig,
+    from_dict,
+)
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.hidden import embed_committed, trunk_features
 from hsd_jax.models.hot import attach
 from hsd_jax.models.target import forward_sequence, lm_head
+from hsd_jax.settings import Count, NotNegative, OneOf, Whole, Within
 from hsd_jax.train import losses, on_policy
 from hsd_jax.train.anchors import chain_metrics, labels_of_anchors, sample_anchors
 from hsd_jax.train.data import DataConfig
@@ -29,7 +44,6 @@ from hsd_jax.train.drafts import Drafts, logits_of_draws, logits_of_text
 from hsd_jax.train.evaluate import EvalConfig
 from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
-from hsd_jax.train.target import check_loop, read_section, read_sections
 from hsd_jax.train.unroll import unroll
 from hsd_jax.types import Weights
 
@@ -41,38 +55,34 @@ LOW_MID_HIGH = "low_mid_high"
 class DrafterModel:
     """The drafter's own sizes; everything else follows from the target. None: as the target."""
 
-    kind: str = HIDDEN
+    kind: Annotated[str, OneOf(TRAINED_KINDS)] = HIDDEN
     """hidden: token-free states and token information; feature: EAGLE's recurrence over drafted tokens; block:
     Medusa's heads."""
-    trunk: str = RECURRENT
+    trunk: Annotated[str, OneOf(TRUNKS)] = RECURRENT
     """recurrent: num_steps passes over one state each; block: one pass over num_steps slots."""
-    num_layers: int = 1
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    num_steps: int = 6
+    num_layers: Layers = 1
+    num_heads: Count | None = None
+    num_kv_heads: Count | None = None
+    head_dim: HeadDim | None = None
+    intermediate_size: Count | None = None
+    num_steps: Annotated[int, Within(1, 2 * LARGEST_TREE)] = 6
     """Depths the trunk is trained for (K); a tree may be shallower, never deeper."""
-    rank: int = 128
+    rank: Whole = 128
     """Of the token-info factors; 0 for none, to see what they are worth."""
-    injection: str = PREVIOUS
+    injection: Annotated[str, OneOf(INJECTIONS)] = PREVIOUS
     """What token information knows. previous: the token before; path: all drafted tokens up to it, by a recurrence of
     the rank's width along the tree."""
     committed_embeddings: bool = True
-    feature_layers: tuple[int, ...] | str = ()
+    feature_layers: tuple[Whole, ...] | Annotated[str, OneOf((LOW_MID_HIGH,))] = ()
     """Layers of the target, from 0, behind which the trunk reads; low_mid_high for 2, L // 2 and L - 3; empty for the
     final hidden state."""
-    hot_vocab: float | None = None
+    hot_vocab: Annotated[float, Within(0, 1, above=True, below=True)] | None = None
     """Share of the vocabulary that may be drafted, the most frequent labels of the data, for example 0.5; null for all
     of it. Meant for text the target wrote; the share of its tokens that are hot is printed."""
 
     def __post_init__(self):
-        at_least("model", self, num_layers=1, num_steps=1, rank=0)
-        if self.hot_vocab is not None and not 0 < self.hot_vocab < 1:
-            raise ValueError(f"model.hot_vocab={self.hot_vocab}: allowed is 0 < hot_vocab < 1, and null for all tokens")
+        settings.check(self, "model")
         DrafterConfig.check_kind(self, "model")
-        if self.trunk not in TRUNKS:
-            raise ValueError(f"model.trunk={self.trunk!r}: allowed are {', '.join(TRUNKS)}")
         layers = self.feature_layers
         if layers != LOW_MID_HIGH and not DrafterConfig.are_layers(layers):
             shown = list(layers) if isinstance(layers, tuple) else layers
@@ -85,41 +95,30 @@ class DrafterModel:
 class LossConfig:
     """What is minimised, and over how many anchors."""
 
-    divergence: str = "kl"
+    divergence: Annotated[str, OneOf(tuple(losses.DIVERGENCES))] = "kl"
     """Of the drafter's law from the target's: kl, rkl, jsd, tv, ce, or ce_tv for 0.1 ce + 0.9 tv (tv is half of L1)."""
-    jsd_beta: float = 0.5
+    jsd_beta: Annotated[float, Within(0, 1, above=True, below=True)] = 0.5
     """The target's share of the mixture in jsd; near 0 it acts as kl, near 1 as rkl."""
-    decay: float = 0.8
+    decay: Annotated[float, Within(0, 1, above=True)] = 0.8
     """Weight of depth k relative to depth k - 1."""
-    max_age: int = 0
+    max_age: Whole = 0
     """Age of the states a tree starts from, in tokens committed since the trunk ran: 0 to max_age, each as often. For
     reuse skip and ahead, whose ages reach the tree's depth + 1; needs a model.num_steps as much larger."""
-    anchors_per_row: int = 128
+    anchors_per_row: Count = 128
     """Random positions a row drafts from in a step; all of them if the row has fewer."""
-    anneal_steps: int = 0
+    anneal_steps: Whole = 0
     """Steps over which the loss moves from the trunk's logits alone to those with token information; 0: at once."""
-    feature_weight: float = 0.0
+    feature_weight: NotNegative = 0.0
     """Weight of the distance (SmoothL1) of the trunk's states from the target's own later hidden states."""
-    feature_steps: int = 0
+    feature_steps: Whole = 0
     """Steps over which that weight falls to 0; 0: it stays."""
-    on_policy: float = 0.0
+    on_policy: Annotated[float, Within(0, 1, below=True)] = 0.0
     """Share of passes, at random, whose previous tokens the drafter draws itself and the target judges."""
-    on_policy_anchors: int = 16
+    on_policy_anchors: Count = 16
     """Anchors a row in such a pass; each costs the target num_steps - 1 nodes."""
 
     def __post_init__(self):
-        at_least("loss", self, anchors_per_row=1, max_age=0, anneal_steps=0, feature_steps=0, on_policy_anchors=1)
-        if self.divergence not in losses.DIVERGENCES:
-            raise ValueError(f"loss.divergence={self.divergence!r}: allowed are {', '.join(losses.DIVERGENCES)}")
-        allowed = {
-            "jsd_beta": (0 < self.jsd_beta < 1, "0 < jsd_beta < 1"),
-            "decay": (0 < self.decay <= 1, "0 < decay <= 1"),
-            "feature_weight": (0 <= self.feature_weight < float("inf"), "0 and more"),
-            "on_policy": (0 <= self.on_policy < 1, "0 <= on_policy < 1"),
-        }
-        for name, (is_allowed, wanted) in allowed.items():
-            if not is_allowed:
-                raise ValueError(f"loss.{name}={getattr(self, name)}: allowed is {wanted}")
+        settings.check(self, "loss")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,18 +139,7 @@ class DrafterRecipe:
         Raises:
           ValueError: naming the wrong key or value and the valid ones.
         """
-        kinds = {
-            "model": DrafterModel,
-            "loss": LossConfig,
-            "data": DataConfig,
-            "features": FeatureConfig,
-            "eval": EvalConfig,
-            "train": LoopConfig,
-        }
-        parts = read_sections(cls, values, where)
-        recipe = cls(**{name: read_section(kinds[name], part, f"{where}: {name}") for name, part in parts.items()})
-        check_loop(recipe.train)
-        return recipe
+        return from_dict(cls, {} if values is None else values, where)  # a file without text has no sections
 
 
 def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = "") -> DrafterConfig:

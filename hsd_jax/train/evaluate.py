@@ -11,9 +11,10 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from hsd_jax import settings
 from hsd_jax.api import decode
 from hsd_jax.config import (
     AHEAD,
+    LARGEST_TREE,
     NO_REUSE,
     NONE,
     AnyDrafterConfig,
@@ -31,8 +34,8 @@ from hsd_jax.config import (
     ModelConfig,
     ReuseConfig,
     TreeConfig,
-    at_least,
 )
+from hsd_jax.files import replacing
 from hsd_jax.infer import reuse as reuse_lib
 from hsd_jax.infer.accept import NATURAL_LAW
 from hsd_jax.infer.accept import walk as walk_tree
@@ -45,6 +48,7 @@ from hsd_jax.models.hidden import base_logits
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.request import row_keys
+from hsd_jax.settings import HOTTEST, MOST, Count, Whole, Within
 from hsd_jax.types import Drafter, DraftTree, DrawLaw, SamplingParams, Weights
 
 
@@ -52,22 +56,20 @@ from hsd_jax.types import Drafter, DraftTree, DrawLaw, SamplingParams, Weights
 class EvalConfig:
     """Section `eval` of a recipe: what the drafter is judged on while it trains."""
 
-    every: int = 100
+    every: Whole = 100
     """Steps between judgements; 0: never."""
-    prompts: int = 16
+    prompts: Count = 16
     """Rows held out, the last of the data; their beginnings are the prompts."""
-    prompt_tokens: int = 48
-    max_new_tokens: int = 96
-    temperature: float = 1.0
+    prompt_tokens: Annotated[int, Within(2, MOST)] = 48
+    max_new_tokens: Annotated[int, Within(2, MOST)] = 96
+    temperature: Annotated[float, Within(0, HOTTEST, above=True)] = 1.0
     """Of the sampled texts; greedy ones are always there."""
-    nodes: int = 16
-    depth: int = 6
-    width: int = 4
+    nodes: Annotated[int, Within(2, LARGEST_TREE)] = 16
+    depth: Annotated[int, Within(1, LARGEST_TREE)] = 6
+    width: Annotated[int, Within(1, LARGEST_TREE)] = 4
 
     def __post_init__(self):
-        at_least("eval", self, every=0, prompts=1, prompt_tokens=2, max_new_tokens=2)
-        if not self.temperature > 0:
-            raise ValueError(f"eval.temperature={self.temperature}: must be above 0; greedy texts are always there")
+        settings.check(self, "eval")
 
     def tree(self, num_steps: int) -> TreeConfig:
         """The tree of the simulation, no deeper than the drafter."""
@@ -124,8 +126,8 @@ class Texts:
 
     @classmethod
     def load(cls, path: Any) -> Texts:
-        with np.load(path, allow_pickle=False) as values:
-            return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as values:
+            return cls(**{name: values[name] for name in ("tokens", "prompt_length", "length", "seeds")})
 
 
 def write_texts(
@@ -387,10 +389,14 @@ def stored_texts(
         digest.update(np.asarray([len(prompt), *prompt], "<i4").tobytes())
     digest.update(repr((max_new_tokens, temperature, params.eos, "with seeds")).encode())
     path = Path(folder) / f"{name}-{digest.hexdigest()[:16]}.npz"
-    if not path.is_file():
-        report(f"the target writes {len(prompts)} {name} texts of {max_new_tokens} tokens to judge by")
-        written = write_texts(params, prompts, max_new_tokens, temperature, seed=0)
-        temporary = path.with_suffix(".tmp")
+    try:
+        return Texts.load(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        report(f"{path}: damaged ({error}); written again")
+    report(f"the target writes {len(prompts)} {name} texts of {max_new_tokens} tokens to judge by")
+    written = write_texts(params, prompts, max_new_tokens, temperature, seed=0)
+    with replacing(path) as temporary:
         written.save(temporary)
-        temporary.replace(path)
-    return Texts.load(path)
+    return written

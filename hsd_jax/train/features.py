@@ -8,22 +8,23 @@ a build that broke off continues. `Batches` (data.py) joins the features to thei
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.checkpoint import write_json
-from hsd_jax.config import ModelConfig
+from hsd_jax import lock, settings
+from hsd_jax.config import ModelConfig, from_dict
+from hsd_jax.files import read_json, replacing, write_json
 from hsd_jax.models.target import forward_sequence
+from hsd_jax.settings import Count, OneOf, Whole
 from hsd_jax.train.rows import Rows
 from hsd_jax.types import Weights
 
@@ -44,15 +45,14 @@ class FeatureConfig:
     """A folder; None: features are computed in every step."""
     limit: str = "20GB"
     """Refuse to build more than this: a number and B, KB, MB, GB or TB (powers of 1000)."""
-    dtype: str = "bfloat16"
+    dtype: Annotated[str, OneOf(DTYPES)] = "bfloat16"
     """Of the numbers on disk: bfloat16, float32 or float16."""
 
     def __post_init__(self):
-        if self.cache is not None and not (isinstance(self.cache, str) and self.cache):
-            raise ValueError(f"features.cache={self.cache!r}: expected a folder, or null")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"features.dtype={self.dtype!r}: allowed are {', '.join(DTYPES)}")
-        if not isinstance(self.limit, str) or not _SIZE.fullmatch(self.limit.strip()):
+        settings.check(self, "features")
+        if self.cache == "":
+            raise ValueError("features.cache='': expected a folder, or null")
+        if not _SIZE.fullmatch(self.limit.strip()):
             raise ValueError(f"features.limit={self.limit!r}: expected a size, for example 20GB")
 
     @property
@@ -69,9 +69,9 @@ class _Layout:
     target: str
     weights_dtype: str
     rows: str
-    dtype: str
-    shape: tuple[int, int, int]
-    rows_per_file: int
+    dtype: Annotated[str, OneOf(DTYPES)]
+    shape: tuple[Whole, Whole, Whole]
+    rows_per_file: Count
 
     @property
     def num_files(self) -> int:
@@ -129,7 +129,8 @@ def open_features(
       batch: rows per pass. XLA may round otherwise at another shape: take the trainer's for the same bits.
     Raises:
       ValueError: if the folder holds other features, the size is over the limit, the disk has too little room or gets
-        full (complete files stay), a file is damaged, or the target's states are not finite.
+        full (complete files stay), another process is building it, a file is damaged, or the target's states are not
+        finite.
     """
     if config.cache is None:
         return None
@@ -148,9 +149,9 @@ def open_features(
     if missing:
         _check_size(config, folder, layout, missing, report)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / MANIFEST, dataclasses.asdict(layout))
-            _build(folder, layout, missing, rows, weights, target_config, batch, report)
+            with lock.held(lock.of_folder(folder)):
+                write_json(folder / MANIFEST, dataclasses.asdict(layout))
+                _build(folder, layout, missing, rows, weights, target_config, batch, report)
         except OSError as error:
             raise ValueError(
                 f"{folder}: cannot be written ({error}); free room and give the same command again: complete files stay"
@@ -171,14 +172,12 @@ def _claimed(folder: Path, layout: _Layout) -> _Layout:
     path = folder / MANIFEST
     remedy = "set features.cache to another folder, or delete this one"
     if not path.is_file():
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or any(p.name != lock.NAME for p in folder.iterdir())):
             raise ValueError(f"{folder}: is not empty and holds no {MANIFEST}; set features.cache to another folder")
         return layout
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        there = _Layout(**dict(values, shape=tuple(values["shape"])))
-        assert there.rows_per_file >= 1
-    except (ValueError, TypeError, KeyError, AssertionError) as error:
+        there: _Layout = from_dict(_Layout, read_json(path), MANIFEST)
+    except ValueError as error:
         raise ValueError(f"{path}: not a manifest of features; {remedy}") from error
     for name in ("target", "weights_dtype", "rows", "dtype", "shape"):
         old, new = getattr(there, name), getattr(layout, name)
@@ -253,24 +252,19 @@ def _build(
     done, start = 0, time.perf_counter()
     last = start
     for file in missing:
-        path = _path(folder, file)
-        temporary = path.with_suffix(".tmp")
-        try:
-            with temporary.open("wb") as out:  # not a memory map: a full disk would kill the process
-                descr = {2: "<u2", 4: "<f4"}[dtype.itemsize]  # NumPy's files know no bfloat16
-                shape = (len(layout.rows_of(file)), *layout.shape[1:])
-                np.lib.format.write_array_header_1_0(out, {"descr": descr, "fortran_order": False, "shape": shape})
-                for block in blocks(file):
-                    out.write(block.tobytes())
-                    done += len(block)
-                    now = time.perf_counter()
-                    if now - last >= REPORT_SECONDS:
-                        last, left = now, (now - start) / done * (total - done)
-                        report(f"features: {done:,} of {total:,} rows, {left / 60:.1f} min left")
-                out.flush()
-                os.fsync(out.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(_path(folder, file)) as temporary, temporary.open("wb") as out:
+            # Not a memory map: a full disk would kill the process.
+            descr = {2: "<u2", 4: "<f4"}[dtype.itemsize]  # NumPy's files know no bfloat16
+            shape = (len(layout.rows_of(file)), *layout.shape[1:])
+            np.lib.format.write_array_header_1_0(out, {"descr": descr, "fortran_order": False, "shape": shape})
+            for block in blocks(file):
+                out.write(block.tobytes())
+                done += len(block)
+                now = time.perf_counter()
+                if now - last >= REPORT_SECONDS:
+                    last, left = now, (now - start) / done * (total - done)
+                    report(f"features: {done:,} of {total:,} rows, {left / 60:.1f} min left")
+            out.flush()
+            os.fsync(out.fileno())
     rate = total * layout.shape[1] / (time.perf_counter() - start)
     report(f"features: {total:,} rows written, {rate:,.0f} tokens/s")

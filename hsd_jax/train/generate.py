@@ -18,9 +18,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from hsd_jax import lock
 from hsd_jax.api import decode
-from hsd_jax.checkpoint import write_json
 from hsd_jax.config import TreeConfig
+from hsd_jax.files import check_new_file, parse_json, read_json, write_json
 from hsd_jax.params import Params
 from hsd_jax.train.prompts import GenerateConfig, Prompt, Report, draw
 from hsd_jax.train.rows import spoken
@@ -62,25 +63,29 @@ def settings_path(out: str | Path) -> Path:
 
 
 def check_settings(out: str | Path, settings: dict[str, Any]) -> None:
-    """Refuses a result that other settings made; `settings` may be a part of them.
+    """Refuses a result that other settings made, or that cannot be written; `settings` may be a part of them.
 
     Raises:
       FileNotFoundError: if the folder of `out` is missing.
+      OSError: if it takes no file.
       ValueError: naming the first difference, or a file that no run of ours wrote.
     """
     out, path = Path(out), settings_path(out)
     if out.suffix != ".jsonl":
         raise ValueError(f"{out}: expected a name that ends in .jsonl")
-    if not out.absolute().parent.is_dir():
-        raise FileNotFoundError(f"{out.absolute().parent}: no such folder")
+    check_new_file(out)
+    if not out.exists():
+        return  # no line was written under the settings that may be there
+    if not out.is_file():
+        raise ValueError(f"{out}: is no regular file; choose another name")
     if not path.is_file():
-        if out.exists():
-            raise ValueError(f"{out}: is there, but {path.name} is not: choose another name, or move the file away")
-        return
+        raise ValueError(f"{out}: is there, but {path.name} is not: choose another name, or move the file away")
     try:
-        there = json.loads(path.read_text(encoding="utf-8"))
+        there = read_json(path)
+        if not isinstance(there, dict):
+            raise ValueError(f"{path}: expected a JSON object")
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); choose another name for the result") from error
+        raise ValueError(f"{error}; choose another name for the result") from error
     for name, here in json.loads(json.dumps(settings)).items():
         if name not in there or there[name] != here:
             raise ValueError(
@@ -105,7 +110,7 @@ def lines_done(out: Path, jobs: Sequence[Job]) -> int:
     for number, line in enumerate(lines, 1):
         job = jobs[number - 1] if number <= len(jobs) else None
         try:
-            record = json.loads(line)
+            record = parse_json(line, str(out))
             found = record["source"], record["seed"], tuple(record["prompt_tokens"])
         except (ValueError, KeyError, TypeError):
             found = None
@@ -133,10 +138,26 @@ def generate(
     Returns:
       The number of lines.
     Raises:
-      ValueError: as `check_settings` and `lines_done`, or if the disk is full; whole lines stay.
+      ValueError: as `check_settings` and `lines_done`, if another process is writing the file, or if the disk is full;
+        whole lines stay.
     """
     out = Path(out)
     check_settings(out, settings)
+    with lock.held(lock.beside(out)):
+        return _generate(params, tokenizer, plan, out, settings, config, tree, report)
+
+
+def _generate(
+    params: Params,
+    tokenizer: Tokenizer,
+    plan: Sequence[Sequence[Job]],
+    out: Path,
+    settings: dict[str, Any],
+    config: GenerateConfig,
+    tree: TreeConfig | None,
+    report: Report,
+) -> int:
+    check_settings(out, settings)  # again: the holder of the lock may have changed them
     jobs = [job for batch in plan for job in batch]
     done = lines_done(out, jobs)
     write_json(settings_path(out), settings)

@@ -6,7 +6,6 @@ run, and `cli/train.py`, where `hsd train restrict` does so for a drafter that i
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.checkpoint import replace_folder, write_json
+from hsd_jax import lock
 from hsd_jax.config import DrafterConfig
+from hsd_jax.files import read_json, replace_folder, write_json
 from hsd_jax.models import convert, hot
 from hsd_jax.params import end_tokens
+from hsd_jax.train import claim
 from hsd_jax.train.rows import ALL
 from hsd_jax.train.trained import read_pair, read_split
 
@@ -83,7 +84,7 @@ def of_run(
         raise ValueError(f"{out} holds checkpoints without their {FILE}; choose another folder")
     if not is_begun:
         write_json(path, choose(labels, config.draft_vocab_size, config.vocab_size, eos).tolist())
-    hot_ids = hot.checked_ids(json.loads(path.read_text(encoding="utf-8")), config.vocab_size, str(path))
+    hot_ids = hot.checked_ids(read_json(path), config.vocab_size, str(path))
     if len(hot_ids) != config.hot_tokens:
         raise ValueError(
             f"{path} holds {len(hot_ids)} hot tokens, model.hot_vocab now asks for {config.hot_tokens}: choose another"
@@ -93,6 +94,7 @@ def of_run(
     return jnp.asarray(hot_ids)
 
 
+@claim.alone(lock.beside)
 def restrict_drafter(
     target_dir: str | Path,
     drafter_dir: str | Path,

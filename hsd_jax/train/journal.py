@@ -14,6 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from hsd_jax.files import parse_json, write_text
+
 Report = Callable[[str], None]
 METRICS = "metrics.jsonl"
 TASK = TaskID(0)
@@ -41,9 +43,7 @@ class Journal:
         if self._path.is_file():
             lines = [line for line in self._path.read_text().split("\n") if line.strip()]
             kept = [line for line in lines if _step_of(line) <= step]
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_text("".join(f"{line}\n" for line in kept))
-            temporary.replace(self._path)
+            write_text(self._path, "".join(f"{line}\n" for line in kept))
         self.advance(step)
         if step > 0:
             self.report(f"resuming at step {step} of {self._steps}")
@@ -76,8 +76,11 @@ class Journal:
             self._writer.close()
 
     def _write(self, record: dict[str, Any], kind: str) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise type(error)(f"{self._path}: cannot be written ({error.strerror or error})") from error
         if self._writer is None:
             return
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
@@ -104,12 +107,12 @@ def read_metrics(out: str | Path) -> list[dict[str, Any]]:
     path = Path(out) / METRICS
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected the folder of a training run")
-    return [json.loads(line) for line in path.read_text().split("\n") if _step_of(line) < float("inf")]
+    return [parse_json(line, str(path)) for line in path.read_text().split("\n") if _step_of(line) < float("inf")]
 
 
 def _step_of(line: str) -> float:
     try:
-        return json.loads(line)["step"]
+        return parse_json(line, METRICS)["step"]
     except (ValueError, KeyError, TypeError):
         return float("inf")
 

@@ -11,14 +11,16 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from hsd_jax import settings
 from hsd_jax.checkpoint import Checkpointer
+from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Positive, Share, Whole, Within
 from hsd_jax.train.journal import Journal
 
 Batch = dict[str, Any]
@@ -32,36 +34,33 @@ COMPUTE = ("float32", "bfloat16")
 class LoopConfig:
     """Optimizer, length and rhythm of a run."""
 
-    steps: int = 1000
-    batch: int = 8
+    steps: Count = 1000
+    batch: Count = 8
     """Rows per optimizer step."""
-    micro_batch: int | None = None
+    micro_batch: Count | None = None
     """Rows per pass; gradients are averaged over the passes of a step. None: the whole batch at once. On CPU one or
     two rows are fastest: activations stay in the cache."""
-    length: int = 512
+    length: Annotated[int, Within(2, MOST)] = 512
     """Tokens per row."""
-    learning_rate: float = 2e-3
-    warmup: int = 50
+    learning_rate: Positive = 2e-3
+    warmup: Whole = 50
     """Steps of linear warm-up; a cosine down to `final_fraction` follows."""
-    final_fraction: float = 0.05
+    final_fraction: Share = 0.05
     """Learning rate at the last step over the peak."""
-    weight_decay: float = 0.1
-    clip: float = 1.0
+    weight_decay: NotNegative = 0.1
+    clip: Positive = 1.0
     """Global gradient norm."""
-    compute: str = "float32"
+    compute: Annotated[str, OneOf(COMPUTE)] = "float32"
     """Dtype of the weights in products; master weights and optimizer stay float32. bfloat16 pays on accelerators."""
     remat: bool = False
     """Compute a target's layers again in the backward pass and keep no activations (`hsd train target`)."""
-    seed: int = 0
-    log_every: int = 10
-    checkpoint_every: int = 100
+    seed: Whole = 0
+    log_every: Count = 10
+    checkpoint_every: Count = 100
 
     def __post_init__(self):
-        if self.compute not in COMPUTE:
-            raise ValueError(f"train.compute={self.compute!r}: allowed are {', '.join(COMPUTE)}")
-        if not isinstance(self.remat, bool):
-            raise ValueError(f"train.remat={self.remat!r}: allowed are true and false")
-        if self.micro_batch is not None and (self.micro_batch < 1 or self.batch % self.micro_batch):
+        settings.check(self, "train")
+        if self.micro_batch is not None and self.batch % self.micro_batch:
             raise ValueError(f"train.micro_batch={self.micro_batch}: must divide train.batch={self.batch}")
 
     @property
@@ -155,6 +154,7 @@ def fit(
     place: Callable[[Batch], Batch] = lambda batch: batch,
     judge: Judge | None = None,
     note: dict[str, Any] | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> Any:
     """Trains and returns the parameters; continues from the newest checkpoint in `out/checkpoints`, if any.
 
@@ -163,6 +163,7 @@ def fit(
       shardings: of a state on a mesh; None: one device.
       place: puts a batch on the mesh.
       note: saved with every checkpoint (recipe, hashes, revision).
+      begin: called before the first step, when a checkpoint and its batches have been found to fit.
     Raises:
       FloatingPointError: at the first loss or gradient that is not finite, naming step and batch; no checkpoint holds
         it.
@@ -182,6 +183,7 @@ def fit(
         state, found = checkpoints.restore(state)
         batches.set_state(found["data"])
         best = found["best"]
+    begin()
     journal.resume(int(state["step"]))
     train_step, rate_of = make_train_step(loss, config, placement), learning_rate(config)
     start = int(state["step"])

@@ -20,11 +20,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.checkpoint import replace_folder
+from hsd_jax import lock
 from hsd_jax.config import HIDDEN, DrafterConfig, ModelConfig
+from hsd_jax.files import replace_folder
 from hsd_jax.models import convert, hot
 from hsd_jax.models.hidden import base_logits, embed_committed, no_mix, read_paths, token_bias, trunk_features
 from hsd_jax.models.target import forward_sequence
+from hsd_jax.train import claim
 from hsd_jax.train.rows import ALL
 from hsd_jax.train.trained import Text, read_pair, read_split
 from hsd_jax.train.unroll import unroll
@@ -154,6 +156,7 @@ def fit(sums: Callable[[np.ndarray], Sums], num_steps: int, iterations: int = IT
     return best.astype(np.float32)
 
 
+@claim.alone(lock.beside)
 def fit_drafter(
     target_dir: str | Path,
     drafter_dir: str | Path,

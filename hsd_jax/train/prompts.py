@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from hsd_jax import settings
+from hsd_jax.settings import Count, Seed, Temperature, TopP
 from hsd_jax.train.documents import (
     ChatTemplate,
     conversation,
@@ -32,21 +34,21 @@ _FIELDS = ("text", "turns", "messages", "question", "prompt")
 class GenerateConfig:
     """Which prompts to continue, and how; part of the settings beside the result."""
 
-    max_new_tokens: int = 256
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    max_new_tokens: Count = 256
+    temperatures: tuple[Temperature, ...] = (0.0, 0.7, 1.0)
     """Each prompt takes one of them, by its number and the seed; its further samples take the others in turn."""
-    top_k: int | None = None
-    top_p: float | None = None
-    samples_per_prompt: int = 1
-    batch: int = 32
-    seed: int = 0
-    limit: int | None = None
+    top_k: Count | None = None
+    top_p: TopP | None = None
+    samples_per_prompt: Count = 1
+    batch: Count = 32
+    seed: Seed = 0
+    limit: Count | None = None
     """Prompts of each file."""
-    prompt_tokens: int | None = None
+    prompt_tokens: Count | None = None
     """Longest prompt; longer ones are left out. None: what the model has room for."""
-    prefix_tokens: int = 32
+    prefix_tokens: Count = 32
     """Prompts from texts: so many tokens, at most half of the text."""
-    stride: int | None = None
+    stride: Count | None = None
     """A text gives a prompt every so many tokens; None: one, at its start."""
     all_turns: bool = False
     """A conversation gives a prompt for each turn of the user; else for one of them, by its number and the seed."""
@@ -54,20 +56,10 @@ class GenerateConfig:
     """As in section `data` of a recipe."""
 
     def __post_init__(self):
-        for name in ("max_new_tokens", "samples_per_prompt", "batch", "prefix_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("top_k", "limit", "prompt_tokens", "stride"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: allowed are numbers in (0, 1]")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed}: allowed are 0 to {2**32 - 1}")
+        settings.check(self, "generate")
         values = self.temperatures
-        if not values or not all(0 <= t < float("inf") for t in values):
-            raise ValueError(f"temperatures={list(values)}: expected at least one, 0 (greedy) or positive")
+        if not values:
+            raise ValueError("generate.temperatures=[]: expected at least one")
         if self.samples_per_prompt > 1 and not any(values):
             raise ValueError(f"samples_per_prompt={self.samples_per_prompt}: greedy samples of a prompt are all alike")
 

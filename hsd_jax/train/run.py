@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
+import functools
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,25 +19,26 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax import sharding
-from hsd_jax.checkpoint import replace_folder, write_json
-from hsd_jax.config import DrafterConfig, ModelConfig, to_dict
+from hsd_jax import lock, sharding
+from hsd_jax.config import DrafterConfig, ModelConfig
+from hsd_jax.files import replace_folder, write_json
 from hsd_jax.models import convert, hot
+from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.target import init_target
 from hsd_jax.params import Params, end_tokens
-from hsd_jax.train import data, drafter, evaluate, features, hot_vocabulary, target
+from hsd_jax.train import claim, data, drafter, evaluate, features, hot_vocabulary, target
 from hsd_jax.train.curves import draw_curves
 from hsd_jax.train.journal import Journal
 from hsd_jax.train.loop import Judge, LoopConfig, fit
 from hsd_jax.train.tokenizer import train_tokenizer
 from hsd_jax.train.trained import started_from
 
-RECIPE = "recipe.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 Report = Callable[[str], None]
 
 
+@claim.alone(lock.of_folder)
 def train_drafter(
     target_dir: str | Path,
     data_files: Sequence[str | Path],
@@ -61,7 +60,8 @@ def train_drafter(
       The folder of the drafter.
     Raises:
       FileNotFoundError: if the target, its tokenizer or a data file is missing.
-      ValueError: for unreadable data, a recipe that does not fit the target, or an `out` with another recipe.
+      ValueError: for unreadable data, a recipe that does not fit the target, or an `out` that holds checkpoints of
+        another recipe or is being written by another process. Nothing is left of a run that is refused.
       FloatingPointError, OSError: see `loop.fit`.
     """
     out, target_dir = Path(out), Path(target_dir)
@@ -81,16 +81,19 @@ def train_drafter(
     if recipe.features.cache is not None:
         drafter.check_hidden_cache(drafter_config, f"features.cache={recipe.features.cache!r}")
     eos = end_tokens(target_dir, config)
-    is_begun, start = _has_checkpoints(out), None
-    about = {"kind": "drafter", "target": drafter_config.target_hash, "files": _fingerprints(data_files)}
-    if is_begun and "start" in (claimed := _claimed(out)):
+    is_begun, start = claim.has_checkpoints(out), None
+    about = {"kind": "drafter", "target": drafter_config.target_hash, "files": claim.fingerprints(data_files)}
+    if is_begun and "start" in (claimed := claim.claimed(out)):
         # Where it once began does not matter any more, nor whether that is still there.
         about["start"] = claimed["start"]
     elif start_dir is not None:
         start = convert.read_drafter(start_dir)
         convert.check_drafter(start[0], config, drafter_config.target_hash)
-        about["start"] = _fingerprints([Path(start_dir) / convert.DRAFTER_FILE])
-    claims = _claim(out, force, recipe, **about)
+        about["start"] = claim.fingerprints([Path(start_dir) / convert.DRAFTER_FILE])
+    claims = claim.check(out, force, recipe, **about)
+    folder = out / "drafter"
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is a file; the drafter is to become a folder there")
     params = init_drafter(jax.random.key(train.seed), drafter_config)
     report(about_rows)
     _describe(report, "drafter", params, rows, train)
@@ -109,20 +112,21 @@ def train_drafter(
     cached = features.open_features(
         recipe.features, rows, frozen, config, drafter_config.target_hash, pass_rows, report
     )
-    folder = out / "drafter"
     judge = None
     if recipe.eval.every:
         target_params = Params(frozen, None, config, eos=eos, max_len=config.max_position)
         judge = _judge(recipe.eval, out, target_params, drafter_config, hot_ids, prompts, folder, report)
     loss = drafter.make_loss(config, drafter_config, recipe.loss, hot_ids)
     with _batches(rows, train, recipe.data, cached) as batches, _journal(out, train, report) as journal:
-        params = fit(loss, params, frozen, batches, train, out, journal, shardings, place, judge, _note(claims, rows))
+        note, begin = claim.note(claims, rows.fingerprint), functools.partial(claim.write, out, claims)
+        params = fit(loss, params, frozen, batches, train, out, journal, shardings, place, judge, note, begin)
     if judge is None:
         _save(folder, drafter_config, params, hot_ids)
     report(f"wrote {folder}")
     return folder
 
 
+@claim.alone(lock.of_folder)
 def train_target(
     data_files: Sequence[str | Path],
     out: str | Path,
@@ -141,10 +145,13 @@ def train_target(
       `out`.
     Raises:
       FileNotFoundError: if a data file or the tokenizer is missing.
-      ValueError: for unreadable data, a tokenizer larger than the vocabulary, or an `out` with another recipe.
+      ValueError: for unreadable data, a tokenizer larger than the vocabulary, a model that a Hugging Face folder cannot
+        describe, or an `out` that holds checkpoints of another recipe or is being written by another process.
       FloatingPointError, OSError: see `loop.fit`.
     """
     out = Path(out)
+    format_config(recipe.model)  # what cannot be written must not be trained
+    _check_length(recipe.train, recipe.model)
     if tokenizer_dir is None:
         tokenizer_dir = out
         if not all((out / name).is_file() for name in TOKENIZER_FILES[:2]):
@@ -157,17 +164,16 @@ def train_target(
             f"vocab_size={recipe.vocab_size}: the tokenizer in {tokenizer_dir} has {tokenizer.get_vocab_size()} tokens"
         )
     rows = _read_rows(data_files, tokenizer_dir, recipe.train, recipe.data, recipe.model)
-    tokenizer_print = _fingerprints([tokenizer_dir / "tokenizer.json"])
-    claims = _claim(out, force, recipe, kind="target", tokenizer=tokenizer_print, files=_fingerprints(data_files))
+    about = {"tokenizer": claim.fingerprints([tokenizer_dir / "tokenizer.json"])}
+    claims = claim.check(out, force, recipe, kind="target", **about, files=claim.fingerprints(data_files))
     params = init_target(jax.random.key(recipe.train.seed), recipe.model)
     report(rows.describe())
     _describe(report, "target", params, rows, recipe.train)
     shardings, place = _placement(mesh, recipe.train, recipe.model)
     loss = target.make_loss(recipe.model, recipe.train.remat)
     with _batches(rows, recipe.train, recipe.data) as batches, _journal(out, recipe.train, report) as journal:
-        params = fit(
-            loss, params, None, batches, recipe.train, out, journal, shardings, place, None, _note(claims, rows)
-        )
+        note, begin = claim.note(claims, rows.fingerprint), functools.partial(claim.write, out, claims)
+        params = fit(loss, params, None, batches, recipe.train, out, journal, shardings, place, None, note, begin)
     for name in TOKENIZER_FILES:
         if tokenizer_dir.resolve() != out.resolve() and (tokenizer_dir / name).is_file():
             shutil.copyfile(tokenizer_dir / name, out / name)
@@ -203,9 +209,13 @@ def _journal(out: Path, train: LoopConfig, report: Report) -> Iterator[Journal]:
 def _read_rows(
     files: Sequence[str | Path], folder: Path, train: LoopConfig, config: data.DataConfig, model: ModelConfig
 ) -> data.Rows:
+    _check_length(train, model)
+    return data.read_rows(files, folder, train.length, train.seed, model.vocab_size, config)
+
+
+def _check_length(train: LoopConfig, model: ModelConfig) -> None:
     if train.length > model.max_position:
         raise ValueError(f"train.length={train.length}: the model has {model.max_position} positions")
-    return data.read_rows(files, folder, train.length, train.seed, model.vocab_size, config)
 
 
 def _hold_out(rows: data.Rows, config: evaluate.EvalConfig, train: LoopConfig) -> tuple[data.Rows, list[np.ndarray]]:
@@ -272,90 +282,6 @@ def _save(
             write_json(new / "judged.json", judged)
 
     replace_folder(folder, write)
-
-
-def _claimed(out: Path) -> dict[str, Any]:
-    """What `_claim` wrote into the folder of a run; nothing where it wrote nothing that can be read."""
-    try:
-        return dict(json.loads((out / RECIPE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _has_checkpoints(out: Path) -> bool:
-    return any((out / "checkpoints").glob("[0-9]*"))
-
-
-def _note(claims: dict[str, Any], rows: data.Rows) -> dict[str, Any]:
-    """What every checkpoint says about its run."""
-    return {"recipe": claims, "revision": _revision(), "rows": rows.fingerprint}
-
-
-def _revision() -> str:
-    """The git revision of this package, `-dirty` if its files differ; "unknown" outside a checkout."""
-    here = Path(__file__).resolve().parent
-    try:
-        run = lambda *args: subprocess.run(  # noqa: E731
-            ["git", *args], cwd=here, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-        return run("rev-parse", "HEAD") + ("-dirty" if run("status", "--porcelain", "--", str(here.parent)) else "")
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
-def _fingerprints(files: Sequence[str | Path]) -> list[str]:
-    """Name and content of each file, so that a folder may move but its data may not change."""
-    return [f"{Path(f).name} {hashlib.sha256(Path(f).read_bytes()).hexdigest()[:16]}" for f in files]
-
-
-def _flatten(value: Any, name: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    else:
-        return {name: value}
-    return {k: v for key, part in items for k, v in _flatten(part, f"{name}.{key}" if name else str(key)).items()}
-
-
-def _claim(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
-    """Writes what the run is made of into `out/recipe.json`, or checks that it says the same; `force` replaces it.
-
-    Returns:
-      What the file holds: `about` and the recipe.
-    Raises:
-      ValueError: naming the first key that differs.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / RECIPE
-    values = json.loads(json.dumps({**about, **to_dict(recipe)}))
-    if force or not path.is_file():
-        if not force and _has_checkpoints(out):
-            raise ValueError(f"{out} holds checkpoints without a {RECIPE}; choose another folder, or --force")
-        write_json(path, values)
-        return values
-    try:
-        there = _flatten(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); choose another folder") from error
-    here = _flatten(values)
-    for key in [*here, *there]:
-        old = there.get(key, _default(recipe, key))
-        if key not in here or here[key] != old:
-            raise ValueError(
-                f"{out} holds a run with another recipe: {key} is {old!r} there and"
-                f" {here.get(key, 'missing')!r} here; choose another folder, the same recipe to"
-                " continue, or --force to continue with this one"
-            )
-    return values
-
-
-def _default(recipe: Any, key: str) -> Any:
-    """What a recipe meant that was written before `section.key` existed; "missing" if there is no such default."""
-    section, _, name = key.partition(".")
-    config = getattr(recipe, section, None)
-    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
-    return {field.name: field.default for field in fields}.get(name, "missing")
 
 
 def _describe(report: Report, kind: str, params: Any, rows: data.Rows, train: LoopConfig) -> None:

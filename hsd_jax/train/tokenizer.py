@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from hsd_jax.files import write_json, write_text
 from hsd_jax.train import data
 
 BOS, EOS = "<s>", "</s>"
@@ -17,7 +17,12 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(files: list[str], vocab_size: int, out: str | Path) -> Tokenizer:
-    """Learns a byte-level BPE of `vocab_size` on the documents of `files` and writes it into the folder `out`."""
+    """Learns a byte-level BPE of `vocab_size` on the documents of `files` and writes it into the folder `out`.
+
+    Raises:
+      FileNotFoundError, ValueError: as `documents.load_documents`.
+      OSError: naming the file, if it cannot be written.
+    """
     documents = [d for f in files for d in data.read_documents(f)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -34,7 +39,7 @@ def train_tokenizer(files: list[str], vocab_size: int, out: str | Path) -> Token
     )
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(out / "tokenizer.json"))
+    write_text(out / "tokenizer.json", tokenizer.to_str(pretty=True))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -42,5 +47,5 @@ def train_tokenizer(files: list[str], vocab_size: int, out: str | Path) -> Token
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    write_json(out / "tokenizer_config.json", settings)
     return tokenizer

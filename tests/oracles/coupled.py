@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
 from oracles.sampling import warp
 from oracles.tree import grow_paths, log_softmax
 

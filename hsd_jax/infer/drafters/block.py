@@ -148,4 +148,6 @@ def block_drafter(
     def grow(state: BlockState, capacity: int):
         return state
 
-    return Drafter(init, read, draft, commit, grow, law, tree.nodes, tree.depth, config.feature_layers, node_logp, follow=commit)
+    return Drafter(
+        init, read, draft, commit, grow, law, tree.nodes, tree.depth, config.feature_layers, node_logp, follow=commit
+    )

@@ -1,0 +1,134 @@
+"""Whose a run's folder is: one process at a time, and one recipe, written in `recipe.json`.
+
+A folder without checkpoints has nothing that another recipe could spoil, so it is anybody's. Read next: `run.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from hsd_jax import lock
+from hsd_jax.config import to_dict
+from hsd_jax.files import read_json, write_json
+
+RECIPE = "recipe.json"
+
+
+def alone(lock_of: Callable[[str | Path], Path]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Lets a function hold `lock_of(out)` while it runs, `out` being one of its arguments.
+
+    Of several processes of one run the first does. The function raises the ValueError of `lock.held` too.
+    """
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            out = signature.bind(*args, **kwargs).arguments["out"]
+            with contextlib.nullcontext() if jax.process_index() else lock.held(lock_of(out)):
+                return function(*args, **kwargs)
+
+        return locked
+
+    return wrap
+
+
+def has_checkpoints(out: Path) -> bool:
+    """Whether a run in this folder has come as far as its first checkpoint."""
+    return any((out / "checkpoints").glob("[0-9]*"))
+
+
+def claimed(out: Path) -> dict[str, Any]:
+    """What `write` wrote into the folder of a run; nothing where it wrote nothing that can be read."""
+    try:
+        return dict(read_json(out / RECIPE))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def check(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
+    """Refuses to continue the run in a folder by another recipe, unless `force`; writes nothing.
+
+    Returns:
+      What `write` is to write: `about` and the recipe.
+    Raises:
+      ValueError: naming the first key that differs, or that the folder has checkpoints and no recipe.
+    """
+    values = json.loads(json.dumps({**about, **to_dict(recipe)}))
+    path = out / RECIPE
+    if force or not has_checkpoints(out):
+        return values
+    if not path.is_file():
+        raise ValueError(f"{out} holds checkpoints without a {RECIPE}; choose another folder, or --force")
+    try:
+        there = _flatten(read_json(path))
+    except ValueError as error:
+        raise ValueError(f"{error}; choose another folder") from error
+    here = _flatten(values)
+    for key in [*here, *there]:
+        old = there.get(key, _default(recipe, key))
+        if key not in here or here[key] != old:
+            raise ValueError(
+                f"{out} holds a run with another recipe: {key} is {old!r} there and"
+                f" {here.get(key, 'missing')!r} here; choose another folder, the same recipe to"
+                " continue, or --force to continue with this one"
+            )
+    return values
+
+
+def write(out: Path, values: dict[str, Any]) -> None:
+    """Makes the folder that of a recipe."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / RECIPE, values)
+
+
+def note(values: dict[str, Any], rows: str) -> dict[str, Any]:
+    """What every checkpoint says about its run; `rows` is the fingerprint of the data."""
+    return {"recipe": values, "revision": _revision(), "rows": rows}
+
+
+def fingerprints(files: Sequence[str | Path]) -> list[str]:
+    """Name and content of each file, so that a folder may move but its data may not change."""
+    return [f"{Path(f).name} {hashlib.sha256(Path(f).read_bytes()).hexdigest()[:16]}" for f in files]
+
+
+def _revision() -> str:
+    """The git revision of this package, `-dirty` if its files differ; "unknown" outside a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        run = lambda *args: subprocess.run(  # noqa: E731
+            ["git", *args], cwd=here, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+        return run("rev-parse", "HEAD") + ("-dirty" if run("status", "--porcelain", "--", str(here.parent)) else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _flatten(value: Any, name: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    else:
+        return {name: value}
+    return {k: v for key, part in items for k, v in _flatten(part, f"{name}.{key}" if name else str(key)).items()}
+
+
+def _default(recipe: Any, key: str) -> Any:
+    """What a recipe meant that was written before `section.key` existed; "missing" if there is no such default."""
+    section, _, name = key.partition(".")
+    config = getattr(recipe, section, None)
+    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    return {field.name: field.default for field in fields}.get(name, "missing")
