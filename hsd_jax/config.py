@@ -160,11 +160,14 @@ class DrafterConfig:
     """One of TRAINED_KINDS; files written before there was a choice do not name it."""
     injection: str = PREVIOUS
     """One of INJECTIONS; files written before there was a choice do not name it."""
+    window: int | None = None
+    """Committed positions the trunk sees, the one it stands on included; None: all, as in files written before there
+    was a choice. Rotary positions are relative, so behind a window no context is longer than those of training."""
 
     UNUSED: ClassVar[dict[str, tuple[str, ...]]] = {
         HIDDEN: (),
         FEATURE: ("trunk", "rank", "injection", "committed_embeddings"),
-        HEADS: ("trunk", "rank", "injection", "committed_embeddings", "num_layers"),
+        HEADS: ("trunk", "rank", "injection", "committed_embeddings", "num_layers", "window"),
     }
     """What a kind has no choice of."""
 
@@ -199,6 +202,11 @@ class DrafterConfig:
                 raise ValueError(f"{where}.{name}={getattr(config, name)!r}: kind {config.kind!r} has no such choice")
         if config.injection not in INJECTIONS:
             raise ValueError(f"{where}.injection={config.injection!r}: allowed are {', '.join(INJECTIONS)}")
+        if config.window is not None and (type(config.window) is not int or config.window < 2 * config.num_steps):
+            raise ValueError(
+                f"{where}.window={config.window!r}: allowed are 2 * num_steps = {2 * config.num_steps} and more, so that"
+                " a round sees all it reads and computes itself, and null for no window"
+            )
 
     @property
     def reads_drafts(self) -> bool:

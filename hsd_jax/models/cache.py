@@ -39,6 +39,25 @@ def write_rows(buffer: Array, rows: Array, start: Int[Array, "B"], axis: int) ->
     return jax.vmap(lambda b, r, s: lax.dynamic_update_slice_in_dim(b, r, s, axis - 1))(buffer, rows, start)
 
 
+def last_slots(cache: KVCache, num: int) -> tuple[KVCache, Int[Array, "B"]]:
+    """The last `num` committed slots of every row, and the position of the first: what a sliding window leaves in sight.
+
+    All slots where there are no more than `num`; rows shorter than that begin at slot 0. `length` stays absolute.
+    """
+    capacity = cache.keys[0].shape[2]
+    num = min(num, capacity)
+    first = jnp.maximum(cache.length - num, 0)
+    if num == capacity:
+        return cache, jnp.zeros_like(first)
+
+    def cut(buffer: Array) -> Array:
+        if buffer.shape[0] == 1:  # as in `write_rows`
+            return lax.dynamic_slice_in_dim(buffer, first[0], num, axis=2)
+        return jax.vmap(lambda b, start: lax.dynamic_slice_in_dim(b, start, num, axis=1))(buffer, first)
+
+    return KVCache(tuple(map(cut, cache.keys)), tuple(map(cut, cache.values)), cache.length), first
+
+
 def take_nodes(values: Array, index: Int[Array, "B M"], axis: int) -> Array:
     """Gathers `index[b]` along `axis` in every batch row."""
     return jax.vmap(lambda v, i: jnp.take(v, i, axis=axis - 1, mode="clip"))(values, index)

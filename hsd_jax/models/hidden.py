@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import BLOCK, FEATURE, FULL, HEADS, HIDDEN, PATH, RECURRENT, DrafterConfig, ModelConfig
-from hsd_jax.models.cache import take_nodes
+from hsd_jax.config import BLOCK, FEATURE, HEADS, HIDDEN, PATH, RECURRENT, DrafterConfig, ModelConfig
+from hsd_jax.models.cache import last_slots, take_nodes
 from hsd_jax.models.layers import Block, RMSNorm, Weight, attend, linears, matmul, rms_norm, rope_table, rows_of
-from hsd_jax.models.target import causal_mask, layer_masks, lm_head, logits_of_rows
+from hsd_jax.models.target import causal_mask, lm_head, logits_of_rows
 from hsd_jax.types import NO_PARENT, KVCache, NewKV, Weights
 
 
@@ -72,7 +72,10 @@ class Trunk(nn.Module):
             last = jnp.take_along_axis(x, slots_behind[:, None, None], 1)[:, 0]
             x = jnp.concatenate([x, self.slot_inputs(last, num_slots)], 1)
         table = rope_table(c.rope, c.head_dim, positions)
-        masks = layer_masks(_NO_WINDOW, positions, new_mask, cache)[FULL]
+        first_slot = None
+        if cache is not None and c.window is not None:
+            cache, first_slot = last_slots(cache, c.window)
+        masks = trunk_masks(c, positions, new_mask, cache, first_slot)
         keys, values = [], []
         for i, layer in enumerate(self.layer):
             cached = None if cache is None else (cache.keys[i], cache.values[i])
@@ -92,7 +95,30 @@ def _attend_behind(earlier, query, new, *rest):
     return attend(query, (keys, values), *rest)
 
 
-_NO_WINDOW = ModelConfig(1, 1, 1, 1, 1, 1, 1)
+def trunk_masks(
+    config: DrafterConfig,
+    positions: Int[Array, "B N"],
+    new_mask: Bool[Array, "B N X"],
+    cache: KVCache | None = None,
+    first_slot: Int[Array, "B"] | None = None,
+) -> tuple[Bool[Array, "B N X"], Bool[Array, "B N S"] | None]:
+    """Who sees whom among the nodes of a pass, and which cache slots a node sees.
+
+    Args:
+      new_mask: as in `trunk_pass`. Where it covers entries of earlier passes, all of these are of the same round, and
+        so within the window (`DrafterConfig.window`).
+      first_slot: the position of the cache's first slot; None: 0.
+    """
+    old = None
+    if cache is not None:
+        slots = jnp.arange(cache.keys[0].shape[2]) + (0 if first_slot is None else first_slot[:, None])
+        slots = jnp.broadcast_to(slots, (len(positions), slots.shape[-1]))
+        old = jnp.broadcast_to((slots < cache.length[:, None])[:, None], (*positions.shape, slots.shape[1]))
+        if config.window is not None:
+            old = old & (positions[:, :, None] - slots[:, None] < config.window)
+    if config.window is not None and new_mask.shape[1] == new_mask.shape[2]:
+        new_mask = new_mask & (positions[:, :, None] - positions[:, None] < config.window)
+    return new_mask, old
 
 
 def trunk_pass(

@@ -218,12 +218,20 @@ def _hold_out(rows: data.Rows, config: evaluate.EvalConfig, train: LoopConfig) -
         )
     if not count:
         return rows, []
-    prompts = []
-    for row in rows.tokens[-count:, : min(config.prompt_tokens, train.length)]:
+    prompts, length = [], min(config.prompt_tokens, train.length)
+    starts = np.zeros_like(rows.tokens) if rows.starts is None else rows.starts
+    for row, begins in zip(rows.tokens[-count:], starts[-count:], strict=True):
+        row = _one_document(row, begins, length)
         padding = int(np.argmax(row[::-1] != row[-1]))  # repetitions of the last token
         prompts.append(row[: max(2, len(row) - max(0, padding - 1))])
-    used = slice(None, -count - 1)  # a document may end in the first held-out row
-    return dataclasses.replace(rows, tokens=rows.tokens[used], mask=rows.mask[used]), prompts
+    used = rows.take(slice(None, -count - 1))  # a document may end in the first held-out row
+    return dataclasses.replace(rows, **used), prompts
+
+
+def _one_document(row: np.ndarray, begins: np.ndarray, length: int) -> np.ndarray:
+    """At most `length` tokens of a row, all of one document: the first that has so many there, else the longest."""
+    pieces = [row[begins == begin][:length] for begin in np.unique(begins)]
+    return max(pieces, key=len)  # of equals the first
 
 
 def _judge(
