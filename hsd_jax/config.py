@@ -161,8 +161,8 @@ class DrafterConfig:
     injection: str = PREVIOUS
     """One of INJECTIONS; files written before there was a choice do not name it."""
     window: int | None = None
-    """Committed positions the trunk sees, the one it stands on included; None: all, as in files written before there
-    was a choice. Rotary positions are relative, so behind a window no context is longer than those of training."""
+    """Positions the trunk sees, its own included; None: all, as in files written before there was a choice. Rotary
+    positions are relative, so within a window no context is longer than those of training."""
 
     UNUSED: ClassVar[dict[str, tuple[str, ...]]] = {
         HIDDEN: (),
@@ -204,8 +204,8 @@ class DrafterConfig:
             raise ValueError(f"{where}.injection={config.injection!r}: allowed are {', '.join(INJECTIONS)}")
         if config.window is not None and (type(config.window) is not int or config.window < 2 * config.num_steps):
             raise ValueError(
-                f"{where}.window={config.window!r}: allowed are 2 * num_steps = {2 * config.num_steps} and more, so that"
-                " a round sees all it reads and computes itself, and null for no window"
+                f"{where}.window={config.window!r}: allowed are 2 * num_steps = {2 * config.num_steps} and more, so"
+                " that a round sees all it reads and computes itself, and null for no window"
             )
 
     @property

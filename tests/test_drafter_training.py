@@ -162,7 +162,7 @@ def test_slots_of_an_anchor_stand_alone():
 
 @pytest.mark.parametrize("changes", [{}, {"trunk": "block"}, FEATURE_MODEL], ids=str)
 def test_a_window_hides_what_lies_before_it(changes):
-    """State k of an anchor sees the 6 last positions, its own among them: another feature before these changes no bit."""
+    """State k of an anchor sees the last 6 positions, its own among them: another feature before changes no bit."""
     config, weights, frozen = make(window=6, **changes)
     _, features, embeddings = read_rows({"target": frozen, "drafter": weights}, config, jnp.asarray(random_rows()))
     anchors = jnp.full((ROWS, 1), 7)
@@ -263,7 +263,7 @@ def packed_and_alone(lengths: tuple[int, int, int]) -> tuple[dict[str, jax.Array
     ids=str,
 )
 def test_a_document_learns_the_same_alone_and_packed(changes):
-    """Loss, gradient and overlap; a drafter or a target that sees, or drafts into, the document before or behind fails."""
+    """Loss, gradient and overlap; no drafter or target sees, or drafts into, the documents before and behind."""
     _, weights, frozen = make(**changes)
     packed, alone = packed_and_alone((3, 5, 2))  # the last has no token to draft
     call = graded(**changes)

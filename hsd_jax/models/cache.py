@@ -40,7 +40,7 @@ def write_rows(buffer: Array, rows: Array, start: Int[Array, "B"], axis: int) ->
 
 
 def last_slots(cache: KVCache, num: int) -> tuple[KVCache, Int[Array, "B"]]:
-    """The last `num` committed slots of every row, and the position of the first: what a sliding window leaves in sight.
+    """The last `num` committed slots of every row, for a sliding window, and the position of the first.
 
     All slots where there are no more than `num`; rows shorter than that begin at slot 0. `length` stays absolute.
     """

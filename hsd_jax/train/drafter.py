@@ -63,8 +63,8 @@ class DrafterModel:
     """Layers of the target, from 0, behind which the trunk reads; low_mid_high for 2, L // 2 and L - 3; empty for the
     final hidden state."""
     window: int | None = None
-    """Committed positions the trunk sees, for example 128, in training and decoding; null for all. Drafts on long prompts
-    are then made as on short ones, at the same cost."""
+    """Committed positions the trunk sees, in training and decoding, train.length at best; null for all. Long contexts
+    then look like those of training, and cost no more."""
     hot_vocab: float | None = None
     """Share of the vocabulary that may be drafted, the most frequent labels of the data, for example 0.5; null for all
     of it. Meant for text the target wrote; the share of its tokens that are hot is printed."""
@@ -262,10 +262,11 @@ def make_loss(
 ) -> Loss:
     """The drafter's loss for `loop.fit`: `params` are the drafter's weights, `frozen` the target's.
 
-    A batch holds `tokens` [B, T+1] and `mask` [B, T+1], True where a token is a label worth learning (a document's first
-    two never are: no anchor drafts them). It may hold `starts` [B, T+1], where the document of each token begins, and
-    `hidden` [B, T, H], the target's final states, of which then only the LM head is computed. Labels are the target's laws given the row's text, and the previous token of a depth is the
-    row's, which is exact on accepted paths; in passes on policy both follow the drafter's own draws.
+    A batch holds `tokens` [B, T+1] and `mask` [B, T+1], True where a token is a label worth learning (a document's
+    first two never are: no anchor drafts them). It may hold `starts` [B, T+1], where the document of each token begins,
+    and `hidden` [B, T, H], the target's final states, of which then only the LM head is computed. Labels are the
+    target's laws given the row's text, and the previous token of a depth is the row's, which is exact on accepted
+    paths; in passes on policy both follow the drafter's own draws.
 
     The metrics are those of `chain_metrics`, always of the row's text, and where they apply `on_policy`, 1 in a pass
     on policy, and `feature_distance`.
@@ -317,7 +318,9 @@ def make_loss(
             metrics = chain_metrics(target_logits, draft_logits, base, drafts.mask, hot_ids)
             if draw_key is not None:
                 with jax.named_scope("on_policy"):
-                    target_logits, draft_logits = logits_of_draws(draw_key, *models, drafts, tokens, logits, base, starts)
+                    target_logits, draft_logits = logits_of_draws(
+                        draw_key, *models, drafts, tokens, logits, base, starts
+                    )
             with jax.named_scope("divergence"):
                 values = node_loss(loss_config, target_logits, base, draft_logits, step, hot_ids)
             return losses.over_depths(values.reshape(drafts.mask.shape), drafts.mask, weights), metrics

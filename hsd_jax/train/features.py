@@ -235,7 +235,8 @@ def _build(
 
     @jax.jit
     def states(weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        hidden = forward_sequence(weights, target_config, batch["tokens"][:, :-1], starts_of(batch)).hidden.astype(dtype)
+        output = forward_sequence(weights, target_config, batch["tokens"][:, :-1], starts_of(batch))
+        hidden = output.hidden.astype(dtype)
         return hidden, jnp.all(jnp.isfinite(hidden), (1, 2))
 
     def blocks(file: int) -> Iterator[np.ndarray]:

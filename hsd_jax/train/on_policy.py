@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer.tree import Bias
-from hsd_jax.models.hot import to_tokens
 from hsd_jax.models.cache import take_nodes
+from hsd_jax.models.hot import to_tokens
 from hsd_jax.models.target import forward, lm_head, sequence_layout
 from hsd_jax.types import Weights
 

@@ -34,8 +34,8 @@ class Rows:
     tokens: np.ndarray
     """int32 [num, length + 1]."""
     mask: np.ndarray
-    """bool [num, length + 1]: whether a token is a label to learn. Never at position 0 or where a document begins, never
-    in padding."""
+    """bool [num, length + 1]: whether a token is a label to learn. Never at position 0, where a document begins, or in
+    padding."""
     num_documents: int
     num_tokens: int
     """Of the documents, start and end tokens included."""
@@ -45,8 +45,8 @@ class Rows:
     num_left_out: int = 0
     """Documents without a label within a row, padded rows only."""
     starts: np.ndarray | None = None
-    """int32 [num, length + 1]: the place in the row where the document of each token begins, 0 if it began in an earlier
-    row. A token sees nothing before it, and positions count from it. None: every row is of one document."""
+    """int32 [num, length + 1]: the place in the row where the document of each token begins, 0 if it began in an
+    earlier row. A token sees nothing before it, and positions count from it. None: every row is of one document."""
 
     @property
     def length(self) -> int:

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from hsd_jax import sharding
 from hsd_jax.checkpoint import replace_folder, write_json
-from hsd_jax.config import DrafterConfig, ModelConfig, to_dict
+from hsd_jax.config import HEADS, SLIDING, DrafterConfig, ModelConfig, to_dict
 from hsd_jax.models import convert, hot
 from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.target import init_target
@@ -94,6 +94,9 @@ def train_drafter(
     params = init_drafter(jax.random.key(train.seed), drafter_config)
     report(about_rows)
     _describe(report, "drafter", params, rows, train)
+    if drafter_config.kind != HEADS:  # which have no attention
+        remedy = f"model.window={train.length} keeps drafts on long contexts like those of training"
+        _say_reach(report, train.length, drafter_config.window, drafter_config.max_position, remedy)
     hot_ids = None
     if drafter_config.hot_tokens is not None:
         hot_ids = hot_vocabulary.of_run(out, is_begun, rows.tokens[rows.mask], drafter_config, eos, report)
@@ -162,6 +165,10 @@ def train_target(
     params = init_target(jax.random.key(recipe.train.seed), recipe.model)
     report(rows.describe())
     _describe(report, "target", params, rows, recipe.train)
+    is_sliding = all(recipe.model.layer_type(i) == SLIDING for i in range(recipe.model.num_layers))
+    remedy = f"longer rows, or a model.sliding_window={recipe.train.length} in all layers, end that"
+    window = recipe.model.sliding_window if is_sliding else None
+    _say_reach(report, recipe.train.length, window, recipe.model.max_position, remedy)
     shardings, place = _placement(mesh, recipe.train, recipe.model)
     loss = target.make_loss(recipe.model, recipe.train.remat)
     with _batches(rows, recipe.train, recipe.data) as batches, _journal(out, recipe.train, report) as journal:
@@ -372,6 +379,15 @@ def _describe(report: Report, kind: str, params: Any, rows: data.Rows, train: Lo
     report(
         f"{kind} of {size / 1e6:.2f}M parameters, {train.steps} steps of {train.batch} rows: {seen:.2f} times the data"
     )
+
+
+def _say_reach(report: Report, length: int, window: int | None, max_position: int, remedy: str) -> None:
+    """Says so if attention will reach further back in decoding than any row of training does."""
+    if min(window or max_position, max_position) > length:
+        report(
+            f"rows of {length} tokens: attention further back is not trained, contexts may have {max_position};"
+            f" {remedy}"
+        )
 
 
 def _placement(mesh: Mesh | None, train: LoopConfig, config: Any) -> tuple[Callable, Callable]:
