@@ -98,7 +98,9 @@ TARGET_VALUES = {
 def files(tmp_path_factory):
     """A data file, and a target trained on it."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "text.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    lines = TEXT.splitlines(keepends=True)
+    documents = ["".join(lines[i : i + 24]) for i in range(0, len(lines), 24)]  # so that rows pack several
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     recipe = target.TargetRecipe.from_dict(TARGET_VALUES, "recipe")
     with jax.numpy_dtype_promotion("standard"):
         run.train_target([folder / "text.jsonl"], folder / "target", recipe, report=lambda line: None)
