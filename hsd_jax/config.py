@@ -195,11 +195,14 @@ class DrafterConfig:
     Empty: never measured. It decides how calls are decoded that do not say (`plan.py`), never what is decoded."""
     sampled_profile: tuple[float, ...] = ()
     """The same at temperature 1, with COUPLED drafts."""
+    window: int | None = None
+    """Positions the trunk sees, its own included; None: all, as in files written before there was a choice. Rotary
+    positions are relative, so within a window no context is longer than those of training."""
 
     UNUSED: ClassVar[dict[str, tuple[str, ...]]] = {
         HIDDEN: (),
         FEATURE: ("trunk", "rank", "injection", "committed_embeddings"),
-        HEADS: ("trunk", "rank", "injection", "committed_embeddings", "num_layers"),
+        HEADS: ("trunk", "rank", "injection", "committed_embeddings", "num_layers", "window"),
     }
     """What a kind has no choice of."""
 
@@ -228,6 +231,11 @@ class DrafterConfig:
         for name in cls.UNUSED[config.kind]:
             if getattr(config, name) != defaults[name]:
                 raise ValueError(f"{where}.{name}={getattr(config, name)!r}: kind {config.kind!r} has no such choice")
+        if config.window is not None and (type(config.window) is not int or config.window < 2 * config.num_steps):
+            raise ValueError(
+                f"{where}.window={config.window!r}: allowed are 2 * num_steps = {2 * config.num_steps} and more, so"
+                " that a round sees all it reads and computes itself, and null for no window"
+            )
 
     @property
     def reads_drafts(self) -> bool:

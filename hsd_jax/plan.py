@@ -42,7 +42,7 @@ UNKNOWN_PROFILE = {True: (0.75,) * LONGEST_CHAIN, False: (0.55,) * LONGEST_CHAIN
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a processor does a second. A pass takes little more than the slower of reading its weights and multiplying."""
+    """What a processor does a second. A pass takes little more than the slower of reading weights and multiplying."""
 
     bytes_per_second: float
     flops_per_second: float

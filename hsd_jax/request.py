@@ -37,7 +37,7 @@ from hsd_jax.settings import HOTTEST, Temperature, Within, fits, shown
 from hsd_jax.types import NO_TOKEN, Costs, DecodeState, DrawLaw, Limits, SamplingParams
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
-"""The smallest cache bucket in slots, each further one GROWTH times as large; and what every capacity is a multiple of."""
+"""Slots of the smallest caches, the next GROWTH times as many; and what every capacity is a multiple of."""
 MOST_REACH = 16
 """Slots that are kept free behind a row for what a round may write, whatever tree it has: one size for all plans."""
 LARGEST_FIRST = 2048

@@ -94,8 +94,8 @@ class DraftTree:
     depth: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
     score: Float[Array, "B N"] | None = None
-    """Log of how likely the drafter takes each node to be accepted, all its ancestors with it; 0 for the root. Falls along
-    paths. None where the drafter has no opinion."""
+    """Log of how likely the drafter takes each node to be accepted, all its ancestors with it; 0 for the root. Falls
+    along paths. None where the drafter has no opinion."""
     draft_logp: Float[Array, "B I V"] | None = None
     """Log-probabilities the children of each node were drawn from; None unless the law is one of DRAWN_LAWS."""
     law: DrawLaw = flax.struct.field(pytree_node=False, default=DrawLaw.ARBITRARY)
@@ -204,8 +204,8 @@ class Drafter(NamedTuple):
     init: Callable[..., Any]
     """`init(tokens, length, capacity) -> state`, before any of the prompts [B, P] is read."""
     read: Callable[..., Any]
-    """`read(params, state, output, tokens, following, start, length) -> state`: the prompt's tokens [B, C] from position
-    `start` on, the token behind each, and what the target said of them. Chunks come in order."""
+    """`read(params, state, output, tokens, following, start, length) -> state`: the prompt's tokens [B, C] from
+    position `start` on, the token behind each, and what the target said of them. Chunks come in order."""
     draft: Callable[..., tuple[DraftTree, Any]]
     """`draft(params, state, root, root_position, keys, sampling, noise=None) -> (tree, state)`; what it draws, it draws
     with `sampling.round_keys`, never with the row keys themselves. `noise` is the target's own, `sampling.round_noise`:
@@ -228,9 +228,9 @@ class Drafter(NamedTuple):
     ready: Callable[..., Any] | None = None
     """`ready(params, state) -> state`, once the prompt is read; None: nothing is left to do."""
     follow: Callable[..., Any] | None = None
-    """`follow(params, state, verdict, output, num_committed) -> state`: behind up to max_depth + 1 plain passes, for which
-    nothing was drafted; the verdict's path are their nodes in order. Rows that committed none keep their state. None:
-    the drafter must draft in every round."""
+    """`follow(params, state, verdict, output, num_committed) -> state`: behind up to max_depth + 1 plain passes, for
+    which nothing was drafted; the verdict's path are their nodes in order. Rows that committed none keep their state.
+    None: the drafter must draft in every round."""
     node_origins: Callable[..., Any] | None = None
     """`node_origins(params, state, tree, sampling) -> Origins` (`infer/reuse.py`): which nodes of a tree grown from
     `state` reuse what earlier rounds left over. For pictures, as `node_logp` is. None: nothing is reused."""

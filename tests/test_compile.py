@@ -183,6 +183,16 @@ def test_the_loop_holds_no_second_cache(config, batch, trunk, law):
     assert memory.alias_size_in_bytes >= cache_bytes
 
 
+@pytest.mark.parametrize("batch", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_window_copies_its_own_slots_only(batch):
+    """A trunk behind a window reads a part of its cache, which is half of all caches here, and copies no more."""
+    config = dataclasses.replace(SMALL, num_layers=1)
+    compiled, cache_bytes = compiled_loop(config, drafter_for(config, trunk=BLOCK, window=64), batch, 2048)
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)
+    assert memory.alias_size_in_bytes >= cache_bytes
+
+
 @pytest.mark.skipif(not native.available(), reason="needs the CPU kernels")
 def test_no_table_is_widened():
     """A token's row of a bfloat16 table is read, and nothing else of the table: it may be gigabytes."""

@@ -85,10 +85,18 @@ def test_packed_rows_are_those_of_the_first_trainer(tokenizer):
     rows = rows_of(tokenizer, [Document("-", t) for t in texts], 8, seed=5)
     assert rows.tokens.tolist() == want
     assert rows.tokens.dtype == np.int32 and rows.num_tokens == len(stream)
-    assert rows.mask[:, 1:].all() and not rows.mask[:, 0].any()
+    begins = [i for i, token in enumerate(stream) if token == BOS]  # of each document; nothing there stands before it
+    for number, (row, mask, starts) in enumerate(zip(rows.tokens, rows.mask, rows.starts, strict=True)):
+        for i, at in enumerate(range(8 * number, 8 * number + 9)):
+            begin = max(b for b in begins if b <= at)
+            assert starts[i] == max(begin - 8 * number, 0) and mask[i] == (i > 0 and at != begin), (row, i)
     masked = rows_of(tokenizer, [to_document(r, "-") for r in RECORDS], 8, seed=5, loss_on="responses")
     assert masked.tokens.tolist() == want
     assert masked.fingerprint == rows.fingerprint != rows_of(tokenizer, [Document("-", t) for t in texts]).fingerprint
+    # Where documents begin decides what a run sees; rows of one document each are those of earlier runs.
+    assert rows.fingerprint != dataclasses.replace(rows, starts=None).fingerprint
+    whole = rows_of(tokenizer, [Document("-", " ".join(texts))], 8)
+    assert whole.starts is None and set(whole.take(slice(2))) == {"tokens", "mask"}
 
 
 @pytest.mark.parametrize("index", range(len(RECORDS)))
@@ -354,6 +362,12 @@ def test_batches_follow_the_order_of_seed_and_epoch():
         assert batch["mask"].tolist() == (tokens % 3 > 0).tolist()
         assert set(batch) == {"tokens", "mask"}
     assert data.Batches(rows, 2, seed=4).get_state()["step"] == 0
+
+
+def test_batches_say_where_documents_begin():
+    rows = dataclasses.replace(numbered(), starts=np.arange(28, dtype=np.int32).reshape(7, 4))
+    batch = next(data.Batches(rows, 2, seed=4))
+    assert (batch["starts"] == batch["tokens"]).all() and batch["starts"].dtype == np.int32
 
 
 @pytest.mark.parametrize("features", [None, Doubled()], ids=["memory", "features"])

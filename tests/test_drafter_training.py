@@ -20,7 +20,7 @@ import toy
 from oracles import injector
 from oracles.divergence import kl, log_softmax
 
-from hsd_jax.config import FEATURE, HEADS, HIDDEN, DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.config import FEATURE, FULL, HEADS, HIDDEN, SLIDING, DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.infer.decode import drafter_after
 from hsd_jax.infer.drafters import feature
 from hsd_jax.infer.drafters.make import make_drafter
@@ -29,7 +29,7 @@ from hsd_jax.models import convert
 from hsd_jax.models.hidden import base_logits, head_states, init_drafter, trunk_features, trunk_pass
 from hsd_jax.models.target import causal_mask, forward_sequence, init_target
 from hsd_jax.train import anchors as anchors_lib
-from hsd_jax.train import drafter, losses
+from hsd_jax.train import drafter, losses, target
 from hsd_jax.train.unroll import unroll
 
 TARGET = ModelConfig(29, 24, 2, 4, 2, 8, 40, tie_embeddings=True, embed_scale=1.5)
@@ -126,6 +126,9 @@ def read_rows(models, config: DrafterConfig, rows):
         {"trunk": "block", "num_steps": 1},
         FEATURE_MODEL | {"feature_layers": (0, 1)},
         HEADS_MODEL,
+        {"num_steps": 3, "window": 6},
+        {"trunk": "block", "num_layers": 2, "num_steps": 3, "window": 7},
+        FEATURE_MODEL | {"num_steps": 3, "window": 6},
     ],
     ids=str,
 )
@@ -158,6 +161,31 @@ def test_slots_of_an_anchor_stand_alone():
     np.testing.assert_allclose(found, states[:, :, :2], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("changes", [{}, {"trunk": "block"}, FEATURE_MODEL], ids=str)
+def test_a_window_hides_what_lies_before_it(changes):
+    """State k of an anchor sees the last 6 positions, its own among them: another feature before changes no bit."""
+    config, weights, frozen = make(window=6, **changes)
+    _, features, embeddings = read_rows({"target": frozen, "drafter": weights}, config, jnp.asarray(random_rows()))
+    anchors = jnp.full((ROWS, 1), 7)
+    compiled = jit(unroll, static_argnums=1)
+    states = compiled(weights, config, features, embeddings, anchors)[:, 0]
+    for at in range(LENGTH):
+        other = compiled(weights, config, features.at[:, at].add(1.0), embeddings, anchors)[:, 0]
+        moved = (np.asarray(other) != np.asarray(states)).any(-1)
+        for k in range(config.num_steps):
+            # Own states hand on what they have seen: where they are read again, later ones know of it too.
+            seen = [7 + step for step in ([k] if config.trunk == "block" or k == 0 else range(k + 1))]
+            assert (moved[:, k] == (at <= 7 and any(s - at < 6 for s in seen))).all(), (at, k)
+
+
+def test_a_window_that_a_round_would_leave_is_refused():
+    for window in (5, True, 6.0):
+        with pytest.raises(ValueError, match=r"model\.window=.*: allowed are 2 \* num_steps = 6 and more"):
+            dataclasses.replace(MODEL, window=window)
+    with pytest.raises(ValueError, match=r"model\.window=128: kind 'block' has no such choice"):
+        dataclasses.replace(MODEL, window=128, **HEADS_MODEL)
+
+
 def test_fusion_against_numpy():
     """Residual streams behind the layers asked for, each normalised with its own weights, then one product.
 
@@ -183,7 +211,12 @@ def test_fusion_against_numpy():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"feature_layers": (0, 1)}, {"committed_embeddings": False}, {"trunk": "block", "num_layers": 2}],
+    [
+        {"feature_layers": (0, 1)},
+        {"committed_embeddings": False},
+        {"trunk": "block", "num_layers": 2},
+        {"num_layers": 2, "window": 4},
+    ],
     ids=str,
 )
 def test_unroll_equals_a_prefill_to_the_bit(changes):
@@ -198,6 +231,59 @@ def test_unroll_equals_a_prefill_to_the_bit(changes):
     states = unroll(weights, config, features, embeddings, every)
     wanted, _ = trunk_pass(weights, config, features, embeddings, every, causal_mask(ROWS, LENGTH), None)
     np.testing.assert_array_equal(states[:, :, 0], wanted)
+
+
+# --- packed documents -------------------------------------------------------------------------------------------------
+
+
+def packed_and_alone(lengths: tuple[int, int, int]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Three documents in one row, and each in a row of its own; both batches of three rows."""
+    documents = np.split(random_rows(1, seed=9)[0, : sum(lengths)], np.cumsum(lengths)[:-1])
+    assert sum(lengths) == LENGTH + 1
+    alone, packed = ({"tokens": np.zeros((3, LENGTH + 1), np.int32)} for _ in range(2))
+    for rows in (alone, packed):
+        rows |= {"mask": np.zeros((3, LENGTH + 1), bool), "starts": np.zeros((3, LENGTH + 1), np.int32)}
+    begin = 0
+    for row, document in enumerate(documents):
+        num = len(document)
+        alone["tokens"][row, :num], alone["mask"][row, 1:num] = document, True
+        packed["tokens"][0, begin : begin + num], packed["mask"][0, begin + 1 : begin + num] = document, True
+        packed["starts"][0, begin : begin + num] = begin
+        begin += num
+    return jax.tree.map(jnp.asarray, packed), jax.tree.map(jnp.asarray, alone)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"injection": "path"},
+        {"trunk": "block", "num_layers": 2, "window": 6},
+        FEATURE_MODEL | {"feature_layers": (0, 1)},
+        HEADS_MODEL,
+    ],
+    ids=str,
+)
+def test_a_document_learns_the_same_alone_and_packed(changes):
+    """Loss, gradient and overlap; no drafter or target sees, or drafts into, the documents before and behind."""
+    _, weights, frozen = make(**changes)
+    packed, alone = packed_and_alone((3, 5, 2))  # the last has no token to draft
+    call = graded(**changes)
+    (found, metrics), (gradient, _) = call(weights, frozen, packed)
+    (wanted, of_alone), (own_gradient, _) = call(weights, frozen, alone)
+    assert float(wanted) > 0.01
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    np.testing.assert_allclose(metrics["overlap"], of_alone["overlap"], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), gradient, own_gradient)
+
+
+def test_a_target_learns_the_same_from_a_document_alone_and_packed(standard_dtypes):
+    packed, alone = packed_and_alone((3, 5, 2))
+    loss = jit(target.make_loss(dataclasses.replace(TARGET, sliding_window=3, layer_types=(SLIDING, FULL))))
+    weights = random_weights(init_target, TARGET, 2)
+    found, wanted = (loss(weights, None, batch, None, None)[0] for batch in (packed, alone))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    blind = loss(weights, None, packed | {"starts": jnp.zeros_like(packed["starts"])}, None, None)[0]
+    assert abs(float(blind) - float(wanted)) > 1e-3
 
 
 # --- labels, masks, metrics -------------------------------------------------------------------------------------------
@@ -597,13 +683,13 @@ def test_recipe_errors(section, values, message):
 
 def test_recipe_of_everything():
     values = {
-        "model": {"feature_layers": [0, 1], "trunk": "block", "num_layers": 3},
+        "model": {"feature_layers": [0, 1], "trunk": "block", "num_layers": 3, "window": 64},
         "loss": {"divergence": "jsd", "jsd_beta": 0.1, "feature_weight": 1, "feature_steps": 10, "on_policy": 0.25},
     }
     recipe = drafter.DrafterRecipe.from_dict(values, "r.yaml")
     assert recipe.model.feature_layers == (0, 1) and recipe.loss.on_policy == 0.25
     config = drafter.drafter_config(recipe.model, TARGET)
-    assert config.feature_layers == (0, 1) and (config.trunk, config.num_layers) == ("block", 3)
+    assert config.feature_layers == (0, 1) and (config.trunk, config.num_layers, config.window) == ("block", 3, 64)
 
 
 def test_feature_layers_of_a_target():

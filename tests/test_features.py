@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import shutil
@@ -43,18 +44,19 @@ def build(folder, rows=None, dtype: str = "float32", target_hash: str = "t", wei
 
 
 @jax.jit
-def hidden_states(weights, tokens):
-    return forward_sequence(weights, CONFIG, tokens).hidden
+def hidden_states(weights, tokens, starts=None):
+    return forward_sequence(weights, CONFIG, tokens, starts).hidden
 
 
 def test_cached_features_are_those_of_a_pass(tmp_path):
-    rows = make_rows()
+    starts = np.array([0, 0, 0, 3, 3, 3, 3], np.int32) * np.arange(NUM, dtype=np.int32)[:, None].clip(0, 1)
+    rows = dataclasses.replace(make_rows(), starts=starts)  # two documents in each row but the first
     cached, lines = build(tmp_path / "cache", rows)
     assert cached.shape == (NUM, LENGTH, CONFIG.hidden_size)
     stream = data.Batches(rows, BATCH, seed=0, features=cached)
     for _ in range(4):  # two epochs: every row, in places that differ from those of the build
         batch = next(stream)
-        want = np.asarray(hidden_states(toy.weights("llama"), batch["tokens"][:, :-1]))
+        want = np.asarray(hidden_states(toy.weights("llama"), batch["tokens"][:, :-1], batch["starts"][:, :-1]))
         assert batch["hidden"].dtype == want.dtype
         np.testing.assert_array_equal(batch["hidden"], want)
     stream.close()

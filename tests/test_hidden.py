@@ -56,10 +56,11 @@ def perturbed(tree, seed: int = 0):
 
 
 @functools.cache
-def jitted_states(proposer: str = "beam", num_states: int = toy.TREES["beam"].depth):
+def jitted_states(proposer: str = "beam", num_states: int = toy.TREES["beam"].depth, window: int | None = None):
     """The trunk alone: `num_states` states of a round, and the cache it leaves."""
     setup = toy.setup("llama", proposer)
-    return jax.jit(lambda models, state: trunk_states(models, setup.config, setup.drafter_config, num_states, state))
+    config = dataclasses.replace(setup.drafter_config, window=window)
+    return jax.jit(lambda models, state: trunk_states(models, setup.config, config, num_states, state))
 
 
 @TRUNKS
@@ -101,12 +102,18 @@ def test_states_see_what_they_should(part, proposer):
     assert moved[has_pending].all()
 
 
-def test_states_are_those_of_one_long_causal_pass():
-    """The recurrence with caches against the same recurrence without: one pass a step over all there is so far."""
+@pytest.mark.parametrize("window", [None, 8])
+def test_states_are_those_of_one_long_causal_pass(window):
+    """The recurrence with caches against the same recurrence without: one pass a step over all there is so far.
+
+    Behind a window a round reads a part of its cache, whose slots are not their positions.
+    """
     setup = toy.setup("llama", "beam")
     models, state, _, _ = mid_state()
-    states, _ = jitted_states()(models, state.drafter)
-    target, drafter, config = models["target"], models["drafter"], setup.drafter_config
+    assert (np.asarray(state.drafter.cache.length) > 8).any()
+    states, _ = jitted_states(window=window)(models, state.drafter)
+    config = dataclasses.replace(setup.drafter_config, window=window)
+    target, drafter = models["target"], models["drafter"]
     tokens = jnp.maximum(state.tokens, 0)
     hidden = toy.causal_pass(target, setup.config, tokens).hidden
     embeddings = target["embedding"][jnp.roll(tokens, -1, 1)] * setup.config.embed_scale

@@ -40,7 +40,7 @@ def jitted(is_hot: bool, injection: str = PREVIOUS):
     config, target, drafter_config, drafter, tokens, mask = pair(is_hot, injection)
 
     def sums(weights):
-        rows = zip(jnp.asarray(tokens), jnp.asarray(mask), strict=True)
+        rows = zip(jnp.asarray(tokens), jnp.asarray(mask), jnp.zeros_like(tokens), strict=True)
         found = [mix.row_sums(drafter, target, config, drafter_config, weights, *row) for row in rows]
         return jax.tree.map(lambda *x: sum(x), *found)
 
@@ -112,6 +112,22 @@ def test_labels_and_loss_are_those_of_plain_loops(is_hot, injection):
                 loss[j - 1, k - 1] += (np.exp(target_logp) * (target_logp - draft_logp)).sum()
     np.testing.assert_array_equal(found.count, count)
     np.testing.assert_allclose(found.loss, loss, rtol=1e-3, atol=1e-3)
+
+
+def test_documents_of_a_row_do_not_meet():
+    """The sums of two documents in one row are those of each in a row of its own."""
+    config, target, drafter_config, drafter, (tokens, _), (mask, _) = pair(True)
+    cut = LENGTH // 2
+    jit = jax.jit(lambda *row: mix.row_sums(drafter, target, config, drafter_config, jnp.asarray(some_weights()), *row))
+    begins = mask & (np.arange(LENGTH + 1) != cut)
+    starts = np.where(np.arange(LENGTH + 1) < cut, 0, cut)
+    found = jit(tokens, begins, starts)
+    first = jit(tokens, begins & (np.arange(LENGTH + 1) < cut), np.zeros_like(starts))
+    moved = np.arange(LENGTH + 1) < LENGTH + 1 - cut
+    second = jit(np.roll(tokens, -cut), np.roll(begins, -cut) & moved, np.zeros_like(starts))
+    assert (np.asarray(found.count) > 0).any() and int(first.count.sum()) and int(second.count.sum())
+    for got, a, b in zip(found, first, second, strict=True):
+        np.testing.assert_allclose(got, a + b, rtol=1e-3, atol=1e-3)
 
 
 def test_the_fit_is_the_minimum():

@@ -38,14 +38,15 @@ def test_chains_are_scored_one_by_one(variant):
     rng = np.random.default_rng(0)
     tokens, chains = rng.integers(0, toy.VOCAB, (2, 9)), rng.integers(0, toy.VOCAB, (2, 3, 2))
     anchors = np.array([[0, 4, 7], [5, 5, 2]])  # 7 is the last with its root in the row; two chains share an anchor
+    starts = np.array([[0] * 3 + [3] * 6, [0] * 9], np.int32)  # two documents in the first row
     arrays = (jnp.asarray(x, jnp.int32) for x in (tokens, anchors, chains))
     found = jit(functools.partial(on_policy.score_chains, config=config))(
-        weights, tokens=next(arrays), anchors=next(arrays), chains=next(arrays)
+        weights, tokens=next(arrays), anchors=next(arrays), chains=next(arrays), starts=jnp.asarray(starts)
     )
     assert found.shape == (2, 3, 2, toy.VOCAB)
     causal = jit(lambda tokens: forward_sequence(weights, config, tokens).logits[0])
     for row, i in np.ndindex(2, 3):
-        text = [*tokens[row, : anchors[row, i] + 2], *chains[row, i]]
+        text = [*tokens[row, starts[row, anchors[row, i]] : anchors[row, i] + 2], *chains[row, i]]
         padded = np.zeros((1, 12), np.int32)
         padded[0, : len(text)] = text
         np.testing.assert_allclose(found[row, i], causal(jnp.asarray(padded))[len(text) - 2 : len(text)], 1e-4, 1e-5)

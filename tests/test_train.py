@@ -98,7 +98,9 @@ TARGET_VALUES = {
 def files(tmp_path_factory):
     """A data file, and a target trained on it."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "text.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    lines = TEXT.splitlines(keepends=True)
+    documents = ["".join(lines[i : i + 24]) for i in range(0, len(lines), 24)]  # so that rows pack several
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     recipe = target.TargetRecipe.from_dict(TARGET_VALUES, "recipe")
     with jax.numpy_dtype_promotion("standard"):
         run.train_target([folder / "text.jsonl"], folder / "target", recipe, report=lambda line: None)
@@ -113,6 +115,23 @@ def finished(files, tmp_path_factory):
     with jax.numpy_dtype_promotion("standard"):
         run.train_drafter(files / "target", [files / "text.jsonl"], folder, recipe, report=lambda line: None)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "is_said"),
+    [(512, None, True), (2048, None, False), (512, 512, False), (512, 513, True), (2048, 4096, False)],
+)
+def test_attention_that_no_row_trains_is_named(length, window, is_said):
+    lines = []
+    run._say_reach(lines.append, length, window, 2048, "do this")
+    assert [line.endswith("may have 2048; do this") for line in lines] == [True] * is_said
+
+
+def test_prompts_to_judge_by_are_of_one_document():
+    row = np.arange(10)
+    cases = {(0,) * 10: [0, 1, 2, 3], (0,) * 3 + (3,) * 7: [3, 4, 5, 6], (0,) * 5 + (5,) * 5: [0, 1, 2, 3]}
+    for begins, wanted in cases.items():
+        assert run._one_document(row, np.array(begins), 4).tolist() == wanted
 
 
 def test_target_run_leaves_a_folder_that_loads(files):

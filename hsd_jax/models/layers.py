@@ -143,7 +143,7 @@ def apply_rope(x: Float[Array, "B N h E"], table: tuple[Array, Array]) -> Float[
 
 
 SLOTS_AT_ONCE = 256
-"""Slots of a cache that XLA's attention reads in a step; those behind the last committed token are not read."""
+"""Slots of a cache that XLA's attention reads in a step; steps of which nobody sees a slot are left out."""
 
 
 def widen(mask: Array, query: Float[Array, "B G n E"]) -> Array:
@@ -203,8 +203,9 @@ def attend(
     if step == num_slots:
         _, total, out = add(0, carry)
     else:
-        num_blocks = jnp.minimum((jnp.max(last) + step - 1) // step, num_slots // step)
-        _, total, out = lax.fori_loop(0, num_blocks, add, carry)
+        begin = jnp.min(jnp.where(last > first, first, num_slots)) // step
+        end = jnp.minimum((jnp.max(last) + step - 1) // step, num_slots // step)
+        _, total, out = lax.fori_loop(begin, end, add, carry)
     return out / total
 
 

@@ -137,11 +137,35 @@ def causal_mask(batch: int, num: int) -> Bool[Array, "B N N"]:
     return jnp.broadcast_to(jnp.tril(jnp.ones((num, num), bool)), (batch, num, num))
 
 
-def forward_sequence(weights: Weights, config: ModelConfig, tokens: Int[Array, "B T"], **options) -> ModelOutput:
-    """One causal pass over whole sequences from position 0: training, prefill, scoring."""
-    batch, num = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
-    return forward(weights, config, tokens, positions, causal_mask(batch, num), None, **options)
+def sequence_layout(
+    batch: int, num: int, starts: Int[Array, "B T"] | None = None
+) -> tuple[Int[Array, "B T"], Bool[Array, "B T T"]]:
+    """Positions in rows of T tokens, and who sees whom: what stands before, in the same document.
+
+    Args:
+      starts: the place in the row where the document of each token begins, from which positions count. None: rows of
+        one document each.
+    """
+    index, causal = jnp.arange(num), causal_mask(batch, num)
+    if starts is None:
+        return jnp.broadcast_to(index, (batch, num)), causal
+    return index - starts, causal & (index >= starts[:, :, None])
+
+
+def forward_sequence(
+    weights: Weights,
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    starts: Int[Array, "B T"] | None = None,
+    **options,
+) -> ModelOutput:
+    """One causal pass over whole sequences from position 0: training, prefill, scoring.
+
+    Args:
+      starts: as in `sequence_layout`, for rows that pack several documents.
+    """
+    positions, sees = sequence_layout(*tokens.shape, starts)
+    return forward(weights, config, tokens, positions, sees, None, **options)
 
 
 def read_chunk(

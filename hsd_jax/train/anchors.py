@@ -18,11 +18,23 @@ ABLATED_DEPTH = 3
 """Where agreement is shown with and without token information (methods.md 1.9)."""
 
 
-def labels_of_anchors(mask: Bool[Array, "B T+1"], num_steps: int) -> Bool[Array, "B T-1 K"]:
-    """For each anchor 0..T-2 and depth: whether the token there is a label."""
+def labels_of_anchors(
+    mask: Bool[Array, "B T+1"], num_steps: int, starts: Int[Array, "B T+1"] | None = None
+) -> Bool[Array, "B T-1 K"]:
+    """For each anchor 0..T-2 and depth: whether the token there is a label, and of the anchor's own document.
+
+    Args:
+      starts: where the document of each token begins; None: rows of one document.
+    """
     num = mask.shape[1] - 2
-    padded = jnp.pad(mask[:, 2:], ((0, 0), (0, num_steps - 1)))
-    return jnp.stack([padded[:, k : k + num] for k in range(num_steps)], -1)
+
+    def ahead(values: Array) -> Array:
+        padded = jnp.pad(values[:, 2:], ((0, 0), (0, num_steps - 1)))
+        return jnp.stack([padded[:, k : k + num] for k in range(num_steps)], -1)
+
+    if starts is None:
+        return ahead(mask)
+    return ahead(mask) & (ahead(starts) == starts[:, :num, None])
 
 
 def sample_anchors(key: jax.Array, has_label: Bool[Array, "B T-1"], count: int) -> Int[Array, "B A"]:

@@ -53,8 +53,8 @@ class DataConfig:
     """How documents become rows; section `data` of a recipe."""
 
     packing: Annotated[str, OneOf((PACKED, PADDED))] = PACKED
-    """packed: documents behind one another, cut into rows without padding; padded: one document a row, cut at the
-    row's length, the rest of the row padded."""
+    """packed: documents behind one another, cut into rows without padding; none sees another, and what a row's end cuts
+    off begins anew in the next; padded: one document a row, cut at the row's length, the rest of the row padded."""
     loss_on: Annotated[str, OneOf((ALL, RESPONSES))] = ALL
     """all, or responses: what an assistant says, and the end of its turn."""
     chat_template: bool = True
@@ -131,6 +131,8 @@ def _epoch_order(seed: int, epoch: int, num: int) -> np.ndarray:
 class Batches:
     """An endless iterator over `{"tokens": int32 [B, T+1], "mask": bool [B, T+1]}`, reshuffled every epoch.
 
+    Where rows pack several documents, "starts" int32 [B, T+1] (`rows.Rows`) comes along.
+
     Batch `i` depends on rows, `batch`, `seed` and `i` alone, whatever the number of processes: process p reads the
     p-th part of it, B = batch / process_count rows. With `features`, "hidden" [B, T, H] comes along.
 
@@ -170,7 +172,7 @@ class Batches:
             return int(_epoch_order(seed, epoch, num)[place])
 
         def read(at: np.ndarray) -> dict[str, np.ndarray]:
-            found = {"tokens": rows.tokens[at], "mask": rows.mask[at]}
+            found = rows.take(at)
             return found if features is None else found | {"hidden": features.take(at)}
 
         parts = grain.MapDataset.range(in_use).map_with_index(shuffled).batch(batch // process_count)

@@ -44,6 +44,7 @@ from hsd_jax.train.drafts import Drafts, logits_of_draws, logits_of_text
 from hsd_jax.train.evaluate import EvalConfig
 from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
+from hsd_jax.train.target import starts_of
 from hsd_jax.train.unroll import unroll
 from hsd_jax.types import Weights
 
@@ -76,6 +77,9 @@ class DrafterModel:
     feature_layers: tuple[Whole, ...] | Annotated[str, OneOf((LOW_MID_HIGH,))] = ()
     """Layers of the target, from 0, behind which the trunk reads; low_mid_high for 2, L // 2 and L - 3; empty for the
     final hidden state."""
+    window: Annotated[int, Within(2, MOST)] | None = None
+    """Committed positions the trunk sees, in training and decoding, train.length at best; null for all. Long contexts
+    then look like those of training, and cost no more."""
     hot_vocab: Annotated[float, Within(0, 1, above=True, below=True)] | None = None
     """Share of the vocabulary that may be drafted, the most frequent labels of the data, for example 0.5; null for all
     of it. Meant for text the target wrote; the share of its tokens that are hot is printed."""
@@ -165,6 +169,7 @@ def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = 
         num_steps=model.num_steps,
         rank=model.rank,
         injection=model.injection,
+        window=model.window,
         committed_embeddings=model.committed_embeddings,
         norm_eps=target.norm_eps,
         rope=target.rope,
@@ -209,7 +214,8 @@ def read_target(
 ) -> tuple[Float[Array, "B T H"], tuple[Float[Array, "B T H"], ...], Float[Array, "B T V"]]:
     """The target's final states, the residual streams behind the layers the drafter reads, and the target's logits."""
     if "hidden" not in batch:
-        output = forward_sequence(frozen, target_config, batch["tokens"][:, :-1], taps=config.feature_layers)
+        tokens = batch["tokens"][:, :-1]
+        output = forward_sequence(frozen, target_config, tokens, starts_of(batch), taps=config.feature_layers)
         return output.hidden, output.features, output.logits
     check_hidden_cache(config, "hidden states in the batch")
     hidden = batch["hidden"].astype(jnp.float32)
@@ -245,10 +251,11 @@ def make_loss(
 ) -> Loss:
     """The drafter's loss for `loop.fit`: `params` are the drafter's weights, `frozen` the target's.
 
-    A batch holds `tokens` [B, T+1] and `mask` [B, T+1], True where a token is a label worth learning (a row's first two
-    never are: no anchor drafts them). It may hold `hidden` [B, T, H], the target's final states, of which then only
-    the LM head is computed. Labels are the target's laws given the row's text, and the previous token of a depth is the
-    row's, which is exact on accepted paths; in passes on policy both follow the drafter's own draws.
+    A batch holds `tokens` [B, T+1] and `mask` [B, T+1], True where a token is a label worth learning (a document's
+    first two never are: no anchor drafts them). It may hold `starts` [B, T+1], where the document of each token begins,
+    and `hidden` [B, T, H], the target's final states, of which then only the LM head is computed. Labels are the
+    target's laws given the row's text, and the previous token of a depth is the row's, which is exact on accepted
+    paths; in passes on policy both follow the drafter's own draws.
 
     The metrics are those of `chain_metrics`, always of the row's text, and where they apply `on_policy`, 1 in a pass
     on policy, and `feature_distance`.
@@ -281,14 +288,15 @@ def make_loss(
     def loss(params, frozen, batch, key, step):
         frozen = lax.stop_gradient(frozen)  # the LM head and the embeddings too
         params = attach(params, hot_ids, frozen, target_config)
-        tokens = batch["tokens"][:, :-1]
+        tokens, starts = batch["tokens"][:, :-1], starts_of(batch)
         with jax.named_scope("target"):
             hidden, features, logits = read_target(frozen, target_config, config, batch)
-        labels = labels_of_anchors(batch["mask"], config.num_steps)
+        labels = labels_of_anchors(batch["mask"], config.num_steps, batch.get("starts"))
         anchors = sample_anchors(key, labels.any(-1), loss_config.anchors_per_row)
         with jax.named_scope("unroll"):
             embeddings = embed_committed(frozen, target_config, config, batch["tokens"][:, 1:])
-            states = unroll(params, config, trunk_features(params, config, hidden, features), embeddings, anchors)
+            read = trunk_features(params, config, hidden, features)
+            states = unroll(params, config, read, embeddings, anchors, starts)
         positions = jnp.minimum(anchors[:, :, None] + jnp.arange(1, config.num_steps + 1), tokens.shape[1] - 1)
         drafts = Drafts(anchors, states, positions, take_nodes(labels, anchors, axis=1))
 
@@ -299,7 +307,9 @@ def make_loss(
             metrics = chain_metrics(target_logits, draft_logits, base, drafts.mask, hot_ids)
             if draw_key is not None:
                 with jax.named_scope("on_policy"):
-                    target_logits, draft_logits = logits_of_draws(draw_key, *models, drafts, tokens, logits, base)
+                    target_logits, draft_logits = logits_of_draws(
+                        draw_key, *models, drafts, tokens, logits, base, starts
+                    )
             with jax.named_scope("divergence"):
                 values = node_loss(loss_config, target_logits, base, draft_logits, step, hot_ids)
             return losses.over_depths(values.reshape(drafts.mask.shape), drafts.mask, weights), metrics

@@ -64,12 +64,13 @@ def logits_of_draws(
     tokens: Int[Array, "B T"],
     logits: Float[Array, "B T V"],
     base: Float[Array, "BAK C"],
+    starts: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "BAK V"], Float[Array, "BAK C"]]:
     """The target's logits, and the drafter's with token information, given the drafter's own draws behind each root."""
     root = take_nodes(tokens, drafts.anchors + 1, axis=1)
     bias = functools.partial(inject, params, config)
     chains = on_policy.sample_chains(key, base.reshape(*drafts.mask.shape, -1), root, bias, params.get("hot_ids"))
-    behind_chains = on_policy.score_chains(frozen, target_config, tokens, drafts.anchors, chains)
+    behind_chains = on_policy.score_chains(frozen, target_config, tokens, drafts.anchors, chains, starts)
     behind_root = take_nodes(logits, drafts.anchors + 1, axis=1)[:, :, None]
     read = read_paths(params, config, jnp.concatenate([root[:, :, None], chains], 2)).reshape(base.shape[0], -1)
     target_logits = jnp.concatenate([behind_root, behind_chains], 2).reshape(base.shape[0], -1)

@@ -26,6 +26,7 @@ from hsd_jax.files import read_json, replacing, write_json
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import Count, OneOf, Whole
 from hsd_jax.train.rows import Rows
+from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
 
 MANIFEST = "manifest.json"
@@ -232,8 +233,9 @@ def _build(
     dtype = jnp.dtype(layout.dtype)
 
     @jax.jit
-    def states(weights: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        hidden = forward_sequence(weights, target_config, tokens).hidden.astype(dtype)
+    def states(weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        output = forward_sequence(weights, target_config, batch["tokens"][:, :-1], starts_of(batch))
+        hidden = output.hidden.astype(dtype)
         return hidden, jnp.all(jnp.isfinite(hidden), (1, 2))
 
     def blocks(file: int) -> Iterator[np.ndarray]:
@@ -242,7 +244,7 @@ def _build(
         for start in range(0, len(wanted), batch):
             some = wanted[start : start + batch]
             at = np.pad(some, (0, batch - len(some)), mode="edge")
-            hidden, is_finite = (np.asarray(x)[: len(some)] for x in states(weights, rows.tokens[at, :-1]))
+            hidden, is_finite = (np.asarray(x)[: len(some)] for x in states(weights, rows.take(at)))
             if not is_finite.all():
                 note = "; features.dtype=bfloat16 has more range" if layout.dtype == "float16" else ""
                 raise ValueError(f"the target's hidden states of row {some[~is_finite][0]} are not finite{note}")

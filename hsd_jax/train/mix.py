@@ -62,6 +62,7 @@ def row_sums(
     weights: Float[Array, "K K 2"],
     tokens: Int[Array, "T+1"],
     mask: Bool[Array, "T+1"],
+    starts: Int[Array, "T+1"],
 ) -> Sums:
     """The sums of one row of text.
 
@@ -69,11 +70,11 @@ def row_sums(
     own anchor is a + m + 1. There the fresh state of depth j and the spare of depth k = m + 1 + j forecast one token.
     """
     num, steps = tokens.shape[0] - 1, config.num_steps
-    output = forward_sequence(target, target_config, tokens[None, :-1], taps=config.feature_layers)
+    output = forward_sequence(target, target_config, tokens[None, :-1], starts[None, :-1], taps=config.feature_layers)
     embeddings = embed_committed(target, target_config, config, tokens[None, 1:])
     features = trunk_features(drafter, config, output.hidden, output.features)
     anchors = jnp.arange(num)
-    states = unroll(drafter, config, features, embeddings, anchors[None])[0]
+    states = unroll(drafter, config, features, embeddings, anchors[None], starts[None, :-1])[0]
     base = base_logits(drafter, config, target, target_config, states)
     hot_ids = drafter.get("hot_ids")
 
@@ -85,7 +86,8 @@ def row_sums(
     new_depth = jnp.arange(1, steps)[None]
     old_depth = (new_anchor - anchors)[:, None] + new_depth
     law_at = new_anchor[:, None] + new_depth
-    is_label = (old_depth <= steps) & (law_at < num) & mask[jnp.minimum(law_at + 1, num)]
+    label_at = jnp.minimum(law_at + 1, num)
+    is_label = (old_depth <= steps) & (law_at < num) & mask[label_at] & (starts[label_at] == starts[anchors][:, None])
     law_at, old_depth = jnp.minimum(law_at, num - 1), jnp.minimum(old_depth, steps)
     pair = new_depth - 1, old_depth - 1
     at_new = jnp.minimum(new_anchor, num - 1)[:, None], pair[0]
@@ -116,8 +118,8 @@ def row_sums(
 
 
 @functools.partial(jax.jit, static_argnames=("target_config", "config"))
-def _sums(drafter, target, target_config, config, weights, tokens, mask) -> Sums:
-    of_rows = lax.map(lambda row: row_sums(drafter, target, target_config, config, weights, *row), (tokens, mask))
+def _sums(drafter, target, target_config, config, weights, *text) -> Sums:
+    of_rows = lax.map(lambda row: row_sums(drafter, target, target_config, config, weights, *row), text)
     return jax.tree.map(lambda x: x.sum(0), of_rows)
 
 

@@ -14,8 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer.tree import Bias
+from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.hot import to_tokens
-from hsd_jax.models.target import causal_mask, forward, lm_head
+from hsd_jax.models.target import forward, lm_head, sequence_layout
 from hsd_jax.types import Weights
 
 
@@ -58,20 +59,24 @@ def score_chains(
     tokens: Int[Array, "B T"],
     anchors: Int[Array, "B n"],
     chains: Int[Array, "B n D"],
+    starts: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B n D V"]:
     """The target's logits behind every drafted token, from one pass over the row and all chains.
 
-    Row tokens see the row's past. The k-th token of the chain of anchor a stands at position a + 1 + k; it sees the
-    row up to the root a + 1 and its own chain up to itself.
+    Row tokens see their document's past. The k-th token of the chain of anchor a stands k places behind the root a + 1;
+    it sees what the root sees, the root, and its own chain up to itself.
+
+    Args:
+      starts: where the document of each token begins; None: rows of one document.
     """
     (batch, length), (num, depth) = tokens.shape, chains.shape[1:]
     nodes = num * depth
-    positions = anchors[:, :, None] + 2 + jnp.arange(depth)
-    before = jnp.repeat(jnp.arange(length) <= anchors[:, :, None] + 1, depth, axis=1)
+    row_positions, sees = sequence_layout(batch, length, starts)
+    positions = take_nodes(row_positions, anchors + 1, axis=1)[:, :, None] + 1 + jnp.arange(depth)
+    before = jnp.repeat(take_nodes(sees, anchors + 1, axis=1), depth, axis=1)
     own = np.kron(np.eye(num, dtype=bool), np.tril(np.ones((depth, depth), bool)))
-    of_rows = jnp.concatenate([causal_mask(batch, length), jnp.zeros((batch, length, nodes), bool)], -1)
+    of_rows = jnp.concatenate([sees, jnp.zeros((batch, length, nodes), bool)], -1)
     of_nodes = jnp.concatenate([before, jnp.broadcast_to(own, (batch, nodes, nodes))], -1)
-    row_positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
     output = forward(
         weights,
         config,

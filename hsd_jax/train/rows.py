@@ -34,7 +34,8 @@ class Rows:
     tokens: np.ndarray
     """int32 [num, length + 1]."""
     mask: np.ndarray
-    """bool [num, length + 1]: whether a token is a label to learn. Never at position 0, never in padding."""
+    """bool [num, length + 1]: whether a token is a label to learn. Never at position 0, where a document begins, or in
+    padding."""
     num_documents: int
     num_tokens: int
     """Of the documents, start and end tokens included."""
@@ -43,6 +44,9 @@ class Rows:
     """Documents longer than a row, padded rows only."""
     num_left_out: int = 0
     """Documents without a label within a row, padded rows only."""
+    starts: np.ndarray | None = None
+    """int32 [num, length + 1]: the place in the row where the document of each token begins, 0 if it began in an
+    earlier row. A token sees nothing before it, and positions count from it. None: every row is of one document."""
 
     @property
     def length(self) -> int:
@@ -63,10 +67,17 @@ class Rows:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of the tokens, in 64 hexadecimal digits; features depend on nothing else of the data."""
+        """Hash of tokens and documents, in 64 hexadecimal digits; features depend on nothing else of the data."""
         digest = hashlib.sha256(str(self.tokens.shape).encode())
         digest.update(np.ascontiguousarray(self.tokens, "<i4").tobytes())
+        if self.starts is not None:
+            digest.update(np.ascontiguousarray(self.starts, "<i4").tobytes())
         return digest.hexdigest()
+
+    def take(self, at: slice | np.ndarray) -> dict[str, np.ndarray]:
+        """Some rows as a batch: `tokens`, `mask` and, where rows pack several documents, `starts`."""
+        values = {"tokens": self.tokens, "mask": self.mask, "starts": self.starts}
+        return {name: value[at] for name, value in values.items() if value is not None}
 
 
 def make_rows(
@@ -184,13 +195,17 @@ def spoken(decode: Callable[[list[int]], str], prompt: list[int], response: list
 def _packed(encoded: list[_Encoded], length: int) -> Rows:
     """Neighbouring rows share one token, so that no label is lost; what fills no row is dropped."""
     tokens, labels = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
+    lengths = [len(ids) for ids, _ in encoded]
+    begins = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)  # where in `tokens` the document of each one begins
+    labels = labels & (begins != np.arange(len(tokens)))  # nothing of its document stands before it
     num = (len(tokens) - 1) // length
     if num < 1:
         raise ValueError(f"the data hold {len(tokens)} tokens: fewer than one row of {length + 1}")
     at = length * np.arange(num)[:, None] + np.arange(length + 1)
     mask = labels[at]
     mask[:, 0] = False
-    return Rows(tokens[at], mask, len(encoded), len(tokens))
+    starts = np.maximum(begins[at] - at[:, :1], 0).astype(np.int32)
+    return Rows(tokens[at], mask, len(encoded), len(tokens), starts=starts if starts.any() else None)
 
 
 def _padded(encoded: list[_Encoded], length: int, eos: int) -> Rows:

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hsd_jax import lock, sharding
-from hsd_jax.config import DrafterConfig, ModelConfig
+from hsd_jax.config import HEADS, SLIDING, DrafterConfig, ModelConfig
 from hsd_jax.files import replace_folder, write_json
 from hsd_jax.models import convert, hot
 from hsd_jax.models.hf_config import format_config
@@ -97,6 +97,9 @@ def train_drafter(
     params = init_drafter(jax.random.key(train.seed), drafter_config)
     report(about_rows)
     _describe(report, "drafter", params, rows, train)
+    if drafter_config.kind != HEADS:  # which have no attention
+        remedy = f"model.window={train.length} keeps drafts on long contexts like those of training"
+        _say_reach(report, train.length, drafter_config.window, drafter_config.max_position, remedy)
     hot_ids = None
     if drafter_config.hot_tokens is not None:
         hot_ids = hot_vocabulary.of_run(out, is_begun, rows.tokens[rows.mask], drafter_config, eos, report)
@@ -169,6 +172,10 @@ def train_target(
     params = init_target(jax.random.key(recipe.train.seed), recipe.model)
     report(rows.describe())
     _describe(report, "target", params, rows, recipe.train)
+    is_sliding = all(recipe.model.layer_type(i) == SLIDING for i in range(recipe.model.num_layers))
+    remedy = f"longer rows, or a model.sliding_window={recipe.train.length} in all layers, end that"
+    window = recipe.model.sliding_window if is_sliding else None
+    _say_reach(report, recipe.train.length, window, recipe.model.max_position, remedy)
     shardings, place = _placement(mesh, recipe.train, recipe.model)
     loss = target.make_loss(recipe.model, recipe.train.remat)
     with _batches(rows, recipe.train, recipe.data) as batches, _journal(out, recipe.train, report) as journal:
@@ -228,12 +235,20 @@ def _hold_out(rows: data.Rows, config: evaluate.EvalConfig, train: LoopConfig) -
         )
     if not count:
         return rows, []
-    prompts = []
-    for row in rows.tokens[-count:, : min(config.prompt_tokens, train.length)]:
+    prompts, length = [], min(config.prompt_tokens, train.length)
+    starts = np.zeros_like(rows.tokens) if rows.starts is None else rows.starts
+    for row, begins in zip(rows.tokens[-count:], starts[-count:], strict=True):
+        row = _one_document(row, begins, length)
         padding = int(np.argmax(row[::-1] != row[-1]))  # repetitions of the last token
         prompts.append(row[: max(2, len(row) - max(0, padding - 1))])
-    used = slice(None, -count - 1)  # a document may end in the first held-out row
-    return dataclasses.replace(rows, tokens=rows.tokens[used], mask=rows.mask[used]), prompts
+    used = rows.take(slice(None, -count - 1))  # a document may end in the first held-out row
+    return dataclasses.replace(rows, **used), prompts
+
+
+def _one_document(row: np.ndarray, begins: np.ndarray, length: int) -> np.ndarray:
+    """At most `length` tokens of a row, all of one document: the first that has so many there, else the longest."""
+    pieces = [row[begins == begin][:length] for begin in np.unique(begins)]
+    return max(pieces, key=len)  # of equals the first
 
 
 def _judge(
@@ -290,6 +305,15 @@ def _describe(report: Report, kind: str, params: Any, rows: data.Rows, train: Lo
     report(
         f"{kind} of {size / 1e6:.2f}M parameters, {train.steps} steps of {train.batch} rows: {seen:.2f} times the data"
     )
+
+
+def _say_reach(report: Report, length: int, window: int | None, max_position: int, remedy: str) -> None:
+    """Says so if attention will reach further back in decoding than any row of training does."""
+    if min(window or max_position, max_position) > length:
+        report(
+            f"rows of {length} tokens: attention further back is not trained, contexts may have {max_position};"
+            f" {remedy}"
+        )
 
 
 def _placement(mesh: Mesh | None, train: LoopConfig, config: Any) -> tuple[Callable, Callable]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, from_dict
 from hsd_jax.models.target import forward_sequence
@@ -46,13 +47,18 @@ class TargetRecipe:
         return from_dict(cls, values, where)
 
 
+def starts_of(batch: dict[str, Array]) -> Int[Array, "B T"] | None:
+    """Where the documents of a batch's tokens begin, the last label left out; None for rows of one document."""
+    return batch["starts"][:, :-1] if "starts" in batch else None
+
+
 def make_loss(config: ModelConfig, remat: bool = False):
     """Mean cross-entropy in nats per label over rows of length + 1 tokens, for `loop.fit`."""
 
     def loss(params, frozen, batch, key, step):
         del frozen, key, step
         labels, mask = batch["tokens"][:, 1:], batch["mask"][:, 1:]
-        output = forward_sequence(params, config, batch["tokens"][:, :-1], remat=remat)
+        output = forward_sequence(params, config, batch["tokens"][:, :-1], starts_of(batch), remat=remat)
         nats = optax.softmax_cross_entropy_with_integer_labels(output.logits, labels)
         count = jnp.maximum(mask.sum(), 1)
         hits = (jnp.argmax(output.logits, -1) == labels) & mask

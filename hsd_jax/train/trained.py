@@ -43,10 +43,11 @@ class Started(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Rows of tokens, and which of these are labels; both [R, ROW + 1]."""
+    """Rows of tokens, which of these are labels, and where the document of each begins (`rows.Rows`); [R, ROW + 1]."""
 
     tokens: np.ndarray
     mask: np.ndarray
+    starts: np.ndarray
 
     @property
     def labels(self) -> np.ndarray:
@@ -87,11 +88,13 @@ def read_split(
       ValueError: if there are fewer than two rows, or data cannot be read.
     """
     rows = read_rows(data_files, target_dir, ROW, 0, vocab_size, DataConfig(loss_on=loss_on))
-    tokens, mask = rows.tokens[:num_rows], rows.mask[:num_rows]
-    if len(tokens) < 2:
+    starts = np.zeros_like(rows.tokens) if rows.starts is None else rows.starts
+    whole = [values[:num_rows] for values in (rows.tokens, rows.mask, starts)]
+    num = len(whole[0])
+    if num < 2:
         raise ValueError(f"the data fill one row of {ROW} tokens: at least two are needed, one to judge by")
-    count = max(1, len(tokens) // 10)
-    return Text(tokens[:-count], mask[:-count]), Text(tokens[-count:], mask[-count:])
+    count = max(1, num // 10)
+    return Text(*(values[:-count] for values in whole)), Text(*(values[-count:] for values in whole))
 
 
 def started_from(fresh: Weights, trained: Weights, hot_ids: jax.Array | None) -> Started:

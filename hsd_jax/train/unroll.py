@@ -10,16 +10,16 @@ round's states, which a test holds it to. Read next: `drafter.py`.
 from __future__ import annotations
 
 import functools
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from hsd_jax.config import BLOCK, HEADS, DrafterConfig
-from hsd_jax.models.hidden import head_states, slot_inputs, trunk_inputs
+from hsd_jax.models.hidden import head_states, slot_inputs, trunk_inputs, trunk_masks
 from hsd_jax.models.layers import MASKED, Block, rope_table, widen
-from hsd_jax.models.target import causal_mask
+from hsd_jax.models.target import sequence_layout
 from hsd_jax.types import Weights
 
 KV = tuple[Array, Array]
@@ -96,7 +96,23 @@ def attend_slots(
     return out + jnp.einsum("bgans,bgase->bgane", shares, values).reshape(out.shape)
 
 
-def _take(values: Float[Array, "B T ..."], anchors: Int[Array, "B A"]) -> Float[Array, "B A ..."]:
+class _Context(NamedTuple):
+    """The committed entries of a row, and which of them what is drafted from its anchors sees."""
+
+    window: int | None
+    positions: Int[Array, "B T"]
+    at_anchors: Int[Array, "B A"]
+    """Positions of the anchors; as `positions`, counted from the beginning of a document."""
+    causal: Bool[Array, "B A T"]
+
+    def mask(self, ahead: int) -> Bool[Array, "B A T"]:
+        """What a node `ahead` of each anchor sees: what its anchor does, within the window."""
+        if self.window is None:
+            return self.causal
+        return self.causal & (self.at_anchors[:, :, None] + ahead - self.positions[:, None] < self.window)
+
+
+def _take(values: Shaped[Array, "B T ..."], anchors: Int[Array, "B A"]) -> Shaped[Array, "B A ..."]:
     return jax.vmap(lambda v, a: v[a])(values, anchors)
 
 
@@ -106,44 +122,54 @@ def unroll(
     features: Float[Array, "B T H"],
     embeddings: Float[Array, "B T H"] | None,
     anchors: Int[Array, "B A"],
+    starts: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B A K H"]:
     """States g_1..g_K of every anchor, before the output norm; g_k of anchor a predicts the token at a + 1 + k.
 
     Args:
       features: the target's hidden states of positions 0..T-1.
       embeddings: the target's embedding of the token behind each position; None without committed embeddings.
-      anchors: positions in 0..T-1, in any order.
+      anchors: places in the row, 0..T-1, in any order.
+      starts: where the document of each token begins; no state sees what stands before. None: rows of one document.
     """
     if config.kind == HEADS:
         return head_states(weights, config, _take(features, anchors), config.num_steps)
     batch, num = features.shape[:2]
-    positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
+    positions, causal = sequence_layout(batch, num, starts)
     table = rope_table(config.rope, config.head_dim, positions)
-    causal = causal_mask(batch, num)
-    mask = positions[:, None, :] <= anchors[:, :, None]
+    sees, _ = trunk_masks(config, positions, causal)
+    context = _Context(config.window, positions, _take(positions, anchors), _take(causal, anchors))
 
     assert embeddings is not None or not config.committed_embeddings, "the drafter reads embeddings of committed tokens"
     inputs = x = trunk_inputs(weights, config, features, embeddings)
     committed: list[KV] = []
     for layer in range(config.num_layers):
-        before, (x, kv) = x, _block(weights, config, layer, x, table, causal, None, None)
+        before, (x, kv) = x, _block(weights, config, layer, x, table, sees, None, None)
         committed.append(kv)
 
     # Step 1 once more, for the anchors only, through the last layer: of the pass above XLA then keeps no more than
     # the keys and values of that layer.
     first = functools.partial(attend_own, own=None)
-    at_anchors = rope_table(config.rope, config.head_dim, anchors)
+    at_anchors = rope_table(config.rope, config.head_dim, context.at_anchors)
     last = config.num_layers - 1
     state, _ = _block(
-        weights, config, last, _take(before, anchors), at_anchors, None, committed[last], mask, attend_fn=first
+        weights,
+        config,
+        last,
+        _take(before, anchors),
+        at_anchors,
+        None,
+        committed[last],
+        context.mask(0),
+        attend_fn=first,
     )
     if config.num_steps == 1:
         return state[:, :, None]
     if config.trunk == BLOCK:
-        later = _all_slots(weights, config, _take(inputs, anchors), anchors, committed, mask)
+        later = _all_slots(weights, config, _take(inputs, anchors), context, committed)
     else:
         read = embeddings if config.reads_drafts else None
-        later = _recurrence(weights, config, state, read, anchors, committed, mask)
+        later = _recurrence(weights, config, state, read, anchors, context, committed)
     return jnp.concatenate([state[:, :, None], later], 2)
 
 
@@ -159,8 +185,8 @@ def _recurrence(
     state: Float[Array, "B A H"],
     embeddings: Float[Array, "B T H"] | None,
     anchors: Int[Array, "B A"],
+    context: _Context,
     committed: list[KV],
-    mask: Bool[Array, "B A T"],
 ) -> Float[Array, "B A K-1 H"]:
     """g_2..g_K of every anchor, each from the one before; `state` is g_1.
 
@@ -170,7 +196,8 @@ def _recurrence(
     states: list[Array] = []
     own: list[tuple[KV, ...]] = [()] * config.num_layers
     for step in range(1, config.num_steps):
-        at = rope_table(config.rope, config.head_dim, anchors + step)
+        at = rope_table(config.rope, config.head_dim, context.at_anchors + step)
+        mask = context.mask(step)
         of_drafts = None
         if embeddings is not None:
             of_drafts = _take(embeddings, jnp.minimum(anchors + step, embeddings.shape[1] - 1))
@@ -187,16 +214,15 @@ def _all_slots(
     weights: Weights,
     config: DrafterConfig,
     last: Float[Array, "B A H"],
-    anchors: Int[Array, "B A"],
+    context: _Context,
     committed: list[KV],
-    mask: Bool[Array, "B A T"],
 ) -> Float[Array, "B A K-1 H"]:
     """g_2..g_K of every anchor in one pass over K - 1 slots each; `last` is the trunk's input at the anchors."""
-    (batch, num), num_slots = anchors.shape, config.num_steps - 1
+    (batch, num), num_slots = context.at_anchors.shape, config.num_steps - 1
     x = slot_inputs(weights, config, last, num_slots).reshape(batch, num * num_slots, -1)
-    positions = anchors[:, :, None] + 1 + jnp.arange(num_slots)
+    positions = context.at_anchors[:, :, None] + 1 + jnp.arange(num_slots)
     table = rope_table(config.rope, config.head_dim, positions.reshape(batch, -1))
-    mask = jnp.repeat(mask, num_slots, axis=1)
+    mask = jnp.stack([context.mask(1 + slot) for slot in range(num_slots)], 2).reshape(batch, num * num_slots, -1)
     see = functools.partial(attend_slots, num_slots=num_slots)
     for layer in range(config.num_layers):
         x, _ = _block(weights, config, layer, x, table, None, committed[layer], mask, attend_fn=see)

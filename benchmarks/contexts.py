@@ -1,0 +1,120 @@
+"""How tau depends on the length of the context, and how much of that the text itself explains.
+
+At each length c the target goes on greedily behind the first c tokens of a text, plainly and with a chain of drafts:
+`whole`. `last` gives it the last 100 of these tokens alone, so that neither model looks far: what the text explains.
+Texts are what the target itself writes behind the beginning of a dialogue (`own`, sampled at 0.8, end tokens passed
+over), and dialogues behind one another (`joined`), of which bits per byte are told too. `--window` and
+`--target-window` replace what the pair's configurations say ("own"), "none" takes a window away.
+
+    python benchmarks/contexts.py --demo --prompts dev.jsonl --half tune --limit 12
+    python benchmarks/contexts.py --demo --prompts dev.jsonl --half tune --limit 12 --window none --target-window none
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import hsd_jax
+from hsd_jax.cli import prompts as prompts_lib
+from hsd_jax.config import FULL, SLIDING, TreeConfig
+from hsd_jax.infer import metrics
+from hsd_jax.params import Params
+
+BEGINNING, LAST, NEAR, AHEAD = 48, 100, 256, 64
+"""Tokens: of a dialogue that an own text begins with, of a context that `last` keeps, of one that is near, and behind
+each context, whose bits per byte are told."""
+
+
+def with_windows(params: Params, window: str, target_window: str) -> Params:
+    """The same weights under other windows; "own" leaves one as it is."""
+    target, drafter = params.target_config, params.drafter_config
+    if target_window != "own":
+        size = None if target_window == "none" else int(target_window)
+        kind = FULL if size is None else SLIDING
+        target = dataclasses.replace(target, sliding_window=size, layer_types=(kind,) * target.num_layers)
+    if window != "own":
+        drafter = dataclasses.replace(drafter, window=None if window == "none" else int(window))
+    return params.replace(target_config=target, drafter_config=drafter)
+
+
+def own_texts(params: Params, dialogues: list[list[int]], length: int) -> list[list[int]]:
+    """What the target writes behind the beginning of each dialogue, that included."""
+    begun = [dialogue[:BEGINNING] for dialogue in dialogues]
+    new = [length - len(text) for text in begun]
+    seeds = list(range(len(begun)))
+    out = hsd_jax.decode(params, begun, max_new_tokens=new, temperature=0.8, seed=seeds, eos=(), speculate=False)
+    return [text + row[:num].tolist() for text, row, num in zip(begun, out.tokens, new, strict=True)]
+
+
+def joined_texts(params: Params, dialogues: list[list[int]], length: int) -> list[list[int]]:
+    """Dialogues behind one another, each text beginning with another one, cut at `length`."""
+    num_special = len(params.tokenizer.encode(""))  # a start token stands in front of the first dialogue alone
+    line = params.tokenizer.encode("\n")[num_special:]
+    texts = []
+    for first in range(len(dialogues)):
+        text, at = list(dialogues[first]), first
+        while len(text) < length:
+            at = (at + 1) % len(dialogues)
+            text += line + dialogues[at][num_special:]
+        texts.append(text[:length])
+    return texts
+
+
+def tau_behind(params: Params, contexts: list[list[int]], num_new: int) -> tuple[float, str, int]:
+    """Tau and acceptance by depth of greedy decoding, and the tokens that differ from plain decoding."""
+    drafted, plain = (hsd_jax.decode(params, contexts, num_new, eos=(), speculate=is_on) for is_on in (True, False))
+    acceptance = " ".join(f"{share:.2f}" for share in drafted.stats.conditional_acceptance)
+    return drafted.stats.tau, acceptance, int((drafted.tokens != plain.tokens).sum())
+
+
+def bits_per_byte(params: Params, texts: list[list[int]], first: int, last: int, start: int) -> float:
+    """Of tokens first to last, given those from `start` on."""
+    nats, num_bytes = 0.0, 0
+    for text in texts:
+        nats += metrics.text_nats(params.target, params.target_config, text[start:last], first - start)
+        num_bytes += len(params.tokenizer.decode(text[first:last]).encode())
+    return metrics.bits_per_byte(nats, num_bytes)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    pair = parser.add_mutually_exclusive_group(required=True)
+    pair.add_argument("--demo", action="store_const", const="demo", help="the bundled pair")
+    pair.add_argument("--target", help="a Hugging Face folder, with --drafter")
+    parser.add_argument("--drafter", help="a folder of hsd train drafter")
+    parser.add_argument("--prompts", nargs="+", required=True, help="dialogues, as hsd bench reads them")
+    parser.add_argument("--half", choices=prompts_lib.HALVES)
+    parser.add_argument("--limit", type=int, default=12, help="dialogues, and texts of each kind (default: 12)")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[64, 100, 256, 512, 1024, 1800], metavar="TOKENS")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--nodes", type=int, default=8, help="of the chain (default: 8)")
+    parser.add_argument("--window", default="own", help="of the drafter's trunk: a number, none, own (default: own)")
+    parser.add_argument("--target-window", default="own", help="likewise, of every layer of the target")
+    args = parser.parse_args(arguments)
+    chain = TreeConfig(args.nodes, args.nodes - 1, 1)
+    params = hsd_jax.load(args.demo, target=args.target, drafter=args.drafter, tree=chain)
+    params = with_windows(params, args.window, args.target_window)
+    found = prompts_lib.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
+    dialogues = [params.tokenizer.encode(prompt.text + (prompt.rest or "")) for prompt in found]
+    length = max(args.contexts) + AHEAD
+    for name, texts in (
+        ("own", own_texts(params, dialogues, length)),
+        ("joined", joined_texts(params, dialogues, length)),
+    ):
+        for context in sorted(args.contexts):
+            for what, start in (("whole", 0), ("last", max(context - LAST, 0))):
+                pieces = [text[start:context] for text in texts]
+                tau, acceptance, num_differ = tau_behind(params, pieces, args.max_new_tokens)
+                print(f"{name:6} {context:5} {what:5} tau {tau:.2f}  {acceptance}  {num_differ} differ", flush=True)
+    for context in sorted(args.contexts):
+        whole, near = (
+            bits_per_byte(params, texts, context, context + AHEAD, start) for start in (0, max(context - NEAR, 0))
+        )
+        print(
+            f"joined {context:5} bits per byte {whole:.2f}, {near:.2f} given the last {NEAR} tokens alone", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
