@@ -7,13 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from oracles import coupled as coupled_oracle
 from oracles import heads as oracle
 from oracles import tree as tree_oracle
 
 from hsd_jax.config import HEADS, TreeConfig
 from hsd_jax.infer.drafters.block import FIRST_RANK, NEXT_RANK, static_tree
+from hsd_jax.infer.sampling import position_noise
 from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.target import forward_sequence
+from hsd_jax.types import DrawLaw
 
 
 def paths_of(parents, labels) -> list[tuple[int, ...]]:
@@ -45,9 +48,13 @@ def head_logits(setup: toy.Setup, feature: np.ndarray, head: int) -> np.ndarray:
     return models["target"]["embedding"] @ (normed * drafter["output_norm"]["weight"])
 
 
-def test_drafts_are_the_best_guesses_of_each_head():
-    """After every round the feature is that of the last token but one; finished rows keep theirs."""
-    setup, call = toy.setup("llama", "heads"), toy.mixed_call()
+@pytest.mark.parametrize("law", [DrawLaw.ARBITRARY, DrawLaw.COUPLED])
+def test_drafts_are_the_best_guesses_of_each_head(law):
+    """After every round the feature is that of the last token but one; finished rows keep theirs.
+
+    Coupled guesses are in the order of log q + g; filters would leave fewer than a tree asks for.
+    """
+    setup, call = toy.setup("llama", "heads", law), toy.mixed_call().replace(top_k=[0] * 6, top_p=[1.0] * 6)
     shape = static_tree(toy.TREES["heads"])
     state = call.start(setup.decoder, setup.models)
     draft, node_logp = jax.jit(setup.drafter.draft), jax.jit(setup.drafter.node_logp)
@@ -64,6 +71,12 @@ def test_drafts_are_the_best_guesses_of_each_head():
             np.testing.assert_allclose(state.drafter.feature[row], feature, rtol=1e-4, atol=1e-5)
             logits = [head_logits(setup, np.float64(feature), k) for k in range(toy.TREES["heads"].depth)]
             best = [np.argsort(-x) for x in logits]
+            if law is DrawLaw.COUPLED:
+                places = jnp.asarray(position[row] + 1 + np.arange(len(logits), dtype=np.int32))[None]
+                noise = np.asarray(position_noise(keys[row : row + 1], places, toy.VOCAB))[0]
+                setting = call.temperature[row], None, None
+                pairs = zip(logits, noise, strict=True)
+                best = [np.argsort(-coupled_oracle.scores(x, g, setting, None, toy.VOCAB)) for x, g in pairs]
             wanted = [best[d - 1][r] for d, r in zip(shape.depths[1:], shape.ranks[1:], strict=True)]
             assert tree.tokens[row].tolist() == [int(root[row]), *wanted]
             own = [tree_oracle.log_softmax(logits[d - 1])[t] for d, t in zip(shape.depths[1:], wanted, strict=True)]

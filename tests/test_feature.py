@@ -65,7 +65,7 @@ def logits_of_paths(setup: toy.Setup, text: np.ndarray):
 @pytest.mark.parametrize("proposer", ["feature", pytest.param("feature_layers", marks=pytest.mark.slow)])
 def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
     """Mid-text, with pending features of several lengths; two levels and more make ancestors matter."""
-    setup, call = toy.setup("llama", proposer), toy.mixed_call()
+    setup, call = toy.setup("llama", proposer, DrawLaw.ARBITRARY), toy.mixed_call()
     tree = toy.TREES[proposer]
     state, pending = call.start(setup.decoder, setup.models), np.zeros(0, int)
     while len(set(pending)) < 2:  # there are such rounds, or the loop would end with rows that are done

@@ -23,7 +23,7 @@ from hsd_jax.infer.drafters.hidden import check_tree
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.hidden import base_logits, head_states, trunk_features
-from hsd_jax.models.hot import hot_columns, to_tokens
+from hsd_jax.models.hot import hot_columns, to_columns, to_tokens
 from hsd_jax.types import DRAWN_LAWS, NO_PARENT, Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
 
 FIRST_RANK, NEXT_RANK = 0.6, 0.3
@@ -135,9 +135,10 @@ def block_drafter(
         states = head_states(models["drafter"], config, state.feature, tree.depth)
         logits = base_logits(models["drafter"], config, models["target"], target_config, states)
         logp = jax.nn.log_softmax(logits, -1)
-        best = lax.top_k(logp, tree.width)[0]
-        chosen = best[:, shape.depths[1:] - 1, shape.ranks[1:]]
-        return jnp.pad(chosen, ((0, 0), (1, 0)))
+        columns, _ = to_columns(models["drafter"].get("hot_ids"), drafted.tokens)
+        own = jnp.take_along_axis(logp, jnp.maximum(drafted.depth - 1, 0)[:, :, None], 1)
+        chosen = jnp.take_along_axis(own, columns[:, :, None], 2)[:, :, 0]
+        return jnp.where(drafted.depth > 0, chosen, 0.0)
 
     def commit(models, state: BlockState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         features = trunk_features(models["drafter"], config, output.hidden, output.features)
