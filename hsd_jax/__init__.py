@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hsd_jax.api import DecodeResult, Piece, Stats, decode, stream
     from hsd_jax.config import DrafterConfig, LookupConfig, ModelConfig, TreeConfig
     from hsd_jax.params import Params, load, place, restrict
+    from hsd_jax.programs import compilation_cache
     from hsd_jax.tuned import Tuned
     from hsd_jax.tuning import tune
 
@@ -25,6 +26,7 @@ __all__ = [
     "Stats",
     "TreeConfig",
     "Tuned",
+    "compilation_cache",
     "decode",
     "load",
     "place",
@@ -37,6 +39,7 @@ _MODULES = {
     "hsd_jax.api": ("DecodeResult", "Piece", "Stats", "decode", "stream"),
     "hsd_jax.config": ("DrafterConfig", "LookupConfig", "ModelConfig", "TreeConfig"),
     "hsd_jax.params": ("Params", "load", "place", "restrict"),
+    "hsd_jax.programs": ("compilation_cache",),
     "hsd_jax.tuned": ("Tuned",),
     "hsd_jax.tuning": ("tune",),
 }

@@ -196,8 +196,9 @@ def _cost_model(params: Params) -> CostModel:
 
 def chosen_plan(params: Params, batch: int, capacity: int, temperature: float) -> Plan:
     """The plan of a call that leaves it to us; calls of the same sizes share one, and its programs."""
-    warm = temperature >= WARM
-    return _choose(_cost_model(params), batch, capacity, 1.0 if warm else 0.0)
+    # Two plans by temperature where a tree can be deep, one where it is short anyway: each is a program.
+    counted = float(temperature >= WARM) if batch == 1 else 0.5
+    return _choose(_cost_model(params), batch, capacity, counted)
 
 
 @functools.lru_cache(maxsize=256)
@@ -233,7 +234,7 @@ def first_capacity(prompt: int, total: int, reach: int, max_len: int) -> int:
     capacity = SMALLEST_CAPACITY
     while capacity < min(total + reach, max(prompt + SMALLEST_CAPACITY // 2 + reach, LARGEST_FIRST)):
         capacity *= GROWTH
-    return min(capacity, most)
+    return most if 2 * capacity > most else capacity  # no size that is nearly the largest
 
 
 def rule_and_law(accept: str, draw: str | None) -> tuple[str, DrawLaw]:

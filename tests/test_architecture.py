@@ -17,12 +17,12 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hsd_jax"
 
 # A module imports only from its own layer and from those before it.
 LAYERS = [
-    "settings files",
+    "settings files programs",
     "types config lock",
     "sharding checkpoint",
     "models",
     "infer",
-    "api params request tokenizer demo",
+    "api params plan request tokenizer demo",
     "train",
 ]
 LAYERS += ["machine measure tuned tuning", "cli"]
@@ -30,6 +30,7 @@ INFER_LAYERS = [
     "sampling draw tree",
     "accept length reuse ngram",
     "drafters",
+    "worth",
     "step overlap",
     "plain decode",
     "metrics replay",

@@ -19,6 +19,7 @@ import toy
 
 import hsd_jax
 from hsd_jax import params as params_lib
+from hsd_jax import programs
 from hsd_jax.cli import main as main_lib
 from hsd_jax.cli import options, train
 from hsd_jax.models import convert
@@ -265,8 +266,8 @@ def test_info_of_target_and_drafter(folders, capsys):
 
 def test_the_cache_folder_can_be_chosen(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert main_lib.cache_folder().parent == tmp_path / "hsd_jax"
-    assert main_lib.cache_folder(str(tmp_path / "own")).parent == tmp_path / "own"
+    assert programs.cache_folder().parent == tmp_path / "hsd_jax"
+    assert programs.cache_folder(str(tmp_path / "own")).parent == tmp_path / "own"
 
 
 def test_bench_record_is_complete(folders, tmp_path, capsys):

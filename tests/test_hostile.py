@@ -24,7 +24,7 @@ import pytest
 import toy
 
 import hsd_jax
-from hsd_jax import files, lock, settings
+from hsd_jax import files, lock, programs, settings
 from hsd_jax.cli import generate as generate_cli
 from hsd_jax.cli import identity, options
 from hsd_jax.cli import main as main_lib
@@ -399,7 +399,7 @@ def test_a_device_is_written_as_it_is():
 
 def test_empty_entries_of_the_compilation_cache_go(tmp_path, monkeypatch):
     monkeypatch.setenv("HSD_CACHE", str(tmp_path))
-    folder = main_lib.cache_folder(str(tmp_path))
+    folder = programs.cache_folder(str(tmp_path))
     folder.mkdir(parents=True)
     (folder / "a-cache").touch()
     (folder / "b-cache").write_bytes(b"1")
@@ -415,7 +415,7 @@ def test_empty_entries_of_the_compilation_cache_go(tmp_path, monkeypatch):
 
 def test_where_compiled_programs_are_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert main_lib.cache_folder("~/x").parent == tmp_path / "x"
+    assert programs.cache_folder("~/x").parent == tmp_path / "x"
     (tmp_path / "file").touch()
     monkeypatch.setenv("HSD_CACHE", str(tmp_path / "file"))
     assert hsd("info", tmp_path) == 2 and "is a file; name a folder" in capsys.readouterr().err

@@ -15,7 +15,6 @@ TYPE_CHECKING = False  # as in `hsd_jax/__init__.py`
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
-    from pathlib import Path
 
 ERROR = 2
 EPILOG = """\
@@ -33,7 +32,7 @@ examples:
 environment:
   HSD_CACHE=off       do not keep compiled programs in ~/.cache/hsd_jax
   HSD_CACHE=FOLDER    keep them there
-  HSD_NATIVE=0        products by XLA only, not by the compiled CPU kernel
+  HSD_NATIVE_ISA=L    CPU kernels of level avx2 or avx512, or off: products by XLA, in float32
   HSD_DEBUG=1         show the whole traceback of an error
 """
 
@@ -132,42 +131,13 @@ def _use_cache() -> None:
     setting = os.environ.get("HSD_CACHE", "")
     if setting.lower() in ("off", "0", "no"):
         return
-    from hsd_jax.files import check_new_folder, drop_empty
+    from hsd_jax.programs import compilation_cache
 
     try:
-        folder = cache_folder(setting)
-    except RuntimeError as error:  # neither HOME nor an entry of this user: nowhere to keep them
-        if setting:
-            raise ValueError(f"HSD_CACHE={setting}: this user has no home directory") from error
-        return
-    if setting:
-        check_new_folder(folder)
-    import jax
-
-    drop_empty(folder, "*-cache")
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-
-def cache_folder(setting: str = "") -> Path:
-    """A folder of its own for each kind of CPU: a home directory may serve machines with other instructions.
-
-    Raises:
-      RuntimeError: if it is to be in a home directory, and there is none.
-    """
-    import zlib
-    from pathlib import Path
-
-    if setting:
-        root = Path(setting).expanduser()
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return root / "xla"
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return root / f"xla-{zlib.crc32(flags.encode()):08x}"
+        compilation_cache(setting or True)
+    except ValueError as error:
+        if setting:  # else there is nowhere to keep them, and nobody asked for it
+            raise ValueError(f"HSD_CACHE={setting}: {error}") from error
 
 
 if __name__ == "__main__":

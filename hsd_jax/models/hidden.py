@@ -10,7 +10,6 @@ Read next: `infer/drafters/hidden.py`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import cast
 
@@ -23,7 +22,7 @@ from hsd_jax.config import BLOCK, FEATURE, HEADS, HIDDEN, PATH, RECURRENT, Draft
 from hsd_jax.models import native
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.layers import Block, RMSNorm, Weight, attend, linears, matmul, rms_norm, rope_table, rows_of
-from hsd_jax.models.target import Seen, causal_mask, lm_head, logits_of_rows
+from hsd_jax.models.target import causal_mask, lm_head, logits_of_rows, masks_within
 from hsd_jax.types import NO_PARENT, KVCache, NewKV, Weights
 
 
@@ -84,7 +83,7 @@ class Trunk(nn.Module):
             last = jnp.take_along_axis(x, slots_behind[:, None, None], 1)[:, 0]
             x = jnp.concatenate([x, self.slot_inputs(last, num_slots)], 1)
         table = rope_table(c.rope, c.head_dim, positions)
-        masks = trunk_masks(c, positions, new_mask, cache, active)
+        masks = masks_within(c.window, positions, new_mask, cache, active)
         keys, values = [], []
         for i, layer in enumerate(self.layer):
             cached = None if cache is None else (cache.keys[i], cache.values[i])
@@ -102,32 +101,6 @@ def _attend_behind(earlier, query, new, *rest):
     """`attend` where the nodes also see entries of earlier passes of this round, which no cache holds."""
     keys, values = (jnp.concatenate([e.astype(n.dtype), n], 2) for e, n in zip(earlier, new, strict=True))
     return attend(query, (keys, values), *rest)
-
-
-def trunk_masks(
-    config: DrafterConfig,
-    positions: Int[Array, "B N"],
-    new_mask: Bool[Array, "B N X"],
-    cache: KVCache | None = None,
-    active: Bool[Array, "B N"] | None = None,
-) -> tuple[Bool[Array, "B N X"], Seen | None]:
-    """Who sees whom among the nodes of a pass, and which cache slots a node sees.
-
-    Args:
-      new_mask: as in `trunk_pass`. Where it covers entries of earlier passes, all of these are of the same round, and
-        so within the window (`DrafterConfig.window`).
-      active: nodes that count; the others see nothing. None: all.
-    """
-    near = positions if config.window is None else positions - config.window + 1
-    if active is not None:
-        new_mask = new_mask & active[:, :, None]
-    if config.window is not None and new_mask.shape[1] == new_mask.shape[2]:
-        new_mask = new_mask & (positions[:, None] >= near[:, :, None])
-    if cache is None:
-        return new_mask, None
-    first = jnp.zeros_like(positions) if config.window is None else jnp.maximum(near, 0)
-    last = jnp.broadcast_to(cache.length[:, None], positions.shape)
-    return new_mask, (first, last if active is None else jnp.where(active, last, 0))
 
 
 def trunk_pass(
@@ -158,7 +131,7 @@ def trunk_pass(
     """
     variables = {"params": weights["trunk"]}
     rest = {"asking": asking, "active": active}
-    with contextlib.nullcontext() if active is None else native.only(active):
+    with native.only(active):
         output = Trunk(config).apply(variables, states, embeddings, positions, new_mask, cache, earlier, **rest)
     return cast(tuple[Array, NewKV], output)
 

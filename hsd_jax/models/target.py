@@ -7,7 +7,6 @@ verification. It never writes to the cache (`cache.py`). Read next: `infer/step.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import cast
 
@@ -67,23 +66,35 @@ def layer_masks(
     cache: KVCache | None,
     active: Bool[Array, "B N"] | None = None,
 ) -> dict[str, tuple[Array, Seen | None]]:
-    """For each kind of layer: who sees whom among the nodes, and which cache slots a node sees.
+    """`masks_within` for each kind of layer."""
+    rest = positions, new_mask, cache, active
+    full = masks_within(None, *rest)
+    return {FULL: full, SLIDING: full if config.sliding_window is None else masks_within(config.sliding_window, *rest)}
 
-    A node that is not active sees nothing.
+
+def masks_within(
+    window: int | None,
+    positions: Int[Array, "B N"],
+    new_mask: Bool[Array, "B N X"],
+    cache: KVCache | None = None,
+    active: Bool[Array, "B N"] | None = None,
+) -> tuple[Bool[Array, "B N X"], Seen | None]:
+    """Who sees whom among the nodes of a pass, and which cache slots a node sees.
+
+    Args:
+      window: positions that a node sees, its own included; None: all.
+      new_mask: where it covers entries of earlier passes too (X > N), all of these are taken to be within the window.
+      active: nodes that count; the others see nothing. None: all.
     """
-    seen = None
     if active is not None:
         new_mask = new_mask & active[:, :, None]
-    if cache is not None:
-        last = jnp.broadcast_to(cache.length[:, None], positions.shape)
-        seen = jnp.zeros_like(last), last if active is None else jnp.where(active, last, 0)
-    masks: dict[str, tuple[Array, Seen | None]] = {FULL: (new_mask, seen), SLIDING: (new_mask, seen)}
-    if config.sliding_window is not None:
-        near = positions[:, :, None] - positions[:, None, :] < config.sliding_window
-        if seen is not None:
-            seen = jnp.maximum(positions - config.sliding_window + 1, 0), seen[1]
-        masks[SLIDING] = (new_mask & near, seen)
-    return masks
+    if window is not None and new_mask.shape[1] == new_mask.shape[2]:
+        new_mask = new_mask & (positions[:, :, None] - positions[:, None, :] < window)
+    if cache is None:
+        return new_mask, None
+    first = jnp.zeros_like(positions) if window is None else jnp.maximum(positions - window + 1, 0)
+    last = jnp.broadcast_to(cache.length[:, None], positions.shape)
+    return new_mask, (first, last if active is None else jnp.where(active, last, 0))
 
 
 def head_rows(weights: Weights, config: ModelConfig) -> Float[Array, "V H"]:
@@ -127,7 +138,7 @@ def forward(
       taps: layers whose residual stream is returned in `features`.
       active: nodes that count, None: all. What is returned of the others means nothing; the CPU kernels skip them.
     """
-    with contextlib.nullcontext() if active is None else native.only(active):
+    with native.only(active):
         output = Target(config, remat).apply({"params": weights}, tokens, positions, new_mask, cache, taps, active)
     return cast(ModelOutput, output)  # flax allows for mutable collections, of which there are none
 

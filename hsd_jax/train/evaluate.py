@@ -217,10 +217,7 @@ def follow(
         def state_of(drafter: Drafter) -> Any:
             """Every root as a row of one batch whose text ends there."""
             capacity = len(text) + max(drafter.max_depth, drafter.reach) + 1
-
-            def begin(root):
-                return drafter_after(drafter, models, output, text[None], root[None] + 1, capacity)
-
+            begin = lambda root: drafter_after(drafter, models, output, text[None], root[None] + 1, capacity)  # noqa: E731
             return jax.tree.map(lambda x: x[:, 0], jax.vmap(begin)(roots))
 
         def counted(drafter: Drafter, state: Any) -> tuple[Array, Any]:

@@ -291,12 +291,21 @@ def _save(
 ) -> None:
     """Puts a drafter, its hot ids and its scores, if there are any, in the place of the one in `folder`."""
 
+    if judged is not None:
+        config = dataclasses.replace(config, **_profiles(judged))
+
     def write(new: Path) -> None:
         convert.save_drafter(new, config, params if hot_ids is None else {**params, "hot_ids": hot_ids})
         if judged is not None:
             write_json(new / "judged.json", judged)
 
     replace_folder(folder, write)
+
+
+def _profiles(judged: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+    """What a drafter's file keeps of its scores, for `plan.py`: acceptance by depth of a chain."""
+    names = {"profile": "chain_acceptance", "sampled_profile": "sampled_chain_acceptance"}
+    return {name: tuple(round(float(x), 3) for x in judged[key]) for name, key in names.items()}
 
 
 def _describe(report: Report, kind: str, params: Any, rows: data.Rows, train: LoopConfig) -> None:

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from hsd_jax.config import BLOCK, HEADS, DrafterConfig
-from hsd_jax.models.hidden import head_states, slot_inputs, trunk_inputs, trunk_masks
+from hsd_jax.models.hidden import head_states, slot_inputs, trunk_inputs
 from hsd_jax.models.layers import MASKED, Block, rope_table, widen
-from hsd_jax.models.target import sequence_layout
+from hsd_jax.models.target import masks_within, sequence_layout
 from hsd_jax.types import Weights
 
 KV = tuple[Array, Array]
@@ -137,7 +137,7 @@ def unroll(
     batch, num = features.shape[:2]
     positions, causal = sequence_layout(batch, num, starts)
     table = rope_table(config.rope, config.head_dim, positions)
-    sees, _ = trunk_masks(config, positions, causal)
+    sees, _ = masks_within(config.window, positions, causal)
     context = _Context(config.window, positions, _take(positions, anchors), _take(causal, anchors))
 
     assert embeddings is not None or not config.committed_embeddings, "the drafter reads embeddings of committed tokens"

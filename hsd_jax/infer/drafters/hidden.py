@@ -79,17 +79,9 @@ def hidden_drafter(
             return state
         return dataclasses.replace(state, spares=reuse_lib.no_spares(len(length), num_states, config.draft_vocab_size))
 
-    def read(
-        models,
-        state: HiddenState,
-        output: ModelOutput,
-        tokens: Int[Array, "B C"],
-        following: Int[Array, "B C"],
-        start: Int[Array, ""] | int,
-        length: Int[Array, "B"],
-    ):
+    def read(models, state: HiddenState, output: ModelOutput, tokens: Int[Array, "B C"], *where):
         """Takes in all features of the prompt but the last one, which becomes the pending query."""
-        return _read_chunk(models, target_config, config, state, output, following, start, length)
+        return _read_chunk(models, target_config, config, state, output, *where)
 
     def ready(models, state: HiddenState):
         """AHEAD: the first tree needs states, and no round has made any."""
@@ -110,21 +102,8 @@ def hidden_drafter(
         with jax.named_scope("tree"):
             bias = functools.partial(inject, models["drafter"], config)
             hot_ids = models["drafter"].get("hot_ids")
-            return grow_tree(
-                levels.logits,
-                bias,
-                root,
-                tree,
-                law,
-                keys,
-                root_position,
-                sampling,
-                hot_ids,
-                config.vocab_size,
-                levels.num,
-                levels.rival,
-                noise,
-            ), state
+            rest = keys, root_position, sampling, hot_ids, config.vocab_size, levels.num, levels.rival, noise
+            return grow_tree(levels.logits, bias, root, tree, law, *rest), state
 
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         # XLA drops the final states where the trunk reads layers below.

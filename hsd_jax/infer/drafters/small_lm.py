@@ -63,23 +63,13 @@ def small_lm_drafter(
     depth = tree.depth
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        batch = len(length)
-        cache = cache_lib.empty_cache(
-            config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, cache_dtype
-        )
+        sizes = config.num_layers, len(length), config.num_kv_heads, capacity, config.head_dim
+        cache = cache_lib.empty_cache(*sizes, cache_dtype)
         root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
         pending = jnp.pad(root, ((0, 0), (0, MAX_PENDING - 1)))
-        return SmallLMState(cache, pending, jnp.ones(batch, jnp.int32))
+        return SmallLMState(cache, pending, jnp.ones_like(length))
 
-    def read(
-        models,
-        state: SmallLMState,
-        output: ModelOutput,
-        tokens: Int[Array, "B C"],
-        following: Int[Array, "B C"],
-        start: Int[Array, ""] | int,
-        length: Int[Array, "B"],
-    ):
+    def read(models, state: SmallLMState, output: ModelOutput, tokens: Int[Array, "B C"], following, start, length):
         """Reads the prompt but its last token, the root."""
         _, cache = read_chunk(models["drafter"], config, state.cache, tokens, start, length - 1)
         return dataclasses.replace(state, cache=cache)
