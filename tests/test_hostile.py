@@ -679,7 +679,7 @@ def test_a_second_interrupt_ends_the_process():
         assert process.stderr.read() == "\nhsd: interrupted\n"
 
 
-def test_elsewhere_than_in_the_main_thread_nothing_changes():
+def test_in_other_threads_and_in_the_background_nothing_changes():
     before, seen = signal.getsignal(signal.SIGINT), []
 
     def enter():
@@ -690,6 +690,12 @@ def test_elsewhere_than_in_the_main_thread_nothing_changes():
     thread.start()
     thread.join()
     assert seen == [before]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts a program in the background
+    try:
+        with Interrupts():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # --- the streams of a program -----------------------------------------------------------------------------------------
