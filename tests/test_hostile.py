@@ -657,8 +657,8 @@ STUBBORN = """
 import time
 from hsd_jax.cli.interrupts import Interrupts
 with Interrupts():
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         time.sleep(60)
     finally:
         print("cleaning", flush=True)
