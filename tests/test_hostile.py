@@ -384,9 +384,11 @@ def test_a_full_disk_leaves_what_was_there(folders, tmp_path):
         assert str(tmp_path) in str(raised.value), name
         assert [p for p in tmp_path.rglob("*") if not p.is_dir()] == [], name
     (tmp_path / "record.json").write_text("old")
+    (tmp_path / f".record.json.{2**30}.tmp").touch()  # as a killed process leaves it
     with full_disk(), pytest.raises(OSError):
         files.write_json(tmp_path / "record.json", long)
     assert (tmp_path / "record.json").read_text() == "old"
+    assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob(".*.tmp"))
 
 
 def test_a_device_is_written_as_it_is():
