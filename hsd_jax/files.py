@@ -7,6 +7,7 @@ before. Knows nothing about what the files mean, and imports no jax. Read next: 
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -109,7 +110,8 @@ def read_yaml(path: str | Path) -> Any:
 def replacing(path: str | Path) -> Iterator[Path]:
     """A temporary path beside `path`: put in its place if the block ends well, removed if not.
 
-    A device or a FIFO, /dev/stdout for example, is given as it is.
+    What a killed process left of its own is removed, too. A device or a FIFO, /dev/stdout for example, is given as it
+    is.
 
     Raises:
       OSError: of the block's kind, naming `path`, if it cannot be written.
@@ -120,6 +122,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         return
     path = path.resolve()  # a link stays a link
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    _drop_leftovers(path)
     try:
         yield temporary
         temporary.replace(path)
@@ -128,6 +131,24 @@ def replacing(path: str | Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _drop_leftovers(path: Path) -> None:
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        pid = leftover.name.split(".")[-2]
+        with contextlib.suppress(OSError):
+            if pid.isdecimal() and not _is_alive(int(pid)):
+                leftover.unlink()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def write_text(path: str | Path, text: str) -> None:

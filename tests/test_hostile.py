@@ -384,9 +384,11 @@ def test_a_full_disk_leaves_what_was_there(folders, tmp_path):
         assert str(tmp_path) in str(raised.value), name
         assert [p for p in tmp_path.rglob("*") if not p.is_dir()] == [], name
     (tmp_path / "record.json").write_text("old")
+    (tmp_path / f".record.json.{2**30}.tmp").touch()  # as a killed process leaves it
     with full_disk(), pytest.raises(OSError):
         files.write_json(tmp_path / "record.json", long)
     assert (tmp_path / "record.json").read_text() == "old"
+    assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob(".*.tmp"))
 
 
 def test_a_device_is_written_as_it_is():
@@ -657,8 +659,8 @@ STUBBORN = """
 import time
 from hsd_jax.cli.interrupts import Interrupts
 with Interrupts():
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         time.sleep(60)
     finally:
         print("cleaning", flush=True)
@@ -679,7 +681,7 @@ def test_a_second_interrupt_ends_the_process():
         assert process.stderr.read() == "\nhsd: interrupted\n"
 
 
-def test_elsewhere_than_in_the_main_thread_nothing_changes():
+def test_in_other_threads_and_in_the_background_nothing_changes():
     before, seen = signal.getsignal(signal.SIGINT), []
 
     def enter():
@@ -690,6 +692,12 @@ def test_elsewhere_than_in_the_main_thread_nothing_changes():
     thread.start()
     thread.join()
     assert seen == [before]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts a program in the background
+    try:
+        with Interrupts():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # --- the streams of a program -----------------------------------------------------------------------------------------

@@ -33,7 +33,9 @@ class Interrupts:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
+        is_main = threading.current_thread() is threading.main_thread()
+        is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # by whoever started it, in the background
+        if not is_main or is_ignored or not hasattr(signal, "SIGALRM"):
             return self
         self._is_on = True
         read, self._write = os.pipe()
