@@ -28,6 +28,7 @@ from hsd_jax import checkpoint, sharding
 from hsd_jax.models import convert
 from hsd_jax.models.hidden import init_drafter
 from hsd_jax.train import claim, data, drafter, journal, loop, run, target, trained
+from hsd_jax.train.rows import _one_document
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -131,7 +132,7 @@ def test_prompts_to_judge_by_are_of_one_document():
     row = np.arange(10)
     cases = {(0,) * 10: [0, 1, 2, 3], (0,) * 3 + (3,) * 7: [3, 4, 5, 6], (0,) * 5 + (5,) * 5: [0, 1, 2, 3]}
     for begins, wanted in cases.items():
-        assert run._one_document(row, np.array(begins), 4).tolist() == wanted
+        assert _one_document(row, np.array(begins), 4).tolist() == wanted
 
 
 def test_target_run_leaves_a_folder_that_loads(files):

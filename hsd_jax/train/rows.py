@@ -115,6 +115,23 @@ def make_rows(
     return _padded(encoded, length, eos)
 
 
+def beginnings(rows: Rows, count: int, length: int) -> list[np.ndarray]:
+    """Prompts from the last `count` rows: at most `length` tokens each, all of one document, without padding."""
+    starts = np.zeros_like(rows.tokens) if rows.starts is None else rows.starts
+    found = []
+    for row, begins in zip(rows.tokens[-count:], starts[-count:], strict=True):
+        piece = _one_document(row, begins, length)
+        padding = int(np.argmax(piece[::-1] != piece[-1]))  # repetitions of the last token
+        found.append(piece[: max(2, len(piece) - max(0, padding - 1))])
+    return found
+
+
+def _one_document(row: np.ndarray, begins: np.ndarray, length: int) -> np.ndarray:
+    """At most `length` tokens of a row, all of one document: the first that has so many there, else the longest."""
+    pieces = [row[begins == begin][:length] for begin in np.unique(begins)]
+    return max(pieces, key=len)  # of equals the first
+
+
 _Encoded = tuple[np.ndarray, np.ndarray]
 """The tokens of a document, int32 [n], and which are labels, bool [n]."""
 

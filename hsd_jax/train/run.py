@@ -31,6 +31,7 @@ from hsd_jax.train import claim, data, drafter, evaluate, features, hot_vocabula
 from hsd_jax.train.curves import draw_curves
 from hsd_jax.train.journal import Journal
 from hsd_jax.train.loop import Judge, LoopConfig, fit
+from hsd_jax.train.rows import beginnings
 from hsd_jax.train.tokenizer import train_tokenizer
 from hsd_jax.train.trained import started_from
 
@@ -235,20 +236,9 @@ def _hold_out(rows: data.Rows, config: evaluate.EvalConfig, train: LoopConfig) -
         )
     if not count:
         return rows, []
-    prompts, length = [], min(config.prompt_tokens, train.length)
-    starts = np.zeros_like(rows.tokens) if rows.starts is None else rows.starts
-    for row, begins in zip(rows.tokens[-count:], starts[-count:], strict=True):
-        row = _one_document(row, begins, length)
-        padding = int(np.argmax(row[::-1] != row[-1]))  # repetitions of the last token
-        prompts.append(row[: max(2, len(row) - max(0, padding - 1))])
+    prompts = beginnings(rows, count, min(config.prompt_tokens, train.length))
     used = rows.take(slice(None, -count - 1))  # a document may end in the first held-out row
     return dataclasses.replace(rows, **used), prompts
-
-
-def _one_document(row: np.ndarray, begins: np.ndarray, length: int) -> np.ndarray:
-    """At most `length` tokens of a row, all of one document: the first that has so many there, else the longest."""
-    pieces = [row[begins == begin][:length] for begin in np.unique(begins)]
-    return max(pieces, key=len)  # of equals the first
 
 
 def _judge(
@@ -319,10 +309,8 @@ def _describe(report: Report, kind: str, params: Any, rows: data.Rows, train: Lo
 def _say_reach(report: Report, length: int, window: int | None, max_position: int, remedy: str) -> None:
     """Says so if attention will reach further back in decoding than any row of training does."""
     if min(window or max_position, max_position) > length:
-        report(
-            f"rows of {length} tokens: attention further back is not trained, contexts may have {max_position};"
-            f" {remedy}"
-        )
+        reach = f"attention further back is not trained, contexts may have {max_position}"
+        report(f"rows of {length} tokens: {reach}; {remedy}")
 
 
 def _placement(mesh: Mesh | None, train: LoopConfig, config: Any) -> tuple[Callable, Callable]:
