@@ -144,7 +144,7 @@ class HsdJax:
                     precision="exact" if dtype == "float32" else "fast",
                 )
                 self.loaded[dtype, drafter] = dataclasses.replace(params, tokenizer=None)  # ids out, as of generate()
-            own = self.loaded[dtype, drafter].tree
+            own = params_lib.default_tree(self.loaded[dtype, drafter].drafter_config)
             tree = own if method["tree"] is None else hsd_jax.TreeConfig(*method["tree"])
             shown = "" if drafter is None else f" {tree.nodes}x{tree.depth}x{tree.width}"
             # Where float32 is the fastest dtype, or a tree is given that is the drafter's own, this is one method.

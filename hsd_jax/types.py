@@ -93,12 +93,12 @@ class DraftTree:
     parents: Int[Array, "B N"]
     depth: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
-    score: Float[Array, "B N"] | None = None
-    """Log of how likely the drafter takes each node to be accepted, all its ancestors with it; 0 for the root. Falls
-    along paths. None where the drafter has no opinion."""
     draft_logp: Float[Array, "B I V"] | None = None
     """Log-probabilities the children of each node were drawn from; None unless the law is one of DRAWN_LAWS."""
     law: DrawLaw = flax.struct.field(pytree_node=False, default=DrawLaw.ARBITRARY)
+    score: Float[Array, "B N"] | None = None
+    """Log of how likely the drafter takes each node to be accepted, all its ancestors with it; 0 for the root. Falls
+    along paths. None where the drafter has no opinion."""
 
 
 @flax.struct.dataclass

@@ -23,7 +23,7 @@ from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models.hidden import base_logits, inject, read_tree, token_bias
 from hsd_jax.models.target import forward_sequence
-from hsd_jax.params import DEMO
+from hsd_jax.params import DEFAULT_TREE, DEMO
 from hsd_jax.request import prepare
 from hsd_jax.types import DrawLaw
 
@@ -47,7 +47,7 @@ def assets_hash() -> str:
 
 @functools.cache
 def params() -> hsd_jax.Params:
-    return hsd_jax.load("demo", precision="exact")
+    return hsd_jax.load("demo", precision="exact", tree=DEFAULT_TREE)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -421,8 +421,9 @@ def test_the_default_tree_fits_the_drafter(folders, tmp_path, num_steps):
     config, weights = convert.read_drafter(folders / "drafter")
     convert.save_drafter(tmp_path, hsd_jax.DrafterConfig(**{**vars(config), "num_steps": num_steps}), weights)
     loaded = hsd_jax.load(target=folders / "ids", drafter=tmp_path)
-    assert loaded.tree.depth == min(num_steps, 7)
-    loaded.tree.sampled_widths()  # it may be drawn, too: decode(..., accept="recursive")
+    tree = params_lib.default_tree(loaded.drafter_config)
+    assert loaded.tree is None and tree.depth == min(num_steps, 7)
+    tree.sampled_widths()  # it may be drawn, too: decode(..., accept="recursive")
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def test_the_folder_holds_every_figure(folders, tmp_path, capsys):
         (["--temperatures", "0", "-1"], "'-1': allowed are finite numbers from 0"),
         (["--batch", "1", "1"], "--batch 1 1: each once"),
         (["--batch", "4"], "--batch 4: a task has 3 prompts"),
-        (["--methods", "a: {accept: foo}"], "method 'a': accept='foo': allowed are match, recursive"),
+        (["--methods", "a: {accept: foo}"], "accept='foo': allowed are auto, match, recursive"),
         (["--methods", "a: {tree: 30x9x9}"], "method 'a': TreeConfig.depth=9: this drafter was trained for"),
         (["--methods", "a: {reuse: mix}"], "method 'a': reuse='mix': this drafter has no fitted weights"),
         (["--methods", "a: {reuse: union, accept: recursive}"], "method 'a': reuse='union' with draw="),

@@ -282,4 +282,3 @@ def test_the_table_of_drafters_names_the_trees_that_are_the_default():
     trees['`"lookup"`'] = params_lib.DEFAULT_CHAINS[LookupConfig]
     for beginning, tree in trees.items():
         assert tree.width == 1 and f"chain of {tree.depth}" in row(beginning)
-    assert f"a chain of {params_lib.WARM_DEPTH} where" in row("a folder of `hsd")

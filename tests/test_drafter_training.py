@@ -179,8 +179,8 @@ def test_a_window_hides_what_lies_before_it(changes):
 
 
 def test_a_window_that_a_round_would_leave_is_refused():
-    for window in (5, True, 6.0):
-        with pytest.raises(ValueError, match=r"model\.window=.*: allowed are 2 \* num_steps = 6 and more"):
+    for window, allowed in ((5, r"2 \* num_steps = 6 and more"), (True, "whole numbers"), (6.0, "whole numbers")):
+        with pytest.raises(ValueError, match=rf"model\.window=.*: allowed are {allowed}"):
             dataclasses.replace(MODEL, window=window)
     with pytest.raises(ValueError, match=r"model\.window=128: kind 'block' has no such choice"):
         dataclasses.replace(MODEL, window=128, **HEADS_MODEL)
@@ -707,7 +707,7 @@ def test_feature_layers_of_a_target():
         with pytest.raises(ValueError, match=r"feature_layers=\[1, 2\]: this target has layers 0 to 1"):
             build(TARGET, too_deep)
     for layers in ((1, 0), (0, 0), (-1,), [0, 1], "low", (True,)):
-        with pytest.raises(ValueError, match=r"DrafterConfig\.feature_layers=.*: expected layer numbers"):
+        with pytest.raises(ValueError, match=r"DrafterConfig\.feature_layers=.*: (expected|allowed are) "):
             dataclasses.replace(too_deep, feature_layers=layers)
 
 
@@ -738,7 +738,7 @@ def test_a_drafter_with_a_block_trunk_is_stored(num_steps, tmp_path):
     file = tmp_path / "drafter_config.json"
     values = json.loads(file.read_text())
     file.write_text(json.dumps(values | {"trunk": "parallel"}))
-    with pytest.raises(ValueError, match=r"DrafterConfig\.trunk='parallel': allowed are recurrent, block"):
+    with pytest.raises(ValueError, match=r"trunk='parallel': allowed are recurrent, block"):
         convert.read_drafter(tmp_path)
     file.write_text(json.dumps(values | {"trunk": "recurrent"}))
     with pytest.raises(ValueError, match=r"no_token"):

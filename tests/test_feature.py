@@ -120,6 +120,6 @@ def test_settings_of_another_kind_are_refused():
             dataclasses.replace(config, **changes)
     with pytest.raises(ValueError, match=r"kind='medusa': allowed are hidden, feature, block"):
         dataclasses.replace(config, kind="medusa")
-    assert config.kind == FEATURE and DrafterConfig(1, 1, 1, 1, 1, 1, 1).kind == "hidden"
+    assert config.kind == FEATURE and DrafterConfig(2, 1, 1, 1, 2, 1, 1).kind == "hidden"
     with pytest.raises(ValueError, match=r"depth=5.*1 to 4 steps"):
         make_drafter(toy.target_config(), config, TreeConfig(nodes=8, depth=5, width=2))

@@ -256,7 +256,7 @@ def test_the_native_kernel_multiplies_the_hot_rows():
         program = jax.make_jaxpr(lambda d, t, x: base_logits(d, setup.drafter_config, t, setup.config, x).sum())(
             setup.models["drafter"], setup.models["target"], states
         )
-    calls = [e for e in program.eqns if e.params.get("target_name") == "hsd_rows_matmul"]
+    calls = [e for e in program.eqns if str(e.params.get("target_name")).endswith("_rows_matmul")]
     assert [[v.aval.shape for v in e.outvars] for e in calls] == [[(18, len(HOT))]]
 
 

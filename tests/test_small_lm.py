@@ -18,6 +18,7 @@ from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.drafters.small_lm import small_lm_drafter
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import convert
+from hsd_jax.params import default_tree
 from hsd_jax.types import DrawLaw
 
 DEPTH = toy.TREES["chain"].depth
@@ -149,7 +150,9 @@ def test_any_target_folder_of_the_same_vocabulary_drafts(tmp_path):
     convert.save_target(tmp_path / "target", config, weights)
     convert.save_target(tmp_path / "small", small_config, toy.make_target(small_config))
     params = hsd_jax.load(target=tmp_path / "target", drafter=tmp_path / "small", precision="exact")
-    assert isinstance(params.drafter_config, SmallLMConfig) and params.tree == TreeConfig(5, 4, 1)
+    assert isinstance(params.drafter_config, SmallLMConfig) and default_tree(params.drafter_config) == TreeConfig(
+        5, 4, 1
+    )
     prompts, settings = [[3, 1, 4], [1, 5]], {"max_new_tokens": 20, "temperature": [0.0, 0.9]}
     plain = hsd_jax.decode(params, prompts, speculate=False, **settings)
     for drafter in (tmp_path / "small", "lookup:2"):

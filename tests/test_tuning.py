@@ -302,7 +302,7 @@ def test_files_that_are_no_record(params, tmp_path, change, message):
     make_record(params).save(path)
     changed = change(json.loads(path.read_text()))
     path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
-    with pytest.raises(ValueError, match=r"tuned\.json: no record of `hsd tune` \(") as error:
+    with pytest.raises(ValueError, match=r"tuned\.json.*this is no record of `hsd tune`") as error:
         hsd_jax.Tuned.load(path, params)
     assert message in str(error.value)
 

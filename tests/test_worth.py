@@ -34,7 +34,7 @@ def random_tree(rng: np.random.Generator, batch: int, num: int) -> DraftTree:
         score[b, n], depth[b, n] = score[b, up] - rng.exponential(0.5), depth[b, up] + 1
         valid[b, n] = valid[b, up] and rng.random() < 0.9
     ints = [jnp.asarray(x, jnp.int32) for x in (rng.integers(0, 9, (batch, num)), parents, depth)]
-    return DraftTree(*ints, jnp.asarray(valid), jnp.asarray(score, jnp.float32))
+    return DraftTree(*ints, jnp.asarray(valid), score=jnp.asarray(score, jnp.float32))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -71,7 +71,7 @@ def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_
         jnp.broadcast_to(jnp.arange(-1, 7), (2, 8)),
         jnp.broadcast_to(jnp.arange(8), (2, 8)),
         jnp.ones((2, 8), bool),
-        jnp.broadcast_to(jnp.log(0.9) * jnp.arange(8.0), (2, 8)),
+        score=jnp.broadcast_to(jnp.log(0.9) * jnp.arange(8.0), (2, 8)),
     )
     fresh, live = worth.first_control(2), jnp.zeros(2, bool)
     short, long = jnp.full(2, 64), jnp.asarray([64, 4000])

@@ -165,6 +165,8 @@ def read_methods(path: str | Path) -> dict[str, dict[str, Any]]:
 
 def make_modes(args: argparse.Namespace, params, about: dict[str, dict[str, Any]]) -> list[Mode]:
     """Plain first, then the methods; all share one target."""
+    from hsd_jax.params import default_tree
+
     loaded, modes = {None: params}, [Mode(PLAIN, params)]
     for name, method in about.items():
         where = method.get("drafter")
@@ -175,7 +177,8 @@ def make_modes(args: argparse.Namespace, params, about: dict[str, dict[str, Any]
         if found.drafter_config is None:
             raise ValueError(f"method {name!r} has no drafter: name one in --methods, or give --drafter DIR")
         try:
-            tree = options.parse_tree(method["tree"]) if "tree" in method else found.tree
+            own = found.tree or default_tree(found.drafter_config)
+            tree = options.parse_tree(method["tree"]) if "tree" in method else own
             if not method.get("token_info", True):
                 found = without_token_info(found)
             how = {key: method[key] for key in ("accept", "draw", "reuse") if key in method}

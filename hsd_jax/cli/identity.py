@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     """Compares, prints, and returns 1 if a difference is not excused."""
     params = options.load_params(args)
     options.need_drafter(params, "identity")
-    tree = options.tree_of(args, params)
+    tree = options.tree_asked(args, params)
     found = prompts_lib.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
     prompts = [(p.name, params.tokenizer.encode(p.text)) for p in found]
     record = compare(params, prompts, tree, args.max_new_tokens, args.batch, args.seed, args.reuse or "none")
@@ -106,15 +106,23 @@ def compare(
     seed: int,
     reuse: str = "none",
 ) -> dict:
-    """Runs all settings; `ok` is False if a difference is not excused."""
+    """Runs all settings; `ok` is False if a difference is not excused.
+
+    Args:
+      tree: None: what `decode` chooses.
+    """
+    from hsd_jax.params import default_tree
+
     promised, noise = is_promised(params), None
+    num_nodes = (tree or default_tree(params.drafter_config)).nodes
     settings = []
     for name, sampling in SETTINGS.items():
         options.say(f"{name}: {len(prompts)} prompts")
-        plain, _ = _decode_all(params, prompts, None, max_new_tokens, batch, seed, sampling)
-        drafted, tau = _decode_all(params, prompts, tree, max_new_tokens, batch, seed, sampling | {"reuse": reuse})
+        plain, _, _ = _decode_all(params, prompts, max_new_tokens, batch, seed, sampling | {"speculate": False})
+        how = sampling | {"reuse": reuse, "tree": tree}
+        drafted, tau, share = _decode_all(params, prompts, max_new_tokens, batch, seed, how)
         if noise is None and params.precision != "exact":
-            noise = logit_noise(params, prompts[:NOISE_ROWS], plain[:NOISE_ROWS], tree.nodes)
+            noise = logit_noise(params, prompts[:NOISE_ROWS], plain[:NOISE_ROWS], num_nodes)
         differences, compared = [], 0
         for row, (a, b) in enumerate(zip(plain, drafted, strict=True)):
             index = first_difference(a, b)
@@ -131,6 +139,7 @@ def compare(
                 "tokens_compared": compared,
                 "per_thousand": per_thousand,
                 "tau": tau,
+                "drafted_share": share,
                 "ok": is_ok and is_rare,
                 "differences": [dataclasses.asdict(d) for d in differences],
             }
@@ -144,7 +153,8 @@ def compare(
         "max_new_tokens": max_new_tokens,
         "batch": batch,
         "seed": seed,
-        "tree": dataclasses.asdict(tree),
+        "tree": None if tree is None else dataclasses.asdict(tree),
+        "num_nodes": num_nodes,
         "reuse": reuse,
         "logit_noise": noise,
         "settings": settings,
@@ -169,13 +179,17 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
-def _decode_all(params, prompts, tree, max_new_tokens, batch, seed, sampling) -> tuple[list[list[int]], float]:
-    """The generated tokens of every prompt, in order, and tau. Prompts of like length share a batch."""
+def _decode_all(params, prompts, max_new_tokens, batch, seed, how) -> tuple[list[list[int]], float, float]:
+    """The generated tokens of every prompt, in order, tau, and the share of passes that verified drafts.
+
+    Prompts of like length share a batch.
+    """
     import hsd_jax
 
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i][1]))
     texts: list[list[int]] = [[] for _ in prompts]
     num_tokens = num_passes = 0
+    shares = []
     for start in range(0, len(order), batch):
         rows = order[start : start + batch]
         filled = (rows + [rows[-1]] * batch)[:batch]  # the last batch repeats a row: one shape, one compilation
@@ -184,16 +198,15 @@ def _decode_all(params, prompts, tree, max_new_tokens, batch, seed, sampling) ->
             [prompts[i][1] for i in filled],
             max_new_tokens=max_new_tokens,
             seed=[seed + i for i in filled],
-            tree=tree,
-            speculate=tree is not None,
             accept="match",
-            **sampling,
+            **how,
         )
+        shares.append(out.stats.drafted_share)
         for slot, i in enumerate(rows):
             texts[i] = out.tokens[slot, : out.num_tokens[slot]].tolist()
             num_tokens += int(out.num_tokens[slot])
             num_passes += int(out.stats.per_row.num_target_passes[slot])
-    return texts, num_tokens / max(num_passes, 1)
+    return texts, num_tokens / max(num_passes, 1), sum(shares) / len(shares)
 
 
 def _precision(params):

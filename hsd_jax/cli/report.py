@@ -191,6 +191,7 @@ def print_identity(record: dict[str, Any]) -> None:
         "per 1,000",
         "excused",
         "tau",
+        "drafts in",
     )
     for setting in record["settings"]:
         table.add_row(
@@ -200,6 +201,7 @@ def print_identity(record: dict[str, Any]) -> None:
             f"{setting['per_thousand']:.2f}",
             str(sum(d["excused"] for d in setting["differences"])),
             f"{setting['tau']:.2f}",
+            f"{setting['drafted_share']:.0%}",
         )
     console.print(table)
     for setting in record["settings"]:
@@ -212,9 +214,7 @@ def print_identity(record: dict[str, Any]) -> None:
                 highlight=False,
             )
     if record["logit_noise"] is not None:
-        console.print(
-            f"logit noise between passes of 1 and {record['tree']['nodes']} nodes: {record['logit_noise']:.2e}"
-        )
+        console.print(f"logit noise between passes of 1 and {record['num_nodes']} nodes: {record['logit_noise']:.2e}")
     console.print("identity: " + ("ok" if record["ok"] else "FAILED"))
 
 

@@ -187,7 +187,7 @@ def _chain(
     depth = jnp.broadcast_to(jnp.arange(config.nodes, dtype=jnp.int32), shape)
     valid = jnp.ones(shape, bool) if num_levels is None else depth <= num_levels[:, None]
     tokens = jnp.concatenate(tokens, 1).astype(jnp.int32)
-    return DraftTree(tokens, depth - 1, depth, valid, jnp.concatenate(scores, 1), law=law), carry
+    return DraftTree(tokens, depth - 1, depth, valid, law=law, score=jnp.concatenate(scores, 1)), carry
 
 
 def _beam(

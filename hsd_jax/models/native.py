@@ -18,6 +18,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import warnings
@@ -286,6 +287,18 @@ def compiler() -> str | None:
     return shutil.which("g++") or shutil.which("clang++")
 
 
+def _run(command: list[str]) -> None:
+    """Runs a compiler; what it has started ends with it, on Ctrl-C too."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            process.communicate(timeout=300)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
 def _build(compiler: str, level: str) -> Path:
     """The compiled library of a level, from the user's cache if this source was built on this machine before."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))]
@@ -299,6 +312,6 @@ def _build(compiler: str, level: str) -> Path:
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             built = Path(folder) / "native.so"
             command = [compiler, *flags, "-I", jax.ffi.include_dir(), *map(str, SOURCES), "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, timeout=300)
+            _run(command)
             write_with_checksum(built, library)
     return library

@@ -36,7 +36,7 @@ from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.hidden import embed_committed, trunk_features
 from hsd_jax.models.hot import attach
 from hsd_jax.models.target import forward_sequence, lm_head
-from hsd_jax.settings import Count, NotNegative, OneOf, Whole, Within
+from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Whole, Within
 from hsd_jax.train import losses, on_policy
 from hsd_jax.train.anchors import chain_metrics, labels_of_anchors, sample_anchors
 from hsd_jax.train.data import DataConfig

@@ -295,7 +295,7 @@ def _save(
 def _profiles(judged: dict[str, Any]) -> dict[str, tuple[float, ...]]:
     """What a drafter's file keeps of its scores, for `plan.py`: acceptance by depth of a chain."""
     names = {"profile": "chain_acceptance", "sampled_profile": "sampled_chain_acceptance"}
-    return {name: tuple(round(float(x), 3) for x in judged[key]) for name, key in names.items()}
+    return {name: tuple(round(float(x), 3) for x in judged[key]) for name, key in names.items() if key in judged}
 
 
 def _describe(report: Report, kind: str, params: Any, rows: data.Rows, train: LoopConfig) -> None:
