@@ -28,7 +28,7 @@ from hsd_jax.config import (
 from hsd_jax.models import native
 from hsd_jax.types import Costs
 
-LEAST_GAIN = 1.02
+LEAST_GAIN = 1.05
 """A tree is chosen if it promises so many times the tokens a second of plain decoding."""
 LONGEST_CHAIN = 8
 """Nodes of the longest chain that is considered."""
@@ -57,14 +57,18 @@ class Rates:
 
 
 CPU_RATES = {  # of one core
-    "avx512": Rates(24e9, 80e9, 3e-6, skips_rows=True),
+    "avx512": Rates(24e9, 90e9, 3e-6, skips_rows=True),
     "avx2": Rates(20e9, 55e9, 3e-6, skips_rows=True),
     native.OFF: Rates(12e9, 40e9, 5e-6, many_rows=2.2),
 }
 DEVICE_RATES = {"gpu": Rates(2.0e12, 3e14, 2e-6), "tpu": Rates(6e11, 1.2e14, 1e-6)}
 MOST_CORES = 8
 """Cores that share the memory's speed; more do not read faster."""
-OPERATIONS_PER_LAYER = 8
+OPERATIONS_PER_LAYER, OPERATIONS_PER_ROW = 8, 1.5
+"""Small operations of a layer, and what each row adds to them, in such operations."""
+TILE = 8
+TILE_SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.66, 0.93, 0.93, 1.0)
+"""Of the time of a tile of 8 rows, what one of 0 to 8 rows takes: 6 rows do not fit the registers as well."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +121,15 @@ class CostModel:
         """Products of some rows with weights of so many numbers."""
         rows = np.asarray(rows, float)
         reading = numbers * itemsize / self.rates.bytes_per_second * np.where(rows > 1, self.rates.many_rows, 1.0)
-        multiplying = 2 * numbers * rows / self.rates.flops_per_second
+        counted = tile_rows(rows) if self.rates.skips_rows else rows
+        multiplying = 2 * numbers * counted / self.rates.flops_per_second
         return np.where(rows > 0, (reading**5 + multiplying**5) ** 0.2, 0.0)  # near the larger, a little more
 
     def target_pass(self, rows: float | np.ndarray) -> np.ndarray:
         """A pass over so many rows, without attention to the cache."""
         c = self.target
-        small = (c.num_layers * OPERATIONS_PER_LAYER + 10) * self.rates.operation_seconds
+        operations = c.num_layers * (OPERATIONS_PER_LAYER + OPERATIONS_PER_ROW * np.asarray(rows, float)) + 10
+        small = operations * self.rates.operation_seconds
         numbers = c.num_layers * _layer_numbers(c) + c.vocab_size * c.hidden_size
         return self.product(numbers, rows, self.itemsize) + small
 
@@ -156,7 +162,7 @@ class CostModel:
         if d.trunk == RECURRENT:
             states = depth * (float(self.product(trunk, batch, size)) + per_level)
         else:
-            states = float(self.product(trunk, batch * 1.5 * depth, size)) + per_level
+            states = float(self.product(trunk, batch * 0.9 * depth, size)) + per_level
         logits = float(self.product(head, batch * depth, size))
         levels = depth * float(self.product(d.rank * d.draft_vocab_size, batch * width, size) + 12 * small)
         return states + logits + levels
@@ -167,6 +173,13 @@ class CostModel:
         verify = self.target_pass(rows if self.rates.skips_rows else np.full(len(rows), rows[-1]))
         numbers = (verify, self.target_pass(np.arange(batch + 1)), self.drafting(batch, tree), self.slot(), trust)
         return Costs(*(np.asarray(x, np.float32) for x in numbers))
+
+
+def tile_rows(rows: np.ndarray) -> np.ndarray:
+    """So many rows, as the whole tiles of a CPU kernel that would take as long."""
+    rows = np.asarray(rows, float)
+    tiles = np.maximum(np.ceil(rows / TILE), 1.0)
+    return tiles * TILE * np.interp(rows / tiles, np.arange(TILE + 1), TILE_SHARES)
 
 
 def _layer_numbers(c: ModelConfig | DrafterConfig) -> int:
@@ -228,7 +241,7 @@ def choose(model: CostModel, batch: int, context: int, temperature: float) -> Pl
       temperature: the highest of all rows.
     """
     profile = profile_at(model.drafter, temperature)
-    slots = context / 2
+    slots = context / 4
 
     def rate(tree: TreeConfig) -> float:
         tokens = expected_tokens(profile, tree)

@@ -197,7 +197,7 @@ def _cost_model(params: Params) -> CostModel:
 def chosen_plan(params: Params, batch: int, capacity: int, temperature: float) -> Plan:
     """The plan of a call that leaves it to us; calls of the same sizes share one, and its programs."""
     # Two plans by temperature where a tree can be deep, one where it is short anyway: each is a program.
-    counted = float(temperature >= WARM) if batch == 1 else 0.5
+    counted = float(temperature >= WARM) if batch == 1 else 0.0
     return _choose(_cost_model(params), batch, capacity, counted)
 
 

@@ -38,31 +38,30 @@ def random_tree(rng: np.random.Generator, batch: int, num: int) -> DraftTree:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_nodes_are_those_that_give_most_tokens_a_second(seed):
-    """Against every number of nodes, in plain Python; what is chosen holds each chosen node's parent."""
+def test_what_is_kept_approaches_the_most_tokens_a_second(seed):
+    """Against every number of nodes, in plain Python; what is kept holds each kept node's parent."""
     rng = np.random.default_rng(seed)
     batch, num = 3, 6
-    tree, done = random_tree(rng, batch, num), rng.random(batch) < 0.3
-    priced = costs(batch * num, batch, node=rng.uniform(0.05, 1.0), draft=0.7)
-    control = dataclasses.replace(
-        worth.first_control(batch), accepted=jnp.asarray([0.0, 2.0, 8.0]), predicted=jnp.full(3, 8.0)
+    tree, done = random_tree(rng, batch, num), np.zeros(batch, bool)
+    node, fixed, draft = rng.uniform(0.05, 1.0), 1.0, 0.7
+    priced = costs(batch * num, batch, node=node, fixed=fixed, draft=draft)
+    seen = {"accepted": jnp.asarray([0.0, 2.0, 8.0]), "predicted": jnp.full(3, 8.0)}
+    control = dataclasses.replace(worth.first_control(batch), **seen)
+    likely = np.asarray(worth.survival(tree, control, priced))
+    best = max(
+        np.sort(likely.ravel())[::-1][:count].sum() / (fixed + node * count + draft)
+        for count in range(batch, batch * num + 1)
     )
-    kept, seconds = worth.choose(tree, control, priced, jnp.full(batch, 50), jnp.asarray(done))
-    likely = np.where(done[:, None], 0.0, np.asarray(worth.survival(tree, control, priced)))
-    nodes = sorted((-likely[b, n] - (n == 0), b, n) for b in range(batch) for n in range(num) if likely[b, n] > 0)
-    rates = {}
-    for count in range(max(int((~done).sum()), 1), len(nodes) + 1):
-        tokens = sum(likely[b, n] for _, b, n in nodes[:count])
-        rates[count] = tokens / (float(priced.pass_seconds[count]) + 0.7)
-    if rates:
-        best = max(rates, key=rates.get)
-        assert {(b, n) for _, b, n in nodes[:best]} == set(
-            zip(*np.nonzero(np.asarray(kept) & ~done[:, None]), strict=True)
-        )
-        assert float(seconds) == pytest.approx(float(priced.pass_seconds[best]) + 0.7)
-    parents = np.asarray(tree.parents)
-    for b, n in zip(*np.nonzero(np.asarray(kept)), strict=True):
-        assert n == 0 or kept[b, parents[b, n]]
+    for _ in range(30):  # rounds that give what was promised
+        kept, seconds = worth.choose(tree, control, priced, jnp.full(batch, 50), jnp.asarray(done))
+        tokens = jnp.sum(jnp.where(kept, likely, 0.0))
+        assert float(seconds) == pytest.approx(fixed + node * int(kept.sum()) + draft)
+        control = dataclasses.replace(control, tokens=control.tokens + tokens, seconds=control.seconds + seconds)
+        for b, n in zip(*np.nonzero(np.asarray(kept)), strict=True):
+            assert n == 0 or kept[b, int(tree.parents[b, n])]
+    assert float(tokens / seconds) >= 0.97 * best  # the average still remembers the first rounds
+    kept, _ = worth.choose(tree, control, priced, jnp.full(batch, 50), jnp.asarray([True, False, False]))
+    assert bool(kept[0, 0])
 
 
 def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_dearer():
@@ -166,7 +165,7 @@ def test_a_plan_speculates_where_a_pass_waits_for_its_weights_and_decodes_plainl
     assert warm.depth < cold.depth
     assert plan.choose(model(), 2, 512, 0.0).tree.depth <= alone.tree.depth
     wide = plan.choose(plan.CostModel(**{**vars(model(False)), "rates": plan.Rates(2e12, 3e14, 1e-6)}), 1, 512, 0.0)
-    assert wide.tree.nodes == 16
+    assert wide.tree.width > 1 and wide.tree.nodes >= 8
 
 
 def test_a_drafter_without_a_profile_starts_from_a_careful_one():

@@ -16,6 +16,10 @@ from hsd_jax.cli import options, prompts
 from hsd_jax.machine import hardware
 
 
+FEWEST_ROWS = 6
+"""Prompts of a cell: so many batches of a few rows, or one."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """One batch size, context length and temperature."""
@@ -55,9 +59,10 @@ def measure(args: argparse.Namespace, params, found: Sequence[prompts.BenchPromp
     cells = []
     for context in args.contexts:
         for batch in args.batches:
-            rows = joined_contexts(params, found, context, batch)
+            rows = joined_contexts(params, found, context, max(batch, FEWEST_ROWS // batch * batch))
+            batches = [rows[first : first + batch] for first in range(0, len(rows), batch)]
             for temperature in args.temperatures:
-                cells.append(_cell(params, rows, context, temperature, args.max_new_tokens, args.repeats, args.seed))
+                cells.append(_cell(params, batches, context, temperature, args))
                 options.say(line_of(cells[-1]))
     return {
         "command": args.command_line,
@@ -73,22 +78,26 @@ def measure(args: argparse.Namespace, params, found: Sequence[prompts.BenchPromp
     }
 
 
-def _cell(params, rows: list[list[int]], context: int, temperature: float, new: int, pairs: int, seed: int) -> Cell:
+def _cell(params, batches: list[list[list[int]]], context: int, temperature: float, args) -> Cell:
     from hsd_jax.api import decode
 
-    def timed(speculate: bool):
-        return decode(params, rows, new, temperature, seed=seed, speculate=speculate, eos=())
+    new = args.max_new_tokens
+
+    def timed(speculate: bool) -> list:
+        how = {"temperature": temperature, "seed": args.seed, "speculate": speculate, "eos": ()}
+        return [decode(params, rows, new, **how) for rows in batches]
 
     results = {is_default: timed(is_default) for is_default in (False, True)}  # compiles
     rates: dict[bool, list[float]] = {False: [], True: []}
-    for pair in range(pairs):
+    num_tokens = sum(map(len, batches)) * new
+    for pair in range(args.repeats):
         for is_default in (bool(pair % 2), not pair % 2):
-            stats = timed(is_default).stats
-            rates[is_default].append(len(rows) * new / stats.decode_seconds)
+            rates[is_default].append(num_tokens / sum(out.stats.decode_seconds for out in timed(is_default)))
     ratios = [a / b for a, b in zip(rates[True], rates[False], strict=True)]
-    plain, default = results[False], results[True]
+    drafted = [out.stats for out in results[True]]
+    pairs = zip(results[False], results[True], strict=True)
     return Cell(
-        len(rows),
+        len(batches[0]),
         context,
         temperature,
         statistics.median(rates[False]),
@@ -96,10 +105,10 @@ def _cell(params, rows: list[list[int]], context: int, temperature: float, new: 
         statistics.median(ratios),
         min(ratios),
         max(ratios),
-        default.stats.tau,
-        default.stats.drafted_share,
-        str(default.stats.plan),
-        int((plain.tokens != default.tokens).any(1).sum()),
+        num_tokens / sum(stats.num_target_passes for stats in drafted),
+        statistics.mean(stats.drafted_share for stats in drafted),
+        str(drafted[0].plan),
+        sum(int((plain.tokens != default.tokens).any(1).sum()) for plain, default in pairs),
     )
 
 

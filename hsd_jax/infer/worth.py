@@ -17,6 +17,8 @@ MEMORY = 0.9
 """What a round leaves of the weight of those before it, in every average."""
 PRIOR = 4.0
 """Predicted tokens that a row's first estimate counts for."""
+PATIENCE = 0.95
+"""Drafts that give this share of plain decoding's tokens a second are kept: prices are not known better."""
 FEWEST_ROUNDS = 4
 """Rounds with drafts before their speed is judged."""
 FIRST_WAIT, LONGEST_WAIT = 2, 32
@@ -49,26 +51,23 @@ def choose(
 ) -> tuple[Bool[Array, "B N"], Float[Array, ""]]:
     """The nodes to verify, and the seconds that this should take.
 
-    Of all rows together the likeliest m nodes, m such that tokens a second are the most. A node is no likelier than its
-    parent and equals go to the smaller index, so what is chosen is closed under ancestors.
+    A node is worth its price if it promises more tokens for it than the rounds so far gave on average: what raises the
+    ratio of tokens to seconds is what exceeds the ratio (Dinkelbach 1967), so the choice approaches the best one. A
+    node is no likelier than its parent and no cheaper, so what is kept is closed under ancestors.
 
     Args:
       length: committed tokens.
     """
-    batch, num = tree.tokens.shape
-    is_root = tree.depth == 0
-    likely = jnp.where(done[:, None], -1.0, survival(tree, control, costs) + is_root.astype(jnp.float32))  # roots first
-    order = jnp.argsort(-likely.ravel(), stable=True)
-    value = jnp.where(likely > 0.0, likely - is_root.astype(jnp.float32), 0.0).ravel()[order]
-    attention = jnp.where(
-        tree.depth > FREE_DEPTH, costs.slot_seconds * length[:, None].astype(jnp.float32), 0.0
-    ).ravel()[order]
-    seconds = costs.draft_seconds + costs.pass_seconds[1:] + jnp.cumsum(attention)
-    num_roots = jnp.sum(~done)
-    may_end = (jnp.arange(batch * num) + 1 >= num_roots) & (value > 0.0)
-    best = jnp.argmax(jnp.where(may_end, jnp.cumsum(value) / seconds, -1.0))
-    rank = jnp.zeros(batch * num, jnp.int32).at[order].set(jnp.arange(batch * num, dtype=jnp.int32))
-    return (rank <= best).reshape(batch, num) & tree.valid, seconds[best]
+    num_live = jnp.sum(~done)
+    plain = costs.plain_seconds[num_live]
+    rate = (control.tokens + num_live.astype(jnp.float32)) / (control.seconds + plain)  # as if one round was plain
+    node = (costs.pass_seconds[-1] - costs.pass_seconds[len(done)]) / (tree.tokens.size - len(done))
+    attention = jnp.where(tree.depth > FREE_DEPTH, costs.slot_seconds * length[:, None].astype(jnp.float32), 0.0)
+    pays = survival(tree, control, costs) >= rate * (node + attention)
+    kept = tree.valid & ((tree.depth == 0) | pays)
+    counts = kept & ~done[:, None]
+    seconds = costs.draft_seconds + costs.pass_seconds[jnp.sum(counts)] + jnp.sum(jnp.where(counts, attention, 0.0))
+    return kept, seconds
 
 
 def learned(
@@ -100,7 +99,9 @@ def learned(
     tokens = MEMORY * control.tokens + jnp.sum(num_committed).astype(jnp.float32)
     spent = MEMORY * control.seconds + seconds
     plain = jnp.sum(~done)
-    is_poor = (rounds >= FEWEST_ROUNDS) & (tokens * costs.plain_seconds[plain] < plain.astype(jnp.float32) * spent)
+    is_poor = (rounds >= FEWEST_ROUNDS) & (
+        tokens * costs.plain_seconds[plain] < PATIENCE * plain.astype(jnp.float32) * spent
+    )
     is_good = rounds >= 4 * FEWEST_ROUNDS
     return Control(
         accepted=MEMORY * control.accepted + accepted,
