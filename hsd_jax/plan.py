@@ -30,6 +30,8 @@ from hsd_jax.types import Costs
 
 LEAST_GAIN = 1.05
 """A tree is chosen if it promises so many times the tokens a second of plain decoding."""
+NEARLY = 0.98
+"""Of the best rate that is promised: the model knows it no better."""
 LONGEST_CHAIN = 8
 """Nodes of the longest chain that is considered."""
 WIDE_TREES = ((8, 4, 2), (16, 6, 4))
@@ -162,7 +164,7 @@ class CostModel:
         if d.trunk == RECURRENT:
             states = depth * (float(self.product(trunk, batch, size)) + per_level)
         else:
-            states = float(self.product(trunk, batch * 0.9 * depth, size)) + per_level
+            states = float(self.product(trunk, batch * 0.9 * depth, size)) + per_level + 30 * small
         logits = float(self.product(head, batch * depth, size))
         levels = depth * float(self.product(d.rank * d.draft_vocab_size, batch * width, size) + 12 * small)
         return states + logits + levels
@@ -255,8 +257,10 @@ def choose(model: CostModel, batch: int, context: int, temperature: float) -> Pl
     trees = [tree for tree in candidates(model.drafter, model.rates.skips_rows) if tree.depth <= len(profile)]
     if not trees:
         return Plan(None, "this drafter can grow no tree that is considered")
-    best = max(trees, key=rate)
-    gain = rate(best) / plain
+    rates = {tree: rate(tree) for tree in trees}
+    # Of trees that are nearly as good the deepest: drafts that do not pay after all are dropped, none can be added.
+    best = max((tree for tree in trees if rates[tree] >= NEARLY * max(rates.values())), key=lambda tree: tree.depth)
+    gain = rates[best] / plain
     what = f"{batch} row{'s' if batch > 1 else ''}, up to {context} slots, temperature {temperature:g}"
     if gain < LEAST_GAIN:
         return Plan(None, f"drafts should not pay here ({gain:.2f} times plain decoding with {best.name}; {what})")

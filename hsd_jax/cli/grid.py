@@ -15,7 +15,6 @@ from typing import Any
 from hsd_jax.cli import options, prompts
 from hsd_jax.machine import hardware
 
-
 FEWEST_ROWS = 6
 """Prompts of a cell: so many batches of a few rows, or one."""
 
