@@ -344,9 +344,9 @@ class ReuseConfig:
     min_spares: Whole | None = None
 
     def __post_init__(self):
+        if not isinstance(self.form, str) or self.form not in REUSES:
+            raise ValueError(f"reuse={settings.shown(self.form)}: allowed are {', '.join(REUSES)}, and {SKIP}:N")
         settings.check(self, "ReuseConfig")
-        if self.form not in REUSES:
-            raise ValueError(f"reuse={self.form!r}: allowed are {', '.join(REUSES)}, and {SKIP}:N")
         if self.min_spares is not None and (self.form != SKIP or self.min_spares < 1):
             raise ValueError(f"reuse={self}: allowed is {SKIP}:N with N of 1 and more; no other form takes a number")
 

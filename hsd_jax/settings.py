@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 MOST = 2**31 - 1
 """The largest whole number of a setting: what an int32 holds."""
-_NUMBER = re.compile(r"[+-]?[\d.]+(e[+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?\d+e[+-]?\d+")
 LARGEST = 3.4e38
 """The largest number of a setting: what is finite in float32."""
 

@@ -400,7 +400,8 @@ def test_load_without_drafter_or_tokenizer(folders):
 def test_dtypes_of_weights(folders):
     both = {"target": folders / "ids", "drafter": folders / "drafter"}
     loaded = hsd_jax.load(**both, dtype=jnp.bfloat16)
-    assert {x.dtype for x in jax.tree.leaves(loaded)} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(loaded)} == {jnp.dtype(params_lib.held_dtype(jnp.bfloat16))}
+    assert loaded.dtype == "bfloat16" and "bfloat16 weights" in loaded.arithmetic
     exact = hsd_jax.load(**both, precision="exact")
     assert {x.dtype for x in jax.tree.leaves(exact)} == {jnp.dtype(jnp.float32)}
     mixed = hsd_jax.load(**both, dtype="float32")
@@ -414,6 +415,21 @@ def test_dtypes_of_weights(folders):
     assert hot.drafter["head"].dtype == mixed.drafter["output_norm"]["weight"].dtype
     texts = [hsd_jax.decode(hot, [[3, 1, 4]], max_new_tokens=8, speculate=s).tokens.tolist() for s in (True, False)]
     assert texts[0] == texts[1]
+
+
+def test_the_dtype_is_that_of_the_checkpoint(folders, tmp_path):
+    """Asked for or not; held wider where nothing multiplies bfloat16, the numbers are those of the dtype."""
+    config = convert.read_config(folders / "ids")
+    weights = convert.read_weights(folders / "ids", config)
+    convert.save_target(tmp_path, config, weights, dtype="bfloat16")
+    assert hsd_jax.load(target=folders / "ids").dtype == "float32"
+    narrow = hsd_jax.load(target=tmp_path)
+    rounded = hsd_jax.load(target=folders / "ids", dtype="bfloat16")
+    assert narrow.dtype == rounded.dtype == "bfloat16"
+    for found, wanted in zip(jax.tree.leaves(narrow.target), jax.tree.leaves(weights), strict=True):
+        np.testing.assert_array_equal(found.astype(jnp.float32), wanted.astype(jnp.bfloat16).astype(jnp.float32))
+    exact = hsd_jax.load(target=tmp_path, precision="exact")
+    assert exact.dtype == "float32" and exact.target["embedding"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 9])

@@ -358,7 +358,7 @@ def test_nodes_have_the_probabilities_they_were_chosen_by(proposer):
         ("skip:0", ["skip:0", "N of 1 and more"]),
         ("sum:2", ["sum:2", "skip:N"]),
         ("skip:x", ["skip:x", "skip:2"]),
-        (None, ["None", "texts"]),
+        (None, ["None", "none"]),
     ],
 )
 def test_unknown_forms_are_refused(text, words):

@@ -275,7 +275,7 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard
     """A block trunk begins as the recurrent one it is given; what that lacks, its slots, begins as in any run."""
     model = dict(DRAFTER_VALUES["model"], trunk="block", num_steps=4)
     values = dict(
-        DRAFTER_VALUES, model=model, eval={"every": 0}, train=dict(LOOP, learning_rate=1e-30, steps=1, warmup=0)
+        DRAFTER_VALUES, model=model, eval={"every": 0}, train=dict(LOOP, learning_rate=0.0, steps=1, warmup=0)
     )
     recipe = drafter.DrafterRecipe.from_dict(values, "recipe")
     args, lines = (files / "target", [files / "text.jsonl"], tmp_path / "run", recipe), []
@@ -374,7 +374,7 @@ def test_a_target_without_tokenizer_is_refused(files, tmp_path):
         ({"model": {"depth": 3}}, r"r\.yaml: model: unknown key 'depth'; valid keys are .*num_steps"),
         (
             {"train": {"learning_rate": "2e-3"}},
-            r"train\.learning_rate='2e-3': allowed are finite numbers above 0 \(YAML reads 2e-3",
+            r"train\.learning_rate='2e-3': allowed are finite numbers from 0 \(YAML reads 2e-3",
         ),
         ({"train": {"steps": 1.5}}, r"train\.steps=1\.5: allowed are whole numbers from 1"),
         ({"train": None}, r"train=None: expected keys and values"),

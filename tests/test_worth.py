@@ -164,7 +164,7 @@ def test_a_plan_speculates_where_a_pass_waits_for_its_weights_and_decodes_plainl
     cold, warm = (plan.choose(model(), 1, 512, t).tree for t in (0.0, 1.0))
     assert warm.depth < cold.depth
     assert plan.choose(model(), 2, 512, 0.0).tree.depth <= alone.tree.depth
-    wide = plan.choose(plan.CostModel(**{**vars(model(False)), "rates": plan.Rates(2e12, 3e14, 1e-6)}), 1, 512, 0.0)
+    wide = plan.choose(plan.CostModel(**{**vars(model(False)), "rates": plan.Rates(2e12, 3e14, 1e-8)}), 1, 512, 0.0)
     assert wide.tree.width > 1 and wide.tree.nodes >= 8
 
 

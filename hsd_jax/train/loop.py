@@ -42,7 +42,7 @@ class LoopConfig:
     two rows are fastest: activations stay in the cache."""
     length: Annotated[int, Within(2, MOST)] = 512
     """Tokens per row."""
-    learning_rate: Positive = 2e-3
+    learning_rate: NotNegative = 2e-3
     warmup: Whole = 50
     """Steps of linear warm-up; a cosine down to `final_fraction` follows."""
     final_fraction: Share = 0.05

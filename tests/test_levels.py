@@ -1,0 +1,78 @@
+"""Which kernels a process runs: what is asked for, what the processor has, and what is said where that differs."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax.numpy as jnp
+import pytest
+
+from hsd_jax.models import native
+from hsd_jax.params import describe_arithmetic, held_dtype
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch):
+    """`asked(isa, switch)` is the level for these variables, on a processor with AVX2 and no more."""
+    monkeypatch.setattr(native, "cpu_levels", lambda: ("avx2",))
+    native._choose.cache_clear()
+
+    def choose(isa: str, switch: str = "") -> str:
+        monkeypatch.setenv(native.ISA_VARIABLE, isa)
+        monkeypatch.setenv("HSD_NATIVE", switch)
+        return native.chosen_level()
+
+    yield choose
+    native._choose.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("isa", "switch", "level"), [("", "", "avx2"), ("avx2", "1", "avx2"), ("off", "", "off"), ("avx2", "0", "off")]
+)
+def test_levels_that_can_be_had_are_taken_without_a_word(asked, isa, switch, level):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert asked(isa, switch) == level
+
+
+@pytest.mark.parametrize(
+    ("isa", "why"),
+    [
+        ("avx512", "this processor has no such instructions; using avx2"),
+        ("amx", "no AMX kernel; using avx2"),
+        ("sse9", "allowed are avx2, avx512, amx and off; using avx2"),
+    ],
+)
+def test_what_cannot_be_had_is_named_once_and_another_level_runs(asked, isa, why):
+    with pytest.warns(UserWarning, match=f"HSD_NATIVE_ISA={isa}: .*{why}"):
+        assert asked(isa) == "avx2"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert asked(isa) == "avx2"
+
+
+def test_a_processor_without_vectors_has_no_kernels(asked, monkeypatch):
+    monkeypatch.setattr(native, "cpu_levels", lambda: ())
+    assert asked("") == "off" and not native.available()
+
+
+def test_off_says_so_and_holds_bfloat16_wider(asked):
+    assert asked("off") == "off"
+    assert describe_arithmetic("bfloat16") == "bfloat16 weights, multiplied in float32 by XLA (no CPU kernels)"
+    assert held_dtype(jnp.dtype("bfloat16")) == jnp.float32
+    assert native.is_emulated(jnp.bfloat16)  # on every CPU: rows of XLA's matrix units are not invariant
+
+
+def test_a_level_is_part_of_a_library_s_name(tmp_path, monkeypatch):
+    """Levels are compiled for themselves, with their own flags."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    commands = []
+    monkeypatch.setattr(native, "_run", commands.append)
+    monkeypatch.setattr(native, "write_with_checksum", lambda built, library: None)
+    names = [native._build("g++", level).name for level in native.LEVELS]
+    assert len(set(names)) == len(names) and all(
+        f"-{level}-" in n for level, n in zip(native.LEVELS, names, strict=True)
+    )
+    for command, level in zip(commands, native.LEVELS.values(), strict=True):
+        assert set(level.flags) <= set(command)
+    assert "-mavx512f" not in commands[0]
