@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.drafters.hidden import check_tree
+from hsd_jax.infer.drafters.hidden import check_tree, last_feature
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.hidden import base_logits, head_states, trunk_features
@@ -98,10 +98,7 @@ def block_drafter(
     ):
         """Keeps the prompt's last feature; one of a single token has none."""
         features = trunk_features(models["drafter"], config, output.hidden, output.features)
-        last, num = length - 2 - start, tokens.shape[1]
-        is_here = (last >= 0) & (last < num)
-        feature = jnp.take_along_axis(features, jnp.clip(last, 0, num - 1)[:, None, None], 1)[:, 0]
-        return BlockState(jnp.where(is_here[:, None], feature, state.feature))
+        return BlockState(last_feature(features, start, length, state.feature))
 
     def draft(
         models,

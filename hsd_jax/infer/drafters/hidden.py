@@ -164,6 +164,15 @@ def _unread(
     )
 
 
+def last_feature(
+    features: Float[Array, "B C H"], start: Int[Array, ""] | int, length: Int[Array, "B"], before: Float[Array, "B H"]
+) -> Float[Array, "B H"]:
+    """The feature of each prompt's last token but one, if it is of this chunk, else `before`."""
+    last, num = length - 2 - start, features.shape[1]
+    found = jnp.take_along_axis(features, jnp.clip(last, 0, num - 1)[:, None, None], 1)[:, 0]
+    return jnp.where(((last >= 0) & (last < num))[:, None], found, before)
+
+
 def _read_chunk(
     models,
     target_config: ModelConfig,
@@ -194,10 +203,7 @@ def _read_chunk(
     )
     cache = cache_lib.commit(before, kv, None, length * 0, after=states, start=start)
     cache = dataclasses.replace(cache, length=jnp.minimum(num_entries, start + num))
-    last = length - 2 - start
-    is_here = (last >= 0) & (last < num)
-    feature = jnp.take_along_axis(features, jnp.clip(last, 0, num - 1)[:, None, None], 1)[:, 0]
-    feature = jnp.where(is_here[:, None], feature, state.pending[:, 0])
+    feature = last_feature(features, start, length, state.pending[:, 0])
     return dataclasses.replace(state, cache=cache, pending=state.pending.at[:, 0].set(feature))
 
 
