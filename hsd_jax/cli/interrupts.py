@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 EXIT_CODE = 130
 AGAIN_SECONDS = 0.3
 LINE = "\nhsd: interrupted"
+_is_ending = threading.Lock()
 
 
 class Interrupts:
@@ -90,5 +91,6 @@ def _watch(read: int) -> None:
 
 
 def _end() -> None:
-    os.write(2, f"{LINE}\n".encode())
-    os._exit(EXIT_CODE)
+    if _is_ending.acquire(blocking=False):  # the handler and the watcher both see the second SIGINT: one says so
+        os.write(2, f"{LINE}\n".encode())
+        os._exit(EXIT_CODE)
