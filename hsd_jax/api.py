@@ -18,6 +18,7 @@ from hsd_jax.params import Params
 from hsd_jax.plan import Plan
 from hsd_jax.request import AUTO, Prompt, Request, prepare
 from hsd_jax.tokenizer import IncrementalDecoder
+from hsd_jax.tuned import Tuned
 from hsd_jax.types import LAWLESS_TOKEN, NO_TOKEN, DecodeState
 
 
@@ -97,6 +98,7 @@ def decode(
     accept: str = AUTO,
     draw: str | None = None,
     reuse: str = "none",
+    tuned: bool | Tuned = True,
 ) -> DecodeResult:
     """Continues prompts; with speculation the text is that of plain decoding, sooner.
 
@@ -126,6 +128,8 @@ def decode(
         "recursive", which is lossless for drawn trees only.
       reuse: what becomes of trunk states that a round did not use: "none", "sum", "mix", "union", "skip" or "skip:N",
         "ahead", "unfused" (docs/architecture.md, "Reuse"). Like the tree it changes speed alone.
+      tuned: what chooses where `tree` is None: True, the record that `tune` kept for this pair and machine, if there is
+        one for such sizes; a record; False, or where there is none, the shipped model of costs.
     Raises:
       ValueError: naming the wrong value and the allowed ones, before anything compiles; and naming the row, if the
         target gives NaN logits, or none but -inf.
@@ -148,6 +152,7 @@ def decode(
         accept,
         draw,
         reuse,
+        tuned,
     )
     start = time.perf_counter()
     state = request.decoder.run(request.models, request.sampling, request.limits, request.state)
@@ -183,6 +188,7 @@ def stream(
     accept: str = AUTO,
     draw: str | None = None,
     reuse: str = "none",
+    tuned: bool | Tuned = True,
 ) -> Generator[Piece, None, Stats]:
     """Like `decode`, in pieces: the same compiled loop runs `rounds` rounds at a time.
 
@@ -195,7 +201,21 @@ def stream(
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: allowed are 1 and more")
     request = prepare(
-        params, prompt, max_new_tokens, temperature, top_k, top_p, seed, tree, speculate, eos, 1, accept, draw, reuse
+        params,
+        prompt,
+        max_new_tokens,
+        temperature,
+        top_k,
+        top_p,
+        seed,
+        tree,
+        speculate,
+        eos,
+        1,
+        accept,
+        draw,
+        reuse,
+        tuned,
     )
     return _stream(params, request, rounds)
 

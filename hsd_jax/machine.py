@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from pathlib import Path
@@ -36,7 +37,7 @@ def device_name() -> str:
 
     if jax.default_backend() != "cpu":
         return jax.devices()[0].device_kind
-    return f"{cpu_model()}, {num_cores()} cores, {'native' if native.available() else 'no native'} kernel"
+    return f"{cpu_model()}, {num_cores()} cores, {native.chosen_level() if native.available() else 'no'} kernels"
 
 
 def num_cores() -> int | None:
@@ -44,6 +45,7 @@ def num_cores() -> int | None:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+@functools.cache
 def cpu_model() -> str:
     """The processor's name, as far as the system tells it."""
     try:

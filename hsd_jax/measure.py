@@ -31,6 +31,8 @@ class Mode:
     accept: str = "match"
     draw: str | None = None
     reuse: str = "none"
+    tuned: Any = None
+    """A `hsd_jax.Tuned` that names the tree: of which a round then verifies what pays."""
 
     @property
     def dtype(self) -> str:
@@ -59,12 +61,13 @@ class Mode:
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=list(seeds),
-            tree=self.tree,
+            tree=self.tree if self.tuned is None else None,
             speculate=self.tree is not None,
             pad_rows=self.pad_rows,
             accept=self.accept,
             draw=self.draw,
             reuse=self.reuse,
+            tuned=False if self.tuned is None else self.tuned,
         )
 
 

@@ -6,6 +6,7 @@ Everything that can be wrong with a checkpoint is checked here, before anything 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,11 +53,21 @@ class Params:
     mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
     dtype: str = flax.struct.field(pytree_node=False, default="float32")
     """Of the target's weights. What they are held in may be wider (`held_dtype`): the numbers are the same."""
+    pair: tuple[str, str] | None = flax.struct.field(pytree_node=False, default=None)
+    """Fingerprints of target and drafter, by which a record of `tune` is found; None, as when made by hand: none is."""
 
     @property
     def arithmetic(self) -> str:
         """What is computed in what, in a line."""
         return describe_arithmetic(self.dtype, self.mesh is None)
+
+    def fingerprints(self) -> tuple[str, str]:
+        """Of the target's weights; of the drafter's configuration and weights."""
+        if self.pair is not None:
+            return self.pair
+        drafter = hashlib.sha256(repr(self.drafter_config).encode())
+        drafter.update(convert.weights_hash(self.drafter or {}).encode())
+        return convert.weights_hash(self.target), drafter.hexdigest()
 
 
 def describe_arithmetic(dtype: str, has_kernels: bool = True) -> str:
@@ -162,6 +173,8 @@ def load(
         mesh,
         jnp.dtype(weights_dtype).name,
     )
+    if drafter is not None:
+        params = dataclasses.replace(params, pair=params.fingerprints())
     return place(params, mesh)
 
 
@@ -235,7 +248,7 @@ def restrict(params: Params, hot_ids: Sequence[int] | np.ndarray | jax.Array) ->
         raise ValueError("restrict() cuts down a drafter, and these params have none: load with drafter=FOLDER")
     config, weights = hot.restrict(params.drafter_config, params.drafter, hot_ids)
     weights = _with_head(weights, params.target, params.target_config)
-    return place(dataclasses.replace(params, drafter=weights, drafter_config=config), params.mesh)
+    return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=None), params.mesh)
 
 
 def place(params: Params, mesh: Mesh | None) -> Params:

@@ -2,30 +2,39 @@
 
 Nothing is measured here. Seconds are computed from the sizes of the models and from a few rates of the platform, and
 what drafts are worth from the drafter's profile, the share of its drafts that were accepted when it was trained. Inside
-the call `infer/worth.py` then verifies the drafts that pay. `hsd_jax.tune` measures instead. Read next: `request.py`.
+the call `infer/worth.py` then verifies the drafts that pay. Where `hsd_jax.tune` has measured (`tuned.py`), its record
+counts instead. Read next: `request.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax.config import (
     FEATURE,
     HEADS,
+    NO_REUSE,
     RECURRENT,
     AnyDrafterConfig,
     DrafterConfig,
     LookupConfig,
     ModelConfig,
+    ReuseConfig,
     SmallLMConfig,
     TreeConfig,
 )
+from hsd_jax.infer.accept import NATURAL_LAW
+from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.models import native
+from hsd_jax.params import Params
+from hsd_jax.tuned import WARM, Choice, Tuned, kept
 from hsd_jax.types import Costs
 
 LEAST_GAIN = 1.05
@@ -36,8 +45,6 @@ LONGEST_CHAIN = 8
 """Nodes of the longest chain that is considered."""
 WIDE_TREES = ((8, 4, 2), (16, 6, 4))
 """Nodes, depth and width of the trees that are considered, where a drafter can grow them."""
-WARM = 0.3
-"""From this temperature on a row is taken to be sampled, and the profile at temperature 1 counts more and more."""
 UNKNOWN_PROFILE = {True: (0.75,) * LONGEST_CHAIN, False: (0.55,) * LONGEST_CHAIN}
 """Of a drafter without one, greedy (True) and at temperature 1: conservative, the call learns the rest."""
 
@@ -81,10 +88,14 @@ class Plan:
     """The largest tree; None: plain decoding."""
     reason: str
     is_chosen: bool = True
-    """False: the caller asked for this tree, which is then verified whole in every round."""
+    """False: this tree was asked for, or measured so, and is verified whole in every round."""
+    reuse: ReuseConfig = NO_REUSE
 
     def __str__(self) -> str:
-        return f"{'plain decoding' if self.tree is None else f'trees of up to {self.tree.name}'}: {self.reason}"
+        if self.tree is None:
+            return f"plain decoding: {self.reason}"
+        reuse = "" if self.reuse == NO_REUSE else f" with reuse {self.reuse}"
+        return f"trees of {'up to ' if self.is_chosen else ''}{self.tree.name}{reuse}: {self.reason}"
 
 
 def rates_here(has_kernels: bool) -> Rates:
@@ -265,3 +276,58 @@ def choose(model: CostModel, batch: int, context: int, temperature: float) -> Pl
     if gain < LEAST_GAIN:
         return Plan(None, f"drafts should not pay here ({gain:.2f} times plain decoding with {best.name}; {what})")
     return Plan(best, f"should be {gain:.2f} times as fast as plain decoding ({what})")
+
+
+def _cost_model(params: Params) -> CostModel:
+    assert params.drafter_config is not None
+    leaves = [x for x in jax.tree.leaves(params.drafter) if jnp.issubdtype(x.dtype, jnp.floating)]
+    sizes = params.target["embedding"].dtype.itemsize, leaves[0].dtype.itemsize if leaves else 4
+    return CostModel(params.target_config, params.drafter_config, rates_here(params.mesh is None), *sizes)
+
+
+def plan_for(params: Params, batch: int, capacity: int, temperature: float, tuned: bool | Tuned = True) -> Plan:
+    """The plan of a call that leaves it to us; calls of the same sizes share one, and its programs.
+
+    Args:
+      batch, capacity: rows and slots of the program.
+      temperature: the highest of all rows.
+      tuned: a record; or whether one that was kept for these params counts.
+    """
+    record = tuned if isinstance(tuned, Tuned) else kept(params) if tuned else None
+    choice = None if record is None else record.choice(batch, capacity, temperature)
+    if choice is not None and _can_grow(params, choice):
+        size = f"for {choice.calls}"
+        if choice.tree is None:
+            return Plan(None, f"`tune` found nothing faster {size}", is_chosen=False)
+        reason = f"{choice.speedup:.2f} times as fast as plain decoding when `tune` measured it {size}"
+        return Plan(choice.tree, reason, not choice.is_whole, ReuseConfig.parse(choice.reuse))
+    # Two plans by temperature where a tree can be deep, one where it is short anyway: each is a program.
+    counted = float(temperature >= WARM) if batch == 1 else 0.0
+    return _choose(_cost_model(params), batch, capacity, counted)
+
+
+@functools.lru_cache(maxsize=256)
+def _choose(model: CostModel, batch: int, capacity: int, temperature: float) -> Plan:
+    return choose(model, batch, capacity, temperature)
+
+
+def _can_grow(params: Params, choice: Choice) -> bool:
+    """Whether this drafter can grow the tree: params that were changed by hand keep the fingerprints of others."""
+    if choice.tree is None:
+        return True
+    law, reuse = NATURAL_LAW["match"], ReuseConfig.parse(choice.reuse)
+    try:
+        make_drafter(params.target_config, params.drafter_config, choice.tree, law=law, reuse=reuse)
+    except ValueError:
+        return False
+    return True
+
+
+def costs_of(params: Params, batch: int, tree: TreeConfig) -> Costs:
+    """What the loop weighs drafts by, on the device."""
+    return _costs(_cost_model(params), batch, tree)
+
+
+@functools.lru_cache(maxsize=256)
+def _costs(model: CostModel, batch: int, tree: TreeConfig) -> Costs:
+    return jax.tree.map(jnp.asarray, model.costs(batch, tree, first_trust(model.drafter)))

@@ -32,9 +32,10 @@ from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree
-from hsd_jax.plan import WARM, CostModel, Plan, choose, first_trust, rates_here
+from hsd_jax.plan import Plan, costs_of, plan_for
 from hsd_jax.settings import HOTTEST, Temperature, Within, fits, shown
-from hsd_jax.types import NO_TOKEN, Costs, DecodeState, DrawLaw, Limits, SamplingParams
+from hsd_jax.tuned import Tuned
+from hsd_jax.types import NO_TOKEN, DecodeState, DrawLaw, Limits, SamplingParams
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
 """Slots of the smallest caches, the next GROWTH times as many; and what every capacity is a multiple of."""
@@ -105,6 +106,7 @@ def prepare(
     accept: str = "match",
     draw: str | None = None,
     reuse: str = "none",
+    tuned: bool | Tuned = True,
 ) -> Request:
     """Checks a call, pads it to its bucket and runs the prefill."""
     rows = encode(params, prompt)
@@ -130,6 +132,8 @@ def prepare(
         raise ValueError(f"tree={tree!r}: expected a hsd_jax.TreeConfig, or None: chosen")
     if not fits(Annotated[int, Within(1, MOST_PAD_ROWS)], pad_rows):
         raise ValueError(f"pad_rows={shown(pad_rows)}: allowed are 1 to {MOST_PAD_ROWS}")
+    if not isinstance(tuned, (bool, Tuned)):
+        raise ValueError(f"tuned={shown(tuned)}: allowed are True, False and a hsd_jax.Tuned")
     wanted_reuse = ReuseConfig.parse(reuse)
     accept, law = rule_and_law(accept, draw)
     num_rows = rows_bucket(batch, sharding_lib.rows_multiple(params.mesh))
@@ -144,7 +148,8 @@ def prepare(
             default_tree(params.drafter_config), "trees that are drawn, or grow from reused states, stay whole", False
         )
     else:
-        plan = chosen_plan(params, num_rows, first_capacity(*sizes), float(max(settings[0])))
+        plan = plan_for(params, num_rows, first_capacity(*sizes), float(max(settings[0])), tuned)
+        wanted_reuse = plan.reuse
     tree, speculate = plan.tree, plan.tree is not None
     decoder = _decoder(
         params.target_config,
@@ -185,35 +190,6 @@ def prepare(
     jax.block_until_ready(state.length)
     seconds = time.perf_counter() - start
     return Request(decoder, models, sampling, limits, state, prompts, length[:batch].copy(), seconds, plan)
-
-
-def _cost_model(params: Params) -> CostModel:
-    assert params.drafter_config is not None
-    leaves = [x for x in jax.tree.leaves(params.drafter) if jnp.issubdtype(x.dtype, jnp.floating)]
-    sizes = params.target["embedding"].dtype.itemsize, leaves[0].dtype.itemsize if leaves else 4
-    return CostModel(params.target_config, params.drafter_config, rates_here(params.mesh is None), *sizes)
-
-
-def chosen_plan(params: Params, batch: int, capacity: int, temperature: float) -> Plan:
-    """The plan of a call that leaves it to us; calls of the same sizes share one, and its programs."""
-    # Two plans by temperature where a tree can be deep, one where it is short anyway: each is a program.
-    counted = float(temperature >= WARM) if batch == 1 else 0.0
-    return _choose(_cost_model(params), batch, capacity, counted)
-
-
-@functools.lru_cache(maxsize=256)
-def _choose(model: CostModel, batch: int, capacity: int, temperature: float) -> Plan:
-    return choose(model, batch, capacity, temperature)
-
-
-def costs_of(params: Params, batch: int, tree: TreeConfig) -> Costs:
-    """What the loop weighs drafts by, on the device."""
-    return _costs(_cost_model(params), batch, tree)
-
-
-@functools.lru_cache(maxsize=256)
-def _costs(model: CostModel, batch: int, tree: TreeConfig) -> Costs:
-    return jax.tree.map(jnp.asarray, model.costs(batch, tree, first_trust(model.drafter)))
 
 
 def rows_bucket(batch: int, multiple: int = 1) -> int:

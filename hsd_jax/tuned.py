@@ -1,32 +1,37 @@
-"""What `tune` found: a way to decode, what it was measured for, and everything it was chosen from.
+"""What `tune` found: for calls of each size it measured the fastest way to decode, and all that this was chosen from.
 
-The record can be kept in a file, and says so when it is used for another pair or another machine. Read next:
-`tuning.py`, which makes it.
+A record is kept in a folder of this user, where `decode` finds it by the fingerprints of both models and the name of
+the machine, or in a file. Read next: `tuning.py`, which makes it, and `plan.py`, which reads it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from hsd_jax.config import NONE, ReuseConfig, TreeConfig, from_dict
-from hsd_jax.files import read_json, write_json
+from hsd_jax.files import check_new_folder, read_json, write_json
 from hsd_jax.machine import device_name
-from hsd_jax.models.convert import weights_hash
 from hsd_jax.params import Params
 from hsd_jax.settings import Count, NotNegative, Temperature
 
 PLAIN = "plain"
 """Name of plain decoding among the candidates."""
+WARM = 0.3
+"""From this temperature on a row is taken to be sampled: it is planned for apart from greedy ones."""
+FARTHEST = 5.0
+"""Between two sizes of caches, as a ratio; `request.GROWTH` and a little."""
+FOLDER_VARIABLE = "HSD_TUNED"
+"""Environment variable: the folder of records, or "off" for none; ~/.cache/hsd_jax/tuned if it is empty."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """What a choice was made for. Another pair may not even allow the tree; anything else only changes speeds."""
+    """What a record was made for. Another pair may not even allow the trees; anything else only changes speeds."""
 
     target: str
     """Fingerprint of the weights, and of the drafter's."""
@@ -35,18 +40,12 @@ class Conditions:
     mesh: str | None
     dtype: str
     precision: str
-    batch: Count
-    temperature: Temperature
 
     @classmethod
-    def of(cls, params: Params, batch: int, temperature: float) -> Conditions:
-        """The conditions of decoding with `params`."""
-        drafter = hashlib.sha256(repr(params.drafter_config).encode())
-        drafter.update(weights_hash(params.drafter or {}).encode())
+    def of(cls, params: Params) -> Conditions:
+        """The conditions of decoding with `params`, which have a drafter."""
         mesh = None if params.mesh is None else ",".join(f"{k}={v}" for k, v in params.mesh.shape.items())
-        dtype, precision = params.dtype, params.precision
-        pair = weights_hash(params.target), drafter.hexdigest()
-        return cls(*pair, device_name(), mesh, dtype, precision, batch, float(temperature))
+        return cls(*params.fingerprints(), device_name(), mesh, params.dtype, params.precision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +55,8 @@ class Candidate:
     tree: TreeConfig | None
     """None: plain decoding."""
     reuse: str = NONE
+    is_whole: bool = True
+    """Whether all of the tree is verified in every round, or only what pays."""
     predicted_tau: float | None = None
     predicted_tokens_per_second: float | None = None
     tau: float | None = None
@@ -69,79 +70,175 @@ class Candidate:
     def name(self) -> str:
         if self.tree is None:
             return PLAIN
-        return self.tree.name if self.reuse == NONE else f"{self.tree.name} {self.reuse}"
+        name = self.tree.name if self.is_whole else f"up to {self.tree.name}"
+        return name if self.reuse == NONE else f"{name} {self.reuse}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Tuned:
-    """The fastest way to decode that `tune` found: `decode(params, prompt, **tuned.settings)`, `stream` likewise."""
+class Choice:
+    """The fastest way to decode calls of one size."""
 
-    speculate: bool
-    """False: plain decoding is the fastest."""
+    rows: Count
+    """Of the program: the batch, padded."""
+    slots: Count
+    """Of the caches."""
+    temperature: Temperature
     tree: TreeConfig | None
+    """None: plain decoding is the fastest."""
     reuse: str
+    is_whole: bool
     speedup: NotNegative
     """Over plain decoding; 1 if that is the choice."""
-    conditions: Conditions
-    table: tuple[Candidate, ...]
+    table: tuple[Candidate, ...] = ()
     """Everything predicted or measured: plain decoding, then the fastest first."""
 
     def __post_init__(self):
         ReuseConfig.parse(self.reuse)
-        if self.speculate and self.tree is None:
-            raise ValueError("Tuned.tree=None: with speculate=True there is a tree")
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """Arguments of `decode` and `stream`."""
-        return {"speculate": self.speculate, "tree": self.tree, "reuse": self.reuse, "accept": "match"}
+    def size(self) -> tuple[int, int, bool]:
+        """Calls of one size have one choice."""
+        return self.rows, self.slots, self.temperature >= WARM
+
+    @property
+    def name(self) -> str:
+        return Candidate(self.tree, self.reuse, self.is_whole).name
+
+    @property
+    def calls(self) -> str:
+        """The calls of this size, in words."""
+        return f"{self.rows} row{'s' if self.rows > 1 else ''}, {self.slots} slots, temperature {self.temperature:g}"
 
     def __str__(self) -> str:
-        if not self.speculate:
-            return "plain decoding is the fastest here"
-        assert self.tree is not None
-        reuse = "" if self.reuse == NONE else f", reuse {self.reuse}"
-        return f"tree {self.tree.name}{reuse}: {self.speedup:.2f} times as fast as plain decoding"
+        if self.tree is None:
+            return f"{self.calls}: plain decoding is the fastest"
+        return f"{self.calls}: {self.name}, {self.speedup:.2f} times as fast as plain decoding"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """The fastest ways to decode that `tune` found: `decode(params, prompt, tuned=record)`, `stream` likewise.
+
+    A record that was kept (`keep`) needs no argument: `decode` finds it.
+    """
+
+    conditions: Conditions
+    choices: tuple[Choice, ...]
+
+    def choice(self, rows: int, slots: int, temperature: float) -> Choice | None:
+        """The choice for calls of a size; None where nothing like it was measured.
+
+        Args:
+          rows: of the program; only choices for as many rows count.
+          slots: of the caches; the nearest choice counts, unless it is FARTHEST times as large or as small.
+          temperature: the highest of all rows; choices on the same side of WARM count.
+        """
+        alike = [c for c in self.choices if c.rows == rows and (c.temperature >= WARM) == (temperature >= WARM)]
+        near = [(max(c.slots, slots) / min(c.slots, slots), number) for number, c in enumerate(alike)]
+        distance, number = min(near, default=(FARTHEST + 1, 0))
+        return alike[number] if distance <= FARTHEST else None
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.choices))
+
+    def only(self, choice: Choice) -> Tuned:
+        """This choice alone, for calls of its size."""
+        return dataclasses.replace(self, choices=(choice,))
+
+    def joined(self, older: Tuned | None) -> Tuned:
+        """With the choices of an older record for sizes that this one does not know."""
+        if older is None:
+            return self
+        known = {choice.size for choice in self.choices}
+        kept = [choice for choice in older.choices if choice.size not in known]
+        return dataclasses.replace(self, choices=(*self.choices, *kept))
 
     def save(self, path: str | Path) -> None:
         """Writes the record as JSON."""
         write_json(path, dataclasses.asdict(self))
 
+    def keep(self) -> Path | None:
+        """Keeps the record where `decode` looks for it, with the choices for other sizes that are there already.
+
+        Returns:
+          The file; None where records are not kept (HSD_TUNED=off, or no home directory).
+        Raises:
+          OSError: if the folder takes no file.
+        """
+        path = kept_path(self.conditions)
+        if path is None:
+            return None
+        check_new_folder(path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.joined(_kept(path)).save(path)
+        return path
+
     @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        params: Params,
-        *,
-        batch: int | None = None,
-        temperature: float | None = None,
-        report: Callable[[str], None] = warnings.warn,
-    ) -> Tuned:
+    def load(cls, path: str | Path, params: Params, report: Callable[[str], None] = warnings.warn) -> Tuned:
         """Reads what `save` wrote, for the pair it was made for.
 
         Args:
-          batch, temperature: of the decodes to come; None: not compared with those of the record.
           report: gets a line if the record was made under other conditions, where another choice may be faster.
         Raises:
           FileNotFoundError: if there is no such file.
           ValueError: if it is no such record, or that of another target or drafter.
         """
-        found = _read(Path(path))
-        made, here = found.conditions, Conditions.of(params, 1, 0.0)
+        found, here = _read(Path(path)), Conditions.of(params)
+        made = found.conditions
         for name in ("target", "drafter"):
             if getattr(made, name) != getattr(here, name):
                 raise ValueError(f"{path}: made for another {name}; run tune() or `hsd tune` with this pair")
-        here = dataclasses.replace(
-            here,
-            batch=made.batch if batch is None else batch,
-            temperature=made.temperature if temperature is None else float(temperature),
-        )
         names = [field.name for field in dataclasses.fields(Conditions)]
         differ = [name for name in names if getattr(made, name) != getattr(here, name)]
         if differ:
             what = "; ".join(f"{name} {getattr(made, name)}, here {getattr(here, name)}" for name in differ)
             report(f"{path}: measured with {what}: the text is the same, but another choice may be faster")
         return found
+
+
+def kept_path(conditions: Conditions) -> Path | None:
+    """Where the record of these conditions is kept; None where records are not."""
+    setting = os.environ.get(FOLDER_VARIABLE, "")
+    if setting.lower() in ("off", "0", "no"):
+        return None
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax" / "tuned"
+        folder = Path(setting).expanduser() if setting else root
+    except RuntimeError:  # neither HOME nor an entry of this user
+        return None
+    return folder / f"{hashlib.sha256(repr(conditions).encode()).hexdigest()[:16]}.json"
+
+
+_read_before: dict[Path, tuple[tuple[int, int], Tuned | None]] = {}
+"""Of every file that `kept` has read: its time and size then, and what it held."""
+
+
+def kept(params: Params) -> Tuned | None:
+    """The record that was kept for such params on this machine.
+
+    Looked for at every call, so that one kept a moment ago is found. One that cannot be read is named in a warning,
+    once.
+    """
+    if params.pair is None:
+        return None
+    path = kept_path(Conditions.of(params))
+    return None if path is None else _kept(path)
+
+
+def _kept(path: Path) -> Tuned | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    now = stat.st_mtime_ns, stat.st_size
+    if _read_before.get(path, (None,))[0] != now:
+        try:
+            found = _read(path)
+        except (OSError, ValueError) as error:
+            found = None
+            warnings.warn(f"{error}; it is ignored: delete it, or run tune() or `hsd tune` again", stacklevel=2)
+        _read_before[path] = now, found
+    return _read_before[path][1]
 
 
 def _read(path: Path) -> Tuned:

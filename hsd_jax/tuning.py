@@ -9,13 +9,12 @@ best are then measured, interleaved with plain decoding, and the fastest of thes
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from hsd_jax import sharding
 from hsd_jax.config import (
     HIDDEN,
     LOOKUP,
@@ -27,20 +26,22 @@ from hsd_jax.config import (
     DrafterConfig,
     ReuseConfig,
     TreeConfig,
-    bucket,
 )
 from hsd_jax.infer.metrics import trunk_seconds
 from hsd_jax.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.params import Params
-from hsd_jax.request import Prompt, encode, prepare
-from hsd_jax.train.evaluate import Draft, Fate, Texts, fates
-from hsd_jax.tuned import PLAIN, Candidate, Conditions, Tuned
+from hsd_jax.plan import plan_for
+from hsd_jax.predict import Prediction, RoundCost, best_of, sample_of
+from hsd_jax.request import MOST_REACH, Prompt, encode, first_capacity, prepare, rows_bucket
+from hsd_jax.settings import HOTTEST, Count, Temperature, fits, shown
+from hsd_jax.train.evaluate import Draft, Texts, fates
+from hsd_jax.tuned import PLAIN, Candidate, Choice, Conditions, Tuned
 from hsd_jax.types import Weights
 
 TREES_PER_FORM = 2
 """Trees on which a form of reuse is tried: those that are predicted to be the fastest without it."""
-LEAST_GAIN = 1.01
-"""A form of reuse is a candidate where it is predicted to be so many times as fast as none in the same tree."""
+LEAST_SPEEDUP = 1.02
+"""Over plain decoding, measured: what gains less may as well lose."""
 SHORTEST_CHAIN, LONGEST_CHAIN = 4, 16
 """Nodes of the chains that are candidates."""
 WIDE_TREES = ((8, 5, 2), (12, 6, 3), (16, 6, 4))
@@ -51,170 +52,158 @@ def tune(
     params: Params,
     prompts: Prompt | Sequence[Prompt],
     *,
-    temperature: float = 0.0,
-    batch: int = 1,
+    temperature: float | Sequence[float] = 0.0,
+    batch: int | Sequence[int] = 1,
     max_new_tokens: int = 64,
     trees: Sequence[TreeConfig] | None = None,
     reuses: Sequence[str] | None = None,
     finalists: int = 3,
     repeats: int = 3,
     seed: int = 0,
+    keep: bool = True,
     report: Callable[[str], None] = print,
 ) -> Tuned:
-    """Finds the fastest way to decode such prompts on this machine; takes as long as about eight first decodes.
+    """Finds the fastest ways to decode such prompts on this machine, and keeps them where `decode` looks.
 
-    The text is the same whatever is chosen (`accept="match"`). Choose once for a pair, a machine, a batch size and a
-    temperature, on prompts like those to come, and keep the record: `Tuned.save`.
+    The text is the same whatever is chosen (`accept="match"`). Run it once for a pair and a machine, with the batches,
+    temperatures and lengths of prompts to come: there is a choice for each combination, which takes as long as about
+    ten first decodes. `decode` then follows it in calls of the same size: rows, slots of the caches, greedy or
+    sampled.
 
     Args:
-      prompts: a handful, as `decode` takes them, each of at least 2 tokens. Only those whose length falls into the most
-        frequent bucket are used, because every bucket would compile everything again.
-      temperature: of all rows; 0 is greedy.
-      batch: rows decoded at once; prompts that do not fill a batch are left out.
+      prompts: a handful of each length, as `decode` takes them, each of at least 2 tokens. Those that do not fill a
+        batch with others whose caches are as large are left out.
+      temperature: of all rows, one or several; 0 is greedy.
+      batch: rows decoded at once, one number or several.
       trees: candidates; None: chains, and trees of 8, 12 and 16 nodes, as far as the drafter's steps allow.
       reuses: forms of reuse, as `decode` takes them; None: all that the drafter allows.
       finalists: candidates to measure, the best by prediction.
       repeats: timed passes over the prompts.
       seed: of prompt i: seed + i.
+      keep: whether the record is kept for `decode` to find, beside what was kept for other sizes.
       report: gets a line at each stage.
     Raises:
       ValueError: naming the wrong value and the allowed ones, before anything compiles.
+      OSError: if the record cannot be kept.
     """
-    _check_numbers(temperature, batch=batch, max_new_tokens=max_new_tokens, finalists=finalists, repeats=repeats)
+    temperatures, batches = _several(temperature), _several(batch)
+    for value in temperatures:
+        if not fits(Temperature, value):
+            raise ValueError(
+                f"temperature={shown(value)}: allowed are 0 (greedy) and positive numbers up to {HOTTEST:g}"
+            )
+    counts = [("batch", value) for value in batches]
+    counts += [("max_new_tokens", max_new_tokens), ("finalists", finalists), ("repeats", repeats)]
+    for name, value in counts:
+        if not fits(Count, value):
+            raise ValueError(f"{name}={shown(value)}: allowed are 1 and more")
     drafts = _legal_drafts(params, trees, reuses)
-    rows = _choose_prompts(params, prompts, batch, max_new_tokens, report)
-    shapes = list(dict.fromkeys(tree for tree, _ in drafts))
+    rows = _check_prompts(params, prompts, max_new_tokens)
+    sizes = [(batch, *some) for batch in batches for some in _by_size(params, rows, batch, max_new_tokens, report)]
+    choices = []
+    for batch, slots, used in sizes:
+        for value in temperatures:
+            calls = Calls(params, used, batch, slots, float(value), max_new_tokens, seed, report)
+            choices.append(_choose(calls, drafts, trees is None, finalists, repeats))
+            report(str(choices[-1]))
+    found = Tuned(Conditions.of(params), tuple(choices))
+    path = found.keep() if keep else None
+    if path is not None:
+        report(f"kept in {path}: decode() finds it there")
+    return found
 
-    def measured(drafts: Sequence[Draft], repeats: int) -> tuple[Runs, dict[Draft | None, dict[str, Any]]]:
-        modes = [Mode(PLAIN, params), *(_mode(params, draft) for draft in drafts)]
-        report(f"measuring {', '.join(mode.name for mode in modes)}")
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """Calls of one size, and what they are measured with."""
+
+    params: Params
+    prompts: list[list[int]]
+    """Full batches."""
+    batch: int
+    slots: int
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    report: Callable[[str], None]
+
+    def mode(self, way: Candidate) -> Mode:
+        """`way` as something that can be timed."""
+        if way.tree is None or way.is_whole:
+            return Mode(way.name, self.params, way.tree, reuse=way.reuse)
+        record = Tuned(Conditions.of(self.params), (self.choice(way, 1.0),))
+        return Mode(way.name, self.params, way.tree, tuned=record)
+
+    def choice(self, way: Candidate, speedup: float, table: Sequence[Candidate] = ()) -> Choice:
+        rows = rows_bucket(self.batch, sharding.rows_multiple(self.params.mesh))
+        return Choice(rows, self.slots, self.temperature, way.tree, way.reuse, way.is_whole, speedup, tuple(table))
+
+    def measured(self, ways: Sequence[Candidate], repeats: int) -> tuple[Runs, dict[Candidate, dict[str, Any]]]:
+        """Plain decoding and some ways in turns: the runs, and the measured fields of each."""
+        modes = {way: self.mode(way) for way in dict.fromkeys([Candidate(None), *ways])}
+        self.report(f"measuring {', '.join(mode.name for mode in modes.values())}")
         runs = time_modes(
-            modes,
-            rows,
-            batch=batch,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
+            list(modes.values()),
+            self.prompts,
+            batch=self.batch,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
             repeats=repeats,
             progress=lambda what, done, of: None,
         )
-        return runs, {draft: _figures(mode, runs) for draft, mode in zip([None, *drafts], modes, strict=True)}
+        return runs, {way: _figures(mode, runs) for way, mode in modes.items()}
 
-    runs, figures = measured([(tree, NO_REUSE) for tree in sample_of(shapes)], 1)
-    cost = RoundCost.fit({d[0]: f["seconds_per_round"]["median"] for d, f in figures.items() if d is not None})
-    texts = Texts.join(rows, runs.texts(PLAIN), [seed + row for row in range(len(rows))])
+
+def _choose(calls: Calls, drafts: Sequence[Draft], may_be_default: bool, finalists: int, repeats: int) -> Choice:
+    """The fastest way for calls of one size.
+
+    Args:
+      may_be_default: whether the tree that `decode` chooses by itself is a candidate, too.
+    """
+    params, shapes = calls.params, list(dict.fromkeys(tree for tree, _ in drafts))
+    runs, figures = calls.measured([Candidate(tree) for tree in sample_of(shapes)], 1)
+    cost = RoundCost.fit({way.tree: f["seconds_per_round"]["median"] for way, f in figures.items() if way.tree})
+    seeds = [calls.seed + row for row in range(len(calls.prompts))]
+    texts = Texts.join(calls.prompts, runs.texts(PLAIN), seeds)
     drafter, config = _drafter(params)
 
     def predicted(drafts: Sequence[Draft], cost: RoundCost) -> dict[Draft, Prediction]:
-        report(f"simulating {len(drafts)} ways to draft on what the target wrote")
-        found, _ = fates(drafter, config, params.target, params.target_config, texts, drafts, temperature)
+        calls.report(f"simulating {len(drafts)} ways to draft on what the target wrote")
+        found, _ = fates(drafter, config, params.target, params.target_config, texts, drafts, calls.temperature)
         pairs = zip(drafts, found, strict=True)
-        return {draft: Prediction(fate.tau, cost.rate(draft, fate, batch)) for draft, fate in pairs}
+        return {draft: Prediction(fate.tau, cost.rate(draft, fate, calls.batch)) for draft, fate in pairs}
 
     fresh = predicted([(tree, NO_REUSE) for tree in shapes], cost)
     rest = _promising(drafts, fresh)
     predictions = {draft: fresh[draft] for draft in drafts if draft in fresh}
     if rest:
-        report("timing the trunk")
-        cost = dataclasses.replace(cost, trunk=_trunk_cost(params, rows[:batch], max_new_tokens, shapes))
+        calls.report("timing the trunk")
+        trunk = _trunk_cost(params, calls.prompts[: calls.batch], calls.max_new_tokens, shapes)
+        cost = dataclasses.replace(cost, trunk=trunk)
         predictions |= predicted(rest, cost)
-    final = best_of(predictions, finalists)
-    runs, of_final = measured(final, repeats)
+    final = [Candidate(tree, str(reuse)) for tree, reuse in best_of(predictions, finalists)]
+    for tree in _in_part(calls, final, may_be_default):
+        final.append(Candidate(tree, is_whole=False))
+    runs, of_final = calls.measured(final, repeats)
     figures |= of_final
-    table = [_candidate(draft, predictions.get(draft), figures.get(draft)) for draft in {**figures, **predictions}]
-    winner = fastest([PLAIN, *(_mode(params, draft).name for draft in final)], runs)
+    guesses = {Candidate(tree, str(reuse)): guess for (tree, reuse), guess in predictions.items()}
+    table = [_candidate(way, guesses.get(way), figures.get(way)) for way in {**figures, **guesses}]
+    winner = fastest([PLAIN, *(way.name for way in final)], runs)
     chosen = next(row for row in table if row.name == winner)
-    found = Tuned(
-        chosen.tree is not None,
-        chosen.tree,
-        chosen.reuse,
-        1.0 if chosen.speedup is None else chosen.speedup["median"],
-        Conditions.of(params, batch, temperature),
-        tuple(sorted(table, key=_order)),
-    )
-    report(str(found))
-    return found
+    if chosen.speedup is None or chosen.speedup["median"] < LEAST_SPEEDUP:
+        return calls.choice(Candidate(None), 1.0, sorted(table, key=_order))
+    return calls.choice(chosen, chosen.speedup["median"], sorted(table, key=_order))
 
 
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """What a candidate should give."""
-
-    tau: float
-    tokens_per_second: float
-
-
-@dataclasses.dataclass(frozen=True)
-class RoundCost:
-    """Seconds of a round, linear in the nodes and the depth of its tree; of a trunk run, linear in its states."""
-
-    coefficients: tuple[float, float, float]
-    """Of 1, nodes, depth; without reuse, so with a trunk run of as many states as the tree is deep."""
-    least: float
-    """No round is predicted to be shorter: outside of what was measured a line may go anywhere."""
-    trunk: tuple[int, float, float] | None = None
-    """Most states K, the seconds of a run of one state, and of one of K."""
-
-    @classmethod
-    def fit(cls, measured: Mapping[TreeConfig, float]) -> RoundCost:
-        """Least squares; exact for up to three trees that are not in a line."""
-        rows = np.array([[1.0, tree.nodes, tree.depth] for tree in measured])
-        seconds = np.array(list(measured.values()))
-        a, b, c = np.linalg.lstsq(rows, seconds, rcond=None)[0]
-        return cls((float(a), float(b), float(c)), float(seconds.min()) / 2)
-
-    def seconds(self, tree: TreeConfig) -> float:
-        """Of a round without reuse."""
-        a, b, c = self.coefficients
-        return max(a + b * tree.nodes + c * tree.depth, self.least)
-
-    def trunk_seconds(self, num_states: int) -> float:
-        assert self.trunk is not None, "the trunk was not timed"
-        most, of_one, of_most = self.trunk
-        return float(np.interp(num_states, [1, most], [of_one, of_most]))
-
-    def rate(self, draft: Draft, fate: Fate, batch: int) -> float:
-        """Tokens per second of a decode with this fate, `batch` rows at once."""
-        tree, reuse = draft
-        num_rounds, num_runs = in_step(fate, batch)
-        seconds = num_rounds * self.seconds(tree)
-        if reuse != NO_REUSE:
-            assert self.trunk is not None, "the trunk was not timed"
-            own_run = self.trunk_seconds(reuse.num_states(tree.depth, self.trunk[0]))
-            seconds += num_runs * own_run - num_rounds * self.trunk_seconds(tree.depth)
-        return fate.tau * fate.num_passes / max(seconds, num_rounds * self.least)
-
-
-def in_step(fate: Fate, batch: int) -> tuple[int, int]:
-    """Rounds, and those of them in which the trunk runs, if `batch` texts are decoded at once.
-
-    A batch goes on until its last row ends, and its trunk runs if any row asks for it.
-    """
-    rows = fate.trunk_runs
-    batches = (rows[first : first + batch] for first in range(0, len(rows), batch))
-    rounds = [any(runs) for some in batches for runs in itertools.zip_longest(*some, fillvalue=False)]
-    return len(rounds), sum(rounds)
-
-
-def sample_of(trees: Sequence[TreeConfig]) -> list[TreeConfig]:
-    """Up to three trees that tell what nodes and what depth cost: the smallest, the deepest chain, the largest."""
-    smallest = min(trees, key=lambda tree: (tree.nodes, tree.depth))
-    deepest = min(trees, key=lambda tree: (-tree.depth, tree.nodes))
-    largest = max(trees, key=lambda tree: (tree.nodes, tree.depth))
-    return list(dict.fromkeys((smallest, deepest, largest)))
-
-
-def best_of(predictions: Mapping[Draft, Prediction], count: int) -> list[Draft]:
-    """The `count` fastest by prediction; reuse counts only where it gains something over none in the same tree."""
-
-    def is_worth_it(draft: Draft) -> bool:
-        without = predictions.get((draft[0], NO_REUSE))
-        if draft[1] == NO_REUSE or without is None:
-            return True
-        return predictions[draft].tokens_per_second > LEAST_GAIN * without.tokens_per_second
-
-    ranked = sorted(predictions, key=lambda draft: -predictions[draft].tokens_per_second)
-    return [draft for draft in ranked if is_worth_it(draft)][:count]
+def _in_part(calls: Calls, final: Sequence[Candidate], may_be_default: bool) -> list[TreeConfig]:
+    """Trees of which only the drafts that pay are verified: the one that is predicted best, and that of `decode`."""
+    best = next((way.tree for way in final if way.reuse == NONE), None)
+    usual = None
+    if may_be_default:
+        rows = rows_bucket(calls.batch, sharding.rows_multiple(calls.params.mesh))
+        usual = plan_for(calls.params, rows, calls.slots, calls.temperature, tuned=False).tree
+    return [tree for tree in dict.fromkeys((best, usual)) if tree is not None]
 
 
 def default_trees(config: AnyDrafterConfig) -> list[TreeConfig]:
@@ -230,23 +219,14 @@ def default_trees(config: AnyDrafterConfig) -> list[TreeConfig]:
     return list(dict.fromkeys(trees))
 
 
-def _check_numbers(temperature: float, **counts: int) -> None:
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature={temperature}: allowed are 0 (greedy) and positive numbers")
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name}={value}: allowed are 1 and more")
+def _several(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str) else [value]
 
 
 def _drafter(params: Params) -> tuple[Weights, AnyDrafterConfig]:
     if params.drafter is None or params.drafter_config is None:
         raise ValueError("tune() chooses how to draft, and these params have no drafter: load with drafter=FOLDER")
     return params.drafter, params.drafter_config
-
-
-def _mode(params: Params, draft: Draft) -> Mode:
-    tree, reuse = draft
-    return Mode(Candidate(tree, str(reuse)).name, params, tree, reuse=str(reuse))
 
 
 def _legal_drafts(params: Params, trees: Sequence[TreeConfig] | None, reuses: Sequence[str] | None) -> list[Draft]:
@@ -264,14 +244,14 @@ def _legal_drafts(params: Params, trees: Sequence[TreeConfig] | None, reuses: Se
     for tree in shapes:
         if not isinstance(tree, TreeConfig):
             raise ValueError(f"trees: {tree!r}: expected hsd_jax.TreeConfig")
-        _mode(params, (tree, NO_REUSE)).check()
+        _check(params, tree, NO_REUSE)
     usual = REUSES if config.kind == HIDDEN else (NONE,)
     legal = []
     for reuse in map(ReuseConfig.parse, dict.fromkeys(usual if reuses is None else reuses)):
         refusal, before = None, len(legal)
         for tree in shapes:
             try:
-                _mode(params, (tree, reuse)).check()
+                _check(params, tree, reuse)
                 legal.append((tree, reuse))
             except ValueError as error:
                 refusal = error
@@ -280,10 +260,12 @@ def _legal_drafts(params: Params, trees: Sequence[TreeConfig] | None, reuses: Se
     return legal
 
 
-def _choose_prompts(
-    params: Params, prompts: Any, batch: int, max_new_tokens: int, report: Callable[[str], None]
-) -> list[list[int]]:
-    """Full batches of token ids, all of one length bucket."""
+def _check(params: Params, tree: TreeConfig, reuse: ReuseConfig) -> None:
+    Mode("", params, tree, reuse=str(reuse)).check()
+
+
+def _check_prompts(params: Params, prompts: Any, max_new_tokens: int) -> list[list[int]]:
+    """The prompts as token ids."""
     rows = encode(params, prompts)
     for number, row in enumerate(rows):
         if len(row) < 2:
@@ -293,17 +275,28 @@ def _choose_prompts(
                 f"prompt {number} has {len(row)} tokens and max_new_tokens is {max_new_tokens}: together more than"
                 f" max_len={params.max_len}"
             )
-    if len(rows) < batch:
+    return rows
+
+
+def _by_size(
+    params: Params, rows: Sequence[list[int]], batch: int, max_new_tokens: int, report: Callable[[str], None]
+) -> list[tuple[int, list[list[int]]]]:
+    """Full batches of prompts whose caches are as large, with the slots of these caches.
+
+    Raises:
+      ValueError: if no batch is full.
+    """
+    sizes: dict[int, list[list[int]]] = {}
+    for row in rows:
+        slots = first_capacity(len(row), len(row) + max_new_tokens, MOST_REACH, params.max_len)
+        sizes.setdefault(slots, []).append(row)
+    full = {slots: some[: len(some) // batch * batch] for slots, some in sorted(sizes.items())}
+    used = sum(map(len, full.values()))
+    if not used:
         raise ValueError(f"batch={batch} with {len(rows)} prompts: give at least as many as are decoded at once")
-    batches = [rows[first : first + batch] for first in range(0, len(rows) - batch + 1, batch)]
-    buckets = [bucket(max(map(len, some))) for some in batches]
-    ((common, _),) = Counter(buckets).most_common(1)
-    used = [row for some, size in zip(batches, buckets, strict=True) if size == common for row in some]
-    if len(used) < len(rows):
-        report(
-            f"{len(used)} of {len(rows)} prompts used: full batches of the most frequent length, up to {common} tokens"
-        )
-    return used
+    if used < len(rows):
+        report(f"{used} of {len(rows)} prompts used: full batches of {batch} whose caches are as large")
+    return [(slots, some) for slots, some in full.items() if some]
 
 
 def _promising(drafts: Sequence[Draft], fresh: Mapping[Draft, Prediction]) -> list[Draft]:
@@ -342,10 +335,10 @@ def _figures(mode: Mode, runs: Runs) -> dict[str, Any]:
     }
 
 
-def _candidate(draft: Draft | None, prediction: Prediction | None, figures: dict[str, Any] | None) -> Candidate:
-    tree, reuse = draft or (None, NO_REUSE)
+def _candidate(way: Candidate, prediction: Prediction | None, figures: dict[str, Any] | None) -> Candidate:
     guess = (None, None) if prediction is None else (prediction.tau, prediction.tokens_per_second)
-    return Candidate(tree, str(reuse), *guess, **(figures or {}))
+    named = dict(zip(("predicted_tau", "predicted_tokens_per_second"), guess, strict=True))
+    return dataclasses.replace(way, **named, **(figures or {}))
 
 
 def _order(row: Candidate) -> tuple[bool, float]:

@@ -22,10 +22,11 @@ LAYERS = [
     "sharding checkpoint",
     "models",
     "infer",
-    "api params plan request tokenizer demo",
+    "api params plan request tokenizer demo machine tuned",
     "train",
+    "measure predict tuning",
+    "cli",
 ]
-LAYERS += ["machine measure tuned tuning", "cli"]
 INFER_LAYERS = [
     "sampling draw tree",
     "accept length reuse ngram",

@@ -15,7 +15,8 @@ import test_cli
 import toy
 
 import hsd_jax
-from hsd_jax import measure, tuned, tuning
+from hsd_jax import measure, plan, predict, tuned, tuning
+from hsd_jax.cli import bench
 from hsd_jax.config import FEATURE, LookupConfig, ReuseConfig, SmallLMConfig, TreeConfig
 from hsd_jax.infer import metrics
 from hsd_jax.params import Params
@@ -54,6 +55,7 @@ class Clock:
     def __call__(self, modes, prompts, *, repeats, **settings) -> measure.Runs:
         assert [list(map(int, p)) for p in prompts] == [p.tolist() for p in PROMPTS]
         rates = self.rates[min(len(self.calls), len(self.rates) - 1)]
+        rates = {mode.name: rates.get(mode.name, UNNAMED) for mode in modes}
         self.calls.append([mode.name for mode in modes])
         tokens = [int(result.num_tokens[0]) for result in self.results]
         seconds = {mode.name: [[n / rates[mode.name] for n in tokens]] * repeats for mode in modes}
@@ -62,22 +64,26 @@ class Clock:
 
 def tuned_by(monkeypatch, params: Params, clock: Clock, **changes) -> hsd_jax.Tuned:
     monkeypatch.setattr(tuning, "time_modes", clock)
-    settings = {"trees": [SMALL, CHAIN, WIDE], "reuses": ["none"], "max_new_tokens": NEW_TOKENS} | changes
-    return hsd_jax.tune(params, PROMPTS, report=lambda line: None, **settings)
+    settings = {"trees": [SMALL, CHAIN, WIDE], "reuses": ["none"], "max_new_tokens": NEW_TOKENS, "keep": False}
+    return hsd_jax.tune(params, PROMPTS, report=lambda line: None, **settings | changes)
 
 
+UNNAMED = 10.0
+"""Tokens per second of modes that a test does not name: those that verify what pays."""
 RATES = {"plain": 100.0, "3x2x1": 150.0, "5x4x1": 120.0, "8x3x2": 90.0}
 
 
 def test_the_fastest_is_chosen_and_settings_decode_the_same_text(monkeypatch, params):
-    found = tuned_by(monkeypatch, params, Clock(params, RATES))
-    assert (found.speculate, found.tree, found.reuse, found.speedup) == (True, SMALL, "none", pytest.approx(1.5))
-    assert str(found) == "tree 3x2x1: 1.50 times as fast as plain decoding"
+    record = tuned_by(monkeypatch, params, Clock(params, RATES))
+    (found,) = record.choices
+    assert (found.tree, found.reuse, found.is_whole, found.speedup) == (SMALL, "none", True, pytest.approx(1.5))
+    assert str(found) == "1 row, 256 slots, temperature 0: 3x2x1, 1.50 times as fast as plain decoding"
     plain, *rest = found.table
     assert plain.tree is None and plain.tokens_per_second["median"] == pytest.approx(100.0)
-    assert [row.name for row in rest] == ["3x2x1", "5x4x1", "8x3x2"]
-    assert [row.speedup["median"] for row in rest] == pytest.approx([1.5, 1.2, 0.9])
-    out = hsd_jax.decode(params, PROMPTS[0], max_new_tokens=NEW_TOKENS, **found.settings)
+    assert [row.name for row in rest] == ["3x2x1", "5x4x1", "8x3x2", "up to 3x2x1"]
+    assert [row.speedup["median"] for row in rest] == pytest.approx([1.5, 1.2, 0.9, 0.1])
+    out = hsd_jax.decode(params, PROMPTS[0], max_new_tokens=NEW_TOKENS, tuned=record)
+    assert out.stats.plan.tree == SMALL and not out.stats.plan.is_chosen
     without = hsd_jax.decode(params, PROMPTS[0], max_new_tokens=NEW_TOKENS, speculate=False)
     np.testing.assert_array_equal(out.tokens, without.tokens)
     assert out.stats.tau > 1
@@ -86,28 +92,30 @@ def test_the_fastest_is_chosen_and_settings_decode_the_same_text(monkeypatch, pa
 def test_the_measurement_counts_not_the_prediction(monkeypatch, params):
     """The first timings make 3x2x1 the favourite by prediction, the second another."""
     clock = Clock(params, RATES, RATES | {"3x2x1": 80.0, "8x3x2": 130.0})
-    found = tuned_by(monkeypatch, params, clock)
+    (found,) = tuned_by(monkeypatch, params, clock).choices
     assert clock.calls[0] == ["plain", "3x2x1", "5x4x1", "8x3x2"]
-    by_prediction = max(found.table[1:], key=lambda row: row.predicted_tokens_per_second)
+    by_prediction = max(found.table[1:], key=lambda row: row.predicted_tokens_per_second or 0.0)
     assert by_prediction.name == clock.calls[1][1] == "3x2x1"
     assert found.tree == WIDE and found.speedup == pytest.approx(1.3)
 
 
-def test_plain_decoding_may_be_the_fastest(monkeypatch, params):
-    found = tuned_by(monkeypatch, params, Clock(params, dict.fromkeys(RATES, 90.0) | {"plain": 100.0}))
-    assert found.settings == {"speculate": False, "tree": None, "reuse": "none", "accept": "match"}
-    assert found.speedup == 1.0 and str(found) == "plain decoding is the fastest here"
-    out = hsd_jax.decode(params, PROMPTS[1], max_new_tokens=8, **found.settings)
-    assert out.stats.tau == 1.0
+@pytest.mark.parametrize("drafting", [90.0, 101.0])  # a gain that may as well be noise is none
+def test_plain_decoding_may_be_the_fastest(monkeypatch, params, drafting):
+    record = tuned_by(monkeypatch, params, Clock(params, dict.fromkeys(RATES, drafting) | {"plain": 100.0}))
+    (found,) = record.choices
+    assert found.tree is None and found.speedup == 1.0
+    assert str(found) == "1 row, 256 slots, temperature 0: plain decoding is the fastest"
+    out = hsd_jax.decode(params, PROMPTS[1], max_new_tokens=8, tuned=record)
+    assert out.stats.tau == 1.0 and "`tune` found nothing faster" in out.stats.plan.reason
 
 
 def test_predicted_tau_is_simulated_tau_and_only_finalists_are_measured(monkeypatch, params):
     middle = TreeConfig(4, 3, 1)
     trees = [SMALL, middle, CHAIN, WIDE]
     clock = Clock(params, RATES | {"3x2x1": 300.0, "4x3x1": 200.0})
-    found = tuned_by(monkeypatch, params, clock, trees=trees, finalists=1)
-    assert clock.calls == [["plain", "3x2x1", "5x4x1", "8x3x2"], ["plain", "3x2x1"]]
-    by_tree = {row.tree: row for row in found.table}
+    (found,) = tuned_by(monkeypatch, params, clock, trees=trees, finalists=1).choices
+    assert clock.calls == [["plain", "3x2x1", "5x4x1", "8x3x2"], ["plain", "3x2x1", "up to 3x2x1"]]
+    by_tree = {row.tree: row for row in found.table if row.is_whole}
     assert set(by_tree) == {None, *trees}
     assert {tree for tree, row in by_tree.items() if row.tau is None} == {middle}
     assert by_tree[middle].predicted_tokens_per_second > 0
@@ -129,13 +137,35 @@ def test_reuse_is_a_candidate_where_it_should_pay(monkeypatch, params):
     monkeypatch.setattr(tuning, "trunk_seconds", trunk_seconds)
     clock = Clock(params, rates)
     changes = {"trees": [SMALL, CHAIN], "reuses": ["none", "skip:1"], "finalists": 2}
-    found = tuned_by(monkeypatch, params, clock, **changes)
+    (found,) = tuned_by(monkeypatch, params, clock, **changes).choices
     assert found.reuse == "none" and not any("skip" in name for name in clock.calls[-1])
     assert [row.reuse for row in found.table].count("skip:1") == 2  # predicted all the same
     slow_trunk.share = 1.0
-    found = tuned_by(monkeypatch, params, clock, **changes)
+    record = tuned_by(monkeypatch, params, clock, **changes)
     assert "skip:1" in clock.calls[-1][1]
-    assert found.reuse == "skip:1" and found.settings["reuse"] == "skip:1"
+    assert record.choices[0].reuse == "skip:1"
+    out = hsd_jax.decode(params, PROMPTS[0], max_new_tokens=4, tuned=record)
+    assert str(out.stats.plan.reuse) == "skip:1"
+
+
+def test_what_pays_is_verified_where_that_was_the_fastest(monkeypatch, params):
+    clock = Clock(params, RATES | {"up to 3x2x1": 400.0})
+    record = tuned_by(monkeypatch, params, clock)
+    (found,) = record.choices
+    assert (found.tree, found.is_whole, found.name) == (SMALL, False, "up to 3x2x1")
+    out = hsd_jax.decode(params, PROMPTS[0], max_new_tokens=4, tuned=record)
+    assert out.stats.plan.is_chosen and str(out.stats.plan).startswith("trees of up to 3x2x1: 4.00 times as fast")
+
+
+def test_the_tree_that_decode_chooses_is_a_candidate(monkeypatch, params):
+    """Beside trees of our own, not beside those of a caller; 2x1x1 is no tree that the tuner would try by itself."""
+    tiny = TreeConfig(2, 1, 1)
+    monkeypatch.setattr(tuning, "plan_for", lambda *args, **settings: plan.Plan(tiny, "told to"))
+    clock = Clock(params, {"plain": 100.0, "up to 2x1x1": 150.0})
+    (found,) = tuned_by(monkeypatch, params, clock, trees=None, finalists=1).choices
+    assert (found.tree, found.is_whole) == (tiny, False)
+    (found,) = tuned_by(monkeypatch, params, clock).choices
+    assert "up to 2x1x1" not in clock.calls[-1] and found.tree is None
 
 
 # --- prediction by hand ----------------------------------------------------------------------------------------------
@@ -145,15 +175,15 @@ def test_rounds_of_a_batch():
     """Two rows of 3 rounds and 1, then one alone; the trunk runs if one row asks."""
     runs = ((True, False, True), (True,), (True, False))
     fate = evaluate.Fate(2.0, (1, 5), runs)
-    assert tuning.in_step(fate, 1) == (6, 4)
-    assert tuning.in_step(fate, 2) == (5, 3)
-    assert tuning.in_step(fate, 3) == (3, 2)
+    assert predict.in_step(fate, 1) == (6, 4)
+    assert predict.in_step(fate, 2) == (5, 3)
+    assert predict.in_step(fate, 3) == (3, 2)
 
 
 def test_cost_of_a_round():
     """Seconds of 1 + 2 nodes + 3 depths, measured thrice, known everywhere; runs of 1 and 5 states take 1 and 9."""
     trees = [TreeConfig(4, 3, 1), TreeConfig(7, 6, 1), TreeConfig(16, 6, 4)]
-    cost = tuning.RoundCost.fit({tree: 1.0 + 2.0 * tree.nodes + 3.0 * tree.depth for tree in trees})
+    cost = predict.RoundCost.fit({tree: 1.0 + 2.0 * tree.nodes + 3.0 * tree.depth for tree in trees})
     assert cost.seconds(WIDE) == pytest.approx(1 + 16 + 9)
     assert cost.seconds(TreeConfig(2, 1, 1)) == pytest.approx(18 / 2)  # 8, but half of the fastest is the least
     cost = dataclasses.replace(cost, trunk=(5, 1.0, 9.0))
@@ -168,14 +198,14 @@ def test_cost_of_a_round():
 def test_reuse_must_gain_something():
     def predictions(**rates: float):
         forms = {"none": ReuseConfig(), "skip": ReuseConfig("skip"), "union": ReuseConfig("union")}
-        return {(WIDE, forms[name]): tuning.Prediction(2.0, rate) for name, rate in rates.items()}
+        return {(WIDE, forms[name]): predict.Prediction(2.0, rate) for name, rate in rates.items()}
 
     def names(found) -> list[str]:
         return [str(reuse) for _, reuse in found]
 
-    assert names(tuning.best_of(predictions(none=100.0, skip=100.5, union=120.0), 3)) == ["union", "none"]
-    assert names(tuning.best_of(predictions(none=100.0, skip=102.0, union=120.0), 2)) == ["union", "skip"]
-    assert names(tuning.best_of(predictions(skip=50.0), 3)) == ["skip"]
+    assert names(predict.best_of(predictions(none=100.0, skip=100.5, union=120.0), 3)) == ["union", "none"]
+    assert names(predict.best_of(predictions(none=100.0, skip=102.0, union=120.0), 2)) == ["union", "skip"]
+    assert names(predict.best_of(predictions(skip=50.0), 3)) == ["skip"]
 
 
 @pytest.mark.parametrize(
@@ -201,8 +231,8 @@ def test_default_trees_of_other_drafters():
 
 def test_three_trees_tell_what_nodes_and_depth_cost():
     trees = tuning.default_trees(toy.drafter_config(toy.target_config(), num_steps=6))
-    assert [tree.name for tree in tuning.sample_of(trees)] == ["4x3x1", "7x6x1", "16x6x4"]
-    assert tuning.sample_of([WIDE]) == [WIDE]
+    assert [tree.name for tree in predict.sample_of(trees)] == ["4x3x1", "7x6x1", "16x6x4"]
+    assert predict.sample_of([WIDE]) == [WIDE]
 
 
 def test_forms_a_drafter_does_not_allow_are_no_candidates(params):
@@ -217,12 +247,29 @@ def test_forms_a_drafter_does_not_allow_are_no_candidates(params):
     assert {str(reuse) for _, reuse in drafts} == {"none"}
 
 
-def test_prompts_of_one_bucket_in_full_batches(params):
-    said = []
-    prompts = [[1] * n for n in (5, 40, 6, 7, 8)]
-    assert [len(row) for row in tuning._choose_prompts(params, prompts, 1, 8, said.append)] == [5, 6, 7, 8]
-    assert said == ["4 of 5 prompts used: full batches of the most frequent length, up to 16 tokens"]
-    assert [len(row) for row in tuning._choose_prompts(params, prompts[2:], 2, 8, said.append)] == [6, 7]
+def test_prompts_by_size_in_full_batches(params):
+    said, long = [], params.replace(max_len=16384)
+    prompts = [[1] * n for n in (5, 600, 6, 7, 8)]
+    by_size = tuning._by_size(long, prompts, 1, 8, said.append)
+    assert [(slots, [len(row) for row in some]) for slots, some in by_size] == [(512, [5, 6, 7, 8]), (2048, [600])]
+    assert not said
+    ((slots, used),) = tuning._by_size(long, prompts, 2, 8, said.append)
+    assert slots == 512 and [len(row) for row in used] == [5, 6, 7, 8]
+    assert said == ["4 of 5 prompts used: full batches of 2 whose caches are as large"]
+
+
+def test_every_combination_has_a_choice(monkeypatch, params):
+    seen = []
+
+    def choose(calls, *_):
+        seen.append((calls.batch, calls.slots, calls.temperature, len(calls.prompts)))
+        return calls.choice(tuned.Candidate(SMALL), 1.5)
+
+    monkeypatch.setattr(tuning, "_choose", choose)
+    settings = {"temperature": [0, 0.8], "batch": (1, 3), "max_new_tokens": 8, "keep": False}
+    record = hsd_jax.tune(params, PROMPTS, report=lambda line: None, **settings)
+    assert seen == [(1, 256, 0.0, 3), (1, 256, 0.8, 3), (3, 256, 0.0, 3), (3, 256, 0.8, 3)]
+    assert [choice.size for choice in record.choices] == [(r, 256, w) for r in (1, 4) for w in (False, True)]
 
 
 def test_trunk_seconds_are_measured_and_the_state_stays(params):
@@ -237,21 +284,22 @@ def test_trunk_seconds_are_measured_and_the_state_stays(params):
 # --- the record ------------------------------------------------------------------------------------------------------
 
 
-def make_record(params: Params, speculate: bool = True) -> hsd_jax.Tuned:
+def make_choice(tree: TreeConfig | None = SMALL, reuse: str = "skip:2", **changes) -> tuned.Choice:
     spread = {"median": 1.5, "min": 1.0, "max": 2.0}
-    row = tuned.Candidate(SMALL, "skip:2", 2.0, 10.0, 2.1, spread, spread, spread)
-    table = (tuned.Candidate(None, tau=1.0), row, tuned.Candidate(WIDE, "none", 1.5, 9.0))
-    choice = (True, SMALL, "skip:2", 1.5) if speculate else (False, None, "none", 1.0)
-    return hsd_jax.Tuned(*choice, tuned.Conditions.of(params, 2, 0.8), table)
+    row = tuned.Candidate(SMALL, "skip:2", True, 2.0, 10.0, 2.1, spread, spread, spread)
+    table = (tuned.Candidate(None, tau=1.0), row, tuned.Candidate(WIDE, "none", False, 1.5, 9.0))
+    given = {"rows": 1, "slots": 256, "temperature": 0.8, "is_whole": True, "speedup": 1.5, "table": table}
+    return tuned.Choice(tree=tree, reuse=reuse, **given | changes)
 
 
-@pytest.mark.parametrize("speculate", [True, False])
-def test_a_record_survives_a_file(params, tmp_path, speculate):
-    record, said = make_record(params, speculate), []
+def make_record(params: Params, *choices: tuned.Choice) -> hsd_jax.Tuned:
+    return hsd_jax.Tuned(tuned.Conditions.of(params), choices or (make_choice(),))
+
+
+def test_a_record_survives_a_file(params, tmp_path):
+    record, said = make_record(params, make_choice(), make_choice(None, "none", rows=4)), []
     record.save(tmp_path / "tuned.json")
-    found = hsd_jax.Tuned.load(tmp_path / "tuned.json", params, batch=2, temperature=0.8, report=said.append)
-    assert found == record and not said
-    assert hsd_jax.Tuned.load(tmp_path / "tuned.json", params) == record  # a warning would be an error here
+    assert hsd_jax.Tuned.load(tmp_path / "tuned.json", params, said.append) == record and not said
 
 
 def test_a_record_of_other_models_is_refused(params, tmp_path):
@@ -272,12 +320,116 @@ def test_a_record_of_other_conditions_says_so(params, tmp_path, monkeypatch):
     path, said = tmp_path / "tuned.json", []
     make_record(params).save(path)
     monkeypatch.setattr(tuned, "device_name", lambda: "a stone")
-    hsd_jax.Tuned.load(path, params.replace(precision="fast"), batch=1, temperature=0, report=said.append)
+    hsd_jax.Tuned.load(path, params.replace(precision="fast"), said.append)
     (line,) = said
     assert "device " in line and ", here a stone;" in line and "precision exact, here fast" in line
-    assert "batch 2, here 1" in line and "temperature 0.8, here 0.0" in line
-    with pytest.warns(UserWarning, match="here a stone: the text is the same, but another choice may be faster"):
-        hsd_jax.Tuned.load(path, params)
+    with pytest.warns(UserWarning, match="here a stone; precision exact, here fast: the text is the same"):
+        hsd_jax.Tuned.load(path, params.replace(precision="fast"))
+
+
+def test_the_nearest_choice_of_as_many_rows_counts(params):
+    small, large = make_choice(slots=512), make_choice(slots=4096, reuse="none")
+    greedy = make_choice(slots=512, temperature=0.0)
+    record = make_record(params, small, large, greedy)
+    assert record.choice(1, 512, 1.0) is small and record.choice(1, 1024, 0.5) is small
+    assert record.choice(1, 2048, 1.0) is large and record.choice(1, 16384, 1.0) is large
+    assert record.choice(1, 512, 0.1) is greedy and record.choice(1, 2048, 0.0) is greedy
+    assert record.choice(2, 512, 1.0) is None
+    assert record.choice(1, 32768, 1.0) is None and record.choice(1, 4096, 0.0) is None  # too far
+
+
+@pytest.fixture
+def kept_folder(tmp_path, monkeypatch):
+    """A folder of records, with nothing in it, not there yet."""
+    monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def found_by_name(params) -> Params:
+    """As if they were loaded."""
+    return params.replace(pair=params.fingerprints())
+
+
+def plan_of(params: Params, **settings) -> plan.Plan:
+    return hsd_jax.decode(params, PROMPTS[0], max_new_tokens=4, **settings).stats.plan
+
+
+def test_decode_finds_what_was_kept(found_by_name, kept_folder):
+    params = found_by_name
+    usual = plan_of(params)
+    path = make_record(params, make_choice(reuse="none", temperature=0.0)).keep()
+    assert path.parent == kept_folder
+    found = plan_of(params)
+    assert found.tree == SMALL and "when `tune` measured it" in found.reason and not found.is_chosen
+    assert plan_of(params, tuned=False) == usual != found
+    assert plan_of(params, tree=CHAIN).reason == plan_of(params, speculate=False).reason == "asked for"
+    for settings in ({"reuse": "union"}, {"accept": "recursive"}, {"temperature": 0.8}):  # not measured so
+        assert "`tune`" not in plan_of(params, **settings).reason
+    # A later record for the same size takes its place; those for other sizes stay.
+    make_record(params, make_choice(CHAIN, "none", temperature=0.0, is_whole=False)).keep()
+    make_record(params, make_choice(rows=2)).keep()
+    assert (plan_of(params).tree, plan_of(params).is_chosen) == (CHAIN, True)
+    assert [choice.rows for choice in hsd_jax.Tuned.load(path, params).choices] == [2, 1]
+
+
+def test_a_record_is_found_for_its_pair_and_machine_alone(found_by_name, kept_folder, monkeypatch):
+    params = found_by_name
+    make_record(params, make_choice(reuse="none", temperature=0.0)).keep()
+    assert plan_of(params).tree == SMALL
+    for change in ({"pair": None}, {"pair": ("a", "b")}, {"dtype": "bfloat16"}):
+        assert "`tune`" not in plan_of(params.replace(**change)).reason
+    monkeypatch.setattr(tuned, "device_name", lambda: "a stone")
+    assert "`tune`" not in plan_of(params).reason
+
+
+def test_a_tree_this_drafter_cannot_grow_is_left_aside(found_by_name, kept_folder):
+    """Weights replaced by hand leave the fingerprints as they were."""
+    make_record(found_by_name, make_choice(CHAIN, "none", temperature=0.0)).keep()
+    assert plan_of(found_by_name).tree == CHAIN
+    short = dataclasses.replace(found_by_name.drafter_config, num_steps=2)
+    assert "`tune`" not in plan_of(found_by_name.replace(drafter_config=short)).reason
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "\0"])
+def test_a_damaged_record_is_named_once_and_ends_nothing(found_by_name, kept_folder, content):
+    params = found_by_name
+    usual = plan_of(params, tuned=False)
+    path = make_record(params).keep()
+    path.write_text(content)
+    with pytest.warns(
+        UserWarning, match=f"{path.name}.*no record of `hsd tune`; it is ignored: delete it, or run tune"
+    ):
+        assert plan_of(params) == usual
+    assert plan_of(params) == usual  # a second warning would be an error
+    make_record(params, make_choice(reuse="none", temperature=0.0)).keep()  # takes its place
+    assert plan_of(params).tree == SMALL
+
+
+def test_records_may_be_switched_off(params, kept_folder, monkeypatch):
+    conditions = tuned.Conditions.of(params)
+    monkeypatch.setenv(tuned.FOLDER_VARIABLE, "off")
+    assert make_record(params).keep() is None
+    monkeypatch.setenv(tuned.FOLDER_VARIABLE, "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept_folder))
+    assert tuned.kept_path(conditions).parent == kept_folder / "hsd_jax" / "tuned"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("pathlib.Path.home", no_home)
+    assert tuned.kept_path(conditions) is None
+
+
+def test_loaded_pairs_have_fingerprints(folders):
+    loaded = hsd_jax.load(**vars_of(folders))
+    assert loaded.pair == loaded.replace(pair=None).fingerprints() and len(set(loaded.pair)) == 2
+    assert hsd_jax.load(target=folders.target).pair is None  # there is nothing to choose
+
+
+def changed_choice(**changes):
+    return lambda values: values | {"choices": [values["choices"][0] | changes]}
 
 
 @pytest.mark.parametrize(
@@ -285,16 +437,17 @@ def test_a_record_of_other_conditions_says_so(params, tmp_path, monkeypatch):
     [
         (lambda values: "{", "Expecting property name"),
         (lambda values: [], "tuned.json: expected keys and values, found []"),
-        (lambda values: {"tree": None}, "tuned.json: missing key 'speculate'"),
-        (lambda values: values | {"table": [1]}, "table.0=1: expected keys and values"),
-        (lambda values: values | {"table": 1}, "table=1: allowed are lists of keys and values"),
+        (lambda values: {"choices": []}, "tuned.json: missing key 'conditions'"),
+        (lambda values: values | {"choices": [1]}, "choices.0=1: expected keys and values"),
+        (lambda values: values | {"choices": 1}, "choices=1: allowed are lists of keys and values"),
         (lambda values: values | {"conditions": 1}, "conditions=1: expected keys and values"),
         (lambda values: values | {"colour": 1}, "unknown key 'colour'"),
-        (lambda values: values | {"tree": {"nodes": 1}}, "TreeConfig.nodes=1"),
-        (lambda values: values | {"reuse": "old"}, "reuse='old'"),
-        (lambda values: values | {"speculate": "no"}, "speculate='no': allowed are true and false"),
-        (lambda values: values | {"speedup": "2"}, "speedup='2': allowed are finite numbers"),
-        (lambda values: values | {"tree": None}, "Tuned.tree=None"),
+        (changed_choice(table=[1]), "table.0=1: expected keys and values"),
+        (changed_choice(tree={"nodes": 1}), "TreeConfig.nodes=1"),
+        (changed_choice(reuse="old"), "reuse='old'"),
+        (changed_choice(rows=0), "rows=0: allowed are"),
+        (changed_choice(is_whole="no"), "is_whole='no': allowed are true and false"),
+        (changed_choice(speedup="2"), "speedup='2': allowed are finite numbers"),
     ],
 )
 def test_files_that_are_no_record(params, tmp_path, change, message):
@@ -351,13 +504,13 @@ def test_tune_then_generate_and_bench(folders, tmp_path, capsys):
     candidates = ["--trees", "5x3x2,3x2x1", "--reuse", "none", "skip:1", "union", "--finalists", "2", "--repeats", "1"]
     assert hsd("tune", *both(folders), *settings, *candidates, "--out", out) == 0
     shown = capsys.readouterr()
-    record = json.loads(out.read_text())
-    assert [row["tree"] for row in record["table"]].count(None) == 1 and len(record["table"]) >= 4
-    finalists = [row for row in record["table"] if row["tau"] is not None and row["predicted_tau"] is not None]
+    (choice,) = json.loads(out.read_text())["choices"]
+    assert [row["tree"] for row in choice["table"]].count(None) == 1 and len(choice["table"]) >= 4
+    finalists = [row for row in choice["table"] if row["tau"] is not None and row["predicted_tau"] is not None]
     for row in finalists:  # what is predicted of the text is what decoding then does
         assert row["tau"] == pytest.approx(row["predicted_tau"]), row
     assert "tokens/s predicted" in shown.out and "simulating" in shown.err
-    chosen = hsd_jax.Tuned.load(out, hsd_jax.load(**vars_of(folders), dtype="float32"), temperature=0)
+    (chosen,) = hsd_jax.Tuned.load(out, hsd_jax.load(**vars_of(folders), dtype="float32")).choices
     prompt = [*both(folders), "--dtype", "float32", "--max-new-tokens", "12", "the cat"]
     assert hsd("generate", "--tuned", out, *prompt) == 0 and hsd("generate", "--no-speculate", *prompt) == 0
     texts = capsys.readouterr().out.splitlines()
@@ -373,7 +526,7 @@ def test_tune_then_generate_and_bench(folders, tmp_path, capsys):
         "--json",
         tmp_path / "b.json",
     ]
-    assert hsd("bench", *arguments) == (0 if chosen.speculate else 2)
+    assert hsd("bench", *arguments) == (0 if chosen.tree else 2)
 
 
 def vars_of(folders) -> dict[str, str]:
@@ -385,27 +538,37 @@ def record(folders, tmp_path_factory):
     """Files of `--tuned`: one that speculates, one that does not."""
     params = hsd_jax.load(**vars_of(folders))
     root = tmp_path_factory.mktemp("tuned")
-    for name, speculate in (("fast", True), ("plain", False)):
-        found = dataclasses.replace(make_record(params, speculate), reuse="none")
-        found.save(root / f"{name}.json")
+    greedy = {"temperature": 0.0, "reuse": "none"}
+    for name, choice in (("fast", make_choice(**greedy)), ("plain", make_choice(None, **greedy))):
+        make_record(params, choice).save(root / f"{name}.json")
     return root
 
 
-def test_generate_drafts_as_the_record_says(folders, record, capsys, monkeypatch):
+def test_commands_hand_the_record_to_decode(folders, record, monkeypatch):
     seen = []
 
     def decode(params, prompt, **settings):
-        seen.append({name: settings[name] for name in ("speculate", "tree", "reuse")})
+        seen.append(settings["tuned"])
+        assert (settings["tree"], settings["speculate"]) == (None, True)
         raise ValueError("enough")
 
     monkeypatch.setattr(hsd_jax, "decode", decode)
-    for name in ("fast", "plain"):
-        assert hsd("generate", *both(folders), "--no-stream", "--tuned", record / f"{name}.json", "the cat") == 2
-    assert seen == [
-        {"speculate": True, "tree": SMALL, "reuse": "none"},
-        {"speculate": False, "tree": None, "reuse": "none"},
-    ]
-    assert "batch 2, here 1; temperature 0.8, here 0.0" in capsys.readouterr().err
+    for arguments in (["--tuned", record / "fast.json"], ["--no-tuned"], []):
+        assert hsd("generate", *both(folders), "--no-stream", *arguments, "the cat") == 2
+    assert seen == [hsd_jax.Tuned.load(record / "fast.json", hsd_jax.load(**vars_of(folders))), False, True]
+
+
+def test_bench_measures_the_ways_of_a_record(folders, record):
+    params = hsd_jax.load(**vars_of(folders))
+    part = make_choice(CHAIN, "none", temperature=0.0, is_whole=False, slots=2048)
+    found = make_record(params, make_choice(temperature=0.0), part, make_choice(WIDE, "none", rows=2))
+    args = types.SimpleNamespace(temperature=0.0, tuned="x.json")
+    whole, adaptive = bench.tuned_modes(args, params, found)
+    assert (whole.name, whole.tree, whole.reuse, whole.tuned) == ("tree 3x2x1 skip:2", SMALL, "skip:2", None)
+    assert (adaptive.name, adaptive.tree, adaptive.tuned) == ("tree up to 5x4x1", CHAIN, found.only(part))
+    args.temperature = 1.0
+    with pytest.raises(ValueError, match="says nothing of single rows at such a temperature"):
+        bench.tuned_modes(args, params, found)
 
 
 @pytest.mark.parametrize(
@@ -420,7 +583,8 @@ def test_generate_drafts_as_the_record_says(folders, record, capsys, monkeypatch
         (["bench", "--tuned", "plain.json"], "plain decoding was the fastest"),
         (["tune", "--out", "nowhere/tuned.json"], "there is no folder nowhere"),
         (["tune", "--trees", "8"], "NODESxDEPTHxWIDTH"),
-        (["tune", "--batch", "4"], "batch=4 with 3 prompts"),
+        (["tune", "--batches", "0"], "--batches"),
+        (["generate", "x", "--tuned", "fast.json", "--no-tuned"], "not allowed with argument"),
     ],
 )
 def test_bad_values_end_with_2_and_one_line(folders, record, arguments, message, capsys, monkeypatch):

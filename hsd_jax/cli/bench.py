@@ -7,6 +7,7 @@ shown by `cli/report.py`. Read next: `infer/metrics.py` for the stages.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from typing import Any
 
@@ -58,12 +59,12 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
         help="also time plain decoding in float32 and bfloat16, with 1 row and padded to 4: the fastest is the rival",
     )
     grid = parser.add_argument_group("the defaults against plain decoding, cell by cell (no tree is named)")
-    numbers = {"type": _numbers(options.COUNT), "metavar": "N,..."}
+    numbers = {"type": options.numbers(options.COUNT), "metavar": "N,..."}
     grid.add_argument("--batches", **numbers, help="rows decoded at once, for example 1,2,4,8,16,32")
     grid.add_argument("--contexts", **numbers, help="tokens of a prompt, for example 64,256,1024,1800")
     grid.add_argument(
         "--temperatures",
-        type=_numbers(float),
+        type=options.numbers(options.TEMPERATURE),
         default=[0.0, 0.8],
         metavar="T,...",
         help="of each cell (default: 0,0.8)",
@@ -74,16 +75,6 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     more = parser.add_subparsers(title="more", metavar="COMMAND", action=options.OwnOptions)
     for module in (compare, ablate):
         module.add_parser(more)
-
-
-def _numbers(kind):
-    """The argparse type of several numbers with commas between them."""
-
-    def parse(text: str) -> list:
-        return [kind(part) for part in text.split(",")]
-
-    parse.__name__ = f"list of {getattr(kind, '__name__', 'numbers')}"
-    return parse
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = None) -> None:
@@ -111,16 +102,14 @@ def run(args: argparse.Namespace) -> int:
     options.need_drafter(params, "bench")
     if args.batches or args.contexts:
         return _run_grid(args, params)
-    tuned = options.tuned_of(args, params, batch=1)
-    if tuned is None:
-        trees = options.parse_trees(args.trees) if args.trees else [options.tree_of(args, params)]
-        reuses = args.reuse or ["none"]
-    elif tuned.speculate:
-        trees, reuses = [tuned.tree], [tuned.reuse]
-    else:
-        raise ValueError(f"--tuned {args.tuned}: plain decoding was the fastest; there is nothing to compare it with")
+    tuned = options.tuned_of(args, params)
+    trees = options.parse_trees(args.trees) if args.trees else [options.tree_of(args, params)]
     found = prompts.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
-    modes = make_modes(args, params, trees, reuses)
+    if isinstance(tuned, bool):
+        modes = make_modes(args, params, trees, args.reuse or ["none"])
+    else:
+        plain = Mode(f"plain {params.dtype}", params)
+        modes = [plain, *tuned_modes(args, params, tuned), *plain_variants(args, params)]
     options.say(f"{len(found)} prompts, {', '.join(m.name for m in modes)}")
     record = measure(args, params, modes, found)
     from hsd_jax.cli import report
@@ -159,15 +148,35 @@ def make_modes(args: argparse.Namespace, params, trees, reuses: list[str]) -> li
     """Plain first, then a mode for each tree, rule and form of reuse, then the other plain loops if asked for."""
     from hsd_jax.request import rule_and_law
 
-    own = params.dtype
-    modes = [Mode(f"plain {own}", params)]
-    rules = args.accept if args.tuned is None else ["match"]  # which the record was made under
-
-    asked = ((tree, rule_and_law(rule, args.draw)[0], form) for tree in trees for rule in rules for form in reuses)
-    for tree, accept, reuse in dict.fromkeys(asked):
+    modes = [Mode(f"plain {params.dtype}", params)]
+    rules = [rule_and_law(rule, args.draw)[0] for rule in args.accept]
+    for tree, accept, reuse in dict.fromkeys(itertools.product(trees, rules, reuses)):
         name = f"tree {tree.name}" + ("" if accept == "match" else f" {accept}")
         name += "" if reuse == "none" else f" {reuse}"
         modes.append(Mode(name, params, tree, accept=accept, draw=args.draw, reuse=reuse))
+    return modes + plain_variants(args, params)
+
+
+def tuned_modes(args: argparse.Namespace, params, record) -> list[Mode]:
+    """The ways to draft that a record of `hsd tune` names for single rows at this temperature, whatever the caches."""
+    from hsd_jax.tuned import WARM
+
+    found = [c for c in record.choices if c.rows == 1 and (c.temperature >= WARM) == (args.temperature >= WARM)]
+    drafting = {choice.name: choice for choice in found if choice.tree is not None}
+    if not drafting:
+        what = "plain decoding was the fastest" if found else "it says nothing of single rows at such a temperature"
+        raise ValueError(f"--tuned {args.tuned}: {what}; there is nothing to compare plain decoding with")
+    return [
+        Mode(f"tree {name}", params, choice.tree, reuse=choice.reuse)
+        if choice.is_whole
+        else Mode(f"tree {name}", params, choice.tree, tuned=record.only(choice))
+        for name, choice in drafting.items()
+    ]
+
+
+def plain_variants(args: argparse.Namespace, params) -> list[Mode]:
+    """The other plain loops, if they are asked for."""
+    own, modes = params.dtype, []
     if args.plain_variants:
         for dtype in PLAIN_DTYPES if args.precision == "fast" else ("float32",):
             loaded = params if dtype == own else options.load_params(_without_drafter(args), dtype)

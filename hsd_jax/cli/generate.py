@@ -78,15 +78,11 @@ def run(args: argparse.Namespace) -> int:
 
     params = options.load_params(args)
     prompts = [encode_prompt(params, text, args) for text in texts]
-    tuned = options.tuned_of(args, params, len(prompts))
-    settings = text_settings(args) | (
-        tuned.settings
-        if tuned is not None
-        else {
-            "tree": None if params.drafter is None else options.tree_asked(args, params),
-            "speculate": not args.no_speculate,
-        }
-    )
+    settings = text_settings(args) | {
+        "tuned": options.tuned_of(args, params),
+        "tree": None if params.drafter is None else options.tree_asked(args, params),
+        "speculate": not args.no_speculate,
+    }
     if args.json or args.no_stream or len(prompts) > 1:
         out = hsd_jax.decode(params, prompts, **settings)
         if args.json:

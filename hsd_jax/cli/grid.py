@@ -80,10 +80,10 @@ def measure(args: argparse.Namespace, params, found: Sequence[prompts.BenchPromp
 def _cell(params, batches: list[list[list[int]]], context: int, temperature: float, args) -> Cell:
     from hsd_jax.api import decode
 
-    new = args.max_new_tokens
+    new, tuned = args.max_new_tokens, options.tuned_of(args, params)
 
     def timed(speculate: bool) -> list:
-        how = {"temperature": temperature, "seed": args.seed, "speculate": speculate, "eos": ()}
+        how = {"temperature": temperature, "seed": args.seed, "speculate": speculate, "eos": (), "tuned": tuned}
         return [decode(params, rows, new, **how) for rows in batches]
 
     results = {is_default: timed(is_default) for is_default in (False, True)}  # compiles

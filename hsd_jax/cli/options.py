@@ -150,23 +150,36 @@ def add_reuse_argument(group: argparse._ArgumentGroup, nargs: str | None = None)
     )
 
 
+def numbers(kind):
+    """The argparse type of several numbers with commas between them."""
+
+    def parse(text: str) -> list:
+        return [kind(part) for part in text.split(",")]
+
+    parse.__name__ = f"list of {getattr(kind, '__name__', 'numbers')}"
+    return parse
+
+
 def add_tuned_argument(group: argparse._ArgumentGroup) -> None:
-    """Declares --tuned; `tuned_of` reads it."""
-    group.add_argument(
+    """Declares --tuned and --no-tuned; `tuned_of` reads them."""
+    either = group.add_mutually_exclusive_group()
+    either.add_argument(
         "--tuned",
         metavar="FILE",
-        help="a record of `hsd tune`: draft as it says, or not at all if it found plain decoding faster",
+        help="a record of `hsd tune --out`: draft as it says, or not at all where it found plain decoding faster"
+        " (default: the record that `hsd tune` kept for this pair and machine, if there is one)",
     )
+    either.add_argument("--no-tuned", action="store_true", help="no record: choose by the shipped model of costs")
 
 
-def tuned_of(args: argparse.Namespace, params, batch: int) -> Any:
-    """The record of --tuned, None without it; says so if it was made under other conditions.
+def tuned_of(args: argparse.Namespace, params) -> Any:
+    """What `decode` takes as `tuned`; says so if the record of --tuned was made under other conditions.
 
     Raises:
       FileNotFoundError, ValueError: if there is none, it is of another pair, or an option contradicts it.
     """
     if args.tuned is None:
-        return None
+        return not args.no_tuned
     for name in ("nodes", "depth", "width", "trees", "reuse", "draw", "no_speculate"):
         if getattr(args, name, None):
             option = f"--{name.replace('_', '-')}"
@@ -175,7 +188,7 @@ def tuned_of(args: argparse.Namespace, params, batch: int) -> Any:
         raise ValueError(f"--accept with --tuned {args.tuned}: the record was made under match; leave one of them out")
     from hsd_jax.tuned import Tuned
 
-    return Tuned.load(args.tuned, params, batch=batch, temperature=args.temperature, report=say)
+    return Tuned.load(args.tuned, params, report=say)
 
 
 def load_params(args: argparse.Namespace, dtype: str | None = None) -> Any:

@@ -116,10 +116,15 @@ def stage_line(shares: dict[str, float], whole: float) -> str:
 
 
 def print_tuned(tuned) -> None:
-    """Prints the table of a `hsd_jax.Tuned` and its choice, whose row is bold."""
-    console, made = make_console(), tuned.conditions
+    """Prints a table for each choice of a `hsd_jax.Tuned`; the row that was chosen is bold."""
+    for choice in tuned.choices:
+        _print_choice(choice, f"{choice.calls}, {tuned.conditions.dtype}; {tuned.conditions.device}")
+
+
+def _print_choice(choice, title: str) -> None:
+    console = make_console()
     table = make_table(
-        f"batch {made.batch}, temperature {made.temperature:g}, {made.dtype}; {made.device}",
+        title,
         1,
         "",
         "tau predicted",
@@ -128,8 +133,7 @@ def print_tuned(tuned) -> None:
         "tokens/s",
         "over plain",
     )
-    for row in tuned.table:
-        is_choice = (row.tree, row.reuse) == (tuned.tree, tuned.reuse)
+    for row in choice.table:
         table.add_row(
             row.name,
             _number(row.predicted_tau, ".2f"),
@@ -137,10 +141,10 @@ def print_tuned(tuned) -> None:
             _number(row.tau, ".2f"),
             _range(row.tokens_per_second, ".0f"),
             _range(row.speedup, ".2f"),
-            style="bold" if is_choice else None,
+            style="bold" if row.name == choice.name else None,
         )
     console.print(table)
-    console.print(str(tuned), highlight=False)
+    console.print(str(choice), highlight=False)
 
 
 def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], shares: dict[str, float], whole: float) -> None:

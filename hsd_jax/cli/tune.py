@@ -1,4 +1,4 @@
-"""`hsd tune`: measures which way to decode is the fastest here, and keeps the choice in a file for `--tuned`.
+"""`hsd tune`: measures which ways to decode are the fastest here, and keeps them where `decode` finds them.
 
 Read next: `hsd_jax/tuning.py`, which does it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from hsd_jax.cli import bench, options, prompts
+from hsd_jax.cli import bench, grid, options, prompts
 
 PROMPTS = 8
 """Prompts of each file, unless --limit says otherwise."""
@@ -21,15 +21,16 @@ def add_parser(commands) -> None:
         run,
         "find the fastest way to decode on this machine",
         "Find which tree and which form of reuse decode the fastest, or whether plain decoding does. That depends on\n"
-        "the pair, the machine, the batch size and the temperature, so it is measured, on prompts like those to come:\n"
-        "the target writes a text for each; what every candidate would have got right there is simulated, the time of\n"
-        "its rounds estimated from three trees that are timed; the best then run in turns with plain decoding, and\n"
-        "the fastest is the choice. The text is the same whatever is chosen.",
+        "the pair, the machine, the batch size, the lengths and the temperature, so it is measured, on prompts like\n"
+        "those to come: the target writes a text for each; what every candidate would have got right there is\n"
+        "simulated, the time of its rounds estimated from three trees that are timed; the best then run in turns\n"
+        "with plain decoding, and the fastest is the choice. It is kept for this pair and machine: from then on\n"
+        "`decode` and the commands follow it in calls of such a size. The text is the same whatever is chosen.",
         """
 hsd tune --demo
-hsd tune --target DIR --drafter DIR --prompts dev.jsonl --batch 4 --temperature 0.8 --out tuned.json
-hsd generate --target DIR --drafter DIR --temperature 0.8 --tuned tuned.json "Once upon a time,"
-hsd bench --target DIR --drafter DIR --prompts dev.jsonl --tuned tuned.json
+hsd tune --target DIR --drafter DIR --prompts dev.jsonl --batches 1,4 --contexts 64,1024 --temperatures 0,0.8
+hsd tune --target DIR --drafter DIR --prompts dev.jsonl --no-keep --out tuned.json
+hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
 """,
     )
     options.add_model_arguments(parser)
@@ -37,10 +38,15 @@ hsd bench --target DIR --drafter DIR --prompts dev.jsonl --tuned tuned.json
     parser.add_argument(
         "--max-new-tokens", type=options.COUNT, default=64, metavar="N", help="per prompt (default: 64)"
     )
+    several = {"default": [0.0], "metavar": "T,..."}
     parser.add_argument(
-        "--temperature", type=options.TEMPERATURE, default=0.0, metavar="T", help="0 is greedy (default: 0)"
+        "--temperatures", type=options.numbers(options.TEMPERATURE), **several, help="0 is greedy (default: 0)"
     )
-    parser.add_argument("--batch", type=options.COUNT, default=1, metavar="B", help="rows decoded at once (default: 1)")
+    several = {"type": options.numbers(options.COUNT), "metavar": "N,..."}
+    parser.add_argument("--batches", **several, default=[1], help="rows decoded at once (default: 1)")
+    parser.add_argument(
+        "--contexts", **several, help="tokens of a prompt, joined or cut to that (default: prompts as they are)"
+    )
     parser.add_argument("--seed", type=options.SEED, default=0, help="of prompt i: seed + i (default: 0)")
     candidates = parser.add_argument_group("candidates")
     candidates.add_argument(
@@ -62,6 +68,7 @@ hsd bench --target DIR --drafter DIR --prompts dev.jsonl --tuned tuned.json
     parser.add_argument(
         "--out", type=options.NEW_FILE, metavar="FILE", help="write the record, JSON, for --tuned of generate and bench"
     )
+    parser.add_argument("--no-keep", action="store_true", help="do not keep the record where decode() finds it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,17 +80,22 @@ def run(args: argparse.Namespace) -> int:
     params = options.load_params(args)
     options.need_drafter(params, "tune")
     found = prompts.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
+    most = max(len(found), *args.batches)
+    rows = [found[row % len(found)].text for row in range(most)]
+    if args.contexts:
+        rows = [ids for n in args.contexts for ids in grid.joined_contexts(params, found, n, most)]
     tuned = hsd_jax.tune(
         params,
-        [prompt.text for prompt in found],
-        temperature=args.temperature,
-        batch=args.batch,
+        rows,
+        temperature=args.temperatures,
+        batch=args.batches,
         max_new_tokens=args.max_new_tokens,
         trees=trees,
         reuses=args.reuse,
         finalists=args.finalists,
         repeats=args.repeats,
         seed=args.seed,
+        keep=not args.no_keep,
         report=options.say,
     )
     report.print_tuned(tuned)
