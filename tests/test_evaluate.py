@@ -69,7 +69,8 @@ def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
     assert 1 < found["tau"] < TREE.depth + 1  # else the test would say nothing
 
 
-FORMS = ["skip:1", "sum", *(pytest.param(form, marks=pytest.mark.slow) for form in ("mix", "union", "skip", "unfused"))]
+SLOW_FORMS = ("sum", "mix", "union", "skip", "unfused")
+FORMS = ["skip:1", *(pytest.param(form, marks=pytest.mark.slow) for form in SLOW_FORMS)]
 RUNS_IN_EVERY_ROUND = ("sum", "mix", "union", "ahead")
 
 

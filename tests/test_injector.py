@@ -148,7 +148,7 @@ def test_drawn_trees_carry_the_law_of_their_paths(law):
                 np.testing.assert_allclose(found.draft_logp[row, node], log_softmax(logits), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("law", DrawLaw)
+@pytest.mark.parametrize("law", [pytest.param(x, marks=[pytest.mark.slow] * (x != DrawLaw.COUPLED)) for x in DrawLaw])
 def test_without_a_recurrence_nothing_changes(law):
     """R of zeros drafts, to the bit, what the drafter drafts that has none; some R does not."""
     setup, *_ = mid_state()

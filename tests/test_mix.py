@@ -72,7 +72,7 @@ def test_gradient_and_curvature_are_those_of_the_loss(is_hot):
     [
         pytest.param(False, PREVIOUS, id="full", marks=pytest.mark.slow),
         pytest.param(True, PREVIOUS, id="hot"),
-        pytest.param(False, PATH, id="path"),
+        pytest.param(False, PATH, id="path", marks=pytest.mark.slow),
     ],
 )
 def test_labels_and_loss_are_those_of_plain_loops(is_hot, injection):

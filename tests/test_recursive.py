@@ -415,7 +415,7 @@ def p_values(texts: np.ndarray) -> list[float]:
     ("tree", "draws"),
     [
         ("wide", oracle.WITHOUT_REPLACEMENT),
-        ("deep", oracle.INDEPENDENT),
+        pytest.param("deep", oracle.INDEPENDENT, marks=pytest.mark.slow),
         pytest.param("deep", oracle.WITHOUT_REPLACEMENT, marks=pytest.mark.slow),
         pytest.param("wide", oracle.INDEPENDENT, marks=pytest.mark.slow),
     ],

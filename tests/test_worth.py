@@ -37,8 +37,14 @@ def random_tree(rng: np.random.Generator, batch: int, num: int) -> DraftTree:
     return DraftTree(*ints, jnp.asarray(valid), score=jnp.asarray(score, jnp.float32))
 
 
+@pytest.fixture
+def full_price(monkeypatch):
+    """Costs that are linear in the nodes: what is left out saves its price."""
+    monkeypatch.setattr(worth, "PRICE_SHARE", 1.0)
+
+
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_kept_approaches_the_most_tokens_a_second(seed):
+def test_what_is_kept_approaches_the_most_tokens_a_second(seed, full_price):
     """Against every number of nodes, in plain Python; what is kept holds each kept node's parent."""
     rng = np.random.default_rng(seed)
     batch, num = 3, 6
@@ -64,7 +70,7 @@ def test_what_is_kept_approaches_the_most_tokens_a_second(seed):
     assert bool(kept[0, 0])
 
 
-def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_dearer():
+def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_dearer(full_price, monkeypatch):
     tree = DraftTree(
         jnp.zeros((2, 8), jnp.int32),
         jnp.broadcast_to(jnp.arange(-1, 7), (2, 8)),
@@ -80,6 +86,9 @@ def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_
     assert counts(fresh, priced, short)[0] == counts(fresh, priced, short)[1] > 4
     assert counts(poor, priced, short)[1] == 1 < counts(poor, priced, short)[0]
     assert counts(fresh, priced, long)[1] < counts(fresh, priced, long)[0]
+    before = counts(poor, priced, short)
+    monkeypatch.setattr(worth, "PRICE_SHARE", 0.1)  # the same drafts, had one to reach a tenth of a node's price
+    assert counts(poor, priced, short)[1] > before[1]
 
 
 def decoded(proposer: str, priced: Costs, call: toy.Call, num_rounds: int = 2**30):
@@ -105,7 +114,7 @@ def test_the_text_is_that_of_plain_decoding_whatever_pays(proposer, prices):
     assert toy.generated(call, state) == toy.expected("llama", call)
     passes, drafted = (np.asarray(x).sum() for x in (state.stats.num_target_passes, state.stats.num_drafted))
     if prices == "never" and proposer != "decoys_oracle":  # an oracle has no way to follow plain rounds
-        assert drafted < 0.4 * passes
+        assert drafted < 0.5 * passes
     if prices == "free" and proposer != "lookup":  # which often finds nothing
         assert drafted > 0.6 * passes
 

@@ -13,12 +13,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.types import Control, Costs, DraftTree, Verdict
 
-MEMORY = 0.9
+MEMORY = 0.97
 """What a round leaves of the weight of those before it, in every average."""
 PRIOR = 4.0
 """Predicted tokens that a row's first estimate counts for."""
-PATIENCE = 0.95
-"""Drafts that give this share of plain decoding's tokens a second are kept: prices are not known better."""
+PATIENCE = 0.9
+"""Drafts that give this share of plain decoding's tokens a second are kept: prices are not known better, and the tokens
+of a few rounds are a sample."""
+PRICE_SHARE = 0.4
+"""Of the price of a node, what its promise must reach: rows go through the kernels in tiles, so that the last nodes
+saved often save nothing, while their tokens are lost."""
 FEWEST_ROUNDS = 4
 """Rounds with drafts before their speed is judged."""
 FIRST_WAIT, LONGEST_WAIT = 2, 32
@@ -63,7 +67,7 @@ def choose(
     rate = (control.tokens + num_live.astype(jnp.float32)) / (control.seconds + plain)  # as if one round was plain
     node = (costs.pass_seconds[-1] - costs.pass_seconds[len(done)]) / (tree.tokens.size - len(done))
     attention = jnp.where(tree.depth > FREE_DEPTH, costs.slot_seconds * length[:, None].astype(jnp.float32), 0.0)
-    pays = survival(tree, control, costs) >= rate * (node + attention)
+    pays = survival(tree, control, costs) >= PRICE_SHARE * rate * (node + attention)
     kept = tree.valid & ((tree.depth == 0) | pays)
     counts = kept & ~done[:, None]
     seconds = costs.draft_seconds + costs.pass_seconds[jnp.sum(counts)] + jnp.sum(jnp.where(counts, attention, 0.0))
