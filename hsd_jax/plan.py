@@ -22,6 +22,7 @@ from hsd_jax.config import (
     HEADS,
     NO_REUSE,
     RECURRENT,
+    SLIDING,
     AnyDrafterConfig,
     DrafterConfig,
     LookupConfig,
@@ -57,7 +58,7 @@ class Rates:
     flops_per_second: float
     operation_seconds: float
     """Of one small operation, whatever it computes."""
-    attention_share: float = 0.4
+    attention_share: float = 0.6
     """Of `flops_per_second` that attention to a cache reaches."""
     many_rows: float = 1.0
     """Times as long to read the weights for several rows as for one: XLA on CPU packs them then."""
@@ -146,6 +147,18 @@ class CostModel:
         numbers = c.num_layers * _layer_numbers(c) + c.vocab_size * c.hidden_size
         return self.product(numbers, rows, self.itemsize) + small
 
+    @property
+    def windowed_share(self) -> float:
+        """Of the layers, those with a sliding window."""
+        c = self.target
+        num = sum(c.layer_type(layer) == SLIDING for layer in range(c.num_layers))
+        return 0.0 if c.sliding_window is None else num / c.num_layers
+
+    def seen(self, slots: float) -> float:
+        """Slots that a layer reads on average, of so many that are filled."""
+        share = self.windowed_share
+        return (1 - share) * slots + share * min(slots, self.target.sliding_window or slots)
+
     def slot(self) -> float:
         """One node's attention to one slot of the cache."""
         c = self.target
@@ -184,7 +197,9 @@ class CostModel:
         """What the loop is told."""
         rows = np.arange(batch * tree.nodes + 1)
         verify = self.target_pass(rows if self.rates.skips_rows else np.full(len(rows), rows[-1]))
-        numbers = (verify, self.target_pass(np.arange(batch + 1)), self.drafting(batch, tree), self.slot(), trust)
+        plain, draft = self.target_pass(np.arange(batch + 1)), self.drafting(batch, tree)
+        window = self.target.sliding_window or 0, self.windowed_share
+        numbers = verify, plain, draft, self.slot(), *window, trust
         return Costs(*(np.asarray(x, np.float32) for x in numbers))
 
 
@@ -254,7 +269,7 @@ def choose(model: CostModel, batch: int, context: int, temperature: float) -> Pl
       temperature: the highest of all rows.
     """
     profile = profile_at(model.drafter, temperature)
-    slots = context / 4
+    slots = model.seen(context / 4)
 
     def rate(tree: TreeConfig) -> float:
         tokens = expected_tokens(profile, tree)

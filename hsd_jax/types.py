@@ -160,6 +160,10 @@ class Costs:
     """Of drafting, whatever is verified of it."""
     slot_seconds: Float[Array, ""]
     """Of one more node's attention, a cache slot."""
+    window: Float[Array, ""]
+    """Slots that layers with a sliding window see at most."""
+    windowed_share: Float[Array, ""]
+    """Of the layers, those."""
     first_trust: Float[Array, ""]
     """What an edge that the drafter is sure of is taken to be worth before any was tried."""
 

@@ -21,7 +21,7 @@ CHAIN = TreeConfig(4, 3, 1)
 
 def costs(num: int, batch: int, node: float = 1.0, fixed: float = 1.0, draft: float = 0.5, slot: float = 0.0) -> Costs:
     """A pass takes `fixed` and `node` a node; plain passes likewise."""
-    numbers = fixed + node * np.arange(num + 1), fixed + node * np.arange(batch + 1), draft, slot, 1.0
+    numbers = fixed + node * np.arange(num + 1), fixed + node * np.arange(batch + 1), draft, slot, 0.0, 0.0, 1.0
     return Costs(*(jnp.asarray(x, jnp.float32) for x in numbers))
 
 

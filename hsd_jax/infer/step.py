@@ -79,7 +79,8 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
             cache = cache_lib.commit(state.cache, output.new_kv, verdict.path, num_committed)
             drafter_state = drafter.commit(models, drafter_state, verdict, output, num_committed)
             if seconds is not None:
-                control = worth.learned(state.control, costs, tree, verdict, num_committed, state.done, seconds)
+                before = state.length, state.done
+                control = worth.learned(state.control, costs, tree, verdict, num_committed, *before, seconds)
                 state = dataclasses.replace(state, control=control)
             has_draft = jnp.any(tree.valid & (tree.depth > 0), 1)
             return advance(state, emitted, num_committed, done, cache, drafter_state, has_draft)

@@ -62,16 +62,34 @@ def choose(
     Args:
       length: committed tokens.
     """
-    num_live = jnp.sum(~done)
-    plain = costs.plain_seconds[num_live]
-    rate = (control.tokens + num_live.astype(jnp.float32)) / (control.seconds + plain)  # as if one round was plain
+    num_live = jnp.sum(~done).astype(jnp.float32)
+    plain = plain_seconds(costs, length, done)
+    rate = (control.tokens + num_live) / (control.seconds + plain)  # as if one round was plain
     node = (costs.pass_seconds[-1] - costs.pass_seconds[len(done)]) / (tree.tokens.size - len(done))
-    attention = jnp.where(tree.depth > FREE_DEPTH, costs.slot_seconds * length[:, None].astype(jnp.float32), 0.0)
+    reading = costs.slot_seconds * slots_seen(costs, length)
+    attention = jnp.where(tree.depth > FREE_DEPTH, reading[:, None], 0.0)
     pays = survival(tree, control, costs) >= PRICE_SHARE * rate * (node + attention)
     kept = tree.valid & ((tree.depth == 0) | pays)
     counts = kept & ~done[:, None]
-    seconds = costs.draft_seconds + costs.pass_seconds[jnp.sum(counts)] + jnp.sum(jnp.where(counts, attention, 0.0))
-    return kept, seconds
+    attending = jnp.sum(jnp.where(counts, attention, 0.0)) + _attention_of_all(costs, length, done)
+    return kept, costs.draft_seconds + costs.pass_seconds[jnp.sum(counts)] + attending
+
+
+def plain_seconds(costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Float[Array, ""]:
+    """What a plain pass over the rows that go on should take."""
+    return costs.plain_seconds[jnp.sum(~done)] + _attention_of_all(costs, length, done)
+
+
+def slots_seen(costs: Costs, length: Int[Array, "B"]) -> Float[Array, "B"]:
+    """Slots that a layer reads on average for a node of each row."""
+    slots = length.astype(jnp.float32)
+    return (1 - costs.windowed_share) * slots + costs.windowed_share * jnp.minimum(slots, costs.window)
+
+
+def _attention_of_all(costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Float[Array, ""]:
+    """Of every pass, plain or not: a row's first nodes read its cache together."""
+    reading = jnp.where(done, 0.0, slots_seen(costs, length))
+    return (FREE_DEPTH + 1) * costs.slot_seconds * jnp.sum(reading)
 
 
 def learned(
@@ -80,6 +98,7 @@ def learned(
     tree: DraftTree,
     verdict: Verdict,
     num_committed: Int[Array, "B"],
+    length: Int[Array, "B"],
     done: Bool[Array, "B"],
     seconds: Float[Array, ""],
 ) -> Control:
@@ -87,7 +106,7 @@ def learned(
 
     Args:
       tree: of which the nodes that were verified are valid.
-      done: before the round.
+      length, done: before the round.
       seconds: what the round should have taken.
     """
     num = tree.tokens.shape[1]
@@ -102,10 +121,8 @@ def learned(
     rounds = control.rounds + 1
     tokens = MEMORY * control.tokens + jnp.sum(num_committed).astype(jnp.float32)
     spent = MEMORY * control.seconds + seconds
-    plain = jnp.sum(~done)
-    is_poor = (rounds >= FEWEST_ROUNDS) & (
-        tokens * costs.plain_seconds[plain] < PATIENCE * plain.astype(jnp.float32) * spent
-    )
+    plain_rate = jnp.sum(~done).astype(jnp.float32) / plain_seconds(costs, length, done)
+    is_poor = (rounds >= FEWEST_ROUNDS) & (tokens < PATIENCE * plain_rate * spent)
     is_good = rounds >= 4 * FEWEST_ROUNDS
     return Control(
         accepted=MEMORY * control.accepted + accepted,
