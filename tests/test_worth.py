@@ -14,7 +14,7 @@ import toy
 from hsd_jax import plan
 from hsd_jax.config import LookupConfig, SmallLMConfig, TreeConfig
 from hsd_jax.infer import worth
-from hsd_jax.types import Costs, DraftTree
+from hsd_jax.types import Costs, DraftTree, Verdict
 
 CHAIN = TreeConfig(4, 3, 1)
 
@@ -40,7 +40,7 @@ def random_tree(rng: np.random.Generator, batch: int, num: int) -> DraftTree:
 @pytest.fixture
 def full_price(monkeypatch):
     """Costs that are linear in the nodes: what is left out saves its price."""
-    monkeypatch.setattr(worth, "PRICE_SHARE", 1.0)
+    monkeypatch.setattr(worth, "DISCOUNT", 0.0)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -87,8 +87,22 @@ def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_
     assert counts(poor, priced, short)[1] == 1 < counts(poor, priced, short)[0]
     assert counts(fresh, priced, long)[1] < counts(fresh, priced, long)[0]
     before = counts(poor, priced, short)
-    monkeypatch.setattr(worth, "PRICE_SHARE", 0.1)  # the same drafts, had one to reach a tenth of a node's price
+    monkeypatch.setattr(worth, "DISCOUNT", 0.9)  # the same drafts, had one to reach a tenth of a node's price
     assert counts(poor, priced, short)[1] > before[1]
+
+
+@pytest.mark.parametrize(("batch", "falls_back"), [(1, False), (16, True)])
+def test_many_rows_leave_less_doubt(batch, falls_back):
+    """Rounds of 0.93 times plain decoding's tokens a second: of one row that may be chance."""
+    tree = DraftTree(*(jnp.zeros((batch, 2), jnp.int32),) * 3, jnp.ones((batch, 2), bool))
+    priced, live = costs(2 * batch, batch, node=0.0), jnp.zeros(batch, bool)
+    control, two, path = worth.first_control(batch), jnp.full(batch, 2), jnp.zeros((batch, 2), jnp.int32)
+    verdict = Verdict(path, two - 1, two, live, path)
+    waits = []
+    for _ in range(40):
+        control = worth.learned(control, priced, tree, verdict, two, two, live, jnp.asarray(2 / 0.93))
+        waits.append(int(control.wait))
+    assert any(waits) is falls_back
 
 
 def decoded(proposer: str, priced: Costs, call: toy.Call, num_rounds: int = 2**30):

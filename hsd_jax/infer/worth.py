@@ -17,12 +17,12 @@ MEMORY = 0.97
 """What a round leaves of the weight of those before it, in every average."""
 PRIOR = 4.0
 """Predicted tokens that a row's first estimate counts for."""
-PATIENCE = 0.9
-"""Drafts that give this share of plain decoding's tokens a second are kept: prices are not known better, and the tokens
-of a few rounds are a sample."""
-PRICE_SHARE = 0.4
-"""Of the price of a node, what its promise must reach: rows go through the kernels in tiles, so that the last nodes
-saved often save nothing, while their tokens are lost."""
+DOUBT = 0.5
+"""The tokens of rounds are a sample: drafts are kept until they fall behind plain decoding by this share, divided by
+the root of the rounds remembered, counted a row."""
+DISCOUNT, FEW_NODES = 0.6, 16
+"""Off the price of a node, where all trees together have at most so many nodes; off more nodes less: rows go through
+the kernels in tiles, so that the last nodes saved save nothing, while their tokens are lost."""
 FEWEST_ROUNDS = 4
 """Rounds with drafts before their speed is judged."""
 FIRST_WAIT, LONGEST_WAIT = 2, 32
@@ -68,7 +68,8 @@ def choose(
     node = (costs.pass_seconds[-1] - costs.pass_seconds[len(done)]) / (tree.tokens.size - len(done))
     reading = costs.slot_seconds * slots_seen(costs, length)
     attention = jnp.where(tree.depth > FREE_DEPTH, reading[:, None], 0.0)
-    pays = survival(tree, control, costs) >= PRICE_SHARE * rate * (node + attention)
+    share = 1 - DISCOUNT * min(1.0, FEW_NODES / tree.tokens.size)
+    pays = survival(tree, control, costs) >= share * rate * (node + attention)
     kept = tree.valid & ((tree.depth == 0) | pays)
     counts = kept & ~done[:, None]
     attending = jnp.sum(jnp.where(counts, attention, 0.0)) + _attention_of_all(costs, length, done)
@@ -121,8 +122,10 @@ def learned(
     rounds = control.rounds + 1
     tokens = MEMORY * control.tokens + jnp.sum(num_committed).astype(jnp.float32)
     spent = MEMORY * control.seconds + seconds
-    plain_rate = jnp.sum(~done).astype(jnp.float32) / plain_seconds(costs, length, done)
-    is_poor = (rounds >= FEWEST_ROUNDS) & (tokens < PATIENCE * plain_rate * spent)
+    num_live = jnp.sum(~done).astype(jnp.float32)
+    plain_tokens = spent * num_live / plain_seconds(costs, length, done)
+    sample = num_live * jnp.minimum(rounds.astype(jnp.float32), 1 / (1 - MEMORY))
+    is_poor = (rounds >= FEWEST_ROUNDS) & (tokens < plain_tokens * (1 - DOUBT / jnp.sqrt(jnp.maximum(sample, 1.0))))
     is_good = rounds >= 4 * FEWEST_ROUNDS
     return Control(
         accepted=MEMORY * control.accepted + accepted,
