@@ -38,7 +38,7 @@ from hsd_jax.params import Params
 from hsd_jax.tuned import WARM, Choice, Tuned, kept
 from hsd_jax.types import Costs
 
-LEAST_GAIN = 1.05
+LEAST_GAIN = 1.03
 """A tree is chosen if it promises so many times the tokens a second of plain decoding."""
 NEARLY = 0.98
 """Of the best rate that is promised: the model knows it no better."""

@@ -361,6 +361,18 @@ def test_the_rules_of_the_command_line_are_those_of_the_library():
     assert choices["draw"] == tuple(law.value for law in DrawLaw)
 
 
+def test_bench_fills_a_grid(folders, tmp_path, capsys):
+    out = tmp_path / "grid.json"
+    cells = ["--batches", "1,2", "--contexts", "6", "--temperatures", "0,0.8", "--repeats", "1", "--no-tuned"]
+    assert hsd("bench", *both(folders), "--prompts", folders.data, "--max-new-tokens", "8", *cells, "--json", out) == 0
+    record = json.loads(out.read_text())
+    found = [(cell["batch"], cell["context"], cell["temperature"], cell["num_differing"]) for cell in record["cells"]]
+    assert found == [(1, 6, 0.0, 0), (1, 6, 0.8, 0), (2, 6, 0.0, 0), (2, 6, 0.8, 0)]
+    assert capsys.readouterr().out.count("tokens/s") == 4
+    assert hsd("bench", *both(folders), "--prompts", folders.data, "--contexts", "100000") == 2
+    assert "--contexts 100000 and --max-new-tokens 128: together more than max_len" in capsys.readouterr().err
+
+
 def test_bench_wants_a_drafter(folders, capsys):
     assert hsd("bench", "--target", folders.target, "--prompts", folders.data) == 2
     assert "give --drafter DIR" in capsys.readouterr().err

@@ -128,7 +128,7 @@ def test_the_text_is_that_of_plain_decoding_whatever_pays(proposer, prices):
     assert toy.generated(call, state) == toy.expected("llama", call)
     passes, drafted = (np.asarray(x).sum() for x in (state.stats.num_target_passes, state.stats.num_drafted))
     if prices == "never" and proposer != "decoys_oracle":  # an oracle has no way to follow plain rounds
-        assert drafted < 0.5 * passes
+        assert drafted < 0.6 * passes  # texts are short, the first rounds have drafts
     if prices == "free" and proposer != "lookup":  # which often finds nothing
         assert drafted > 0.6 * passes
 

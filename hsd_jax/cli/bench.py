@@ -139,7 +139,7 @@ def _run_grid(args: argparse.Namespace, params) -> int:
     for cell in record["cells"]:
         print(grid.line_of(grid.Cell(**cell)))
     if args.json:
-        Path(args.json).write_text(json.dumps(record, indent=2) + "\n")
+        write_json(args.json, record)
         options.say(f"wrote {args.json}")
     return 0
 

@@ -17,13 +17,13 @@ MEMORY = 0.97
 """What a round leaves of the weight of those before it, in every average."""
 PRIOR = 4.0
 """Predicted tokens that a row's first estimate counts for."""
-DOUBT = 0.5
+DOUBT = 0.6
 """The tokens of rounds are a sample: drafts are kept until they fall behind plain decoding by this share, divided by
 the root of the rounds remembered, counted a row."""
 DISCOUNT, FEW_NODES = 0.6, 16
 """Off the price of a node, where all trees together have at most so many nodes; off more nodes less: rows go through
 the kernels in tiles, so that the last nodes saved save nothing, while their tokens are lost."""
-FEWEST_ROUNDS = 4
+FEWEST_ROUNDS = 6
 """Rounds with drafts before their speed is judged."""
 FIRST_WAIT, LONGEST_WAIT = 2, 32
 """Blocks of plain rounds behind drafts that did not pay; twice as many each time."""
