@@ -46,6 +46,8 @@ LONGEST_CHAIN = 8
 """Nodes of the longest chain that is considered."""
 WIDE_TREES = ((8, 4, 2), (16, 6, 4))
 """Nodes, depth and width of the trees that are considered, where a drafter can grow them."""
+BETWEEN = 0.4
+"""Temperature for which the tree of several rows is chosen: they share one plan, greedy or sampled."""
 UNKNOWN_PROFILE = {True: (0.75,) * LONGEST_CHAIN, False: (0.55,) * LONGEST_CHAIN}
 """Of a drafter without one, greedy (True) and at temperature 1: conservative, the call learns the rest."""
 
@@ -268,11 +270,10 @@ def choose(model: CostModel, batch: int, context: int, temperature: float) -> Pl
       context: slots of the caches: the plan is one for all calls of these sizes.
       temperature: the highest of all rows.
     """
-    profile = profile_at(model.drafter, temperature)
     slots = model.seen(context / 4)
 
-    def rate(tree: TreeConfig) -> float:
-        tokens = expected_tokens(profile, tree)
+    def rate(tree: TreeConfig, temperature: float) -> float:
+        tokens = expected_tokens(profile_at(model.drafter, temperature), tree)
         nodes = np.arange(1, len(tokens) + 1)
         verified = nodes if model.rates.skips_rows else np.full(len(nodes), tree.nodes)
         attention = model.slot() * slots * batch * np.maximum(nodes, 4)
@@ -280,13 +281,14 @@ def choose(model: CostModel, batch: int, context: int, temperature: float) -> Pl
         return float(np.max(batch * tokens / seconds))
 
     plain = batch / float(model.target_pass(batch) + model.slot() * slots * batch * 4)
-    trees = [tree for tree in candidates(model.drafter, model.rates.skips_rows) if tree.depth <= len(profile)]
+    deepest = len(profile_at(model.drafter, temperature))
+    trees = [tree for tree in candidates(model.drafter, model.rates.skips_rows) if tree.depth <= deepest]
     if not trees:
         return Plan(None, "this drafter can grow no tree that is considered")
-    rates = {tree: rate(tree) for tree in trees}
+    rates = {tree: rate(tree, temperature if batch == 1 else BETWEEN) for tree in trees}
     # Of trees that are nearly as good the deepest: drafts that do not pay after all are dropped, none can be added.
     best = max((tree for tree in trees if rates[tree] >= NEARLY * max(rates.values())), key=lambda tree: tree.depth)
-    gain = rates[best] / plain
+    gain = rate(best, temperature) / plain
     what = f"{batch} row{'s' if batch > 1 else ''}, up to {context} slots, temperature {temperature:g}"
     if gain < LEAST_GAIN:
         return Plan(None, f"drafts should not pay here ({gain:.2f} times plain decoding with {best.name}; {what})")
