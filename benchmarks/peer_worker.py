@@ -141,14 +141,20 @@ class LlamaCpp:
                 " llama.cpp for this machine), and name a Python that has them by --peer-python"
             ) from error
         self.lib, self.gguf, self.config, self.contexts = llama_cpp, gguf, config, {}
-        # What it says when it loads a model is of no use here; errors are.
-        llama_cpp._logger.set_verbose(False)
+        # Its log of how it loads a model is of no use here; errors are. ctypes does not keep the function alive.
+        self.log = llama_cpp.llama_log_callback(self._log)
+        llama_cpp.llama_log_set(self.log, None)
         llama_cpp.llama_backend_init()
         self.sampler = llama_cpp.llama_sampler_init_greedy()
         self.folder = tempfile.TemporaryDirectory()  # the files stay mapped
         self.methods = {method["name"]: method for method in config["methods"]}
         for name, method in self.methods.items():
             self.contexts[name] = self._load(method["dtype"])
+
+    @staticmethod
+    def _log(level: int, text: bytes, _) -> None:
+        if level == 4:  # GGML_LOG_LEVEL_ERROR
+            print(text.decode("utf-8", "replace"), end="", file=sys.stderr)
 
     def _load(self, dtype: str):
         from gguf_writer import write

@@ -348,7 +348,7 @@ def test_a_tiny_run_against_transformers(folders, tmp_path, monkeypatch, capsys)
 
 @pytest.mark.slow
 def test_a_tiny_run_against_llama_cpp(folders, tmp_path, monkeypatch, capsys):
-    """In float32 all texts are the same, untied head and window included; each type is told by its name."""
+    """In float32 all texts are the same; each dtype is a method of its own."""
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
     monkeypatch.setenv("XLA_FLAGS", "")  # one device, as users have
