@@ -127,8 +127,8 @@ class Transformers:
 class LlamaCpp:
     """llama.cpp by its C functions: plain, batch 1, greedy; the prompt is one pass and each token one more.
 
-    They are called as llama-cpp-python's `Llama.generate` calls them, without what that does besides in Python for
-    every token; it is the slower of the two.
+    They are called in the order of llama-cpp-python's `Llama.generate`, without what that does besides in Python for
+    every token.
     """
 
     def __init__(self, config: dict) -> None:
