@@ -1,9 +1,9 @@
 """One framework in a process of its own, for `peers.py`: answers a JSON line on stdin with a JSON line on stdout.
 
-    python benchmarks/peer_worker.py transformers | hsd_jax
+    python benchmarks/peer_worker.py transformers | llama.cpp | hsd_jax
 
 The first line says which checkpoint and which methods; each later one asks for a decode of token ids, or for the gap
-between two logits. The half for transformers imports nothing of hsd_jax, so any environment with torch can run it.
+between two logits. What runs a peer imports nothing of hsd_jax, so any environment that has the peer can run it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 
@@ -123,6 +124,100 @@ class Transformers:
         return float(logits[candidates[0]] - logits[candidates[1]])
 
 
+class LlamaCpp:
+    """llama.cpp by its C functions: plain, batch 1, greedy; the prompt is one pass and each token one more.
+
+    They are called in the order of llama-cpp-python's `Llama.generate`, without what that does besides in Python for
+    every token.
+    """
+
+    def __init__(self, config: dict) -> None:
+        try:
+            import gguf
+            import llama_cpp
+        except (ImportError, RuntimeError, OSError) as error:  # the latter two: a library that does not load
+            raise ValueError(
+                f"{error}: --llama-cpp needs llama_cpp and gguf; pip install llama-cpp-python gguf (it compiles"
+                " llama.cpp for this machine), and name a Python that has them by --peer-python"
+            ) from error
+        self.lib, self.gguf, self.config, self.contexts = llama_cpp, gguf, config, {}
+        # Its log of how it loads a model is of no use here; errors are. ctypes does not keep the function alive.
+        self.log = llama_cpp.llama_log_callback(self._log)
+        llama_cpp.llama_log_set(self.log, None)
+        llama_cpp.llama_backend_init()
+        self.sampler = llama_cpp.llama_sampler_init_greedy()
+        self.folder = tempfile.TemporaryDirectory()  # the files stay mapped
+        self.methods = {method["name"]: method for method in config["methods"]}
+        for name, method in self.methods.items():
+            self.contexts[name] = self._load(method["dtype"])
+
+    @staticmethod
+    def _log(level: int, text: bytes, _) -> None:
+        if level == 4:  # GGML_LOG_LEVEL_ERROR
+            print(text.decode("utf-8", "replace"), end="", file=sys.stderr)
+
+    def _load(self, dtype: str):
+        from gguf_writer import write
+
+        lib, path = self.lib, os.path.join(self.folder.name, f"{dtype}.gguf")
+        write(self.config["target"], path, dtype, self.config["gguf"], self.config["is_tied"])
+        model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+        how = lib.llama_context_default_params()
+        how.n_ctx = how.n_batch = how.n_ubatch = self.config["context"]
+        how.n_threads = how.n_threads_batch = self.config["threads"]
+        if dtype == "float32":  # else keys and values would be kept in float16, its default
+            how.type_k = how.type_v = lib.GGML_TYPE_F32
+        context = lib.llama_init_from_model(model, how) if model else None
+        if not context:
+            raise ValueError(f"llama.cpp could not load {self.config['target']} as a GGUF file in {dtype}")
+        return context
+
+    def about(self) -> dict:
+        """Versions, threads, what llama.cpp was compiled for, and the methods with their dtypes."""
+        return {
+            "llama_cpp": self.lib.__version__,
+            "threads": self.lib.llama_n_threads(next(iter(self.contexts.values()))),
+            "system": self.lib.llama_print_system_info().decode(),
+            "methods": [{"name": m["name"], "dtype": m["dtype"]} for m in self.methods.values()],
+        }
+
+    def _passes(self, name: str, prompt: list[int]) -> Iterator:
+        """The context after the pass over the prompt, then after one over each token that is sent."""
+        lib, context = self.lib, self.contexts[name]
+        lib.llama_memory_clear(lib.llama_get_memory(context), False)
+        ids = (lib.llama_token * len(prompt))(*prompt)
+        one = (lib.llama_token * 1)()
+        batch, next_batch = lib.llama_batch_get_one(ids, len(prompt)), lib.llama_batch_get_one(one, 1)
+        while True:
+            if lib.llama_decode(context, batch):
+                raise RuntimeError("llama_decode failed")
+            one[0] = yield context
+            batch = next_batch
+
+    def decode(self, name: str, prompt: list[int]) -> dict:
+        """Continues one prompt; the first pass, which reads it and gives the first token, stays out of `decode_*`."""
+        sample, sampler, eos, tokens = self.lib.llama_sampler_sample, self.sampler, self.config["eos"], []
+        start = time.perf_counter()
+        passes = self._passes(name, prompt)
+        tokens.append(sample(sampler, next(passes), -1))
+        first = time.perf_counter()
+        while tokens[-1] not in eos and len(tokens) < self.config["max_new_tokens"]:
+            tokens.append(sample(sampler, passes.send(tokens[-1]), -1))
+        end = time.perf_counter()
+        return {
+            "tokens": tokens,
+            "seconds": end - start,
+            "decode_tokens": len(tokens) - 1,
+            "decode_seconds": end - first,
+            "passes": len(tokens),
+        }
+
+    def gap(self, name: str, tokens: list[int], candidates: list[int]) -> float:
+        """The logit of the first candidate less that of the second, behind `tokens`."""
+        logits = self.lib.llama_get_logits_ith(next(self._passes(name, tokens)), -1)
+        return logits[candidates[0]] - logits[candidates[1]]
+
+
 class HsdJax:
     """`hsd_jax.decode`: plain, or with any drafter and tree; batch 1, greedy."""
 
@@ -144,10 +239,14 @@ class HsdJax:
                     precision="exact" if dtype == "float32" else "fast",
                 )
                 self.loaded[dtype, drafter] = dataclasses.replace(params, tokenizer=None)  # ids out, as of generate()
-            own = params_lib.default_tree(self.loaded[dtype, drafter].drafter_config)
-            tree = own if method["tree"] is None else hsd_jax.TreeConfig(*method["tree"])
-            shown = "" if drafter is None else f" {tree.nodes}x{tree.depth}x{tree.width}"
-            # Where float32 is the fastest dtype, or a tree is given that is the drafter's own, this is one method.
+            if method["tree"] == "chosen":
+                tree = None
+            elif method["tree"] is None:
+                tree = params_lib.default_tree(self.loaded[dtype, drafter].drafter_config)
+            else:
+                tree = hsd_jax.TreeConfig(*method["tree"])
+            shown = "" if drafter is None or tree is None else f" {tree.nodes}x{tree.depth}x{tree.width}"
+            # Where float32 is the fastest dtype this is one method.
             self.methods[f"{method['name']}{shown} {dtype}"] = dtype, drafter, tree
 
     def about(self) -> dict:
@@ -178,6 +277,7 @@ class HsdJax:
             "decode_tokens": len(tokens),
             "decode_seconds": out.stats.decode_seconds,
             "passes": out.stats.num_target_passes,
+            "plan": str(out.stats.plan),
         }
 
     def gap(self, name: str, tokens: list[int], candidates: list[int]) -> float:
@@ -214,7 +314,8 @@ def main() -> None:
     def answer(record: dict) -> None:
         print(json.dumps(record), file=answers, flush=True)
 
-    serve({"transformers": Transformers, "hsd_jax": HsdJax}[sys.argv[1]], iter(sys.stdin), answer)
+    kinds = {"transformers": Transformers, "llama.cpp": LlamaCpp, "hsd_jax": HsdJax}
+    serve(kinds[sys.argv[1]], iter(sys.stdin), answer)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Our decoding and transformers' `generate`: the same checkpoint, the same prompts, the same machine, side by side.
+"""Our decoding and transformers' `generate`, or llama.cpp: the same checkpoint, prompts and machine, side by side.
 
     pip install 'hsd_jax[peers]'
     python benchmarks/peers.py --demo --prompts dev.jsonl --half report --limit 20 --assistant runs/demo-small \\
         --trees 8x5x2,7x6x1 --json peers.json
+    python -m venv peers && peers/bin/pip install llama-cpp-python gguf  # compiles llama.cpp for this machine
+    python benchmarks/peers.py --demo --llama-cpp --peer-python peers/bin/python --prompts dev.jsonl --half report
 
 Each framework has a process of its own (`peer_worker.py`), so that two pools of threads never share the cores; one
 of them works at a time, and prompt by prompt the methods take turns in an order that rotates. Batch 1, greedy, end
@@ -10,12 +12,17 @@ tokens honoured, token ids in and out. The first round over the prompts warms up
 
 * decode: from the end of the pass that reads the prompt, to the end; tokens that this pass gave do not count. Ours
   leaves the prompt's last token out of prefill, so all its tokens come of later passes; transformers' first pass gives
-  one token, and with drafts more. So each clock divides tokens by the time of just the passes that gave them.
+  one token, and with drafts more; llama.cpp's gives one. So each clock divides tokens by the time of just the passes
+  that gave them.
 * whole call: from ids to ids, prefill included; all tokens count.
+
+llama.cpp gets the target's weights as GGUF files (`gguf_writer.py`), one for each of --llama-dtypes, and is driven by
+its C functions, greedy sampler included. Its Llama has no sliding window, so prompts and texts are kept within the
+target's. Its bfloat16 and float16 round activations to that type too; its float32 keeps keys and values in float32.
 
 Greedy text must be the same everywhere. Where it is not, the place is printed, with how far each side prefers its own
 token to the other's: a gap of about the arithmetic's noise is a tie, a larger one a mistake. Exit status 1 for a
-mistake in float32.
+mistake in float32. Texts are compared with the peer's plain ones in float32, if that is measured, else with its first.
 """
 
 from __future__ import annotations
@@ -33,6 +40,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf_writer
 import numpy as np
 
 import hsd_jax
@@ -72,7 +80,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repeats", type=options.COUNT, default=3, metavar="R", help="timed passes (default: 3)")
     group = parser.add_argument_group("methods")
-    group.add_argument("--trees", metavar="NxDxW,...", help="of our drafter, beside its own (default: its own alone)")
+    group.add_argument("--trees", metavar="NxDxW,...", help="of our drafter, beside the default that `decode` chooses")
+    group.add_argument("--llama-cpp", action="store_true", help="compare with llama.cpp in place of transformers")
+    group.add_argument(
+        "--llama-dtypes",
+        choices=tuple(gguf_writer.TYPES),
+        nargs="+",
+        default=["bfloat16", "float32", "float16"],
+        help="of its weights; the first one's speed is what all others are compared with (default: all three)",
+    )
     group.add_argument(
         "--same-methods", action="store_true", help="also ours with the assistant and with prompt lookup"
     )
@@ -97,13 +113,21 @@ def build_parser() -> argparse.ArgumentParser:
         choices=("float32", "bfloat16"),
         nargs="+",
         default=["float32"],
-        help="the first one's plain text and speed are what all others are compared with (default: float32)",
+        help="the first one's plain speed is what all others are compared with (default: float32)",
     )
     group.add_argument(
-        "--torch-threads", type=options.COUNT, default=_cores(), metavar="N", help="(default: as many as cores)"
+        "--threads",
+        "--torch-threads",
+        type=options.COUNT,
+        default=_cores(),
+        metavar="N",
+        help="of the peer (default: as many as cores, which is what ours takes)",
     )
     parser.add_argument(
-        "--peer-python", default=sys.executable, metavar="PYTHON", help="has torch and transformers (default: this one)"
+        "--peer-python",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="has torch and transformers, or llama_cpp and gguf (default: this one)",
     )
     parser.add_argument("--json", metavar="OUT", help="write every figure to this file")
     return parser
@@ -130,14 +154,22 @@ def transformers_methods(args: argparse.Namespace) -> list[dict[str, Any]]:
     return methods
 
 
+def llama_methods(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What the worker of llama.cpp is asked for; the first is the one others are compared with."""
+    return [{"name": f"llama.cpp plain {d}", "dtype": d} for d in dict.fromkeys(args.llama_dtypes)]
+
+
 def hsd_methods(args: argparse.Namespace, drafter: str | None) -> list[dict[str, Any]]:
-    """What our worker is asked for, in float32 and in the fastest dtype (None); a tree of None is the drafter's own."""
-    trees = [None, *(dataclasses.astuple(t) for t in options.parse_trees(args.trees))] if args.trees else [None]
+    """What our worker is asked for, in float32 and in the fastest dtype (None).
+
+    A tree of "chosen" is left to `decode`, as by default; None is the one that suits the kind of drafter.
+    """
+    trees = [dataclasses.astuple(t) for t in options.parse_trees(args.trees)] if args.trees else []
     methods = []
     for dtype in ("float32", None):
         found = [("plain", None, None)]
         if drafter is not None:
-            found += [("tree", drafter, tree) for tree in trees]
+            found += [("default", drafter, "chosen"), *(("tree", drafter, tree) for tree in trees)]
         if args.same_methods:
             found += [("assistant", args.assistant, None)] if args.assistant else []
             found += [("lookup", "lookup", None)]
@@ -188,16 +220,27 @@ class Worker:
         self.process.wait()
 
 
-def start_workers(args: argparse.Namespace, target: str, drafter: str | None, eos: Sequence[int]) -> list[Worker]:
-    """transformers first, then ours, which loads the hsd_jax of this process."""
+def peer_config(args: argparse.Namespace, target: str, context: int) -> dict[str, Any]:
+    """What the peer's worker is told beside what both are told; `context`: tokens of the longest row."""
+    if not args.llama_cpp:
+        return {"methods": transformers_methods(args), "threads": args.threads}
+    config = convert.read_config(target)
+    gguf = {"gguf": gguf_writer.metadata(config), "is_tied": config.tie_embeddings, "context": context}
+    return {"methods": llama_methods(args), "threads": args.threads, **gguf}
+
+
+def start_workers(
+    args: argparse.Namespace, target: str, drafter: str | None, eos: Sequence[int], context: int
+) -> list[Worker]:
+    """The peer first, then ours, which loads the hsd_jax of this process."""
     shared = {"target": target, "eos": list(eos), "max_new_tokens": args.max_new_tokens}
     # On a GPU two processes share the memory, of which jax would otherwise take three quarters at once.
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     ours = env | {"PYTHONPATH": os.pathsep.join([str(Path(hsd_jax.__file__).parents[1]), env.get("PYTHONPATH", "")])}
     workers = []
     try:
-        config = shared | {"methods": transformers_methods(args), "threads": args.torch_threads}
-        workers.append(Worker("transformers", [args.peer_python, str(WORKER), "transformers"], config, env))
+        peer, config = "llama.cpp" if args.llama_cpp else "transformers", shared | peer_config(args, target, context)
+        workers.append(Worker(peer, [args.peer_python, str(WORKER), peer], config, env))
         config = shared | {"methods": hsd_methods(args, drafter)}
         workers.append(Worker("hsd_jax", [sys.executable, str(WORKER), "hsd_jax"], config, ours))
     except BaseException:
@@ -286,11 +329,30 @@ def explain(difference: dict, prompt: Sequence[int], text: Sequence[int], own: C
     return difference | {"gap": gap, "reference_gap": reference_gap, "is_tie": max(gap, reference_gap) < NEAR_TIE}
 
 
+def text_reference(methods: Sequence[dict[str, str]]) -> dict[str, str]:
+    """The peer's plain method whose text is compared with: in float32, where arithmetic can tell, else the first."""
+    peer = methods[0]["name"].split()[:2]
+    plain = [m for m in methods if m["name"].split()[:2] == peer]
+    return next((m for m in plain if m["dtype"] == "float32"), plain[0])
+
+
+def over_fastest(rows: Sequence[dict], answers: dict[str, list[list[dict]]], peers: Sequence[str]) -> dict[str, dict]:
+    """By each clock the fastest method of the peer, and our methods' speeds over it."""
+    found = {}
+    for clock in CLOCKS:
+        medians = {row["method"]: row["tokens_per_second"][clock]["median"] for row in rows}
+        best = max(peers, key=lambda name: medians[name])
+        ours = [name for name in medians if name not in peers]
+        over = {name: ratio(answers[name][1:], answers[best][1:], clock) for name in ours}
+        found[clock] = {"method": best, "over": over}
+    return found
+
+
 def rows_of(
     methods: Sequence[dict[str, str]], answers: dict[str, list[list[dict]]], found: Sequence[BenchPrompt]
 ) -> list[dict[str, Any]]:
-    """The figures of every method; the first one is the reference."""
-    reference = methods[0]["name"]
+    """The figures of every method; speeds are compared with the first one's, texts with those of `text_reference`."""
+    reference, text = methods[0]["name"], text_reference(methods)["name"]
     rows = []
     for method in methods:
         warm, *timed = answers[method["name"]]
@@ -306,7 +368,7 @@ def rows_of(
                 "tokens_per_second": {clock: spread(rates(timed, clock)) for clock in CLOCKS},
                 "over_reference": {clock: ratio(timed, answers[reference][1:], clock) for clock in CLOCKS},
                 "num_texts": len(found),
-                "differences": differences(method["name"], reference, answers, found),
+                "differences": differences(method["name"], text, answers, found),
             }
         )
     return rows
@@ -325,7 +387,7 @@ def measure(args: argparse.Namespace, workers: Sequence[Worker], found: Sequence
 
         return gap
 
-    rows, reference = rows_of(methods, answers, found), methods[0]["name"]
+    rows, reference = rows_of(methods, answers, found), text_reference(methods)["name"]
     for row in rows:
         own = answers[row["method"]][0]
         row["differences"] = [
@@ -335,7 +397,8 @@ def measure(args: argparse.Namespace, workers: Sequence[Worker], found: Sequence
     lengths = sorted(map(len, prompts))
     return {
         "command": args.command_line,
-        "reference": reference,
+        "reference": methods[0]["name"],
+        "text_reference": reference,
         "settings": {
             "batch": 1,
             "temperature": 0.0,
@@ -351,13 +414,16 @@ def measure(args: argparse.Namespace, workers: Sequence[Worker], found: Sequence
         "frameworks": {worker.name: worker.about for worker in workers},
         "repeated_4gram_share": repeated_4gram_share([a["tokens"] for a in answers[reference][0]]),
         "rows": rows,
+        "over_fastest": over_fastest(rows, answers, [method["name"] for method in workers[0].methods]),
         "answers": answers,
     }
 
 
 def status(record: dict[str, Any]) -> int:
-    """1 if a float32 text differs from the reference by more than a tie."""
+    """1 if a float32 text differs by more than a tie from the reference, and that is in float32."""
     rows = [row for row in record["rows"] if row["dtype"] == "float32"]
+    if record["text_reference"] not in [row["method"] for row in rows]:
+        return 0
     return int(any(not d["is_tie"] for row in rows for d in row["differences"]))
 
 
@@ -385,6 +451,13 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def versions(about: dict[str, Any]) -> str:
+    """Of the peer."""
+    if "llama_cpp" in about:
+        return f"llama-cpp-python {about['llama_cpp']} ({about['system'].strip()})"
+    return f"torch {about['torch']} on {about['device']}, transformers {about['transformers']}"
+
+
 def print_record(record: dict[str, Any]) -> None:
     """The table, the places where texts part, and what it was measured on."""
     console, settings = report.make_console(), record["settings"]
@@ -399,13 +472,17 @@ def print_record(record: dict[str, Any]) -> None:
             gaps = "an end of text" if d["gap"] is None else f"gaps {d['gap']:.2g} and {d['reference_gap']:.2g}"
             verdict = "a tie" if d["is_tie"] else "more than a tie"
             lines.append(f"{row['method']}, {d['prompt']}: first differs at token {d['index']}, {gaps}: {verdict}")
-    theirs, ours = record["frameworks"]["transformers"], record["frameworks"]["hsd_jax"]
+    for clock, best in record["over_fastest"].items():
+        over = ", ".join(f"{name} {found['value']:.2f}" for name, found in best["over"].items())
+        lines.append(f"{clock.replace('_', ' ')}, over the peer's fastest, {best['method']}: {over}")
+    (peer, theirs), (_, ours) = record["frameworks"].items()
     lines += [
         "tokens/s without and (whole call) with prefill: median (range) of the passes; [95 % interval over prompts]",
-        "tau counts transformers' pass over the prompt; ours leaves prefill out",
-        f"repeated 4-grams in the reference's text: {record['repeated_4gram_share']:.1%}",
-        f"{ours['cpu']}, {ours['cores']} cores; torch {theirs['torch']} on {theirs['device']}, {theirs['threads']}"
-        f" threads, transformers {theirs['transformers']}; jax {ours['jax']} on {ours['device']}",
+        f"tau counts the pass over the prompt of {peer}; ours leaves prefill out",
+        f"texts are compared with those of {record['text_reference']}; repeated 4-grams in them:"
+        f" {record['repeated_4gram_share']:.1%}",
+        f"{ours['cpu']}, {ours['cores']} cores; {versions(theirs)}, {theirs['threads']} threads; jax {ours['jax']} on"
+        f" {ours['device']}",
         record["command"],
     ]
     for line in lines:
@@ -436,17 +513,27 @@ def run(args: argparse.Namespace) -> int:
     target = str(params_lib.DEMO / "target") if args.demo else args.target
     drafter = args.drafter or (str(params_lib.DEMO / "drafter") if args.demo else None)
     config, tokenizer = convert.read_config(target), Tokenizer.find(target)
+    max_len = config.max_position
+    if args.llama_cpp:
+        gguf_writer.metadata(config)  # says what cannot be written
+        if args.assistant and not args.same_methods:
+            raise ValueError("--assistant: llama.cpp is measured without one; --same-methods gives it to ours")
+        if config.sliding_window is not None:
+            max_len = min(max_len, config.sliding_window)
+            options.say(f"llama.cpp has no sliding window: prompts and texts are kept within the target's {max_len}")
     # No weights in this process: it only counts tokens and reads prompts.
-    about = types.SimpleNamespace(tokenizer=tokenizer, max_len=config.max_position)
+    about = types.SimpleNamespace(tokenizer=tokenizer, max_len=max_len)
     found = prompts.for_checkpoint(about, args.prompts, args.half, args.limit, args.max_new_tokens)
     assert tokenizer is not None  # for_checkpoint has asked for it
-    if args.assistant is None:
+    if args.assistant is None and not args.llama_cpp:
         options.say("no assistant model: give --assistant DIR to measure assisted decoding too")
-    else:
+    elif args.assistant is not None:
         check_assistant(args.assistant, config.vocab_size, tokenizer)
     if drafter is None:
         options.say("no drafter: ours decodes plainly only; give --drafter DIR")
-    workers = start_workers(args, target, drafter, params_lib.end_tokens(target, config, tokenizer))
+    eos = params_lib.end_tokens(target, config, tokenizer)
+    context = max(len(tokenizer.encode(p.text)) for p in found) + args.max_new_tokens
+    workers = start_workers(args, target, drafter, eos, context)
     try:
         record = measure(args, workers, found, tokenizer)
     finally:

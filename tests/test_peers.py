@@ -7,8 +7,10 @@ import os
 import sys
 import types
 
+import gguf_writer
 import pytest
 import test_cli
+import toy
 
 from benchmarks import peer_worker, peers
 from hsd_jax.cli.prompts import BenchPrompt
@@ -39,6 +41,18 @@ def test_what_is_asked_of_transformers():
     assert {m["dtype"] for m in methods[5:]} == {"bfloat16"}
 
 
+def test_what_is_asked_of_llama_cpp():
+    parse = peers.build_parser().parse_args
+    assert names(peers.llama_methods(parse(["--demo", "--llama-cpp"]))) == [
+        f"llama.cpp plain {dtype}" for dtype in ("bfloat16", "float32", "float16")
+    ]
+    args = parse(["--demo", "--llama-cpp", "--llama-dtypes", "float16", "float16", "--threads", "3"])
+    config = peers.peer_config(args, str(peers.params_lib.DEMO / "target"), 99)
+    assert config["methods"] == [{"name": "llama.cpp plain float16", "dtype": "float16"}]
+    assert (config["threads"], config["context"], config["is_tied"]) == (3, 99, True)
+    assert config["gguf"]["llama.block_count"] == 6
+
+
 def test_what_is_asked_of_ours():
     parse = peers.build_parser().parse_args
     methods = peers.hsd_methods(parse(["--demo", "--trees", "8x5x3,4x3x1"]), "drafter")
@@ -47,7 +61,7 @@ def test_what_is_asked_of_ours():
         for dtype in ("float32", None)
         for name, drafter, tree in (
             ("hsd_jax plain", None, None),
-            ("hsd_jax tree", "drafter", None),
+            ("hsd_jax default", "drafter", "chosen"),
             ("hsd_jax tree", "drafter", (8, 5, 3)),
             ("hsd_jax tree", "drafter", (4, 3, 1)),
         )
@@ -66,6 +80,7 @@ def test_what_is_asked_of_ours():
         ([], "one of the arguments --demo --target is required"),
         (["--demo", "--repeats", "0"], "allowed are whole numbers from 1"),
         (["--demo", "--torch-dtypes", "float64"], "invalid choice: 'float64'"),
+        (["--demo", "--llama-dtypes", "int8"], "invalid choice: 'int8'"),
     ],
 )
 def test_bad_arguments(argv, message, capsys):
@@ -189,7 +204,25 @@ def test_only_float32_differences_beyond_a_tie_fail(record):
     assert peers.status(found) == 1
     ours["dtype"] = "bfloat16"
     assert peers.status(found) == 0
+    ours["dtype"], found["rows"][0]["dtype"] = "float32", "bfloat16"
+    assert peers.status(found) == 0  # what the reference's rounding made of the text is no mistake of ours
     assert record.measure(2.0)["rows"][2]["differences"][0]["is_tie"] is False
+
+
+def test_texts_are_compared_with_the_peers_float32_and_speeds_with_its_fastest():
+    """Of 8 tokens in 4, 2 and 1 s, the peer's float32 is neither its first method nor its fastest."""
+    methods = [("l plain", "bfloat16", 4.0), ("l lookup", "float32", 9.0), ("l plain 2", "float32", 2.0)]
+    methods = [{"name": n, "dtype": d, "seconds": s} for n, d, s in [*methods, ("h plain", "float32", 1.0)]]
+    texts = {"l plain": [2, 1], "l lookup": [2, 2], "l plain 2": [1, 1], "h plain": [1, 1]}
+    answers = {m["name"]: [[answer(texts[m["name"]], m["seconds"], m["seconds"] / 2)]] * 2 for m in methods}
+    assert peers.text_reference(methods)["name"] == "l plain 2"
+    assert peers.text_reference(methods[:2])["name"] == "l plain"
+    rows = peers.rows_of(methods, answers, FOUND[:1])
+    assert [[d["index"] for d in row["differences"]] for row in rows] == [[0], [0], [], []]
+    assert [row["over_reference"]["decode"]["value"] for row in rows] == [1.0, 4 / 9, 2.0, 4.0]
+    found = peers.over_fastest(rows, answers, ["l plain", "l lookup", "l plain 2"])
+    assert [found[clock]["method"] for clock in peers.CLOCKS] == ["l plain 2"] * 2
+    assert {name: over["value"] for name, over in found["decode"]["over"].items()} == {"h plain": 2.0}
 
 
 def test_the_table_says_how_many_texts_are_the_same_and_where_they_part(record, capsys):
@@ -201,6 +234,8 @@ def test_the_table_says_how_many_texts_are_the_same_and_where_they_part(record, 
     assert "2/2" in line
     assert "h plain, one: first differs at token 1, gaps 0.0001 and 0.0002: a tie" in text
     assert "h plain, two: first differs at token 1, an end of text: more than a tie" in text
+    assert "decode, over the peer's fastest, t plain: h plain 0.80" in text
+    assert "torch 2 on cpu, transformers 5, 2 threads" in text
 
 
 ECHO = """
@@ -242,6 +277,33 @@ def test_without_torch_the_message_says_what_to_install(monkeypatch):
         peer_worker.Transformers({})
 
 
+@pytest.mark.parametrize("missing", ["llama_cpp", "gguf"])
+def test_without_llama_cpp_the_message_says_what_to_install(missing, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llama_cpp", types.ModuleType("llama_cpp"))
+    monkeypatch.setitem(sys.modules, "gguf", types.ModuleType("gguf"))
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ValueError, match=rf"{missing}.*pip install llama-cpp-python gguf.*--peer-python"):
+        peer_worker.LlamaCpp({})
+
+
+def test_what_llama_cpp_cannot_run_is_refused_before_anything_runs(folders, tmp_path, capsys):
+    config = toy.target_config(model_type="qwen3", qk_norm=True)
+    peers.convert.save_target(tmp_path, config, toy.make_target(config))
+    assert peers.main(["--target", str(tmp_path), "--llama-cpp"]) == 2
+    assert "model_type 'qwen3': only llama and mistral are written as GGUF" in capsys.readouterr().err
+    assert peers.main(["--target", folders.target, "--llama-cpp", "--assistant", folders.target]) == 2
+    assert "--assistant: llama.cpp is measured without one" in capsys.readouterr().err
+
+
+def test_prompts_for_llama_cpp_stay_within_the_window(capsys, monkeypatch):
+    """The demo's window is 512; no prompt leaves room for 511 tokens more."""
+    monkeypatch.setattr(peers, "start_workers", None)
+    assert peers.main(["--demo", "--llama-cpp", "--max-new-tokens", "511"]) == 2
+    said = capsys.readouterr().err
+    assert "within the target's 512" in said
+    assert "no prompt has at most 1 tokens" in said
+
+
 def test_an_assistant_of_another_vocabulary_is_refused_before_anything_runs(folders, capsys):
     demo = str(peers.params_lib.DEMO / "target")
     for assistant, message in ((demo, f"--assistant {demo}: has another vocabulary"), ("nowhere", "nowhere")):
@@ -265,13 +327,14 @@ def test_a_tiny_run_against_transformers(folders, tmp_path, monkeypatch, capsys)
     record = json.loads(out.read_text())
     rows = {row["method"]: row for row in record["rows"]}
     expected = [f"transformers {kind} float32" for kind in ("plain", "assistant", "assistant 3", "lookup 4")]
-    expected += [f"hsd_jax {kind} float32" for kind in ("plain", "tree 8x4x2", "tree 5x3x2", "assistant 5x4x1")]
+    expected += [f"hsd_jax {kind} float32" for kind in ("plain", "default", "tree 5x3x2", "assistant 5x4x1")]
     assert set(expected) < set(rows)
     assert record["reference"] == next(iter(rows)) == "transformers plain float32"
     for row in record["rows"]:
         if row["dtype"] == "float32":
             assert row["differences"] == [], row["method"]
         assert row["tokens_per_second"]["whole_call"]["min"] > 0
+    assert "plan" in record["answers"]["hsd_jax default float32"][0][0]
     assert rows["transformers plain float32"]["tau"] == rows["hsd_jax plain float32"]["tau"] == 1.0
     assert rows["transformers assistant 3 float32"]["tau"] > 2.0
     assert rows["hsd_jax assistant 5x4x1 float32"]["tau"] > 2.0
@@ -281,3 +344,26 @@ def test_a_tiny_run_against_transformers(folders, tmp_path, monkeypatch, capsys)
         for a in record["answers"][name][1]:
             assert 0 < a["decode_seconds"] < a["seconds"]
     assert "2/2" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_tiny_run_against_llama_cpp(folders, tmp_path, monkeypatch, capsys):
+    """In float32 all texts are the same; each dtype is a method of its own."""
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("XLA_FLAGS", "")  # one device, as users have
+    out = tmp_path / "peers.json"
+    models = ["--llama-cpp", "--target", folders.target, "--drafter", folders.drafter, "--threads", "1"]
+    prompts = ["--prompts", folders.data, "--limit", "2", "--max-new-tokens", "12", "--repeats", "1"]
+    assert peers.main([*models, *prompts, "--json", str(out)]) == 0, capsys.readouterr()
+    record = json.loads(out.read_text())
+    rows = {row["method"]: row for row in record["rows"]}
+    assert record["reference"] == next(iter(rows)) == "llama.cpp plain bfloat16"
+    assert record["text_reference"] == "llama.cpp plain float32"
+    assert {f"llama.cpp plain {d}" for d in gguf_writer.TYPES} < set(rows)
+    for name in ("hsd_jax plain float32", "hsd_jax default float32"):
+        assert rows[name]["differences"] == []
+    for a in record["answers"]["llama.cpp plain float32"][1]:
+        assert a["passes"] == a["num_tokens"] == a["decode_tokens"] + 1
+        assert 0 < a["decode_seconds"] < a["seconds"]
+    assert record["frameworks"]["llama.cpp"]["threads"] == 1
