@@ -126,8 +126,8 @@ def decode(
         it draws with; at temperature 0 the likeliest), "arbitrary" (the likeliest), "independent" or
         "without_replacement" (drawn with noise of their own); None: "coupled" for "match", "without_replacement" for
         "recursive", which is lossless for drawn trees only.
-      reuse: what becomes of trunk states that a round did not use: "none", "sum", "mix", "union", "skip" or "skip:N",
-        "ahead", "unfused" (docs/architecture.md, "Reuse"). Like the tree it changes speed alone.
+      reuse: what becomes of trunk states that a round did not use: "none", "sum", "skip" or "skip:N", "ahead" or
+        "unfused" (docs/architecture.md, "Reuse"). Like the tree it changes speed alone.
       tuned: what chooses where `tree` is None: True, the record that `tune` kept for this pair and machine, if there is
         one for such sizes; a record; False, or where there is none, the shipped model of costs.
     Raises:

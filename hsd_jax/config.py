@@ -26,7 +26,7 @@ SMALL_LM, LOOKUP = "small_lm", "lookup"
 """Those that are not."""
 LARGEST_TREE = 256
 """Nodes of a tree."""
-NONE, SUM, MIX, UNION, SKIP, AHEAD, UNFUSED = REUSES = ("none", "sum", "mix", "union", "skip", "ahead", "unfused")
+NONE, SUM, SKIP, AHEAD, UNFUSED = REUSES = ("none", "sum", "skip", "ahead", "unfused")
 """What becomes of the states a round leaves over (`infer/reuse.py` says what each form does)."""
 
 
@@ -184,8 +184,6 @@ class DrafterConfig:
     drafter's weights."""
     trunk: Annotated[str, OneOf(TRUNKS)] = RECURRENT
     """One of TRUNKS; files written before there was a choice do not name it."""
-    has_mix: bool = False
-    """Whether the weights hold the table that `hsd train mix` fits, which reuse form MIX reads."""
     kind: Annotated[str, OneOf(TRAINED_KINDS)] = HIDDEN
     """One of TRAINED_KINDS; files written before there was a choice do not name it."""
     injection: Annotated[str, OneOf(INJECTIONS)] = PREVIOUS

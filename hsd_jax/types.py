@@ -236,8 +236,8 @@ class Drafter(NamedTuple):
     which nothing was drafted; the verdict's path are their nodes in order. Rows that committed none keep their state.
     None: the drafter must draft in every round."""
     node_origins: Callable[..., Any] | None = None
-    """`node_origins(params, state, tree, sampling) -> Origins` (`infer/reuse.py`): which nodes of a tree grown from
-    `state` reuse what earlier rounds left over. For pictures, as `node_logp` is. None: nothing is reused."""
+    """`node_origins(state, tree) -> Origins` (`infer/reuse.py`): which nodes of a tree grown from `state` reuse what
+    earlier rounds left over. For pictures, as `node_logp` is. None: nothing is reused."""
 
 
 class AcceptRule(NamedTuple):

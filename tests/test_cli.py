@@ -67,7 +67,7 @@ def both(folders) -> list[str]:
 
 COMMANDS = ["generate", "demo", "show", "tune", "bench", "identity", "info", "generate-data"]
 COMMANDS += ["bench compare", "bench ablate"]
-COMMANDS += [f"train {kind}" for kind in ("drafter", "target", "tokenizer", "restrict", "mix", "curves")]
+COMMANDS += [f"train {kind}" for kind in ("drafter", "target", "tokenizer", "restrict", "curves")]
 
 
 @pytest.mark.parametrize("command", ["", "train", *COMMANDS])
@@ -525,32 +525,17 @@ def test_train_restrict(folders, tmp_path, capsys):
     assert "'1.5': allowed are finite numbers from 0 to 1" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_train_mix(folders, tmp_path, capsys):
-    """The new drafter decodes the same text with the fitted weights; without them the form is refused."""
-    out, data = tmp_path / "mix", tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": " ".join(TEXTS)}) + "\n" for _ in range(40)))
-    arguments = ["--target", folders.target, "--drafter", folders.drafter, "--data", data, "--out", out]
-    assert hsd("train", "mix", *arguments, "--rows", "3") == 0
-    *passes, result, _ = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in passes] == [f"pass {i} of 8" for i in range(1, 9)]
-    assert re.match(r"2 rows fitted; on 1 held out, \d+ labels: KL", result)
-    config, weights = convert.read_drafter(out)
-    assert config.has_mix and weights["mix"]["new"].shape == (config.num_steps, config.num_steps)
-    small = ["--nodes", "3", "--depth", "2", "--width", "1", "--max-new-tokens", "6", "--json", "the cat"]
-    texts = []
-    for form in ("mix", "none"):
-        assert hsd("generate", "--target", folders.target, "--drafter", out, *small, "--reuse", form) == 0
-        texts.append(json.loads(capsys.readouterr().out)["tokens"])
-    assert texts[0] == texts[1]
-    assert hsd("train", "mix", *arguments) == 2
-    assert "is there already" in capsys.readouterr().err
-
-
 def test_forms_of_reuse_that_cannot_be(folders, capsys):
-    for form, message in (("mix", "hsd train mix"), ("both", "reuse='both': allowed are none, sum, mix")):
+    for form in ("mix", "union", "both"):
         assert hsd("generate", *both(folders), *SHORT, *TREE, "the cat", "--reuse", form) == 2
-        assert message in capsys.readouterr().err
+        assert f"reuse='{form}': allowed are none, sum, skip, ahead, unfused, and skip:N" in capsys.readouterr().err
+
+
+def test_kinds_of_training_that_are_not_there(capsys):
+    """One of them was: `hsd train mix`, whose form of reuse is no more."""
+    for kind in ("mix", "all"):
+        assert hsd("train", kind, "--out", "runs/new") == 2
+        assert f"invalid choice: '{kind}'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -151,8 +151,7 @@ def test_the_folder_holds_every_figure(folders, tmp_path, capsys):
         (["--batch", "4"], "--batch 4: a task has 3 prompts"),
         (["--methods", "a: {accept: foo}"], "accept='foo': allowed are auto, match, recursive"),
         (["--methods", "a: {tree: 30x9x9}"], "method 'a': TreeConfig.depth=9: this drafter was trained for"),
-        (["--methods", "a: {reuse: mix}"], "method 'a': reuse='mix': this drafter has no fitted weights"),
-        (["--methods", "a: {reuse: union, accept: recursive}"], "method 'a': reuse='union' with draw="),
+        (["--methods", "a: {reuse: mix}"], "method 'a': reuse='mix': allowed are none, sum, skip, ahead"),
         (["--methods", "a: {tree: 8x5}"], "method 'a': tree '8x5' is not NODESxDEPTHxWIDTH"),
         (["--out", "{data}"], "is a file; name a folder"),
         (["--max-new-tokens", "5000"], "no prompt has at most"),
@@ -210,11 +209,11 @@ def test_sizes_and_drafters_of_an_ablation():
 
 
 def test_an_ablation_holds_what_the_drafter_allows(capsys, tmp_path):
-    """With 4 trained steps: every form but mix, which has no weights; ahead in a tree that its steps allow."""
+    """With 4 trained steps: every form, ahead in a tree that its steps allow; with 2 there is none for ahead."""
     config = test_cli.toy.drafter_config(test_cli.toy.target_config(), num_steps=4)
     about, references = ablate.make_methods(config, [8, 3], {"other": "runs/other"})
     eights = [name.removesuffix(", 8") for name in about if name.endswith(", 8")]
-    forms = ["reuse sum", "reuse union", "reuse skip", "as shallow as ahead", "reuse ahead", "reuse unfused"]
+    forms = ["reuse sum", "reuse skip", "as shallow as ahead", "reuse ahead", "reuse unfused"]
     assert eights == ["default", "no token information", *forms, "other"]
     assert about["reuse ahead, 8"] == {"reuse": "ahead", "tree": "8x1x7"}
     assert [references.pop(f"reuse ahead, {n}") for n in (8, 3)] == [f"as shallow as ahead, {n}" for n in (8, 3)]
@@ -222,7 +221,9 @@ def test_an_ablation_holds_what_the_drafter_allows(capsys, tmp_path):
     assert about["no token information, 3"] == {"token_info": False, "tree": "3x2x1"}
     others = [name for name in about if not name.startswith(("default", "reuse ahead"))]
     assert references == {name: f"default, {name.rpartition(' ')[2]}" for name in others}
-    assert "left out at 8 nodes: reuse='mix': this drafter has no fitted weights" in capsys.readouterr().err
+    assert "left out" not in capsys.readouterr().err
+    assert "reuse ahead, 8" not in ablate.make_methods(dataclasses.replace(config, num_steps=2), [8], {})[0]
+    assert "left out at 8 nodes: reuse='ahead' with TreeConfig.depth=1" in capsys.readouterr().err
     for num_steps, tree in ((2, "8x2x3"), (9, about["default, 8"]["tree"])):
         own = dataclasses.replace(config, num_steps=num_steps)
         (tmp_path / "drafter_config.json").write_text(json.dumps(to_dict(own)))
@@ -239,7 +240,7 @@ def test_ablate_writes_its_folder(folders, tmp_path):
     arguments = ["--prompts", folders.data, "--limit", "2", "--max-new-tokens", "8", "--repeats", "1"]
     assert hsd("bench", "ablate", *both(folders), *arguments, "--nodes", "4", "--dtype", "float32", "--out", out) == 0
     rows = json.loads((out / "ablate.json").read_text())["rows"]
-    forms = ["reuse sum", "reuse union", "reuse skip", "as shallow as ahead", "reuse ahead", "reuse unfused"]
+    forms = ["reuse sum", "reuse skip", "as shallow as ahead", "reuse ahead", "reuse unfused"]
     names = ["default", "no token information", *forms]
     assert [row["method"] for row in rows] == ["plain", *(f"{name}, 4" for name in names)]
     assert all(row["same_text_as_plain"] == row["num_texts"] == 2 for row in rows)

@@ -210,7 +210,7 @@ def test_no_table_is_widened():
         (BLOCK, "skip"),
         pytest.param(RECURRENT, "skip", marks=pytest.mark.slow),
         pytest.param(BLOCK, "ahead", marks=pytest.mark.slow),
-        pytest.param(RECURRENT, "union", marks=pytest.mark.slow),
+        pytest.param(RECURRENT, "sum", marks=pytest.mark.slow),
     ],
 )
 def test_reuse_holds_no_second_cache(trunk, form):

@@ -705,6 +705,25 @@ def test_drafter_round_trip(tmp_path, dtype):
     assert sorted(p.name for p in (tmp_path / "drafter").iterdir()) == ["drafter.safetensors", "drafter_config.json"]
 
 
+@pytest.mark.parametrize("has_mix", [False, True])
+def test_drafter_folders_of_a_form_of_reuse_that_is_gone(tmp_path, has_mix):
+    """The configuration names its table, the weights may hold one: the drafter loads as if there were neither."""
+    weights = random_weights(init_drafter, DRAFTER)
+    convert.save_drafter(tmp_path, DRAFTER, weights)
+    edit_json(tmp_path / "drafter_config.json", has_mix=has_mix)
+    assert convert.read_drafter_config(tmp_path) == DRAFTER
+    if has_mix:
+        table = np.ones((DRAFTER.num_steps, DRAFTER.num_steps), np.float32)
+        edit_tensors(tmp_path / "drafter.safetensors", lambda t: t.update({"mix.new": table, "mix.old": 0 * table}))
+    config, read = convert.read_drafter(tmp_path)
+    assert config == DRAFTER and same_tree(read, weights)
+    convert.save_drafter(tmp_path / "again", config, read)
+    assert "has_mix" not in json.loads((tmp_path / "again" / "drafter_config.json").read_text())
+    edit_tensors(tmp_path / "drafter.safetensors", lambda t: t.update({"mix.other": np.ones(2, np.float32)}))
+    with pytest.raises(ValueError, match=r"mix\.other"):
+        convert.read_drafter(tmp_path)
+
+
 def test_bad_drafter_files(tmp_path):
     convert.save_drafter(tmp_path, DRAFTER, random_weights(init_drafter, DRAFTER))
     config, file = tmp_path / "drafter_config.json", tmp_path / "drafter.safetensors"

@@ -199,8 +199,8 @@ def test_noise_has_the_same_bits_alone_and_in_a_round(vocab, is_native, fully_op
 # --- the text is a function of keys and target alone --------------------------------------------------------------
 
 
-SEEDED = ["beam", "chain", "hot", "feature", "heads", "small_lm", "block", "path", "ahead", "hot_union"]
-SLOW_SEEDED = ["hot_path", "feature_layers", "block_mix", "skip", "sum", "unfused"]
+SEEDED = ["beam", "chain", "hot", "feature", "heads", "small_lm", "block", "path", "ahead", "hot_sum"]
+SLOW_SEEDED = ["hot_path", "feature_layers", "block_sum", "skip", "unfused"]
 
 
 def warm_call(seed: int) -> toy.Call:

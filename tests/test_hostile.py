@@ -159,7 +159,6 @@ BAD_DRAFTER = {
     "hot_tokens": [0, "5", 10**12],
     "trunk": [5, "tree", []],
     "kind": ["small_lm", None],
-    "has_mix": ["no", 1],
     "committed_embeddings": ["no"],
     "rope": [5, [], {"theta": "x"}, {"theta": float("inf")}, {"base": 1}, {"kind": "yarn"}],
 }

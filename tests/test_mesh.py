@@ -117,7 +117,7 @@ def test_sampled_trees_under_the_recursive_rule_on_a_mesh():
 
 @needs_devices
 @slow
-@pytest.mark.parametrize("reuse", ["union", "skip:1", "ahead"])
+@pytest.mark.parametrize("reuse", ["sum", "skip:1", "ahead"])
 def test_reuse_on_a_mesh(reuse):
     """Spares are rows like any other; the branch of SKIP asks all rows of all devices."""
     here = dataclasses.replace(params(BLOCK, 5), mesh=None)

@@ -24,7 +24,7 @@ from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.drafters.trunk import trunk_states
 from hsd_jax.infer.reuse import Spares
 from hsd_jax.infer.tree import grow_tree
-from hsd_jax.models.hidden import base_logits, no_mix
+from hsd_jax.models.hidden import base_logits
 from hsd_jax.types import DrawLaw, SamplingParams
 
 NUM_STATES, COLUMNS = 5, 3
@@ -78,21 +78,15 @@ def test_the_oracle_finds_a_shifted_index(off_by):
     assert "spares, not" in find_wrong_spare(miscounted)
 
 
-def test_mixed_logits_are_those_of_the_oracle():
-    """SUM and MIX at every number of committed tokens; and a table of ones and zeros is no reuse, to the bit."""
+def test_added_logits_are_those_of_the_oracle():
+    """SUM, at every number of committed tokens."""
     committed = np.arange(NUM_STATES + 2, dtype=np.int32)
     old, fresh = numbered(len(committed)), numbered(len(committed), seed=1)
     spares = reuse_lib.advance(reuse_lib.fresh_spares(jnp.asarray(old)), jnp.asarray(committed))
-    new, weights = np.random.default_rng(2).uniform(0, 1, (2, 7, 7))  # trained deeper than the tree
-    table = {"new": jnp.asarray(new, jnp.float32), "old": jnp.asarray(weights, jnp.float32)}
-    found = np.asarray(reuse_lib.mix(jnp.asarray(fresh), spares, table))
     added = np.asarray(reuse_lib.add(jnp.asarray(fresh), spares))
     for row, count in enumerate(committed[1:], start=1):  # a round commits at least one token
-        pair = fresh[row], old[row], int(count)
-        wanted = oracle.mix(*pair, lambda j, k: new[j - 1, k - 1], lambda j, k: weights[j - 1, k - 1])
-        np.testing.assert_allclose(found[row], wanted, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(added[row], oracle.mix(*pair, lambda *_: 1.0, lambda *_: 1.0), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(reuse_lib.mix(jnp.asarray(fresh), spares, no_mix(NUM_STATES)), fresh)
+        wanted = oracle.add(fresh[row], old[row], int(count))
+        np.testing.assert_allclose(added[row], wanted, rtol=1e-5, atol=1e-6)
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------
@@ -101,52 +95,26 @@ TREE = TreeConfig(nodes=9, depth=4, width=2)
 VOCAB = 7
 
 
-@functools.cache
-def jitted_beam(has_rival: bool):
-    def grow(base, rival, table, root, num_levels):
-        return toy.grow_beam(
-            base, lambda tokens: table[tokens], root, TREE, None, num_levels, rival if has_rival else None
-        )
-
-    return jax.jit(grow)
+@jax.jit
+def beam(base, table, root, num_levels):
+    return toy.grow_beam(base, lambda tokens: table[tokens], root, TREE, None, num_levels)
 
 
-@pytest.mark.parametrize("has_rival", [False, True], ids=["alone", "union"])
-def test_beams_of_fewer_levels_and_of_two_proposers_are_the_oracles(has_rival):
-    """Rows of 0 to 4 levels at once; a token counts once, with the better of its log-probabilities."""
+def test_beams_of_fewer_levels_are_the_oracles():
+    """Rows of 0 to 4 levels at once."""
     rng = np.random.default_rng(0)
     num_levels = np.arange(5, dtype=np.int32)
-    base, rival = rng.normal(0, 2, (2, 5, TREE.depth, VOCAB)).astype(np.float32)
+    base = rng.normal(0, 2, (5, TREE.depth, VOCAB)).astype(np.float32)
     table, root = rng.normal(0, 2, (VOCAB, VOCAB)).astype(np.float32), rng.integers(0, VOCAB, 5).astype(np.int32)
-    tree = jax.tree.map(np.asarray, jitted_beam(has_rival)(base, rival, table, root, num_levels))
+    tree = jax.tree.map(np.asarray, beam(base, table, root, num_levels))
     for row, levels in enumerate(num_levels):
         wanted = tree_oracle.grow_beam(
-            base[row],
-            lambda token: table[token],
-            int(root[row]),
-            TREE.nodes,
-            int(levels),
-            TREE.width,
-            rival[row] if has_rival else None,
+            base[row], lambda token: table[token], int(root[row]), TREE.nodes, int(levels), TREE.width
         )
         valid = tree.valid[row]
         assert tuple(x[row][valid].tolist() for x in (tree.tokens, tree.parents, tree.depth)) == wanted
         assert (tree.parents[row] < np.arange(TREE.nodes)).all()  # of padding, too
         assert not valid[valid.sum() :].any()
-
-
-def test_two_proposers_share_the_nodes():
-    """Both favourites become children of the root, the common one once."""
-    one, other = np.full((2, VOCAB), -9.0, np.float32)
-    one[[1, 2]], other[[1, 3]] = [3.0, 2.0], [3.0, 2.5]
-    tree = toy.grow_beam(
-        jnp.asarray(one)[None, None],
-        lambda tokens: jnp.zeros((*tokens.shape, VOCAB)),
-        jnp.zeros(1, jnp.int32),
-        TreeConfig(nodes=4, depth=1, width=3),
-        rival_logits=jnp.asarray(other)[None, None],
-    )
-    assert sorted(tree.tokens[0, 1:].tolist()) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("law", [DrawLaw.INDEPENDENT, DrawLaw.WITHOUT_REPLACEMENT])
@@ -191,9 +159,7 @@ def own_logits(proposer: str):
     return lambda drafter_state: np.asarray(logits(drafter_state))
 
 
-@pytest.mark.parametrize(
-    "proposer", ["ahead", "hot_union", "block_mix", "block_skip", pytest.param("skip", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("proposer", ["ahead", "hot_sum", "block_skip", pytest.param("skip", marks=pytest.mark.slow)])
 def test_spares_are_the_states_of_earlier_trunk_runs(proposer):
     """In the compiled loop, rows that differ: each spare is what a trunk run forecast for the same position."""
     setup, call = toy.setup("llama", proposer), toy.mixed_call()
@@ -325,7 +291,7 @@ def test_a_row_drafts_the_same_in_any_batch(proposer):
         np.testing.assert_array_equal(alike, histogram[[row] * call.batch])
 
 
-@pytest.mark.parametrize("proposer", ["hot_union", "block_mix"])
+@pytest.mark.parametrize("proposer", ["hot_sum", "block_sum"])
 def test_nodes_have_the_probabilities_they_were_chosen_by(proposer):
     """`node_logp`, which pictures show: along paths it adds up to scores that fall from node to node.
 
@@ -355,6 +321,8 @@ def test_nodes_have_the_probabilities_they_were_chosen_by(proposer):
     ("text", "words"),
     [
         ("twice", ["'twice'", *REUSES]),
+        ("mix", ["reuse='mix': allowed are", *REUSES]),  # forms that were there once
+        ("union", ["reuse='union': allowed are", *REUSES]),
         ("skip:0", ["skip:0", "N of 1 and more"]),
         ("sum:2", ["sum:2", "skip:N"]),
         ("skip:x", ["skip:x", "skip:2"]),
@@ -376,9 +344,6 @@ def test_forms_are_written_as_they_are_read():
 @pytest.mark.parametrize(
     ("reuse", "changes", "settings", "words"),
     [
-        ("union", {}, {"accept": "recursive"}, ["'union'", "without_replacement", "'arbitrary'", "match"]),
-        ("union", {}, {"draw": "independent"}, ["'union'", "independent", "'arbitrary'"]),
-        ("mix", {}, {}, ["'mix'", "hsd train mix"]),
         ("ahead", {}, {}, ["'ahead'", "depth=2", "= 5 trained steps", "has 4", "depth 1 to 1"]),
         ("ahead", {"num_steps": 2}, {}, ["'ahead'", "none"]),
         ("skip:4", {}, {}, ["'skip:4'", "skip:1 to skip:3"]),
@@ -397,11 +362,11 @@ def test_forms_that_cannot_work_are_refused_before_anything_compiles(reuse, chan
         assert word in str(error.value)
 
 
-def test_forms_that_keep_a_law_go_with_drawn_trees():
-    """Weighted sums and shallower trees are laws like any other."""
+def test_every_form_goes_with_drawn_trees():
+    """Sums and shallower trees are laws like any other."""
     config = toy.target_config()
-    drafter_config = toy.drafter_config(config, num_steps=5, has_mix=True)
-    for form in set(REUSES) - {"union"}:
+    drafter_config = toy.drafter_config(config, num_steps=5)
+    for form in REUSES:
         law = DrawLaw.WITHOUT_REPLACEMENT
         drafter = hidden_drafter(config, drafter_config, TreeConfig(5, 2, 2), law=law, reuse=ReuseConfig(form))
         assert drafter.law is law

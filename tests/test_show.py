@@ -164,19 +164,16 @@ def test_marked_rounds_are_those_in_which_the_loop_ran_no_trunk(proposer):
         assert has_run or drafted.spare_age == age
 
 
-@pytest.mark.parametrize("proposer", ["hot_union", pytest.param("block_mix", marks=pytest.mark.slow)])
-def test_marked_nodes_are_those_that_spares_made_likelier(proposer):
-    """UNION: that alone. MIX: every node no deeper than the round before reached, whose probability is another."""
+@pytest.mark.parametrize("proposer", ["hot_sum", pytest.param("block_sum", marks=pytest.mark.slow)])
+def test_marked_nodes_are_those_whose_logits_spares_changed(proposer):
+    """SUM: every node no deeper than the round before reached, whose probability is another."""
     rounds, runs, logps = watched_reuse(proposer)
     seen = []
     for drafted, (has_run, age), without in zip(rounds, runs, logps, strict=True):
         assert has_run and drafted.has_own_run
         is_reached = (drafted.depth > 0) & (drafted.depth + age <= toy.TREES[proposer].depth) & (age > 0)
         differs = np.abs(drafted.logp - without) > 1e-5
-        if proposer == "hot_union":
-            assert (drafted.origins == np.where(differs, KEPT, FRESH)).all() and (is_reached | ~differs).all()
-        else:
-            assert (drafted.origins == np.where(is_reached, MIXED, FRESH)).all() and (differs == is_reached).all()
+        assert (drafted.origins == np.where(is_reached, MIXED, FRESH)).all() and (differs == is_reached).all()
         assert not is_reached.any() or drafted.spare_age == age
         seen += drafted.origins[1:].tolist()
     assert 0 < np.count_nonzero(seen) < len(seen)
@@ -375,7 +372,7 @@ def test_show_writes_both_files(folders, tmp_path, capsys):
         pytest.param(
             {"temperature": 0.9, "accept": "recursive", "draw": "independent", "top_p": 0.9}, marks=pytest.mark.slow
         ),
-        pytest.param({"temperature": 0.8, "reuse": "union"}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 0.8, "reuse": "sum"}, marks=pytest.mark.slow),
         pytest.param({"temperature": 0.8, "reuse": "skip:1"}, marks=pytest.mark.slow),
     ],
 )

@@ -197,14 +197,14 @@ def test_cost_of_a_round():
 
 def test_reuse_must_gain_something():
     def predictions(**rates: float):
-        forms = {"none": ReuseConfig(), "skip": ReuseConfig("skip"), "union": ReuseConfig("union")}
+        forms = {"none": ReuseConfig(), "skip": ReuseConfig("skip"), "sum": ReuseConfig("sum")}
         return {(WIDE, forms[name]): predict.Prediction(2.0, rate) for name, rate in rates.items()}
 
     def names(found) -> list[str]:
         return [str(reuse) for _, reuse in found]
 
-    assert names(predict.best_of(predictions(none=100.0, skip=100.5, union=120.0), 3)) == ["union", "none"]
-    assert names(predict.best_of(predictions(none=100.0, skip=102.0, union=120.0), 2)) == ["union", "skip"]
+    assert names(predict.best_of(predictions(none=100.0, skip=100.5, sum=120.0), 3)) == ["sum", "none"]
+    assert names(predict.best_of(predictions(none=100.0, skip=102.0, sum=120.0), 2)) == ["sum", "skip"]
     assert names(predict.best_of(predictions(skip=50.0), 3)) == ["skip"]
 
 
@@ -238,8 +238,8 @@ def test_three_trees_tell_what_nodes_and_depth_cost():
 def test_forms_a_drafter_does_not_allow_are_no_candidates(params):
     drafts = tuning._legal_drafts(params, None, None)
     forms = {str(reuse): [tree.depth for tree, other in drafts if other == reuse] for _, reuse in drafts}
-    assert set(forms) == {"none", "sum", "union", "skip", "unfused"}  # mix is not fitted, four steps are few for ahead
-    deep = dataclasses.replace(params.drafter_config, num_steps=7, has_mix=True)
+    assert set(forms) == {"none", "sum", "skip", "unfused"}  # four steps are few for ahead
+    deep = dataclasses.replace(params.drafter_config, num_steps=7)
     drafts = tuning._legal_drafts(params.replace(drafter_config=deep), None, None)
     assert {tree.depth for tree, reuse in drafts if reuse.form == "ahead"} == {3}
     feature = toy.drafter_config(params.target_config, kind=FEATURE, rank=128)
@@ -364,7 +364,7 @@ def test_decode_finds_what_was_kept(found_by_name, kept_folder):
     assert found.tree == SMALL and "when `tune` measured it" in found.reason and not found.is_chosen
     assert plan_of(params, tuned=False) == usual != found
     assert plan_of(params, tree=CHAIN).reason == plan_of(params, speculate=False).reason == "asked for"
-    for settings in ({"reuse": "union"}, {"accept": "recursive"}, {"temperature": 0.8}):  # not measured so
+    for settings in ({"reuse": "sum"}, {"accept": "recursive"}, {"temperature": 0.8}):  # not measured so
         assert "`tune`" not in plan_of(params, **settings).reason
     # A later record for the same size takes its place; those for other sizes stay.
     make_record(params, make_choice(CHAIN, "none", temperature=0.0, is_whole=False)).keep()
@@ -474,7 +474,6 @@ BAD_CALLS = {
     "no tree": ({"trees": ["8x5x2"]}, "trees: '8x5x2': expected hsd_jax.TreeConfig"),
     "deep": ({"trees": [SMALL, TreeConfig(9, 8, 1)]}, r"TreeConfig\.depth=8: this drafter was trained for 1 to 4"),
     "form": ({"reuses": ["old"]}, "reuse='old': allowed are none"),
-    "mix": ({"reuses": ["none", "mix"]}, "no fitted weights"),
     "ahead": ({"reuses": ["ahead"], "trees": [CHAIN]}, r"reuse='ahead' with TreeConfig\.depth=4"),
 }
 
@@ -501,7 +500,7 @@ def test_tune_then_generate_and_bench(folders, tmp_path, capsys):
     """Nothing faked: every form, two trees; the record serves the other commands, whatever it says."""
     out = tmp_path / "tuned.json"
     settings = ["--prompts", folders.data, "--max-new-tokens", "12", "--dtype", "float32"]
-    candidates = ["--trees", "5x3x2,3x2x1", "--reuse", "none", "skip:1", "union", "--finalists", "2", "--repeats", "1"]
+    candidates = ["--trees", "5x3x2,3x2x1", "--reuse", "none", "skip:1", "sum", "--finalists", "2", "--repeats", "1"]
     assert hsd("tune", *both(folders), *settings, *candidates, "--out", out) == 0
     shown = capsys.readouterr()
     (choice,) = json.loads(out.read_text())["choices"]

@@ -130,9 +130,6 @@ def make_drafter(config: DrafterConfig, target: ModelConfig, weights: Any, seed:
             np.random.default_rng(seed).normal(0.0, 0.3 * config.rank**-0.5, (config.rank, config.rank)), jnp.float32
         )
     drafter["output_norm"] = {"weight": jnp.full(config.hidden_size, 0.1)}
-    if config.has_mix:
-        weights = np.random.default_rng(seed).uniform(0.1, 0.9, (2, config.num_steps, config.num_steps))
-        drafter["mix"] = dict(zip(("new", "old"), jnp.asarray(weights, jnp.float32), strict=True))
     return drafter
 
 
@@ -268,18 +265,10 @@ def of_tokens(bias):
     return lambda tokens, above: (bias(tokens), None)
 
 
-def grow_beam(base_logits, bias, root, config: TreeConfig, hot_ids=None, num_levels=None, rival_logits=None):
+def grow_beam(base_logits, bias, root, config: TreeConfig, hot_ids=None, num_levels=None):
     """The beam of `grow_tree` at temperature 1, which multiplies no logit; it reads no key and no position."""
     one, zero = jnp.ones(root.shape), jnp.zeros(root.shape, jnp.int32)
-    rest = (
-        jax.random.key(0),
-        zero,
-        SamplingParams(one, zero, one),
-        hot_ids,
-        base_logits.shape[-1],
-        num_levels,
-        rival_logits,
-    )
+    rest = jax.random.key(0), zero, SamplingParams(one, zero, one), hot_ids, base_logits.shape[-1], num_levels
     return grow_tree(base_logits, of_tokens(bias), root, config, DrawLaw.ARBITRARY, *rest)
 
 
@@ -400,8 +389,8 @@ TREES = {
 
 REUSE = {f"{trunk}{form}": ReuseConfig(form) for form in REUSES[1:] for trunk in ("", "block_")}
 REUSE |= {name: ReuseConfig("skip", 1) for name in ("skip", "block_skip", "hot_skip")}
-REUSE |= {"hot_ahead": ReuseConfig("ahead"), "hot_union": ReuseConfig("union")}
-REUSE |= {f"path_{form}": ReuseConfig(form) for form in ("union", "mix", "ahead")}
+REUSE |= {"hot_ahead": ReuseConfig("ahead"), "hot_sum": ReuseConfig("sum")}
+REUSE |= {f"path_{form}": ReuseConfig(form) for form in ("sum", "ahead")}
 """Proposers that reuse spare states; shallow trees, because a recurrence of many steps is slow to compile."""
 TREES |= {name: TreeConfig(nodes=6, depth=2, width=2) for name in REUSE}
 
@@ -433,8 +422,6 @@ def _changes(proposer: str) -> dict[str, Any]:
     changes = dict(DRAFTERS.get(proposer) or DRAFTERS.get(proposer.removeprefix("steered_"), {}))
     if proposer.endswith(("skip", "ahead")):
         changes["num_steps"] = 2 * (ORACLE_DEPTH if proposer in STEERED else TREES[proposer].depth) + 1
-    if proposer.endswith("mix"):
-        changes["has_mix"] = True
     return changes
 
 

@@ -2,7 +2,7 @@
 
 Every run is a method of `compare.py` and is divided by the default of as many nodes; `ahead`, which allows shallower
 trees only, by fresh states in the same tree. Acceptance by depth of the default is that of new states, of `ahead` that
-of states one round old, of `sum`, `mix` and `union` that of both together.
+of states one round old, of `sum` that of both together.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ def make_methods(
     """
     from hsd_jax.config import AHEAD, REUSES, ReuseConfig
     from hsd_jax.infer.reuse import check_reuse
-    from hsd_jax.types import DrawLaw
 
     about, references = {}, {}
 
@@ -126,7 +125,7 @@ def make_methods(
             # States a round old must have been trained, which a shallower tree asks less of.
             own_tree = tree_of_size(nodes, max(1, (config.num_steps - 1) // 2)) if form == AHEAD else tree
             try:
-                check_reuse(ReuseConfig(form), config, own_tree, DrawLaw.COUPLED)
+                check_reuse(ReuseConfig(form), config, own_tree)
             except ValueError as error:
                 options.say(f"left out at {nodes} nodes: {error}")
                 continue

@@ -34,7 +34,7 @@ def add_parser(commands) -> None:
 hsd bench --demo
 hsd bench --demo --prompts dev.jsonl --half report --limit 40 --plain-variants --json OUT.json --plot OUT.png
 hsd bench --demo --temperature 1 --accept match recursive
-hsd bench --demo --reuse none union skip:3
+hsd bench --demo --reuse none sum skip:3
 hsd bench --demo --prompts dev.jsonl --half report --batches 1,2,4,8 --contexts 64,1024 --repeats 5
 hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5x3,16x6x4 --repeats 5
 """,

@@ -146,7 +146,7 @@ def add_reuse_argument(group: argparse._ArgumentGroup, nargs: str | None = None)
         "--reuse",
         metavar="FORM",
         nargs=nargs,
-        help="of trunk states a round left over: none, sum, mix, union, skip, skip:N, ahead or unfused (default: none)",
+        help="of trunk states a round left over: none, sum, skip, skip:N, ahead or unfused (default: none)",
     )
 
 

@@ -72,7 +72,7 @@ hsd train tokenizer --data train.jsonl --vocab-size 4096 --out runs/tokenizer
     _add_data_arguments(tokenizer, required=True)
     tokenizer.add_argument("--vocab-size", type=options.COUNT, default=4096, metavar="V", help="(default: 4096)")
 
-    _add_changes(kinds)
+    _add_restrict(kinds)
 
     curves = options.add_command(
         kinds,
@@ -87,8 +87,8 @@ hsd train curves --out runs/demo-drafter
     curves.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
 
 
-def _add_changes(kinds) -> None:
-    """Declares the commands that change a trained drafter: `restrict` and `mix`."""
+def _add_restrict(kinds) -> None:
+    """Declares `hsd train restrict`, which changes a trained drafter."""
     restrict = options.add_command(
         kinds,
         "restrict",
@@ -108,27 +108,6 @@ hsd train restrict --target DIR --drafter runs/demo/drafter --data own.jsonl --h
     )
     restrict.add_argument(
         "--loss-on", choices=("all", "responses"), default="all", help="the tokens to count (default: all)"
-    )
-
-    mix = options.add_command(
-        kinds,
-        "mix",
-        run_mix,
-        "fit how a drafter mixes old and new states (--reuse mix)",
-        "Fit two weights per pair of depths: of a fresh state, and of the state that the round before left over for\n"
-        "the same position. The drafter itself stays as it is; only decoding with --reuse mix reads the weights.",
-        """
-hsd train mix --target DIR --drafter runs/demo/drafter --data own.jsonl --out runs/demo-mix
-""",
-    )
-    mix.add_argument("--target", metavar="DIR", required=True, help="a Hugging Face folder")
-    mix.add_argument("--drafter", metavar="DIR", required=True, help="a folder written by `hsd train drafter`")
-    _add_data_arguments(mix, True, "folder of the new drafter")
-    mix.add_argument(
-        "--rows", type=options.COUNT, default=128, metavar="R", help="rows of 256 tokens to read (default: 128)"
-    )
-    mix.add_argument(
-        "--loss-on", choices=("all", "responses"), default="all", help="the tokens to fit to (default: all)"
     )
 
 
@@ -205,14 +184,6 @@ def run_restrict(args: argparse.Namespace) -> int:
     from hsd_jax.train.hot_vocabulary import restrict_drafter
 
     restrict_drafter(args.target, args.drafter, args.data, args.out, args.hot_vocab, args.loss_on, options.say)
-    return 0
-
-
-def run_mix(args: argparse.Namespace) -> int:
-    """Fits the mixing weights of a drafter."""
-    from hsd_jax.train.mix import fit_drafter
-
-    fit_drafter(args.target, args.drafter, args.data, args.out, args.rows, args.loss_on, options.say)
     return 0
 
 

@@ -77,8 +77,7 @@ def make_watched_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -
         # Made anew for each trace, so that the two lists hold tracers of this trace only.
         step = make_step(config, drafter._replace(draft=draft), rule._replace(verify=verify))
         after = step(models, sampling, limits, state)
-        seen = models, state.drafter, trees[0], sampling
-        origins = None if drafter.node_origins is None else drafter.node_origins(*seen)
+        origins = None if drafter.node_origins is None else drafter.node_origins(state.drafter, trees[0])
         return after, trees[0], verdicts[0], tree_logp(drafter, models, state, trees[0], sampling), origins
 
     return watched

@@ -8,8 +8,6 @@ in when the trunk runs.
 Forms (`config.REUSES`), root n, tree depth D, K states of a trunk run:
     none     the trunk runs in every round, spares are dropped
     sum      base logits of depth j plus those that the round before made for the same position
-    mix      the same with weights fitted per pair of depths
-    union    a token counts with the better of its two log-probabilities: old and new compete for the N nodes
     skip     a row with enough spares drafts from these alone; the trunk runs only if some row has too few
     ahead    the tree grows from the last round's states, while the trunk runs for the next one
     unfused  fresh drafts and what is resampled from their spares have a target pass each, in turns
@@ -24,9 +22,9 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import AHEAD, MIX, NONE, SKIP, SUM, UNFUSED, UNION, DrafterConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import AHEAD, NONE, SKIP, SUM, UNFUSED, DrafterConfig, ReuseConfig, TreeConfig
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.types import DRAWN_LAWS, DraftTree, DrawLaw, Weights
+from hsd_jax.types import DraftTree
 
 FRESH, KEPT, MIXED = range(3)
 """What a drafted node grew from: a state of this round's trunk run, a spare of an earlier one, or logits of both."""
@@ -66,28 +64,11 @@ def advance(spares: Spares, num_committed: Int[Array, "B"]) -> Spares:
     return Spares(moved, jnp.maximum(spares.num - num_committed, 0))
 
 
-def where_spare(spares: Spares, old: Float[Array, "B D C"], fresh: Float[Array, "B D C"]) -> Float[Array, "B D C"]:
-    """`old` at the depths that have a spare state, `fresh` elsewhere."""
-    return jnp.where((jnp.arange(fresh.shape[1]) < spares.num[:, None])[:, :, None], old, fresh)
-
-
 def add(fresh: Float[Array, "B D C"], spares: Spares) -> Float[Array, "B D C"]:
     """Form SUM: a product of two experts, which is likely to be over-confident (methods.md, A7)."""
-    return where_spare(spares, fresh + spares.logits, fresh)
-
-
-def mix(fresh: Float[Array, "B D C"], spares: Spares, table: Weights) -> Float[Array, "B D C"]:
-    """Form MIX: weighted sum of new and old base logits.
-
-    Args:
-      table: `new` and `old` [K, K], weights of the new logits of depth j and the old logits of depth k at
-        [j - 1, k - 1]. Ones and zeros are no reuse at all.
-    """
-    depth = jnp.arange(fresh.shape[1])
-    num_since = spares.logits.shape[1] - spares.num  # tokens committed since the trunk run: k - j
-    old_depth = jnp.minimum(depth + num_since[:, None], table["old"].shape[1] - 1)
-    new_weight, old_weight = (table[name].astype(jnp.float32)[depth, old_depth][:, :, None] for name in ("new", "old"))
-    return where_spare(spares, new_weight * fresh + old_weight * spares.logits, fresh)
+    added = fresh + spares.logits
+    has_spare = (jnp.arange(fresh.shape[1]) < spares.num[:, None])[:, :, None]
+    return jnp.where(has_spare, added, fresh)
 
 
 def min_spares(reuse: ReuseConfig, depth: int, num_steps: int) -> int:
@@ -113,48 +94,29 @@ class Origins(NamedTuple):
     """Whether the tree waited for a trunk run of its own round, before the first round for that of prefill."""
 
 
-def origins(
-    reuse: ReuseConfig,
-    spares: Spares,
-    drafted: DraftTree,
-    num_steps: int,
-    max_depth: int,
-    rival_won: Bool[Array, "B N"] | None = None,
-) -> Origins:
+def origins(reuse: ReuseConfig, spares: Spares, drafted: DraftTree, num_steps: int, max_depth: int) -> Origins:
     """Where a tree comes from that was grown while a row had these spares.
 
     Args:
       num_steps, max_depth: of the drafter and of its trees.
-      rival_won: UNION only: nodes to which their spare state gave more than the fresh one.
     """
     age = spares.logits.shape[1] - spares.num
-    has_spare = drafted.depth <= spares.num[:, None]
-    if reuse.form in (SUM, MIX, UNION):
+    if reuse.form == SUM:
         has_own_run = jnp.ones(age.shape, bool)
-        nodes = jnp.where(has_spare, MIXED, FRESH)
-        if rival_won is not None:
-            nodes = jnp.where(has_spare & rival_won, KEPT, FRESH)
+        nodes = jnp.where(drafted.depth <= spares.num[:, None], MIXED, FRESH)
     else:
         has_own_run = age == 0 if reuse.form == AHEAD else needs_run(reuse, spares, max_depth, num_steps)
         nodes = jnp.broadcast_to(jnp.where(has_own_run, FRESH, KEPT)[:, None], drafted.depth.shape)
     return Origins(jnp.where(drafted.valid & (drafted.depth > 0), nodes, FRESH), age, has_own_run)
 
 
-def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig, law: DrawLaw) -> None:
-    """Refuses what would not be lossless, or would reuse nothing.
+def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> None:
+    """Refuses forms that would draft from untrained states, or reuse nothing.
 
     Raises:
       ValueError: naming the wrong value and the allowed ones, before anything compiles.
     """
     trained, depth, form = config.num_steps, tree.depth, reuse.form
-    if form == UNION and law in DRAWN_LAWS:
-        raise ValueError(
-            f"reuse={form!r} with draw={law.value!r}: the better of two laws is no law to draw from, so drafts could"
-            f" not be judged as drawn; allowed are draw={DrawLaw.COUPLED.value!r} and {DrawLaw.ARBITRARY.value!r},"
-            " which accept='match' judges"
-        )
-    if form == MIX and not config.has_mix:
-        raise ValueError(f"reuse={form!r}: this drafter has no fitted weights; make them with `hsd train mix`")
     if form == AHEAD and reuse.num_states(depth, trained) > trained:
         allowed = f"depth 1 to {(trained - 1) // 2}" if trained >= 3 else "none"
         raise ValueError(

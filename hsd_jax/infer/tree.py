@@ -105,7 +105,6 @@ def grow(
     hot_ids: Int[Array, "hot"] | None,
     vocab_size: int,
     num_levels: Int[Array, "B"] | None = None,
-    rival: Expand | None = None,
     noise: Float[Array, "B M vocab"] | None = None,
 ) -> tuple[DraftTree, Any]:
     """A tree whose children are chosen as `law` says, and what `expand` carried out of the last level.
@@ -116,8 +115,6 @@ def grow(
     Args:
       hot_ids: the token of each column of the logits; None: the columns are the tokens, `vocab_size` of them.
       num_levels: levels of each row that have logits; nodes below are not valid. None: all.
-      rival: a second proposer whose carry is None at first, for beams only: a token then counts with the better of
-        its two log-probabilities, so both compete for the same nodes and what they agree on is one node.
       noise: the target's own behind the root, M >= depth positions, read under COUPLED alone; None: computed then.
     """
     if law not in DRAWN_LAWS:
@@ -126,12 +123,10 @@ def grow(
             if noise is None:
                 noise = sampling_lib.round_noise(keys, root_position, config.depth, vocab_size, sampling)
             expand = coupled(expand, noise, hot_ids, sampling)
-            rival = None if rival is None else coupled(rival, noise, hot_ids, sampling)
             scale = coupled_sharpness(sampling.temperature)
-        if config.width == 1 and rival is None:
+        if config.width == 1:
             return _chain(expand, carry, root, config, hot_ids, scale, num_levels, law)
-        return _beam(expand, carry, root, config, hot_ids, scale, num_levels, rival, law)
-    assert rival is None, "the better of two laws is no law to draw from"
+        return _beam(expand, carry, root, config, hot_ids, scale, num_levels, law)
     round_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.DRAFT_NOISE)
     drawn, carry = _sampled(expand, carry, root, config, law, round_keys, sampling, hot_ids, vocab_size)
     if num_levels is not None:
@@ -152,14 +147,11 @@ def grow_tree(
     hot_ids: Int[Array, "hot"] | None,
     vocab_size: int,
     num_levels: Int[Array, "B"] | None = None,
-    rival_logits: Float[Array, "B D V"] | None = None,
     noise: Float[Array, "B M vocab"] | None = None,
 ) -> DraftTree:
-    """The tree of `grow` for states that do not read drafted tokens; `rival_logits` are base logits, too."""
-    expand = token_free(base_logits, bias)
-    rival = None if rival_logits is None else token_free(rival_logits, bias)
-    rest = keys, root_position, sampling, hot_ids, vocab_size, num_levels, rival, noise
-    return grow(expand, None, root, config, law, *rest)[0]
+    """The tree of `grow` for states that do not read drafted tokens."""
+    rest = keys, root_position, sampling, hot_ids, vocab_size, num_levels, noise
+    return grow(token_free(base_logits, bias), None, root, config, law, *rest)[0]
 
 
 def _chain(
@@ -198,7 +190,6 @@ def _beam(
     hot_ids: Int[Array, "hot"] | None,
     scale: Float[Array, "B"],
     num_levels: Int[Array, "B"] | None,
-    rival: Expand | None,
     law: DrawLaw,
 ) -> tuple[DraftTree, Any]:
     """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
@@ -211,22 +202,17 @@ def _beam(
     Args:
       hot_ids: the token of each of the V columns; None: the columns are the tokens. `expand` gets tokens, and the tree
         holds tokens.
-      num_levels, rival: as in `grow`; nodes below a row's levels stand last.
+      num_levels: as in `grow`; nodes below a row's levels stand last.
     """
     batch, width = root.shape[0], config.width
     frontier_tokens, frontier_scores = root[:, None], jnp.zeros((batch, 1))
     frontier_ids = jnp.full((batch, 1), NO_PARENT)  # the root is no candidate
     frontier_parents = jnp.zeros((batch, 1), jnp.int32)
-    scores, tokens, parents, rival_carry = [], [], [], None
+    scores, tokens, parents = [], [], []
     for level in range(config.depth):
         logits, carry = expand(level, frontier_tokens, frontier_parents, carry)
         logits = logits * scale[:, None, None]
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        if rival is not None:
-            other, rival_carry = rival(level, frontier_tokens, frontier_parents, rival_carry)
-            other = other * scale[:, None, None]
-            logits = jnp.maximum(logits - total, other - jax.nn.logsumexp(other, axis=-1, keepdims=True))
-            total = 0.0
         top, children = lax.top_k(logits, width)
         # A score above its parent's, or none at all, would cut a node off from its parent: never trust a drafter.
         logp = jnp.fmin(top - total, 0.0)

@@ -58,6 +58,8 @@ _TEXT = ("layers.", "embed_tokens.", "norm.", "lm_head.")
 """How the tensors of the text model begin, without prefixes; a vision tower's begin otherwise and are left out."""
 _HASH_SAMPLES = 4096
 _HOT_IDS = "hot_ids"
+_GONE_KEY, _GONE_TENSORS = "has_mix", ("mix.new", "mix.old")
+"""Of a form of reuse that is no more: folders written before may hold them, and the drafter drafts without."""
 
 _MODULES = {
     "attn.q": "self_attn.q_proj",
@@ -208,7 +210,8 @@ def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dt
 def read_drafter_config(folder: str | Path) -> DrafterConfig:
     """The configuration that `save_drafter` wrote; raises as `read_drafter`."""
     path = Path(folder) / DRAFTER_CONFIG
-    return from_dict(DrafterConfig, read_json(path), str(path))
+    values = {key: value for key, value in read_json(path).items() if key != _GONE_KEY}
+    return from_dict(DrafterConfig, values, str(path))
 
 
 def read_drafter(folder: str | Path, dtype: Any = "float32") -> tuple[DrafterConfig, Weights]:
@@ -223,7 +226,8 @@ def read_drafter(folder: str | Path, dtype: Any = "float32") -> tuple[DrafterCon
     with contextlib.ExitStack() as stack:
         if not (folder / DRAFTER_FILE).is_file():
             raise FileNotFoundError(f"{folder / DRAFTER_FILE}: no such file, though {DRAFTER_CONFIG} is there")
-        stored = {tensor.name: tensor for tensor in open_all([folder / DRAFTER_FILE], stack)}
+        tensors = open_all([folder / DRAFTER_FILE], stack)
+        stored = {tensor.name: tensor for tensor in tensors if tensor.name not in _GONE_TENSORS}
         _check_num_layers(config.num_layers, stored, folder, DRAFTER_CONFIG)
         shapes = _drafter_shapes(config)
         names = {path: path for path in shapes}

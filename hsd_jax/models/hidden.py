@@ -347,11 +347,6 @@ def head_states(
     return features[..., None, :] + added
 
 
-def no_mix(num_steps: int) -> Weights:
-    """Weights [K, K] of new and old base logits, by new and old depth, before they are fitted: no reuse."""
-    return {"new": jnp.ones((num_steps, num_steps)), "old": jnp.zeros((num_steps, num_steps))}
-
-
 def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
     """Random float32 weights; injector and heads add nothing yet, so the first logits are those of trunk or feature.
 
@@ -370,8 +365,6 @@ def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
     state = jnp.zeros((1, 1, config.hidden_size))
     mask = jnp.ones((1, 1, 1), bool)
     weights["trunk"] = Trunk(config).init(trunk_key, state, state, one, mask, None, None)["params"]
-    if config.has_mix:
-        weights["mix"] = no_mix(config.num_steps)
     if config.kind == HIDDEN and config.rank > 0:
         weights["injector"] = {
             "previous": jax.random.normal(table_key, (config.vocab_size, config.rank)),

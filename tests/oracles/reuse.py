@@ -1,4 +1,4 @@
-"""Spare states in plain loops: which old state forecasts a position, and how old and new logits are combined."""
+"""Spare states in plain loops: which old state forecasts a position, and how old and new logits add up."""
 
 from __future__ import annotations
 
@@ -19,14 +19,10 @@ def spare_depths(num_states: int, num_committed: int) -> list[int]:
     return found
 
 
-def mix(fresh: np.ndarray, old: np.ndarray, num_committed: int, new_weight, old_weight) -> np.ndarray:
-    """Base logits [D, C] of a round: those of the states `fresh` [D, C] and `old` [K, C] of the round before.
-
-    Args:
-      new_weight, old_weight: of new depth j and old depth k, as functions.
-    """
-    mixed = np.array(fresh, np.float64)
+def add(fresh: np.ndarray, old: np.ndarray, num_committed: int) -> np.ndarray:
+    """Base logits [D, C] of a round: those of the states `fresh` [D, C] plus `old` [K, C] of the round before."""
+    added = np.array(fresh, np.float64)
     for j, k in enumerate(spare_depths(len(old), num_committed), start=1):
         if j <= len(fresh):
-            mixed[j - 1] = new_weight(j, k) * fresh[j - 1] + old_weight(j, k) * old[k - 1]
-    return mixed
+            added[j - 1] += old[k - 1]
+    return added

@@ -20,13 +20,11 @@ def grow_beam(
     nodes: int,
     depth: int,
     width: int,
-    rival_logits: np.ndarray | None = None,
 ) -> tuple[list[int], list[int], list[int]]:
-    """`grow_paths` where a path says no more than its length and its last token, to one proposer or two."""
-    proposers = [base_logits] if rival_logits is None else [base_logits, rival_logits]
+    """`grow_paths` where a path says no more than its length and its last token."""
 
     def logits(path: tuple[int, ...]) -> np.ndarray:
-        return np.array([np.asarray(base[len(path) - 1], np.float64) + bias(path[-1]) for base in proposers])
+        return np.asarray(base_logits[len(path) - 1], np.float64) + bias(path[-1])
 
     return grow_paths(logits, root, nodes, depth, width)
 
@@ -36,16 +34,15 @@ def grow_paths(
 ) -> tuple[list[int], list[int], list[int]]:
     """Tokens, parents and depths of one row: the `nodes - 1` best candidates of a beam over all levels.
 
-    `logits` are those behind a path of tokens that starts with the root; of several rows a token counts with the best
-    of its log-probabilities. Candidates are (score, parent candidate, token, depth). Of equal scores the earlier
-    candidate wins, and earlier levels come first.
+    `logits` are those behind a path of tokens that starts with the root. Candidates are (score, parent candidate,
+    token, depth). Of equal scores the earlier candidate wins, and earlier levels come first.
     """
     candidates: list[tuple[float, int, int, int]] = []
     frontier = [(0.0, -1, (root,))]
     for level in range(depth):
         grown = []
         for score, identity, path in frontier:
-            logp = np.max([log_softmax(row) for row in np.atleast_2d(logits(path))], 0)
+            logp = log_softmax(logits(path))
             likeliest = sorted(range(len(logp)), key=lambda t: (-logp[t], t))[:width]
             for child in likeliest:
                 grown.append((score + logp[child], len(candidates), (*path, child)))

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import AHEAD, NO_REUSE, NONE, SKIP, UNFUSED, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.infer import reuse as reuse_lib
-from hsd_jax.infer.drafters.trunk import HiddenState, Levels, append_pending, make_schedule, run_trunk
+from hsd_jax.infer.drafters.trunk import HiddenState, append_pending, make_schedule, run_trunk
 from hsd_jax.infer.tree import grow_tree, sharpness
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.hidden import (
@@ -61,10 +61,10 @@ def hidden_drafter(
       reuse: what becomes of states that a round leaves over; no form changes what is decoded.
     Raises:
       ValueError: if the tree is deeper than the trunk was trained for, the target lacks a layer the drafter reads, a
-        tree of this law cannot have this shape, or this form of reuse needs another tree, law or drafter.
+        tree of this law cannot have this shape, or this form of reuse needs another tree or drafter.
     """
     check_tree(target_config, config, tree, law)
-    reuse_lib.check_reuse(reuse, config, tree, law)
+    reuse_lib.check_reuse(reuse, config, tree)
     num_states = reuse.num_states(tree.depth, config.num_steps)
     levels_of_round = make_schedule(target_config, config, tree, reuse, num_states)
     node_logp, node_origins = _for_pictures(config, tree, reuse, levels_of_round)
@@ -102,7 +102,7 @@ def hidden_drafter(
         with jax.named_scope("tree"):
             bias = functools.partial(inject, models["drafter"], config)
             hot_ids = models["drafter"].get("hot_ids")
-            rest = keys, root_position, sampling, hot_ids, config.vocab_size, levels.num, levels.rival, noise
+            rest = keys, root_position, sampling, hot_ids, config.vocab_size, levels.num, noise
             return grow_tree(levels.logits, bias, root, tree, law, *rest), state
 
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
@@ -225,35 +225,25 @@ def _for_pictures(
 ) -> tuple[Callable, Callable | None]:
     """`Drafter.node_logp` and `Drafter.node_origins`."""
 
-    def logp_and_rival(models, state: HiddenState, drafted: DraftTree, sampling: SamplingParams):
+    def node_logp(models, state: HiddenState, drafted: DraftTree, sampling: SamplingParams):
         levels, _ = levels_of_round(models, state)
-        return _logp_of_nodes(models["drafter"], config, levels, drafted, sharpness(sampling.temperature))
+        return _logp_of_nodes(models["drafter"], config, levels.logits, drafted, sharpness(sampling.temperature))
 
-    def node_logp(*seen):
-        logp, rival = logp_and_rival(*seen)
-        return logp if rival is None else jnp.maximum(logp, rival)
-
-    def node_origins(models, state: HiddenState, drafted: DraftTree, sampling: SamplingParams):
+    def node_origins(state: HiddenState, drafted: DraftTree):
         assert state.spares is not None, "the state was made without reuse"
-        logp, rival = logp_and_rival(models, state, drafted, sampling)
-        rival_won = None if rival is None else rival > logp
-        return reuse_lib.origins(reuse, state.spares, drafted, config.num_steps, tree.depth, rival_won)
+        return reuse_lib.origins(reuse, state.spares, drafted, config.num_steps, tree.depth)
 
     return node_logp, None if reuse.form == NONE else node_origins
 
 
 def _logp_of_nodes(
-    weights, config: DrafterConfig, levels: Levels, drafted: DraftTree, scale: Float[Array, "B"]
-) -> tuple[Float[Array, "B N"], Float[Array, "B N"] | None]:
-    """Log-probability of each node given its parent, 0 for the root: under `levels.logits`, and under the rival's."""
+    weights, config: DrafterConfig, logits: Float[Array, "B D C"], drafted: DraftTree, scale: Float[Array, "B"]
+) -> Float[Array, "B N"]:
+    """Log-probability of each node given its parent, 0 for the root."""
     depth_index = jnp.maximum(drafted.depth - 1, 0)[:, :, None]
-    read = read_tree(weights, config, drafted.tokens, drafted.parents, levels.logits.shape[1])
+    read = read_tree(weights, config, drafted.tokens, drafted.parents, logits.shape[1])
     added = token_bias(weights, config, cache_lib.take_nodes(read, jnp.maximum(drafted.parents, 0), axis=1))
     columns, _ = to_columns(weights.get("hot_ids"), drafted.tokens)
-
-    def chosen(logits: Array) -> Array:
-        logp = jax.nn.log_softmax(scale[:, None, None] * (jnp.take_along_axis(logits, depth_index, 1) + added), -1)
-        logp = jnp.take_along_axis(logp, columns[:, :, None], 2)[:, :, 0]
-        return jnp.where(drafted.depth > 0, logp, 0.0)
-
-    return chosen(levels.logits), None if levels.rival is None else chosen(levels.rival)
+    logp = jax.nn.log_softmax(scale[:, None, None] * (jnp.take_along_axis(logits, depth_index, 1) + added), -1)
+    logp = jnp.take_along_axis(logp, columns[:, :, None], 2)[:, :, 0]
+    return jnp.where(drafted.depth > 0, logp, 0.0)

@@ -18,19 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import (
-    AHEAD,
-    MIX,
-    NONE,
-    SKIP,
-    SUM,
-    UNFUSED,
-    UNION,
-    DrafterConfig,
-    ModelConfig,
-    ReuseConfig,
-    TreeConfig,
-)
+from hsd_jax.config import AHEAD, NONE, SKIP, SUM, UNFUSED, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.infer import reuse as reuse_lib
 from hsd_jax.infer.reuse import Spares
 from hsd_jax.models import cache as cache_lib
@@ -62,8 +50,6 @@ class Levels(NamedTuple):
     logits: Float[Array, "B D C"]
     num: Int[Array, "B"] | None = None
     """Levels of each row that have logits; None: all."""
-    rival: Float[Array, "B D C"] | None = None
-    """Logits of a second proposer (form UNION)."""
 
 
 def run_trunk(
@@ -128,16 +114,10 @@ def make_schedule(
         return Levels(logits), state
 
     def fuse(models, state: HiddenState):
-        """SUM, MIX and UNION: old and new states take part in one tree, so one target pass judges both."""
+        """SUM: old and new states take part in one tree, so one target pass judges both."""
         fresh, after = read_pending(models, state)
-        old = _spares(state)
         with jax.named_scope("reuse"):
-            if reuse.form == SUM:
-                levels = Levels(reuse_lib.add(fresh, old))
-            elif reuse.form == MIX:
-                levels = Levels(reuse_lib.mix(fresh, old, models["drafter"]["mix"]))
-            else:
-                levels = Levels(fresh, rival=reuse_lib.where_spare(old, old.logits, fresh))
+            levels = Levels(reuse_lib.add(fresh, _spares(state)))
         # Only what a trunk says itself is kept, so no state counts in more than two rounds (methods.md, A8).
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
@@ -175,5 +155,5 @@ def make_schedule(
         )
         return Levels(logits[:, : tree.depth], num=jnp.minimum(num, tree.depth)), state
 
-    schedules = dict.fromkeys((SUM, MIX, UNION), fuse) | dict.fromkeys((SKIP, UNFUSED), run_if_needed)
-    return ({NONE: drop, AHEAD: run_ahead} | schedules)[reuse.form]
+    schedules = {NONE: drop, SUM: fuse, SKIP: run_if_needed, AHEAD: run_ahead, UNFUSED: run_if_needed}
+    return schedules[reuse.form]
