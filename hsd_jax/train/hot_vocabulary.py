@@ -118,8 +118,8 @@ def restrict_drafter(
     """
     if not 0 < share < 1:
         raise ValueError(f"hot_vocab={share}: allowed is 0 < hot_vocab < 1")
-    target_config, _, config, weights = read_pair(target_dir, drafter_dir, out)
-    labels, held_out = (text.labels for text in read_split(data_files, target_dir, config.vocab_size, loss_on))
+    target_config, config, weights = read_pair(target_dir, drafter_dir, out)
+    labels, held_out = read_split(data_files, target_dir, config.vocab_size, loss_on)
     num_hot = math.ceil(share * config.vocab_size)
     hot_ids = choose(labels, num_hot, config.vocab_size, end_tokens(target_dir, target_config))
     report(describe(hot_ids, labels, "labels counted"))

@@ -1,6 +1,6 @@
-"""A drafter that is trained already, its target, and text to count or fit on: what changing it afterwards starts from.
+"""A drafter that is trained already, its target, and text to count: what changing it afterwards starts from.
 
-Read next: `hot_vocabulary.py` and `mix.py`, which do the changing.
+Read next: `hot_vocabulary.py`, which does the changing.
 """
 
 from __future__ import annotations
@@ -23,15 +23,6 @@ ROW = 256
 """Tokens of a row, where rows only divide the data into used and held out."""
 
 
-class Pair(NamedTuple):
-    """A target and its drafter, as they lie in their folders."""
-
-    target_config: ModelConfig
-    target: Weights
-    config: DrafterConfig
-    drafter: Weights
-
-
 class Started(NamedTuple):
     """Weights to begin with, and where they are not those of the drafter they were taken from."""
 
@@ -42,22 +33,13 @@ class Started(NamedTuple):
     """Names of weights that only it has."""
 
 
-class Text(NamedTuple):
-    """Rows of tokens, which of these are labels, and where the document of each begins (`rows.Rows`); [R, ROW + 1]."""
-
-    tokens: np.ndarray
-    mask: np.ndarray
-    starts: np.ndarray
-
-    @property
-    def labels(self) -> np.ndarray:
-        """All rows behind one another."""
-        return self.tokens[self.mask]
-
-
-def read_pair(target_dir: str | Path, drafter_dir: str | Path, out: str | Path) -> Pair:
+def read_pair(
+    target_dir: str | Path, drafter_dir: str | Path, out: str | Path
+) -> tuple[ModelConfig, DrafterConfig, Weights]:
     """Reads both, for a result that is to be written to `out`.
 
+    Returns:
+      The target's configuration, and the drafter's with its weights.
     Raises:
       FileNotFoundError: if a folder is missing.
       ValueError: if `out` exists, or the drafter is another target's.
@@ -65,36 +47,30 @@ def read_pair(target_dir: str | Path, drafter_dir: str | Path, out: str | Path) 
     if Path(out).exists():
         raise ValueError(f"{out}: is there already; choose another folder")
     target_config = convert.read_config(target_dir)
-    target = convert.read_weights(target_dir, target_config)
+    target_hash = convert.weights_hash(convert.read_weights(target_dir, target_config))
     config, drafter = convert.read_drafter(drafter_dir)
-    convert.check_drafter(config, target_config, convert.weights_hash(target))
-    return Pair(target_config, target, config, drafter)
+    convert.check_drafter(config, target_config, target_hash)
+    return target_config, config, drafter
 
 
 def read_split(
-    data_files: Sequence[str | Path],
-    target_dir: str | Path,
-    vocab_size: int,
-    loss_on: str,
-    num_rows: int | None = None,
-) -> tuple[Text, Text]:
-    """Rows of ROW tokens to use, and the last tenth of them, held out to judge by.
+    data_files: Sequence[str | Path], target_dir: str | Path, vocab_size: int, loss_on: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The labels of the rows to use, and of the last tenth of the rows, held out to judge by.
 
     Args:
       loss_on: which tokens are labels, as `data.loss_on` of a recipe.
-      num_rows: read no more; None: all.
     Raises:
       FileNotFoundError: if a file is missing.
       ValueError: if there are fewer than two rows, or data cannot be read.
     """
     rows = read_rows(data_files, target_dir, ROW, 0, vocab_size, DataConfig(loss_on=loss_on))
-    starts = np.zeros_like(rows.tokens) if rows.starts is None else rows.starts
-    whole = [values[:num_rows] for values in (rows.tokens, rows.mask, starts)]
-    num = len(whole[0])
+    num = len(rows.tokens)
     if num < 2:
         raise ValueError(f"the data fill one row of {ROW} tokens: at least two are needed, one to judge by")
     count = max(1, num // 10)
-    return Text(*(values[:-count] for values in whole)), Text(*(values[-count:] for values in whole))
+    used, held_out = slice(None, -count), slice(-count, None)
+    return rows.tokens[used][rows.mask[used]], rows.tokens[held_out][rows.mask[held_out]]
 
 
 def started_from(fresh: Weights, trained: Weights, hot_ids: jax.Array | None) -> Started:
