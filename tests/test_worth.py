@@ -91,6 +91,32 @@ def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_
     assert counts(poor, priced, short)[1] > before[1]
 
 
+def test_rows_that_are_done_cost_nothing_and_roots_stay():
+    tree, length = random_tree(np.random.default_rng(0), 3, 4), jnp.full(3, 50)
+    priced = costs(12, 3, node=1.0, draft=0.5)
+    for done in ([False] * 3, [True, False, True], [True] * 3):
+        kept, seconds = worth.choose(tree, worth.first_control(3), priced, length, jnp.asarray(done))
+        assert float(seconds) == pytest.approx(1.5 + int(kept[~np.array(done)].sum()))
+    dear = dataclasses.replace(worth.first_control(3), tokens=jnp.asarray(1e6), seconds=jnp.asarray(1.0))
+    kept, _ = worth.choose(tree, dear, priced, length, jnp.zeros(3, bool))
+    np.testing.assert_array_equal(kept, tree.depth == 0)  # a rate that no node reaches
+
+
+def test_every_pass_pays_for_the_slots_it_reads():
+    """Two rows of 100 slots and 1000, layers of which three in four see 200."""
+    windows = {"window": jnp.asarray(200.0), "windowed_share": jnp.asarray(0.75)}
+    priced = dataclasses.replace(costs(8, 2, node=0.0, fixed=2.0, draft=0.5, slot=1e-3), **windows)
+    length, seen = jnp.asarray([100, 1000]), np.asarray([100.0, 0.25 * 1000 + 0.75 * 200])
+    np.testing.assert_allclose(worth.slots_seen(priced, length), seen)
+    nodes = worth.FREE_DEPTH + 1
+    for done in ([False, False], [True, False]):
+        reading = 1e-3 * nodes * seen[~np.array(done)].sum()
+        assert float(worth.plain_seconds(priced, length, jnp.asarray(done))) == pytest.approx(2.0 + reading)
+        tree = DraftTree(*(jnp.zeros((2, 4), jnp.int32),) * 3, jnp.ones((2, 4), bool))
+        _, seconds = worth.choose(tree, worth.first_control(2), priced, length, jnp.asarray(done))
+        assert float(seconds) == pytest.approx(2.5 + reading)
+
+
 @pytest.mark.parametrize(("batch", "falls_back"), [(1, False), (16, True)])
 def test_many_rows_leave_less_doubt(batch, falls_back):
     """Rounds of 0.93 times plain decoding's tokens a second: of one row that may be chance."""
