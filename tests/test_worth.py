@@ -12,7 +12,7 @@ import pytest
 import toy
 
 from hsd_jax import plan
-from hsd_jax.config import LookupConfig, SmallLMConfig, TreeConfig
+from hsd_jax.config import FULL, SLIDING, LookupConfig, SmallLMConfig, TreeConfig
 from hsd_jax.infer import worth
 from hsd_jax.types import Costs, DraftTree, Verdict
 
@@ -117,6 +117,17 @@ def test_every_pass_pays_for_the_slots_it_reads():
         assert float(seconds) == pytest.approx(2.5 + reading)
 
 
+def test_only_drafts_whose_parent_was_accepted_say_anything_of_trust():
+    """A chain of four, one draft accepted: the second was tried and refused, the third was not tried."""
+    parents, depth = jnp.asarray([[-1, 0, 1, 2]]), jnp.arange(4)[None]
+    score = jnp.log(jnp.asarray([[1.0, 0.8, 0.4, 0.1]]))
+    tree = DraftTree(jnp.zeros((1, 4), jnp.int32), parents, depth, jnp.ones((1, 4), bool), score=score)
+    path, one, live = jnp.asarray([[0, 1, 0, 0]]), jnp.ones(1, jnp.int32), jnp.zeros(1, bool)
+    verdict, fresh = Verdict(path, one, one, live, path), worth.first_control(1)
+    found = worth.learned(fresh, costs(4, 1), tree, verdict, one + 1, one, live, jnp.asarray(1.0))
+    assert float(found.accepted[0]) == 1.0 and float(found.predicted[0]) == pytest.approx(0.8 + 0.5)
+
+
 @pytest.mark.parametrize(("batch", "falls_back"), [(1, False), (16, True)])
 def test_many_rows_leave_less_doubt(batch, falls_back):
     """Rounds of 0.93 times plain decoding's tokens a second: of one row that may be chance."""
@@ -215,6 +226,27 @@ def test_a_plan_speculates_where_a_pass_waits_for_its_weights_and_decodes_plainl
     assert plan.choose(model(), 2, 512, 0.0).tree.depth <= alone.tree.depth
     wide = plan.choose(plan.CostModel(**{**vars(model(False)), "rates": plan.Rates(2e12, 3e14, 1e-8)}), 1, 512, 0.0)
     assert wide.tree.width > 1 and wide.tree.nodes >= 8
+
+
+def test_rows_of_several_temperatures_share_a_tree():
+    for batch, context in ((2, 512), (2, 4096), (4, 65536)):
+        found = {plan.choose(model(), batch, context, temperature).tree for temperature in (0.0, 0.5, 1.0)}
+        assert len(found - {None}) == 1, (batch, context)
+
+
+def test_slots_behind_every_window_change_no_plan():
+    known = vars(model())
+    target = dataclasses.replace(known["target"], sliding_window=300, layer_types=(SLIDING,) * 6)
+    windowed = plan.CostModel(**known | {"target": target})
+    mixed = dataclasses.replace(target, layer_types=(SLIDING, FULL) * 3)
+    assert (windowed.seen(200), windowed.seen(1000)) == (200, 300)
+    assert plan.CostModel(**known | {"target": mixed}).seen(1000) == pytest.approx(650)
+    assert model().seen(1000) == 1000
+    gains = [
+        [some.reason.split(" times")[0] for some in (plan.choose(m, 2, c, 0.0) for c in (2048, 65536))]
+        for m in (windowed, model())
+    ]
+    assert gains[0][0] == gains[0][1] and gains[1][0] != gains[1][1]
 
 
 def test_a_drafter_without_a_profile_starts_from_a_careful_one():
