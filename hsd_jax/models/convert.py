@@ -180,6 +180,8 @@ def weights_hash(weights: Weights) -> str:
     """
     digest = hashlib.sha256()
     for path, array in sorted(flatten_dict(weights, sep=".").items()):
+        if isinstance(array, jax.Array) and array.platform() == "cpu":
+            array = np.asarray(array)  # else every shape compiles a gather
         stride = -(-array.size // _HASH_SAMPLES) | 1  # odd: an even one can stay in a few columns
         index = np.arange(0, array.size, stride)
         index = tuple(i.astype(np.int32) for i in np.unravel_index(index, array.shape))
