@@ -227,6 +227,15 @@ def _try_to_write(folder: Path, wanted: Path) -> None:
             trial.unlink(missing_ok=True)
 
 
+def user_cache() -> Path:
+    """This user's folder for what can be made again: compiled programs and kernels, and records of `tune`.
+
+    Raises:
+      RuntimeError: if this user has no home directory.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
+
+
 def drop_empty(folder: Path, pattern: str) -> int:
     """Removes the files of no bytes that a full disk has left in a cache, and returns their number."""
     dropped = 0

@@ -35,7 +35,7 @@ from hsd_jax.infer.accept import NATURAL_LAW
 from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.models import native
 from hsd_jax.params import Params
-from hsd_jax.tuned import WARM, Choice, Tuned, kept
+from hsd_jax.tuned import WARM, Choice, Tuned, is_warm, kept
 from hsd_jax.types import Costs
 
 LEAST_GAIN = 1.03
@@ -297,8 +297,8 @@ def choose(model: CostModel, batch: int, context: int, temperature: float) -> Pl
 
 def _cost_model(params: Params) -> CostModel:
     assert params.drafter_config is not None
-    leaves = [x for x in jax.tree.leaves(params.drafter) if jnp.issubdtype(x.dtype, jnp.floating)]
-    sizes = params.target["embedding"].dtype.itemsize, leaves[0].dtype.itemsize if leaves else 4
+    weights = (x for x in jax.tree.leaves(params.drafter) if jnp.issubdtype(x.dtype, jnp.floating))
+    sizes = params.target["embedding"].dtype.itemsize, next((x.dtype.itemsize for x in weights), 4)
     return CostModel(params.target_config, params.drafter_config, rates_here(params.mesh is None), *sizes)
 
 
@@ -319,7 +319,7 @@ def plan_for(params: Params, batch: int, capacity: int, temperature: float, tune
         reason = f"{choice.speedup:.2f} times as fast as plain decoding when `tune` measured it {size}"
         return Plan(choice.tree, reason, not choice.is_whole, ReuseConfig.parse(choice.reuse))
     # Two plans by temperature where a tree can be deep, one where it is short anyway: each is a program.
-    counted = float(temperature >= WARM) if batch == 1 else 0.0
+    counted = float(is_warm(temperature)) if batch == 1 else 0.0
     return _choose(_cost_model(params), batch, capacity, counted)
 
 

@@ -5,11 +5,10 @@ Switched on by `compilation_cache` from Python and by the command line for itsel
 
 from __future__ import annotations
 
-import os
 import zlib
 from pathlib import Path
 
-from hsd_jax.files import check_new_folder, drop_empty
+from hsd_jax.files import check_new_folder, drop_empty, user_cache
 
 SHORTEST = 0.1
 """Seconds of a compilation that is worth keeping."""
@@ -51,10 +50,7 @@ def cache_folder(setting: str = "") -> Path:
     Raises:
       RuntimeError: if it is to be in a home directory, and there is none.
     """
-    if setting:
-        root = Path(setting).expanduser()
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
+    root = Path(setting).expanduser() if setting else user_cache()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

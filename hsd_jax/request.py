@@ -117,12 +117,7 @@ def prepare(
         if new is None or new < 0:
             raise ValueError(f"max_new_tokens={shown(new)}: allowed are 0 and more")
     for row, (ids, new) in enumerate(zip(rows, new_tokens, strict=True)):
-        if len(ids) + new > params.max_len:
-            raise ValueError(
-                f"prompt {row} has {len(ids)} tokens and max_new_tokens is {shown(new)}: together more than"
-                f" max_len={params.max_len}; shorten one or load with a larger max_len (at most"
-                f" {params.target_config.max_position})"
-            )
+        check_length(params, row, len(ids), new)
     seeds = _seeds(seed, batch)
     if not isinstance(speculate, (bool, np.bool_)):
         raise ValueError(f"speculate={shown(speculate)}: allowed are True and False")
@@ -231,6 +226,20 @@ def rule_and_law(accept: str, draw: str | None) -> tuple[str, DrawLaw]:
         return rule, DrawLaw(draw)
     except ValueError:
         raise ValueError(f"draw={draw!r}: allowed are {', '.join(x.value for x in DrawLaw)}, or None") from None
+
+
+def check_length(params: Params, row: int, num_tokens: int, new: int) -> None:
+    """Refuses a prompt of so many tokens whose `new` ones would not fit behind it.
+
+    Raises:
+      ValueError: naming the row.
+    """
+    if num_tokens + new > params.max_len:
+        raise ValueError(
+            f"prompt {row} has {num_tokens} tokens and max_new_tokens is {shown(new)}: together more than"
+            f" max_len={params.max_len}; shorten one or load with a larger max_len (at most"
+            f" {params.target_config.max_position})"
+        )
 
 
 def encode(params: Params, prompt) -> list[list[int]]:

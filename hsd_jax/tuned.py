@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hsd_jax.config import NONE, ReuseConfig, TreeConfig, from_dict
-from hsd_jax.files import check_new_folder, read_json, write_json
+from hsd_jax.files import check_new_folder, read_json, user_cache, write_json
 from hsd_jax.machine import device_name
 from hsd_jax.params import Params
 from hsd_jax.settings import Count, NotNegative, Temperature
@@ -27,6 +27,11 @@ FARTHEST = 5.0
 """Between two sizes of caches, as a ratio; `request.GROWTH` and a little."""
 FOLDER_VARIABLE = "HSD_TUNED"
 """Environment variable: the folder of records, or "off" for none; ~/.cache/hsd_jax/tuned if it is empty."""
+
+
+def is_warm(temperature: float) -> bool:
+    """Whether calls at this temperature are planned for as sampled ones."""
+    return temperature >= WARM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +103,7 @@ class Choice:
     @property
     def size(self) -> tuple[int, int, bool]:
         """Calls of one size have one choice."""
-        return self.rows, self.slots, self.temperature >= WARM
+        return self.rows, self.slots, is_warm(self.temperature)
 
     @property
     def name(self) -> str:
@@ -125,6 +130,10 @@ class Tuned:
     conditions: Conditions
     choices: tuple[Choice, ...]
 
+    def alike(self, rows: int, temperature: float) -> list[Choice]:
+        """The choices for so many rows on the same side of WARM, for caches of any size."""
+        return [c for c in self.choices if c.rows == rows and is_warm(c.temperature) == is_warm(temperature)]
+
     def choice(self, rows: int, slots: int, temperature: float) -> Choice | None:
         """The choice for calls of a size; None where nothing like it was measured.
 
@@ -133,7 +142,7 @@ class Tuned:
           slots: of the caches; the nearest choice counts, unless it is FARTHEST times as large or as small.
           temperature: the highest of all rows; choices on the same side of WARM count.
         """
-        alike = [c for c in self.choices if c.rows == rows and (c.temperature >= WARM) == (temperature >= WARM)]
+        alike = self.alike(rows, temperature)
         near = [(max(c.slots, slots) / min(c.slots, slots), number) for number, c in enumerate(alike)]
         distance, number = min(near, default=(FARTHEST + 1, 0))
         return alike[number] if distance <= FARTHEST else None
@@ -168,7 +177,6 @@ class Tuned:
         path = kept_path(self.conditions)
         if path is None:
             return None
-        check_new_folder(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.joined(_kept(path)).save(path)
         return path
@@ -202,11 +210,21 @@ def kept_path(conditions: Conditions) -> Path | None:
     if setting.lower() in ("off", "0", "no"):
         return None
     try:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax" / "tuned"
-        folder = Path(setting).expanduser() if setting else root
+        folder = Path(setting).expanduser() if setting else user_cache() / "tuned"
     except RuntimeError:  # neither HOME nor an entry of this user
         return None
     return folder / f"{hashlib.sha256(repr(conditions).encode()).hexdigest()[:16]}.json"
+
+
+def check_keeping(params: Params) -> None:
+    """Finds out whether a record for such params can be kept, before the work that makes it.
+
+    Raises:
+      ValueError, OSError: if the folder is a file, or takes none.
+    """
+    path = kept_path(Conditions.of(params))
+    if path is not None:
+        check_new_folder(path.parent)
 
 
 _read_before: dict[Path, tuple[tuple[int, int], Tuned | None]] = {}

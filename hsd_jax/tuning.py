@@ -32,10 +32,10 @@ from hsd_jax.measure import Mode, Runs, fastest, mode_record, speedup, time_mode
 from hsd_jax.params import Params
 from hsd_jax.plan import plan_for
 from hsd_jax.predict import Prediction, RoundCost, best_of, sample_of
-from hsd_jax.request import MOST_REACH, Prompt, encode, first_capacity, prepare, rows_bucket
+from hsd_jax.request import MOST_REACH, Prompt, check_length, encode, first_capacity, prepare, rows_bucket
 from hsd_jax.settings import HOTTEST, Count, Temperature, fits, shown
 from hsd_jax.train.evaluate import Draft, Texts, fates
-from hsd_jax.tuned import PLAIN, Candidate, Choice, Conditions, Tuned
+from hsd_jax.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
 from hsd_jax.types import Weights
 
 TREES_PER_FORM = 2
@@ -98,6 +98,8 @@ def tune(
         if not fits(Count, value):
             raise ValueError(f"{name}={shown(value)}: allowed are 1 and more")
     drafts = _legal_drafts(params, trees, reuses)
+    if keep:
+        check_keeping(params)
     rows = _check_prompts(params, prompts, max_new_tokens)
     sizes = [(batch, *some) for batch in batches for some in _by_size(params, rows, batch, max_new_tokens, report)]
     choices = []
@@ -134,9 +136,13 @@ class Calls:
         record = Tuned(Conditions.of(self.params), (self.choice(way, 1.0),))
         return Mode(way.name, self.params, way.tree, tuned=record)
 
+    @property
+    def rows(self) -> int:
+        """Of the program."""
+        return rows_bucket(self.batch, sharding.rows_multiple(self.params.mesh))
+
     def choice(self, way: Candidate, speedup: float, table: Sequence[Candidate] = ()) -> Choice:
-        rows = rows_bucket(self.batch, sharding.rows_multiple(self.params.mesh))
-        return Choice(rows, self.slots, self.temperature, way.tree, way.reuse, way.is_whole, speedup, tuple(table))
+        return Choice(self.rows, self.slots, self.temperature, way.tree, way.reuse, way.is_whole, speedup, tuple(table))
 
     def measured(self, ways: Sequence[Candidate], repeats: int) -> tuple[Runs, dict[Candidate, dict[str, Any]]]:
         """Plain decoding and some ways in turns: the runs, and the measured fields of each."""
@@ -201,8 +207,7 @@ def _in_part(calls: Calls, final: Sequence[Candidate], may_be_default: bool) -> 
     best = next((way.tree for way in final if way.reuse == NONE), None)
     usual = None
     if may_be_default:
-        rows = rows_bucket(calls.batch, sharding.rows_multiple(calls.params.mesh))
-        usual = plan_for(calls.params, rows, calls.slots, calls.temperature, tuned=False).tree
+        usual = plan_for(calls.params, calls.rows, calls.slots, calls.temperature, tuned=False).tree
     return [tree for tree in dict.fromkeys((best, usual)) if tree is not None]
 
 
@@ -235,9 +240,7 @@ def _legal_drafts(params: Params, trees: Sequence[TreeConfig] | None, reuses: Se
     Raises:
       ValueError: for a tree that it does not, or a form that it allows with none of the trees.
     """
-    config = params.drafter_config
-    if config is None or params.drafter is None:
-        raise ValueError("tune() chooses how to draft, and these params have no drafter: load with drafter=FOLDER")
+    _, config = _drafter(params)
     if (trees is not None and not trees) or (reuses is not None and not reuses):
         raise ValueError("trees and reuses: give at least one, or None for the usual ones")
     shapes = list(dict.fromkeys(default_trees(config) if trees is None else trees))
@@ -270,11 +273,7 @@ def _check_prompts(params: Params, prompts: Any, max_new_tokens: int) -> list[li
     for number, row in enumerate(rows):
         if len(row) < 2:
             raise ValueError(f"prompt {number} has 1 token: at least 2 are needed, to have something to draft from")
-        if len(row) + max_new_tokens > params.max_len:
-            raise ValueError(
-                f"prompt {number} has {len(row)} tokens and max_new_tokens is {max_new_tokens}: together more than"
-                f" max_len={params.max_len}"
-            )
+        check_length(params, number, len(row), max_new_tokens)
     return rows
 
 

@@ -478,6 +478,14 @@ BAD_CALLS = {
 }
 
 
+def test_a_record_that_cannot_be_kept_ends_before_anything_is_measured(params, monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "time_modes", lambda *args, **settings: pytest.fail("decoded"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="file is a file; name a folder"):
+        hsd_jax.tune(params, PROMPTS)
+
+
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_bad_calls_end_before_anything_compiles(params, monkeypatch, name):
     monkeypatch.setattr(tuning, "time_modes", lambda *args, **settings: pytest.fail("decoded"))

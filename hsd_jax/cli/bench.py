@@ -103,9 +103,9 @@ def run(args: argparse.Namespace) -> int:
     if args.batches or args.contexts:
         return _run_grid(args, params)
     tuned = options.tuned_of(args, params)
-    trees = options.parse_trees(args.trees) if args.trees else [options.tree_of(args, params)]
     found = prompts.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
     if isinstance(tuned, bool):
+        trees = options.parse_trees(args.trees) if args.trees else [options.tree_of(args, params)]
         modes = make_modes(args, params, trees, args.reuse or ["none"])
     else:
         plain = Mode(f"plain {params.dtype}", params)
@@ -159,9 +159,7 @@ def make_modes(args: argparse.Namespace, params, trees, reuses: list[str]) -> li
 
 def tuned_modes(args: argparse.Namespace, params, record) -> list[Mode]:
     """The ways to draft that a record of `hsd tune` names for single rows at this temperature, whatever the caches."""
-    from hsd_jax.tuned import WARM
-
-    found = [c for c in record.choices if c.rows == 1 and (c.temperature >= WARM) == (args.temperature >= WARM)]
+    found = record.alike(1, args.temperature)
     drafting = {choice.name: choice for choice in found if choice.tree is not None}
     if not drafting:
         what = "plain decoding was the fastest" if found else "it says nothing of single rows at such a temperature"

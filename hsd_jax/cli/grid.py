@@ -55,13 +55,13 @@ def joined_contexts(params, found: Sequence[prompts.BenchPrompt], length: int, n
 
 def measure(args: argparse.Namespace, params, found: Sequence[prompts.BenchPrompt]) -> dict[str, Any]:
     """Every cell, and what it was measured on."""
-    cells = []
+    cells, tuned = [], options.tuned_of(args, params)
     for context in args.contexts:
         for batch in args.batches:
             rows = joined_contexts(params, found, context, max(batch, FEWEST_ROWS // batch * batch))
             batches = [rows[first : first + batch] for first in range(0, len(rows), batch)]
             for temperature in args.temperatures:
-                cells.append(_cell(params, batches, context, temperature, args))
+                cells.append(_cell(params, batches, context, temperature, tuned, args))
                 options.say(line_of(cells[-1]))
     return {
         "command": args.command_line,
@@ -77,10 +77,10 @@ def measure(args: argparse.Namespace, params, found: Sequence[prompts.BenchPromp
     }
 
 
-def _cell(params, batches: list[list[list[int]]], context: int, temperature: float, args) -> Cell:
+def _cell(params, batches: list[list[list[int]]], context: int, temperature: float, tuned, args) -> Cell:
     from hsd_jax.api import decode
 
-    new, tuned = args.max_new_tokens, options.tuned_of(args, params)
+    new = args.max_new_tokens
 
     def timed(speculate: bool) -> list:
         how = {"temperature": temperature, "seed": args.seed, "speculate": speculate, "eos": (), "tuned": tuned}

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from hsd_jax.files import user_cache
 from hsd_jax.models.native_build import verified, write_with_checksum
 
 FOLDER = Path(__file__).parents[1] / "native"
@@ -305,7 +306,7 @@ def _build(compiler: str, level: str) -> Path:
     sources = [path.read_text() for path in (*SOURCES, HEADER)]
     flags = (*FLAGS, *LEVELS[level].flags)
     identity = "\n".join([*sources, compiler, *flags, jax.__version__, *cpu[:2]])
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
+    cache = user_cache()
     library = cache / f"native-{level}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not verified(library):
         cache.mkdir(parents=True, exist_ok=True)
