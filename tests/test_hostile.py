@@ -676,9 +676,22 @@ with Interrupts():
 """
 
 
-def test_a_second_interrupt_ends_the_process():
+SLOW_TO_END = """
+import os, time
+plain = os.write
+def write(*args):
+    count = plain(*args)
+    time.sleep(0.5)
+    return count
+os.write = write
+"""
+"""Between the line and the end of the process whoever else saw the interrupt has time to say so, too."""
+
+
+@pytest.mark.parametrize("program", [STUBBORN, SLOW_TO_END + STUBBORN], ids=["", "slow to end"])
+def test_a_second_interrupt_ends_the_process(program):
     process = subprocess.Popen(
-        [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     with process:
         assert process.stdout is not None and process.stderr is not None
