@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EXIT_CODE = 130
 AGAIN_SECONDS = 0.3
 LINE = "\nhsd: interrupted"
-_is_ending = threading.Lock()
+_ending = threading.RLock()
 
 
 class Interrupts:
@@ -61,6 +61,7 @@ class Interrupts:
 
     def _interrupt(self, *_: object) -> None:
         if self.seen:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             _end()
         self.seen = True
         if not self.is_over:
@@ -91,6 +92,7 @@ def _watch(read: int) -> None:
 
 
 def _end() -> None:
-    if _is_ending.acquire(blocking=False):  # the handler and the watcher both see the second SIGINT: one says so
-        os.write(2, f"{LINE}\n".encode())
-        os._exit(EXIT_CODE)
+    """Never returns. The handler and the watcher both see the second SIGINT: whoever is late waits here for the end."""
+    _ending.acquire()  # for good; a thread that is interrupted here once more does not wait for itself
+    os.write(2, f"{LINE}\n".encode())
+    os._exit(EXIT_CODE)
