@@ -158,7 +158,7 @@ def test_beams_are_ranked_by_the_temperature():
 
 
 @pytest.mark.parametrize("is_native", [True, False], ids=["native", "xla"])
-@pytest.mark.parametrize("vocab", [24, 1000, 1021, 4096])
+@pytest.mark.parametrize("vocab", [24, *(pytest.param(v, marks=pytest.mark.slow) for v in (1000, 4096)), 1021])
 def test_noise_has_the_same_bits_alone_and_in_a_round(vocab, is_native, fully_optimized):
     """[B, 1, V] as plain decoding draws it, alone and fused with its argmax, and [B, D + 1, V] of a round."""
     if is_native and not native.available():
@@ -199,8 +199,8 @@ def test_noise_has_the_same_bits_alone_and_in_a_round(vocab, is_native, fully_op
 # --- the text is a function of keys and target alone --------------------------------------------------------------
 
 
-SEEDED = ["beam", "chain", "hot", "feature", "heads", "small_lm", "block", "path", "ahead", "hot_sum"]
-SLOW_SEEDED = ["hot_path", "feature_layers", "block_sum", "skip", "unfused"]
+SEEDED = ["beam", "feature", "heads", "small_lm", "block", "ahead", "hot_sum"]
+SLOW_SEEDED = ["chain", "hot", "path", "hot_path", "feature_layers", "block_sum", "skip", "unfused"]
 
 
 def warm_call(seed: int) -> toy.Call:
@@ -292,15 +292,16 @@ def estranged(drafter):
     return drafter._replace(draft=draft)
 
 
-def test_thousands_of_seeds_and_three_trees_give_one_text():
-    for tree in (*test_recursive.TREES.values(), TreeConfig(4, 3, 1)):
-        np.testing.assert_array_equal(np.asarray(tiny_state(tree=tree).tokens)[:, :9], tiny_plain()[:, :9])
+@pytest.mark.parametrize("tree", ["wide", pytest.param("deep", marks=pytest.mark.slow), "chain"])
+def test_thousands_of_seeds_and_any_tree_give_one_text(tree):
+    tree = {**test_recursive.TREES, "chain": TreeConfig(4, 3, 1)}[tree]
+    np.testing.assert_array_equal(np.asarray(tiny_state(tree=tree).tokens)[:, :9], tiny_plain()[:, :9])
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mutant", [displaced, estranged])
+@pytest.mark.parametrize("mutant", [displaced, pytest.param(estranged, marks=pytest.mark.slow)])
 def test_wrong_noise_costs_acceptance_alone(mutant):
     """The text cannot show it. Passes of all rows: fewer by a tenth at least with the right noise."""
     right, wrong = tiny_state(), tiny_state(mutant)
@@ -453,7 +454,7 @@ def test_tokens_without_a_law_are_found():
     assert found.tolist() == [[1, 1, wrong], [wrong] * 3, [1, wrong, 1], [1, 1, 1]]
 
 
-@pytest.mark.parametrize("proposer", ["plain", "chain", "beam"])
+@pytest.mark.parametrize("proposer", ["plain", pytest.param("chain", marks=pytest.mark.slow), "beam"])
 def test_a_row_without_a_law_ends_and_leaves_the_others_alone(proposer):
     """The embedding of one token is NaN: rows that say it end, and what stands before is the text.
 

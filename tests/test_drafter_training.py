@@ -114,7 +114,7 @@ def read_rows(models, config: DrafterConfig, rows):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_layers": 2},
+        pytest.param({"num_layers": 2}, marks=pytest.mark.slow),
         pytest.param({"committed_embeddings": False}, marks=pytest.mark.slow),
         pytest.param({"feature_layers": (0, 1)}, marks=pytest.mark.slow),
         {"feature_layers": (0,), "committed_embeddings": False, "num_steps": 2},
@@ -347,11 +347,11 @@ def counted(models, config: DrafterConfig, rows: np.ndarray, mask: np.ndarray) -
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("all", {}),
+        pytest.param("all", {}, marks=pytest.mark.slow),
         ("half", {}),
         ("few", {}),
-        ("half", {"trunk": "block", "num_layers": 2}),
-        ("half", {"injection": "path", "num_steps": 4}),
+        pytest.param("half", {"trunk": "block", "num_layers": 2}, marks=pytest.mark.slow),
+        ("half", {"trunk": "block", "injection": "path", "num_steps": 4}),
         ("half", FEATURE_MODEL),
     ],
     ids=str,

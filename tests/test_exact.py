@@ -15,11 +15,11 @@ from test_accept import keyed
 
 from hsd_jax.types import NO_TOKEN
 
-PROPOSERS = ["beam", "chain", "hot", "steered", "block", "block_layers", "path", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
+PROPOSERS = ["beam", "chain", "steered", "block", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
 BASELINES = [*toy.CHAINS, "feature", "heads"]
 REUSE_PROPOSERS = ["ahead", "hot_sum", "steered_block_skip", "path_sum"]
 SLOW_PROPOSERS = ["two", "no_embeddings", "layers", "steered_block", "feature_layers", "steered_block_ahead"]
-SLOW_PROPOSERS += ["path_chain", "hot_path"]
+SLOW_PROPOSERS += ["path_chain", "hot_path", "hot", "block_layers", "path"]
 SLOW_PROPOSERS += [*sorted({*toy.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]
 TABLE = [
     *[("llama", proposer) for proposer in (*PROPOSERS, *BASELINES, *REUSE_PROPOSERS)],

@@ -232,7 +232,7 @@ def test_random_bits_are_those_of_jax(num):
         assert native.random_bits_applies(keys) and not native.random_bits_applies(other)
 
 
-@pytest.mark.parametrize("variant", ["llama", "gemma"])
+@pytest.mark.parametrize("variant", [pytest.param("llama", marks=pytest.mark.slow), "gemma"])
 def test_a_prompt_has_the_same_entries_whatever_stands_beside_it(variant):
     """Alone, among other rows, in chunks of another size, in a longer bucket; a window shorter than the prompt too."""
     config, weights = toy.setup(variant).config, toy.weights(variant)

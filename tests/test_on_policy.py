@@ -123,7 +123,7 @@ def key_of(share: float, wanted: bool) -> int:
 @pytest.mark.parametrize(
     ("hot_ids", "injection"),
     [
-        pytest.param(None, "previous", id="all"),
+        pytest.param(None, "previous", id="all", marks=pytest.mark.slow),
         pytest.param(None, "path", id="path"),
         pytest.param(tuple(range(0, 29, 2)), "previous", id="hot", marks=pytest.mark.slow),
     ],

@@ -126,6 +126,7 @@ def test_predicted_tau_is_simulated_tau_and_only_finalists_are_measured(monkeypa
     assert by_tree[CHAIN].predicted_tau == simulated["chain_tau"]
 
 
+@pytest.mark.slow
 def test_reuse_is_a_candidate_where_it_should_pay(monkeypatch, params):
     """A trunk that takes nine tenths of a round: `skip:1`, which leaves it out, is the favourite."""
     rates = RATES | {"5x4x1 skip:1": 400.0, "3x2x1 skip:1": 300.0}

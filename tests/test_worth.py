@@ -154,10 +154,10 @@ def costs_for(proposer: str, call: toy.Call, **prices) -> Costs:
 
 
 PAYS = {"free": {"node": 0.0, "draft": 0.0}, "dear": {"node": 0.6, "draft": 0.3}, "never": {"node": 1.0, "draft": 50.0}}
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("feature", "heads", "hot_path", "block")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("feature", "heads", "hot_path", "block", "path_chain")]
 
 
-@pytest.mark.parametrize("proposer", ["steered", "path_chain", "decoys_oracle", "small_lm", "lookup", *SLOW])
+@pytest.mark.parametrize("proposer", ["steered", "decoys_oracle", "small_lm", "lookup", *SLOW])
 @pytest.mark.parametrize("prices", PAYS)
 def test_the_text_is_that_of_plain_decoding_whatever_pays(proposer, prices):
     call = toy.mixed_call()
