@@ -22,15 +22,15 @@ import jax.numpy as jnp
 from jax import lax
 
 import hsd_jax
-from hsd_jax.config import BLOCK, RECURRENT, DrafterConfig, TreeConfig
-from hsd_jax.infer.drafters.make import make_drafter
-from hsd_jax.infer.drafters.trunk import HiddenState, trunk_states
+from hsd_jax.config import PARALLEL, RECURRENT, DrafterConfig, TreeConfig
+from hsd_jax.drafters.hidden.schedule import HiddenState, trunk_states
+from hsd_jax.drafters.table import init_drafter, make_drafter
 from hsd_jax.infer.metrics import interleaved_medians, loop_timer
 from hsd_jax.infer.sampling import first_best
 from hsd_jax.machine import hardware
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.hidden import base_logits, embed_committed, init_drafter, trunk_pass
 from hsd_jax.models.target import causal_mask
+from hsd_jax.models.trunk import base_logits, embed_committed, trunk_pass
 from hsd_jax.types import SamplingParams
 
 CACHED = 200
@@ -72,7 +72,7 @@ def stages(params: hsd_jax.Params, steps: int, width: int) -> dict:
     def restored(state: HiddenState, cache) -> HiddenState:
         return dataclasses.replace(state, cache=dataclasses.replace(cache, length=state.cache.length))
 
-    for trunk in (BLOCK, RECURRENT):
+    for trunk in (PARALLEL, RECURRENT):
         config = dataclasses.replace(params.drafter_config, trunk=trunk, num_steps=steps, hot_tokens=None)
         drafter = jax.tree.map(lambda x: x.astype(dtype), init_drafter(jax.random.key(0), config))
         models = {"target": params.target, "drafter": drafter}

@@ -22,6 +22,7 @@ import yaml
 from hsd_jax.cli import options
 from hsd_jax.cli.prompts import read_prompts
 from hsd_jax.cli.train import read_recipe
+from hsd_jax.drafters import files as drafter_files
 from hsd_jax.models import convert
 from hsd_jax.params import Params, end_tokens
 from hsd_jax.tokenizer import Tokenizer
@@ -80,7 +81,7 @@ def main() -> None:
     print("| run | " + " | ".join(f"tau, {k}" for k in texts) + " | chain acceptance by depth, greedy | overlap |")
     print("|---|" + "---|" * (len(texts) + 2))
     for name, about in runs.items():
-        drafter_config, drafter = convert.read_drafter(train(name, about or {}, args), "float32")
+        drafter_config, drafter = drafter_files.read_drafter(train(name, about or {}, args), "float32")
         models = drafter, drafter_config, target, config
         tree = evaluate.EvalConfig().tree(drafter_config.num_steps)
         found[name] = {kind: evaluate.simulate(*models, text, tree, t) for kind, (text, t) in texts.items()}

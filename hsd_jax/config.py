@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from typing import Annotated, Any, ClassVar
 
 from hsd_jax import settings
@@ -16,18 +15,12 @@ from hsd_jax.settings import Count, OneOf, Positive, Whole, Within
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
-RECURRENT, BLOCK = TRUNKS = ("recurrent", "block")
+RECURRENT, PARALLEL = TRUNKS = ("recurrent", "parallel")
 """Kinds of trunk: K passes over one state each, or one pass over K slots."""
-PREVIOUS, PATH = INJECTIONS = ("previous", "path")
-"""What token information knows: the token before, or all drafted tokens up to it (`models/hidden.py`)."""
-HIDDEN, FEATURE, HEADS = TRAINED_KINDS = ("hidden", "feature", "block")
-"""Kinds of drafter that are trained for their target, each a file in `infer/drafters/`."""
-SMALL_LM, LOOKUP = "small_lm", "lookup"
-"""Those that are not."""
 LARGEST_TREE = 256
 """Nodes of a tree."""
 NONE, SUM, SKIP, AHEAD, UNFUSED = REUSES = ("none", "sum", "skip", "ahead", "unfused")
-"""What becomes of the states a round leaves over (`infer/reuse.py` says what each form does)."""
+"""What becomes of the states a round leaves over (`drafters/hidden/reuse.py` says what each form does)."""
 
 
 Layers = Annotated[int, Within(1, 10_000)]
@@ -110,104 +103,38 @@ class ModelConfig:
         return self.layer_types[layer] if self.layer_types else FULL
 
 
-@dataclasses.dataclass(frozen=True)
-class SmallLMConfig(ModelConfig):
-    """An independent language model in the role of a drafter."""
-
-    kind: ClassVar[str] = SMALL_LM
-
-
-@dataclasses.dataclass(frozen=True)
-class LookupConfig:
-    """Prompt lookup: drafts what stood behind the longest n-gram of the context that ends it once more.
-
-    Args:
-      max_ngram: longest n-gram, in tokens; longer repetitions count as this long.
-      min_ngram: shortest n-gram; where the context repeats none of these, nothing is drafted.
-    Raises:
-      ValueError: naming the wrong value and the allowed ones.
-    """
-
-    MAX_NGRAM: ClassVar[int] = 16
-
-    max_ngram: Annotated[int, Within(1, MAX_NGRAM)] = 3
-    min_ngram: Annotated[int, Within(1, MAX_NGRAM)] = 1
-
-    kind: ClassVar[str] = LOOKUP
-
-    def __post_init__(self):
-        settings.check(self, "LookupConfig")
-        if self.min_ngram > self.max_ngram:
-            raise ValueError(f"LookupConfig.min_ngram={self.min_ngram}: allowed are 1 to max_ngram={self.max_ngram}")
-
-    @classmethod
-    def parse(cls, text: str) -> LookupConfig | None:
-        """The configuration that "lookup", "lookup:4" (up to 4) or "lookup:2-4" names; None for any other text.
-
-        Raises:
-          ValueError: for numbers that are not allowed.
-        """
-        found = re.fullmatch(r"lookup(?::(?:(\d+)-)?(\d+))?", text)
-        if found is None:
-            return None
-        least, most = found.groups()
-        return cls(*(int(n) for n in (most, least) if n is not None))
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """A drafter that reads its target's features: hidden (trunk and injector), feature (trunk) or block (heads)."""
+    """A drafter that is trained on its target's features; each kind is a subclass, in its room under `drafters/`."""
+
+    kind: ClassVar[str]
+    rank: ClassVar[int] = 0
+    """Of the token-information factors; 0: the drafter has none."""
+    committed_embeddings: ClassVar[bool] = False
+    """Embeddings of committed tokens beside the target's features (methods.md, A1)."""
 
     hidden_size: Count
-    num_layers: Layers
-    num_heads: Count
-    num_kv_heads: Count
-    head_dim: HeadDim
-    intermediate_size: Count
     vocab_size: Count
     num_steps: Annotated[int, Within(1, 2 * LARGEST_TREE)] = 6
-    """Trunk states per round K, as trained; a tree may be shallower, never deeper."""
-    rank: Whole = 128
-    """Of the token-info factors; 0: the drafter has none."""
-    committed_embeddings: bool = True
-    """Embeddings of committed tokens beside the target's features (methods.md, A1)."""
+    """States per round K, as trained; a tree may be shallower, never deeper."""
     norm_eps: Epsilon = 1e-5
-    rope: RopeConfig = RopeConfig()
     max_position: Count = 2048
     target_hash: str = ""
     """Fingerprint of the target the drafter was trained for."""
     feature_layers: tuple[int, ...] = ()
-    """Layers of the target, counted from 0 and ascending, behind which the trunk reads the residual stream (A2);
-    empty: the final hidden state."""
+    """Layers of the target, counted from 0 and ascending, after which the drafter reads the residual stream
+    (methods.md, A2); empty: the final hidden state."""
     hot_tokens: Count | None = None
-    """Size of the hot vocabulary, the tokens that may be drafted; None: all. Which ones stands in `hot_ids` of the
-    drafter's weights."""
-    trunk: Annotated[str, OneOf(TRUNKS)] = RECURRENT
-    """One of TRUNKS; files written before there was a choice do not name it."""
-    kind: Annotated[str, OneOf(TRAINED_KINDS)] = HIDDEN
-    """One of TRAINED_KINDS; files written before there was a choice do not name it."""
-    injection: Annotated[str, OneOf(INJECTIONS)] = PREVIOUS
-    """One of INJECTIONS; files written before there was a choice do not name it."""
+    """Size of the hot vocabulary, the tokens that may be drafted; None: all. `hot_ids` of the drafter's weights lists
+    them."""
     profile: tuple[float, ...] = ()
     """Of held-out greedy text: the share of a chain's drafts that the target accepts, by depth, where all before were.
     Empty: never measured. It decides how calls are decoded that do not say (`plan.py`), never what is decoded."""
     sampled_profile: tuple[float, ...] = ()
     """The same at temperature 1, with COUPLED drafts."""
-    window: int | None = None
-    """Positions the trunk sees, its own included; None: all, as in files written before there was a choice. Rotary
-    positions are relative, so within a window no context is longer than those of training."""
-
-    UNUSED: ClassVar[dict[str, tuple[str, ...]]] = {
-        HIDDEN: (),
-        FEATURE: ("trunk", "rank", "injection", "committed_embeddings"),
-        HEADS: ("trunk", "rank", "injection", "committed_embeddings", "num_layers", "window"),
-    }
-    """What a kind has no choice of."""
 
     def __post_init__(self):
         settings.check(self, "DrafterConfig")
-        _check_heads(self, "DrafterConfig")
-        self.check_kind(self, "DrafterConfig")
         if not self.are_layers(self.feature_layers):
             raise ValueError(
                 f"DrafterConfig.feature_layers={self.feature_layers!r}: expected layer numbers from 0, ascending"
@@ -217,28 +144,6 @@ class DrafterConfig:
                 f"DrafterConfig.hot_tokens={self.hot_tokens!r}: allowed are 1 to the vocabulary, {self.vocab_size}, and"
                 " None for all"
             )
-
-    @classmethod
-    def check_kind(cls, config: Any, where: str) -> None:
-        """Raises a ValueError for a setting that the kind has no use for.
-
-        Args:
-          config: a `DrafterConfig`, or a recipe's section with fields of the same names and defaults.
-        """
-        defaults = {field.name: field.default for field in dataclasses.fields(cls)} | {"num_layers": 1}
-        for name in cls.UNUSED[config.kind]:
-            if getattr(config, name) != defaults[name]:
-                raise ValueError(f"{where}.{name}={getattr(config, name)!r}: kind {config.kind!r} has no such choice")
-        if config.window is not None and (type(config.window) is not int or config.window < 2 * config.num_steps):
-            raise ValueError(
-                f"{where}.window={config.window!r}: allowed are 2 * num_steps = {2 * config.num_steps} and more, so"
-                " that a round sees all it reads and computes itself, and null for no window"
-            )
-
-    @property
-    def reads_drafts(self) -> bool:
-        """Whether its states depend on drafted tokens, so that a tree costs a pass for each level."""
-        return self.kind == FEATURE
 
     @property
     def draft_vocab_size(self) -> int:
@@ -252,14 +157,45 @@ class DrafterConfig:
         return is_list and list(layers) == sorted(set(layers))
 
     def check_feature_layers(self, num_layers: int) -> None:
-        """Raises a ValueError if the trunk reads behind a layer that a target of `num_layers` does not have."""
+        """Raises a ValueError if the drafter reads a layer that a target of `num_layers` does not have."""
         if self.feature_layers and self.feature_layers[-1] >= num_layers:
             raise ValueError(
                 f"feature_layers={list(self.feature_layers)}: this target has layers 0 to {num_layers - 1}"
             )
 
 
-AnyDrafterConfig = DrafterConfig | SmallLMConfig | LookupConfig
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrunkConfig(DrafterConfig):
+    """A drafter with a trunk of decoder layers (`models/trunk.py`)."""
+
+    trunk: ClassVar[str] = RECURRENT
+    committed_embeddings: ClassVar[bool] = True
+    reads_drafts: ClassVar[bool] = False
+    """Whether its states depend on drafted tokens, so that a tree costs a pass for each level."""
+
+    num_layers: Layers
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: HeadDim
+    intermediate_size: Count
+    rope: RopeConfig = RopeConfig()
+    window: int | None = None
+    """Positions the trunk sees, its own included; None: all. Rotary positions are relative, so within a window no
+    context is longer than those of training."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_heads(self, "DrafterConfig")
+        check_window(self.window, self.num_steps, "DrafterConfig")
+
+
+def check_window(window: Any, num_steps: int, where: str) -> None:
+    """Raises a ValueError for a window in which a round would not see all it reads and computes itself."""
+    if window is not None and (type(window) is not int or window < 2 * num_steps):
+        raise ValueError(
+            f"{where}.window={window!r}: allowed are 2 * num_steps = {2 * num_steps} and more, so that a round sees"
+            " all it reads and computes itself, and null for no window"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,6 +310,12 @@ class ReuseConfig:
 
 
 NO_REUSE = ReuseConfig()
+
+
+def layer_numbers(config: Any) -> int:
+    """Weights of a decoder layer, norms left out."""
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    return config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -41,8 +41,8 @@ class Mode:
     def check(self) -> None:
         """Raises a ValueError for what cannot be decoded together, before anything compiles."""
         from hsd_jax.config import ReuseConfig
+        from hsd_jax.drafters.table import make_drafter
         from hsd_jax.infer.accept import check_legal, make_rule
-        from hsd_jax.infer.drafters.make import make_drafter
         from hsd_jax.request import rule_and_law
 
         if self.tree is not None:

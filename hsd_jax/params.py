@@ -19,7 +19,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hsd_jax import sharding as sharding_lib
-from hsd_jax.config import AnyDrafterConfig, DrafterConfig, LookupConfig, ModelConfig, SmallLMConfig, TreeConfig
+from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.lookup.config import LookupConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.table import method_of
 from hsd_jax.models import convert, hot, native
 from hsd_jax.settings import Within, fits, shown
 from hsd_jax.tokenizer import Tokenizer
@@ -28,9 +32,6 @@ from hsd_jax.types import Weights
 DEMO = Path(__file__).parent / "assets" / "demo"
 PRECISIONS = ("fast", "exact")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-DEFAULT_TREE = TreeConfig(nodes=8, depth=7, width=1)
-DEFAULT_CHAINS = {SmallLMConfig: TreeConfig(nodes=5, depth=4, width=1), LookupConfig: TreeConfig(8, 7, 1)}
-"""A small model pays for each token of its chain; copying costs nothing but the target's pass over more nodes."""
 
 
 @flax.struct.dataclass
@@ -43,7 +44,7 @@ class Params:
     target: dict[str, Any]
     drafter: dict[str, Any] | None
     target_config: ModelConfig = flax.struct.field(pytree_node=False)
-    drafter_config: AnyDrafterConfig | None = flax.struct.field(pytree_node=False, default=None)
+    drafter_config: Any = flax.struct.field(pytree_node=False, default=None)
     tokenizer: Tokenizer | None = flax.struct.field(pytree_node=False, default=None)
     eos: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     max_len: int = flax.struct.field(pytree_node=False, default=2048)
@@ -182,24 +183,21 @@ def _held(weights: Weights, has_kernels: bool) -> Weights:
     return jax.tree.map(lambda x: x.astype(held_dtype(x.dtype, has_kernels)), weights)
 
 
-def default_tree(config: AnyDrafterConfig | None) -> TreeConfig:
+def default_tree(config: Any) -> TreeConfig:
     """A tree that suits the kind of drafter; one that may be drawn, too."""
-    if isinstance(config, DrafterConfig):
-        depth, width = min(DEFAULT_TREE.depth, config.num_steps), DEFAULT_TREE.width
-        return TreeConfig(min(DEFAULT_TREE.nodes, 1 + depth * width), depth, width)
-    return DEFAULT_CHAINS.get(type(config), DEFAULT_TREE)
+    return method_of(config).default_tree(config)
 
 
 def _load_drafter(
     drafter: str | Path | LookupConfig, config: ModelConfig, weights: Weights, tokenizer: Tokenizer | None, dtype: Any
-) -> tuple[AnyDrafterConfig, Weights]:
+) -> tuple[Any, Weights]:
     """A drafter of any kind for a target, checked against it."""
     if isinstance(drafter, str):
         drafter = LookupConfig.parse(drafter) or Path(drafter)
     if isinstance(drafter, LookupConfig):
         return drafter, {}
     folder = Path(drafter)
-    if (folder / "config.json").is_file() and not (folder / convert.DRAFTER_CONFIG).is_file():
+    if (folder / "config.json").is_file() and not (folder / drafter_files.DRAFTER_CONFIG).is_file():
         small = SmallLMConfig(**vars(convert.read_config(folder)))
         own = Tokenizer.find(folder)
         same_tokens = tokenizer is None or own is None or own.has_vocabulary_of(tokenizer)
@@ -209,8 +207,8 @@ def _load_drafter(
                 " must have the same vocabulary, token by token"
             )
         return small, convert.read_weights(folder, small, dtype)
-    drafter_config, drafter_weights = convert.read_drafter(folder, dtype)
-    convert.check_drafter(drafter_config, config, convert.weights_hash(weights))
+    drafter_config, drafter_weights = drafter_files.read_drafter(folder, dtype)
+    drafter_files.check_drafter(drafter_config, config, convert.weights_hash(weights))
     return drafter_config, _with_head(drafter_weights, weights, config)
 
 
@@ -244,7 +242,8 @@ def restrict(params: Params, hot_ids: Sequence[int] | np.ndarray | jax.Array) ->
     Raises:
       ValueError: without a trained drafter, or for ids that are not ascending, outside the vocabulary or cold already.
     """
-    if not isinstance(params.drafter_config, DrafterConfig) or params.drafter is None:
+    config = params.drafter_config
+    if params.drafter is None or config is None or method_of(config).init_weights is None:
         raise ValueError("restrict() cuts down a drafter, and these params have none: load with drafter=FOLDER")
     config, weights = hot.restrict(params.drafter_config, params.drafter, hot_ids)
     weights = _with_head(weights, params.target, params.target_config)
@@ -258,8 +257,9 @@ def place(params: Params, mesh: Mesh | None) -> Params:
     c, d = params.target_config, params.drafter_config
     target = sharding_lib.weight_shardings(mesh, params.target, c.num_heads, c.num_kv_heads)
     placed = dataclasses.replace(params, target=jax.device_put(params.target, target), mesh=mesh)
-    if params.drafter and not isinstance(d, LookupConfig | None):
-        drafter = sharding_lib.weight_shardings(mesh, params.drafter, d.num_heads, d.num_kv_heads)
+    if params.drafter:
+        heads = getattr(d, "num_heads", 1), getattr(d, "num_kv_heads", 1)
+        drafter = sharding_lib.weight_shardings(mesh, params.drafter, *heads)
         placed = dataclasses.replace(placed, drafter=jax.device_put(params.drafter, drafter))
     return placed
 

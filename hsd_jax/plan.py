@@ -12,27 +12,15 @@ import dataclasses
 import functools
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.config import (
-    FEATURE,
-    HEADS,
-    NO_REUSE,
-    RECURRENT,
-    SLIDING,
-    AnyDrafterConfig,
-    DrafterConfig,
-    LookupConfig,
-    ModelConfig,
-    ReuseConfig,
-    SmallLMConfig,
-    TreeConfig,
-)
+from hsd_jax.config import NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, layer_numbers
+from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer.accept import NATURAL_LAW
-from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.models import native
 from hsd_jax.params import Params
 from hsd_jax.tuned import WARM, Choice, Tuned, is_warm, kept
@@ -128,7 +116,7 @@ class CostModel:
     """
 
     target: ModelConfig
-    drafter: AnyDrafterConfig
+    drafter: Any
     rates: Rates
     itemsize: int
     drafter_itemsize: int
@@ -146,7 +134,7 @@ class CostModel:
         c = self.target
         operations = c.num_layers * (OPERATIONS_PER_LAYER + OPERATIONS_PER_ROW * np.asarray(rows, float)) + 10
         small = operations * self.rates.operation_seconds
-        numbers = c.num_layers * _layer_numbers(c) + c.vocab_size * c.hidden_size
+        numbers = c.num_layers * layer_numbers(c) + c.vocab_size * c.hidden_size
         return self.product(numbers, rows, self.itemsize) + small
 
     @property
@@ -169,31 +157,11 @@ class CostModel:
 
     def drafting(self, batch: int, tree: TreeConfig) -> float:
         """All of drafting a tree for every row of a batch."""
-        d, depth, width = self.drafter, tree.depth, tree.width
-        small = self.rates.operation_seconds
-        if isinstance(d, LookupConfig):
-            return 20 * small
-        size = self.drafter_itemsize
-        if isinstance(d, SmallLMConfig):
-            numbers = d.num_layers * _layer_numbers(d) + d.vocab_size * d.hidden_size
-            one = float(self.product(numbers, batch, size)) + d.num_layers * OPERATIONS_PER_LAYER * small
-            return depth * one
-        head = d.draft_vocab_size * d.hidden_size
-        if d.kind == HEADS:
-            heads = depth * d.hidden_size**2
-            return float(self.product(heads, batch, size) + self.product(head, batch * depth, size)) + 20 * small
-        trunk = d.num_layers * _layer_numbers(d) + 2 * d.hidden_size**2
-        per_level = OPERATIONS_PER_LAYER * d.num_layers * small
-        if d.kind == FEATURE:
-            level = self.product(trunk, batch * width, size) + self.product(head, batch * width, size)
-            return depth * (float(level) + per_level + 10 * small)
-        if d.trunk == RECURRENT:
-            states = depth * (float(self.product(trunk, batch, size)) + per_level)
-        else:
-            states = float(self.product(trunk, batch * 0.9 * depth, size)) + per_level + 30 * small
-        logits = float(self.product(head, batch * depth, size))
-        levels = depth * float(self.product(d.rank * d.draft_vocab_size, batch * width, size) + 12 * small)
-        return states + logits + levels
+        return method_of(self.drafter).drafting_seconds(self, self.drafter, batch, tree)
+
+    def layer_seconds(self, num_layers: int) -> float:
+        """The small operations of a pass through so many layers."""
+        return OPERATIONS_PER_LAYER * num_layers * self.rates.operation_seconds
 
     def costs(self, batch: int, tree: TreeConfig, trust: float) -> Costs:
         """What the loop is told."""
@@ -212,12 +180,7 @@ def tile_rows(rows: np.ndarray) -> np.ndarray:
     return tiles * TILE * np.interp(rows / tiles, np.arange(TILE + 1), TILE_SHARES)
 
 
-def _layer_numbers(c: ModelConfig | DrafterConfig) -> int:
-    heads = 2 * c.num_heads + 2 * c.num_kv_heads
-    return c.hidden_size * (heads * c.head_dim + 3 * c.intermediate_size)
-
-
-def profile_at(config: AnyDrafterConfig, temperature: float) -> tuple[float, ...]:
+def profile_at(config: Any, temperature: float) -> tuple[float, ...]:
     """The share of a chain's drafts that is accepted, by depth, where all before were."""
     greedy = getattr(config, "profile", ()) or UNKNOWN_PROFILE[True]
     sampled = getattr(config, "sampled_profile", ()) or UNKNOWN_PROFILE[False]
@@ -226,21 +189,21 @@ def profile_at(config: AnyDrafterConfig, temperature: float) -> tuple[float, ...
     return tuple((1 - share) * g + share * s for g, s in zip(greedy[:most], sampled[:most], strict=True))
 
 
-def first_trust(config: AnyDrafterConfig) -> float:
+def first_trust(config: Any) -> float:
     """What an edge that a drafter is sure of is worth at first: less where it has no opinion of its own."""
-    has_opinion = not isinstance(config, LookupConfig) and getattr(config, "kind", "") != HEADS
-    return 1.0 if has_opinion else 0.6
+    return 1.0 if method_of(config).has_score else 0.6
 
 
-def candidates(config: AnyDrafterConfig, skips_rows: bool) -> list[TreeConfig]:
+def candidates(config: Any, skips_rows: bool) -> list[TreeConfig]:
     """The trees that a drafter can grow and that may be chosen.
 
     Where every node costs, chains: the drafts of a wide tree that pay are nearly all on its likeliest path, and growing
     the others costs a round more than they give.
     """
-    steps = config.num_steps if isinstance(config, DrafterConfig) else LONGEST_CHAIN - 1
+    method = method_of(config)
+    steps = method.max_depth(config)
     found = [TreeConfig(depth + 1, depth, 1) for depth in range(1, min(steps, LONGEST_CHAIN - 1) + 1)]
-    if isinstance(config, DrafterConfig) and not skips_rows:
+    if method.grows_wide and not skips_rows:
         widest = config.draft_vocab_size
         found += [TreeConfig(*tree) for tree in WIDE_TREES if tree[1] <= steps and tree[2] <= widest]
     return found

@@ -10,7 +10,7 @@ import functools
 import operator
 import time
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,14 @@ import numpy as np
 from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import (
     NO_REUSE,
-    AnyDrafterConfig,
     ModelConfig,
     ReuseConfig,
     TreeConfig,
     bucket,
 )
+from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import NATURAL_LAW, make_rule
 from hsd_jax.infer.decode import GROWTH, Decoder
-from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
@@ -72,7 +71,7 @@ class Request:
 @functools.lru_cache(maxsize=64)
 def _decoder(
     config: ModelConfig,
-    drafter_config: AnyDrafterConfig | None,
+    drafter_config: Any,
     tree: TreeConfig | None,
     precision: str,
     cache_dtype: str,

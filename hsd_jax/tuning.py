@@ -15,18 +15,8 @@ from typing import Any
 import numpy as np
 
 from hsd_jax import sharding
-from hsd_jax.config import (
-    HIDDEN,
-    LOOKUP,
-    NO_REUSE,
-    NONE,
-    REUSES,
-    SMALL_LM,
-    AnyDrafterConfig,
-    DrafterConfig,
-    ReuseConfig,
-    TreeConfig,
-)
+from hsd_jax.config import NO_REUSE, NONE, ReuseConfig, TreeConfig
+from hsd_jax.drafters.table import method_of
 from hsd_jax.infer.metrics import trunk_seconds
 from hsd_jax.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.params import Params
@@ -211,12 +201,13 @@ def _in_part(calls: Calls, final: Sequence[Candidate], may_be_default: bool) -> 
     return [tree for tree in dict.fromkeys((best, usual)) if tree is not None]
 
 
-def default_trees(config: AnyDrafterConfig) -> list[TreeConfig]:
+def default_trees(config: Any) -> list[TreeConfig]:
     """The candidates for a drafter: chains, and trees unless it drafts chains only."""
-    most = config.num_steps if isinstance(config, DrafterConfig) else {SMALL_LM: 7, LOOKUP: 15}[config.kind]
+    method = method_of(config)
+    most = method.max_depth(config)
     last = min(most + 1, LONGEST_CHAIN)
     trees = [TreeConfig(nodes, nodes - 1, 1) for nodes in range(min(SHORTEST_CHAIN, last), last + 1)]
-    if isinstance(config, DrafterConfig):
+    if method.grows_wide:
         for nodes, depth, width in WIDE_TREES:
             depth, width = min(depth, most), min(width, config.draft_vocab_size)
             nodes = min(nodes, 1 + width + (depth - 1) * width**2)
@@ -228,7 +219,7 @@ def _several(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str) else [value]
 
 
-def _drafter(params: Params) -> tuple[Weights, AnyDrafterConfig]:
+def _drafter(params: Params) -> tuple[Weights, Any]:
     if params.drafter is None or params.drafter_config is None:
         raise ValueError("tune() chooses how to draft, and these params have no drafter: load with drafter=FOLDER")
     return params.drafter, params.drafter_config
@@ -248,7 +239,7 @@ def _legal_drafts(params: Params, trees: Sequence[TreeConfig] | None, reuses: Se
         if not isinstance(tree, TreeConfig):
             raise ValueError(f"trees: {tree!r}: expected hsd_jax.TreeConfig")
         _check(params, tree, NO_REUSE)
-    usual = REUSES if config.kind == HIDDEN else (NONE,)
+    usual = method_of(config).reuses
     legal = []
     for reuse in map(ReuseConfig.parse, dict.fromkeys(usual if reuses is None else reuses)):
         refusal, before = None, len(legal)
@@ -309,7 +300,7 @@ def _trunk_cost(
     params: Params, rows: Sequence[Prompt], max_new_tokens: int, trees: Sequence[TreeConfig]
 ) -> tuple[int, float, float]:
     config = params.drafter_config
-    assert isinstance(config, DrafterConfig), "only a hidden-state drafter has forms of reuse"
+    assert config is not None and method_of(config).aged is not None, "only some drafters have forms of reuse"
     settings = (max_new_tokens, 0.0, None, None, 0, sample_of(trees)[0], True, None, 1)
     request = prepare(params, rows, *settings)
     of_one, of_most = trunk_seconds(

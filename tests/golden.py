@@ -18,12 +18,14 @@ import numpy as np
 
 import hsd_jax
 from hsd_jax import demo
-from hsd_jax.infer.drafters.hidden import hidden_drafter
-from hsd_jax.infer.drafters.trunk import trunk_states
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.hidden.draft import hidden_drafter
+from hsd_jax.drafters.hidden.schedule import trunk_states
+from hsd_jax.drafters.hidden.weights import inject, read_tree, token_bias
 from hsd_jax.infer.tree import grow_tree
-from hsd_jax.models.hidden import base_logits, inject, read_tree, token_bias
 from hsd_jax.models.target import forward_sequence
-from hsd_jax.params import DEFAULT_TREE, DEMO
+from hsd_jax.models.trunk import base_logits
+from hsd_jax.params import DEMO
 from hsd_jax.request import prepare
 from hsd_jax.types import DrawLaw
 
@@ -47,7 +49,7 @@ def assets_hash() -> str:
 
 @functools.cache
 def params() -> hsd_jax.Params:
-    return hsd_jax.load("demo", precision="exact", tree=DEFAULT_TREE)
+    return hsd_jax.load("demo", precision="exact", tree=TreeConfig(8, 7, 1))
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -17,6 +17,7 @@ import toy
 
 import hsd_jax
 from hsd_jax import params as params_lib
+from hsd_jax.drafters import files as drafter_files
 from hsd_jax.models import convert
 from hsd_jax.request import _decoder, _seeds, row_keys, rule_and_law
 from hsd_jax.types import NO_TOKEN, DrawLaw
@@ -61,7 +62,7 @@ def folders(tmp_path_factory):
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"})
     )
     drafter_config = toy.drafter_config(config, target_hash=convert.weights_hash(weights))
-    convert.save_drafter(root / "drafter", drafter_config, toy.make_drafter(drafter_config, config, weights))
+    drafter_files.save_drafter(root / "drafter", drafter_config, toy.make_drafter(drafter_config, config, weights))
     return root
 
 
@@ -434,8 +435,8 @@ def test_the_dtype_is_that_of_the_checkpoint(folders, tmp_path):
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 9])
 def test_the_default_tree_fits_the_drafter(folders, tmp_path, num_steps):
-    config, weights = convert.read_drafter(folders / "drafter")
-    convert.save_drafter(tmp_path, hsd_jax.DrafterConfig(**{**vars(config), "num_steps": num_steps}), weights)
+    config, weights = drafter_files.read_drafter(folders / "drafter")
+    drafter_files.save_drafter(tmp_path, type(config)(**{**vars(config), "num_steps": num_steps}), weights)
     loaded = hsd_jax.load(target=folders / "ids", drafter=tmp_path)
     tree = params_lib.default_tree(loaded.drafter_config)
     assert loaded.tree is None and tree.depth == min(num_steps, 7)

@@ -22,6 +22,7 @@ LAYERS = [
     "sharding checkpoint",
     "models",
     "infer",
+    "drafters",
     "api params plan request tokenizer demo machine tuned",
     "train",
     "measure predict tuning",
@@ -29,8 +30,7 @@ LAYERS = [
 ]
 INFER_LAYERS = [
     "sampling draw tree",
-    "accept length reuse ngram",
-    "drafters",
+    "accept length ngram",
     "worth",
     "step overlap",
     "plain decode",
@@ -181,7 +181,7 @@ FAULTS = [
     (wrong_directions, "models/__init__.py", "from ..train import loop", "__init__.py:2: hsd_jax.models imports"),
     (wrong_directions, "infer/tree.py", "from .accept import walk", "tree.py:2: hsd_jax.infer.tree imports"),
     (wrong_directions, "infer/step.py", "from hsd_jax.infer import decode", "step.py:2: "),
-    (wrong_directions, "infer/drafters/hidden.py", "from hsd_jax.infer import step", "hidden.py:2: "),
+    (wrong_directions, "infer/tree.py", "from hsd_jax.infer import step", "tree.py:2: "),
     (wrong_directions, "api.py", "from hsd_jax import load", "api.py:2: hsd_jax.api imports hsd_jax,"),
     (wrong_directions, "utils.py", "", "utils.py:1: hsd_jax.utils has no layer"),
     (wrong_directions, "infer/misc.py", "", "misc.py:1: hsd_jax.infer.misc has no layer"),
@@ -203,7 +203,7 @@ FAULTS = [
 def clean_package(tmp_path) -> Path:
     """A package in which no check finds anything."""
     package = tmp_path / "hsd_jax"
-    names = ["types", "checkpoint", "models/target", "infer/tree", "infer/accept", "infer/drafters/hidden"]
+    names = ["types", "checkpoint", "models/target", "infer/tree", "infer/accept", "drafters/hidden/draft"]
     names += ["infer/step", "infer/decode", "api", "train/loop", "cli/main"]
     for name in names:
         path = package / f"{name}.py"

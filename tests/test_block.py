@@ -11,10 +11,10 @@ from oracles import coupled as coupled_oracle
 from oracles import heads as oracle
 from oracles import tree as tree_oracle
 
-from hsd_jax.config import HEADS, TreeConfig
-from hsd_jax.infer.drafters.block import FIRST_RANK, NEXT_RANK, static_tree
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.medusa.draft import FIRST_RANK, NEXT_RANK, static_tree
+from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.sampling import position_noise
-from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.types import DrawLaw
 
@@ -54,8 +54,8 @@ def test_drafts_are_the_best_guesses_of_each_head(law):
 
     Coupled guesses are in the order of log q + g; filters would leave fewer than a tree asks for.
     """
-    setup, call = toy.setup("llama", "heads", law), toy.mixed_call().replace(top_k=[0] * 6, top_p=[1.0] * 6)
-    shape = static_tree(toy.TREES["heads"])
+    setup, call = toy.setup("llama", "medusa", law), toy.mixed_call().replace(top_k=[0] * 6, top_p=[1.0] * 6)
+    shape = static_tree(toy.TREES["medusa"])
     state = call.start(setup.decoder, setup.models)
     draft, node_logp = jax.jit(setup.drafter.draft), jax.jit(setup.drafter.node_logp)
     target_pass = jax.jit(lambda tokens: forward_sequence(setup.models["target"], setup.config, tokens).hidden)
@@ -69,7 +69,7 @@ def test_drafts_are_the_best_guesses_of_each_head(law):
         for row in np.flatnonzero(position >= 1):
             feature = hidden[row, position[row] - 1]
             np.testing.assert_allclose(state.drafter.feature[row], feature, rtol=1e-4, atol=1e-5)
-            logits = [head_logits(setup, np.float64(feature), k) for k in range(toy.TREES["heads"].depth)]
+            logits = [head_logits(setup, np.float64(feature), k) for k in range(toy.TREES["medusa"].depth)]
             best = [np.argsort(-x) for x in logits]
             if law is DrawLaw.COUPLED:
                 places = jnp.asarray(position[row] + 1 + np.arange(len(logits), dtype=np.int32))[None]
@@ -86,7 +86,7 @@ def test_drafts_are_the_best_guesses_of_each_head(law):
 
 def test_untrained_heads_say_what_the_feature_says():
     """Zero weights: every head starts as the target's own head on its own feature."""
-    config = toy.setup("llama", "heads").drafter_config
+    config = toy.setup("llama", "medusa").drafter_config
     weights = init_drafter(jax.random.key(0), config)
-    assert config.kind == HEADS and not any(np.asarray(x).any() for x in jax.tree.leaves(weights["heads"]))
+    assert config.kind == "medusa" and not any(np.asarray(x).any() for x in jax.tree.leaves(weights["heads"]))
     assert set(weights) == {"heads", "output_norm"}

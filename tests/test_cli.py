@@ -22,6 +22,7 @@ from hsd_jax import params as params_lib
 from hsd_jax import programs
 from hsd_jax.cli import main as main_lib
 from hsd_jax.cli import options, train
+from hsd_jax.drafters import files as drafter_files
 from hsd_jax.models import convert
 from hsd_jax.train.tokenizer import train_tokenizer
 
@@ -46,7 +47,7 @@ def folders(tmp_path_factory):
     eos = tokenizer.token_to_id("</s>")
     convert.save_target(root / "target", config, weights, bos=tokenizer.token_to_id("<s>"), eos=[eos])
     drafter_config = toy.drafter_config(config, target_hash=convert.weights_hash(weights))
-    convert.save_drafter(root / "drafter", drafter_config, toy.make_drafter(drafter_config, config, weights))
+    drafter_files.save_drafter(root / "drafter", drafter_config, toy.make_drafter(drafter_config, config, weights))
     return types.SimpleNamespace(root=root, target=str(root / "target"), drafter=str(root / "drafter"), data=str(data))
 
 
@@ -511,7 +512,7 @@ def test_train_restrict(folders, tmp_path, capsys):
     arguments = ["--target", folders.target, "--drafter", folders.drafter, "--data", data, "--out", out]
     assert hsd("train", "restrict", *arguments, "--hot-vocab", "0.5") == 0
     lines = capsys.readouterr().err.splitlines()
-    config, weights = convert.read_drafter(out)
+    config, weights = drafter_files.read_drafter(out)
     num = -(-config.vocab_size // 2)
     assert config.hot_tokens == num and weights["injector"]["bias"].shape[0] == num and "head" not in weights
     assert re.match(rf"hot vocabulary of {num} tokens: covers \d+\.\d% of the [\d,]+ labels held out", lines[1])

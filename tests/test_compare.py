@@ -16,8 +16,8 @@ import toy
 
 from hsd_jax import measure
 from hsd_jax.cli import ablate, compare, report
-from hsd_jax.config import FEATURE, DrafterConfig, TreeConfig, to_dict
-from hsd_jax.models.hidden import init_drafter
+from hsd_jax.config import TreeConfig, to_dict
+from hsd_jax.drafters.table import init_drafter
 
 folders, own_cache, hsd, both = test_cli.folders, test_cli.own_cache, test_cli.hsd, test_cli.both
 
@@ -92,9 +92,9 @@ def test_methods_files_that_say_nonsense(tmp_path, text, message):
     ("changes", "message"),
     [
         ({"rank": 0}, "was trained without (rank 0)"),
-        ({"kind": FEATURE, "rank": DrafterConfig.rank}, "is of kind feature"),
+        ({"kind": "eagle"}, "is of kind eagle"),
     ],
-    ids=["rank 0", "feature"],
+    ids=["rank 0", "eagle"],
 )
 def test_token_information_is_taken_from_those_that_have_it(changes, message):
     config = toy.drafter_config(toy.VARIANTS["llama"], **changes)

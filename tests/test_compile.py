@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import toy
 
-from hsd_jax.config import BLOCK, NO_REUSE, RECURRENT, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import NO_REUSE, PARALLEL, RECURRENT, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
+from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.hidden.draft import hidden_drafter
+from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.drafters.hidden import hidden_drafter
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import native
-from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.types import DrawLaw, Limits, SamplingParams
 
@@ -37,7 +38,7 @@ def random_call(rng: np.random.Generator, vocab: int) -> toy.Call:
     )
 
 
-SLOW_PROPOSERS = ("lookup", "heads", "ahead", "block", "small_lm", "feature")
+SLOW_PROPOSERS = ("lookup", "medusa", "ahead", "block", "small_lm", "eagle")
 SLOW_PROPOSERS = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PROPOSERS]
 
 
@@ -150,7 +151,7 @@ DEMO = ModelConfig(
 
 
 def drafter_for(config: ModelConfig, **changes) -> DrafterConfig:
-    return DrafterConfig(
+    return HiddenConfig(
         hidden_size=config.hidden_size,
         num_layers=1,
         num_heads=config.num_heads,
@@ -167,11 +168,11 @@ def drafter_for(config: ModelConfig, **changes) -> DrafterConfig:
     ("config", "batch", "trunk", "law"),
     [
         pytest.param(SMALL, 1, RECURRENT, DrawLaw.ARBITRARY, id="small-1"),
-        pytest.param(SMALL, 1, BLOCK, DrawLaw.ARBITRARY, id="small-1-block", marks=pytest.mark.slow),
+        pytest.param(SMALL, 1, PARALLEL, DrawLaw.ARBITRARY, id="small-1-block", marks=pytest.mark.slow),
         pytest.param(SMALL, 4, RECURRENT, DrawLaw.ARBITRARY, id="small-4", marks=pytest.mark.slow),
         pytest.param(DEMO, 1, RECURRENT, DrawLaw.ARBITRARY, id="demo-1", marks=pytest.mark.slow),
         pytest.param(DEMO, 4, RECURRENT, DrawLaw.ARBITRARY, id="demo-4", marks=pytest.mark.slow),
-        pytest.param(DEMO, 4, BLOCK, DrawLaw.ARBITRARY, id="demo-4-block", marks=pytest.mark.slow),
+        pytest.param(DEMO, 4, PARALLEL, DrawLaw.ARBITRARY, id="demo-4-block", marks=pytest.mark.slow),
         pytest.param(SMALL, 1, RECURRENT, DrawLaw.WITHOUT_REPLACEMENT, id="small-1-sampled"),
     ],
 )
@@ -187,7 +188,7 @@ def test_the_loop_holds_no_second_cache(config, batch, trunk, law):
 def test_a_window_copies_its_own_slots_only(batch):
     """A trunk behind a window reads a part of its cache, which is half of all caches here, and copies no more."""
     config = dataclasses.replace(SMALL, num_layers=1)
-    compiled, cache_bytes = compiled_loop(config, drafter_for(config, trunk=BLOCK, window=64), batch, 2048)
+    compiled, cache_bytes = compiled_loop(config, drafter_for(config, trunk=PARALLEL, window=64), batch, 2048)
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)
     assert memory.alias_size_in_bytes >= cache_bytes
@@ -207,9 +208,9 @@ def test_no_table_is_widened():
 @pytest.mark.parametrize(
     ("trunk", "form"),
     [
-        (BLOCK, "skip"),
+        (PARALLEL, "skip"),
         pytest.param(RECURRENT, "skip", marks=pytest.mark.slow),
-        pytest.param(BLOCK, "ahead", marks=pytest.mark.slow),
+        pytest.param(PARALLEL, "ahead", marks=pytest.mark.slow),
         pytest.param(RECURRENT, "sum", marks=pytest.mark.slow),
     ],
 )

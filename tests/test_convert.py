@@ -23,11 +23,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from hsd_jax.config import FULL, SLIDING, DrafterConfig, ModelConfig, RopeConfig
+from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.table import init_drafter
 from hsd_jax.models import convert, native, tensor_files
 from hsd_jax.models.cache import commit, empty_cache
 from hsd_jax.models.hf_config import format_config, parse_config
-from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.target import forward, forward_sequence, init_target
 
 REPOSITORY = Path(__file__).parents[1]
@@ -102,7 +104,7 @@ MODEL = ModelConfig(
     max_position=64,
     norm_eps=1e-6,
 )
-DRAFTER = DrafterConfig(
+DRAFTER = HiddenConfig(
     hidden_size=32,
     num_layers=1,
     num_heads=4,
@@ -699,8 +701,8 @@ def test_hash_is_stable_across_versions():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafter_round_trip(tmp_path, dtype):
     weights = jax.tree.map(lambda x: np.asarray(x).astype(dtype), random_weights(init_drafter, DRAFTER))
-    convert.save_drafter(tmp_path / "drafter", DRAFTER, weights, dtype)
-    config, read = convert.read_drafter(tmp_path / "drafter", dtype)
+    drafter_files.save_drafter(tmp_path / "drafter", DRAFTER, weights, dtype)
+    config, read = drafter_files.read_drafter(tmp_path / "drafter", dtype)
     assert config == DRAFTER and same_tree(read, weights)
     assert sorted(p.name for p in (tmp_path / "drafter").iterdir()) == ["drafter.safetensors", "drafter_config.json"]
 
@@ -709,29 +711,29 @@ def test_drafter_round_trip(tmp_path, dtype):
 def test_drafter_folders_of_a_form_of_reuse_that_is_gone(tmp_path, has_mix):
     """The configuration names its table, the weights may hold one: the drafter loads as if there were neither."""
     weights = random_weights(init_drafter, DRAFTER)
-    convert.save_drafter(tmp_path, DRAFTER, weights)
+    drafter_files.save_drafter(tmp_path, DRAFTER, weights)
     edit_json(tmp_path / "drafter_config.json", has_mix=has_mix)
-    assert convert.read_drafter_config(tmp_path) == DRAFTER
+    assert drafter_files.read_drafter_config(tmp_path) == DRAFTER
     if has_mix:
         table = np.ones((DRAFTER.num_steps, DRAFTER.num_steps), np.float32)
         edit_tensors(tmp_path / "drafter.safetensors", lambda t: t.update({"mix.new": table, "mix.old": 0 * table}))
-    config, read = convert.read_drafter(tmp_path)
+    config, read = drafter_files.read_drafter(tmp_path)
     assert config == DRAFTER and same_tree(read, weights)
-    convert.save_drafter(tmp_path / "again", config, read)
+    drafter_files.save_drafter(tmp_path / "again", config, read)
     assert "has_mix" not in json.loads((tmp_path / "again" / "drafter_config.json").read_text())
     edit_tensors(tmp_path / "drafter.safetensors", lambda t: t.update({"mix.other": np.ones(2, np.float32)}))
     with pytest.raises(ValueError, match=r"mix\.other"):
-        convert.read_drafter(tmp_path)
+        drafter_files.read_drafter(tmp_path)
 
 
 def test_bad_drafter_files(tmp_path):
-    convert.save_drafter(tmp_path, DRAFTER, random_weights(init_drafter, DRAFTER))
+    drafter_files.save_drafter(tmp_path, DRAFTER, random_weights(init_drafter, DRAFTER))
     config, file = tmp_path / "drafter_config.json", tmp_path / "drafter.safetensors"
     whole, text = file.read_bytes(), config.read_text()
 
     def expect(message, kind=ValueError):
         with pytest.raises(kind, match=message):
-            convert.read_drafter(tmp_path)
+            drafter_files.read_drafter(tmp_path)
         file.write_bytes(whole)
         config.write_text(text)
 
@@ -756,13 +758,13 @@ def test_bad_drafter_files(tmp_path):
 
 
 def test_drafter_of_another_target():
-    convert.check_drafter(DRAFTER, MODEL, DRAFTER.target_hash)
-    convert.check_drafter(dataclasses.replace(DRAFTER, target_hash=""), MODEL, "any")
+    drafter_files.check_drafter(DRAFTER, MODEL, DRAFTER.target_hash)
+    drafter_files.check_drafter(dataclasses.replace(DRAFTER, target_hash=""), MODEL, "any")
     with pytest.raises(ValueError, match=r"trained for target 0123456789ab.*other weights"):
-        convert.check_drafter(DRAFTER, MODEL, "f" * 64)
+        drafter_files.check_drafter(DRAFTER, MODEL, "f" * 64)
     for name in ("hidden_size", "vocab_size"):
         with pytest.raises(ValueError, match=f"trained for target.*this target has {name}=64"):
-            convert.check_drafter(DRAFTER, dataclasses.replace(MODEL, **{name: 64}), DRAFTER.target_hash)
+            drafter_files.check_drafter(DRAFTER, dataclasses.replace(MODEL, **{name: 64}), DRAFTER.target_hash)
 
 
 def test_parse_config_leaves_its_input_alone():

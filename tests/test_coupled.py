@@ -20,10 +20,10 @@ from scipy import stats
 from test_exact import first_difference
 
 from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.accept import check_legal, match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step, or_lawless
 from hsd_jax.infer.tree import ancestor_mask, coupled_sharpness, grow_tree
@@ -199,8 +199,8 @@ def test_noise_has_the_same_bits_alone_and_in_a_round(vocab, is_native, fully_op
 # --- the text is a function of keys and target alone --------------------------------------------------------------
 
 
-SEEDED = ["beam", "feature", "heads", "small_lm", "block", "ahead", "hot_sum"]
-SLOW_SEEDED = ["chain", "hot", "path", "hot_path", "feature_layers", "block_sum", "skip", "unfused"]
+SEEDED = ["beam", "eagle", "medusa", "small_lm", "block", "ahead", "hot_sum"]
+SLOW_SEEDED = ["chain", "hot", "path", "hot_path", "eagle_layers", "block_sum", "skip", "unfused"]
 
 
 def warm_call(seed: int) -> toy.Call:

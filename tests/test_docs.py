@@ -25,9 +25,9 @@ import pytest
 import yaml
 
 import hsd_jax
-from hsd_jax import params as params_lib
 from hsd_jax.cli import main as main_lib
-from hsd_jax.config import LookupConfig, SmallLMConfig
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters import lookup, small_lm
 
 REPO = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)")
@@ -278,7 +278,7 @@ def test_the_table_of_drafters_names_the_trees_that_are_the_default():
     def row(beginning: str) -> str:
         return next(line for line in rows if line.startswith(f"| {beginning}"))
 
-    trees = {"a folder of `hsd": params_lib.DEFAULT_TREE, "a Hugging": params_lib.DEFAULT_CHAINS[SmallLMConfig]}
-    trees['`"lookup"`'] = params_lib.DEFAULT_CHAINS[LookupConfig]
+    trees = {"a folder of `hsd": TreeConfig(8, 7, 1), "a Hugging": small_lm.DEFAULT_CHAIN}
+    trees['`"lookup"`'] = lookup.DEFAULT_CHAIN
     for beginning, tree in trees.items():
         assert tree.width == 1 and f"chain of {tree.depth}" in row(beginning)

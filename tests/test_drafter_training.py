@@ -20,17 +20,18 @@ import toy
 from oracles import injector
 from oracles.divergence import kl, log_softmax
 
-from hsd_jax.config import FEATURE, FULL, HEADS, HIDDEN, SLIDING, DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.config import FULL, SLIDING, DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.eagle import draft as eagle
+from hsd_jax.drafters.hidden.schedule import trunk_states
+from hsd_jax.drafters.medusa.weights import head_states
+from hsd_jax.drafters.table import init_drafter, make_drafter, method_of
 from hsd_jax.infer.decode import drafter_after
-from hsd_jax.infer.drafters import feature
-from hsd_jax.infer.drafters.make import make_drafter
-from hsd_jax.infer.drafters.trunk import trunk_states
-from hsd_jax.models import convert
-from hsd_jax.models.hidden import base_logits, head_states, init_drafter, trunk_features, trunk_pass
 from hsd_jax.models.target import causal_mask, forward_sequence, init_target
+from hsd_jax.models.trunk import base_logits, trunk_features, trunk_pass
+from hsd_jax.models.unroll import unroll
 from hsd_jax.train import anchors as anchors_lib
 from hsd_jax.train import drafter, losses, target
-from hsd_jax.train.unroll import unroll
 
 TARGET = ModelConfig(29, 24, 2, 4, 2, 8, 40, tie_embeddings=True, embed_scale=1.5)
 MODEL = drafter.DrafterModel(num_steps=3, rank=5, intermediate_size=32)
@@ -40,7 +41,7 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 """These tests compile often and compute little."""
 
 
-FEATURE_MODEL, HEADS_MODEL = ({"kind": kind, "rank": DrafterConfig.rank, "num_layers": 1} for kind in (FEATURE, HEADS))
+EAGLE_MODEL, MEDUSA_MODEL = ({"kind": kind, "rank": 128, "num_layers": 1} for kind in ("eagle", "medusa"))
 
 
 def random_weights(init, config, seed: int = 0):
@@ -89,15 +90,15 @@ def states_of_rounds(models, rows, config: DrafterConfig, capacity: int, length)
     proposer = make_drafter(TARGET, config, tree)
     output = forward_sequence(models["target"], TARGET, rows, taps=proposer.taps)
     state = drafter_after(proposer, models, output, rows, length, capacity)
-    if config.kind == HEADS:
+    if config.kind == "medusa":
         return head_states(models["drafter"], config, state.feature, config.num_steps)
-    if config.kind == HIDDEN:
+    if config.kind == "hidden":
         return trunk_states(models, TARGET, config, config.num_steps, state)[0]
-    level, cache = feature.root_level(models, TARGET, config, state)
+    level, cache = eagle.root_level(models, TARGET, config, state)
     states = [level.states]
     for depth in range(1, config.num_steps):  # a chain whose drafts are those of the row
         token = jnp.take_along_axis(rows, length[:, None] - 1 + depth, 1, mode="clip")
-        level = feature.next_level(models, TARGET, config, cache, depth, token, jnp.zeros_like(token), level)
+        level = eagle.next_level(models, TARGET, config, cache, depth, token, jnp.zeros_like(token), level)
         states.append(level.states)
     return jnp.concatenate(states, 1)
 
@@ -118,17 +119,18 @@ def read_rows(models, config: DrafterConfig, rows):
         pytest.param({"committed_embeddings": False}, marks=pytest.mark.slow),
         pytest.param({"feature_layers": (0, 1)}, marks=pytest.mark.slow),
         {"feature_layers": (0,), "committed_embeddings": False, "num_steps": 2},
-        {"trunk": "block", "num_layers": 2},
+        {"trunk": "parallel", "num_layers": 2},
         pytest.param(
-            {"trunk": "block", "num_layers": 5, "num_steps": 3, "committed_embeddings": False}, marks=pytest.mark.slow
+            {"trunk": "parallel", "num_layers": 5, "num_steps": 3, "committed_embeddings": False},
+            marks=pytest.mark.slow,
         ),
-        pytest.param({"trunk": "block", "feature_layers": (0, 1), "num_steps": 6}, marks=pytest.mark.slow),
-        {"trunk": "block", "num_steps": 1},
-        FEATURE_MODEL | {"feature_layers": (0, 1)},
-        HEADS_MODEL,
+        pytest.param({"trunk": "parallel", "feature_layers": (0, 1), "num_steps": 6}, marks=pytest.mark.slow),
+        {"trunk": "parallel", "num_steps": 1},
+        EAGLE_MODEL | {"feature_layers": (0, 1)},
+        MEDUSA_MODEL,
         {"num_steps": 3, "window": 6},
-        {"trunk": "block", "num_layers": 2, "num_steps": 3, "window": 7},
-        FEATURE_MODEL | {"num_steps": 3, "window": 6},
+        {"trunk": "parallel", "num_layers": 2, "num_steps": 3, "window": 7},
+        EAGLE_MODEL | {"num_steps": 3, "window": 6},
     ],
     ids=str,
 )
@@ -138,7 +140,7 @@ def test_unroll_equals_inference(changes):
     models, rows = {"target": frozen, "drafter": weights}, jnp.asarray(random_rows(2, seed=5))
     anchors = jnp.asarray([[0, 1, 6, LENGTH - 1], [7, 0, 3, 4]])  # any order
     _, features, embeddings = read_rows(models, config, rows)
-    states = jit(unroll, static_argnums=1)(weights, config, features, embeddings, anchors)
+    states = jit(method_of(config).unroll, static_argnums=1)(weights, config, features, embeddings, anchors)
     assert states.shape == (2, 4, config.num_steps, TARGET.hidden_size)
     for i in range(anchors.shape[1]):
         wanted = states_of_rounds(models, rows, config, 32, anchors[:, i] + 2)
@@ -148,10 +150,10 @@ def test_unroll_equals_inference(changes):
 
 def test_slots_of_an_anchor_stand_alone():
     """Other anchors in other places change no bit of a state; fewer slots change no state."""
-    config, weights, frozen = make(trunk="block")
+    config, weights, frozen = make(trunk="parallel")
     _, features, embeddings = read_rows({"target": frozen, "drafter": weights}, config, jnp.asarray(random_rows()))
     anchors = jnp.broadcast_to(jnp.asarray([6, 0, 3, 8]), (ROWS, 4))
-    compiled = jit(unroll, static_argnums=1)
+    compiled = jit(method_of(config).unroll, static_argnums=1)
     states = compiled(weights, config, features, embeddings, anchors)
     turned = compiled(weights, config, features, embeddings, anchors[:, ::-1])
     np.testing.assert_array_equal(turned[:, ::-1], states)
@@ -161,20 +163,20 @@ def test_slots_of_an_anchor_stand_alone():
     np.testing.assert_allclose(found, states[:, :, :2], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, {"trunk": "block"}, FEATURE_MODEL], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"trunk": "parallel"}, EAGLE_MODEL], ids=str)
 def test_a_window_hides_what_lies_before_it(changes):
     """State k of an anchor sees the last 6 positions, its own among them: another feature before changes no bit."""
     config, weights, frozen = make(window=6, **changes)
     _, features, embeddings = read_rows({"target": frozen, "drafter": weights}, config, jnp.asarray(random_rows()))
     anchors = jnp.full((ROWS, 1), 7)
-    compiled = jit(unroll, static_argnums=1)
+    compiled = jit(method_of(config).unroll, static_argnums=1)
     states = compiled(weights, config, features, embeddings, anchors)[:, 0]
     for at in range(LENGTH):
         other = compiled(weights, config, features.at[:, at].add(1.0), embeddings, anchors)[:, 0]
         moved = (np.asarray(other) != np.asarray(states)).any(-1)
         for k in range(config.num_steps):
             # Own states hand on what they have seen: where they are read again, later ones know of it too.
-            seen = [7 + step for step in ([k] if config.trunk == "block" or k == 0 else range(k + 1))]
+            seen = [7 + step for step in ([k] if config.trunk == "parallel" or k == 0 else range(k + 1))]
             assert (moved[:, k] == (at <= 7 and any(s - at < 6 for s in seen))).all(), (at, k)
 
 
@@ -182,8 +184,8 @@ def test_a_window_that_a_round_would_leave_is_refused():
     for window, allowed in ((5, r"2 \* num_steps = 6 and more"), (True, "whole numbers"), (6.0, "whole numbers")):
         with pytest.raises(ValueError, match=rf"model\.window=.*: allowed are {allowed}"):
             dataclasses.replace(MODEL, window=window)
-    with pytest.raises(ValueError, match=r"model\.window=128: kind 'block' has no such choice"):
-        dataclasses.replace(MODEL, window=128, **HEADS_MODEL)
+    with pytest.raises(ValueError, match=r"model\.window=128: kind 'medusa' has no such choice"):
+        dataclasses.replace(MODEL, window=128, **MEDUSA_MODEL)
 
 
 def test_fusion_against_numpy():
@@ -214,7 +216,7 @@ def test_fusion_against_numpy():
     [
         {"feature_layers": (0, 1)},
         {"committed_embeddings": False},
-        {"trunk": "block", "num_layers": 2},
+        {"trunk": "parallel", "num_layers": 2},
         {"num_layers": 2, "window": 4},
     ],
     ids=str,
@@ -257,9 +259,9 @@ def packed_and_alone(lengths: tuple[int, int, int]) -> tuple[dict[str, jax.Array
     "changes",
     [
         {"injection": "path"},
-        {"trunk": "block", "num_layers": 2, "window": 6},
-        FEATURE_MODEL | {"feature_layers": (0, 1)},
-        HEADS_MODEL,
+        {"trunk": "parallel", "num_layers": 2, "window": 6},
+        EAGLE_MODEL | {"feature_layers": (0, 1)},
+        MEDUSA_MODEL,
     ],
     ids=str,
 )
@@ -312,7 +314,7 @@ def logits_of_states(models, config: DrafterConfig, states):
 def logits_of_round(models, config: DrafterConfig, rows, length, previous):
     """The drafter's logits [B, K, V] behind prompts of `length` tokens, with the previous token of each depth given."""
     base = np.asarray(logits_of_states(models, config, states_of_rounds(models, rows, config, 32, length)))
-    if config.kind != HIDDEN:
+    if config.kind != "hidden":
         return base
     weights, paths = models["drafter"]["injector"], [[row[: k + 1] for k in range(len(row))] for row in previous]
     return base + np.array([[injector.bias(weights, path, config.norm_eps) for path in row] for row in paths])
@@ -350,9 +352,9 @@ def counted(models, config: DrafterConfig, rows: np.ndarray, mask: np.ndarray) -
         pytest.param("all", {}, marks=pytest.mark.slow),
         ("half", {}),
         ("few", {}),
-        pytest.param("half", {"trunk": "block", "num_layers": 2}, marks=pytest.mark.slow),
-        ("half", {"trunk": "block", "injection": "path", "num_steps": 4}),
-        ("half", FEATURE_MODEL),
+        pytest.param("half", {"trunk": "parallel", "num_layers": 2}, marks=pytest.mark.slow),
+        ("half", {"trunk": "parallel", "injection": "path", "num_steps": 4}),
+        ("half", EAGLE_MODEL),
     ],
     ids=str,
 )
@@ -385,7 +387,7 @@ def loss_without_masks(config: DrafterConfig, anchors_per_row: int):
         batch, length = rows.shape[0], rows.shape[1] - 1
         _, anchors = jax.lax.top_k(jax.random.uniform(key, (batch, length - 1)), anchors_per_row)
         anchors = jnp.sort(anchors, -1)
-        states = unroll(params, config, output.hidden, embeddings, anchors)
+        states = method_of(config).unroll(params, config, output.hidden, embeddings, anchors)
         labels = anchors[:, :, None] + jnp.arange(1, config.num_steps + 1)
         mask = labels < length
         labels = jnp.minimum(labels, length - 1) + length * jnp.arange(batch)[:, None, None]
@@ -483,7 +485,7 @@ def test_anchors_are_different_and_have_a_label():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"trunk": "block", "num_layers": 2}, {"injection": "path"}, FEATURE_MODEL, HEADS_MODEL], ids=str
+    "changes", [{}, {"trunk": "parallel", "num_layers": 2}, {"injection": "path"}, EAGLE_MODEL, MEDUSA_MODEL], ids=str
 )
 def test_gradient_reaches_all_of_the_drafter_and_none_of_the_target(changes):
     _, weights, frozen = make(**changes)
@@ -656,17 +658,17 @@ def _down(grad) -> np.ndarray:
             {"feature_layers": "all"},
             r"model\.feature_layers='all': allowed are lists of whole numbers .*, and low_mid_high",
         ),
-        ("model", {"trunk": "parallel"}, r"model\.trunk='parallel': allowed are recurrent, block"),
-        ("model", {"kind": "medusa"}, r"model\.kind='medusa': allowed are hidden, feature, block"),
-        ("model", {"kind": "feature", "rank": 64}, r"model\.rank=64: kind 'feature' has no such choice"),
-        ("model", {"kind": "block", "num_layers": 2}, r"model\.num_layers=2: kind 'block' has no such choice"),
+        ("model", {"trunk": "block"}, r"model\.trunk='block': allowed are recurrent, parallel"),
+        ("model", {"kind": "feature"}, r"model\.kind='feature': allowed are hidden, eagle, medusa"),
+        ("model", {"kind": "eagle", "rank": 64}, r"model\.rank=64: kind 'eagle' has no such choice"),
+        ("model", {"kind": "medusa", "num_layers": 2}, r"model\.num_layers=2: kind 'medusa' has no such choice"),
         ("model", {"injection": "gru"}, r"model\.injection='gru': allowed are previous, path"),
         (
             "model",
-            {"kind": "feature", "injection": "path"},
-            r"model\.injection='path': kind 'feature' has no such choice",
+            {"kind": "eagle", "injection": "path"},
+            r"model\.injection='path': kind 'eagle' has no such choice",
         ),
-        ("model", {"trunk": 1}, r"model\.trunk=1: allowed are recurrent, block"),
+        ("model", {"trunk": 1}, r"model\.trunk=1: allowed are recurrent, parallel"),
         ("model", {"feature_layers": 2}, r"model\.feature_layers=2: allowed are"),
         ("model", {"feature_layers": [2, 1]}, r"model\.feature_layers=\[2, 1\]: allowed are .* ascending"),
         ("model", {"feature_layers": [1, 1]}, r"model\.feature_layers=\[1, 1\]: allowed are"),
@@ -683,13 +685,13 @@ def test_recipe_errors(section, values, message):
 
 def test_recipe_of_everything():
     values = {
-        "model": {"feature_layers": [0, 1], "trunk": "block", "num_layers": 3, "window": 64},
+        "model": {"feature_layers": [0, 1], "trunk": "parallel", "num_layers": 3, "window": 64},
         "loss": {"divergence": "jsd", "jsd_beta": 0.1, "feature_weight": 1, "feature_steps": 10, "on_policy": 0.25},
     }
     recipe = drafter.DrafterRecipe.from_dict(values, "r.yaml")
     assert recipe.model.feature_layers == (0, 1) and recipe.loss.on_policy == 0.25
     config = drafter.drafter_config(recipe.model, TARGET)
-    assert config.feature_layers == (0, 1) and (config.trunk, config.num_layers, config.window) == ("block", 3, 64)
+    assert config.feature_layers == (0, 1) and (config.trunk, config.num_layers, config.window) == ("parallel", 3, 64)
 
 
 def test_feature_layers_of_a_target():
@@ -713,8 +715,8 @@ def test_feature_layers_of_a_target():
 
 def test_a_drafter_with_feature_layers_is_stored(tmp_path):
     config, weights, _ = make(feature_layers=(0, 1))
-    convert.save_drafter(tmp_path, config, weights)
-    found, read = convert.read_drafter(tmp_path)
+    drafter_files.save_drafter(tmp_path, config, weights)
+    found, read = drafter_files.read_drafter(tmp_path)
     assert found == config and found.feature_layers == (0, 1)
     jax.tree.map(np.testing.assert_array_equal, read, weights)
     file = tmp_path / "drafter_config.json"
@@ -723,53 +725,82 @@ def test_a_drafter_with_feature_layers_is_stored(tmp_path):
     assert changed != text
     file.write_text(changed)
     with pytest.raises(ValueError, match=r"fusion.*found shape"):
-        convert.read_drafter(tmp_path)
+        drafter_files.read_drafter(tmp_path)
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_a_drafter_with_a_block_trunk_is_stored(num_steps, tmp_path):
     """Its slots too, one a depth behind the first; a configuration that names no trunk is of a recurrent one."""
-    config, weights, _ = make(trunk="block", num_layers=2, num_steps=num_steps)
-    convert.save_drafter(tmp_path, config, weights)
-    found, read = convert.read_drafter(tmp_path)
-    assert found == config and found.trunk == "block"
+    config, weights, _ = make(trunk="parallel", num_layers=2, num_steps=num_steps)
+    drafter_files.save_drafter(tmp_path, config, weights)
+    found, read = drafter_files.read_drafter(tmp_path)
+    assert found == config and found.trunk == "parallel"
     assert ("slots" in read["trunk"]) == (num_steps > 1)
     jax.tree.map(np.testing.assert_array_equal, read, weights)
     file = tmp_path / "drafter_config.json"
     values = json.loads(file.read_text())
-    file.write_text(json.dumps(values | {"trunk": "parallel"}))
-    with pytest.raises(ValueError, match=r"trunk='parallel': allowed are recurrent, block"):
-        convert.read_drafter(tmp_path)
+    file.write_text(json.dumps(values | {"trunk": "deep"}))
+    with pytest.raises(ValueError, match=r"trunk='deep': allowed are recurrent, parallel"):
+        drafter_files.read_drafter(tmp_path)
     file.write_text(json.dumps(values | {"trunk": "recurrent"}))
     with pytest.raises(ValueError, match=r"no_token"):
-        convert.read_drafter(tmp_path)
+        drafter_files.read_drafter(tmp_path)
 
 
-@pytest.mark.parametrize("changes", [FEATURE_MODEL | {"feature_layers": (0, 1)}, HEADS_MODEL], ids=str)
+@pytest.mark.parametrize("changes", [EAGLE_MODEL | {"feature_layers": (0, 1)}, MEDUSA_MODEL], ids=str)
 def test_a_drafter_of_another_kind_is_stored(changes, tmp_path):
     config, weights, _ = make(**changes)
-    convert.save_drafter(tmp_path, config, weights)
-    found, read = convert.read_drafter(tmp_path)
+    drafter_files.save_drafter(tmp_path, config, weights)
+    found, read = drafter_files.read_drafter(tmp_path)
     assert found == config and found.kind == changes["kind"]
     jax.tree.map(np.testing.assert_array_equal, read, weights)
     file = tmp_path / "drafter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"kind": HIDDEN}))
-    with pytest.raises(ValueError, match=r"injector|embedding_in|heads|pair_in"):
-        convert.read_drafter(tmp_path)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"kind": "hidden"}))
+    with pytest.raises(ValueError, match=r"injector|embedding_in|num_layers|pair_in"):
+        drafter_files.read_drafter(tmp_path)
+
+
+OLD_KEYS = {"rank": 128, "trunk": "recurrent", "injection": "previous", "committed_embeddings": True, "window": None}
+OLD_SIZES = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "old"),
+    [
+        ({"trunk": "parallel"}, {"trunk": "block", "has_mix": True}),
+        (EAGLE_MODEL, {**OLD_KEYS, "kind": "feature"}),
+        (MEDUSA_MODEL, {**OLD_KEYS, **OLD_SIZES, "kind": "block"}),
+    ],
+    ids=["parallel", "eagle", "medusa"],
+)
+def test_folders_of_older_versions_load(changes, old, tmp_path):
+    """Their configurations named kinds and trunks otherwise, and every kind had the keys of all."""
+    config, weights, _ = make(**changes)
+    drafter_files.save_drafter(tmp_path, config, weights)
+    file = tmp_path / "drafter_config.json"
+    values = json.loads(file.read_text()) | old
+    file.write_text(json.dumps(values))
+    found, read = drafter_files.read_drafter(tmp_path)
+    assert found == config
+    jax.tree.map(np.testing.assert_array_equal, read, weights)
+    if config.kind != "hidden":
+        file.write_text(json.dumps(values | {"rank": 5}))
+        with pytest.raises(ValueError, match=rf"rank=5: kind '{config.kind}' has no such choice"):
+            drafter_files.read_drafter(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["on_policy", "anneal_steps"])
 def test_losses_about_token_information_need_some(name):
-    config = drafter.drafter_config(dataclasses.replace(MODEL, **FEATURE_MODEL), TARGET)
-    with pytest.raises(ValueError, match=rf"loss\.{name}=.*model\.kind=feature"):
+    config = drafter.drafter_config(dataclasses.replace(MODEL, **EAGLE_MODEL), TARGET)
+    with pytest.raises(ValueError, match=rf"loss\.{name}=.*model\.kind=eagle"):
         drafter.make_loss(TARGET, config, drafter.LossConfig(**{name: {"on_policy": 0.5, "anneal_steps": 9}[name]}))
 
 
 def test_a_drafter_from_before_there_was_a_choice_of_trunk_and_kind(tmp_path):
     config, weights, _ = make()
-    convert.save_drafter(tmp_path, config, weights)
+    drafter_files.save_drafter(tmp_path, config, weights)
     file = tmp_path / "drafter_config.json"
     values = json.loads(file.read_text())
     assert values.pop("trunk") == "recurrent" and values.pop("kind") == "hidden"
     file.write_text(json.dumps(values))
-    assert convert.read_drafter(tmp_path)[0] == config
+    assert drafter_files.read_drafter(tmp_path)[0] == config

@@ -9,7 +9,7 @@ import pytest
 import toy
 
 import hsd_jax
-from hsd_jax.config import BLOCK, ReuseConfig, TreeConfig
+from hsd_jax.config import PARALLEL, ReuseConfig, TreeConfig
 from hsd_jax.params import Params
 from hsd_jax.train import evaluate
 from hsd_jax.types import DraftTree
@@ -47,10 +47,10 @@ def make_telling_params(**changes) -> Params:
         (0.0, {}, False),
         (1.0, {}, True),
         pytest.param(1.0, {}, False, marks=pytest.mark.slow),
-        pytest.param(0.0, {"trunk": BLOCK}, False, marks=pytest.mark.slow),
-        pytest.param(1.0, toy.DRAFTERS["feature"], False, marks=pytest.mark.slow),
-        pytest.param(0.0, toy.DRAFTERS["feature"], True, marks=pytest.mark.slow),
-        pytest.param(1.0, toy.DRAFTERS["heads"], True, marks=pytest.mark.slow),
+        pytest.param(0.0, {"trunk": PARALLEL}, False, marks=pytest.mark.slow),
+        pytest.param(1.0, toy.DRAFTERS["eagle"], False, marks=pytest.mark.slow),
+        pytest.param(0.0, toy.DRAFTERS["eagle"], True, marks=pytest.mark.slow),
+        pytest.param(1.0, toy.DRAFTERS["medusa"], True, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -16,9 +16,9 @@ from test_accept import keyed
 from hsd_jax.types import NO_TOKEN
 
 PROPOSERS = ["beam", "chain", "steered", "block", toy.CHAIN_ORACLE, toy.DECOYS_ORACLE]
-BASELINES = [*toy.CHAINS, "feature", "heads"]
+BASELINES = [*toy.CHAINS, "eagle", "medusa"]
 REUSE_PROPOSERS = ["ahead", "hot_sum", "steered_block_skip", "path_sum"]
-SLOW_PROPOSERS = ["two", "no_embeddings", "layers", "steered_block", "feature_layers", "steered_block_ahead"]
+SLOW_PROPOSERS = ["two", "no_embeddings", "layers", "steered_block", "eagle_layers", "steered_block_ahead"]
 SLOW_PROPOSERS += ["path_chain", "hot_path", "hot", "block_layers", "path"]
 SLOW_PROPOSERS += [*sorted({*toy.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]
 TABLE = [
@@ -104,7 +104,7 @@ def test_the_oracle_reaches_every_length_of_path(proposer):
     assert (histogram > 0).all(), histogram
 
 
-@pytest.mark.parametrize("proposer", ["beam", "block", "path", *toy.CHAINS, "feature", "heads"])
+@pytest.mark.parametrize("proposer", ["beam", "block", "path", *toy.CHAINS, "eagle", "medusa"])
 def test_drafters_are_sometimes_right(proposer):
     call = toy.mixed_call()
     setup = toy.setup("llama", proposer)

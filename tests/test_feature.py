@@ -5,7 +5,6 @@ That its cache holds what fresh passes compute is in `test_hidden.py`, the equal
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -15,14 +14,14 @@ import pytest
 import toy
 from oracles import tree as oracle
 
-from hsd_jax.config import BLOCK, FEATURE, DrafterConfig, TreeConfig
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import recursive_rule
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import sharpness
-from hsd_jax.models.hidden import base_logits, embed_committed, trunk_features, trunk_pass
 from hsd_jax.models.target import causal_mask
+from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
 from hsd_jax.types import DrawLaw
 
 
@@ -62,7 +61,7 @@ def logits_of_paths(setup: toy.Setup, text: np.ndarray):
     return logits
 
 
-@pytest.mark.parametrize("proposer", ["feature", pytest.param("feature_layers", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("proposer", ["eagle", pytest.param("feature_layers", marks=pytest.mark.slow)])
 def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
     """Mid-text, with pending features of several lengths; two levels and more make ancestors matter."""
     setup, call = toy.setup("llama", proposer, DrawLaw.ARBITRARY), toy.mixed_call()
@@ -90,7 +89,7 @@ def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
 @pytest.mark.slow
 def test_drawn_trees():
     """Greedy rows stay greedy under the recursive rule; the laws of a sampled row are those of its paths."""
-    call, setup, tree = toy.mixed_call(), toy.setup("llama", "feature"), TreeConfig(nodes=8, depth=3, width=3)
+    call, setup, tree = toy.mixed_call(), toy.setup("llama", "eagle"), TreeConfig(nodes=8, depth=3, width=3)
     drafter = make_drafter(setup.config, setup.drafter_config, tree, law=DrawLaw.WITHOUT_REPLACEMENT)
     step = make_step(setup.config, drafter, recursive_rule(tree.depth, tree.width))
     decoder = Decoder(setup.config, step, drafter, precision="highest")
@@ -113,13 +112,7 @@ def test_drawn_trees():
         np.testing.assert_allclose(law, oracle.log_softmax(logits(path)), atol=1e-3)
 
 
-def test_settings_of_another_kind_are_refused():
-    config = toy.setup("llama", "feature").drafter_config
-    for changes in ({"trunk": BLOCK}, {"rank": 5}, {"committed_embeddings": False}):
-        with pytest.raises(ValueError, match=r"DrafterConfig\.\w+=.*: kind 'feature' has no such choice"):
-            dataclasses.replace(config, **changes)
-    with pytest.raises(ValueError, match=r"kind='medusa': allowed are hidden, feature, block"):
-        dataclasses.replace(config, kind="medusa")
-    assert config.kind == FEATURE and DrafterConfig(2, 1, 1, 1, 2, 1, 1).kind == "hidden"
+def test_trees_deeper_than_the_training_are_refused():
+    config = toy.setup("llama", "eagle").drafter_config
     with pytest.raises(ValueError, match=r"depth=5.*1 to 4 steps"):
         make_drafter(toy.target_config(), config, TreeConfig(nodes=8, depth=5, width=2))

@@ -15,6 +15,7 @@ import toy
 import hsd_jax
 from hsd_jax.cli import main as main_lib
 from hsd_jax.cli import options
+from hsd_jax.drafters import files as drafter_files
 from hsd_jax.models import convert
 from hsd_jax.train import data, generate
 from hsd_jax.train.documents import load_documents
@@ -48,7 +49,7 @@ def folder(tmp_path_factory):
     eos = tokenizer.token_to_id("</s>")
     convert.save_target(root / "target", config, weights, bos=tokenizer.token_to_id("<s>"), eos=[eos])
     drafter_config = toy.drafter_config(config, target_hash=convert.weights_hash(weights))
-    convert.save_drafter(root / "drafter", drafter_config, toy.make_drafter(drafter_config, config, weights))
+    drafter_files.save_drafter(root / "drafter", drafter_config, toy.make_drafter(drafter_config, config, weights))
     return root
 
 

@@ -16,13 +16,14 @@ import pytest
 import toy
 
 from hsd_jax.config import RECURRENT, TreeConfig
-from hsd_jax.infer.drafters.hidden import hidden_drafter
-from hsd_jax.infer.drafters.trunk import trunk_states
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.hidden.draft import hidden_drafter
+from hsd_jax.drafters.hidden.schedule import trunk_states
+from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.tree import ancestor_mask
-from hsd_jax.models import convert
-from hsd_jax.models.hidden import base_logits, init_drafter, trunk_features, trunk_pass
 from hsd_jax.models.layers import rms_norm
 from hsd_jax.models.target import causal_mask, forward_sequence, lm_head
+from hsd_jax.models.trunk import base_logits, trunk_features, trunk_pass
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -236,14 +237,14 @@ def test_a_drafter_of_rank_0_drafts_as_one_whose_token_information_is_zero(tmp_p
     found, _ = jax.jit(lambda *a: draft(*a, keys, sampling))(models | {"drafter": bare}, state.drafter, root, position)
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
     np.testing.assert_array_equal(found.parents, wanted.parents)
-    convert.save_drafter(tmp_path, config, bare)
-    again, read = convert.read_drafter(tmp_path)
+    drafter_files.save_drafter(tmp_path, config, bare)
+    again, read = drafter_files.read_drafter(tmp_path)
     assert again == config
     jax.tree.map(np.testing.assert_array_equal, read, bare)
-    file = tmp_path / convert.DRAFTER_CONFIG
+    file = tmp_path / drafter_files.DRAFTER_CONFIG
     file.write_text(file.read_text().replace('"rank": 0', '"rank": -1'))
     with pytest.raises(ValueError, match=r"rank=-1: allowed are whole numbers from 0"):
-        convert.read_drafter(tmp_path)
+        drafter_files.read_drafter(tmp_path)
 
 
 def test_base_logits_go_through_the_target_head():
@@ -322,7 +323,7 @@ def find_stale_slot(setup: toy.Setup, state) -> str | None:
         ("llama", "steered"),
         pytest.param("gemma", "steered", marks=pytest.mark.slow),
         pytest.param("llama", "steered_block", marks=pytest.mark.slow),
-        ("llama", "steered_feature"),
+        ("llama", "steered_eagle"),
         ("llama", "steered_block_skip"),
         pytest.param("llama", "steered_block_ahead", marks=pytest.mark.slow),
         pytest.param("llama", "steered_skip", marks=pytest.mark.slow),
@@ -348,7 +349,7 @@ def test_caches_hold_what_fresh_passes_compute(variant, proposer):
     assert (histogram > 0).all(), histogram
 
 
-@pytest.mark.parametrize("proposer", ["layers", "block_layers", "feature_layers"])
+@pytest.mark.parametrize("proposer", ["layers", "block_layers", "eagle_layers"])
 def test_caches_hold_what_several_layers_say(proposer):
     """A drafter that reads fused layers, under its own trees: prefill and every round tap them."""
     setup, call = toy.setup("llama", proposer), toy.mixed_call()

@@ -29,7 +29,10 @@ from hsd_jax.cli import generate as generate_cli
 from hsd_jax.cli import identity, options
 from hsd_jax.cli import main as main_lib
 from hsd_jax.cli.interrupts import Interrupts
-from hsd_jax.config import DrafterConfig, ModelConfig, from_dict
+from hsd_jax.config import ModelConfig, from_dict
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.table import init_drafter
 from hsd_jax.models import convert, native_build
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.tokenizer import Tokenizer
@@ -52,9 +55,7 @@ def folders(tmp_path_factory):
     weights = toy.make_target(config)
     convert.save_target(root / "target", config, weights, bos=0, eos=[1])
     drafter_config = toy.drafter_config(config, target_hash=convert.weights_hash(weights))
-    convert.save_drafter(
-        root / "drafter", drafter_config, toy.random_like(convert.init_drafter, drafter_config, 1, 1.0)
-    )
+    drafter_files.save_drafter(root / "drafter", drafter_config, toy.random_like(init_drafter, drafter_config, 1, 1.0))
     return root
 
 
@@ -168,7 +169,7 @@ BAD_DRAFTER = {
 def test_drafter_config(key, bad):
     values = json.loads(json.dumps(settings.dataclasses.asdict(toy.drafter_config(toy.target_config())))) | {key: bad}
     with pytest.raises(ValueError, match=rf"^here: .*{key}"):
-        from_dict(DrafterConfig, values, "here")
+        from_dict(HiddenConfig, values, "here")
 
 
 @pytest.mark.parametrize("num_layers", [5_000, 10**5, 10**12])
@@ -180,7 +181,7 @@ def test_layers_that_are_not_stored_are_not_traced(folders, tmp_path, num_layers
         convert.read_weights(changed, convert.read_config(changed))
     changed = copy_of(folders / "drafter", tmp_path / "drafter", num_layers=num_layers)
     with pytest.raises(ValueError, match=r"num_layers|5000 layers, more than the \d+ tensors"):
-        convert.read_drafter(changed)
+        drafter_files.read_drafter(changed)
     assert time.monotonic() - start < 10
 
 

@@ -30,12 +30,14 @@ from test_drafter_training import (
 )
 
 import hsd_jax
-from hsd_jax.config import DrafterConfig, TreeConfig
-from hsd_jax.infer.drafters.hidden import hidden_drafter
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import convert, hot, native
-from hsd_jax.models.hidden import base_logits
 from hsd_jax.models.layers import MASKED
+from hsd_jax.models.trunk import base_logits
 from hsd_jax.train import anchors as anchors_lib
 from hsd_jax.train import drafter, hot_vocabulary, losses, on_policy
 from hsd_jax.types import DrawLaw, SamplingParams
@@ -418,11 +420,21 @@ def test_shares_that_are_refused(share):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_round_trip(tmp_path, dtype):
     """Ids of a large vocabulary keep their value in bfloat16 files; rows of the head stay out of the file."""
-    config = DrafterConfig(8, 1, 2, 1, 4, 8, vocab_size=70_000, rank=2, hot_tokens=4)
+    config = HiddenConfig(
+        hidden_size=8,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        intermediate_size=8,
+        vocab_size=70_000,
+        rank=2,
+        hot_tokens=4,
+    )
     weights = random_weights(convert.init_drafter, config)
     weights = jax.tree.map(lambda x: x.astype(dtype), weights) | {"hot_ids": jnp.array([0, 3, 65_537, 69_999])}
-    convert.save_drafter(tmp_path, config, weights | {"head": jnp.ones((4, 8))}, dtype)
-    found, read = convert.read_drafter(tmp_path, dtype)
+    drafter_files.save_drafter(tmp_path, config, weights | {"head": jnp.ones((4, 8))}, dtype)
+    found, read = drafter_files.read_drafter(tmp_path, dtype)
     assert found == config and read["hot_ids"].dtype == jnp.int32
     jax.tree.map(np.testing.assert_array_equal, read, weights)
 
@@ -432,12 +444,12 @@ def test_bad_files(tmp_path):
 
     config, weights = hot.restrict(*make()[:2], SOME)
     file, text = tmp_path / "drafter.safetensors", tmp_path / "drafter_config.json"
-    convert.save_drafter(tmp_path, config, weights)
+    drafter_files.save_drafter(tmp_path, config, weights)
     whole, values = file.read_bytes(), text.read_text()
 
     def expect(message):
         with pytest.raises(ValueError, match=message):
-            convert.read_drafter(tmp_path)
+            drafter_files.read_drafter(tmp_path)
         file.write_bytes(whole)
         text.write_text(values)
 
@@ -458,16 +470,16 @@ def test_bad_files(tmp_path):
     for ids, message in ((None, "missing tensor 'hot_ids'"), (weights["hot_ids"][::-1], "to save: 'hot_ids' holds")):
         parts = {k: v for k, v in weights.items() if k != "hot_ids"} | ({} if ids is None else {"hot_ids": ids})
         with pytest.raises(ValueError, match=message):
-            convert.save_drafter(tmp_path, config, parts)
+            drafter_files.save_drafter(tmp_path, config, parts)
 
 
 def test_old_configurations_have_the_full_vocabulary(tmp_path):
     from test_convert import edit_json
 
     config, weights, _ = make()
-    convert.save_drafter(tmp_path, config, weights)
+    drafter_files.save_drafter(tmp_path, config, weights)
     edit_json(tmp_path / "drafter_config.json", hot_tokens="drop")
-    found, read = convert.read_drafter(tmp_path)
+    found, read = drafter_files.read_drafter(tmp_path)
     assert found == config and found.hot_tokens is None and found.draft_vocab_size == TARGET.vocab_size
     assert "hot_ids" not in read
 

@@ -17,11 +17,14 @@ import toy
 from oracles import injector as oracle
 from oracles.tree import grow_paths, log_softmax
 
-from hsd_jax.config import PATH, PREVIOUS, DrafterConfig, TreeConfig
-from hsd_jax.infer.drafters.hidden import hidden_drafter
-from hsd_jax.infer.drafters.trunk import trunk_states
-from hsd_jax.models import convert
-from hsd_jax.models.hidden import base_logits, init_drafter, inject, read_paths, read_tree, token_bias
+from hsd_jax.config import DrafterConfig, TreeConfig
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.hidden.config import PATH, PREVIOUS
+from hsd_jax.drafters.hidden.draft import hidden_drafter
+from hsd_jax.drafters.hidden.schedule import trunk_states
+from hsd_jax.drafters.hidden.weights import inject, read_paths, read_tree, token_bias
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.models.trunk import base_logits
 from hsd_jax.train.trained import started_from
 from hsd_jax.types import DrawLaw
 
@@ -174,14 +177,14 @@ def test_a_drafter_begins_as_the_one_it_starts_from(tmp_path):
     full = begun | weights
     back = started_from(init_drafter(jax.random.key(0), old), full, None)
     assert back.dropped == ["['injector']['path']"] and not back.fresh
-    convert.save_drafter(tmp_path, config, full)
-    found, read = convert.read_drafter(tmp_path)
+    drafter_files.save_drafter(tmp_path, config, full)
+    found, read = drafter_files.read_drafter(tmp_path)
     assert found == config
     jax.tree.map(np.testing.assert_array_equal, read, full)
     file = tmp_path / "drafter_config.json"
     file.write_text(file.read_text().replace('"injection": "path"', '"injection": "previous"'))
     with pytest.raises(ValueError, match=r"injector\.path"):
-        convert.read_drafter(tmp_path)
+        drafter_files.read_drafter(tmp_path)
     file.write_text(file.read_text().replace('"injection": "previous"', '"injection": "gru"'))
     with pytest.raises(ValueError, match=r"injection='gru': allowed are previous, path"):
-        convert.read_drafter(tmp_path)
+        drafter_files.read_drafter(tmp_path)

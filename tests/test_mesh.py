@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import hsd_jax
 from hsd_jax import sharding
-from hsd_jax.config import BLOCK, RECURRENT
+from hsd_jax.config import PARALLEL, RECURRENT
 from hsd_jax.train import loop
 
 TREE = hsd_jax.TreeConfig(nodes=6, depth=2, width=2)
@@ -97,7 +97,7 @@ def test_one_row_and_plain_decoding_on_a_mesh():
 @slow
 def test_a_block_trunk_decodes_on_a_mesh():
     """Its slots stand whole on every device; the text is that of one device, and of the recurrent trunk."""
-    placed = hsd_jax.place(params(BLOCK), sharding.make_mesh("data=2,model=4"))
+    placed = hsd_jax.place(params(PARALLEL), sharding.make_mesh("data=2,model=4"))
     trunk = placed.drafter["trunk"]
     assert trunk["slots"].sharding.spec == PartitionSpec(None, None)
     assert trunk["layer_0"]["mlp"]["up"]["kernel"].sharding.spec == PartitionSpec("model", None)
@@ -120,7 +120,7 @@ def test_sampled_trees_under_the_recursive_rule_on_a_mesh():
 @pytest.mark.parametrize("reuse", ["sum", "skip:1", "ahead"])
 def test_reuse_on_a_mesh(reuse):
     """Spares are rows like any other; the branch of SKIP asks all rows of all devices."""
-    here = dataclasses.replace(params(BLOCK, 5), mesh=None)
+    here = dataclasses.replace(params(PARALLEL, 5), mesh=None)
     placed = hsd_jax.place(here, sharding.make_mesh("data=2,model=4"))
     one, other = (hsd_jax.decode(p, PROMPTS, reuse=reuse, **CALL) for p in (here, placed))
     assert_same(other, [0, 1, 2])

@@ -18,12 +18,13 @@ from scipy import stats
 from test_accept import depths_of
 from test_exact import first_difference
 
-from hsd_jax.config import NO_REUSE, ReuseConfig, SmallLMConfig, TreeConfig
+from hsd_jax.config import NO_REUSE, ReuseConfig, TreeConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import accept as accept_lib
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.accept import check_legal, match_rule, recursion, recursive_rule
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.types import Drafter, DraftTree, DrawLaw, SamplingParams

@@ -19,12 +19,12 @@ from oracles import tree as tree_oracle
 
 import hsd_jax
 from hsd_jax.config import REUSES, ReuseConfig, TreeConfig
-from hsd_jax.infer import reuse as reuse_lib
-from hsd_jax.infer.drafters.hidden import hidden_drafter
-from hsd_jax.infer.drafters.trunk import trunk_states
-from hsd_jax.infer.reuse import Spares
+from hsd_jax.drafters.hidden import reuse as reuse_lib
+from hsd_jax.drafters.hidden.draft import hidden_drafter
+from hsd_jax.drafters.hidden.reuse import Spares
+from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.infer.tree import grow_tree
-from hsd_jax.models.hidden import base_logits
+from hsd_jax.models.trunk import base_logits
 from hsd_jax.types import DrawLaw, SamplingParams
 
 NUM_STATES, COLUMNS = 5, 3

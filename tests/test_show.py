@@ -20,10 +20,10 @@ import toy
 import hsd_jax
 from hsd_jax.cli import options, round_layout, show, show_html
 from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.hidden.reuse import FRESH, KEPT, MIXED
 from hsd_jax.infer import tree as tree_lib
 from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.replay import Round, replay
-from hsd_jax.infer.reuse import FRESH, KEPT, MIXED
 from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw
 
 folders, own_cache, hsd, both = test_cli.folders, test_cli.own_cache, test_cli.hsd, test_cli.both

@@ -25,8 +25,9 @@ from tokenizers import Tokenizer
 
 import hsd_jax
 from hsd_jax import checkpoint, sharding
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.table import init_drafter
 from hsd_jax.models import convert
-from hsd_jax.models.hidden import init_drafter
 from hsd_jax.train import claim, data, drafter, journal, loop, run, target, trained
 from hsd_jax.train.rows import _one_document
 
@@ -174,9 +175,11 @@ def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path, standard_dt
     assert [("eval" in e, e["step"]) for e in log] == [(0, 1), (0, 2), (1, 2), (0, 3), (0, 4), (1, 4)]
     assert len(log[0]["acceptance"]) == 3 and (tmp_path / "killed" / "curves.png").stat().st_size > 1000
     assert list((tmp_path / "killed" / "tensorboard").iterdir())
-    config, _ = convert.read_drafter(resumed)
+    config, _ = drafter_files.read_drafter(resumed)
     target_config = convert.read_config(args[0])
-    convert.check_drafter(config, target_config, convert.weights_hash(convert.read_weights(args[0], target_config)))
+    drafter_files.check_drafter(
+        config, target_config, convert.weights_hash(convert.read_weights(args[0], target_config))
+    )
 
 
 @pytest.mark.slow
@@ -192,7 +195,7 @@ def test_a_run_with_a_hot_vocabulary(files, tmp_path, standard_dtypes):
         "tokens of the held-out greedy texts",
         "tokens of the held-out sampled texts",
     ]
-    config, weights = convert.read_drafter(folder)
+    config, weights = drafter_files.read_drafter(folder)
     assert config.hot_tokens == 30 and weights["injector"]["bias"].shape == (30, 4)
     ids = json.loads((tmp_path / "hot_ids.json").read_text())
     assert weights["hot_ids"].tolist() == ids and 1 in ids  # the end token
@@ -283,8 +286,8 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard
     run.train_drafter(*args, report=lines.append, start_dir=start)
     changes = "; dropped: ['trunk']['no_token']; fresh: ['trunk']['slots']"
     assert any("starting from" in line and line.endswith(changes) for line in lines)
-    config, weights = convert.read_drafter(tmp_path / "run" / "drafter")
-    given = convert.read_drafter(start)[1]
+    config, weights = drafter_files.read_drafter(tmp_path / "run" / "drafter")
+    given = drafter_files.read_drafter(start)[1]
     assert config.trunk == "block" and weights["trunk"].pop("slots").shape == (3, 16)
     given["trunk"].pop("no_token")
     jax.tree.map(np.testing.assert_array_equal, weights, given)
@@ -301,8 +304,8 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard
     np.testing.assert_array_equal(again["injector"]["bias"], rows)
     with pytest.raises(FileNotFoundError, match=r"drafter_config\.json"):
         run.train_drafter(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path)
-    config, weights = convert.read_drafter(start)
-    convert.save_drafter(tmp_path / "strange", dataclasses.replace(config, target_hash="0" * 64), weights)
+    config, weights = drafter_files.read_drafter(start)
+    drafter_files.save_drafter(tmp_path / "strange", dataclasses.replace(config, target_hash="0" * 64), weights)
     with pytest.raises(ValueError, match="trained for target 000000000000"):
         run.train_drafter(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path / "strange")
     assert not (tmp_path / "other").exists()

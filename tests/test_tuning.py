@@ -17,7 +17,9 @@ import toy
 import hsd_jax
 from hsd_jax import measure, plan, predict, tuned, tuning
 from hsd_jax.cli import bench
-from hsd_jax.config import FEATURE, LookupConfig, ReuseConfig, SmallLMConfig, TreeConfig
+from hsd_jax.config import ReuseConfig, TreeConfig
+from hsd_jax.drafters.lookup.config import LookupConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.infer import metrics
 from hsd_jax.params import Params
 from hsd_jax.request import prepare
@@ -243,7 +245,7 @@ def test_forms_a_drafter_does_not_allow_are_no_candidates(params):
     deep = dataclasses.replace(params.drafter_config, num_steps=7)
     drafts = tuning._legal_drafts(params.replace(drafter_config=deep), None, None)
     assert {tree.depth for tree, reuse in drafts if reuse.form == "ahead"} == {3}
-    feature = toy.drafter_config(params.target_config, kind=FEATURE, rank=128)
+    feature = toy.drafter_config(params.target_config, kind="eagle")
     drafts = tuning._legal_drafts(params.replace(drafter_config=feature), None, None)
     assert {str(reuse) for _, reuse in drafts} == {"none"}
 

@@ -12,7 +12,9 @@ import pytest
 import toy
 
 from hsd_jax import plan
-from hsd_jax.config import FULL, SLIDING, LookupConfig, SmallLMConfig, TreeConfig
+from hsd_jax.config import FULL, SLIDING, TreeConfig
+from hsd_jax.drafters.lookup.config import LookupConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.infer import worth
 from hsd_jax.types import Costs, DraftTree, Verdict
 
@@ -154,7 +156,7 @@ def costs_for(proposer: str, call: toy.Call, **prices) -> Costs:
 
 
 PAYS = {"free": {"node": 0.0, "draft": 0.0}, "dear": {"node": 0.6, "draft": 0.3}, "never": {"node": 1.0, "draft": 50.0}}
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("feature", "heads", "hot_path", "block", "path_chain")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "medusa", "hot_path", "block", "path_chain")]
 
 
 @pytest.mark.parametrize("proposer", ["steered", "decoys_oracle", "small_lm", "lookup", *SLOW])

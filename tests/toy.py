@@ -15,31 +15,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax.config import (
-    BLOCK,
-    FEATURE,
     FULL,
-    HEADS,
     NO_REUSE,
-    PATH,
+    PARALLEL,
     REUSES,
     SLIDING,
-    AnyDrafterConfig,
     DrafterConfig,
-    LookupConfig,
     ModelConfig,
     ReuseConfig,
     RopeConfig,
-    SmallLMConfig,
     TreeConfig,
 )
+from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
+from hsd_jax.drafters.hidden.weights import inject
+from hsd_jax.drafters.lookup.config import LookupConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.table import METHODS, init_drafter
+from hsd_jax.drafters.table import make_drafter as drafter_of
 from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.drafters.make import make_drafter as drafter_of
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import hot
-from hsd_jax.models.hidden import init_drafter, inject
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.types import NO_PARENT, NO_TOKEN, DecodeState, Drafter, DraftTree, DrawLaw, Limits, SamplingParams
 
@@ -91,8 +89,9 @@ causal_pass = jax.jit(forward_sequence, static_argnums=1, static_argnames="taps"
 """`forward_sequence` as one program: operation by operation it takes several times as long."""
 
 
-def drafter_config(config: ModelConfig, **changes) -> DrafterConfig:
-    plain = DrafterConfig(
+def drafter_config(config: ModelConfig, kind: str = HiddenConfig.kind, **changes) -> DrafterConfig:
+    made = METHODS[kind].config
+    plain = dict(
         hidden_size=config.hidden_size,
         num_layers=1,
         num_heads=4,
@@ -103,20 +102,21 @@ def drafter_config(config: ModelConfig, **changes) -> DrafterConfig:
         num_steps=4,
         rank=config.vocab_size,
     )
-    return dataclasses.replace(plain, **changes)
+    own = {field.name for field in dataclasses.fields(made)}
+    return made(**{name: value for name, value in plain.items() if name in own} | changes)
 
 
 def make_drafter(config: DrafterConfig, target: ModelConfig, weights: Any, seed: int = 1) -> dict[str, Any]:
     """Random trunk, and an injector that knows what the target says behind each single token.
 
-    So drafts agree with the target often, never always. Needs rank = vocabulary. A `feature` drafter knows the same by
+    So drafts agree with the target often, never always. Needs rank = vocabulary. An EAGLE drafter knows the same by
     its trunk; heads, which see no token, know nothing.
     """
     drafter = random_like(init_drafter, config, seed, 1.0)
     alone = causal_pass(weights, target, jnp.arange(config.vocab_size, dtype=jnp.int32)[:, None])
-    if config.kind == FEATURE:
+    if config.kind == "eagle":
         return drafter | {"trunk": knowing_trunk(drafter["trunk"], target, weights, alone.hidden[:, 0])}
-    if config.kind == HEADS:
+    if config.kind == "medusa":
         return drafter
     alone = alone.logits[:, 0]
     one_hot = jnp.eye(config.vocab_size)
@@ -378,9 +378,9 @@ TREES = {
     "hot": TreeConfig(nodes=8, depth=3, width=2),
     "block": TreeConfig(nodes=10, depth=3, width=3),
     "block_layers": TreeConfig(nodes=6, depth=2, width=2),
-    "feature": TreeConfig(nodes=10, depth=3, width=3),
-    "feature_layers": TreeConfig(nodes=6, depth=2, width=2),
-    "heads": TreeConfig(nodes=16, depth=3, width=6),
+    "eagle": TreeConfig(nodes=10, depth=3, width=3),
+    "eagle_layers": TreeConfig(nodes=6, depth=2, width=2),
+    "medusa": TreeConfig(nodes=16, depth=3, width=6),
     "path": TreeConfig(nodes=12, depth=4, width=3),
     "path_chain": TreeConfig(nodes=5, depth=4, width=1),
     "hot_path": TreeConfig(nodes=8, depth=3, width=2),
@@ -397,21 +397,21 @@ TREES |= {name: TreeConfig(nodes=6, depth=2, width=2) for name in REUSE}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "no_embeddings": {"committed_embeddings": False},
     "layers": {"feature_layers": (0, 1)},
-    "block": {"trunk": BLOCK, "num_layers": 2},
-    "block_layers": {"trunk": BLOCK, "feature_layers": (0, 1), "committed_embeddings": False},
-    "steered_block": {"trunk": BLOCK},
-    "feature": {"kind": FEATURE, "rank": DrafterConfig.rank},
-    "feature_layers": {"kind": FEATURE, "rank": DrafterConfig.rank, "feature_layers": (0, 1)},
-    "steered_feature": {"kind": FEATURE, "rank": DrafterConfig.rank},
-    "heads": {"kind": HEADS, "rank": DrafterConfig.rank},
-    **{name: {"trunk": BLOCK} for name in REUSE if name.startswith("block_")},
+    "block": {"trunk": PARALLEL, "num_layers": 2},
+    "block_layers": {"trunk": PARALLEL, "feature_layers": (0, 1), "committed_embeddings": False},
+    "steered_block": {"trunk": PARALLEL},
+    "eagle": {"kind": "eagle"},
+    "eagle_layers": {"kind": "eagle", "feature_layers": (0, 1)},
+    "steered_eagle": {"kind": "eagle"},
+    "medusa": {"kind": "medusa"},
+    **{name: {"trunk": PARALLEL} for name in REUSE if name.startswith("block_")},
     **{name: {"injection": PATH} for name in TREES if "path" in name},
 }
 """What these proposers change of `drafter_config`."""
 STEERED = (
     "steered",
     "steered_block",
-    "steered_feature",
+    "steered_eagle",
     *[f"steered_{name}" for name in REUSE if name.endswith(("skip", "ahead"))],
 )
 """The trunk under the oracle's trees, which are deeper."""
@@ -437,7 +437,7 @@ class Setup:
     """A decoder and its weights."""
 
     config: ModelConfig
-    drafter_config: AnyDrafterConfig
+    drafter_config: Any
     drafter: Drafter | None
     models: dict[str, Any]
     decoder: Decoder

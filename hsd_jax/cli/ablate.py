@@ -108,7 +108,7 @@ def make_methods(
     as many nodes, and is shallower where that was trained for fewer steps.
     """
     from hsd_jax.config import AHEAD, REUSES, ReuseConfig
-    from hsd_jax.infer.reuse import check_reuse
+    from hsd_jax.drafters.hidden.reuse import check_reuse
 
     about, references = {}, {}
 
@@ -146,11 +146,11 @@ def num_steps_of(folder: str, otherwise: int) -> int:
     Raises:
       ValueError: naming the file, if it is no configuration of a drafter.
     """
-    from hsd_jax.models import convert
+    from hsd_jax.drafters import files as drafter_files
 
-    if not (Path(folder) / convert.DRAFTER_CONFIG).is_file():
+    if not (Path(folder) / drafter_files.DRAFTER_CONFIG).is_file():
         return otherwise
-    return convert.read_drafter_config(folder).num_steps
+    return drafter_files.read_drafter_config(folder).num_steps
 
 
 def plot(record: dict[str, Any], path: Path) -> None:

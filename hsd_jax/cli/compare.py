@@ -17,7 +17,6 @@ from typing import Any
 from hsd_jax import lock
 from hsd_jax.cli import options, prompts
 from hsd_jax.cli.quality import held_out_bits_per_byte, model_record, repeated_4gram_share
-from hsd_jax.config import HIDDEN
 from hsd_jax.files import read_yaml, write_json
 from hsd_jax.machine import hardware
 from hsd_jax.measure import Mode, Runs, mode_record, speedup, time_modes
@@ -199,9 +198,12 @@ def without_token_info(params):
     """
     import jax.numpy as jnp
 
+    from hsd_jax.drafters.table import method_of
+
     if "injector" not in params.drafter:
         config = params.drafter_config
-        has_none = "was trained without (rank 0)" if config.kind == HIDDEN else f"is of kind {config.kind}"
+        can_have = method_of(config).token_information is not None
+        has_none = "was trained without (rank 0)" if can_have else f"is of kind {config.kind}"
         raise ValueError(f"token_info: false takes token information from a hidden-state drafter; this one {has_none}")
     injector = params.drafter["injector"]
     drafter = params.drafter | {"injector": injector | {"bias": jnp.zeros_like(injector["bias"])}}

@@ -28,17 +28,19 @@ hsd info runs/demo/drafter
 
 def run(args: argparse.Namespace) -> int:
     """Prints the facts of one folder, a line each."""
-    from hsd_jax.models import convert
+    from hsd_jax.drafters import files as drafter_files
 
     folder = Path(args.folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
-    if (folder / convert.DRAFTER_CONFIG).is_file():
+    if (folder / drafter_files.DRAFTER_CONFIG).is_file():
         facts = _drafter(folder)
     elif (folder / "config.json").is_file():
         facts = _target(folder)
     else:
-        raise FileNotFoundError(f"{folder}: neither config.json (a target) nor {convert.DRAFTER_CONFIG} (a drafter)")
+        raise FileNotFoundError(
+            f"{folder}: neither config.json (a target) nor {drafter_files.DRAFTER_CONFIG} (a drafter)"
+        )
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name:<{width}}  {value}")
@@ -69,9 +71,9 @@ def _target(folder: Path) -> dict[str, Any]:
 
 def _drafter(folder: Path) -> dict[str, Any]:
     from hsd_jax.config import to_dict
-    from hsd_jax.models import convert
+    from hsd_jax.drafters import files as drafter_files
 
-    config, weights = convert.read_drafter(folder)
+    config, weights = drafter_files.read_drafter(folder)
     return to_dict(config) | {"kind": f"{config.kind} drafter", "parameters": _count(weights)}
 
 

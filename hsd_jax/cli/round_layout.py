@@ -10,8 +10,8 @@ import math
 import unicodedata
 from collections.abc import Sequence
 
+from hsd_jax.drafters.hidden.reuse import FRESH, KEPT, MIXED
 from hsd_jax.infer.replay import Round
-from hsd_jax.infer.reuse import FRESH, KEPT, MIXED
 
 KINDS = {
     "root": "last token so far",

@@ -23,7 +23,7 @@ from hsd_jax.cli.round_layout import (
     opacity,
 )
 from hsd_jax.cli.show import Page, Piece
-from hsd_jax.infer.reuse import FRESH, KEPT, MIXED
+from hsd_jax.drafters.hidden.reuse import FRESH, KEPT, MIXED
 
 MARK_CLASS = {KEPT: "kept-state", MIXED: "mixed-state"}
 

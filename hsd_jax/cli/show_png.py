@@ -24,8 +24,8 @@ from hsd_jax.cli.round_layout import (
     opacity,
 )
 from hsd_jax.cli.show import Page
+from hsd_jax.drafters.hidden.reuse import FRESH, MIXED
 from hsd_jax.files import replacing
-from hsd_jax.infer.reuse import FRESH, MIXED
 
 WIDTH, MARGIN, SPACE = 1200.0, 24.0, 22.0
 """Of the image, unless a tree is wider; its margin; the space between two trees."""

@@ -21,16 +21,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import HIDDEN, AnyDrafterConfig, DrafterConfig, ModelConfig, TreeConfig, bucket
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig, bucket
+from hsd_jax.drafters.hidden.schedule import HiddenState
+from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer.accept import make_rule
-from hsd_jax.infer.drafters.make import make_drafter
-from hsd_jax.infer.drafters.trunk import HiddenState, trunk_states
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.infer.step import advance, cut, or_lawless
-from hsd_jax.infer.tree import ancestor_mask, grow_tree
+from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models import native
-from hsd_jax.models.hidden import base_logits, inject
 from hsd_jax.models.target import causal_mask, forward, forward_sequence, read_chunk
 from hsd_jax.types import DecodeState, DrawLaw, KVCache, Limits, SamplingParams
 
@@ -159,7 +158,7 @@ def profile_round(
     loop: Callable,
     models: dict,
     config: ModelConfig,
-    drafter_config: AnyDrafterConfig,
+    drafter_config: Any,
     tree: TreeConfig,
     sampling: SamplingParams,
     limits: Limits,
@@ -216,12 +215,14 @@ def trunk_seconds(
       state: of a hidden-state drafter, as prefill leaves it; not consumed.
     """
 
+    parts = method_of(drafter_config).stages
+    assert parts is not None, "only a drafter with a trunk has runs of it"
+    trunk, head, _ = parts(config, drafter_config, TreeConfig(2, 1, 1), DrawLaw.ARBITRARY)
+
     def of(count: int) -> Callable[[], float]:
         def run(models, inputs):
-            states, cache = trunk_states(models, config, drafter_config, count, inputs)
-            logits = base_logits(models["drafter"], drafter_config, models["target"], config, states)
-            cache = dataclasses.replace(cache, length=inputs.cache.length)
-            return logits, dataclasses.replace(inputs, cache=cache)
+            states, inputs = trunk(models, inputs, count)
+            return head(models, states), inputs
 
         return loop_timer(run, models, state, iterations, precision, use_native)
 
@@ -272,21 +273,6 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
     def at_length(cache: KVCache, length: Array) -> KVCache:
         return dataclasses.replace(cache, length=length)
 
-    def trunk(models, inputs):
-        states, cache = trunk_states(models, config, drafter_config, tree.depth, inputs)
-        return states, dataclasses.replace(inputs, cache=at_length(cache, inputs.cache.length))
-
-    def head(models, states):
-        return base_logits(models["drafter"], drafter_config, models["target"], config, states), states
-
-    def grow(models, inputs):
-        base, root = inputs
-        bias = functools.partial(inject, models["drafter"], drafter_config)
-        hot_ids, vocab_size = models["drafter"].get("hot_ids"), drafter_config.vocab_size
-        rest = state.keys, root_position, sampling, hot_ids, vocab_size
-        grown = grow_tree(base, bias, root, tree, law, *rest, noise=noise)
-        return grown, inputs
-
     def draft(models, inputs):
         drafted, after = drafter.draft(models, inputs, root, root_position, state.keys, sampling, noise)
         return drafted, _with_counts_of(after, inputs)
@@ -312,20 +298,25 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
         )
         return count, (tree_, ancestors, output, restored)
 
+    round_ = root, root_position, state.keys, sampling, noise
+
     @jax.jit
     def one_round(models, state):
-        if drafter_config.kind != HIDDEN:
-            drafted, _ = draft(models, state.drafter)
-            return None, None, drafted, verify(models, (drafted, state.cache))[0]
-        states, _ = trunk(models, state.drafter)
-        base, _ = head(models, states)
-        drafted, _ = grow(models, (base, root))
-        return states, base, drafted, verify(models, (drafted, state.cache))[0]
+        drafted, _ = draft(models, state.drafter)
+        return drafted, verify(models, (drafted, state.cache))[0]
 
-    states, base, drafted, (output, ancestors) = one_round(models, state)
+    drafted, (output, ancestors) = one_round(models, state)
     drafting = {"trunk": (draft, state.drafter)}
-    if drafter_config.kind == HIDDEN:
-        drafting = {"trunk": (trunk, state.drafter), "head": (head, states), "tree": (grow, (base, root))}
+    parts = method_of(drafter_config).stages
+    if parts is not None:
+        trunk, head, grow = parts(config, drafter_config, tree, law)
+        states, _ = jax.jit(trunk)(models, state.drafter)
+        logits = jax.jit(head)(models, states)
+        drafting = {
+            "trunk": (trunk, state.drafter),
+            "head": (lambda models, states: (head(models, states), states), states),
+            "tree": (lambda models, logits: (grow(models, logits, *round_), logits), logits),
+        }
     return {
         **drafting,
         "verify": (verify, (drafted, state.cache)),

@@ -1,4 +1,4 @@
-"""Weights to and from safetensors: targets in Hugging Face folders, drafters in our own.
+"""Weights of targets to and from safetensors in Hugging Face folders; `drafters/files.py` has those of drafters.
 
 Every file is checked against the configuration before anything compiles, and pickles are never opened. Kernels keep
 the [out, in] layout of the files, so reading is renaming. Knows nothing about decoding. Read next: `hf_config.py`
@@ -18,11 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from hsd_jax.config import DrafterConfig, ModelConfig, from_dict, to_dict
+from hsd_jax.config import ModelConfig
 from hsd_jax.files import write_json
 from hsd_jax.models.hf_config import format_config, read_config, read_json
-from hsd_jax.models.hidden import init_drafter
-from hsd_jax.models.hot import checked_ids
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import (
     Stored,
@@ -37,28 +35,24 @@ from hsd_jax.settings import Whole, fits, shown
 from hsd_jax.types import Weights
 
 __all__ = [
-    "check_drafter",
+    "check_num_layers",
     "read_bos",
     "read_config",
-    "read_drafter",
     "read_eos",
     "read_weights",
-    "save_drafter",
     "save_target",
+    "shapes_of",
     "weights_dtype",
     "weights_hash",
 ]
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-DRAFTER_CONFIG, DRAFTER_FILE = "drafter_config.json", "drafter.safetensors"
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PREFIXES = ("model.", "language_model.")
 _TEXT = ("layers.", "embed_tokens.", "norm.", "lm_head.")
 """How the tensors of the text model begin, without prefixes; a vision tower's begin otherwise and are left out."""
 _HASH_SAMPLES = 4096
-_HOT_IDS = "hot_ids"
-_GONE_KEY, _GONE_TENSORS = "has_mix", ("mix.new", "mix.old")
 """Of a form of reuse that is no more: folders written before may hold them, and the drafter drafts without."""
 
 _MODULES = {
@@ -114,8 +108,8 @@ def read_weights(folder: str | Path, config: ModelConfig, dtype: Any = "float32"
             stored[name] = tensor
         if config.tie_embeddings:
             _untie(stored)
-        _check_num_layers(config.num_layers, stored, folder, "config.json")
-        shapes = _shapes(init_target, config)
+        check_num_layers(config.num_layers, stored, folder, "config.json")
+        shapes = shapes_of(init_target, config)
         wanted = {path: _hf_name(path, config) for path in shapes}
         return load_tree(stored, wanted, shapes, dtype, folder, "config.json")
 
@@ -146,7 +140,7 @@ def save_target(
         bare = _hf_name(path, config)
         return bare if bare.startswith("lm_head") else f"model.{bare}"
 
-    store_tree(folder / WEIGHTS_FILE, weights, _shapes(init_target, config), dtype, name)
+    store_tree(folder / WEIGHTS_FILE, weights, shapes_of(init_target, config), dtype, name)
     write_json(folder / "config.json", values)
 
 
@@ -191,84 +185,7 @@ def weights_hash(weights: Weights) -> str:
     return digest.hexdigest()
 
 
-def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dtype: Any = "float32") -> None:
-    """Writes `drafter.safetensors` and `drafter_config.json`; each appears whole or not at all.
-
-    Of a hot vocabulary the ids are written, not the rows of the target's head: those are the target's.
-
-    Raises:
-      ValueError: if a weight is missing, unexpected, misshapen or not finite, or hot ids are not what `hot.checked_ids`
-        asks for.
-    """
-    dtype, folder = checked_dtype(dtype), Path(folder)
-    if config.hot_tokens is not None:
-        weights = {name: part for name, part in weights.items() if name != "head"}
-        if _HOT_IDS in weights:
-            checked_ids(weights[_HOT_IDS], config.vocab_size, f"weights to save: {_HOT_IDS!r}")
-    store_tree(folder / DRAFTER_FILE, weights, _drafter_shapes(config), dtype, lambda path: path, ids=(_HOT_IDS,))
-    write_json(folder / DRAFTER_CONFIG, to_dict(config))
-
-
-def read_drafter_config(folder: str | Path) -> DrafterConfig:
-    """The configuration that `save_drafter` wrote; raises as `read_drafter`."""
-    path = Path(folder) / DRAFTER_CONFIG
-    values = {key: value for key, value in read_json(path).items() if key != _GONE_KEY}
-    return from_dict(DrafterConfig, values, str(path))
-
-
-def read_drafter(folder: str | Path, dtype: Any = "float32") -> tuple[DrafterConfig, Weights]:
-    """What `save_drafter` wrote, weights in `dtype`. Before it drafts from a hot vocabulary, `hot.attach` the head.
-
-    Raises:
-      FileNotFoundError: if one of the two files is missing.
-      ValueError: as `read_weights`, and for an unknown, missing or mistyped key of the configuration, or hot ids that
-        are no ascending tokens.
-    """
-    dtype, folder, config = checked_dtype(dtype), Path(folder), read_drafter_config(folder)
-    with contextlib.ExitStack() as stack:
-        if not (folder / DRAFTER_FILE).is_file():
-            raise FileNotFoundError(f"{folder / DRAFTER_FILE}: no such file, though {DRAFTER_CONFIG} is there")
-        tensors = open_all([folder / DRAFTER_FILE], stack)
-        stored = {tensor.name: tensor for tensor in tensors if tensor.name not in _GONE_TENSORS}
-        _check_num_layers(config.num_layers, stored, folder, DRAFTER_CONFIG)
-        shapes = _drafter_shapes(config)
-        names = {path: path for path in shapes}
-        weights = load_tree(stored, names, shapes, dtype, folder, DRAFTER_CONFIG, ids=(_HOT_IDS,))
-    if config.hot_tokens is not None:
-        checked_ids(weights[_HOT_IDS], config.vocab_size, f"{folder / DRAFTER_FILE}: tensor {_HOT_IDS!r}")
-    return config, weights
-
-
-def check_drafter(drafter_config: DrafterConfig, target_config: ModelConfig, target_hash: str) -> None:
-    """Refuses a drafter that was trained for another target.
-
-    A drafter with an empty `target_hash` says nothing of its target; then only the sizes are compared.
-
-    Raises:
-      ValueError: naming both targets, if hidden size, vocabulary or fingerprint differ.
-    """
-    trained_for = (
-        f"the drafter was trained for target {drafter_config.target_hash[:12] or '(no fingerprint)'} with hidden_size="
-        f"{drafter_config.hidden_size}, vocab_size={drafter_config.vocab_size}"
-    )
-    for name in ("hidden_size", "vocab_size"):
-        found = getattr(target_config, name)
-        if getattr(drafter_config, name) != found:
-            raise ValueError(f"{trained_for}; this target has {name}={found}. Take its own drafter or train one")
-    if drafter_config.target_hash not in ("", target_hash):
-        raise ValueError(
-            f"{trained_for}; this target is {target_hash[:12]}, same sizes but other weights. Take its own drafter or"
-            " train one"
-        )
-
-
-def _drafter_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """`_shapes` of what is stored of a drafter: the learned weights and the hot ids, if there are any."""
-    shapes = _shapes(init_drafter, config)
-    return shapes if config.hot_tokens is None else {**shapes, _HOT_IDS: (config.hot_tokens,)}
-
-
-def _check_num_layers(num_layers: int, stored: dict[str, Stored], folder: Path, config: str) -> None:
+def check_num_layers(num_layers: int, stored: dict[str, Stored], folder: Path, config: str) -> None:
     """Refuses more layers than there are tensors: to find out which are missing, every layer would be traced."""
     if 0 < len(stored) < num_layers:
         raise ValueError(
@@ -277,7 +194,7 @@ def _check_num_layers(num_layers: int, stored: dict[str, Stored], folder: Path, 
         )
 
 
-def _shapes(init: Callable[..., Weights], config: Any) -> dict[str, tuple[int, ...]]:
+def shapes_of(init: Callable[..., Weights], config: Any) -> dict[str, tuple[int, ...]]:
     """Shape of each weight by its dotted path, without computing any."""
     tree = jax.eval_shape(lambda: init(jax.random.key(0), config))
     flat: dict[str, Any] = flatten_dict(tree, sep=".")

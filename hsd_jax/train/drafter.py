@@ -19,23 +19,22 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax import settings
 from hsd_jax.config import (
-    HIDDEN,
-    INJECTIONS,
     LARGEST_TREE,
-    PREVIOUS,
     RECURRENT,
-    TRAINED_KINDS,
     TRUNKS,
     DrafterConfig,
     HeadDim,
     Layers,
     ModelConfig,
+    check_window,
     from_dict,
 )
+from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig
+from hsd_jax.drafters.table import METHODS, method_of
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.hidden import embed_committed, trunk_features
 from hsd_jax.models.hot import attach
 from hsd_jax.models.target import forward_sequence, lm_head
+from hsd_jax.models.trunk import embed_committed, trunk_features
 from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Whole, Within
 from hsd_jax.train import losses, on_policy
 from hsd_jax.train.anchors import chain_metrics, labels_of_anchors, sample_anchors
@@ -45,9 +44,11 @@ from hsd_jax.train.evaluate import EvalConfig
 from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
 from hsd_jax.train.target import starts_of
-from hsd_jax.train.unroll import unroll
 from hsd_jax.types import Weights
 
+TRAINED = tuple(name for name, method in METHODS.items() if method.init_weights is not None)
+CHOICES = ("trunk", "num_layers", "rank", "injection", "committed_embeddings", "window")
+"""Settings of a recipe that not every kind of drafter has."""
 LOW_MID_HIGH = "low_mid_high"
 """Three feature layers: 2, half of all, the third from the last. EAGLE-3 reads in front of them, we behind."""
 
@@ -56,11 +57,10 @@ LOW_MID_HIGH = "low_mid_high"
 class DrafterModel:
     """The drafter's own sizes; everything else follows from the target. None: as the target."""
 
-    kind: Annotated[str, OneOf(TRAINED_KINDS)] = HIDDEN
-    """hidden: token-free states and token information; feature: EAGLE's recurrence over drafted tokens; block:
-    Medusa's heads."""
+    kind: Annotated[str, OneOf(TRAINED)] = HiddenConfig.kind
+    """hidden: token-free states and token information; eagle: a recurrence over drafted tokens; medusa: heads."""
     trunk: Annotated[str, OneOf(TRUNKS)] = RECURRENT
-    """recurrent: num_steps passes over one state each; block: one pass over num_steps slots."""
+    """recurrent: num_steps passes over one state each; parallel: one pass over num_steps slots."""
     num_layers: Layers = 1
     num_heads: Count | None = None
     num_kv_heads: Count | None = None
@@ -86,7 +86,12 @@ class DrafterModel:
 
     def __post_init__(self):
         settings.check(self, "model")
-        DrafterConfig.check_kind(self, "model")
+        own = {field.name for field in dataclasses.fields(METHODS[self.kind].config)}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in CHOICES and field.name not in own and value != field.default:
+                raise ValueError(f"model.{field.name}={value!r}: kind {self.kind!r} has no such choice")
+        check_window(self.window, self.num_steps, "model")
         layers = self.feature_layers
         if layers != LOW_MID_HIGH and not DrafterConfig.are_layers(layers):
             shown = list(layers) if isinstance(layers, tuple) else layers
@@ -160,24 +165,18 @@ def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = 
         raise ValueError(
             f"model.num_heads={sizes['num_heads']}: must be a multiple of model.num_kv_heads={sizes['num_kv_heads']}"
         )
-    config = DrafterConfig(
-        hidden_size=target.hidden_size,
-        kind=model.kind,
-        trunk=model.trunk,
-        num_layers=model.num_layers,
-        vocab_size=target.vocab_size,
+    values = sizes | {name: getattr(model, name) for name in CHOICES}
+    values |= {
+        name: getattr(target, name) for name in ("hidden_size", "vocab_size", "norm_eps", "rope", "max_position")
+    }
+    kind = METHODS[model.kind].config
+    own = {field.name for field in dataclasses.fields(kind)}
+    config = kind(
         num_steps=model.num_steps,
-        rank=model.rank,
-        injection=model.injection,
-        window=model.window,
-        committed_embeddings=model.committed_embeddings,
-        norm_eps=target.norm_eps,
-        rope=target.rope,
-        max_position=target.max_position,
         target_hash=target_hash,
         feature_layers=_feature_layers(model.feature_layers, target.num_layers),
         hot_tokens=None if model.hot_vocab is None else math.ceil(model.hot_vocab * target.vocab_size),
-        **sizes,
+        **{name: value for name, value in values.items() if name in own},
     )
     config.check_feature_layers(target.num_layers)
     return config
@@ -267,11 +266,12 @@ def make_loss(
         about token information and the drafter has none, trees are to start from states older than the drafter makes,
         or there are not as many `hot_ids` as it has hot tokens.
     """
+    method = method_of(config)
     config.check_feature_layers(target_config.num_layers)
     if loss_config.on_policy and config.num_steps < 2:
         raise ValueError(f"loss.on_policy={loss_config.on_policy}: needs model.num_steps of at least 2")
     for name in ("on_policy", "anneal_steps"):
-        if config.kind != HIDDEN and getattr(loss_config, name):
+        if method.token_information is None and getattr(loss_config, name):
             raise ValueError(
                 f"loss.{name}={getattr(loss_config, name)}: is about token information, which model.kind={config.kind}"
                 " does without"
@@ -296,7 +296,7 @@ def make_loss(
         with jax.named_scope("unroll"):
             embeddings = embed_committed(frozen, target_config, config, batch["tokens"][:, 1:])
             read = trunk_features(params, config, hidden, features)
-            states = unroll(params, config, read, embeddings, anchors, starts)
+            states = method.unroll(params, config, read, embeddings, anchors, starts)
         positions = jnp.minimum(anchors[:, :, None] + jnp.arange(1, config.num_steps + 1), tokens.shape[1] - 1)
         drafts = Drafts(anchors, states, positions, take_nodes(labels, anchors, axis=1))
 

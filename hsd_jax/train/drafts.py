@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import HIDDEN, DrafterConfig, ModelConfig
+from hsd_jax.config import DrafterConfig, ModelConfig
+from hsd_jax.drafters.table import method_of
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.hidden import base_logits, inject, read_paths, token_bias
+from hsd_jax.models.trunk import base_logits
 from hsd_jax.train import on_policy
 from hsd_jax.types import Weights
 
@@ -48,9 +49,9 @@ def logits_of_text(
     at = (drafts.positions + length * jnp.arange(batch)[:, None, None]).reshape(-1)
     base = base_logits(params, config, frozen, target_config, drafts.states.reshape(at.shape[0], -1))
     draft_logits = base
-    if config.kind == HIDDEN:
-        read = read_paths(params, config, tokens.reshape(-1)[at].reshape(drafts.mask.shape))
-        draft_logits = base + token_bias(params, config, read.reshape(at.shape[0], -1))
+    if (told := method_of(config).token_information) is not None:
+        read = told.read_paths(params, config, tokens.reshape(-1)[at].reshape(drafts.mask.shape))
+        draft_logits = base + told.bias(params, config, read.reshape(at.shape[0], -1))
     return logits.reshape(batch * length, -1)[at], base, draft_logits
 
 
@@ -68,10 +69,12 @@ def logits_of_draws(
 ) -> tuple[Float[Array, "BAK V"], Float[Array, "BAK C"]]:
     """The target's logits, and the drafter's with token information, given the drafter's own draws behind each root."""
     root = take_nodes(tokens, drafts.anchors + 1, axis=1)
-    bias = functools.partial(inject, params, config)
+    told = method_of(config).token_information
+    assert told is not None, "other drafters are refused"
+    bias = functools.partial(told.inject, params, config)
     chains = on_policy.sample_chains(key, base.reshape(*drafts.mask.shape, -1), root, bias, params.get("hot_ids"))
     behind_chains = on_policy.score_chains(frozen, target_config, tokens, drafts.anchors, chains, starts)
     behind_root = take_nodes(logits, drafts.anchors + 1, axis=1)[:, :, None]
-    read = read_paths(params, config, jnp.concatenate([root[:, :, None], chains], 2)).reshape(base.shape[0], -1)
+    read = told.read_paths(params, config, jnp.concatenate([root[:, :, None], chains], 2)).reshape(base.shape[0], -1)
     target_logits = jnp.concatenate([behind_root, behind_chains], 2).reshape(base.shape[0], -1)
-    return target_logits, base + token_bias(params, config, read)
+    return target_logits, base + told.bias(params, config, read)

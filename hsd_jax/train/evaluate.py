@@ -29,22 +29,18 @@ from hsd_jax.config import (
     LARGEST_TREE,
     NO_REUSE,
     NONE,
-    AnyDrafterConfig,
     DrafterConfig,
     ModelConfig,
     ReuseConfig,
     TreeConfig,
 )
+from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.files import replacing
-from hsd_jax.infer import reuse as reuse_lib
 from hsd_jax.infer.accept import NATURAL_LAW
 from hsd_jax.infer.accept import walk as walk_tree
 from hsd_jax.infer.decode import drafter_after
-from hsd_jax.infer.drafters.make import make_drafter
-from hsd_jax.infer.drafters.trunk import run_trunk
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.infer.tree import ancestor_mask
-from hsd_jax.models.hidden import base_logits
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.request import row_keys
@@ -181,7 +177,7 @@ def follow(
     drafter: Weights,
     target: Weights,
     target_config: ModelConfig,
-    config: AnyDrafterConfig,
+    config: Any,
     drafts: tuple[Draft, ...],
     num_roots: int,
     tokens: Int[Array, "R T"],
@@ -198,7 +194,7 @@ def follow(
       What each of `drafts` would have got right.
       For each root: sum of min(p, q) at depth 1, p and q at temperature 1; None for drafters that were not trained.
     """
-    law = NATURAL_LAW["match"]
+    law, method = NATURAL_LAW["match"], method_of(config)
     drafters = [make_drafter(target_config, config, tree, law=law, reuse=reuse) for tree, reuse in drafts]
     num_noisy = max(drafter.max_depth for drafter in drafters)
     models = {"target": target, "drafter": drafter}
@@ -228,21 +224,18 @@ def follow(
             (tree, reuse), state = draft, state_of(drafter)
             if reuse == NO_REUSE:
                 return Followed(counted(drafter, state)[0][None], none[:1])
-            assert isinstance(config, DrafterConfig), "others have no spare states, and were refused"
+            assert method.aged is not None, "others have no spare states, and were refused"
             num_states = reuse.num_states(tree.depth, config.num_steps)
-            states, _ = run_trunk(models, target_config, config, num_states, state)
-            logits = base_logits(models["drafter"], config, target, target_config, states)
+            state_at = method.aged(models, target_config, config, num_states, state)
 
             def at_age(age: Array) -> Followed:
-                made = reuse_lib.fresh_spares(logits[jnp.maximum(index - age, 0)])
-                spares = reuse_lib.advance(made, jnp.broadcast_to(age, roots.shape))
-                counts, after = counted(drafter, dataclasses.replace(state, spares=spares))
+                counts, after = counted(drafter, state_at(age))
                 return Followed(counts, num_states - after.spares.num[0])
 
             return lax.map(at_age, jnp.arange(num_states + 1))
 
         found = [followed(drafter, draft) for drafter, draft in zip(drafters, drafts, strict=True)]
-        if not isinstance(config, DrafterConfig):
+        if method.init_weights is None:
             return found, None
         one_draw = make_drafter(target_config, config, TreeConfig(2, 1, 1), law=DrawLaw.INDEPENDENT)
         drawn, _ = one_draw.draft(models, state_of(one_draw), text[roots], roots, own_keys, at_temperature_1)
@@ -301,7 +294,7 @@ def walk(counts: np.ndarray, texts: Texts, depth: int, age_behind: Sequence[int]
 
 def fates(
     drafter: Weights,
-    config: AnyDrafterConfig,
+    config: Any,
     target: Weights,
     target_config: ModelConfig,
     texts: Texts,

@@ -16,8 +16,9 @@ import numpy as np
 
 from hsd_jax import lock
 from hsd_jax.config import DrafterConfig
+from hsd_jax.drafters import files as drafter_files
 from hsd_jax.files import read_json, replace_folder, write_json
-from hsd_jax.models import convert, hot
+from hsd_jax.models import hot
 from hsd_jax.params import end_tokens
 from hsd_jax.train import claim
 from hsd_jax.train.rows import ALL
@@ -124,5 +125,5 @@ def restrict_drafter(
     hot_ids = choose(labels, num_hot, config.vocab_size, end_tokens(target_dir, target_config))
     report(describe(hot_ids, labels, "labels counted"))
     report(describe(hot_ids, held_out, "labels held out"))
-    replace_folder(Path(out), lambda new: convert.save_drafter(new, *hot.restrict(config, weights, hot_ids)))
+    replace_folder(Path(out), lambda new: drafter_files.save_drafter(new, *hot.restrict(config, weights, hot_ids)))
     report(f"wrote {out}")

@@ -20,11 +20,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hsd_jax import lock, sharding
-from hsd_jax.config import HEADS, SLIDING, DrafterConfig, ModelConfig
+from hsd_jax.config import SLIDING, DrafterConfig, ModelConfig, TrunkConfig
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.table import init_drafter
 from hsd_jax.files import replace_folder, write_json
 from hsd_jax.models import convert, hot
 from hsd_jax.models.hf_config import format_config
-from hsd_jax.models.hidden import init_drafter
 from hsd_jax.models.target import init_target
 from hsd_jax.params import Params, end_tokens
 from hsd_jax.train import claim, data, drafter, evaluate, features, hot_vocabulary, target
@@ -88,9 +89,9 @@ def train_drafter(
         # Where it once began does not matter any more, nor whether that is still there.
         about["start"] = claimed["start"]
     elif start_dir is not None:
-        start = convert.read_drafter(start_dir)
-        convert.check_drafter(start[0], config, drafter_config.target_hash)
-        about["start"] = claim.fingerprints([Path(start_dir) / convert.DRAFTER_FILE])
+        start = drafter_files.read_drafter(start_dir)
+        drafter_files.check_drafter(start[0], config, drafter_config.target_hash)
+        about["start"] = claim.fingerprints([Path(start_dir) / drafter_files.DRAFTER_FILE])
     claims = claim.check(out, force, recipe, **about)
     folder = out / "drafter"
     if folder.exists() and not folder.is_dir():
@@ -98,7 +99,7 @@ def train_drafter(
     params = init_drafter(jax.random.key(train.seed), drafter_config)
     report(about_rows)
     _describe(report, "drafter", params, rows, train)
-    if drafter_config.kind != HEADS:  # which have no attention
+    if isinstance(drafter_config, TrunkConfig):  # others have no attention
         remedy = f"model.window={train.length} keeps drafts on long contexts like those of training"
         _say_reach(report, train.length, drafter_config.window, drafter_config.max_position, remedy)
     hot_ids = None
@@ -285,7 +286,7 @@ def _save(
         config = dataclasses.replace(config, **_profiles(judged))
 
     def write(new: Path) -> None:
-        convert.save_drafter(new, config, params if hot_ids is None else {**params, "hot_ids": hot_ids})
+        drafter_files.save_drafter(new, config, params if hot_ids is None else {**params, "hot_ids": hot_ids})
         if judged is not None:
             write_json(new / "judged.json", judged)
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax.config import DrafterConfig, ModelConfig
+from hsd_jax.drafters import files as drafter_files
 from hsd_jax.models import convert
 from hsd_jax.models.hot import to_columns
 from hsd_jax.train.data import DataConfig, read_rows
@@ -48,8 +49,8 @@ def read_pair(
         raise ValueError(f"{out}: is there already; choose another folder")
     target_config = convert.read_config(target_dir)
     target_hash = convert.weights_hash(convert.read_weights(target_dir, target_config))
-    config, drafter = convert.read_drafter(drafter_dir)
-    convert.check_drafter(config, target_config, target_hash)
+    config, drafter = drafter_files.read_drafter(drafter_dir)
+    drafter_files.check_drafter(config, target_config, target_hash)
     return target_config, config, drafter
 
 

@@ -2,7 +2,7 @@
 
 A trunk state reads no drafted token, so a refused draft does not spoil the states behind it: they still forecast the
 same absolute positions (Lyanna, arXiv:2602.21224; methods.md 1.5, 6). Kept are their base logits, since a state serves
-the tree through nothing else. Knows neither trunks nor targets. Read next: `drafters/hidden.py`, where the forms differ
+the tree through nothing else. Knows neither trunks nor targets. Read next: `schedule.py`, where the forms differ
 in when the trunk runs.
 
 Forms (`config.REUSES`), root n, tree depth D, K states of a trunk run:

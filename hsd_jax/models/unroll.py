@@ -2,9 +2,9 @@
 
 An anchor a is the position of the last committed feature of a round whose root is token a + 1. Its first state reads
 the committed entries 0..a; state k + 1 stands at position a + k and also sees what stands between, of the same anchor.
-The recurrent trunk feeds it state k (EAGLE-3's training-time test, with no token in the recurrence), a `feature`
-drafter's also the row's token there (EAGLE-3's own, and HASS), the block trunk slot k, all slots at once. Equal to a
-round's states, which a test holds it to. Read next: `drafter.py`.
+The recurrent trunk feeds it state k (EAGLE-3's training-time test, with no token in the recurrence), an EAGLE
+drafter's also the row's token there (EAGLE-3's own, and HASS), the parallel trunk slot k, all slots at once. Equal to a
+round's states, which a test holds it to. Read next: `train/drafter.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from hsd_jax.config import BLOCK, HEADS, DrafterConfig
-from hsd_jax.models.hidden import head_states, slot_inputs, trunk_inputs
+from hsd_jax.config import PARALLEL, TrunkConfig
 from hsd_jax.models.layers import MASKED, Block, rope_table, widen
 from hsd_jax.models.target import masks_within, sequence_layout
+from hsd_jax.models.trunk import slot_inputs, trunk_inputs
 from hsd_jax.types import Weights
 
 KV = tuple[Array, Array]
@@ -118,7 +118,7 @@ def _take(values: Shaped[Array, "B T ..."], anchors: Int[Array, "B A"]) -> Shape
 
 def unroll(
     weights: Weights,
-    config: DrafterConfig,
+    config: TrunkConfig,
     features: Float[Array, "B T H"],
     embeddings: Float[Array, "B T H"] | None,
     anchors: Int[Array, "B A"],
@@ -132,8 +132,6 @@ def unroll(
       anchors: places in the row, 0..T-1, in any order.
       starts: where the document of each token begins; no state sees what stands before. None: rows of one document.
     """
-    if config.kind == HEADS:
-        return head_states(weights, config, _take(features, anchors), config.num_steps)
     batch, num = features.shape[:2]
     positions, causal = sequence_layout(batch, num, starts)
     table = rope_table(config.rope, config.head_dim, positions)
@@ -165,7 +163,7 @@ def unroll(
     )
     if config.num_steps == 1:
         return state[:, :, None]
-    if config.trunk == BLOCK:
+    if config.trunk == PARALLEL:
         later = _all_slots(weights, config, _take(inputs, anchors), context, committed)
     else:
         read = embeddings if config.reads_drafts else None
@@ -173,7 +171,7 @@ def unroll(
     return jnp.concatenate([state[:, :, None], later], 2)
 
 
-def _block(weights: Weights, config: DrafterConfig, layer: int, *args, **options) -> tuple[Array, KV]:
+def _block(weights: Weights, config: TrunkConfig, layer: int, *args, **options) -> tuple[Array, KV]:
     """One layer of the trunk."""
     output = Block(config).apply({"params": weights["trunk"][f"layer_{layer}"]}, *args, **options)
     return cast(tuple[Array, KV], output)
@@ -181,13 +179,13 @@ def _block(weights: Weights, config: DrafterConfig, layer: int, *args, **options
 
 def _recurrence(
     weights: Weights,
-    config: DrafterConfig,
+    config: TrunkConfig,
     state: Float[Array, "B A H"],
     embeddings: Float[Array, "B T H"] | None,
     anchors: Int[Array, "B A"],
     context: _Context,
     committed: list[KV],
-) -> Float[Array, "B A K-1 H"]:
+) -> Float[Array, "B A later H"]:
     """g_2..g_K of every anchor, each from the one before; `state` is g_1.
 
     Args:
@@ -212,11 +210,11 @@ def _recurrence(
 
 def _all_slots(
     weights: Weights,
-    config: DrafterConfig,
+    config: TrunkConfig,
     last: Float[Array, "B A H"],
     context: _Context,
     committed: list[KV],
-) -> Float[Array, "B A K-1 H"]:
+) -> Float[Array, "B A later H"]:
     """g_2..g_K of every anchor in one pass over K - 1 slots each; `last` is the trunk's input at the anchors."""
     (batch, num), num_slots = context.at_anchors.shape, config.num_steps - 1
     x = slot_inputs(weights, config, last, num_slots).reshape(batch, num * num_slots, -1)

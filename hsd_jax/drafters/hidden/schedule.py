@@ -1,8 +1,8 @@
 """The trunk's part in a round: what a row carries from round to round, its runs, and what a tree grows from.
 
 The trunk reads the target's features and its own states only, so what it forecast stays true when drafts are refused.
-Under each form of reuse (`infer/reuse.py`) `make_schedule` says when it runs and what becomes of the states of earlier
-rounds. Read next: `hidden.py`, which grows trees from them.
+Under each form of reuse (`reuse.py`) `make_schedule` says when it runs and what becomes of the states of earlier
+rounds. Read next: `draft.py`, which grows trees from them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import AHEAD, NONE, SKIP, SUM, UNFUSED, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
-from hsd_jax.infer import reuse as reuse_lib
-from hsd_jax.infer.reuse import Spares
+from hsd_jax.config import AHEAD, NONE, SKIP, SUM, UNFUSED, ModelConfig, ReuseConfig, TreeConfig, TrunkConfig
+from hsd_jax.drafters.hidden import reuse as reuse_lib
+from hsd_jax.drafters.hidden.reuse import Spares
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.hidden import STATES, base_logits, embed_committed
+from hsd_jax.models.trunk import STATES, base_logits, embed_committed
 from hsd_jax.types import KVCache, NewKV
 
 
@@ -53,7 +53,7 @@ class Levels(NamedTuple):
 
 
 def run_trunk(
-    models, target_config: ModelConfig, config: DrafterConfig, num_states: int, state: HiddenState
+    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: HiddenState
 ) -> tuple[Float[Array, "B K H"], NewKV]:
     """K = `num_states` token-free states, and keys and values of the pending features."""
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
@@ -62,11 +62,30 @@ def run_trunk(
 
 
 def trunk_states(
-    models, target_config: ModelConfig, config: DrafterConfig, num_states: int, state: HiddenState
+    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: HiddenState
 ) -> tuple[Float[Array, "B K H"], KVCache]:
     """K = `num_states` token-free states, and the trunk's cache with the pending features committed."""
     states, kv = run_trunk(models, target_config, config, num_states, state)
     return states, cache_lib.commit(state.cache, kv, None, state.num_pending, after=states[:, -1])
+
+
+def aged(
+    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: HiddenState
+) -> Callable[[Array], HiddenState]:
+    """`state_at(age)`: the state of every row with the spares that a trunk run `age` rows earlier would have left.
+
+    Args:
+      state: of roots that follow one another in a text, a row each.
+    """
+    states, _ = run_trunk(models, target_config, config, num_states, state)
+    logits = base_logits(models["drafter"], config, models["target"], target_config, states)
+    rows = jnp.arange(logits.shape[0])
+
+    def state_at(age: Array) -> HiddenState:
+        made = reuse_lib.fresh_spares(logits[jnp.maximum(rows - age, 0)])
+        return dataclasses.replace(state, spares=reuse_lib.advance(made, jnp.broadcast_to(age, rows.shape)))
+
+    return state_at
 
 
 def _spares(state: HiddenState) -> Spares:
@@ -97,7 +116,7 @@ def append_pending(
 
 
 def make_schedule(
-    target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, reuse: ReuseConfig, num_states: int
+    target_config: ModelConfig, config: TrunkConfig, tree: TreeConfig, reuse: ReuseConfig, num_states: int
 ) -> Callable[[Any, HiddenState], tuple[Levels, HiddenState]]:
     """`levels_of_round(models, state) -> (levels, state)`: what a round drafts from, and when the trunk runs for it."""
 

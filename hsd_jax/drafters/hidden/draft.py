@@ -2,7 +2,7 @@
 
 The trunk reads the target's features and its own states only; drafted tokens first appear in `grow_tree` (Lyanna,
 arXiv:2602.21224; methods.md 1.5). When the trunk runs, and what becomes of states a round did not use, stands in
-`trunk.py`. Weights and their modules live in `models/hidden.py`.
+`schedule.py`. The trunk is `models/trunk.py`, token information `weights.py`.
 """
 
 from __future__ import annotations
@@ -16,40 +16,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import AHEAD, NO_REUSE, NONE, SKIP, UNFUSED, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
-from hsd_jax.infer import reuse as reuse_lib
-from hsd_jax.infer.drafters.trunk import HiddenState, append_pending, make_schedule, run_trunk
+from hsd_jax.config import AHEAD, NO_REUSE, NONE, SKIP, UNFUSED, ModelConfig, ReuseConfig, TreeConfig, TrunkConfig
+from hsd_jax.drafters.hidden import reuse as reuse_lib
+from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.hidden.schedule import HiddenState, append_pending, make_schedule, run_trunk
+from hsd_jax.drafters.hidden.weights import inject, read_tree, token_bias
+from hsd_jax.drafters.shared import check_tree, last_feature
 from hsd_jax.infer.tree import grow_tree, sharpness
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.hidden import (
-    base_logits,
-    embed_committed,
-    inject,
-    read_tree,
-    token_bias,
-    trunk_features,
-    trunk_pass,
-)
 from hsd_jax.models.hot import to_columns
 from hsd_jax.models.target import causal_mask
-from hsd_jax.types import DRAWN_LAWS, Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
-
-
-def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, law: DrawLaw) -> None:
-    """Raises a ValueError if a trained drafter cannot draft such trees, or not for this target."""
-    config.check_feature_layers(target_config.num_layers)
-    if tree.depth > config.num_steps:
-        raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps")
-    if tree.width > config.draft_vocab_size:
-        whole = "vocabulary" if config.hot_tokens is None else "hot vocabulary"
-        raise ValueError(f"TreeConfig.width={tree.width}: allowed are 1 to the {whole}, {config.draft_vocab_size}")
-    if law in DRAWN_LAWS:
-        tree.sampled_widths()  # raises here, before anything compiles
+from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
+from hsd_jax.types import Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
 
 
 def hidden_drafter(
     target_config: ModelConfig,
-    config: DrafterConfig,
+    config: TrunkConfig,
     tree: TreeConfig,
     cache_dtype: Any = jnp.float32,
     law: DrawLaw = DrawLaw.ARBITRARY,
@@ -145,7 +128,7 @@ def hidden_drafter(
 
 def _unread(
     target_config: ModelConfig,
-    config: DrafterConfig,
+    config: TrunkConfig,
     tokens: Int[Array, "B P"],
     length: Int[Array, "B"],
     capacity: int,
@@ -164,19 +147,10 @@ def _unread(
     )
 
 
-def last_feature(
-    features: Float[Array, "B C H"], start: Int[Array, ""] | int, length: Int[Array, "B"], before: Float[Array, "B H"]
-) -> Float[Array, "B H"]:
-    """The feature of each prompt's last token but one, if it is of this chunk, else `before`."""
-    last, num = length - 2 - start, features.shape[1]
-    found = jnp.take_along_axis(features, jnp.clip(last, 0, num - 1)[:, None, None], 1)[:, 0]
-    return jnp.where(((last >= 0) & (last < num))[:, None], found, before)
-
-
 def _read_chunk(
     models,
     target_config: ModelConfig,
-    config: DrafterConfig,
+    config: TrunkConfig,
     state: HiddenState,
     output: ModelOutput,
     following: Int[Array, "B C"],
@@ -207,7 +181,7 @@ def _read_chunk(
     return dataclasses.replace(state, cache=cache, pending=state.pending.at[:, 0].set(feature))
 
 
-def _absorb(models, target_config: ModelConfig, config: DrafterConfig, state: HiddenState) -> HiddenState:
+def _absorb(models, target_config: ModelConfig, config: TrunkConfig, state: HiddenState) -> HiddenState:
     """The state with the pending features in the trunk's cache, as drafting would leave it."""
     batch, num = state.pending.shape[:2]
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
@@ -221,7 +195,7 @@ def _absorb(models, target_config: ModelConfig, config: DrafterConfig, state: Hi
 
 
 def _for_pictures(
-    config: DrafterConfig, tree: TreeConfig, reuse: ReuseConfig, levels_of_round: Callable
+    config: TrunkConfig, tree: TreeConfig, reuse: ReuseConfig, levels_of_round: Callable
 ) -> tuple[Callable, Callable | None]:
     """`Drafter.node_logp` and `Drafter.node_origins`."""
 
@@ -237,7 +211,7 @@ def _for_pictures(
 
 
 def _logp_of_nodes(
-    weights, config: DrafterConfig, logits: Float[Array, "B D C"], drafted: DraftTree, scale: Float[Array, "B"]
+    weights, config: HiddenConfig, logits: Float[Array, "B D C"], drafted: DraftTree, scale: Float[Array, "B"]
 ) -> Float[Array, "B N"]:
     """Log-probability of each node given its parent, 0 for the root."""
     depth_index = jnp.maximum(drafted.depth - 1, 0)[:, :, None]

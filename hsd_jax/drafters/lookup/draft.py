@@ -8,13 +8,15 @@ lookup decoding (Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding); L
 from __future__ import annotations
 
 import typing
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import LookupConfig, TreeConfig
+from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.types import DRAWN_LAWS, NO_PARENT, Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
 
@@ -68,7 +70,13 @@ def copied_chain(state: LookupState, root: Int[Array, "B"], config: LookupConfig
     )
 
 
-def lookup_drafter(config: LookupConfig, tree: TreeConfig, law: DrawLaw = DrawLaw.ARBITRARY) -> Drafter:
+def lookup_drafter(
+    target_config: ModelConfig,
+    config: LookupConfig,
+    tree: TreeConfig,
+    cache_dtype: Any = jnp.float32,
+    law: DrawLaw = DrawLaw.ARBITRARY,
+) -> Drafter:
     """A `Drafter` of chains of `tree.depth` copied tokens.
 
     Raises:

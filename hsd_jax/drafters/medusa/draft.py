@@ -1,14 +1,15 @@
-"""The block drafter: K heads that each guess one position ahead from the same feature, and a static tree.
+"""Medusa: K heads that each guess one position ahead from the same feature, and a static tree.
 
 Heads know nothing of one another, nor of the root (Medusa, arXiv:2401.10774; blockwise parallel decoding,
-arXiv:1811.03115). Which ranks of which head form the tree is fixed before anything is drafted. Weights: `models/
-hidden.py`, `head_states`. Typical acceptance, Medusa's rule above temperature 0, is lossy and not here.
+arXiv:1811.03115). Which ranks of which head form the tree is fixed before anything is drafted. Weights: `weights.py`.
+Typical acceptance, Medusa's rule above temperature 0, is lossy and not here.
 """
 
 from __future__ import annotations
 
 import heapq
 import typing
+from typing import Any
 
 import flax.struct
 import jax
@@ -17,13 +18,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.drafters.medusa.config import MedusaConfig
+from hsd_jax.drafters.medusa.weights import head_states
+from hsd_jax.drafters.shared import check_tree, last_feature
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.drafters.hidden import check_tree, last_feature
 from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.hidden import base_logits, head_states, trunk_features
 from hsd_jax.models.hot import hot_columns, to_columns, to_tokens
+from hsd_jax.models.trunk import base_logits, trunk_features
 from hsd_jax.types import DRAWN_LAWS, NO_PARENT, Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
 
 FIRST_RANK, NEXT_RANK = 0.6, 0.3
@@ -33,7 +36,7 @@ shapes the tree and nothing else."""
 
 @typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
 @flax.struct.dataclass
-class BlockState:
+class MedusaState:
     """The feature of the last committed token but one: of the last position the target has seen."""
 
     feature: Float[Array, "B H"]
@@ -71,8 +74,12 @@ def static_tree(tree: TreeConfig) -> StaticTree:
     return StaticTree(*(np.array(x, np.int32) for x in (parents, depths, ranks)))
 
 
-def block_drafter(
-    target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, law: DrawLaw = DrawLaw.ARBITRARY
+def medusa_drafter(
+    target_config: ModelConfig,
+    config: MedusaConfig,
+    tree: TreeConfig,
+    cache_dtype: Any = jnp.float32,
+    law: DrawLaw = DrawLaw.ARBITRARY,
 ) -> Drafter:
     """A `Drafter` with a static tree of this size, or with trees drawn from the heads' laws, as `law` says.
 
@@ -85,11 +92,11 @@ def block_drafter(
     shape = static_tree(tree)
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        return BlockState(jnp.zeros((len(length), target_config.hidden_size)))
+        return MedusaState(jnp.zeros((len(length), target_config.hidden_size)))
 
     def read(
         models,
-        state: BlockState,
+        state: MedusaState,
         output: ModelOutput,
         tokens: Int[Array, "B C"],
         following: Int[Array, "B C"],
@@ -98,11 +105,11 @@ def block_drafter(
     ):
         """Keeps the prompt's last feature; one of a single token has none."""
         features = trunk_features(models["drafter"], config, output.hidden, output.features)
-        return BlockState(last_feature(features, start, length, state.feature))
+        return MedusaState(last_feature(features, start, length, state.feature))
 
     def draft(
         models,
-        state: BlockState,
+        state: MedusaState,
         root: Int[Array, "B"],
         root_position: Int[Array, "B"],
         keys: jax.Array,
@@ -128,7 +135,7 @@ def block_drafter(
         tokens = jnp.concatenate([root[:, None], drafted], 1).astype(jnp.int32)
         return DraftTree(tokens, parents, depths, jnp.ones(nodes, bool), law=law), state
 
-    def node_logp(models, state: BlockState, drafted: DraftTree, sampling: SamplingParams):
+    def node_logp(models, state: MedusaState, drafted: DraftTree, sampling: SamplingParams):
         states = head_states(models["drafter"], config, state.feature, tree.depth)
         logits = base_logits(models["drafter"], config, models["target"], target_config, states)
         logp = jax.nn.log_softmax(logits, -1)
@@ -137,13 +144,13 @@ def block_drafter(
         chosen = jnp.take_along_axis(own, columns[:, :, None], 2)[:, :, 0]
         return jnp.where(drafted.depth > 0, chosen, 0.0)
 
-    def commit(models, state: BlockState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
+    def commit(models, state: MedusaState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         features = trunk_features(models["drafter"], config, output.hidden, output.features)
         last = jnp.take_along_axis(verdict.path, jnp.maximum(num_committed - 1, 0)[:, None], 1)
         feature = cache_lib.take_nodes(features, last, axis=1)[:, 0]
-        return BlockState(jnp.where((num_committed > 0)[:, None], feature, state.feature))
+        return MedusaState(jnp.where((num_committed > 0)[:, None], feature, state.feature))
 
-    def grow(state: BlockState, capacity: int):
+    def grow(state: MedusaState, capacity: int):
         return state
 
     return Drafter(

@@ -1,11 +1,9 @@
-"""The hidden-state drafter's weights: a token-free trunk, the fusion in front of it, and the token-info injector.
+"""The trunk: token-free states for the positions ahead, and the product that makes logits of them.
 
-The trunk reads the target's features of committed positions and gives K states, one for each position ahead; it never
-sees a drafted token. Recurrent, it maps a state that predicts position t to one that predicts t + 1 (Lyanna,
-arXiv:2602.21224); as a block, it gives all states in one pass over learned slots (as DFlash and DSpark do, methods.md
-1.4). The injector adds what the drafted tokens say, the previous one or the path up to it, behind the LM head, as a
-low-rank bias. The `feature` drafter is the same trunk fed with the embeddings of drafted tokens, and needs no injector.
-Read next: `infer/drafters/hidden.py`.
+It reads the target's features of committed positions and gives K states. Recurrent, it maps a state that predicts
+position t to one that predicts t + 1 (Lyanna, arXiv:2602.21224), without a token or, as EAGLE does, with the embedding
+of a drafted one. Parallel, it gives all states in one pass over learned slots (as DFlash and DSpark do, methods.md
+1.4). Read next: the rooms that use it, `drafters/hidden/` and `drafters/eagle/`.
 """
 
 from __future__ import annotations
@@ -18,12 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import BLOCK, FEATURE, HEADS, HIDDEN, PATH, RECURRENT, DrafterConfig, ModelConfig
+from hsd_jax.config import PARALLEL, RECURRENT, DrafterConfig, ModelConfig, TrunkConfig
 from hsd_jax.models import native
-from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.layers import Block, RMSNorm, Weight, attend, linears, matmul, rms_norm, rope_table, rows_of
 from hsd_jax.models.target import causal_mask, lm_head, logits_of_rows, masks_within
-from hsd_jax.types import NO_PARENT, KVCache, NewKV, Weights
+from hsd_jax.types import KVCache, NewKV, Weights
 
 
 class Trunk(nn.Module):
@@ -34,12 +31,12 @@ class Trunk(nn.Module):
     others the last layer makes keys and values only.
     """
 
-    config: DrafterConfig
+    config: TrunkConfig
 
     def setup(self):
         c = self.config
         self.layer = [Block(c) for _ in range(c.num_layers)]
-        if c.kind == FEATURE:
+        if c.reads_drafts:
             self.embedding_norm = RMSNorm(c.norm_eps)
             self.pair_in = Weight(c.hidden_size, 2 * c.hidden_size, init_std=0.01)
         elif c.committed_embeddings:
@@ -47,12 +44,12 @@ class Trunk(nn.Module):
             self.embedding_in = Weight(c.hidden_size, c.hidden_size, init_std=0.01)
             if c.trunk == RECURRENT:
                 self.no_token = self.param("no_token", nn.initializers.zeros, (c.hidden_size,))
-        if c.trunk == BLOCK and c.num_steps > 1:
+        if c.trunk == PARALLEL and c.num_steps > 1:
             self.slots = self.param("slots", nn.initializers.zeros, (c.num_steps - 1, c.hidden_size))
 
     def inputs(self, states, embeddings):
         """What the first layer reads at features of committed positions, or at the trunk's own states."""
-        if self.config.kind == FEATURE:  # EAGLE's layer over feature and embedding, around the feature itself
+        if self.config.reads_drafts:  # EAGLE's layer over feature and embedding, around the feature itself
             pair = jnp.concatenate([states, self.embedding_norm(embeddings)], -1)
             return states + linears(pair, self.pair_in)[0]
         if not self.config.committed_embeddings:
@@ -105,7 +102,7 @@ def _attend_behind(earlier, query, new, *rest):
 
 def trunk_pass(
     weights: Weights,
-    config: DrafterConfig,
+    config: TrunkConfig,
     states: Float[Array, "B N H"],
     embeddings: Float[Array, "B N H"] | None,
     positions: Int[Array, "B N"],
@@ -120,7 +117,7 @@ def trunk_pass(
     Args:
       states: features of committed positions, or the trunk's own states.
       embeddings: the target's embedding of the token that follows each position, where that token is committed;
-        None for the trunk's own states. Ignored when the configuration has no committed embeddings. A `feature`
+        None for the trunk's own states. Ignored when the configuration has no committed embeddings. An EAGLE
         drafter reads those of drafted tokens too.
       new_mask: which of the `earlier` entries, and behind them of the N states, each state sees.
       earlier: keys and values of earlier passes of the same round.
@@ -147,7 +144,7 @@ def embed_committed(
 
 def trunk_inputs(
     weights: Weights,
-    config: DrafterConfig,
+    config: TrunkConfig,
     states: Float[Array, "B N H"],
     embeddings: Float[Array, "B N H"] | None,
 ) -> Float[Array, "B N H"]:
@@ -156,7 +153,7 @@ def trunk_inputs(
 
 
 def slot_inputs(
-    weights: Weights, config: DrafterConfig, last: Float[Array, "B A H"], num_slots: int
+    weights: Weights, config: TrunkConfig, last: Float[Array, "B A H"], num_slots: int
 ) -> Float[Array, "B A S H"]:
     """What it reads at the S slots behind committed positions whose own inputs are `last`."""
     return cast(Array, Trunk(config).apply({"params": weights["trunk"]}, last, num_slots, method="slot_inputs"))
@@ -164,7 +161,7 @@ def slot_inputs(
 
 def recurrent_states(
     weights: Weights,
-    config: DrafterConfig,
+    config: TrunkConfig,
     features: Float[Array, "B M H"],
     embeddings: Float[Array, "B M H"] | None,
     num_features: Int[Array, "B"],
@@ -193,9 +190,9 @@ def recurrent_states(
     return jnp.concatenate(states, 1), kv
 
 
-def block_states(
+def parallel_states(
     weights: Weights,
-    config: DrafterConfig,
+    config: TrunkConfig,
     features: Float[Array, "B M H"],
     embeddings: Float[Array, "B M H"] | None,
     num_features: Int[Array, "B"],
@@ -226,7 +223,7 @@ def block_states(
     return states, jax.tree.map(lambda x: x[:, :, :num], kv)
 
 
-STATES = {RECURRENT: recurrent_states, BLOCK: block_states}
+STATES = {RECURRENT: recurrent_states, PARALLEL: parallel_states}
 """How the states of a round are computed, by the kind of trunk."""
 
 
@@ -272,105 +269,19 @@ def base_logits(
     return logits_of_rows(weights["head"], target_config, normed)
 
 
-def read_token(
-    weights: Weights, config: DrafterConfig, token: Int[Array, "..."], above: Float[Array, "... r"] | None = None
-) -> Float[Array, "... r"]:
-    """What the injector has read when it stands on a token: RMSNorm(W1[token] + R . above) of the token's `rank`.
-
-    Args:
-      token: any token, cold ones too (methods.md, A10).
-      above: what it had read on the token's parent; None at a root. Without a path, R is zero.
-    """
-    if config.rank == 0:
-        return jnp.zeros((*token.shape, 0))
-    row = rows_of(weights["injector"]["previous"], token)
-    if above is not None and config.injection == PATH:
-        row = row + matmul(above, weights["injector"]["path"])
-    return rms_norm(row, weights["injector"]["norm"].astype(jnp.float32), config.norm_eps)
-
-
-def token_bias(weights: Weights, config: DrafterConfig, read: Float[Array, "... r"]) -> Float[Array, "... V"]:
-    """The bias behind a token: what the injector has read . W2; V are the tokens that may be drafted.
-
-    A drafter of rank 0 was trained without token information.
-    """
-    if config.rank == 0:
-        return jnp.zeros((*read.shape[:-1], config.draft_vocab_size))
-    return matmul(read, weights["injector"]["bias"])
-
-
-def inject(
-    weights: Weights, config: DrafterConfig, tokens: Int[Array, "..."], above: Float[Array, "... r"] | None
-) -> tuple[Float[Array, "... V"], Float[Array, "... r"] | None]:
-    """The bias behind each token, and what its children need of it: `above` of their own call, None without a path.
-
-    The bias is zero at initialisation (methods.md 1.5, 3).
-    """
-    read = read_token(weights, config, tokens, above)
-    return token_bias(weights, config, read), read if config.injection == PATH else None
-
-
-def read_paths(weights: Weights, config: DrafterConfig, paths: Int[Array, "... K"]) -> Float[Array, "... K r"]:
-    """What the injector has read on each token of paths that start at their roots."""
-    if config.injection != PATH:
-        return read_token(weights, config, paths.reshape(-1)).reshape(*paths.shape, -1)
-    read = [read_token(weights, config, paths[..., 0])]
-    for k in range(1, paths.shape[-1]):
-        read.append(read_token(weights, config, paths[..., k], read[-1]))
-    return jnp.stack(read, -2)
-
-
-def read_tree(
-    weights: Weights, config: DrafterConfig, tokens: Int[Array, "B N"], parents: Int[Array, "B N"], num_levels: int
-) -> Float[Array, "B N r"]:
-    """What the injector has read on each node of trees with this many levels below their roots, all nodes at once."""
-    read = read_token(weights, config, tokens)
-    if config.injection == PATH:
-        for _ in range(num_levels):
-            above = jnp.where((parents != NO_PARENT)[..., None], take_nodes(read, jnp.maximum(parents, 0), axis=1), 0.0)
-            read = read_token(weights, config, tokens, above)
-    return read
-
-
-def head_states(
-    weights: Weights, config: DrafterConfig, features: Float[Array, "... H"], num_states: int
-) -> Float[Array, "... K H"]:
-    """States of the first K heads of a `block` drafter: f + SiLU(W_k f + b_k) of one feature f each.
-
-    References:
-      Medusa (arXiv:2401.10774, section 2.1.1), with the target's own LM head behind all heads as in blockwise parallel
-      decoding (Stern et al., arXiv:1811.03115).
-    """
-    width = num_states * config.hidden_size
-    added = matmul(features, weights["heads"]["kernel"][:width]) + weights["heads"]["bias"][:width].astype(jnp.float32)
-    added = jax.nn.silu(added).reshape(*features.shape[:-1], num_states, config.hidden_size)
-    return features[..., None, :] + added
-
-
-def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
-    """Random float32 weights; injector and heads add nothing yet, so the first logits are those of trunk or feature.
-
-    These are the weights that are learned; with a hot vocabulary `hot.attach` adds the rest.
-    """
+def init_fusion(key: jax.Array, config: DrafterConfig) -> Weights:
+    """What every trained drafter has: the norm before the head, and the fusion of feature layers if it reads any."""
     weights: Weights = {"output_norm": {"weight": jnp.ones(config.hidden_size)}}
     width = config.hidden_size * len(config.feature_layers)
     if width:
         kernel = jax.random.normal(jax.random.fold_in(key, 1), (config.hidden_size, width)) * width**-0.5
         weights["fusion"] = {"norm": jnp.ones(width), "kernel": kernel}
-    if config.kind == HEADS:
-        rows = config.num_steps * config.hidden_size
-        return weights | {"heads": {"kernel": jnp.zeros((rows, config.hidden_size)), "bias": jnp.zeros(rows)}}
-    trunk_key, table_key = jax.random.split(key)
+    return weights
+
+
+def init_trunk(key: jax.Array, config: TrunkConfig) -> Weights:
+    """Random float32 weights of the trunk."""
     one = jnp.zeros((1, 1), jnp.int32)
     state = jnp.zeros((1, 1, config.hidden_size))
     mask = jnp.ones((1, 1, 1), bool)
-    weights["trunk"] = Trunk(config).init(trunk_key, state, state, one, mask, None, None)["params"]
-    if config.kind == HIDDEN and config.rank > 0:
-        weights["injector"] = {
-            "previous": jax.random.normal(table_key, (config.vocab_size, config.rank)),
-            "norm": jnp.ones(config.rank),
-            "bias": jnp.zeros((config.draft_vocab_size, config.rank)),
-        }
-        if config.injection == PATH:
-            weights["injector"]["path"] = jnp.zeros((config.rank, config.rank))
-    return weights
+    return Trunk(config).init(key, state, state, one, mask, None, None)["params"]

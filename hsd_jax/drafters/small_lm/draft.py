@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import ModelConfig, SmallLMConfig, TreeConfig
+from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.infer.tree import grow
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk

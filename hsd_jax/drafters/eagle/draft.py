@@ -1,9 +1,9 @@
-"""The feature drafter: EAGLE's recurrence, which reads the drafted tokens, one trunk pass and one head a level.
+"""The EAGLE drafter: a recurrence, which reads the drafted tokens, one trunk pass and one head a level.
 
 The state behind a node is what the trunk makes of its parent's state and the embedding of its own token, so siblings
 differ and a tree is grown level by level (EAGLE, arXiv:2401.15077); its shape follows the drafter's confidence, and the
 best nodes over all levels are verified (EAGLE-2, arXiv:2406.16858, section 4). What it keeps between rounds, and which
-layers of the target it reads, is as in `hidden.py`. Read that first.
+layers of the target it reads, is as in `hidden/draft.py`. Read that first.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.drafters.eagle.config import EagleConfig
+from hsd_jax.drafters.hidden.draft import hidden_drafter
+from hsd_jax.drafters.hidden.schedule import HiddenState
 from hsd_jax.infer import tree as tree_lib
-from hsd_jax.infer.drafters.hidden import HiddenState, hidden_drafter
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.hidden import base_logits, embed_committed, trunk_pass
 from hsd_jax.models.target import causal_mask
+from hsd_jax.models.trunk import base_logits, embed_committed, trunk_pass
 from hsd_jax.types import Drafter, DrawLaw, KVCache, NewKV, SamplingParams
 
 
@@ -34,7 +36,7 @@ class Level(NamedTuple):
     """Keys and values of the X drafted nodes so far; None at the root, which is committed."""
 
 
-def root_level(models, target_config: ModelConfig, config: DrafterConfig, state: HiddenState) -> tuple[Level, KVCache]:
+def root_level(models, target_config: ModelConfig, config: EagleConfig, state: HiddenState) -> tuple[Level, KVCache]:
     """The state behind the root, in one pass over the pending features, and the cache that has taken them in."""
     batch, num = state.pending.shape[:2]
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
@@ -51,7 +53,7 @@ def root_level(models, target_config: ModelConfig, config: DrafterConfig, state:
 def next_level(
     models,
     target_config: ModelConfig,
-    config: DrafterConfig,
+    config: EagleConfig,
     cache: KVCache,
     depth: int,
     tokens: Int[Array, "B w"],
@@ -77,9 +79,9 @@ def next_level(
     return Level(states, sees, kv)
 
 
-def feature_drafter(
+def eagle_drafter(
     target_config: ModelConfig,
-    config: DrafterConfig,
+    config: EagleConfig,
     tree: TreeConfig,
     cache_dtype: Any = jnp.float32,
     law: DrawLaw = DrawLaw.ARBITRARY,

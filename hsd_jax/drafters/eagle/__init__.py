@@ -1,0 +1,32 @@
+"""EAGLE: a recurrence that reads the drafted tokens (arXiv:2401.15077, arXiv:2406.16858)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hsd_jax.config import TreeConfig, layer_numbers
+from hsd_jax.drafters.eagle.config import EagleConfig
+from hsd_jax.drafters.eagle.draft import eagle_drafter
+from hsd_jax.drafters.eagle.weights import init_weights
+from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.shared import chain_of_training
+from hsd_jax.models.unroll import unroll
+
+
+def drafting_seconds(costs: Any, config: EagleConfig, batch: int, tree: TreeConfig) -> float:
+    """A trunk pass and a product with the head for every level."""
+    size, rows = costs.drafter_itemsize, batch * tree.width
+    trunk = config.num_layers * layer_numbers(config) + 2 * config.hidden_size**2
+    level = costs.product(trunk, rows, size) + costs.product(config.draft_vocab_size * config.hidden_size, rows, size)
+    return tree.depth * (float(level) + costs.layer_seconds(config.num_layers) + 10 * costs.rates.operation_seconds)
+
+
+EAGLE = Method(
+    EagleConfig,
+    eagle_drafter,
+    chain_of_training,
+    lambda config: config.num_steps,
+    drafting_seconds,
+    init_weights=init_weights,
+    unroll=unroll,
+)

@@ -1,0 +1,14 @@
+"""The weights of an EAGLE drafter: a trunk that reads tokens needs no token information behind it."""
+
+from __future__ import annotations
+
+import jax
+
+from hsd_jax.drafters.eagle.config import EagleConfig
+from hsd_jax.models.trunk import init_fusion, init_trunk
+from hsd_jax.types import Weights
+
+
+def init_weights(key: jax.Array, config: EagleConfig) -> Weights:
+    """Random float32 weights, the same trunk as a hidden-state drafter's of the same key."""
+    return init_fusion(key, config) | {"trunk": init_trunk(jax.random.split(key)[0], config)}

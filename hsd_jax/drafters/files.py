@@ -1,0 +1,119 @@
+"""Trained drafters to and from their folders.
+
+Every file is checked against its configuration before anything compiles. What was written under older names is read
+under those of now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from hsd_jax.config import PARALLEL, DrafterConfig, ModelConfig, from_dict, to_dict
+from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.table import METHODS, method_of
+from hsd_jax.files import write_json
+from hsd_jax.models.convert import check_num_layers, shapes_of
+from hsd_jax.models.hf_config import read_json
+from hsd_jax.models.hot import checked_ids
+from hsd_jax.models.tensor_files import checked_dtype, load_tree, open_all, store_tree
+from hsd_jax.settings import shown
+from hsd_jax.types import Weights
+
+DRAFTER_CONFIG, DRAFTER_FILE = "drafter_config.json", "drafter.safetensors"
+_HOT_IDS = "hot_ids"
+_GONE_KEY, _GONE_TENSORS = "has_mix", ("mix.new", "mix.old")
+_OLD_KINDS, _OLD_PARALLEL = {"feature": "eagle", "block": "medusa"}, "block"
+
+
+def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dtype: Any = "float32") -> None:
+    """Writes `drafter.safetensors` and `drafter_config.json`; each appears whole or not at all.
+
+    Of a hot vocabulary the ids are written, not the rows of the target's head: those are the target's.
+
+    Raises:
+      ValueError: if a weight is missing, unexpected, misshapen or not finite, or hot ids are not what `hot.checked_ids`
+        asks for.
+    """
+    dtype, folder = checked_dtype(dtype), Path(folder)
+    if config.hot_tokens is not None:
+        weights = {name: part for name, part in weights.items() if name != "head"}
+        if _HOT_IDS in weights:
+            checked_ids(weights[_HOT_IDS], config.vocab_size, f"weights to save: {_HOT_IDS!r}")
+    store_tree(folder / DRAFTER_FILE, weights, _shapes(config), dtype, lambda path: path, ids=(_HOT_IDS,))
+    write_json(folder / DRAFTER_CONFIG, {"kind": config.kind, **to_dict(config)})
+
+
+def read_drafter_config(folder: str | Path) -> DrafterConfig:
+    """The configuration that `save_drafter` wrote; raises as `read_drafter`."""
+    path = Path(folder) / DRAFTER_CONFIG
+    values = read_json(path)
+    values = {key: value for key, value in values.items() if key != _GONE_KEY}
+    kind = values.pop("kind", HiddenConfig.kind)
+    kind = _OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind
+    trained = {name: method.config for name, method in METHODS.items() if method.init_weights is not None}
+    if not isinstance(kind, str) or kind not in trained:
+        raise ValueError(f"{path}: kind={shown(kind)}: allowed are {', '.join(trained)}")
+    if values.get("trunk") == _OLD_PARALLEL:
+        values["trunk"] = PARALLEL
+    own = {field.name for field in dataclasses.fields(trained[kind])}
+    for field in dataclasses.fields(HiddenConfig):  # of which a file once held all, whatever its kind
+        if field.name in values and field.name not in own:
+            value = values.pop(field.name)
+            if field.default not in (dataclasses.MISSING, value):
+                raise ValueError(f"{path}: {field.name}={shown(value)}: kind {kind!r} has no such choice")
+    return from_dict(trained[kind], values, str(path))
+
+
+def read_drafter(folder: str | Path, dtype: Any = "float32") -> tuple[DrafterConfig, Weights]:
+    """What `save_drafter` wrote, weights in `dtype`. Before it drafts from a hot vocabulary, `hot.attach` the head.
+
+    Raises:
+      FileNotFoundError: if one of the two files is missing.
+      ValueError: as `read_weights`, and for an unknown, missing or mistyped key of the configuration, or hot ids that
+        are no ascending tokens.
+    """
+    dtype, folder, config = checked_dtype(dtype), Path(folder), read_drafter_config(folder)
+    with contextlib.ExitStack() as stack:
+        if not (folder / DRAFTER_FILE).is_file():
+            raise FileNotFoundError(f"{folder / DRAFTER_FILE}: no such file, though {DRAFTER_CONFIG} is there")
+        tensors = open_all([folder / DRAFTER_FILE], stack)
+        stored = {tensor.name: tensor for tensor in tensors if tensor.name not in _GONE_TENSORS}
+        check_num_layers(getattr(config, "num_layers", 1), stored, folder, DRAFTER_CONFIG)
+        shapes = _shapes(config)
+        names = {path: path for path in shapes}
+        weights = load_tree(stored, names, shapes, dtype, folder, DRAFTER_CONFIG, ids=(_HOT_IDS,))
+    if config.hot_tokens is not None:
+        checked_ids(weights[_HOT_IDS], config.vocab_size, f"{folder / DRAFTER_FILE}: tensor {_HOT_IDS!r}")
+    return config, weights
+
+
+def check_drafter(drafter_config: DrafterConfig, target_config: ModelConfig, target_hash: str) -> None:
+    """Refuses a drafter that was trained for another target.
+
+    A drafter with an empty `target_hash` says nothing of its target; then only the sizes are compared.
+
+    Raises:
+      ValueError: naming both targets, if hidden size, vocabulary or fingerprint differ.
+    """
+    trained_for = (
+        f"the drafter was trained for target {drafter_config.target_hash[:12] or '(no fingerprint)'} with hidden_size="
+        f"{drafter_config.hidden_size}, vocab_size={drafter_config.vocab_size}"
+    )
+    for name in ("hidden_size", "vocab_size"):
+        found = getattr(target_config, name)
+        if getattr(drafter_config, name) != found:
+            raise ValueError(f"{trained_for}; this target has {name}={found}. Take its own drafter or train one")
+    if drafter_config.target_hash not in ("", target_hash):
+        raise ValueError(
+            f"{trained_for}; this target is {target_hash[:12]}, same sizes but other weights. Take its own drafter or"
+            " train one"
+        )
+
+
+def _shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """`_shapes` of what is stored of a drafter: the learned weights and the hot ids, if there are any."""
+    shapes = shapes_of(method_of(config).init_weights, config)
+    return shapes if config.hot_tokens is None else {**shapes, _HOT_IDS: (config.hot_tokens,)}

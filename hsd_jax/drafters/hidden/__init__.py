@@ -1,0 +1,44 @@
+"""Hidden-state drafting: K token-free states, token information behind the head (Lyanna, arXiv:2602.21224)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hsd_jax.config import RECURRENT, REUSES, TreeConfig, layer_numbers
+from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.hidden.draft import hidden_drafter
+from hsd_jax.drafters.hidden.schedule import aged
+from hsd_jax.drafters.hidden.stages import stages
+from hsd_jax.drafters.hidden.weights import init_weights, inject, read_paths, token_bias
+from hsd_jax.drafters.method import Method, TokenInformation
+from hsd_jax.drafters.shared import chain_of_training
+from hsd_jax.models.unroll import unroll
+
+
+def drafting_seconds(costs: Any, config: HiddenConfig, batch: int, tree: TreeConfig) -> float:
+    """Trunk, one product of all states with the head, and token information level by level."""
+    size, small = costs.drafter_itemsize, costs.rates.operation_seconds
+    trunk = config.num_layers * layer_numbers(config) + 2 * config.hidden_size**2
+    per_pass = costs.layer_seconds(config.num_layers)
+    if config.trunk == RECURRENT:
+        states = tree.depth * (float(costs.product(trunk, batch, size)) + per_pass)
+    else:
+        states = float(costs.product(trunk, batch * 0.9 * tree.depth, size)) + per_pass + 30 * small
+    logits = float(costs.product(config.draft_vocab_size * config.hidden_size, batch * tree.depth, size))
+    bias = costs.product(config.rank * config.draft_vocab_size, batch * tree.width, size)
+    return states + logits + tree.depth * float(bias + 12 * small)
+
+
+HIDDEN = Method(
+    HiddenConfig,
+    hidden_drafter,
+    chain_of_training,
+    lambda config: config.num_steps,
+    drafting_seconds,
+    reuses=REUSES,
+    init_weights=init_weights,
+    unroll=unroll,
+    token_information=TokenInformation(inject, read_paths, token_bias),
+    stages=stages,
+    aged=aged,
+)

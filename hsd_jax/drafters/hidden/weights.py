@@ -1,0 +1,96 @@
+"""Token information: what drafted tokens add to the logits of token-free states, and the weights of the whole drafter.
+
+The injector adds a low-rank bias behind the LM head, from the previous token or from the path up to it. The trunk is
+`models/trunk.py`. Read next: `draft.py`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
+from hsd_jax.models.cache import take_nodes
+from hsd_jax.models.layers import matmul, rms_norm, rows_of
+from hsd_jax.models.trunk import init_fusion, init_trunk
+from hsd_jax.types import NO_PARENT, Weights
+
+
+def init_weights(key: jax.Array, config: HiddenConfig) -> Weights:
+    """Random float32 weights; the injector adds nothing yet, so the first logits are those of the trunk.
+
+    These are the weights that are learned; with a hot vocabulary `hot.attach` adds the rest.
+    """
+    weights = init_fusion(key, config)
+    trunk_key, table_key = jax.random.split(key)
+    weights["trunk"] = init_trunk(trunk_key, config)
+    if config.rank > 0:
+        weights["injector"] = {
+            "previous": jax.random.normal(table_key, (config.vocab_size, config.rank)),
+            "norm": jnp.ones(config.rank),
+            "bias": jnp.zeros((config.draft_vocab_size, config.rank)),
+        }
+        if config.injection == PATH:
+            weights["injector"]["path"] = jnp.zeros((config.rank, config.rank))
+    return weights
+
+
+def read_token(
+    weights: Weights, config: HiddenConfig, token: Int[Array, "..."], above: Float[Array, "... r"] | None = None
+) -> Float[Array, "... r"]:
+    """What the injector has read when it stands on a token: RMSNorm(W1[token] + R . above) of the token's `rank`.
+
+    Args:
+      token: any token, cold ones too (methods.md, A10).
+      above: what it had read on the token's parent; None at a root. Without a path, R is zero.
+    """
+    if config.rank == 0:
+        return jnp.zeros((*token.shape, 0))
+    row = rows_of(weights["injector"]["previous"], token)
+    if above is not None and config.injection == PATH:
+        row = row + matmul(above, weights["injector"]["path"])
+    return rms_norm(row, weights["injector"]["norm"].astype(jnp.float32), config.norm_eps)
+
+
+def token_bias(weights: Weights, config: HiddenConfig, read: Float[Array, "... r"]) -> Float[Array, "... V"]:
+    """The bias behind a token: what the injector has read . W2; V are the tokens that may be drafted.
+
+    A drafter of rank 0 was trained without token information.
+    """
+    if config.rank == 0:
+        return jnp.zeros((*read.shape[:-1], config.draft_vocab_size))
+    return matmul(read, weights["injector"]["bias"])
+
+
+def inject(
+    weights: Weights, config: HiddenConfig, tokens: Int[Array, "..."], above: Float[Array, "... r"] | None
+) -> tuple[Float[Array, "... V"], Float[Array, "... r"] | None]:
+    """The bias behind each token, and what its children need of it: `above` of their own call, None without a path.
+
+    The bias is zero at initialisation (methods.md 1.5, 3).
+    """
+    read = read_token(weights, config, tokens, above)
+    return token_bias(weights, config, read), read if config.injection == PATH else None
+
+
+def read_paths(weights: Weights, config: HiddenConfig, paths: Int[Array, "... K"]) -> Float[Array, "... K r"]:
+    """What the injector has read on each token of paths that start at their roots."""
+    if config.injection != PATH:
+        return read_token(weights, config, paths.reshape(-1)).reshape(*paths.shape, -1)
+    read = [read_token(weights, config, paths[..., 0])]
+    for k in range(1, paths.shape[-1]):
+        read.append(read_token(weights, config, paths[..., k], read[-1]))
+    return jnp.stack(read, -2)
+
+
+def read_tree(
+    weights: Weights, config: HiddenConfig, tokens: Int[Array, "B N"], parents: Int[Array, "B N"], num_levels: int
+) -> Float[Array, "B N r"]:
+    """What the injector has read on each node of trees with this many levels below their roots, all nodes at once."""
+    read = read_token(weights, config, tokens)
+    if config.injection == PATH:
+        for _ in range(num_levels):
+            above = jnp.where((parents != NO_PARENT)[..., None], take_nodes(read, jnp.maximum(parents, 0), axis=1), 0.0)
+            read = read_token(weights, config, tokens, above)
+    return read

@@ -1,0 +1,32 @@
+"""Medusa: heads that guess their positions apart from one another (arXiv:2401.10774, arXiv:1811.03115)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.medusa.config import MedusaConfig
+from hsd_jax.drafters.medusa.draft import medusa_drafter
+from hsd_jax.drafters.medusa.weights import init_weights, unroll
+from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.shared import chain_of_training
+
+
+def drafting_seconds(costs: Any, config: MedusaConfig, batch: int, tree: TreeConfig) -> float:
+    """One product for all heads, and one with the head of the vocabulary."""
+    size = costs.drafter_itemsize
+    heads = costs.product(tree.depth * config.hidden_size**2, batch, size)
+    logits = costs.product(config.draft_vocab_size * config.hidden_size, batch * tree.depth, size)
+    return float(heads + logits) + 20 * costs.rates.operation_seconds
+
+
+MEDUSA = Method(
+    MedusaConfig,
+    medusa_drafter,
+    chain_of_training,
+    lambda config: config.num_steps,
+    drafting_seconds,
+    has_score=False,
+    init_weights=init_weights,
+    unroll=unroll,
+)

@@ -1,0 +1,52 @@
+"""What the rest of the package asks of a kind of drafter. Read next: `table.py`, which has a row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hsd_jax.config import NONE, TreeConfig
+from hsd_jax.types import Drafter, Weights
+
+
+class TokenInformation(NamedTuple):
+    """What a drafter adds to the logits of token-free states, as functions of its weights and configuration."""
+
+    inject: Callable[..., Any]
+    """`inject(weights, config, tokens, above) -> (bias, above)`: behind each token, node by node of a tree."""
+    read_paths: Callable[..., Any]
+    """`read_paths(weights, config, paths [..., K]) -> [..., K, r]`: of whole paths at once."""
+    bias: Callable[..., Any]
+    """`bias(weights, config, read [..., r]) -> [..., C]`."""
+
+
+class Method(NamedTuple):
+    """A kind of drafter. Its name is `config.kind`."""
+
+    config: type
+    """The frozen dataclass of what is static."""
+    make: Callable[..., Drafter]
+    """`make(target_config, config, tree, cache_dtype, law) -> Drafter`, and `reuse=` where `reuses` lists more than
+    NONE. Raises a ValueError for trees that it cannot draft."""
+    default_tree: Callable[[Any], TreeConfig]
+    """`default_tree(config)`: for calls that neither ask for a tree nor let `plan.py` choose."""
+    max_depth: Callable[[Any], int]
+    """`max_depth(config)`: the deepest chain worth trying."""
+    drafting_seconds: Callable[..., float]
+    """`drafting_seconds(costs, config, batch, tree)`, with the `product` and `rates` of a `plan.CostModel`."""
+    grows_wide: bool = True
+    """Whether its trees may have siblings."""
+    has_score: bool = True
+    """Whether its trees carry how likely it takes each node to be accepted."""
+    reuses: tuple[str, ...] = (NONE,)
+    """Forms of reuse of spare states (`config.REUSES`) that it can draft with."""
+    init_weights: Callable[..., Weights] | None = None
+    """`init_weights(key, config)`. None: it is not trained on its target's features."""
+    unroll: Callable[..., Any] | None = None
+    """As `models.unroll.unroll`: the states of many anchors at once, for training."""
+    token_information: TokenInformation | None = None
+    stages: Callable[..., Any] | None = None
+    """`stages(target_config, config, tree, law)`: the parts of drafting, for profiles. None: it is timed as a whole."""
+    aged: Callable[..., Any] | None = None
+    """`aged(models, target_config, config, num_states, state) -> (age -> state)`: states with spares of any age, for
+    simulation. None: nothing is reused."""

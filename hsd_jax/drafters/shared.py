@@ -1,0 +1,36 @@
+"""What several rooms need."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.types import DRAWN_LAWS, DrawLaw
+
+
+def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, law: DrawLaw) -> None:
+    """Raises a ValueError if a trained drafter cannot draft such trees, or not for this target."""
+    config.check_feature_layers(target_config.num_layers)
+    if tree.depth > config.num_steps:
+        raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps")
+    if tree.width > config.draft_vocab_size:
+        whole = "vocabulary" if config.hot_tokens is None else "hot vocabulary"
+        raise ValueError(f"TreeConfig.width={tree.width}: allowed are 1 to the {whole}, {config.draft_vocab_size}")
+    if law in DRAWN_LAWS:
+        tree.sampled_widths()  # raises here, before anything compiles
+
+
+def last_feature(
+    features: Float[Array, "B C H"], start: Int[Array, ""] | int, length: Int[Array, "B"], before: Float[Array, "B H"]
+) -> Float[Array, "B H"]:
+    """The feature of each prompt's last token but one, if it is of this chunk, else `before`."""
+    last, num = length - 2 - start, features.shape[1]
+    found = jnp.take_along_axis(features, jnp.clip(last, 0, num - 1)[:, None, None], 1)[:, 0]
+    return jnp.where(((last >= 0) & (last < num))[:, None], found, before)
+
+
+def chain_of_training(config: DrafterConfig) -> TreeConfig:
+    """A chain as long as the drafter was trained for, of at most 8 nodes."""
+    depth = min(7, config.num_steps)
+    return TreeConfig(1 + depth, depth, 1)

@@ -1,0 +1,53 @@
+"""The table of drafters: a kind is one folder beside this file and one row here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hsd_jax.config import NO_REUSE, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
+from hsd_jax.drafters.eagle import EAGLE
+from hsd_jax.drafters.hidden import HIDDEN
+from hsd_jax.drafters.lookup import LOOKUP
+from hsd_jax.drafters.medusa import MEDUSA
+from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.small_lm import SMALL_LM
+from hsd_jax.types import Drafter, DrawLaw, Weights
+
+METHODS: dict[str, Method] = {method.config.kind: method for method in (HIDDEN, EAGLE, MEDUSA, SMALL_LM, LOOKUP)}
+
+
+def method_of(config: Any) -> Method:
+    """The row of a drafter's configuration."""
+    return METHODS[config.kind]
+
+
+def make_drafter(
+    target_config: ModelConfig,
+    config: Any,
+    tree: TreeConfig,
+    cache_dtype: Any = jnp.float32,
+    law: DrawLaw = DrawLaw.ARBITRARY,
+    reuse: ReuseConfig = NO_REUSE,
+) -> Drafter:
+    """The drafter that `config` describes, with trees of this shape whose children are chosen as `law` says.
+
+    Args:
+      reuse: of spare states.
+    Raises:
+      ValueError: if it cannot draft such trees, or not for this target, or has no states to reuse.
+    """
+    method = method_of(config)
+    if reuse.form not in method.reuses:
+        raise ValueError(f"reuse={str(reuse)!r}: a {config.kind} drafter has no spare states, allowed is {NO_REUSE}")
+    options = {} if len(method.reuses) == 1 else {"reuse": reuse}
+    return method.make(target_config, config, tree, cache_dtype, law, **options)
+
+
+def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
+    """Random float32 weights of a drafter that is trained on its target's features."""
+    init_weights = method_of(config).init_weights
+    assert init_weights is not None, f"a {config.kind} drafter is not trained"
+    return init_weights(key, config)

@@ -1,1 +1,0 @@
-"""Drafters: each proposes a `DraftTree` and knows nothing about acceptance."""
