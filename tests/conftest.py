@@ -20,13 +20,15 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 
 # Shapes are checked where functions are. Not in types.py: jax builds pytrees of None, of 0 and of placeholders
 # (tree.map, vmap's in_axes), which no shape fits. A pytree dataclass within the packages named here says
-# `@typing.no_type_check` above its other decorators for the same reason.
+# `@typing.no_type_check` above its other decorators for the same reason. Configurations check themselves.
 CHECKS_SHAPES = importlib.util.find_spec("beartype") is not None
 if CHECKS_SHAPES:
     import jaxtyping
 
     assert not any(name.startswith("hsd_jax.") for name in sys.modules), "hsd_jax was imported before its import hook"
-    jaxtyping.install_import_hook(["hsd_jax.models", "hsd_jax.infer", "hsd_jax.drafters"], "beartype.beartype")
+    rooms = (REPO / "hsd_jax" / "drafters").glob("*/[a-z]*.py")
+    checked = [f"hsd_jax.drafters.{path.parent.name}.{path.stem}" for path in rooms if path.stem != "config"]
+    jaxtyping.install_import_hook(["hsd_jax.models", "hsd_jax.infer", *checked], "beartype.beartype")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 from typing import Annotated, ClassVar
 
 from hsd_jax.config import RECURRENT, TRUNKS, TrunkConfig
@@ -13,7 +12,6 @@ PREVIOUS, PATH = INJECTIONS = ("previous", "path")
 """What token information knows: the token before, or all drafted tokens up to it (`weights.py`)."""
 
 
-@typing.no_type_check  # a wrong type gets our own message
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiddenConfig(TrunkConfig):
     """A trunk that never reads a drafted token, and token information added to its logits."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import typing
 from typing import Annotated, ClassVar
 
 from hsd_jax import settings
 from hsd_jax.settings import Within
 
 
-@typing.no_type_check  # a wrong type gets our own message
 @dataclasses.dataclass(frozen=True)
 class LookupConfig:
     """Prompt lookup: drafts what stood behind the longest n-gram of the context that ends it once more.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 from typing import ClassVar
 
 from hsd_jax.config import ModelConfig
 
 
-@typing.no_type_check  # a wrong type gets our own message
 @dataclasses.dataclass(frozen=True)
 class SmallLMConfig(ModelConfig):
     """An independent language model in the role of a drafter."""
