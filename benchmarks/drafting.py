@@ -26,7 +26,7 @@ from hsd_jax.config import PARALLEL, RECURRENT, DrafterConfig, TreeConfig
 from hsd_jax.drafters.hidden.schedule import HiddenState, trunk_states
 from hsd_jax.drafters.table import init_drafter, make_drafter
 from hsd_jax.infer.metrics import interleaved_medians, loop_timer
-from hsd_jax.infer.sampling import first_best
+from hsd_jax.kernels.ops import argmax
 from hsd_jax.machine import hardware
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask
@@ -51,7 +51,7 @@ def recurrence(models, target_config, config: DrafterConfig, steps: int, width: 
     tokens, earlier = [], kv
     for step in range(steps):
         logits = base_logits(weights, config, models["target"], target_config, out)
-        best = first_best(logits) if width == 1 else lax.top_k(logits, width)[1][..., 0]
+        best = argmax(logits) if width == 1 else lax.top_k(logits, width)[1][..., 0]
         tokens.append(best)
         if step + 1 < steps:
             embeddings = embed_committed(models["target"], target_config, config, best)

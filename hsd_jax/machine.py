@@ -13,7 +13,7 @@ def hardware() -> dict[str, Any]:
     """What the figures were measured on."""
     import jax
 
-    from hsd_jax.models import native
+    from hsd_jax.kernels import native
 
     return {
         "cpu": cpu_model(),
@@ -33,7 +33,7 @@ def device_name() -> str:
     """What decodes, in a line: two machines of the same name are about equally fast."""
     import jax
 
-    from hsd_jax.models import native
+    from hsd_jax.kernels import native
 
     if jax.default_backend() != "cpu":
         return jax.devices()[0].device_kind

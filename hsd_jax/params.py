@@ -24,7 +24,8 @@ from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import method_of
-from hsd_jax.models import convert, hot, native
+from hsd_jax.kernels import native
+from hsd_jax.models import convert, hot
 from hsd_jax.settings import Within, fits, shown
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
@@ -93,7 +94,7 @@ def held_dtype(dtype: Any, has_kernels: bool = True) -> Any:
 
 
 def fastest_dtype(has_kernels: bool = True) -> Any:
-    """bfloat16 where the device or our own kernel multiplies it fast (`models/native.py`), else float32.
+    """bfloat16 where the device or our own kernel multiplies it fast (`kernels/native.py`), else float32.
 
     Args:
       has_kernels: False on a mesh, where the kernels are off.

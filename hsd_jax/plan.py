@@ -21,7 +21,7 @@ import numpy as np
 from hsd_jax.config import NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, layer_numbers
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer.accept import NATURAL_LAW
-from hsd_jax.models import native
+from hsd_jax.kernels import native
 from hsd_jax.params import Params
 from hsd_jax.tuned import WARM, Choice, Tuned, is_warm, kept
 from hsd_jax.types import Costs

@@ -28,7 +28,7 @@ if CHECKS_SHAPES:
     assert not any(name.startswith("hsd_jax.") for name in sys.modules), "hsd_jax was imported before its import hook"
     rooms = (REPO / "hsd_jax" / "drafters").glob("*/[a-z]*.py")
     checked = [f"hsd_jax.drafters.{path.parent.name}.{path.stem}" for path in rooms if path.stem != "config"]
-    jaxtyping.install_import_hook(["hsd_jax.models", "hsd_jax.infer", *checked], "beartype.beartype")
+    jaxtyping.install_import_hook(["hsd_jax.kernels", "hsd_jax.models", "hsd_jax.infer", *checked], "beartype.beartype")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hsd_jax"
 LAYERS = [
     "settings files programs",
     "types config lock",
+    "kernels",
     "sharding checkpoint",
     "models",
     "infer",

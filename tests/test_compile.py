@@ -19,7 +19,7 @@ from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
-from hsd_jax.models import native
+from hsd_jax.kernels import native
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.types import DrawLaw, Limits, SamplingParams
 

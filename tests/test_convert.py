@@ -27,7 +27,8 @@ from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.table import init_drafter
-from hsd_jax.models import convert, native, tensor_files
+from hsd_jax.kernels import native
+from hsd_jax.models import convert, tensor_files
 from hsd_jax.models.cache import commit, empty_cache
 from hsd_jax.models.hf_config import format_config, parse_config
 from hsd_jax.models.target import forward, forward_sequence, init_target

@@ -21,7 +21,7 @@ from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.tree import ancestor_mask
-from hsd_jax.models.layers import rms_norm
+from hsd_jax.kernels.ops import rms_norm
 from hsd_jax.models.target import causal_mask, forward_sequence, lm_head
 from hsd_jax.models.trunk import base_logits, trunk_features, trunk_pass
 

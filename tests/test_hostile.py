@@ -33,7 +33,8 @@ from hsd_jax.config import ModelConfig, from_dict
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.table import init_drafter
-from hsd_jax.models import convert, native_build
+from hsd_jax.kernels import build as native_build
+from hsd_jax.models import convert
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.train import claim, documents, evaluate, generate, run

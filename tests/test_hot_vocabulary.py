@@ -35,8 +35,9 @@ from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.infer.tree import grow_tree
-from hsd_jax.models import convert, hot, native
-from hsd_jax.models.layers import MASKED
+from hsd_jax.kernels import native
+from hsd_jax.kernels.ops import MASKED
+from hsd_jax.models import convert, hot
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.train import anchors as anchors_lib
 from hsd_jax.train import drafter, hot_vocabulary, losses, on_policy

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from hsd_jax.models import native
+from hsd_jax.kernels import native, ops
 from hsd_jax.params import describe_arithmetic, held_dtype
 
 
@@ -76,3 +77,16 @@ def test_a_level_is_part_of_a_library_s_name(tmp_path, monkeypatch):
     for command, level in zip(commands, native.LEVELS.values(), strict=True):
         assert set(level.flags) <= set(command)
     assert "-mavx512f" not in commands[0]
+
+
+def test_the_platform_is_that_of_the_program():
+    """On a CPU bfloat16 is multiplied in float32 or by our kernels; a program for a GPU multiplies it as it is."""
+    x, kernel = jnp.ones((2, 8)), jnp.ones((4, 8), jnp.bfloat16)
+
+    def products():
+        (equation,) = (e for e in jax.make_jaxpr(lambda *a: ops.matmul(*a))(x, kernel).eqns if e.primitive.name == "dot_general")
+        return equation.invars[0].aval.dtype
+
+    assert products() == jnp.float32
+    with native.compiled_for("gpu"), native.enabled(True):
+        assert products() == jnp.bfloat16 and not native.is_on()

@@ -13,9 +13,9 @@ import pytest
 import toy
 
 from hsd_jax.config import RopeConfig
-from hsd_jax.infer import sampling
 from hsd_jax.infer.metrics import replay_logits
-from hsd_jax.models import layers, native
+from hsd_jax.kernels import native, ops
+from hsd_jax.models import layers
 from hsd_jax.models.cache import empty_cache
 from hsd_jax.models.target import read_chunk
 
@@ -56,13 +56,13 @@ def normal(seed: int, *shape: int) -> jax.Array:
 @pytest.mark.parametrize("outputs", [1, 6, 33])
 def test_a_product_is_right_and_a_row_keeps_its_bits(width, outputs, dtype):
     x, kernel = normal(0, 130, width), normal(1, outputs, width).astype(dtype)
-    whole = np.asarray(on(layers.matmul, x, kernel))
+    whole = np.asarray(on(ops.matmul, x, kernel))
     exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
     np.testing.assert_allclose(whole, exact, atol=2e-5)
 
     def parts(x, kernel):  # one program: what XLA hands a kernel is an array of its own, however it was cut
-        by_rows = [layers.matmul(x[:n], kernel) for n in ROWS]
-        return by_rows, [layers.matmul(x, kernel[first:]) for first in range(outputs)]
+        by_rows = [ops.matmul(x[:n], kernel) for n in ROWS]
+        return by_rows, [ops.matmul(x, kernel[first:]) for first in range(outputs)]
 
     by_rows, by_outputs = on(parts, x, kernel)
     for n, found in zip(ROWS, by_rows, strict=True):
@@ -78,9 +78,9 @@ def test_pieces_of_unlike_products_fit_together(dtype):
     x, kernels = normal(0, 19, width), [normal(i, n, width).astype(dtype) for i, n in enumerate((701, 5, 130), 1)]
 
     def parts(x, *kernels):
-        return [layers.matmuls(x[:n], kernels) for n in (1, 8, 17, 19)]
+        return [ops.matmuls(x[:n], kernels) for n in (1, 8, 17, 19)]
 
-    whole = [np.stack([np.asarray(on(layers.matmul, x[i : i + 1], k))[0] for i in range(19)]) for k in kernels]
+    whole = [np.stack([np.asarray(on(ops.matmul, x[i : i + 1], k))[0] for i in range(19)]) for k in kernels]
     for found in on(parts, x, *kernels):
         for y, kernel, rows in zip(found, kernels, whole, strict=True):
             np.testing.assert_array_equal(y, rows[: len(y)])
@@ -90,8 +90,8 @@ def test_pieces_of_unlike_products_fit_together(dtype):
 
 def test_weights_of_two_dtypes_share_a_call():
     x, kernels = normal(0, 3, 64), (normal(1, 8, 64), normal(2, 4, 64).astype(jnp.bfloat16))
-    for found, kernel in zip(on(layers.matmuls, x, kernels), kernels, strict=True):
-        np.testing.assert_array_equal(found, on(layers.matmul, x, kernel))
+    for found, kernel in zip(on(ops.matmuls, x, kernels), kernels, strict=True):
+        np.testing.assert_array_equal(found, on(ops.matmul, x, kernel))
 
 
 def mlp_weights(hidden: int, width: int, dtypes):
@@ -145,29 +145,29 @@ def test_rows_that_do_not_count_are_zeros_and_change_nothing(share, dtype):
         x, active = normal(0, num_rows, 72), np.random.default_rng(num_rows).random(num_rows) < share
         for last in (False, True):
             active[-1] = last
-            for function, args in ((layers.matmuls, (x, kernels)), (lambda x, w: mlp.apply(w, x), (x, weights))):
+            for function, args in ((ops.matmuls, (x, kernels)), (lambda x, w: mlp.apply(w, x), (x, weights))):
                 whole, some = on(function, *args), on(function, *args, active=jnp.asarray(active))
                 for every, found in zip(jax.tree.leaves(whole), jax.tree.leaves(some), strict=True):
                     np.testing.assert_array_equal(found, np.where(active[:, None], every, 0))
     x = normal(0, 4, 5, 72)
-    found = on(layers.matmul, x, kernels[0], active=jnp.asarray([True, False, True, False]))
+    found = on(ops.matmul, x, kernels[0], active=jnp.asarray([True, False, True, False]))
     np.testing.assert_array_equal(found[1::2], 0)
-    np.testing.assert_array_equal(found[::2], on(layers.matmul, x, kernels[0])[::2])
+    np.testing.assert_array_equal(found[::2], on(ops.matmul, x, kernels[0])[::2])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_norm_is_right_and_a_row_keeps_its_bits(width):
     x, weight = 3 * normal(0, 130, width), normal(1, width)
-    whole = np.asarray(on(lambda x, w: layers.rms_norm(x, w, 1e-5), x, weight))
-    np.testing.assert_allclose(whole, layers.rms_norm(x, weight, 1e-5), rtol=2e-6)
-    parts = on(lambda x, w: [layers.rms_norm(x[:n], w, 1e-5) for n in ROWS], x, weight)
+    whole = np.asarray(on(lambda x, w: ops.rms_norm(x, w, 1e-5), x, weight))
+    np.testing.assert_allclose(whole, ops.rms_norm(x, weight, 1e-5), rtol=2e-6)
+    parts = on(lambda x, w: [ops.rms_norm(x[:n], w, 1e-5) for n in ROWS], x, weight)
     for n, found in zip(ROWS, parts, strict=True):
         np.testing.assert_array_equal(found, whole[:n])
 
 
 def test_a_rotation_is_right_and_a_row_keeps_its_bits():
     x, positions = normal(0, 2, 9, 3, 40), jnp.arange(18).reshape(2, 9) + 137
-    rotate = lambda x, p: layers.apply_rope(x, layers.rope_table(RopeConfig(), 40, p))  # noqa: E731
+    rotate = lambda x, p: ops.apply_rope(x, layers.rope_table(RopeConfig(), 40, p))  # noqa: E731
     whole = np.asarray(on(rotate, x, positions))
     np.testing.assert_allclose(whole, rotate(x, positions), atol=1e-6)
     parts = on(lambda x, p: [rotate(x[:, :n], p[:, :n]) for n in range(1, 10)], x, positions)
@@ -182,10 +182,10 @@ def test_the_first_best_is_that_of_jax(width):
     x[2], x[3, 1], x[4, 0] = -np.inf, x[3, 1, 0], x[4, 0].max()
     x[5, 0, width // 2] = np.inf
     x[6, 1, :-1] = -np.inf
-    found = on(sampling.first_best, jnp.asarray(x))
+    found = on(ops.argmax, jnp.asarray(x))
     np.testing.assert_array_equal(found, np.argmax(x, -1))
     x[7] = np.nan
-    found = np.asarray(on(sampling.first_best, jnp.asarray(x)))
+    found = np.asarray(on(ops.argmax, jnp.asarray(x)))
     np.testing.assert_array_equal(found[:7], np.argmax(x[:7], -1))
     assert np.all(found[7] == width - 1)
 
@@ -209,7 +209,7 @@ def test_attention_is_that_of_xla(shape, per_node, softcap):
     last = jnp.asarray(rng.integers(0, slots + 1, (batch, nodes)), jnp.int32)  # some see no slot
     query, new = normal(9, batch, groups, n, width), entries(1, batch, groups, seen_nodes, width)
     args = (query, new, jnp.asarray(new_mask), entries(3, batch, groups, slots, width))
-    attend = lambda *a: layers.attend(*a, width**-0.5, softcap)  # noqa: E731
+    attend = lambda *a: ops.attend(*a, width**-0.5, softcap)  # noqa: E731
     found = on(attend, *args, (first, last))
     np.testing.assert_allclose(found, attend(*args, (first, last)), atol=2e-6)
 
@@ -259,7 +259,7 @@ def test_an_entry_counts_the_same_committed_or_not():
     query = normal(0, 1, 2, 3, width)
     keys, values = entries(1, 1, 2, count, width)
     empty = jnp.zeros((1, 2, 16, width))
-    attend = lambda *a: layers.attend(*a, 0.3, None)  # noqa: E731
+    attend = lambda *a: ops.attend(*a, 0.3, None)  # noqa: E731
     results = []
     for committed in range(count):
         cached = tuple(empty.at[:, :, :committed].set(x[:, :, :committed]) for x in (keys, values))

@@ -14,7 +14,7 @@ import hsd_jax
 from hsd_jax import request
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer.decode import GROWTH
-from hsd_jax.models import native
+from hsd_jax.kernels import native
 from hsd_jax.params import Params
 
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.types import DRAWN_LAWS, AcceptRule, DraftTree, DrawLaw, SamplingParams, Verdict
 
@@ -86,7 +87,7 @@ def match_rule(max_depth: int) -> AcceptRule:
             noise = sampling_lib.round_noise(keys, root_position, max_depth + 1, logits.shape[-1], sampling)
         # All nodes of a depth predict the same position.
         perturbed = sampling_lib.perturb(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling)
-        return walk(tree, ancestors, sampling_lib.first_best(perturbed), max_depth)
+        return walk(tree, ancestors, ops.argmax(perturbed), max_depth)
 
     return AcceptRule("match", frozenset(DrawLaw), verify)
 
@@ -189,7 +190,7 @@ def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
         at_leaf = jnp.take_along_axis(target_logp, end[:, None, None], 1)
         end_logp = jnp.where((end < residual.shape[1])[:, None, None], refused_all, at_leaf)
         own = sampling_lib.position_noise(keys, (root_position + num_accepted + 1)[:, None], logits.shape[-1])
-        next_token = sampling_lib.first_best(end_logp + own)[:, 0]
+        next_token = ops.argmax(end_logp + own)[:, 0]
 
         drafted = jnp.take_along_axis(tree.tokens, jnp.roll(path, -1, 1), 1)
         is_next = jnp.arange(max_depth + 1) == num_accepted[:, None]

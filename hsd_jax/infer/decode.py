@@ -23,8 +23,8 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.infer.plain import make_block
 from hsd_jax.infer.step import Step
 from hsd_jax.infer.worth import first_control
+from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models import native
 from hsd_jax.models.target import read_chunk
 from hsd_jax.types import NO_TOKEN, DecodeState, DecodeStats, Drafter, Limits, ModelOutput, SamplingParams
 
@@ -181,7 +181,7 @@ class Decoder:
 
     Args:
       precision: matmul precision of every product inside, a `jax.default_matmul_precision` name or None.
-      use_native: products of few rows by `models/native.py`, where that can be had; not on a mesh.
+      use_native: products of few rows by `kernels/native.py`, where that can be had; not on a mesh.
     """
 
     def __init__(

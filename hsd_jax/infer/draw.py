@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.kernels import ops
 from hsd_jax.types import SamplingParams
 
 
@@ -49,7 +50,7 @@ def independent(noise: Float[Array, "B width V"], draft_logp: Float[Array, "B v 
     """
     parents = np.arange(width, dtype=np.int32) % above.tokens.shape[1]
     logp = draft_logp[:, parents]
-    tokens = sampling_lib.first_best(logp + noise)
+    tokens = ops.argmax(logp + noise)
     chosen = jnp.take_along_axis(logp, tokens[:, :, None], 2)[:, :, 0]
     return Level(
         tokens, jnp.broadcast_to(parents, tokens.shape), above.logp[:, parents] + chosen, above.score[:, parents]
@@ -104,7 +105,7 @@ def level_noise(keys: jax.Array, num: int, vocab_size: int, is_sampled: Bool[Arr
     """
 
     def drawn() -> Array:
-        noise = sampling_lib.gumbel(keys, num * vocab_size).reshape(-1, num, vocab_size)
+        noise = ops.gumbel(keys, num * vocab_size).reshape(-1, num, vocab_size)
         return jnp.where(is_sampled[:, None, None], noise, 0.0)
 
     return lax.cond(jnp.any(is_sampled), drawn, lambda: jnp.zeros((len(is_sampled), num, vocab_size)))

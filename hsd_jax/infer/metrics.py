@@ -28,8 +28,8 @@ from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.infer.step import advance, cut, or_lawless
 from hsd_jax.infer.tree import ancestor_mask
+from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models import native
 from hsd_jax.models.target import causal_mask, forward, forward_sequence, read_chunk
 from hsd_jax.types import DecodeState, DrawLaw, KVCache, Limits, SamplingParams
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
-from hsd_jax.models import native
+from hsd_jax.kernels.ops import argmax, gumbel
 from hsd_jax.types import SamplingParams
 
 REMOVED = -jnp.inf
@@ -31,17 +31,6 @@ def position_noise(keys: jax.Array, positions: Int[Array, "B M"], vocab_size: in
     """
     folded = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, positions)
     return gumbel(folded.ravel(), vocab_size).reshape(*positions.shape, vocab_size)
-
-
-def gumbel(keys: jax.Array, num: int) -> Float[Array, "R num"]:
-    """`jax.random.gumbel(key, (num,))` of each key [R]; its bits from our own kernel where that is on."""
-    if native.random_bits_applies(keys):
-        bits = native.random_bits(keys, num)
-    else:
-        bits = jax.vmap(lambda key: jax.random.bits(key, (num,)))(keys)
-    one_to_two = lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32)
-    uniform = jnp.maximum(one_to_two - 1.0, jnp.finfo(jnp.float32).tiny)
-    return -jnp.log(-jnp.log(uniform))
 
 
 def round_keys(keys: jax.Array, root_position: Int[Array, "B"], tag: int) -> jax.Array:
@@ -105,23 +94,9 @@ def _bisect(like: Float[Array, "B M V"], holds) -> Array:
 def target_law(logits: Float[Array, "B M V"], sampling: SamplingParams) -> Float[Array, "B M V"]:
     """The law that `draw` follows, as log-probabilities; a point mass at temperature 0."""
     warped = warp(logits, sampling)
-    is_best = first_best(warped)[..., None] == jnp.arange(logits.shape[-1])
+    is_best = argmax(warped)[..., None] == jnp.arange(logits.shape[-1])
     is_greedy = (sampling.temperature <= 0.0)[:, None, None]
     return jax.nn.log_softmax(jnp.where(is_greedy & ~is_best, REMOVED, warped), -1)
-
-
-def first_best(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-    """`jnp.argmax` over the last axis, by a maximum and a minimum.
-
-    XLA on CPU runs a reduction of pairs one element at a time, and draws whatever feeds it into that loop: with the two
-    logarithms of the noise in it, 8 rows of 4,096 took 0.8 ms instead of 0.1.
-    """
-    if native.is_on() and x.dtype == jnp.float32:
-        return native.first_best(x)
-    vocab_size = x.shape[-1]
-    is_best = x == jnp.max(x, -1, keepdims=True)
-    # Nothing may equal the maximum of a row with a NaN: the last index then. `step.is_lawless` finds such rows.
-    return jnp.min(jnp.where(is_best, jnp.arange(vocab_size, dtype=jnp.int32), vocab_size - 1), -1)
 
 
 def round_noise(
@@ -166,4 +141,4 @@ def draw(
     sampling: SamplingParams,
 ) -> Int[Array, "B M"]:
     """The target's token at absolute position `positions[b, m]`, given the logits that predict it."""
-    return first_best(perturb(lambda: position_noise(keys, positions, logits.shape[-1]), logits, sampling))
+    return argmax(perturb(lambda: position_noise(keys, positions, logits.shape[-1]), logits, sampling))

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import draw
 from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.hot import hot_columns, to_tokens, to_vocabulary
 from hsd_jax.types import DRAWN_LAWS, NO_PARENT, DraftTree, DrawLaw, SamplingParams
@@ -169,7 +170,7 @@ def _chain(
     scores = [jnp.zeros(token.shape)]
     for level in range(config.depth):
         logits, carry = expand(level, token, jnp.zeros_like(token), carry)
-        best = sampling_lib.first_best(logits)
+        best = ops.argmax(logits)
         scaled = logits * scale[:, None, None]
         top = jnp.take_along_axis(scaled, best[:, :, None], 2)[:, :, 0]
         scores.append(scores[-1] + jnp.fmin(top - jax.nn.logsumexp(scaled, axis=-1), 0.0))

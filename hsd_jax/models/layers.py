@@ -1,50 +1,22 @@
 """The linen layers that target and drafter share: products, norms, rotary embedding, attention, MLP, block.
 
-Kernels are stored [out, in] as in Hugging Face files, which is also the layout XLA multiplies fastest for a few
-rows on CPU. Activations are float32; a product runs in the dtype of its kernel and accumulates in float32.
+Kernels are stored [out, in] as in Hugging Face files. What computes them is chosen in `kernels/ops.py`.
 Read next: `target.py`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import RopeConfig
-from hsd_jax.models import native
+from hsd_jax.kernels.ops import activate, apply_rope, attend, gated_mlp, matmuls, rms_norm
 from hsd_jax.models.cache import take_nodes
-
-MASKED = -1e30
-"""Score of a masked position; finite, so that a row with nothing to see gives no NaN."""
-
-
-def matmul(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float[Array, "... out"]:
-    """`x @ kernel.T` with float32 accumulation; in the kernel's dtype where the device multiplies that."""
-    return matmuls(x, (kernel,))[0]
-
-
-def matmuls(x: Float[Array, "... in"], kernels: tuple[Array, ...]) -> list[Array]:
-    """The products of one input with several kernels: one call of the native kernel, where that applies."""
-    if all(native.applies(kernel) for kernel in kernels):
-        num_rows = math.prod(x.shape[:-1])
-        products = native.rows_matmul(x.reshape(num_rows, x.shape[-1]), kernels)
-        return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in products]
-
-    def one(kernel: Array) -> Array:
-        if native.is_emulated(kernel.dtype):
-            kernel = kernel.astype(jnp.float32)
-        return lax.dot_general(
-            x.astype(kernel.dtype), kernel, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
-
-    return [one(kernel) for kernel in kernels]
 
 
 class Weight(nn.Module):
@@ -68,26 +40,6 @@ def linears(x: Float[Array, "... in"], *weights: Weight) -> list[Array]:
     pairs = [weight() for weight in weights]
     products = matmuls(x, tuple(kernel for kernel, _ in pairs))
     return [y if bias is None else y + bias.astype(jnp.float32) for y, (_, bias) in zip(products, pairs, strict=True)]
-
-
-def rows_of(table: Float[Array, "V H"], index: Int[Array, "..."]) -> Float[Array, "... H"]:
-    """`table[index]` in float32.
-
-    On a CPU XLA gathers no bfloat16: it would widen the whole table, at every call of the decode loop. So bits are
-    gathered, where nothing asks for a gradient.
-    """
-    if table.dtype != jnp.bfloat16 or not native.is_on():
-        return table[index].astype(jnp.float32)
-    bits = lax.bitcast_convert_type(table, jnp.uint16)[index]
-    return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
-
-
-def rms_norm(x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float) -> Float[Array, "... H"]:
-    """Root-mean-square norm over the last axis, in float32."""
-    x = x.astype(jnp.float32)
-    if native.is_on():
-        return native.rms_norm(x, weight, eps)
-    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
 class RMSNorm(nn.Module):
@@ -132,87 +84,10 @@ def rope_table(
     return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
 
 
-def apply_rope(x: Float[Array, "B N h E"], table: tuple[Array, Array]) -> Float[Array, "B N h E"]:
-    """Rotates heads by the angles of `rope_table`, halves paired (not neighbours)."""
-    if native.is_on():
-        return native.rope(x, table)
-    cos, sin = table
-    half = x.shape[-1] // 2
-    rotated = jnp.concatenate([x[..., half:], x[..., :half]], -1)
-    return x * cos[:, :, None, :] + rotated * sin[:, :, None, :]
-
-
-SLOTS_AT_ONCE = 256
-"""Slots of a cache that XLA's attention reads in a step; steps of which nobody sees a slot are left out."""
-
-
-def widen(mask: Array, query: Float[Array, "B G n E"]) -> Array:
-    """A mask [B, N, X] over nodes as one over their queries, [B, 1, n, X]: a node's query heads stand together."""
-    return jnp.repeat(mask, query.shape[2] // mask.shape[1], axis=1)[:, None]
-
-
-def attend(
-    query: Float[Array, "B G n E"],
-    new: tuple[Array, Array],
-    new_mask: Bool[Array, "B N X"],
-    cached: tuple[Array, Array] | None,
-    seen: tuple[Int[Array, "B N"], Int[Array, "B N"]] | None,
-    scale: float,
-    softcap: float | None,
-) -> Float[Array, "B G n E"]:
-    """Attention over committed slots and over the nodes of this pass, in one softmax.
-
-    `query` already stands grouped by key/value head: n = nodes x (query heads per key/value head).
-
-    Args:
-      new_mask: which entries of this pass each node sees.
-      seen: the first slot each node sees, and the one behind the last.
-    """
-    if cached is not None and seen is not None and native.attend_applies(query, cached):
-        return native.attend(query, new, new_mask, cached, seen, scale, softcap)
-
-    def scores(keys: Array, mask: Array) -> Array:
-        s = lax.dot_general(query, keys.astype(jnp.float32), (((3,), (3,)), ((0, 1), (0, 1)))) * scale
-        if softcap is not None:
-            s = jnp.tanh(s / softcap) * softcap
-        return jnp.where(mask, s, MASKED)
-
-    def mix(weights: Array, values: Array) -> Array:
-        return lax.dot_general(weights, values.astype(jnp.float32), (((3,), (2,)), ((0, 1), (0, 1))))
-
-    new_scores = scores(new[0], widen(new_mask, query))
-    if cached is None or seen is None:
-        return mix(jax.nn.softmax(new_scores, -1), new[1])
-    first, last = (widen(x[:, :, None], query) for x in seen)
-    num_slots = cached[0].shape[2]
-    step = SLOTS_AT_ONCE if num_slots % SLOTS_AT_ONCE == 0 else num_slots
-
-    def add(block, carry):
-        """The softmax so far, as maximum, sum and unscaled output, with a block of slots added."""
-        top, total, out = carry
-        keys, values = (lax.dynamic_slice_in_dim(x, block * step, step, 2) for x in cached)
-        slots = block * step + jnp.arange(step)
-        found = scores(keys, (slots >= first) & (slots < last))
-        higher = jnp.maximum(top, found.max(-1, keepdims=True))
-        weights, kept = jnp.exp(found - higher), jnp.exp(top - higher)
-        return higher, total * kept + weights.sum(-1, keepdims=True), out * kept + mix(weights, values)
-
-    top = new_scores.max(-1, keepdims=True)
-    weights = jnp.exp(new_scores - top)
-    carry = top, weights.sum(-1, keepdims=True), mix(weights, new[1])
-    if step == num_slots:
-        _, total, out = add(0, carry)
-    else:
-        begin = jnp.min(jnp.where(last > first, first, num_slots)) // step
-        end = jnp.minimum((jnp.max(last) + step - 1) // step, num_slots // step)
-        _, total, out = lax.fori_loop(begin, end, add, carry)
-    return out / total
-
-
 class Attention(nn.Module):
     """Grouped-query attention. Returns its output and the new keys and values, rotary embedding applied.
 
-    `attend_fn` stands in for `attend` where who sees whom is no mask over nodes (`train/unroll.py`). `asking` [B, Q]
+    `attend_fn` stands in for `attend` where who sees whom is no mask over nodes (`models/unroll.py`). `asking` [B, Q]
     are the nodes whose output is wanted, of all the keys and values; None: all nodes.
     """
 
@@ -276,15 +151,11 @@ class MLP(nn.Module):
         width = (self.intermediate_size, x.shape[-1], self.use_bias)
         gate_weight, up_weight = Weight(*width, name="gate"), Weight(*width, name="up")
         down_weight = Weight(x.shape[-1], self.intermediate_size, self.use_bias, self.output_std, name="down")
-        is_silu = self.activation == "silu"
         if not self.use_bias:
             kernels = [weight()[0] for weight in (gate_weight, up_weight, down_weight)]
-            if all(native.applies(kernel) for kernel in kernels):
-                rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-                return native.gated_mlp(rows, *kernels, is_gelu=not is_silu).reshape(x.shape)
+            return gated_mlp(x, *kernels, self.activation)
         gate, up = linears(x, gate_weight, up_weight)
-        gate = jax.nn.silu(gate) if is_silu else jax.nn.gelu(gate, approximate=True)
-        return linears(gate * up, down_weight)[0]
+        return linears(activate(gate, self.activation) * up, down_weight)[0]
 
 
 class Block(nn.Module):

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import FULL, SLIDING, ModelConfig
-from hsd_jax.models import native
+from hsd_jax.kernels import native
+from hsd_jax.kernels.ops import matmul, rows_of
 from hsd_jax.models.cache import commit
-from hsd_jax.models.layers import Block, RMSNorm, matmul, rope_table, rows_of
+from hsd_jax.models.layers import Block, RMSNorm, rope_table
 from hsd_jax.types import KVCache, ModelOutput, NewKV, Weights
 
 

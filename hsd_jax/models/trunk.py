@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import PARALLEL, RECURRENT, DrafterConfig, ModelConfig, TrunkConfig
-from hsd_jax.models import native
-from hsd_jax.models.layers import Block, RMSNorm, Weight, attend, linears, matmul, rms_norm, rope_table, rows_of
+from hsd_jax.kernels import native
+from hsd_jax.kernels.ops import attend, matmul, rms_norm, rows_of
+from hsd_jax.models.layers import Block, RMSNorm, Weight, linears, rope_table
 from hsd_jax.models.target import causal_mask, lm_head, logits_of_rows, masks_within
 from hsd_jax.types import KVCache, NewKV, Weights
 

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from hsd_jax.config import PARALLEL, TrunkConfig
-from hsd_jax.models.layers import MASKED, Block, rope_table, widen
+from hsd_jax.kernels.ops import MASKED, widen
+from hsd_jax.models.layers import Block, rope_table
 from hsd_jax.models.target import masks_within, sequence_layout
 from hsd_jax.models.trunk import slot_inputs, trunk_inputs
 from hsd_jax.types import Weights
@@ -36,7 +37,7 @@ def attend_own(
     *,
     own: tuple[KV, ...] | None,
 ) -> Float[Array, "B G n E"]:
-    """`layers.attend` where each node sees committed entries under a mask, and its own anchor's states only.
+    """`ops.attend` where each node sees committed entries under a mask, and its own anchor's states only.
 
     The nodes of a pass are anchors; an own entry is one product a node, so memory grows with A (T + K), not with
     (A K)^2.
@@ -74,7 +75,7 @@ def attend_slots(
     *,
     num_slots: int,
 ) -> Float[Array, "B G n E"]:
-    """`layers.attend` where each slot sees committed entries under a mask, and its anchor's slots up to itself.
+    """`ops.attend` where each slot sees committed entries under a mask, and its anchor's slots up to itself.
 
     The nodes of a pass are slots, anchor by anchor. As in `attend_own`, memory grows with A S (T + S).
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.drafters.medusa.config import MedusaConfig
-from hsd_jax.models.layers import matmul
+from hsd_jax.kernels.ops import matmul
 from hsd_jax.models.trunk import init_fusion
 from hsd_jax.types import Weights
 

@@ -1,10 +1,10 @@
 """Optional CPU kernels for the products, attention and draws of a decode, built on first use by the machine's compiler.
 
-XLA's CPU product of a few rows packs the weights on every call; `native/rows_matmul.cc` does not, and it reads bfloat16
-weights without rounding the activations. `native/gated_mlp.cc` is the MLP in one call, `native/attend.cc` attention in
+XLA's CPU product of a few rows packs the weights on every call; `cpu/rows_matmul.cc` does not, and it reads bfloat16
+weights without rounding the activations. `cpu/gated_mlp.cc` is the MLP in one call, `cpu/attend.cc` attention in
 one call a layer instead of ten (docs/LOG.md has the measurements). A row's bits depend on the row alone: not on how
 many rows stand beside it, nor on which tree verified it. Without a compiler, on another platform, or with
-HSD_NATIVE_ISA=off, `layers` uses XLA, in float32.
+HSD_NATIVE_ISA=off, `ops` uses XLA, in float32.
 The kernels have no gradient and know no mesh, so they are switched on only while a decode loop is traced.
 """
 
@@ -32,9 +32,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from hsd_jax.files import user_cache
-from hsd_jax.models.native_build import verified, write_with_checksum
+from hsd_jax.kernels.build import verified, write_with_checksum
 
-FOLDER = Path(__file__).parents[1] / "native"
+FOLDER = Path(__file__).parent / "cpu"
 SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("rows_matmul", "gated_mlp", "attend", "rows", "random_bits"))
 HEADER = FOLDER / "tiles.h"
 FLAGS = ("-O3", "-mtune=native", "-funroll-loops", "-std=c++17", "-shared", "-fPIC")
@@ -69,7 +69,23 @@ OFF = "off"
 ISA_VARIABLE = "HSD_NATIVE_ISA"
 
 _level: contextvars.ContextVar[str] = contextvars.ContextVar("hsd_native", default=OFF)
+_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("hsd_platform", default=None)
 _active: contextvars.ContextVar[Array | None] = contextvars.ContextVar("hsd_active", default=None)
+
+
+@contextlib.contextmanager
+def compiled_for(platform: str) -> Iterator[None]:
+    """What is traced inside is for this platform ("cpu", "gpu", "tpu"), whatever this process runs on."""
+    token = _platform.set(platform)
+    try:
+        yield
+    finally:
+        _platform.reset(token)
+
+
+def traced_platform() -> str:
+    """The platform that what is traced here and now will run on: that of this process, unless told otherwise."""
+    return _platform.get() or jax.default_backend()
 
 
 @contextlib.contextmanager
@@ -188,7 +204,7 @@ def gated_mlp(
     *,
     is_gelu: bool,
 ) -> Float[Array, "N H"]:
-    """`layers.MLP` in float32 arithmetic, in one call; rows as in `rows_matmul`."""
+    """`ops.gated_mlp` in float32 arithmetic, in one call; rows as in `rows_matmul`."""
     out = jax.ShapeDtypeStruct((x.shape[0], down.shape[0]), jnp.float32)
     return _call("gated_mlp", out)(x.astype(jnp.float32), _flags(len(x)), gate, up, down, is_gelu=is_gelu)
 
@@ -207,7 +223,7 @@ def attend(
     scale: float,
     softcap: float | None,
 ) -> Float[Array, "B G n E"]:
-    """`layers.attend` over a cache, in one call.
+    """`ops.attend` over a cache, in one call.
 
     A query's result depends on the entries it sees and their order alone: slots first, nodes of this pass behind them.
     A query that sees nothing gives zeros and costs nothing.
@@ -218,18 +234,18 @@ def attend(
 
 
 def rms_norm(x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float) -> Float[Array, "... H"]:
-    """`layers.rms_norm`; a row's result is the same to the bit for any number of rows."""
+    """`ops.rms_norm`; a row's result is the same to the bit for any number of rows."""
     out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     return _call("rms_norm", out)(x, weight, eps=np.float32(eps))
 
 
 def rope(x: Float[Array, "B N h E"], table: tuple[Array, Array]) -> Float[Array, "B N h E"]:
-    """`layers.apply_rope`; a row's result is the same to the bit for any number of rows."""
+    """`ops.apply_rope`; a row's result is the same to the bit for any number of rows."""
     return _call("rope", jax.ShapeDtypeStruct(x.shape, jnp.float32))(x, *table)
 
 
-def first_best(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-    """`sampling.first_best` in one call."""
+def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
+    """`ops.argmax` in one call."""
     return _call("first_best", jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32))(x)
 
 
@@ -253,7 +269,7 @@ def is_emulated(dtype) -> bool:
 
     With a matrix unit (AMX) they would be fast for many rows, but a row's bits would depend on the rows beside it.
     """
-    return dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    return dtype == jnp.bfloat16 and traced_platform() == "cpu"
 
 
 def available(level: str | None = None) -> bool:
@@ -263,7 +279,7 @@ def available(level: str | None = None) -> bool:
       level: one of LEVELS; None: `chosen_level`.
     """
     level = chosen_level() if level is None else level
-    return level != OFF and jax.default_backend() == "cpu" and _registered(level)
+    return level != OFF and traced_platform() == "cpu" and _registered(level)
 
 
 @functools.cache
