@@ -16,7 +16,7 @@ import numpy as np
 from hsd_jax.config import TreeConfig
 from hsd_jax.params import Params
 from hsd_jax.plan import Plan
-from hsd_jax.request import AUTO, Prompt, Request, prepare
+from hsd_jax.request import AUTO, Prompt, Request, Sampling, Speculation, prepare
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.tuned import Tuned
 from hsd_jax.types import LAWLESS_TOKEN, NO_TOKEN, DecodeState
@@ -137,23 +137,9 @@ def decode(
       Coupled drafts: Daliri et al., "Coupling without communication and drafter-invariant speculative decoding"
       (arXiv:2408.07978).
     """
-    request = prepare(
-        params,
-        prompt,
-        max_new_tokens,
-        temperature,
-        top_k,
-        top_p,
-        seed,
-        tree,
-        speculate,
-        eos,
-        pad_rows,
-        accept,
-        draw,
-        reuse,
-        tuned,
-    )
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, eos)
+    speculation = Speculation(tree, accept, draw, reuse, speculate, tuned, pad_rows)
+    request = prepare(params, prompt, sampling, speculation)
     start = time.perf_counter()
     state = request.decoder.run(request.models, request.sampling, request.limits, request.state)
     jax.block_until_ready(state.length)
@@ -200,23 +186,8 @@ def stream(
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: allowed are 1 and more")
-    request = prepare(
-        params,
-        prompt,
-        max_new_tokens,
-        temperature,
-        top_k,
-        top_p,
-        seed,
-        tree,
-        speculate,
-        eos,
-        1,
-        accept,
-        draw,
-        reuse,
-        tuned,
-    )
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, eos)
+    request = prepare(params, prompt, sampling, Speculation(tree, accept, draw, reuse, speculate, tuned))
     return _stream(params, request, rounds)
 
 

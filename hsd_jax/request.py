@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import (
     NO_REUSE,
+    NONE,
     ModelConfig,
     ReuseConfig,
     TreeConfig,
@@ -51,6 +52,38 @@ AUTO = "auto"
 """The rule `match` for every row: a row's tokens depend on its prompt, settings and seed alone."""
 
 Prompt = str | Sequence[int] | np.ndarray | jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the text of a call is drawn: the arguments of `decode` of the same names, a value or one a row."""
+
+    max_new_tokens: Any = 128
+    temperature: Any = 0.0
+    top_k: Any = None
+    top_p: Any = None
+    seed: Any = 0
+    eos: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """How it is decoded: the arguments of `decode` of the same names. None of them changes the text of a match."""
+
+    tree: TreeConfig | None = None
+    accept: str = AUTO
+    draw: str | None = None
+    reuse: str = NONE
+    speculate: bool = True
+    tuned: bool | Tuned = True
+    pad_rows: int = 1
+
+
+def records(settings: Mapping[str, Any]) -> tuple[Sampling, Speculation]:
+    """Keyword arguments of `decode` as the two records."""
+    own = {field.name for field in dataclasses.fields(Sampling)}
+    sampling = {name: value for name, value in settings.items() if name in own}
+    return Sampling(**sampling), Speculation(**{name: settings[name] for name in settings if name not in own})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,71 +124,42 @@ def _decoder(
 
 
 def prepare(
-    params,
-    prompt,
-    max_new_tokens,
-    temperature,
-    top_k,
-    top_p,
-    seed,
-    tree,
-    speculate,
-    eos,
-    pad_rows,
-    accept: str = "match",
-    draw: str | None = None,
-    reuse: str = "none",
-    tuned: bool | Tuned = True,
+    params: Params,
+    prompt: Prompt | Sequence[Prompt],
+    sampling: Sampling = Sampling(),
+    speculation: Speculation = Speculation(),
 ) -> Request:
-    """Checks a call, pads it to its bucket and runs the prefill."""
+    """Checks a call, pads it to its bucket and runs the prefill.
+
+    Raises:
+      ValueError: naming the wrong value and the allowed ones, before anything compiles.
+    """
     rows = encode(params, prompt)
     batch = len(rows)
-    settings = _sampling(batch, temperature, top_k, top_p)
-    new_tokens = _per_row("max_new_tokens", max_new_tokens, batch, int)
+    settings = _sampling(batch, sampling.temperature, sampling.top_k, sampling.top_p)
+    new_tokens = _per_row("max_new_tokens", sampling.max_new_tokens, batch, int)
     for new in new_tokens:
         if new is None or new < 0:
             raise ValueError(f"max_new_tokens={shown(new)}: allowed are 0 and more")
     for row, (ids, new) in enumerate(zip(rows, new_tokens, strict=True)):
         check_length(params, row, len(ids), new)
-    seeds = _seeds(seed, batch)
-    if not isinstance(speculate, (bool, np.bool_)):
-        raise ValueError(f"speculate={shown(speculate)}: allowed are True and False")
-    speculate = bool(speculate)
-    tree = params.tree if tree is None else tree
-    if not isinstance(tree, TreeConfig | None):
-        raise ValueError(f"tree={tree!r}: expected a hsd_jax.TreeConfig, or None: chosen")
-    if not fits(Annotated[int, Within(1, MOST_PAD_ROWS)], pad_rows):
-        raise ValueError(f"pad_rows={shown(pad_rows)}: allowed are 1 to {MOST_PAD_ROWS}")
-    if not isinstance(tuned, (bool, Tuned)):
-        raise ValueError(f"tuned={shown(tuned)}: allowed are True, False and a hsd_jax.Tuned")
-    wanted_reuse = ReuseConfig.parse(reuse)
-    accept, law = rule_and_law(accept, draw)
+    seeds = _seeds(sampling.seed, batch)
     num_rows = rows_bucket(batch, sharding_lib.rows_multiple(params.mesh))
     longest = max(len(ids) + new for ids, new in zip(rows, new_tokens, strict=True))
     sizes = max(map(len, rows)), longest, MOST_REACH, params.max_len
-    if not speculate or params.drafter is None:
-        plan = Plan(None, "asked for" if params.drafter is not None else "no drafter is loaded", is_chosen=False)
-    elif tree is not None:
-        plan = Plan(tree, "asked for", is_chosen=False)
-    elif accept != "match" or wanted_reuse != NO_REUSE:
-        plan = Plan(
-            default_tree(params.drafter_config), "trees that are drawn, or grow from reused states, stay whole", False
-        )
-    else:
-        plan = plan_for(params, num_rows, first_capacity(*sizes), float(max(settings[0])), tuned)
-        wanted_reuse = plan.reuse
-    tree, speculate = plan.tree, plan.tree is not None
+    plan, rule, law = _plan(params, speculation, num_rows, first_capacity(*sizes), float(max(settings[0])))
+    tree, is_plain = plan.tree, plan.tree is None
     decoder = _decoder(
         params.target_config,
-        params.drafter_config if speculate else None,
-        tree if speculate else None,
+        None if is_plain else params.drafter_config,
+        tree,
         params.precision,
         cache_lib.fastest_dtype(params.target["embedding"].dtype).name,
-        1 if speculate else pad_rows,
+        speculation.pad_rows if is_plain else 1,
         use_native=params.mesh is None,
-        accept=accept if speculate else "match",
-        law=law if speculate else DrawLaw.ARBITRARY,
-        reuse=wanted_reuse if speculate else NO_REUSE,
+        accept="match" if is_plain else rule,
+        law=DrawLaw.ARBITRARY if is_plain else law,
+        reuse=plan.reuse,
     )
 
     # Rows that only fill a bucket or the mesh are born finished: one token, no room for another.
@@ -167,14 +171,14 @@ def prepare(
     tokens = np.zeros((len(rows), capacity), np.int32)
     for i, ids in enumerate(rows):
         tokens[i, : len(ids)] = ids
-    sampling = SamplingParams(*(jnp.asarray(np.pad(x, (0, fill), mode="edge")) for x in settings))
+    per_row = SamplingParams(*(jnp.asarray(np.pad(x, (0, fill), mode="edge")) for x in settings))
     keys = row_keys([*seeds, *[(0, 0)] * fill])
-    limits = Limits(jnp.asarray(max_length), jnp.asarray(_eos(params, eos)))
-    arrays = (jnp.asarray(tokens), jnp.asarray(length), keys, limits, sampling)
+    limits = Limits(jnp.asarray(max_length), jnp.asarray(_eos(params, sampling.eos)))
+    arrays = (jnp.asarray(tokens), jnp.asarray(length), keys, limits, per_row)
     if params.mesh is not None:
         arrays = jax.device_put(arrays, sharding_lib.row_shardings(params.mesh, arrays, len(rows)))
-    tokens, lengths, keys, limits, sampling = arrays
-    models = {"target": params.target, "drafter": params.drafter if speculate else None}
+    tokens, lengths, keys, limits, per_row = arrays
+    models = {"target": params.target, "drafter": None if is_plain else params.drafter}
     if plan.is_chosen and tree is not None:
         models["costs"] = costs_of(params, num_rows, tree)
     start = time.perf_counter()
@@ -183,7 +187,39 @@ def prepare(
         state = jax.device_put(state, sharding_lib.row_shardings(params.mesh, state, len(rows)))
     jax.block_until_ready(state.length)
     seconds = time.perf_counter() - start
-    return Request(decoder, models, sampling, limits, state, prompts, length[:batch].copy(), seconds, plan)
+    return Request(decoder, models, per_row, limits, state, prompts, length[:batch].copy(), seconds, plan)
+
+
+def _plan(
+    params: Params, asked: Speculation, rows: int, capacity: int, temperature: float
+) -> tuple[Plan, str, DrawLaw]:
+    """How the call is decoded, and the rule and the law of its trees, if there are any.
+
+    Args:
+      rows, capacity: of the program.
+      temperature: the highest of all rows.
+    """
+    if not isinstance(asked.speculate, (bool, np.bool_)):
+        raise ValueError(f"speculate={shown(asked.speculate)}: allowed are True and False")
+    tree = params.tree if asked.tree is None else asked.tree
+    if not isinstance(tree, TreeConfig | None):
+        raise ValueError(f"tree={tree!r}: expected a hsd_jax.TreeConfig, or None: chosen")
+    if not fits(Annotated[int, Within(1, MOST_PAD_ROWS)], asked.pad_rows):
+        raise ValueError(f"pad_rows={shown(asked.pad_rows)}: allowed are 1 to {MOST_PAD_ROWS}")
+    if not isinstance(asked.tuned, (bool, Tuned)):
+        raise ValueError(f"tuned={shown(asked.tuned)}: allowed are True, False and a hsd_jax.Tuned")
+    reuse = ReuseConfig.parse(asked.reuse)
+    rule, law = rule_and_law(asked.accept, asked.draw)
+    if not asked.speculate or params.drafter is None:
+        plan = Plan(None, "asked for" if params.drafter is not None else "no drafter is loaded", is_chosen=False)
+    elif tree is not None:
+        plan = Plan(tree, "asked for", is_chosen=False, reuse=reuse)
+    elif rule != "match" or reuse != NO_REUSE:
+        why = "trees that are drawn, or grow from reused states, stay whole"
+        plan = Plan(default_tree(params.drafter_config), why, is_chosen=False, reuse=reuse)
+    else:
+        plan = plan_for(params, rows, capacity, temperature, asked.tuned)
+    return plan, rule, law
 
 
 def rows_bucket(batch: int, multiple: int = 1) -> int:

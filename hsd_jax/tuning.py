@@ -22,7 +22,17 @@ from hsd_jax.measure import Mode, Runs, fastest, mode_record, speedup, time_mode
 from hsd_jax.params import Params
 from hsd_jax.plan import plan_for
 from hsd_jax.predict import Prediction, RoundCost, best_of, sample_of
-from hsd_jax.request import MOST_REACH, Prompt, check_length, encode, first_capacity, prepare, rows_bucket
+from hsd_jax.request import (
+    MOST_REACH,
+    Prompt,
+    Sampling,
+    Speculation,
+    check_length,
+    encode,
+    first_capacity,
+    prepare,
+    rows_bucket,
+)
 from hsd_jax.settings import HOTTEST, Count, Temperature, fits, shown
 from hsd_jax.train.evaluate import Draft, Texts, fates
 from hsd_jax.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
@@ -301,8 +311,7 @@ def _trunk_cost(
 ) -> tuple[int, float, float]:
     config = params.drafter_config
     assert config is not None and method_of(config).aged is not None, "only some drafters have forms of reuse"
-    settings = (max_new_tokens, 0.0, None, None, 0, sample_of(trees)[0], True, None, 1)
-    request = prepare(params, rows, *settings)
+    request = prepare(params, rows, Sampling(max_new_tokens), Speculation(sample_of(trees)[0]))
     of_one, of_most = trunk_seconds(
         request.models,
         params.target_config,

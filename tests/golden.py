@@ -26,7 +26,7 @@ from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.params import DEMO
-from hsd_jax.request import prepare
+from hsd_jax.request import Sampling, prepare
 from hsd_jax.types import DrawLaw
 
 FILE = Path(__file__).with_name("golden.json")
@@ -72,7 +72,7 @@ def draft(tokens: list[int], noise: np.ndarray | None = None) -> dict[str, float
     Args:
       noise: added to the base logits [D, hot V] before the tree is grown.
     """
-    request = prepare(params(), tokens, NEW_TOKENS, 0.0, None, None, 0, None, True, (), 1)
+    request = prepare(params(), tokens, Sampling(NEW_TOKENS, eos=()))
     root, position = jnp.asarray([tokens[-1]]), jnp.asarray([len(tokens) - 1])
     rest = position, request.state.keys, request.sampling
     tree, laws = _drafted(request.models, request.state.drafter, root, noise, *rest)

@@ -18,7 +18,7 @@ from hsd_jax.cli import identity, options, prompts
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import metrics
 from hsd_jax.params import Params
-from hsd_jax.request import prepare
+from hsd_jax.request import Sampling, Speculation, prepare
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_profile_measures_every_stage_and_leaves_the_state_alone(target):
     models = {"target": weights, "drafter": toy.make_drafter(drafter_config, config, weights)}
     tree = TreeConfig(nodes=5, depth=3, width=2)
     params = Params(weights, models["drafter"], config, drafter_config)
-    request = prepare(params, [3, 1, 4, 1, 5], 40, 0.0, None, None, 0, tree, True, (), 1)
+    request = prepare(params, [3, 1, 4, 1, 5], Sampling(40, eos=()), Speculation(tree))
     state, limits, sampling = request.state, request.limits, request.sampling
     before = np.asarray(state.tokens)
     loop = request.decoder.loop

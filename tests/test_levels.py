@@ -84,7 +84,9 @@ def test_the_platform_is_that_of_the_program():
     x, kernel = jnp.ones((2, 8)), jnp.ones((4, 8), jnp.bfloat16)
 
     def products():
-        (equation,) = (e for e in jax.make_jaxpr(lambda *a: ops.matmul(*a))(x, kernel).eqns if e.primitive.name == "dot_general")
+        (equation,) = (
+            e for e in jax.make_jaxpr(lambda *a: ops.matmul(*a))(x, kernel).eqns if e.primitive.name == "dot_general"
+        )
         return equation.invars[0].aval.dtype
 
     assert products() == jnp.float32

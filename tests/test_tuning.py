@@ -22,7 +22,7 @@ from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.infer import metrics
 from hsd_jax.params import Params
-from hsd_jax.request import prepare
+from hsd_jax.request import Sampling, Speculation, prepare
 from hsd_jax.train import evaluate
 
 folders, own_cache, hsd, both = test_cli.folders, test_cli.own_cache, test_cli.hsd, test_cli.both
@@ -276,7 +276,7 @@ def test_every_combination_has_a_choice(monkeypatch, params):
 
 
 def test_trunk_seconds_are_measured_and_the_state_stays(params):
-    request = prepare(params, PROMPTS[2], 16, 0.0, None, None, 0, SMALL, True, (), 1)
+    request = prepare(params, PROMPTS[2], Sampling(16, eos=()), Speculation(SMALL))
     state, config = request.state.drafter, params.drafter_config
     before = np.asarray(state.cache.length)
     found = metrics.trunk_seconds(request.models, params.target_config, config, state, (1, 4), iterations=2, repeats=2)

@@ -252,10 +252,10 @@ def profile_mode(
 ):
     """Times the stages of a round at the shapes of a decode of `text`."""
     from hsd_jax.infer.metrics import profile_round
-    from hsd_jax.request import prepare, rule_and_law
+    from hsd_jax.request import Sampling, Speculation, prepare, rule_and_law
 
     options.say(f"timing the stages of tree {tree.name}")
-    request = prepare(params, text, max_new_tokens, temperature, None, None, 0, tree, True, (), 1, accept, draw)
+    request = prepare(params, text, Sampling(max_new_tokens, temperature, eos=()), Speculation(tree, accept, draw))
     return profile_round(
         request.decoder.loop,
         request.models,

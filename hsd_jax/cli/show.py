@@ -154,11 +154,11 @@ def make_page(params, prompt, settings: dict, command: str) -> Page:
     from hsd_jax.cli import round_layout
     from hsd_jax.infer.accept import make_rule
     from hsd_jax.infer.replay import replay
-    from hsd_jax.request import prepare
+    from hsd_jax.request import prepare, records
 
     out = hsd_jax.decode(params, prompt, **settings)
     rule = make_rule(settings["accept"], settings["tree"])
-    request = prepare(params, prompt, **settings, speculate=True, eos=None, pad_rows=1)
+    request = prepare(params, prompt, *records(settings))
     rounds = replay(
         request.decoder,
         params.target_config,
