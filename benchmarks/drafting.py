@@ -31,7 +31,7 @@ from hsd_jax.machine import hardware
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_pass
-from hsd_jax.types import SamplingParams
+from hsd_jax.types import RoundInputs, SamplingParams
 
 CACHED = 200
 """Committed tokens of the row, in a cache of 512 slots."""
@@ -91,7 +91,7 @@ def stages(params: hsd_jax.Params, steps: int, width: int) -> dict:
             return logits, restored(state, cache)
 
         def whole(models, state, drafting=drafting):
-            tree, after = drafting.draft(models, state, row, row + CACHED + steps, keys, greedy)
+            tree, after = drafting.draft(models, state, RoundInputs(row, row + CACHED + steps, keys, greedy))
             return tree, restored(state, after.cache)
 
         def conditioned(models, state, config=config):

@@ -202,6 +202,22 @@ class DecodeState:
     """None where the tree was asked for: it is then verified whole in every round."""
 
 
+@flax.struct.dataclass
+class RoundInputs:
+    """What a round starts from, for drafters."""
+
+    root: Int[Array, "B"]
+    """The last committed token of each row."""
+    position: Int[Array, "B"]
+    """Its absolute position."""
+    keys: jax.Array
+    """The row keys; what a drafter draws, it draws with `sampling.round_keys`, never with these themselves."""
+    sampling: SamplingParams
+    noise: Float[Array, "B M vocab"] | None = None
+    """The target's own noise at the next positions, `sampling.round_noise`: COUPLED drafts alone read it, and compute
+    it where it is None."""
+
+
 class Drafter(NamedTuple):
     """A proposer as pure functions; `state` is the drafter's own pytree and opaque to everybody else."""
 
@@ -211,13 +227,11 @@ class Drafter(NamedTuple):
     """`read(params, state, output, tokens, following, start, length) -> state`: the prompt's tokens [B, C] from
     position `start` on, the token behind each, and what the target said of them. Chunks come in order."""
     draft: Callable[..., tuple[DraftTree, Any]]
-    """`draft(params, state, root, root_position, keys, sampling, noise=None) -> (tree, state)`; what it draws, it draws
-    with `sampling.round_keys`, never with the row keys themselves. `noise` is the target's own, `sampling.round_noise`:
-    COUPLED drafts alone read it, and compute it where it is None."""
+    """`draft(params, state, inputs: RoundInputs) -> (tree, state)`."""
     commit: Callable[..., Any]
     """`commit(params, state, verdict, output, num_committed) -> state`."""
-    grow: Callable[..., Any]
-    """`grow(state, capacity) -> state`, when the decode loop moves to a larger cache."""
+    resize: Callable[..., Any]
+    """`resize(state, capacity) -> state`, when the decode loop moves to a larger cache."""
     law: DrawLaw
     num_nodes: int
     max_depth: int

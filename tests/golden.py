@@ -22,12 +22,12 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.hidden.weights import inject, read_tree, token_bias
-from hsd_jax.infer.tree import grow_tree
+from hsd_jax.infer.tree import Grower
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.params import DEMO
 from hsd_jax.request import Sampling, prepare
-from hsd_jax.types import DrawLaw
+from hsd_jax.types import DrawLaw, RoundInputs
 
 FILE = Path(__file__).with_name("golden.json")
 COMMAND = "python -m tests.golden"
@@ -92,11 +92,12 @@ def _drafted(models, state, root, noise, *rest):
     base = base_logits(weights, p.drafter_config, models["target"], p.target_config, states)
     vocab, hot_ids = p.target_config.vocab_size, weights.get("hot_ids")
     if noise is None:
-        tree, _ = hidden_drafter(p.target_config, p.drafter_config, p.tree).draft(models, state, root, *rest)
+        drafter = hidden_drafter(p.target_config, p.drafter_config, p.tree)
+        tree, _ = drafter.draft(models, state, RoundInputs(root, *rest))
     else:
         bias = functools.partial(inject, weights, p.drafter_config)
-        position, keys, sampling = rest
-        tree = grow_tree(base + noise, bias, root, p.tree, DrawLaw.ARBITRARY, keys, position, sampling, hot_ids, vocab)
+        grower = Grower(p.tree, DrawLaw.ARBITRARY, vocab)
+        tree = grower.grow_token_free(base + noise, bias, RoundInputs(root, *rest), hot_ids)
     level = jnp.minimum(tree.depth[0], p.tree.depth - 1)  # a leaf at the bottom has no law
     read = read_tree(weights, p.drafter_config, tree.tokens, tree.parents, p.tree.depth)
     logp = jax.nn.log_softmax(base[0, level] + token_bias(weights, p.drafter_config, read)[0])

@@ -26,9 +26,9 @@ from hsd_jax.infer.accept import check_legal, match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step, or_lawless
-from hsd_jax.infer.tree import ancestor_mask, coupled_sharpness, grow_tree
+from hsd_jax.infer.tree import Grower, ancestor_mask, coupled_sharpness
 from hsd_jax.kernels import native, ops
-from hsd_jax.types import LAWLESS_TOKEN, DrawLaw, ModelOutput, NewKV, SamplingParams
+from hsd_jax.types import LAWLESS_TOKEN, DrawLaw, ModelOutput, NewKV, RoundInputs, SamplingParams
 
 FALSE_ALARM = 1e-6
 VOCAB = 9
@@ -70,7 +70,8 @@ def jitted(config: TreeConfig, law: DrawLaw, is_hot: bool, is_given: bool = True
     def grow(base, table, root, keys, position, sampling):
         noise = sampling_lib.round_noise(keys, position, config.depth + 1, VOCAB, sampling) if is_given else None
         bias = toy.of_tokens(lambda tokens: table[tokens])
-        return grow_tree(base, bias, root, config, law, keys, position, sampling, hot_ids, VOCAB, noise=noise)
+        inputs = RoundInputs(root, position, keys, sampling, noise)
+        return Grower(config, law, VOCAB).grow_token_free(base, bias, inputs, hot_ids)
 
     return jax.jit(grow)
 
@@ -274,9 +275,9 @@ def tiny_plain() -> np.ndarray:
 def displaced(drafter):
     """A mutant: the noise of the position behind."""
 
-    def draft(models, state, root, root_position, keys, sampling, noise):
-        late = jnp.concatenate([noise[:, 1:], noise[:, :1]], 1)
-        return drafter.draft(models, state, root, root_position, keys, sampling, late)
+    def draft(models, state, inputs):
+        late = jnp.concatenate([inputs.noise[:, 1:], inputs.noise[:, :1]], 1)
+        return drafter.draft(models, state, inputs.replace(noise=late))
 
     return drafter._replace(draft=draft)
 
@@ -284,10 +285,10 @@ def displaced(drafter):
 def estranged(drafter):
     """A mutant: the noise of another key."""
 
-    def draft(models, state, root, root_position, keys, sampling, noise):
-        others = jax.vmap(jax.random.fold_in, (0, None))(keys, 7)
-        own = sampling_lib.round_noise(others, root_position, noise.shape[1], noise.shape[2], sampling)
-        return drafter.draft(models, state, root, root_position, keys, sampling, own)
+    def draft(models, state, inputs):
+        others = jax.vmap(jax.random.fold_in, (0, None))(inputs.keys, 7)
+        own = sampling_lib.round_noise(others, inputs.position, *inputs.noise.shape[1:], inputs.sampling)
+        return drafter.draft(models, state, inputs.replace(noise=own))
 
     return drafter._replace(draft=draft)
 
@@ -337,8 +338,8 @@ def jitted_round(change=None):
         base = jnp.broadcast_to(draft_logits, (rows, 1, VOCAB))
         nothing = toy.of_tokens(lambda tokens: jnp.zeros((*tokens.shape, VOCAB)))
         shown = noise if change is None else change(noise)
-        rest = keys, zero, sampling, None, VOCAB
-        drafted = grow_tree(base, nothing, zero, tree, DrawLaw.COUPLED, *rest, noise=shown)
+        inputs = RoundInputs(zero, zero, keys, sampling, shown)
+        drafted = Grower(tree, DrawLaw.COUPLED, VOCAB).grow_token_free(base, nothing, inputs)
         logits = jnp.broadcast_to(target_logits, (rows, 2, VOCAB))
         mask = ancestor_mask(drafted, 1)
         return match_rule(1).verify(keys, drafted, mask, logits, sampling, zero, noise).num_accepted
@@ -405,10 +406,11 @@ def jitted_recursive_round(is_coupled: bool):
         zero = jnp.zeros(rows, jnp.int32)
         base = jnp.broadcast_to(draft_logits, (rows, 1, VOCAB))
         nothing = toy.of_tokens(lambda tokens: jnp.zeros((*tokens.shape, VOCAB)))
-        rest = keys, zero, sampling, None, VOCAB
-        drafted = grow_tree(base, nothing, zero, tree, law, *rest)
+        inputs = RoundInputs(zero, zero, keys, sampling)
+        drafted = Grower(tree, law, VOCAB).grow_token_free(base, nothing, inputs)
         if is_coupled:
-            drafted = drafted.replace(tokens=grow_tree(base, nothing, zero, tree, DrawLaw.COUPLED, *rest).tokens)
+            by_noise = Grower(tree, DrawLaw.COUPLED, VOCAB).grow_token_free(base, nothing, inputs)
+            drafted = drafted.replace(tokens=by_noise.tokens)
         logits = jnp.broadcast_to(target_logits, (rows, 2, VOCAB))
         mask = ancestor_mask(drafted, 1)
         return recursive_rule(1, 1).verify(keys, drafted, mask, logits, sampling, zero).emitted[:, 0]

@@ -35,7 +35,9 @@ TRUNKS = pytest.mark.parametrize("proposer", ["beam", "block"])
 @functools.cache
 def jitted_draft(proposer: str = "beam"):
     draft, (_, _, keys, _, sampling) = toy.setup("llama", proposer).drafter.draft, toy.mixed_call().arrays()
-    return jax.jit(lambda models, state, root, position: draft(models, state, root, position, keys, sampling))
+    return jax.jit(
+        lambda models, state, root, position: draft(models, state, RoundInputs(root, position, keys, sampling))
+    )
 
 
 @functools.cache
@@ -234,7 +236,8 @@ def test_a_drafter_of_rank_0_drafts_as_one_whose_token_information_is_zero(tmp_p
     assert bare.keys() == init_drafter(jax.random.key(0), config).keys()
     draft = hidden_drafter(setup.config, config, toy.TREES["beam"], law=setup.drafter.law).draft
     _, _, keys, _, sampling = toy.mixed_call().arrays()
-    found, _ = jax.jit(lambda *a: draft(*a, keys, sampling))(models | {"drafter": bare}, state.drafter, root, position)
+    inputs = RoundInputs(root, position, keys, sampling)
+    found, _ = jax.jit(draft)(models | {"drafter": bare}, state.drafter, inputs)
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
     np.testing.assert_array_equal(found.parents, wanted.parents)
     drafter_files.save_drafter(tmp_path, config, bare)

@@ -34,14 +34,15 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter
-from hsd_jax.infer.tree import grow_tree
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.infer.tree import Grower
 from hsd_jax.kernels import native
 from hsd_jax.kernels.ops import MASKED
-from hsd_jax.models import convert, hot
+from hsd_jax.models import hot
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.train import anchors as anchors_lib
 from hsd_jax.train import drafter, hot_vocabulary, losses, on_policy
-from hsd_jax.types import DrawLaw, SamplingParams
+from hsd_jax.types import DrawLaw, RoundInputs, SamplingParams
 
 HOT = toy.HOT_IDS
 COLD = np.setdiff1d(np.arange(toy.VOCAB), HOT)
@@ -223,7 +224,7 @@ def test_cold_truths_are_refused_and_hot_ones_accepted():
     for law in DrawLaw:
         proposer = hidden_drafter(setup.config, setup.drafter_config, TreeConfig(7, 3, 2), law=law)
         at = jnp.zeros(6, jnp.int32), state.length - 1, state.keys, call.arrays()[-1]
-        tree, _ = jax.jit(proposer.draft)(setup.models | {"drafter": nonsense}, state.drafter, *at)
+        tree, _ = jax.jit(proposer.draft)(setup.models | {"drafter": nonsense}, state.drafter, RoundInputs(*at))
         assert np.isin(tree.tokens[:, 1:], HOT).all()
 
 
@@ -242,8 +243,9 @@ def test_a_drawn_tree_is_that_of_a_full_law_without_the_cold_tokens(law):
             base = base_logits(weights, one.drafter_config, target, one.config, states)
             base = base if name == "hot" else base.at[..., COLD].set(-jnp.inf)  # the full one may not either
             bias = functools.partial(toy.token_info, weights, one.drafter_config)
-            args = base, toy.of_tokens(bias), root, TreeConfig(6, 2, 3), law, keys, jnp.full(len(root), 7), sampling
-            return grow_tree(*args, weights.get("hot_ids"), toy.VOCAB)
+            inputs = RoundInputs(root, jnp.full(len(root), 7), keys, sampling)
+            grower = Grower(TreeConfig(6, 2, 3), law, toy.VOCAB)
+            return grower.grow_token_free(base, toy.of_tokens(bias), inputs, weights.get("hot_ids"))
 
         found[name] = grown(one.models["drafter"], one.models["target"])
     for field in ("tokens", "parents", "depth", "valid"):
@@ -421,18 +423,9 @@ def test_shares_that_are_refused(share):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_round_trip(tmp_path, dtype):
     """Ids of a large vocabulary keep their value in bfloat16 files; rows of the head stay out of the file."""
-    config = HiddenConfig(
-        hidden_size=8,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=4,
-        intermediate_size=8,
-        vocab_size=70_000,
-        rank=2,
-        hot_tokens=4,
-    )
-    weights = random_weights(convert.init_drafter, config)
+    sizes = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "intermediate_size": 8}
+    config = HiddenConfig(hidden_size=8, vocab_size=70_000, rank=2, hot_tokens=4, **sizes)
+    weights = random_weights(init_drafter, config)
     weights = jax.tree.map(lambda x: x.astype(dtype), weights) | {"hot_ids": jnp.array([0, 3, 65_537, 69_999])}
     drafter_files.save_drafter(tmp_path, config, weights | {"head": jnp.ones((4, 8))}, dtype)
     found, read = drafter_files.read_drafter(tmp_path, dtype)

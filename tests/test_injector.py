@@ -26,7 +26,7 @@ from hsd_jax.drafters.hidden.weights import inject, read_paths, read_tree, token
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.train.trained import started_from
-from hsd_jax.types import DrawLaw
+from hsd_jax.types import DrawLaw, RoundInputs
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -104,7 +104,7 @@ def drawn(law: DrawLaw, tree: TreeConfig, config: DrafterConfig, injector=None):
 
     @jax.jit
     def grown(models, state):
-        tree, _ = drafter.draft(models, state, root, position, keys, sampling)
+        tree, _ = drafter.draft(models, state, RoundInputs(root, position, keys, sampling))
         return tree, drafter.node_logp(models, state, tree, sampling)
 
     return jax.tree.map(np.asarray, grown(models, state.drafter))

@@ -23,9 +23,9 @@ from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.reuse import Spares
 from hsd_jax.drafters.hidden.schedule import trunk_states
-from hsd_jax.infer.tree import grow_tree
+from hsd_jax.infer.tree import Grower
 from hsd_jax.models.trunk import base_logits
-from hsd_jax.types import DrawLaw, SamplingParams
+from hsd_jax.types import DrawLaw, RoundInputs, SamplingParams
 
 NUM_STATES, COLUMNS = 5, 3
 
@@ -128,7 +128,8 @@ def test_drawn_trees_lose_whole_levels(law):
     @jax.jit
     def grow(num_levels):
         bias = toy.of_tokens(lambda tokens: jnp.zeros((*tokens.shape, VOCAB)))
-        return grow_tree(base, bias, zero, config, law, keys, zero, sampling, None, VOCAB, num_levels)
+        inputs = RoundInputs(zero, zero, keys, sampling)
+        return Grower(config, law, VOCAB).grow_token_free(base, bias, inputs, None, num_levels)
 
     whole, cut = grow(jnp.full(4, 3)), grow(jnp.arange(4))
     np.testing.assert_array_equal(cut.valid, whole.valid & (whole.depth <= jnp.arange(4)[:, None]))
@@ -199,7 +200,7 @@ def test_ahead_drafts_from_what_was_known_a_round_before():
 
     @setup.decoder.compile
     def draft(drafter_state):
-        return setup.drafter.draft(setup.models, drafter_state, root, position, keys, sampling)
+        return setup.drafter.draft(setup.models, drafter_state, RoundInputs(root, position, keys, sampling))
 
     tree, after = draft(state.drafter)
     other = state.drafter.replace(pending=state.drafter.pending + 1.0)
@@ -224,7 +225,8 @@ def skipping(proposer: str = "block_skip"):
     @setup.decoder.compile
     def draft(weights, spares):
         models = setup.models | {"drafter": setup.models["drafter"] | weights}
-        return setup.drafter.draft(models, state.drafter.replace(spares=spares), root, position, keys, sampling)
+        inputs = RoundInputs(root, position, keys, sampling)
+        return setup.drafter.draft(models, state.drafter.replace(spares=spares), inputs)
 
     return setup, state, draft
 
@@ -303,7 +305,7 @@ def test_nodes_have_the_probabilities_they_were_chosen_by(proposer):
 
     @setup.decoder.compile
     def drafted(models, state, sampling):
-        tree, _ = setup.drafter.draft(models, state.drafter, root, state.length - 1, state.keys, sampling)
+        tree, _ = setup.drafter.draft(models, state.drafter, RoundInputs(root, state.length - 1, state.keys, sampling))
         return tree, setup.drafter.node_logp(models, state.drafter, tree, sampling)
 
     tree, logp = jax.tree.map(np.asarray, drafted(setup.models, state, call.arrays()[-1]))

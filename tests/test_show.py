@@ -24,7 +24,7 @@ from hsd_jax.drafters.hidden.reuse import FRESH, KEPT, MIXED
 from hsd_jax.infer import tree as tree_lib
 from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.replay import Round, replay
-from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw
+from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw, RoundInputs
 
 folders, own_cache, hsd, both = test_cli.folders, test_cli.own_cache, test_cli.hsd, test_cli.both
 PROMPT = "the cat"
@@ -114,7 +114,7 @@ def test_probabilities_are_those_of_the_beam(proposer, monkeypatch):
 
     @setup.decoder.compile
     def drafted(models, state, sampling):
-        tree, _ = setup.drafter.draft(models, state.drafter, root, state.length - 1, state.keys, sampling)
+        tree, _ = setup.drafter.draft(models, state.drafter, RoundInputs(root, state.length - 1, state.keys, sampling))
         logp = setup.drafter.node_logp(models, state.drafter, tree, sampling)
         return logp, tree.parents, scores[-1]  # the last choice is among all levels
 

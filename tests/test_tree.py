@@ -16,8 +16,8 @@ from scipy import stats
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import draw
-from hsd_jax.infer.tree import ancestor_mask, grow_tree
-from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw, SamplingParams
+from hsd_jax.infer.tree import Grower, ancestor_mask
+from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw, RoundInputs, SamplingParams
 
 VOCAB = 7
 CONFIGS = [
@@ -213,7 +213,8 @@ def jitted_sampled(config: TreeConfig, law: DrawLaw):
     def grow(base, table, root, seeds, position, sampling):
         keys = jax.vmap(jax.random.key)(seeds)
         bias = toy.of_tokens(lambda tokens: table[tokens])
-        return grow_tree(base, bias, root, config, law, keys, position, sampling, None, base.shape[-1])
+        inputs = RoundInputs(root, position, keys, sampling)
+        return Grower(config, law, base.shape[-1]).grow_token_free(base, bias, inputs)
 
     return jax.jit(grow)
 

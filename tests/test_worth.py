@@ -189,7 +189,7 @@ def test_a_drafter_follows_plain_rounds(proposer):
     def trees(drafter_state):
         root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
         draft = jax.jit(setup.drafter.draft)
-        return draft(setup.models, drafter_state, root, state.length - 1, state.keys, sampling)[0]
+        return draft(setup.models, drafter_state, RoundInputs(root, state.length - 1, state.keys, sampling))[0]
 
     own, expected = trees(state.drafter), trees(fresh.drafter)
     np.testing.assert_array_equal(own.valid, expected.valid)

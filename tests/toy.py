@@ -36,10 +36,20 @@ from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
-from hsd_jax.infer.tree import grow_tree
+from hsd_jax.infer.tree import Grower
 from hsd_jax.models import hot
 from hsd_jax.models.target import forward_sequence, init_target
-from hsd_jax.types import NO_PARENT, NO_TOKEN, DecodeState, Drafter, DraftTree, DrawLaw, Limits, SamplingParams
+from hsd_jax.types import (
+    NO_PARENT,
+    NO_TOKEN,
+    DecodeState,
+    Drafter,
+    DraftTree,
+    DrawLaw,
+    Limits,
+    RoundInputs,
+    SamplingParams,
+)
 
 VOCAB = 24
 PROMPT_BUCKET = 16
@@ -202,7 +212,7 @@ class Call:
     def replace(self, **changes) -> Call:
         return dataclasses.replace(self, **changes)
 
-    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array, Limits, SamplingParams]:
+    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array, Limits, RoundInputs, SamplingParams]:
         tokens = np.zeros((self.batch, PROMPT_BUCKET), np.int32)
         for row, prompt in enumerate(self.prompts):
             tokens[row, : len(prompt)] = prompt
@@ -266,10 +276,11 @@ def of_tokens(bias):
 
 
 def grow_beam(base_logits, bias, root, config: TreeConfig, hot_ids=None, num_levels=None):
-    """The beam of `grow_tree` at temperature 1, which multiplies no logit; it reads no key and no position."""
+    """The beam of a `Grower` at temperature 1, which multiplies no logit; it reads no key and no position."""
     one, zero = jnp.ones(root.shape), jnp.zeros(root.shape, jnp.int32)
-    rest = jax.random.key(0), zero, SamplingParams(one, zero, one), hot_ids, base_logits.shape[-1], num_levels
-    return grow_tree(base_logits, of_tokens(bias), root, config, DrawLaw.ARBITRARY, *rest)
+    inputs = RoundInputs(root, zero, jax.random.key(0), SamplingParams(one, zero, one))
+    grower = Grower(config, DrawLaw.ARBITRARY, base_logits.shape[-1])
+    return grower.grow_token_free(base_logits, of_tokens(bias), inputs, hot_ids, num_levels)
 
 
 CHAIN = "chain"
@@ -304,13 +315,13 @@ def oracle_drafter(layout: str, vocab: int = VOCAB) -> Drafter:
     def read(models, state, *rest):
         return state
 
-    def draft(models, state, root, root_position, keys, sampling, noise=None):
+    def draft(models, state, inputs):
         table = models["drafter"]
-        positions = root_position[:, None] + jnp.asarray(depths, jnp.int32)
+        positions = inputs.position[:, None] + jnp.asarray(depths, jnp.int32)
         token = jnp.take_along_axis(table["text"], positions, 1, mode="clip")
         is_wrong = jnp.take_along_axis(table["is_wrong"], positions, 1, mode="clip") & jnp.asarray(is_on_trunk)
         token = (token + jnp.asarray(offsets, jnp.int32) + is_wrong.astype(jnp.int32)) % vocab
-        token = token.at[:, 0].set(root)
+        token = token.at[:, 0].set(inputs.root)
         shape = token.shape
 
         def rows(x, dtype):

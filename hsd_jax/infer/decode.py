@@ -208,7 +208,7 @@ class Decoder:
 
     def _grow(self, state: DecodeState, capacity: int) -> DecodeState:
         """The same state with room for `capacity` slots; the old buffers are freed one by one."""
-        drafter_state = None if self.drafter is None else self.drafter.grow(state.drafter, capacity)
+        drafter_state = None if self.drafter is None else self.drafter.resize(state.drafter, capacity)
         tokens = state.tokens
         if tokens.shape[1] <= capacity:
             tokens = cache_lib.pad_to(tokens, capacity + 1, axis=1, value=NO_TOKEN)

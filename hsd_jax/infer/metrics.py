@@ -31,7 +31,7 @@ from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, forward_sequence, read_chunk
-from hsd_jax.types import DecodeState, DrawLaw, KVCache, Limits, SamplingParams
+from hsd_jax.types import DecodeState, DrawLaw, KVCache, Limits, RoundInputs, SamplingParams
 
 STAGES = ("trunk", "head", "tree", "verify", "commit", "rest")
 
@@ -274,7 +274,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
         return dataclasses.replace(cache, length=length)
 
     def draft(models, inputs):
-        drafted, after = drafter.draft(models, inputs, root, root_position, state.keys, sampling, noise)
+        drafted, after = drafter.draft(models, inputs, round_inputs)
         return drafted, _with_counts_of(after, inputs)
 
     def verify(models, inputs):
@@ -298,7 +298,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
         )
         return count, (tree_, ancestors, output, restored)
 
-    round_ = root, root_position, state.keys, sampling, noise
+    round_inputs = RoundInputs(root, root_position, state.keys, sampling, noise)
 
     @jax.jit
     def one_round(models, state):
@@ -315,7 +315,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
         drafting = {
             "trunk": (trunk, state.drafter),
             "head": (lambda models, states: (head(models, states), states), states),
-            "tree": (lambda models, logits: (grow(models, logits, *round_), logits), logits),
+            "tree": (lambda models, logits: (grow(models, logits, round_inputs), logits), logits),
         }
     return {
         **drafting,

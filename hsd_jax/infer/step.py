@@ -28,6 +28,7 @@ from hsd_jax.types import (
     DrawLaw,
     Limits,
     ModelOutput,
+    RoundInputs,
     SamplingParams,
 )
 
@@ -51,7 +52,8 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
             noise = sampling_lib.round_noise(state.keys, root_position, num, config.vocab_size, sampling)
         with jax.named_scope("draft"):
             shown = noise if drafter.law is DrawLaw.COUPLED else None
-            tree, drafter_state = drafter.draft(models, state.drafter, root, root_position, state.keys, sampling, shown)
+            inputs = RoundInputs(root, root_position, state.keys, sampling, shown)
+            tree, drafter_state = drafter.draft(models, state.drafter, inputs)
         costs, seconds = models.get("costs"), None
         if costs is not None:
             with jax.named_scope("worth"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.hot import hot_columns, to_tokens, to_vocabulary
-from hsd_jax.types import DRAWN_LAWS, NO_PARENT, DraftTree, DrawLaw, SamplingParams
+from hsd_jax.types import DRAWN_LAWS, NO_PARENT, DraftTree, DrawLaw, RoundInputs, SamplingParams
 
 Bias = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w V"], Any]]
 """`bias(tokens, above) -> (added, read)`: what drafted tokens add to the base logits behind them.
@@ -94,65 +94,59 @@ def token_free(base_logits: Float[Array, "B D V"], bias: Bias) -> Expand:
     return expand
 
 
-def grow(
-    expand: Expand,
-    carry: Any,
-    root: Int[Array, "B"],
-    config: TreeConfig,
-    law: DrawLaw,
-    keys: jax.Array,
-    root_position: Int[Array, "B"],
-    sampling: SamplingParams,
-    hot_ids: Int[Array, "hot"] | None,
-    vocab_size: int,
-    num_levels: Int[Array, "B"] | None = None,
-    noise: Float[Array, "B M vocab"] | None = None,
-) -> tuple[DraftTree, Any]:
-    """A tree whose children are chosen as `law` says, and what `expand` carried out of the last level.
+class Grower(NamedTuple):
+    """How all trees of a drafter grow: their shape, and the scheme by which children are chosen."""
 
-    The choice is static. An ARBITRARY beam reads no key, and of the settings the temperature (`sharpness`); a COUPLED
-    one is the beam of `coupled` logits.
+    config: TreeConfig
+    law: DrawLaw
+    vocab_size: int
 
-    Args:
-      hot_ids: the token of each column of the logits; None: the columns are the tokens, `vocab_size` of them.
-      num_levels: levels of each row that have logits; nodes below are not valid. None: all.
-      noise: the target's own behind the root, M >= depth positions, read under COUPLED alone; None: computed then.
-    """
-    if law not in DRAWN_LAWS:
-        scale = sharpness(sampling.temperature)
-        if law is DrawLaw.COUPLED:
-            if noise is None:
-                noise = sampling_lib.round_noise(keys, root_position, config.depth, vocab_size, sampling)
-            expand = coupled(expand, noise, hot_ids, sampling)
-            scale = coupled_sharpness(sampling.temperature)
-        if config.width == 1:
-            return _chain(expand, carry, root, config, hot_ids, scale, num_levels, law)
-        return _beam(expand, carry, root, config, hot_ids, scale, num_levels, law)
-    round_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.DRAFT_NOISE)
-    drawn, carry = _sampled(expand, carry, root, config, law, round_keys, sampling, hot_ids, vocab_size)
-    if num_levels is not None:
-        # Whole levels go, whatever tokens they hold: what is left is as lossless as a shallower tree.
-        drawn = dataclasses.replace(drawn, valid=drawn.valid & (drawn.depth <= num_levels[:, None]))
-    return drawn, carry
+    def grow(
+        self,
+        expand: Expand,
+        carry: Any,
+        inputs: RoundInputs,
+        hot_ids: Int[Array, "hot"] | None = None,
+        num_levels: Int[Array, "B"] | None = None,
+    ) -> tuple[DraftTree, Any]:
+        """A tree, and what `expand` carried out of the last level.
 
+        An ARBITRARY beam reads no key, and of the settings the temperature (`sharpness`); a COUPLED one is the beam of
+        `coupled` logits.
 
-def grow_tree(
-    base_logits: Float[Array, "B D V"],
-    bias: Bias,
-    root: Int[Array, "B"],
-    config: TreeConfig,
-    law: DrawLaw,
-    keys: jax.Array,
-    root_position: Int[Array, "B"],
-    sampling: SamplingParams,
-    hot_ids: Int[Array, "hot"] | None,
-    vocab_size: int,
-    num_levels: Int[Array, "B"] | None = None,
-    noise: Float[Array, "B M vocab"] | None = None,
-) -> DraftTree:
-    """The tree of `grow` for states that do not read drafted tokens."""
-    rest = keys, root_position, sampling, hot_ids, vocab_size, num_levels, noise
-    return grow(token_free(base_logits, bias), None, root, config, law, *rest)[0]
+        Args:
+          hot_ids: the token of each column of the logits; None: the columns are the tokens.
+          num_levels: levels of each row that have logits; nodes below are not valid. None: all.
+        """
+        keys, sampling = inputs.keys, inputs.sampling
+        if self.law not in DRAWN_LAWS:
+            scale = sharpness(sampling.temperature)
+            if self.law is DrawLaw.COUPLED:
+                noise, size = inputs.noise, (self.config.depth, self.vocab_size)
+                if noise is None:
+                    noise = sampling_lib.round_noise(keys, inputs.position, *size, sampling)
+                expand = coupled(expand, noise, hot_ids, sampling)
+                scale = coupled_sharpness(sampling.temperature)
+            beam = _chain if self.config.width == 1 else _beam
+            return beam(expand, carry, inputs.root, self.config, hot_ids, scale, num_levels, self.law)
+        round_keys = sampling_lib.round_keys(keys, inputs.position, sampling_lib.DRAFT_NOISE)
+        rest = self.config, self.law, round_keys, sampling, hot_ids, self.vocab_size
+        drawn, carry = _sampled(expand, carry, inputs.root, *rest)
+        if num_levels is not None:
+            # Whole levels go, whatever tokens they hold: what is left is as lossless as a shallower tree.
+            drawn = dataclasses.replace(drawn, valid=drawn.valid & (drawn.depth <= num_levels[:, None]))
+        return drawn, carry
+
+    def grow_token_free(
+        self,
+        base_logits: Float[Array, "B D V"],
+        bias: Bias,
+        inputs: RoundInputs,
+        hot_ids: Int[Array, "hot"] | None = None,
+        num_levels: Int[Array, "B"] | None = None,
+    ) -> DraftTree:
+        """The tree of `grow` for states that do not read drafted tokens."""
+        return self.grow(token_free(base_logits, bias), None, inputs, hot_ids, num_levels)[0]
 
 
 def _chain(

@@ -45,7 +45,7 @@ from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.request import row_keys
 from hsd_jax.settings import HOTTEST, MOST, Count, Whole, Within
-from hsd_jax.types import Drafter, DraftTree, DrawLaw, SamplingParams, Weights
+from hsd_jax.types import Drafter, DraftTree, DrawLaw, RoundInputs, SamplingParams, Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +217,7 @@ def follow(
             return jax.tree.map(lambda x: x[:, 0], jax.vmap(begin)(roots))
 
         def counted(drafter: Drafter, state: Any) -> tuple[Array, Any]:
-            tree, after = drafter.draft(models, state, text[roots], roots, own_keys, as_drawn, noise)
+            tree, after = drafter.draft(models, state, RoundInputs(text[roots], roots, own_keys, as_drawn, noise))
             return accepted_nodes(tree, texts, roots, ends, drafter.max_depth), after
 
         def followed(drafter: Drafter, draft: Draft) -> Followed:
@@ -238,7 +238,9 @@ def follow(
         if method.init_weights is None:
             return found, None
         one_draw = make_drafter(target_config, config, TreeConfig(2, 1, 1), law=DrawLaw.INDEPENDENT)
-        drawn, _ = one_draw.draft(models, state_of(one_draw), text[roots], roots, own_keys, at_temperature_1)
+        drawn, _ = one_draw.draft(
+            models, state_of(one_draw), RoundInputs(text[roots], roots, own_keys, at_temperature_1)
+        )
         assert drawn.draft_logp is not None
         common = jnp.minimum(drawn.draft_logp[:, 0], jax.nn.log_softmax(output.logits[0, roots], -1))
         return found, jnp.exp(common).sum(-1)

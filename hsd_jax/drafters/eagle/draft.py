@@ -19,11 +19,11 @@ from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.eagle.config import EagleConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import HiddenState
-from hsd_jax.infer import tree as tree_lib
+from hsd_jax.infer.tree import Grower
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_pass
-from hsd_jax.types import Drafter, DrawLaw, KVCache, NewKV, SamplingParams
+from hsd_jax.types import Drafter, DrawLaw, KVCache, NewKV, RoundInputs
 
 
 class Level(NamedTuple):
@@ -95,15 +95,9 @@ def eagle_drafter(
       ValueError: as `hidden_drafter`.
     """
 
-    def draft(
-        models,
-        state: HiddenState,
-        root: Int[Array, "B"],
-        root_position: Int[Array, "B"],
-        keys: jax.Array,
-        sampling: SamplingParams,
-        noise: Float[Array, "B M vocab"] | None = None,
-    ):
+    grower = Grower(tree, law, config.vocab_size)
+
+    def draft(models, state: HiddenState, inputs: RoundInputs):
         with jax.named_scope("trunk"):
             first, cache = root_level(models, target_config, config, state)
 
@@ -114,9 +108,7 @@ def eagle_drafter(
 
         hot_ids = models["drafter"].get("hot_ids")
         with jax.named_scope("tree"):
-            drafted, _ = tree_lib.grow(
-                expand, first, root, tree, law, keys, root_position, sampling, hot_ids, config.vocab_size, noise=noise
-            )
+            drafted, _ = grower.grow(expand, first, inputs, hot_ids)
         return drafted, dataclasses.replace(state, cache=cache)
 
     # All but drafting is the same: which features are pending, when the trunk's cache takes them in, how it grows.

@@ -22,12 +22,12 @@ from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.schedule import HiddenState, append_pending, make_schedule, run_trunk
 from hsd_jax.drafters.hidden.weights import inject, read_tree, token_bias
 from hsd_jax.drafters.shared import check_tree, last_feature
-from hsd_jax.infer.tree import grow_tree, sharpness
+from hsd_jax.infer.tree import Grower, sharpness
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.hot import to_columns
 from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
-from hsd_jax.types import Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
+from hsd_jax.types import Drafter, DraftTree, DrawLaw, ModelOutput, RoundInputs, SamplingParams, Verdict
 
 
 def hidden_drafter(
@@ -50,6 +50,7 @@ def hidden_drafter(
     reuse_lib.check_reuse(reuse, config, tree)
     num_states = reuse.num_states(tree.depth, config.num_steps)
     levels_of_round = make_schedule(target_config, config, tree, reuse, num_states)
+    grower = Grower(tree, law, config.vocab_size)
     node_logp, node_origins = _for_pictures(config, tree, reuse, levels_of_round)
     runs_every_round = reuse.form not in (SKIP, UNFUSED)
     # A row without a trunk run keeps its pending features. Since a tree is no deeper than the spares it grows from, a
@@ -72,21 +73,12 @@ def hidden_drafter(
         logits = base_logits(models["drafter"], config, models["target"], target_config, states)
         return dataclasses.replace(state, spares=reuse_lib.fresh_spares(logits))
 
-    def draft(
-        models,
-        state: HiddenState,
-        root: Int[Array, "B"],
-        root_position: Int[Array, "B"],
-        keys: jax.Array,
-        sampling: SamplingParams,
-        noise: Float[Array, "B M vocab"] | None = None,
-    ):
+    def draft(models, state: HiddenState, inputs: RoundInputs):
         levels, state = levels_of_round(models, state)
         with jax.named_scope("tree"):
             bias = functools.partial(inject, models["drafter"], config)
             hot_ids = models["drafter"].get("hot_ids")
-            rest = keys, root_position, sampling, hot_ids, config.vocab_size, levels.num, noise
-            return grow_tree(levels.logits, bias, root, tree, law, *rest), state
+            return grower.grow_token_free(levels.logits, bias, inputs, hot_ids, levels.num), state
 
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         # XLA drops the final states where the trunk reads layers below.
@@ -105,7 +97,7 @@ def hidden_drafter(
         after = commit(models, _absorb(models, target_config, config, state), verdict, output, num_committed)
         return cache_lib.keep_idle(num_committed, state, after)
 
-    def grow(state: HiddenState, capacity: int):
+    def resize(state: HiddenState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
     return Drafter(
@@ -113,7 +105,7 @@ def hidden_drafter(
         read,
         draft,
         commit,
-        grow,
+        resize,
         law,
         tree.nodes,
         tree.depth,

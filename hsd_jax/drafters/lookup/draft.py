@@ -11,14 +11,13 @@ import typing
 from typing import Any
 
 import flax.struct
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.types import DRAWN_LAWS, NO_PARENT, Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
+from hsd_jax.types import DRAWN_LAWS, NO_PARENT, Drafter, DraftTree, DrawLaw, ModelOutput, RoundInputs, Verdict
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
@@ -96,22 +95,14 @@ def lookup_drafter(
     def read(models, state: LookupState, *rest):
         return state
 
-    def draft(
-        models,
-        state: LookupState,
-        root: Int[Array, "B"],
-        root_position: Int[Array, "B"],
-        keys: jax.Array,
-        sampling: SamplingParams,
-        noise: Float[Array, "B M vocab"] | None = None,
-    ):
-        return copied_chain(state, root, config, depth), state
+    def draft(models, state: LookupState, inputs: RoundInputs):
+        return copied_chain(state, inputs.root, config, depth), state
 
     def commit(models, state: LookupState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         tokens = cache_lib.write_rows(state.tokens, verdict.emitted, state.length, axis=1)
         return LookupState(tokens, state.length + num_committed)
 
-    def grow(state: LookupState, capacity: int):
+    def resize(state: LookupState, capacity: int):
         return LookupState(cache_lib.pad_to(state.tokens, capacity + 1, axis=1), state.length)
 
-    return Drafter(init, read, draft, commit, grow, law, tree.nodes, depth, follow=commit)
+    return Drafter(init, read, draft, commit, resize, law, tree.nodes, depth, follow=commit)

@@ -23,11 +23,21 @@ from hsd_jax.drafters.medusa.config import MedusaConfig
 from hsd_jax.drafters.medusa.weights import head_states
 from hsd_jax.drafters.shared import check_tree, last_feature
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.tree import grow_tree
+from hsd_jax.infer.tree import Grower
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.hot import hot_columns, to_columns, to_tokens
 from hsd_jax.models.trunk import base_logits, trunk_features
-from hsd_jax.types import DRAWN_LAWS, NO_PARENT, Drafter, DraftTree, DrawLaw, ModelOutput, SamplingParams, Verdict
+from hsd_jax.types import (
+    DRAWN_LAWS,
+    NO_PARENT,
+    Drafter,
+    DraftTree,
+    DrawLaw,
+    ModelOutput,
+    RoundInputs,
+    SamplingParams,
+    Verdict,
+)
 
 FIRST_RANK, NEXT_RANK = 0.6, 0.3
 """How likely a head's best guess is taken to be right, and each further guess against the one before: a prior, which
@@ -107,32 +117,25 @@ def medusa_drafter(
         features = trunk_features(models["drafter"], config, output.hidden, output.features)
         return MedusaState(last_feature(features, start, length, state.feature))
 
-    def draft(
-        models,
-        state: MedusaState,
-        root: Int[Array, "B"],
-        root_position: Int[Array, "B"],
-        keys: jax.Array,
-        sampling: SamplingParams,
-        noise: Float[Array, "B M vocab"] | None = None,
-    ):
+    def draft(models, state: MedusaState, inputs: RoundInputs):
         with jax.named_scope("head"):
             states = head_states(models["drafter"], config, state.feature, tree.depth)
             logits = base_logits(models["drafter"], config, models["target"], target_config, states)
         hot_ids = models["drafter"].get("hot_ids")
         if law in DRAWN_LAWS:
             nothing = lambda tokens, _: (jnp.zeros((*tokens.shape, 1)), None)  # noqa: E731  # what tokens add
-            settings = tree, law, keys, root_position, sampling, hot_ids, config.vocab_size
-            return grow_tree(logits, nothing, root, *settings), state
+            return Grower(tree, law, config.vocab_size).grow_token_free(logits, nothing, inputs, hot_ids), state
         if law is DrawLaw.COUPLED:
+            noise, sampling = inputs.noise, inputs.sampling
             if noise is None:
-                noise = sampling_lib.round_noise(keys, root_position, tree.depth, config.vocab_size, sampling)
+                size = tree.depth, config.vocab_size
+                noise = sampling_lib.round_noise(inputs.keys, inputs.position, *size, sampling)
             logits = sampling_lib.perturb(lambda: hot_columns(hot_ids, noise[:, : tree.depth]), logits, sampling)
         guesses = to_tokens(hot_ids, lax.top_k(logits, tree.width)[1])
         drafted = guesses[:, shape.depths[1:] - 1, shape.ranks[1:]]
-        nodes = (len(root), tree.nodes)
+        nodes = (len(inputs.root), tree.nodes)
         parents, depths = (jnp.broadcast_to(x, nodes) for x in (shape.parents, shape.depths))
-        tokens = jnp.concatenate([root[:, None], drafted], 1).astype(jnp.int32)
+        tokens = jnp.concatenate([inputs.root[:, None], drafted], 1).astype(jnp.int32)
         return DraftTree(tokens, parents, depths, jnp.ones(nodes, bool), law=law), state
 
     def node_logp(models, state: MedusaState, drafted: DraftTree, sampling: SamplingParams):
@@ -150,9 +153,9 @@ def medusa_drafter(
         feature = cache_lib.take_nodes(features, last, axis=1)[:, 0]
         return MedusaState(jnp.where((num_committed > 0)[:, None], feature, state.feature))
 
-    def grow(state: MedusaState, capacity: int):
+    def resize(state: MedusaState, capacity: int):
         return state
 
     return Drafter(
-        init, read, draft, commit, grow, law, tree.nodes, tree.depth, config.feature_layers, node_logp, follow=commit
+        init, read, draft, commit, resize, law, tree.nodes, tree.depth, config.feature_layers, node_logp, follow=commit
     )

@@ -11,16 +11,15 @@ import typing
 from typing import Any
 
 import flax.struct
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.infer.tree import grow
+from hsd_jax.infer.tree import Grower
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk
-from hsd_jax.types import Drafter, DrawLaw, KVCache, ModelOutput, SamplingParams, Verdict
+from hsd_jax.types import Drafter, DrawLaw, KVCache, ModelOutput, RoundInputs, Verdict
 
 MAX_PENDING = 2
 """The root, and before it the last draft of a round that was accepted whole: the model never read that one."""
@@ -61,7 +60,7 @@ def small_lm_drafter(
             f"the drafter has vocab_size={config.vocab_size} and the target {target_config.vocab_size}: both must have"
             " the same vocabulary"
         )
-    depth = tree.depth
+    depth, grower = tree.depth, Grower(tree, law, config.vocab_size)
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         sizes = config.num_layers, len(length), config.num_kv_heads, capacity, config.head_dim
@@ -75,18 +74,10 @@ def small_lm_drafter(
         _, cache = read_chunk(models["drafter"], config, state.cache, tokens, start, length - 1)
         return dataclasses.replace(state, cache=cache)
 
-    def draft(
-        models,
-        state: SmallLMState,
-        root: Int[Array, "B"],
-        root_position: Int[Array, "B"],
-        keys: jax.Array,
-        sampling: SamplingParams,
-        noise: Float[Array, "B M vocab"] | None = None,
-    ):
+    def draft(models, state: SmallLMState, inputs: RoundInputs):
         def expand(level: int, tokens: Array, parents: Array, cache: KVCache):
             """Reads the pending tokens, then each draft, and keeps them all."""
-            num_read = state.num_pending if level == 0 else jnp.ones_like(root)
+            num_read = state.num_pending if level == 0 else jnp.ones_like(inputs.root)
             nodes = state.pending if level == 0 else tokens
             batch, num = nodes.shape
             positions = cache.length[:, None] + jnp.arange(num)
@@ -94,9 +85,7 @@ def small_lm_drafter(
             logits = jnp.take_along_axis(output.logits, num_read[:, None, None] - 1, 1)
             return logits, cache_lib.commit(cache, output.new_kv, None, num_read, after=logits)
 
-        drafted, cache = grow(
-            expand, state.cache, root, tree, law, keys, root_position, sampling, None, config.vocab_size, noise=noise
-        )
+        drafted, cache = grower.grow(expand, state.cache, inputs)
         return drafted, dataclasses.replace(state, cache=cache)
 
     def commit(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
@@ -133,9 +122,7 @@ def small_lm_drafter(
         after = SmallLMState(cache, pending, jnp.ones_like(state.num_pending))
         return cache_lib.keep_idle(num_committed, state, after)
 
-    def grow_cache(state: SmallLMState, capacity: int):
+    def resize(state: SmallLMState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
-    return Drafter(
-        init, read, draft, commit, grow_cache, law, tree.nodes, depth, reach=depth + MAX_PENDING, follow=follow
-    )
+    return Drafter(init, read, draft, commit, resize, law, tree.nodes, depth, reach=depth + MAX_PENDING, follow=follow)
