@@ -24,6 +24,7 @@ from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.kernels.ops import rms_norm
 from hsd_jax.models.target import causal_mask, forward_sequence, lm_head
 from hsd_jax.models.trunk import base_logits, trunk_features, trunk_pass
+from hsd_jax.types import RoundInputs
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 

@@ -16,7 +16,7 @@ from hsd_jax.config import FULL, SLIDING, TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.infer import worth
-from hsd_jax.types import Costs, DraftTree, Verdict
+from hsd_jax.types import Costs, DraftTree, RoundInputs, Verdict
 
 CHAIN = TreeConfig(4, 3, 1)
 
