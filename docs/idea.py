@@ -17,7 +17,8 @@ NEXT_TOKEN = "for"
 
 STYLE = """
   .page { fill: #ffffff; stroke: #d0d7de; }
-  text { font-family: system-ui, "Segoe UI", Helvetica, Arial, "DejaVu Sans", sans-serif; font-size: 15px; fill: #1f2328; }
+  text { font-family: system-ui, "Segoe UI", Helvetica, Arial, "DejaVu Sans", sans-serif; }
+  text { font-size: 15px; fill: #1f2328; }
   .title { font-weight: 600; font-size: 16px; }
   .note { fill: #59636e; font-size: 13.5px; }
   .mid { text-anchor: middle; }
