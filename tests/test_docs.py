@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
+import importlib.util
 import inspect
 import io
 import json
@@ -34,8 +34,14 @@ LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 PATH = re.compile(r"`([\w.-]+/[\w./-]+\.(?:py|yaml|md|cc|h|json))`")
 REFERENCE = re.compile(r"^::: (\S+)", re.M)
-HISTORY = "docs/LOG.md"
+PICTURE = re.compile(r"!\[[^\]\n]*\]\(([^)\s]+)\)")
+HISTORY = "docs/history.md"
 """Speaks of files as they were."""
+METHODS = "docs/methods.md"
+LABEL = r"(?:A\d+|\d+\.\d+[a-z]?|\d+)"
+CITATION = re.compile(rf"\bmethods\.md,?\s+({LABEL}(?:,\s*{LABEL})*)")
+LONGEST = {"README.md": (90, 700), "docs/LOG.md": (150, None), "docs/architecture.md": (120, None)}
+"""Lines and words of pages that are for somebody with little time."""
 
 
 def pages(repo: Path) -> Iterator[tuple[str, str]]:
@@ -115,6 +121,71 @@ def missing_files(repo: Path) -> list[str]:
     ]
 
 
+def missing_pictures(repo: Path) -> list[str]:
+    """Pictures that pages show and that are not there."""
+    return [
+        f"{name}: {file}: no such picture"
+        for name, text in pages(repo)
+        for file in PICTURE.findall(prose(text))
+        if not (repo / name).parent.joinpath(file).is_file()
+    ]
+
+
+def too_long(repo: Path) -> list[str]:
+    """Pages that have grown beyond what LONGEST allows."""
+    found = []
+    for name, text in pages(repo):
+        lines, words = LONGEST.get(name, (None, None))
+        if lines is not None and len(text.splitlines()) > lines:
+            found.append(f"{name}: {len(text.splitlines())} lines; at most {lines}")
+        if words is not None and len(text.split()) > words:
+            found.append(f"{name}: {len(text.split())} words; at most {words}")
+    return found
+
+
+def labels(text: str) -> set[str]:
+    """What may be cited of the page of methods: numbered sections, their numbered steps ("1.5, 3"), choices ("A1")."""
+    found, section = set(), ""
+    for line in prose(text).splitlines():
+        if heading := re.match(r"#+ (\d+(?:\.\d+[a-z]?)?) ", line):
+            section = heading[1]
+            found.add(section)
+        elif step := re.match(r"(\d+)\. ", line):
+            found.add(f"{section}, {step[1]}")
+        elif choice := re.match(r"\| (A\d+) \|", line):
+            found.add(choice[1])
+    return found
+
+
+def citations(text: str) -> Iterator[str]:
+    """Labels that a file cites, one at a time; a whole number after a section is a step of it."""
+    for cited in CITATION.findall(re.sub(r"\n\s*(?:# )?", " ", text)):
+        section = ""
+        for label in re.split(r",\s*", cited):
+            if section and label.isdigit():
+                yield f"{section}, {label}"
+            else:
+                section = label if "." in label else ""
+                yield label
+
+
+def unresolved_citations(repo: Path) -> list[str]:
+    """Citations of the page of methods, in code, tests and documents, of what it does not have."""
+    path = repo / METHODS
+    known = labels(path.read_text(encoding="utf-8")) if path.exists() else set()
+    files = dict(pages(repo))
+    for folder in ("hsd_jax", "tests"):
+        for file in sorted(repo.glob(f"{folder}/**/*.py")):
+            if file != Path(__file__).resolve():  # its faults are on purpose
+                files[file.relative_to(repo).as_posix()] = file.read_text(encoding="utf-8")
+    return [
+        f"{name}: methods.md {label}: no such section, step or choice"
+        for name, text in files.items()
+        for label in citations(text)
+        if label not in known
+    ]
+
+
 def undocumented_names(repo: Path) -> list[str]:
     """Public names that the API page does not show."""
     shown = set(REFERENCE.findall((repo / "docs/api.md").read_text(encoding="utf-8")))
@@ -176,6 +247,9 @@ CHECKS = [
     links_out_of_the_site,
     wrong_navigation,
     missing_files,
+    missing_pictures,
+    too_long,
+    unresolved_citations,
     undocumented_names,
     unknown_names,
     refused_commands,
@@ -198,6 +272,25 @@ FAULTS = [
     (wrong_navigation, "docs/two.md", "# Two", "mkdocs.yml: two.md is not in nav"),
     (wrong_navigation, "mkdocs.yml", "  - Two: two.md", "mkdocs.yml: two.md: no such page"),
     (missing_files, "docs/one.md", "see `infer/gone.py`", "docs/one.md: infer/gone.py: no such file"),
+    (missing_files, "docs/LOG.md", "see `infer/gone.py`", "docs/LOG.md: infer/gone.py: no such file"),
+    (missing_pictures, "docs/one.md", "![x](images/gone.svg)", "docs/one.md: images/gone.svg: no such picture"),
+    (too_long, "README.md", "\n" * 90, "README.md: 1"),
+    (too_long, "README.md", "word " * 700, "README.md: 7"),
+    (too_long, "docs/LOG.md", "\n" * 150, "docs/LOG.md: 1"),
+    (
+        unresolved_citations,
+        "hsd_jax/infer/step.py",
+        '"""As\n# methods.md\n# 9.9 says."""',
+        "hsd_jax/infer/step.py: methods.md 9.9",
+    ),
+    (
+        unresolved_citations,
+        "hsd_jax/infer/step.py",
+        "# (methods.md 1.5, 2, 7)",
+        "hsd_jax/infer/step.py: methods.md 1.5, 7",
+    ),
+    (unresolved_citations, "hsd_jax/infer/step.py", "# (methods.md, A1, A4)", "hsd_jax/infer/step.py: methods.md A4"),
+    (unresolved_citations, "tests/test_one.py", "# methods.md 1.5b", "tests/test_one.py: methods.md 1.5b"),
     (undocumented_names, "docs/api.md", "::: hsd_jax.decode", "docs/api.md: hsd_jax.decode is missing"),
     (unknown_names, "docs/one.md", "::: hsd_jax.gone", "docs/one.md: hsd_jax.gone: no such name"),
     (unknown_names, "docs/one.md", "::: hsd_jax.gone.f", "docs/one.md: hsd_jax.gone.f: no such name"),
@@ -228,12 +321,17 @@ def clean_repo(tmp_path) -> Path:
     """A repository in whose documents no check finds anything."""
     for folder in ("docs", "notebooks", "hsd_jax/infer"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "hsd_jax/infer/step.py").touch()
+    (tmp_path / "tests").mkdir()
+    cited = '"""Round (methods.md 0.5, 1.5, 2; methods.md, A1; methods.md\n1.5)."""\n'
+    (tmp_path / "hsd_jax/infer/step.py").write_text(cited)
+    methods = "# Methods\n\n### 0.5 Rules\n\n### 1.5 A round\n\n1. draft\n2. verify\n\n| A1 | yes |\n"
+    (tmp_path / METHODS).write_text(methods)
     (tmp_path / "README.md").write_text(GOOD)
     (tmp_path / "docs/one.md").write_text("# First part\n\n::: hsd_jax.infer.step\n\n::: hsd_jax.infer.step.cut\n")
-    (tmp_path / "docs/LOG.md").write_text("# Log\n\n`gone/gone.py` is gone\n")
+    (tmp_path / "docs/LOG.md").write_text("# Log\n\n`infer/step.py` is there\n")
+    (tmp_path / HISTORY).write_text("# History\n\n`gone/gone.py` is gone\n")
     (tmp_path / "docs/api.md").write_text("".join(f"::: hsd_jax.{name}\n\n" for name in hsd_jax.__all__))
-    nav = "".join(f"  - {name}: {name}.md\n" for name in ("one", "api", "LOG"))
+    nav = "".join(f"  - {name}: {name}.md\n" for name in ("one", "api", "LOG", "history", "methods"))
     (tmp_path / "mkdocs.yml").write_text(f"nav:\n{nav}")
     cell = {"cell_type": "markdown", "source": ["[home](../README.md#first-part)"]}
     (tmp_path / "notebooks/1.ipynb").write_text(json.dumps({"cells": [cell]}))
@@ -253,6 +351,14 @@ def test_check_finds_fault(clean_repo, check, file, text, expected):
     found = [found for each in CHECKS for found in each(clean_repo)]
     assert len(found) == 1, found
     assert found[0].startswith(expected)
+
+
+def test_the_picture_of_the_idea_is_what_its_script_draws():
+    spec = importlib.util.spec_from_file_location("idea", REPO / "docs/idea.py")
+    assert spec and spec.loader
+    idea = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(idea)
+    assert idea.OUT.read_text(encoding="utf-8") == idea.draw(), "python docs/idea.py"
 
 
 @pytest.mark.slow
