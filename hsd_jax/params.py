@@ -151,7 +151,7 @@ def load(
     config = convert.read_config(target)
     weights_dtype = DTYPES[convert.weights_dtype(target)] if wanted_dtype is None else wanted_dtype
     longest = config.max_position
-    if not fits(Annotated[int, Within(2, longest)] | None, max_len):
+    if max_len is not None and not fits(Annotated[int, Within(2, longest)], max_len):
         raise ValueError(f"max_len={shown(max_len)}: allowed are 2 to {longest}, the model's max_position_embeddings")
     weights = _held(convert.read_weights(target, config, weights_dtype), mesh is None)
     tokenizer = Tokenizer.find(target)

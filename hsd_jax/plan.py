@@ -170,7 +170,7 @@ class CostModel:
         plain, draft = self.target_pass(np.arange(batch + 1)), self.drafting(batch, tree)
         window = self.target.sliding_window or 0, self.windowed_share
         numbers = verify, plain, draft, self.slot(), *window, trust
-        return Costs(*(np.asarray(x, np.float32) for x in numbers))
+        return Costs(*(jnp.asarray(x, jnp.float32) for x in numbers))
 
 
 def tile_rows(rows: np.ndarray) -> np.ndarray:
@@ -310,4 +310,4 @@ def costs_of(params: Params, batch: int, tree: TreeConfig) -> Costs:
 
 @functools.lru_cache(maxsize=256)
 def _costs(model: CostModel, batch: int, tree: TreeConfig) -> Costs:
-    return jax.tree.map(jnp.asarray, model.costs(batch, tree, first_trust(model.drafter)))
+    return model.costs(batch, tree, first_trust(model.drafter))

@@ -13,7 +13,7 @@ from typing import Any
 
 from hsd_jax.config import PARALLEL, DrafterConfig, ModelConfig, from_dict, to_dict
 from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.table import METHODS, method_of
+from hsd_jax.drafters.table import METHODS, init_drafter
 from hsd_jax.files import write_json
 from hsd_jax.models.convert import check_num_layers, shapes_of
 from hsd_jax.models.hf_config import read_json
@@ -115,5 +115,5 @@ def check_drafter(drafter_config: DrafterConfig, target_config: ModelConfig, tar
 
 def _shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """`_shapes` of what is stored of a drafter: the learned weights and the hot ids, if there are any."""
-    shapes = shapes_of(method_of(config).init_weights, config)
+    shapes = shapes_of(init_drafter, config)
     return shapes if config.hot_tokens is None else {**shapes, _HOT_IDS: (config.hot_tokens,)}

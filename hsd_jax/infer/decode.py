@@ -152,6 +152,7 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, reach: i
 
         def block_goes_on(carry):
             round_index, state, trail = carry
+            assert drafter is not None, "only drafts can fail to pay"
             return goes_on(round_index, state) & (state.control.wait > 0) & (trail.rounds <= drafter.max_depth)
 
         def plain_round_of(carry):

@@ -23,6 +23,7 @@ from hsd_jax.models.target import forward
 from hsd_jax.types import (
     LAWLESS_TOKEN,
     AcceptRule,
+    Costs,
     DecodeState,
     Drafter,
     DrawLaw,
@@ -54,10 +55,12 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
             shown = noise if drafter.law is DrawLaw.COUPLED else None
             inputs = RoundInputs(root, root_position, state.keys, sampling, shown)
             tree, drafter_state = drafter.draft(models, state.drafter, inputs)
-        costs, seconds = models.get("costs"), None
+        costs: Costs | None = models.get("costs")
+        control, seconds = state.control, jnp.zeros(())
         if costs is not None:
+            assert control is not None, "a decode with costs starts with a control"
             with jax.named_scope("worth"):
-                kept, seconds = worth.choose(tree, state.control, costs, state.length, state.done)
+                kept, seconds = worth.choose(tree, control, costs, state.length, state.done)
                 tree = dataclasses.replace(tree, valid=kept)
         with jax.named_scope("target"):
             ancestors = ancestor_mask(tree, drafter.max_depth)
@@ -80,9 +83,9 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         with jax.named_scope("commit"):
             cache = cache_lib.commit(state.cache, output.new_kv, verdict.path, num_committed)
             drafter_state = drafter.commit(models, drafter_state, verdict, output, num_committed)
-            if seconds is not None:
+            if costs is not None and control is not None:
                 before = state.length, state.done
-                control = worth.learned(state.control, costs, tree, verdict, num_committed, *before, seconds)
+                control = worth.learned(control, costs, tree, verdict, num_committed, *before, seconds)
                 state = dataclasses.replace(state, control=control)
             has_draft = jnp.any(tree.valid & (tree.depth > 0), 1)
             return advance(state, emitted, num_committed, done, cache, drafter_state, has_draft)

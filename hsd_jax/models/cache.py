@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from hsd_jax.types import KVCache, NewKV
@@ -108,7 +109,7 @@ def pad_to(buffer: Array, size: int, axis: int, value: int = 0) -> Array:
     """The buffer with `axis` grown to `size`; a concrete one is gone afterwards: two of a cache may not fit."""
     widths = [(0, size - buffer.shape[i] if i == axis else 0) for i in range(buffer.ndim)]
     grown = jnp.pad(buffer, widths, constant_values=value)
-    if not isinstance(buffer, jax.core.Tracer):
+    if not isinstance(buffer, Tracer):
         grown.block_until_ready()
         buffer.delete()
     return grown

@@ -153,7 +153,7 @@ class MLP(nn.Module):
         down_weight = Weight(x.shape[-1], self.intermediate_size, self.use_bias, self.output_std, name="down")
         if not self.use_bias:
             kernels = [weight()[0] for weight in (gate_weight, up_weight, down_weight)]
-            return gated_mlp(x, *kernels, self.activation)
+            return gated_mlp(x, kernels[0], kernels[1], kernels[2], self.activation)
         gate, up = linears(x, gate_weight, up_weight)
         return linears(activate(gate, self.activation) * up, down_weight)[0]
 

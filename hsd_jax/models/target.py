@@ -176,7 +176,7 @@ def forward_sequence(
     Args:
       starts: as in `sequence_layout`, for rows that pack several documents.
     """
-    positions, sees = sequence_layout(*tokens.shape, starts)
+    positions, sees = sequence_layout(tokens.shape[0], tokens.shape[1], starts)
     return forward(weights, config, tokens, positions, sees, None, **options)
 
 

@@ -9,7 +9,7 @@ of a drafted one. Parallel, it gives all states in one pass over learned slots (
 from __future__ import annotations
 
 import functools
-from typing import cast
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -128,7 +128,7 @@ def trunk_pass(
       The next states, before the output norm, and keys and values, of all N, to commit or to drop.
     """
     variables = {"params": weights["trunk"]}
-    rest = {"asking": asking, "active": active}
+    rest: dict[str, Any] = {"asking": asking, "active": active}
     with native.only(active):
         output = Trunk(config).apply(variables, states, embeddings, positions, new_mask, cache, earlier, **rest)
     return cast(tuple[Array, NewKV], output)
@@ -285,4 +285,4 @@ def init_trunk(key: jax.Array, config: TrunkConfig) -> Weights:
     one = jnp.zeros((1, 1), jnp.int32)
     state = jnp.zeros((1, 1, config.hidden_size))
     mask = jnp.ones((1, 1, 1), bool)
-    return Trunk(config).init(key, state, state, one, mask, None, None)["params"]
+    return cast(Weights, Trunk(config).init(key, state, state, one, mask, None, None)["params"])

@@ -267,6 +267,8 @@ def make_loss(
         or there are not as many `hot_ids` as it has hot tokens.
     """
     method = method_of(config)
+    unroll = method.unroll
+    assert unroll is not None, "recipes name trained kinds only"
     config.check_feature_layers(target_config.num_layers)
     if loss_config.on_policy and config.num_steps < 2:
         raise ValueError(f"loss.on_policy={loss_config.on_policy}: needs model.num_steps of at least 2")
@@ -296,7 +298,7 @@ def make_loss(
         with jax.named_scope("unroll"):
             embeddings = embed_committed(frozen, target_config, config, batch["tokens"][:, 1:])
             read = trunk_features(params, config, hidden, features)
-            states = method.unroll(params, config, read, embeddings, anchors, starts)
+            states = unroll(params, config, read, embeddings, anchors, starts)
         positions = jnp.minimum(anchors[:, :, None] + jnp.arange(1, config.num_steps + 1), tokens.shape[1] - 1)
         drafts = Drafts(anchors, states, positions, take_nodes(labels, anchors, axis=1))
 

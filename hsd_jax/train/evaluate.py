@@ -113,8 +113,8 @@ class Texts:
         padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
         for row, text in zip(padded, rows, strict=True):
             row[: len(text)] = text
-        lengths = (np.array([len(x) for x in some], np.int32) for some in (prompts, rows))
-        return cls(padded, *lengths, np.array([0] * len(rows) if seeds is None else seeds, np.uint32))
+        given, whole = (np.array([len(x) for x in some], np.int32) for some in (prompts, rows))
+        return cls(padded, given, whole, np.array([0] * len(rows) if seeds is None else seeds, np.uint32))
 
     def save(self, path: Any) -> None:
         with open(path, "wb") as file:

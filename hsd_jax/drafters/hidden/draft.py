@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ def hidden_drafter(
     def draft(models, state: HiddenState, inputs: RoundInputs):
         levels, state = levels_of_round(models, state)
         with jax.named_scope("tree"):
-            bias = functools.partial(inject, models["drafter"], config)
+            bias = functools.partial(inject, models["drafter"], cast(HiddenConfig, config))
             hot_ids = models["drafter"].get("hot_ids")
             return grower.grow_token_free(levels.logits, bias, inputs, hot_ids, levels.num), state
 
@@ -193,7 +193,9 @@ def _for_pictures(
 
     def node_logp(models, state: HiddenState, drafted: DraftTree, sampling: SamplingParams):
         levels, _ = levels_of_round(models, state)
-        return _logp_of_nodes(models["drafter"], config, levels.logits, drafted, sharpness(sampling.temperature))
+        return _logp_of_nodes(
+            models["drafter"], cast(HiddenConfig, config), levels.logits, drafted, sharpness(sampling.temperature)
+        )
 
     def node_origins(state: HiddenState, drafted: DraftTree):
         assert state.spares is not None, "the state was made without reuse"
