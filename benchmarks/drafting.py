@@ -22,12 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 
 import hsd_jax
+from hsd_jax.bench.machine import hardware
+from hsd_jax.bench.profile import interleaved_medians, loop_timer
 from hsd_jax.config import BLOCK, RECURRENT, DrafterConfig, TreeConfig
 from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.drafters.trunk import HiddenState, trunk_states
-from hsd_jax.infer.metrics import interleaved_medians, loop_timer
 from hsd_jax.infer.sampling import first_best
-from hsd_jax.machine import hardware
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.hidden import base_logits, embed_committed, init_drafter, trunk_pass
 from hsd_jax.models.target import causal_mask

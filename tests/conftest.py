@@ -26,7 +26,7 @@ if CHECKS_SHAPES:
     import jaxtyping
 
     assert not any(name.startswith("hsd_jax.") for name in sys.modules), "hsd_jax was imported before its import hook"
-    jaxtyping.install_import_hook(["hsd_jax.models", "hsd_jax.infer"], "beartype.beartype")
+    jaxtyping.install_import_hook(["hsd_jax.models", "hsd_jax.infer", "hsd_jax.bench"], "beartype.beartype")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

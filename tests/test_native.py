@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import toy
 
+from hsd_jax.bench.replay import replay_logits
 from hsd_jax.config import RopeConfig
 from hsd_jax.infer import sampling
-from hsd_jax.infer.metrics import replay_logits
 from hsd_jax.models import layers, native
 from hsd_jax.models.cache import empty_cache
 from hsd_jax.models.target import read_chunk

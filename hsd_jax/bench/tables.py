@@ -1,12 +1,9 @@
-"""What the commands print and draw: rich tables on stdout, PNGs where matplotlib is installed."""
+"""What the benchmarks print: rich tables on stdout, a line of progress on stderr."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
 from typing import Any
-
-from hsd_jax.cli import options
-from hsd_jax.files import replacing
 
 STAGES = {
     "trunk": "draft",
@@ -16,6 +13,11 @@ STAGES = {
     "commit": "commit",
     "rest": "rest",
 }
+
+
+def say(text: str) -> None:
+    """One line of progress, on stderr: stdout carries results only."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def make_console():
@@ -54,7 +56,7 @@ def same_text(mode: dict[str, Any], temperature: float, num_texts: int) -> str:
 
 
 def print_bench(record: dict[str, Any]) -> None:
-    """Prints the record of `bench.measure`."""
+    """Prints the record of `against_plain.measure`."""
     console, settings = make_console(), record["settings"]
     table = make_table(
         f"{settings['num_prompts']} prompts, {settings['dtype']}, temperature {settings['temperature']:g};"
@@ -220,89 +222,3 @@ def print_identity(record: dict[str, Any]) -> None:
     if record["logit_noise"] is not None:
         console.print(f"logit noise between passes of 1 and {record['num_nodes']} nodes: {record['logit_noise']:.2e}")
     console.print("identity: " + ("ok" if record["ok"] else "FAILED"))
-
-
-def make_figure(panels: int):
-    """A matplotlib figure and axes, or None where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        options.say("no plot: matplotlib is not installed (pip install matplotlib)")
-        return None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(1, panels, figsize=(4.6 * panels, 4.2), layout="constrained")
-
-
-def save_figure(figure, path: str | Path) -> None:
-    """Writes a figure of `make_figure`, closes it and says so."""
-    import matplotlib.pyplot as plt
-
-    try:
-        with replacing(path) as temporary:
-            figure.savefig(temporary, format=Path(path).suffix[1:].lower() or None, dpi=140)
-    finally:
-        plt.close(figure)
-    options.say(f"wrote {path}")
-
-
-def _draw_stages(axis, stages: dict[str, dict[str, float]]) -> None:
-    """Stacked bars in ms per round, one a tree."""
-    bottom = [0.0] * len(stages)
-    for stage in STAGES:
-        heights = [max(seconds[stage], 0.0) * 1e3 for seconds in stages.values()]
-        axis.bar(list(stages), heights, bottom=bottom, label=STAGES[stage], width=0.6)
-        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    axis.set(title="Where a round goes", ylabel="ms per round")
-    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-
-
-def plot_bench(record: dict[str, Any], path: str | Path) -> None:
-    """Draws speeds, acceptance by depth and stages of the record of `bench.measure`."""
-    made = make_figure(3)
-    if made is None:
-        return
-    figure, (speed, depth, stage) = made
-    modes = record["modes"]
-    names = list(modes)
-    rates = [modes[n]["tokens_per_second"] for n in names]
-    errors = [[r["median"] - r["min"] for r in rates], [r["max"] - r["median"] for r in rates]]
-    colors = ["tab:orange" if modes[n]["kind"] == "speculative" else "tab:gray" for n in names]
-    speed.barh(names, [r["median"] for r in rates], xerr=errors, color=colors)
-    speed.invert_yaxis()
-    speed.set(title="Speed, batch 1", xlabel="tokens/s (median, range)")
-    stages = {}
-    for name in names:
-        if modes[name]["kind"] != "speculative":
-            continue
-        acceptance = modes[name]["conditional_acceptance"]
-        depth.plot(range(1, len(acceptance) + 1), acceptance, marker="o", label=f"{name}, tau {modes[name]['tau']:.2f}")
-        if modes[name]["stages"]:
-            stages[name] = modes[name]["stages"]["seconds"]
-    depth.set(title="Acceptance by depth", xlabel="depth", ylabel="P(accepted | reached)", ylim=(0, 1))
-    depth.legend(fontsize=8)
-    depth.xaxis.get_major_locator().set_params(integer=True)
-    if stages:
-        _draw_stages(stage, stages)
-    save_figure(figure, path)
-
-
-def plot_demo(rows: list[dict[str, Any]], seconds: dict[str, float], path: str | Path) -> None:
-    """Draws speeds by prompt and the stages of a round; `seconds` are by stage."""
-    made = make_figure(2)
-    if made is None:
-        return
-    figure, (speed, stage) = made
-    names = [row["name"] for row in rows]
-    places = range(len(rows))
-    speed.barh([p - 0.2 for p in places], [r["plain"] for r in rows], height=0.4, label="plain", color="tab:gray")
-    speed.barh(
-        [p + 0.2 for p in places], [r["speculative"] for r in rows], height=0.4, label="speculative", color="tab:orange"
-    )
-    speed.set_yticks(list(places), names)
-    speed.invert_yaxis()
-    speed.set(title="Speed, batch 1", xlabel="tokens/s")
-    speed.legend(fontsize=8)
-    _draw_stages(stage, {"demo": seconds})
-    save_figure(figure, path)

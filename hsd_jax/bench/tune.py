@@ -3,7 +3,7 @@
 Every candidate would have to be compiled to be measured. So most are only predicted: tau from text the target wrote
 (`train/evaluate.py` says what any tree would have got right), the seconds of a round from a few that are measured. The
 best are then measured, interleaved with plain decoding, and the fastest of these is the choice. Read first:
-`measure.py`, then `tuned.py` for what comes out.
+`measure.py`, then `hsd_jax/tuned.py` for what comes out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 
 from hsd_jax import sharding
+from hsd_jax.bench.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
+from hsd_jax.bench.predict import Prediction, RoundCost, best_of, sample_of
+from hsd_jax.bench.profile import trunk_seconds
 from hsd_jax.config import (
     HIDDEN,
     LOOKUP,
@@ -27,11 +30,8 @@ from hsd_jax.config import (
     ReuseConfig,
     TreeConfig,
 )
-from hsd_jax.infer.metrics import trunk_seconds
-from hsd_jax.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.params import Params
 from hsd_jax.plan import plan_for
-from hsd_jax.predict import Prediction, RoundCost, best_of, sample_of
 from hsd_jax.request import MOST_REACH, Prompt, check_length, encode, first_capacity, prepare, rows_bucket
 from hsd_jax.settings import HOTTEST, Count, Temperature, fits, shown
 from hsd_jax.train.evaluate import Draft, Texts, fates

@@ -1,6 +1,6 @@
 """The page of `hsd show` as HTML: one file, its style inside, its trees as SVG, no script and nothing to load.
 
-It is also well-formed XML, so that a test can read it. Read first: `round_layout.py`.
+It is also well-formed XML, so that a test can read it. Read first: `layout.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import html
 import unicodedata
 
-from hsd_jax.cli.round_layout import (
+from hsd_jax.infer.reuse import FRESH, KEPT, MIXED
+from hsd_jax.viz.layout import (
     FONT,
     HEIGHT,
     INSET,
@@ -22,8 +23,7 @@ from hsd_jax.cli.round_layout import (
     marks_of,
     opacity,
 )
-from hsd_jax.cli.show import Page, Piece
-from hsd_jax.infer.reuse import FRESH, KEPT, MIXED
+from hsd_jax.viz.page import Page, Piece
 
 MARK_CLASS = {KEPT: "kept-state", MIXED: "mixed-state"}
 
