@@ -26,7 +26,14 @@ if CHECKS_SHAPES:
     import jaxtyping
 
     assert not any(name.startswith("hsd_jax.") for name in sys.modules), "hsd_jax was imported before its import hook"
-    jaxtyping.install_import_hook(["hsd_jax.models", "hsd_jax.infer", "hsd_jax.bench"], "beartype.beartype")
+    packages = [
+        "hsd_jax.models",
+        "hsd_jax.infer",
+        "hsd_jax.bench.profile",
+        "hsd_jax.bench.quality",
+        "hsd_jax.bench.replay",
+    ]
+    jaxtyping.install_import_hook(packages, "beartype.beartype")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
