@@ -21,16 +21,14 @@ from jaxtyping import Array, Float
 
 from hsd_jax.bench.tables import STAGES
 from hsd_jax.config import HIDDEN, AnyDrafterConfig, DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.infer import step
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.drafters.make import make_drafter
 from hsd_jax.infer.drafters.trunk import HiddenState, trunk_states
 from hsd_jax.infer.sampling import round_noise
-from hsd_jax.infer.step import advance, cut, or_lawless
-from hsd_jax.infer.tree import ancestor_mask, grow_tree
-from hsd_jax.models import cache as cache_lib
+from hsd_jax.infer.tree import grow_tree
 from hsd_jax.models import native
 from hsd_jax.models.hidden import base_logits, inject
-from hsd_jax.models.target import forward
 from hsd_jax.types import DecodeState, DrawLaw, KVCache, Limits, SamplingParams
 
 
@@ -192,31 +190,24 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
         bias = functools.partial(inject, models["drafter"], drafter_config)
         hot_ids, vocab_size = models["drafter"].get("hot_ids"), drafter_config.vocab_size
         rest = state.keys, root_position, sampling, hot_ids, vocab_size
-        grown = grow_tree(base, bias, root, tree, law, *rest, noise=noise)
+        grown = grow_tree(base, bias, root, tree, law, *rest, noise=noise if law is DrawLaw.COUPLED else None)
         return grown, inputs
 
     def draft(models, inputs):
-        drafted, after = drafter.draft(models, inputs, root, root_position, state.keys, sampling, noise)
+        drafted, after = step.draft(models, drafter, sampling, dataclasses.replace(state, drafter=inputs), noise)
         return drafted, _with_counts_of(after, inputs)
 
     def verify(models, inputs):
         tree_, cache = inputs
-        positions = cache.length[:, None] + tree_.depth
-        ancestors = ancestor_mask(tree_, tree.depth)
-        output = forward(models["target"], config, tree_.tokens, positions, ancestors, cache, taps=drafter.taps)
-        return (output, ancestors), inputs
+        return step.look(models, config, drafter, dataclasses.replace(state, cache=cache), tree_), inputs
 
     def commit(models, inputs):
         tree_, ancestors, output, before = inputs
-        verdict = rule.verify(before.keys, tree_, ancestors, output.logits, sampling, before.length - 1, noise)
-        emitted = or_lawless(verdict.emitted, verdict.path, output)
-        count, done = cut(emitted, verdict.num_accepted + 1, limits, before)
-        cache = cache_lib.commit(before.cache, output.new_kv, verdict.path, count)
-        drafter_state = drafter.commit(models, before.drafter, verdict, output, count)
-        after = advance(before, emitted, count, done, cache, drafter_state)
-        cache, drafter_state = at_length(cache, before.cache.length), _with_counts_of(drafter_state, before.drafter)
+        given = before, tree_, output, ancestors, noise
+        after, _, count = step.settle(models, drafter, rule, sampling, limits, *given)
+        cache, own = at_length(after.cache, before.cache.length), _with_counts_of(after.drafter, before.drafter)
         restored = dataclasses.replace(
-            after, length=before.length, done=before.done, cache=cache, drafter=drafter_state, stats=before.stats
+            after, length=before.length, done=before.done, cache=cache, drafter=own, stats=before.stats
         )
         return count, (tree_, ancestors, output, restored)
 

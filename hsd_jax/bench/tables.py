@@ -5,14 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-STAGES = {
-    "trunk": "draft",
-    "head": "head",
-    "tree": "tree",
-    "verify": "verify",
-    "commit": "commit",
-    "rest": "rest",
-}
+STAGES = {"trunk": "draft"} | {name: name for name in ("head", "tree", "verify", "commit", "rest")}
+"""Of a round, as `bench/profile.py` calls them and as they are shown."""
 
 
 def say(text: str) -> None:
@@ -58,18 +52,9 @@ def same_text(mode: dict[str, Any], temperature: float, num_texts: int) -> str:
 def print_bench(record: dict[str, Any]) -> None:
     """Prints the record of `against_plain.measure`."""
     console, settings = make_console(), record["settings"]
-    table = make_table(
-        f"{settings['num_prompts']} prompts, {settings['dtype']}, temperature {settings['temperature']:g};"
-        " medians (ranges)",
-        1,
-        "mode",
-        "tokens",
-        "tau",
-        "tokens/s",
-        "vs same dtype",
-        "vs fastest plain",
-        "same text",
-    )
+    title = f"{settings['num_prompts']} prompts, {settings['dtype']}, temperature {settings['temperature']:g}"
+    columns = ("mode", "tokens", "tau", "tokens/s", "vs same dtype", "vs fastest plain", "same text")
+    table = make_table(f"{title}; medians (ranges)", 1, *columns)
     for name, mode in record["modes"].items():
         speedups = [mode.get(f"speedup_{key}") for key in ("same_dtype", "fastest_plain")]
         table.add_row(
@@ -125,16 +110,7 @@ def print_tuned(tuned) -> None:
 
 def _print_choice(choice, title: str) -> None:
     console = make_console()
-    table = make_table(
-        title,
-        1,
-        "",
-        "tau predicted",
-        "tokens/s predicted",
-        "tau",
-        "tokens/s",
-        "over plain",
-    )
+    table = make_table(title, 1, "", "tau predicted", "tokens/s predicted", "tau", "tokens/s", "over plain")
     for row in choice.table:
         table.add_row(
             row.name,
@@ -172,13 +148,8 @@ def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], shares: dict[s
     table.add_section()
     add(total, style="bold")
     console.print(table)
-    merged = {
-        "draft (trunk)": shares["trunk"],
-        "head and tree": shares["head"] + shares["tree"],
-        "verify": shares["verify"],
-        "commit": shares["commit"],
-        "rest": shares["rest"],
-    }
+    merged = {"draft (trunk)": shares["trunk"], "head and tree": shares["head"] + shares["tree"]}
+    merged |= {name: shares[name] for name in ("verify", "commit", "rest")}
     console.print(
         f"A round takes {whole * 1e3:.2f} ms: " + ", ".join(f"{name} {share:.0%}" for name, share in merged.items())
     )
@@ -187,18 +158,9 @@ def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], shares: dict[s
 def print_identity(record: dict[str, Any]) -> None:
     """Prints a row a setting, and every difference."""
     console = make_console()
-    table = make_table(
-        f"{record['num_prompts']} prompts x {record['max_new_tokens']} tokens,"
-        f" {record['precision']}, {record['dtype']}",
-        1,
-        "setting",
-        "tokens compared",
-        "rows differing",
-        "per 1,000",
-        "excused",
-        "tau",
-        "drafts in",
-    )
+    size = f"{record['num_prompts']} prompts x {record['max_new_tokens']} tokens"
+    columns = ("setting", "tokens compared", "rows differing", "per 1,000", "excused", "tau", "drafts in")
+    table = make_table(f"{size}, {record['precision']}, {record['dtype']}", 1, *columns)
     for setting in record["settings"]:
         table.add_row(
             setting["name"],

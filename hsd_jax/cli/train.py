@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from hsd_jax import lock
 from hsd_jax.cli import options
@@ -128,7 +129,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser, needs_config: bool, out:
     options.add_mesh_argument(parser)
 
 
-def _recipe_of(kind: str) -> tuple[type, Callable]:
+def _recipe_of(kind: str) -> tuple[Any, Callable]:
     """The class of a recipe and what trains by it: only who asks for them waits for their imports."""
     from hsd_jax.train import run
 
