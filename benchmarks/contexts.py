@@ -16,9 +16,9 @@ import argparse
 import dataclasses
 
 import hsd_jax
-from hsd_jax.cli import prompts as prompts_lib
+from hsd_jax.bench import prompts as prompts_lib
+from hsd_jax.bench import quality
 from hsd_jax.config import FULL, SLIDING, TreeConfig
-from hsd_jax.infer import metrics
 from hsd_jax.params import Params
 
 BEGINNING, LAST, NEAR, AHEAD = 48, 100, 256, 64
@@ -72,9 +72,9 @@ def bits_per_byte(params: Params, texts: list[list[int]], first: int, last: int,
     """Of tokens first to last, given those from `start` on."""
     nats, num_bytes = 0.0, 0
     for text in texts:
-        nats += metrics.text_nats(params.target, params.target_config, text[start:last], first - start)
+        nats += quality.text_nats(params.target, params.target_config, text[start:last], first - start)
         num_bytes += len(params.tokenizer.decode(text[first:last]).encode())
-    return metrics.bits_per_byte(nats, num_bytes)
+    return quality.bits_per_byte(nats, num_bytes)
 
 
 def main(arguments: list[str] | None = None) -> None:

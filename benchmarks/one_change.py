@@ -19,15 +19,15 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from hsd_jax.bench.prompts import read_prompts
 from hsd_jax.cli import options
-from hsd_jax.cli.prompts import read_prompts
-from hsd_jax.cli.train import read_recipe
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.models import convert
 from hsd_jax.params import Params, end_tokens
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.train import evaluate, run
 from hsd_jax.train.drafter import DrafterRecipe
+from hsd_jax.train.recipe import read_recipe
 
 
 def write_texts(params: Params, args: argparse.Namespace) -> dict[str, tuple[evaluate.Texts, float]]:

@@ -45,11 +45,13 @@ import numpy as np
 
 import hsd_jax
 from hsd_jax import params as params_lib
-from hsd_jax.cli import bench, options, prompts, report
-from hsd_jax.cli.identity import first_difference
-from hsd_jax.cli.prompts import BenchPrompt
-from hsd_jax.cli.quality import repeated_4gram_share
-from hsd_jax.measure import FEWEST_BATCHES, bootstrap_ratio, spread
+from hsd_jax.bench import measure as measure_lib
+from hsd_jax.bench import prompts, tables
+from hsd_jax.bench.identity import first_difference
+from hsd_jax.bench.measure import FEWEST_BATCHES, bootstrap_ratio, spread
+from hsd_jax.bench.prompts import BenchPrompt
+from hsd_jax.bench.quality import pooled_repeated_ngram_share
+from hsd_jax.cli import options
 from hsd_jax.models import convert
 from hsd_jax.tokenizer import Tokenizer
 
@@ -74,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="a smaller model with the same vocabulary, for example of configs/demo_small_lm.yaml",
     )
-    bench.add_prompt_arguments(parser)
+    options.add_prompt_arguments(parser)
     parser.add_argument(
         "--max-new-tokens", type=options.COUNT, default=128, metavar="N", help="per prompt (default: 128)"
     )
@@ -164,7 +166,7 @@ def hsd_methods(args: argparse.Namespace, drafter: str | None) -> list[dict[str,
 
     A tree of "chosen" is left to `decode`, as by default; None is the one that suits the kind of drafter.
     """
-    trees = [dataclasses.astuple(t) for t in options.parse_trees(args.trees)] if args.trees else []
+    trees = [dataclasses.astuple(t) for t in measure_lib.parse_trees(args.trees)] if args.trees else []
     methods = []
     for dtype in ("float32", None):
         found = [("plain", None, None)]
@@ -412,7 +414,7 @@ def measure(args: argparse.Namespace, workers: Sequence[Worker], found: Sequence
             "kind_of_figures": "measured",
         },
         "frameworks": {worker.name: worker.about for worker in workers},
-        "repeated_4gram_share": repeated_4gram_share([a["tokens"] for a in answers[reference][0]]),
+        "repeated_4gram_share": pooled_repeated_ngram_share([a["tokens"] for a in answers[reference][0]]),
         "rows": rows,
         "over_fastest": over_fastest(rows, answers, [method["name"] for method in workers[0].methods]),
         "answers": answers,
@@ -460,9 +462,9 @@ def versions(about: dict[str, Any]) -> str:
 
 def print_record(record: dict[str, Any]) -> None:
     """The table, the places where texts part, and what it was measured on."""
-    console, settings = report.make_console(), record["settings"]
+    console, settings = tables.make_console(), record["settings"]
     title = f"{settings['num_prompts']} prompts x {settings['max_new_tokens']} new tokens, greedy, batch 1"
-    table = report.make_table(f"{title}; over {record['reference']}", 1, *COLUMNS)
+    table = tables.make_table(f"{title}; over {record['reference']}", 1, *COLUMNS)
     for row in record["rows"]:
         table.add_row(*cells(row))
     console.print(table)

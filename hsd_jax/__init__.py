@@ -8,12 +8,12 @@ import importlib
 TYPE_CHECKING = False  # that of `typing`, whose import Ctrl-C would have to wait for
 if TYPE_CHECKING:
     from hsd_jax.api import DecodeResult, Piece, Stats, decode, stream
+    from hsd_jax.bench.tune import tune
     from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
     from hsd_jax.drafters.lookup.config import LookupConfig
     from hsd_jax.params import Params, load, place, restrict
     from hsd_jax.programs import compilation_cache
     from hsd_jax.tuned import Tuned
-    from hsd_jax.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -38,12 +38,11 @@ __all__ = [
 
 _MODULES = {
     "hsd_jax.api": ("DecodeResult", "Piece", "Stats", "decode", "stream"),
-    "hsd_jax.config": ("DrafterConfig", "ModelConfig", "TreeConfig"),
-    "hsd_jax.drafters.lookup.config": ("LookupConfig",),
+    "hsd_jax.bench.tune": ("tune",),
+    "hsd_jax.config": ("DrafterConfig", "LookupConfig", "ModelConfig", "TreeConfig"),
     "hsd_jax.params": ("Params", "load", "place", "restrict"),
     "hsd_jax.programs": ("compilation_cache",),
     "hsd_jax.tuned": ("Tuned",),
-    "hsd_jax.tuning": ("tune",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -1,10 +1,11 @@
 """Compiled programs on disk: a second process with the same models, sizes and machine compiles nothing.
 
-Switched on by `compilation_cache` from Python and by the command line for itself.
+Switched on by `compilation_cache` from Python, by `use_setting` for the command line.
 """
 
 from __future__ import annotations
 
+import os
 import zlib
 from pathlib import Path
 
@@ -42,6 +43,23 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST)
     return folder
+
+
+def use_setting() -> None:
+    """Keeps compiled programs between runs where HSD_CACHE says: the second `hsd demo` does not compile.
+
+    Raises:
+      ValueError: if HSD_CACHE is no folder.
+      OSError: if it takes no file.
+    """
+    setting = os.environ.get("HSD_CACHE", "")
+    if setting.lower() in ("off", "0", "no"):
+        return
+    try:
+        compilation_cache(setting or True)
+    except ValueError as error:
+        if setting:  # else there is nowhere to keep them, and nobody asked for it
+            raise ValueError(f"HSD_CACHE={setting}: {error}") from error
 
 
 def cache_folder(setting: str = "") -> Path:

@@ -1,21 +1,25 @@
 """What `tune` found: for calls of each size it measured the fastest way to decode, and all that this was chosen from.
 
 A record is kept in a folder of this user, where `decode` finds it by the fingerprints of both models and the name of
-the machine, or in a file. Read next: `tuning.py`, which makes it, and `plan.py`, which reads it.
+the machine, or in a file. Read next: `bench/tune.py`, which makes it, and `plan.py`, which reads it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
+import platform
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
+
 from hsd_jax.config import NONE, ReuseConfig, TreeConfig, from_dict
 from hsd_jax.files import check_new_folder, read_json, user_cache, write_json
-from hsd_jax.machine import device_name
+from hsd_jax.kernels import native
 from hsd_jax.params import Params
 from hsd_jax.settings import Count, NotNegative, Temperature
 
@@ -264,3 +268,26 @@ def _read(path: Path) -> Tuned:
         return from_dict(Tuned, read_json(path), str(path))
     except ValueError as error:  # what is no JSON included
         raise ValueError(f"{error}; this is no record of `hsd tune`") from error
+
+
+def device_name() -> str:
+    """What decodes, in a line: two machines of the same name are about equally fast."""
+    if jax.default_backend() != "cpu":
+        return jax.devices()[0].device_kind
+    return f"{cpu_model()}, {num_cores()} cores, {native.chosen_level() if native.available() else 'no'} kernels"
+
+
+def num_cores() -> int | None:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+@functools.cache
+def cpu_model() -> str:
+    """The processor's name, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -27,8 +27,16 @@ if CHECKS_SHAPES:
 
     assert not any(name.startswith("hsd_jax.") for name in sys.modules), "hsd_jax was imported before its import hook"
     rooms = (REPO / "hsd_jax" / "drafters").glob("*/[a-z]*.py")
-    checked = [f"hsd_jax.drafters.{path.parent.name}.{path.stem}" for path in rooms if path.stem != "config"]
-    jaxtyping.install_import_hook(["hsd_jax.kernels", "hsd_jax.models", "hsd_jax.infer", *checked], "beartype.beartype")
+    packages = [
+        "hsd_jax.kernels",
+        "hsd_jax.models",
+        "hsd_jax.infer",
+        "hsd_jax.bench.profile",
+        "hsd_jax.bench.quality",
+        "hsd_jax.bench.replay",
+        *(f"hsd_jax.drafters.{path.parent.name}.{path.stem}" for path in rooms if path.stem != "config"),
+    ]
+    jaxtyping.install_import_hook(packages, "beartype.beartype")
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

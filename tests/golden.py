@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import hsd_jax
-from hsd_jax import demo
+from hsd_jax.bench import prompts
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
@@ -117,7 +117,7 @@ def has_near_tie(tokens: list[int], text: list[int]) -> bool:
 
 def measure(name: str) -> dict[str, Any]:
     """The golden numbers of one demo prompt."""
-    tokens = params().tokenizer.encode(next(p.text for p in demo.read_prompts() if p.name == name))
+    tokens = params().tokenizer.encode(next(p.text for p in prompts.demo_prompts() if p.name == name))
     text = decode(tokens, speculate=False)
     logits = target_logits([*tokens, *text])
     top = {}
@@ -133,7 +133,7 @@ def main() -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     found = []
     for end in ("Assistant:", "Answer:"):
-        for prompt in (p for p in demo.read_prompts() if p.text.endswith(end)):
+        for prompt in (p for p in prompts.demo_prompts() if p.text.endswith(end)):
             numbers = measure(prompt.name)
             if not has_near_tie(numbers["tokens"], numbers["greedy"]):
                 found.append(numbers)

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import toy
 
-from hsd_jax import demo
-from hsd_jax.cli import identity, options, prompts
+from hsd_jax.bench import identity, measure, prompts, quality, replay, tables
+from hsd_jax.bench import profile as profile_lib
 from hsd_jax.config import TreeConfig
-from hsd_jax.infer import metrics
 from hsd_jax.params import Params
 from hsd_jax.request import Sampling, Speculation, prepare
 
@@ -32,19 +31,19 @@ def target():
     [([], 0.0), ([1, 2, 3], 0.0), ([1, 2, 3, 4], 0.0), ([1] * 8, 0.8), ([1, 2, 3, 4, 1, 2, 3, 4], 0.2)],
 )
 def test_repeated_ngram_share(tokens, share):
-    assert metrics.repeated_ngram_share(tokens) == pytest.approx(share)
+    assert quality.repeated_ngram_share(tokens) == pytest.approx(share)
 
 
 def test_pooled_share_weighs_texts_by_their_ngrams():
     texts = [[1] * 8, [1, 2], [5, 6, 7, 8, 9]]
-    assert metrics.pooled_repeated_ngram_share(texts) == pytest.approx(4 / 7)
-    assert metrics.pooled_repeated_ngram_share([[1, 2]]) == 0.0
+    assert quality.pooled_repeated_ngram_share(texts) == pytest.approx(4 / 7)
+    assert quality.pooled_repeated_ngram_share([[1, 2]]) == 0.0
 
 
 def test_bits_per_byte():
-    assert metrics.bits_per_byte(8 * np.log(2.0), 4) == pytest.approx(2.0)
+    assert quality.bits_per_byte(8 * np.log(2.0), 4) == pytest.approx(2.0)
     with pytest.raises(ValueError, match="num_bytes=0"):
-        metrics.bits_per_byte(1.0, 0)
+        quality.bits_per_byte(1.0, 0)
 
 
 def test_text_nats_sums_the_text_behind_the_prompt(target):
@@ -52,7 +51,7 @@ def test_text_nats_sums_the_text_behind_the_prompt(target):
     tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5]
     logp = np.asarray(jax.nn.log_softmax(toy.causal_pass(weights, config, jnp.asarray([tokens])).logits[0]))
     expected = -sum(logp[i - 1, tokens[i]] for i in range(4, len(tokens)))
-    assert metrics.text_nats(weights, config, tokens, 4) == pytest.approx(expected, abs=1e-4)
+    assert quality.text_nats(weights, config, tokens, 4) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 5])
@@ -60,13 +59,13 @@ def test_replay_logits_are_those_of_one_causal_pass(target, num_nodes):
     config, weights = target
     tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
     whole = np.asarray(toy.causal_pass(weights, config, jnp.asarray([tokens])).logits[0])
-    replayed = metrics.replay_logits(weights, config, tokens[:4], tokens[4:], num_nodes)
+    replayed = replay.replay_logits(weights, config, tokens[:4], tokens[4:], num_nodes)
     np.testing.assert_allclose(replayed, whole[3:-1], atol=1e-4)
 
 
 def test_replay_wants_a_prompt(target):
     with pytest.raises(ValueError, match="at least one token"):
-        metrics.replay_logits(target[1], target[0], [], [1])
+        replay.replay_logits(target[1], target[0], [], [1])
 
 
 def test_profile_measures_every_stage_and_leaves_the_state_alone(target):
@@ -79,11 +78,11 @@ def test_profile_measures_every_stage_and_leaves_the_state_alone(target):
     state, limits, sampling = request.state, request.limits, request.sampling
     before = np.asarray(state.tokens)
     loop = request.decoder.loop
-    profile = metrics.profile_round(
+    profile = profile_lib.profile_round(
         loop, models, config, drafter_config, tree, sampling, limits, state, iterations=3, repeats=2
     )
     assert all(getattr(profile, name) > 0 for name in ("whole", "trunk", "head", "tree", "verify", "commit"))
-    assert set(profile.shares()) == set(metrics.STAGES)
+    assert set(profile.shares()) == set(tables.STAGES)
     assert sum(profile.shares().values()) == pytest.approx(1.0)
     np.testing.assert_array_equal(np.asarray(state.tokens), before)
 
@@ -158,7 +157,7 @@ def test_prompts_of_a_command(tmp_path, capsys):
     assert capsys.readouterr().err == "1 prompts left out: longer than 3 tokens\n"
     assert [p.text for p in prompts.for_checkpoint(params, [path], None, 1, 7)] == ["one two"]
     params.max_len = 500
-    whole = [(p.name, p.text) for p in demo.read_prompts()]
+    whole = [(p.name, p.text) for p in prompts.demo_prompts()]
     assert [(p.name, p.text) for p in prompts.for_checkpoint(params, None, None, 3, 7)] == whole[:3]
     with pytest.raises(ValueError, match="--half report: splits the prompts of files"):
         prompts.for_checkpoint(params, None, "report", None, 7)
@@ -170,16 +169,16 @@ def test_prompts_of_a_command(tmp_path, capsys):
 
 
 def test_the_demo_has_a_dozen_prompts_open_for_an_answer():
-    found = demo.read_prompts()
+    found = prompts.demo_prompts()
     assert len(found) == len({p.name for p in found}) == 12
     assert sum(p.text.endswith("\nAssistant:") for p in found) == 8
     assert sum(p.text.endswith("\nAnswer:") for p in found) == 4
 
 
 def test_trees_of_the_command_line():
-    assert options.parse_trees("4x3x2, 8x5x3") == [TreeConfig(4, 3, 2), TreeConfig(8, 5, 3)]
+    assert measure.parse_trees("4x3x2, 8x5x3") == [TreeConfig(4, 3, 2), TreeConfig(8, 5, 3)]
     with pytest.raises(ValueError, match="NODESxDEPTHxWIDTH"):
-        options.parse_trees("8x5")
+        measure.parse_trees("8x5")
 
 
 @pytest.mark.parametrize(
@@ -199,6 +198,6 @@ def test_boundary_distance_of_each_filter():
 
 
 def test_profile_rest_is_what_the_stages_leave():
-    profile = metrics.RoundProfile(10.0, 1.0, 1.0, 2.0, 3.0, 1.0)
+    profile = profile_lib.RoundProfile(10.0, 1.0, 1.0, 2.0, 3.0, 1.0)
     assert profile.rest == pytest.approx(2.0)
     assert dataclasses.replace(profile, verify=6.0).shares()["rest"] == pytest.approx(-0.1)

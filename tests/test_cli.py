@@ -21,9 +21,10 @@ import hsd_jax
 from hsd_jax import params as params_lib
 from hsd_jax import programs
 from hsd_jax.cli import main as main_lib
-from hsd_jax.cli import options, train
+from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.models import convert
+from hsd_jax.train import recipe
 from hsd_jax.train.tokenizer import train_tokenizer
 
 TEXTS = [
@@ -420,7 +421,7 @@ def test_identity_finds_a_planted_difference(identity_run, monkeypatch, capsys):
         tokens[0, 2] = (tokens[0, 2] + 1) % params.target_config.vocab_size
         return dataclasses.replace(out, tokens=tokens)
 
-    monkeypatch.setattr(hsd_jax, "decode", wrong)
+    monkeypatch.setattr("hsd_jax.api.decode", wrong)
     code, record = identity_run("--precision", "exact")
     assert code == 1 and not record["ok"]
     greedy, *others = record["settings"]
@@ -433,7 +434,7 @@ def test_identity_finds_a_planted_difference(identity_run, monkeypatch, capsys):
 
 def test_candidate_gap_replays_the_noise_of_plain_decoding(folders):
     """The best perturbed logit of the replay is the token that plain sampling drew."""
-    from hsd_jax.cli import identity
+    from hsd_jax.bench import identity
 
     params = hsd_jax.load(target=folders.target, precision="exact")
     ids = params.tokenizer.encode("the cat")
@@ -448,17 +449,17 @@ def test_candidate_gap_replays_the_noise_of_plain_decoding(folders):
 def test_recipes_are_read_and_changed(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("train:\n  steps: 10\n  batch: 4\n")
-    assert train.read_recipe(str(path), ["train.steps=3", "model.rank=8"]) == {
+    assert recipe.read_recipe(str(path), ["train.steps=3", "model.rank=8"]) == {
         "train": {"steps": 3, "batch": 4},
         "model": {"rank": 8},
     }
     with pytest.raises(ValueError, match="expected KEY=VALUE"):
-        train.read_recipe(None, ["train.steps"])
+        recipe.read_recipe(None, ["train.steps"])
     with pytest.raises(FileNotFoundError, match="no such recipe"):
-        train.read_recipe(str(tmp_path / "none.yaml"), [])
+        recipe.read_recipe(str(tmp_path / "none.yaml"), [])
     path.write_text("train: [1")
     with pytest.raises(ValueError, match="not YAML"):
-        train.read_recipe(str(path), [])
+        recipe.read_recipe(str(path), [])
 
 
 def test_train_commands_name_a_wrong_key(folders, tmp_path, capsys):
@@ -472,10 +473,10 @@ def test_paths_of_a_recipe(folders, tmp_path):
     """The command line goes before the recipe, and what neither gives is named."""
     values = {"paths": {"target": "a", "data": "b.jsonl", "out": "c"}, "train": {"steps": 3}}
     given = argparse.Namespace(target=None, data=["d", "e"], out=None)
-    found = train.take_paths(values, given, "target", "data", "out")
+    found = recipe.take_paths(values, given, "target", "data", "out")
     assert found == {"target_dir": "a", "data_files": ["d", "e"], "out": "c"} and list(values) == ["train"]
     given = argparse.Namespace(data=None, out="x", tokenizer=None)
-    assert train.take_paths({"paths": {"data": "b"}}, given, "data", "out", optional=["tokenizer"]) == {
+    assert recipe.take_paths({"paths": {"data": "b"}}, given, "data", "out", optional=["tokenizer"]) == {
         "data_files": ["b"],
         "out": "x",
     }
@@ -494,7 +495,7 @@ def test_paths_of_a_recipe(folders, tmp_path):
 def test_paths_that_cannot_be(paths, message):
     given = argparse.Namespace(target=None, data=None, out=None)
     with pytest.raises(ValueError, match=message):
-        train.take_paths({"paths": paths}, given, "target", "data", "out")
+        recipe.take_paths({"paths": paths}, given, "target", "data", "out")
 
 
 def test_train_tokenizer(folders, tmp_path, capsys):

@@ -14,8 +14,7 @@ import pytest
 import test_cli
 import toy
 
-from hsd_jax import measure
-from hsd_jax.cli import ablate, compare, report
+from hsd_jax.bench import ablate, compare, measure, tables
 from hsd_jax.config import TreeConfig, to_dict
 from hsd_jax.drafters.table import init_drafter
 
@@ -176,7 +175,7 @@ def test_bad_values_end_before_anything_compiles(folders, tmp_path, capsys, argu
 )
 def test_sampled_text_under_another_rule_follows_a_law(accept, temperature, words):
     mode = {"same_text_as_plain": 3} | ({} if accept is None else {"accept": accept})
-    assert report.same_text(mode, temperature, 5) == words
+    assert tables.same_text(mode, temperature, 5) == words
 
 
 @pytest.mark.parametrize("command", ["compare", "ablate"])

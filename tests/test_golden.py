@@ -23,7 +23,7 @@ def stored(request):
 
 
 def test_prompts_become_the_same_tokens(stored):
-    text = next(p.text for p in golden.demo.read_prompts() if p.name == stored["prompt"])
+    text = next(p.text for p in golden.prompts.demo_prompts() if p.name == stored["prompt"])
     assert golden.params().tokenizer.encode(text) == stored["tokens"]
 
 

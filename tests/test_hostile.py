@@ -25,14 +25,15 @@ import toy
 
 import hsd_jax
 from hsd_jax import files, lock, programs, settings
+from hsd_jax.bench import identity
 from hsd_jax.cli import generate as generate_cli
-from hsd_jax.cli import identity, options
 from hsd_jax.cli import main as main_lib
-from hsd_jax.cli.interrupts import Interrupts
+from hsd_jax.cli import options
 from hsd_jax.config import ModelConfig, from_dict
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.table import init_drafter
+from hsd_jax.interrupts import Interrupts
 from hsd_jax.kernels import build as native_build
 from hsd_jax.models import convert
 from hsd_jax.models.hf_config import parse_config
@@ -338,7 +339,7 @@ def test_faulty_chat_templates(folders, tmp_path, template):
 
 
 def test_byte_order_marks_and_dos_lines_are_no_text(tmp_path, monkeypatch, folders):
-    from hsd_jax.cli import prompts
+    from hsd_jax.bench import prompts
 
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"\xef\xbb\xbfthe cat\r\nthe dog\r\n")
@@ -408,7 +409,7 @@ def test_empty_entries_of_the_compilation_cache_go(tmp_path, monkeypatch):
     (folder / "b-cache").write_bytes(b"1")
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
     try:
-        main_lib._use_cache()
+        programs.use_setting()
         assert jax.config.jax_compilation_cache_dir == str(folder)
     finally:
         jax.config.update("jax_compilation_cache_dir", before[0])
@@ -426,10 +427,10 @@ def test_where_compiled_programs_are_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     monkeypatch.setenv("HSD_CACHE", "")
-    main_lib._use_cache()  # nothing is kept
+    programs.use_setting()  # nothing is kept
     monkeypatch.setenv("HSD_CACHE", "~/x")
     with pytest.raises(ValueError, match="no home"):
-        main_lib._use_cache()
+        programs.use_setting()
 
 
 def test_a_compiled_library_is_checked(tmp_path):
@@ -666,7 +667,9 @@ def test_what_cleans_up_is_not_interrupted_again(heeded):
 
 STUBBORN = """
 import signal, time
-from hsd_jax.cli.interrupts import Interrupts
+from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.interrupts import Interrupts
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with Interrupts():
     try:
@@ -680,7 +683,7 @@ with Interrupts():
 
 LATE = """
 import os, threading, time
-from hsd_jax.cli import interrupts
+from hsd_jax import interrupts
 write, end = os.write, interrupts._end
 def slow_write(*args):
     count = write(*args)

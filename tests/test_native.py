@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import toy
 
+from hsd_jax.bench.replay import replay_logits
 from hsd_jax.config import RopeConfig
-from hsd_jax.infer.metrics import replay_logits
 from hsd_jax.kernels import native, ops
 from hsd_jax.models import layers
 from hsd_jax.models.cache import empty_cache

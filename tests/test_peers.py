@@ -13,7 +13,7 @@ import test_cli
 import toy
 
 from benchmarks import peer_worker, peers
-from hsd_jax.cli.prompts import BenchPrompt
+from hsd_jax.bench.prompts import BenchPrompt
 
 folders = test_cli.folders
 FOUND = [BenchPrompt("one", "a"), BenchPrompt("two", "b")]

@@ -18,13 +18,15 @@ import test_cli
 import toy
 
 import hsd_jax
-from hsd_jax.cli import options, round_layout, show, show_html
+from hsd_jax.bench.replay import Round, replay
+from hsd_jax.cli import options, show
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.hidden.reuse import FRESH, KEPT, MIXED
 from hsd_jax.infer import tree as tree_lib
 from hsd_jax.infer.accept import match_rule, recursive_rule
-from hsd_jax.infer.replay import Round, replay
 from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw, RoundInputs
+from hsd_jax.viz import html, layout
+from hsd_jax.viz import page as page_lib
 
 folders, own_cache, hsd, both = test_cli.folders, test_cli.own_cache, test_cli.hsd, test_cli.both
 PROMPT = "the cat"
@@ -77,7 +79,7 @@ def test_replay_is_the_decode(proposer):
         check_round(drafted)
     if setup.drafter.node_logp is None:
         assert all(drafted.logp is None for drafted in rounds)
-    assert all(drafted.origins is None and not round_layout.reused_words(drafted) for drafted in rounds), "no reuse"
+    assert all(drafted.origins is None and not layout.reused_words(drafted) for drafted in rounds), "no reuse"
 
 
 @pytest.mark.parametrize(
@@ -194,28 +196,28 @@ def test_pictures_show_what_was_reused(tmp_path, monkeypatch):
     """The mark of every node, the words of the round, and the legend; none of them without reuse."""
     origins = np.array([FRESH, KEPT, FRESH, MIXED])
     drafted = make_round(origins=origins, spare_age=2, has_own_run=False)
-    drawing = round_layout.draw(drafted, list("abcd"), "next")
+    drawing = layout.draw(drafted, list("abcd"), "next")
     assert {box.text: box.mark for box in drawing.boxes} == {**dict(zip("abcd", origins, strict=True)), "next": FRESH}
     assert drawing.reused == "No trunk run of its own: 2 of 3 drafts mixed with states 2 tokens old"
     titles = {box.text: box.title for box in drawing.boxes}
     assert titles["b"].endswith("; from a state 2 tokens old") and "2 tokens old" not in titles["c"]
     assert titles["d"].endswith("; mixed with the logits of a state 2 tokens old")
     page = dataclasses.replace(nasty_page(), drawings=[drawing])
-    text = show_html.render(page)
+    text = html.render(page)
     assert ET.fromstring(text.partition("\n")[2]) is not None
     assert text.count('<rect class="kept-state"') == text.count('<rect class="mixed-state"') == 1
-    assert drawing.reused in text and all(words in text for words in round_layout.MARKS.values())
-    fresh = round_layout.reused_words(make_round(origins=0 * origins))
+    assert drawing.reused in text and all(words in text for words in layout.MARKS.values())
+    fresh = layout.reused_words(make_round(origins=0 * origins))
     assert fresh == "Own trunk run: nothing reused"
-    plain = show_html.render(nasty_page())
+    plain = html.render(nasty_page())
     assert "<rect class" not in plain and "trunk run" not in plain and "inner line" not in plain
     pytest.importorskip("matplotlib")
-    from hsd_jax.cli import show_png
+    from hsd_jax.viz import png
 
-    monkeypatch.setattr(show_png, "marks_of", lambda _: {})  # the legend has the colour of the marks, too
+    monkeypatch.setattr(png, "marks_of", lambda _: {})  # the legend has the colour of the marks, too
     for name, drawn in (("a.png", page), ("b.png", nasty_page())):
-        show_png.write(drawn, tmp_path / name)
-    assert has_color(tmp_path / "a.png", show_png.OLD) and not has_color(tmp_path / "b.png", show_png.OLD)
+        png.write(drawn, tmp_path / name)
+    assert has_color(tmp_path / "a.png", png.OLD) and not has_color(tmp_path / "b.png", png.OLD)
 
 
 def has_color(path: Path, color: str) -> bool:
@@ -241,7 +243,7 @@ def make_round(**changes) -> Round:
 
 
 def kinds(drafted: Round) -> dict[str, str]:
-    return {box.text: box.kind for box in round_layout.draw(drafted, list("abcd"), "next").boxes}
+    return {box.text: box.kind for box in layout.draw(drafted, list("abcd"), "next").boxes}
 
 
 def test_kinds_of_nodes():
@@ -254,42 +256,42 @@ def test_kinds_of_nodes():
 
 def test_layout_keeps_boxes_apart():
     for drafted in rounds_of("beam")[1][:5]:
-        drawing = round_layout.draw(drafted, ["x" * (3 * n) for n in range(10)], "next")
+        drawing = layout.draw(drafted, ["x" * (3 * n) for n in range(10)], "next")
         boxes = drawing.boxes
         assert len(boxes) == 10 + drafted.has_next
         for i, one in enumerate(boxes):
             assert one.x >= 0 and one.x + one.width <= drawing.width
-            assert one.y >= 0 and one.y + round_layout.HEIGHT <= drawing.height
-            assert len(one.text) <= round_layout.MAX_LABEL
+            assert one.y >= 0 and one.y + layout.HEIGHT <= drawing.height
+            assert len(one.text) <= layout.MAX_LABEL
             for other in boxes[:i]:
                 beside = one.x + one.width < other.x or other.x + other.width < one.x
-                assert beside or abs(one.y - other.y) > round_layout.HEIGHT
+                assert beside or abs(one.y - other.y) > layout.HEIGHT
         way = [box.y for box in boxes if box.kind in ("root", "accepted", "target")]
         assert len(set(way)) == 1, "what the text took runs along one line"
 
 
 def test_labels_and_probabilities():
-    assert round_layout.visible(" a\n\t\x00\u200b\ud800") == "\u00b7a\u21b5\u21e5\\x00\\u200b\\ud800"
-    assert round_layout.shortened("x" * 14) == "x" * 14
-    assert round_layout.shortened("x" * 15) == "x" * 13 + "\u2026"
-    assert round_layout.columns(round_layout.shortened("\u6c34" * 15)) <= round_layout.MAX_LABEL
+    assert layout.visible(" a\n\t\x00\u200b\ud800") == "\u00b7a\u21b5\u21e5\\x00\\u200b\\ud800"
+    assert layout.shortened("x" * 14) == "x" * 14
+    assert layout.shortened("x" * 15) == "x" * 13 + "\u2026"
+    assert layout.columns(layout.shortened("\u6c34" * 15)) <= layout.MAX_LABEL
     for share, text in {0.5: "50%", 0.999: "100%", 0.0096: "1%", 0.001: "<1%"}.items():
-        assert round_layout.percent(math.log(share)) == text
-    assert round_layout.percent(-math.inf) == "0%"
-    assert round_layout.percent(math.nan) == "?"
+        assert layout.percent(math.log(share)) == text
+    assert layout.percent(-math.inf) == "0%"
+    assert layout.percent(math.nan) == "?"
 
 
 NASTY = ["<script>alert('x')</script>", '&amp;"$x_1$', "a\x00\x1b\r\ufffe\ud800b", "\n", " "]
 
 
-def nasty_page() -> show.Page:
-    drawing = round_layout.draw(make_round(), [round_layout.visible(t) for t in NASTY[:4]], NASTY[4])
-    pieces = [show.Piece(text, 1, "from the target", "</s>") for text in NASTY]
-    return show.Page({"a<b": "&"}, NASTY[0], [pieces], [drawing], "hsd show '<i>'")
+def nasty_page() -> page_lib.Page:
+    drawing = layout.draw(make_round(), [layout.visible(t) for t in NASTY[:4]], NASTY[4])
+    pieces = [page_lib.Piece(text, 1, "from the target", "</s>") for text in NASTY]
+    return page_lib.Page({"a<b": "&"}, NASTY[0], [pieces], [drawing], "hsd show '<i>'")
 
 
 def test_html_escapes_everything():
-    page = show_html.render(nasty_page())
+    page = html.render(nasty_page())
     assert page.encode("utf-8")  # no lone surrogate
     assert "<script" not in page and "<i>" not in page
     root = ET.fromstring(page.partition("\n")[2])
@@ -301,7 +303,7 @@ def test_html_escapes_everything():
 
 
 def test_html_loads_nothing():
-    root = ET.fromstring(show_html.render(nasty_page()).partition("\n")[2])
+    root = ET.fromstring(html.render(nasty_page()).partition("\n")[2])
     for element in root.iter():
         assert element.tag.rpartition("}")[2] not in ("script", "link", "img", "iframe", "object", "use", "image")
         assert "src" not in element.attrib
@@ -315,23 +317,23 @@ def test_html_loads_nothing():
 
 def test_png_draws_what_is_no_formula_and_says_what_it_lacks(tmp_path):
     pytest.importorskip("matplotlib")
-    from hsd_jax.cli import show_png
+    from hsd_jax.viz import png
 
-    assert set(show_png.COLORS) == set(round_layout.KINDS)
+    assert set(png.COLORS) == set(layout.KINDS)
     page = nasty_page()
-    assert not show_png.write(page, tmp_path / "a.png")
+    assert not png.write(page, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    japanese = dataclasses.replace(page, pieces=[[show.Piece("\u6c34", 1, "drafted at depth 1")]])
-    assert show_png.write(japanese, tmp_path / "b.png")
+    japanese = dataclasses.replace(page, pieces=[[page_lib.Piece("\u6c34", 1, "drafted at depth 1")]])
+    assert png.write(japanese, tmp_path / "b.png")
 
 
 def test_png_has_a_limit(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    from hsd_jax.cli import show_png
+    from hsd_jax.viz import png
 
-    monkeypatch.setattr(show_png, "MAX_HEIGHT", 100.0)
+    monkeypatch.setattr(png, "MAX_HEIGHT", 100.0)
     with pytest.raises(ValueError, match=r"pixels; lower --max-rounds or --max-new-tokens \(at most 100\), or write"):
-        show_png.write(nasty_page(), tmp_path / "a.png")
+        png.write(nasty_page(), tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
 
 
@@ -380,7 +382,7 @@ def test_page_has_text_and_counts_of_decode(folders, settings, capsys):
     params = hsd_jax.load(target=folders.target, drafter=folders.drafter)
     plain = {"top_k": None, "top_p": None, "seed": 0, "accept": "match", "draw": None, "reuse": "none"}
     settings = {**plain, "max_new_tokens": 20, "tree": TreeConfig(5, 3, 2), **settings}
-    page = show.make_page(params, PROMPT, settings, "hsd show")
+    page = page_lib.make_page(params, PROMPT, settings, "hsd show")
     assert capsys.readouterr().err == ""
     out = hsd_jax.decode(params, PROMPT, **settings)
     assert [p.token for pieces in page.pieces for p in pieces] == out.tokens[0].tolist()
@@ -399,7 +401,7 @@ def test_show_says_when_decode_differs(folders, monkeypatch, tmp_path, capsys):
         out = real(*args, **settings)
         return dataclasses.replace(out, tokens=out.tokens + 1)
 
-    monkeypatch.setattr(hsd_jax, "decode", other)
+    monkeypatch.setattr("hsd_jax.api.decode", other)
     out = tmp_path / "a.html"
     assert hsd("show", *both(folders), *test_cli.SHORT, *test_cli.TREE, "--out", out, PROMPT) == 0
     assert "another text than decode gave" in capsys.readouterr().err
@@ -464,10 +466,10 @@ def test_png_without_matplotlib(folders, monkeypatch, capsys):
 def test_special_tokens_are_spelled(folders):
     params = hsd_jax.load(target=folders.target, drafter=folders.drafter)
     [end] = params.eos
-    assert show.label_of(params.tokenizer, [], end) == "</s>"
-    assert show.label_of(None, [], end) == str(end)
+    assert page_lib.label_of(params.tokenizer, [], end) == "</s>"
+    assert page_lib.label_of(None, [], end) == str(end)
     space = params.tokenizer.encode("the cat")[-1]
-    assert show.label_of(params.tokenizer, params.tokenizer.encode("the"), space).startswith("\u00b7")
+    assert page_lib.label_of(params.tokenizer, params.tokenizer.encode("the"), space).startswith("\u00b7")
     drafted = make_round(tokens=np.array([end, end, end, end]), emitted=[end], path=[0], next_token=end)
-    [[piece]] = show._pieces(params.tokenizer, params.tokenizer.encode("the"), [drafted])
+    [[piece]] = page_lib._pieces(params.tokenizer, params.tokenizer.encode("the"), [drafted])
     assert (piece.text, piece.mark) == ("", "</s>")

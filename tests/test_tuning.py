@@ -15,12 +15,12 @@ import test_cli
 import toy
 
 import hsd_jax
-from hsd_jax import measure, plan, predict, tuned, tuning
-from hsd_jax.cli import bench
+from hsd_jax import plan, tuned
+from hsd_jax.bench import against_plain, measure, predict, profile
+from hsd_jax.bench import tune as tuning
 from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.infer import metrics
 from hsd_jax.params import Params
 from hsd_jax.request import Sampling, Speculation, prepare
 from hsd_jax.train import evaluate
@@ -279,7 +279,7 @@ def test_trunk_seconds_are_measured_and_the_state_stays(params):
     request = prepare(params, PROMPTS[2], Sampling(16, eos=()), Speculation(SMALL))
     state, config = request.state.drafter, params.drafter_config
     before = np.asarray(state.cache.length)
-    found = metrics.trunk_seconds(request.models, params.target_config, config, state, (1, 4), iterations=2, repeats=2)
+    found = profile.trunk_seconds(request.models, params.target_config, config, state, (1, 4), iterations=2, repeats=2)
     assert len(found) == 2 and min(found) > 0
     np.testing.assert_array_equal(np.asarray(state.cache.length), before)
 
@@ -573,12 +573,12 @@ def test_bench_measures_the_ways_of_a_record(folders, record):
     part = make_choice(CHAIN, "none", temperature=0.0, is_whole=False, slots=2048)
     found = make_record(params, make_choice(temperature=0.0), part, make_choice(WIDE, "none", rows=2))
     args = types.SimpleNamespace(temperature=0.0, tuned="x.json")
-    whole, adaptive = bench.tuned_modes(args, params, found)
+    whole, adaptive = against_plain.tuned_modes(args, params, found)
     assert (whole.name, whole.tree, whole.reuse, whole.tuned) == ("tree 3x2x1 skip:2", SMALL, "skip:2", None)
     assert (adaptive.name, adaptive.tree, adaptive.tuned) == ("tree up to 5x4x1", CHAIN, found.only(part))
     args.temperature = 1.0
     with pytest.raises(ValueError, match="says nothing of single rows at such a temperature"):
-        bench.tuned_modes(args, params, found)
+        against_plain.tuned_modes(args, params, found)
 
 
 @pytest.mark.parametrize(

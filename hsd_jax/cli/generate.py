@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from hsd_jax.cli import options
+from hsd_jax.cli.options import add_value
 from hsd_jax.files import decoded, with_unix_lines
 
 
@@ -48,26 +49,15 @@ def add_text_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> 
     text.add_argument("--chat", action="store_true", help="each prompt is a message: apply the chat template")
     text.add_argument("--system", metavar="TEXT", help="system message, with --chat")
     text.add_argument("--ids", action="store_true", help='prompts are token ids, as in "1 15 22"')
-    text.add_argument(
-        "--max-new-tokens",
-        type=options.WHOLE,
-        default=max_new_tokens,
-        metavar="N",
-        help=f"per prompt (default: {max_new_tokens})",
-    )
+    add_value(text, "--max-new-tokens N", options.WHOLE, "per prompt", max_new_tokens)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares temperature, filters and seed."""
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--temperature", type=options.TEMPERATURE, default=0.0, metavar="T", help="0 is greedy (default: 0)"
-    )
-    sampling.add_argument("--top-k", type=options.COUNT, metavar="K", help="keep the K likeliest tokens (default: all)")
-    sampling.add_argument("--top-p", type=options.TOP_P, metavar="P", help="keep a share P of the mass (default: all)")
-    sampling.add_argument(
-        "--seed", type=options.SEED, default=0, help="of all draws; each prompt adds its number (default: 0)"
-    )
+    add_value(sampling, "--temperature T", options.TEMPERATURE, "0 is greedy", 0.0)
+    options.add_filter_arguments(sampling)
+    add_value(sampling, "--seed", options.SEED, "of all draws; each prompt adds its number", 0)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 from pathlib import Path
-from typing import Any
 
-from hsd_jax import lock
 from hsd_jax.cli import options
+from hsd_jax.cli.options import COUNT, SEED, add_value
 
 
 def add_parser(commands) -> None:
@@ -31,20 +29,10 @@ hsd generate-data --demo --prompts train.jsonl --limit 2000 --temperatures 0,0.8
 hsd generate-data --target DIR --drafter DIR --prompts book.txt --stride 500 --prefix-tokens 64 --out own.jsonl
 """,
     )
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="JSON lines with turns, messages, question, prompt or text; or plain text, one text a file",
-    )
-    parser.add_argument(
-        "--out",
-        type=options.NEW_FILE,
-        required=True,
-        metavar="FILE",
-        help="the result, a .jsonl; its settings go beside it",
-    )
+    what = "JSON lines with turns, messages, question, prompt or text; or plain text, one text a file"
+    add_value(parser, "--prompts FILE", str, what, nargs="+", required=True)
+    what = "the result, a .jsonl; its settings go beside it"
+    add_value(parser, "--out FILE", options.NEW_FILE, what, required=True)
     options.add_model_arguments(parser)
     options.add_tree_arguments(parser)
     _add_prompt_arguments(parser.add_argument_group("prompts"))
@@ -52,53 +40,25 @@ hsd generate-data --target DIR --drafter DIR --prompts book.txt --stride 500 --p
 
 
 def _add_prompt_arguments(group) -> None:
-    group.add_argument("--limit", type=options.COUNT, metavar="N", help="prompts of each file (default: all)")
-    group.add_argument(
-        "--prompt-tokens",
-        type=options.COUNT,
-        metavar="N",
-        help="leave out longer prompts (default: those that leave no room for --max-new-tokens)",
-    )
-    group.add_argument(
-        "--prefix-tokens",
-        type=options.COUNT,
-        default=32,
-        metavar="N",
-        help="of a text: its first N tokens, at most half of them (default: 32)",
-    )
-    group.add_argument(
-        "--stride", type=options.COUNT, metavar="N", help="of a text: a prompt every N tokens (default: one a text)"
-    )
-    group.add_argument(
-        "--all-turns",
-        action="store_true",
-        help="of a conversation: a prompt for each turn of the user (default: for one, at random)",
-    )
-    group.add_argument(
-        "--no-chat-template",
-        action="store_true",
-        help="conversations as `User: ...` and `Assistant: ...` (default: the target's chat template, if any)",
-    )
+    add_value(group, "--limit N", COUNT, "prompts of each file", without="all")
+    room = "those that leave no room for --max-new-tokens"
+    add_value(group, "--prompt-tokens N", COUNT, "leave out longer prompts", without=room)
+    add_value(group, "--prefix-tokens N", COUNT, "of a text: its first N tokens, at most half of them", 32)
+    add_value(group, "--stride N", COUNT, "of a text: a prompt every N tokens", without="one a text")
+    what = "of a conversation: a prompt for each turn of the user (default: for one, at random)"
+    group.add_argument("--all-turns", action="store_true", help=what)
+    what = "conversations as `User: ...` and `Assistant: ...` (default: the target's chat template, if any)"
+    group.add_argument("--no-chat-template", action="store_true", help=what)
 
 
 def _add_sampling_arguments(group) -> None:
-    group.add_argument(
-        "--max-new-tokens", type=options.COUNT, default=256, metavar="N", help="of a response (default: 256)"
-    )
-    group.add_argument(
-        "--temperatures",
-        type=_temperatures,
-        default=(0.0, 0.7, 1.0),
-        metavar="T,...",
-        help="each prompt takes one of them, 0 is greedy (default: 0,0.7,1.0)",
-    )
-    group.add_argument("--top-k", type=options.COUNT, metavar="K", help="keep the K likeliest tokens (default: all)")
-    group.add_argument("--top-p", type=options.TOP_P, metavar="P", help="keep a share P of the mass (default: all)")
-    group.add_argument(
-        "--samples-per-prompt", type=options.COUNT, default=1, metavar="N", help="responses of a prompt (default: 1)"
-    )
-    group.add_argument("--batch", type=options.COUNT, default=32, metavar="B", help="rows at a time (default: 32)")
-    group.add_argument("--seed", type=options.SEED, default=0, help="of everything random (default: 0)")
+    add_value(group, "--max-new-tokens N", COUNT, "of a response", 256)
+    what = "each prompt takes one of them, 0 is greedy"
+    add_value(group, "--temperatures T,...", _temperatures, what, (0.0, 0.7, 1.0), "0,0.7,1.0")
+    options.add_filter_arguments(group)
+    add_value(group, "--samples-per-prompt N", COUNT, "responses of a prompt", 1)
+    add_value(group, "--batch B", COUNT, "rows at a time", 32)
+    add_value(group, "--seed", SEED, "of everything random", 0)
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
@@ -109,49 +69,20 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the prompts, checks everything that can be checked, then loads the target and writes its responses."""
+    """Writes the responses, after all checks that need no target."""
     from hsd_jax import params as params_lib
-    from hsd_jax.models import convert
-    from hsd_jax.train import data, generate, prompts
+    from hsd_jax.train import generate
+    from hsd_jax.train.prompts import GenerateConfig
 
-    config = prompts.GenerateConfig(
-        **{f.name: getattr(args, f.name) for f in dataclasses.fields(prompts.GenerateConfig) if hasattr(args, f.name)},
-        chat_template=not args.no_chat_template,
-    )
-    settings = _settings(args, config)
-    generate.check_settings(args.out, settings)
-    lock.check_free(lock.beside(args.out))
+    named = {f.name: getattr(args, f.name) for f in dataclasses.fields(GenerateConfig) if hasattr(args, f.name)}
+    config = GenerateConfig(**named, chat_template=not args.no_chat_template)
     folder = params_lib.DEMO / "target" if args.demo else Path(args.target)
-    positions = convert.read_config(folder).max_position
-    tokenizer, bos, _ = data.read_tokenizer(folder)
-    template = data.read_chat_template(folder) if config.chat_template else None
-    room = min(positions, args.max_len or positions)
-    found = prompts.read_prompts(args.prompts, tokenizer, bos, template, room, config, options.say)
-    plan = generate.make_plan(found, config)
-    options.say(f"{len(found):,} prompts, {sum(map(len, plan)):,} responses in {len(plan):,} batches")
-    params = options.load_params(args)
-    tree = options.tree_of(args, params) if args.drafter else None
-    settings |= {
-        "target": convert.weights_hash(params.target),
-        "drafter": convert.weights_hash(params.drafter) if args.drafter else None,
-        "dtype": params.dtype,
-        "tree": tree.name if tree else None,
-    }
-    num = generate.generate(params, tokenizer, plan, args.out, settings, config, tree, options.say)
+    settings = {name: getattr(args, name) for name in ("precision", "mesh", "max_len")}
+
+    def load():
+        params = options.load_params(args)
+        return params, options.tree_of(args, params) if args.drafter else None
+
+    num = generate.run(args.prompts, args.out, folder, config, settings, load, options.say)
     options.say(f"wrote {args.out}: {num:,} responses")
     return 0
-
-
-def _settings(args: argparse.Namespace, config) -> dict[str, Any]:
-    """What the text depends on and is known before any weights are read.
-
-    Raises:
-      FileNotFoundError: if a file of prompts is missing.
-    """
-    files = []
-    for path in map(Path, args.prompts):
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such data file")
-        files.append(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}")
-    shared = {"prompts": files, "precision": args.precision, "mesh": args.mesh, "max_len": args.max_len}
-    return dataclasses.asdict(config) | shared

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from hsd_jax.cli.interrupts import EXIT_CODE, LINE, Interrupts
+from hsd_jax.interrupts import EXIT_CODE, LINE, Interrupts
 
 TYPE_CHECKING = False  # as in `hsd_jax/__init__.py`
 if TYPE_CHECKING:
@@ -82,9 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str], interrupts: Interrupts) -> int:
     try:
         _check_streams()
+        from hsd_jax.programs import use_setting
+
         args = build_parser().parse_args(argv)
         args.command_line = " ".join(["hsd", *argv])
-        _use_cache()
+        use_setting()
         code = args.run(args) or 0
         sys.stdout.flush()
         return code
@@ -119,25 +121,6 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):
         return
-
-
-def _use_cache() -> None:
-    """Keeps compiled programs between runs: the second `hsd demo` does not compile.
-
-    Raises:
-      ValueError: if HSD_CACHE is no folder.
-      OSError: if it takes no file.
-    """
-    setting = os.environ.get("HSD_CACHE", "")
-    if setting.lower() in ("off", "0", "no"):
-        return
-    from hsd_jax.programs import compilation_cache
-
-    try:
-        compilation_cache(setting or True)
-    except ValueError as error:
-        if setting:  # else there is nowhere to keep them, and nobody asked for it
-            raise ValueError(f"HSD_CACHE={setting}: {error}") from error
 
 
 if __name__ == "__main__":

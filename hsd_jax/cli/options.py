@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hsd_jax import files
+from hsd_jax.bench.prompts import HALVES
+from hsd_jax.bench.tables import say
 from hsd_jax.settings import Count, Seed, Share, Temperature, TopP, Whole, describe, fits
 
 
@@ -51,8 +52,20 @@ def _check_picture(text: str) -> Path:
     return files.check_new_file(text)
 
 
+Group = argparse._ActionsContainer
 PICTURES = (".png", ".svg", ".pdf")
 NEW_FILE, NEW_FOLDER, PICTURE = map(_path_type, (files.check_new_file, files.check_new_folder, _check_picture))
+
+
+def add_value(
+    group: Group, option: str, kind: Any, help: str, default: Any = None, without: str = "", **more: Any
+) -> None:
+    """Declares an option, as in "--limit N", whose help ends with what holds `without` it: its default, as a rule."""
+    name, _, metavar = option.partition(" ")
+    if isinstance(default, int | float):
+        without = f"{default:g}"
+    more |= {"type": kind, "default": default, "metavar": metavar or None}
+    group.add_argument(name, help=help + (f" (default: {without})" if without else ""), **more)
 
 
 class OwnOptions(argparse._SubParsersAction):
@@ -88,35 +101,66 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
     group = parser.add_argument_group("models")
     which = group.add_mutually_exclusive_group(required=is_required)
     which.add_argument("--demo", action="store_true", help="the bundled target and drafter")
-    which.add_argument(
-        "--target", metavar="DIR", help="a Hugging Face folder: config.json, safetensors, tokenizer if there is one"
-    )
+    what = "a Hugging Face folder: config.json, safetensors, tokenizer if there is one"
+    add_value(which, "--target DIR", str, what)
     group.add_argument(
         "--drafter",
         metavar="DIR",
         help="a folder written by `hsd train drafter`; a Hugging Face folder, whose model drafts; lookup, or"
         " lookup:MIN-MAX, for n-grams of the context",
     )
-    group.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of the target's weights (default: that of the checkpoint)"
-    )
+    add_dtype_argument(group)
     group.add_argument(
         "--precision",
         choices=("fast", "exact"),
         default="fast",
         help="exact: float32 and highest matmul precision, where speculation never changes a token (default: fast)",
     )
+    add_mesh_argument(group)
+    add_value(group, "--max-len TOKENS", COUNT, "longest prompt and answer", without="what the model allows")
+
+
+def add_mesh_argument(group: Group) -> None:
+    """Declares --mesh."""
     group.add_argument("--mesh", metavar="SPEC", help='devices, for example "data=2,model=4" (default: one device)')
-    group.add_argument(
-        "--max-len", type=COUNT, metavar="TOKENS", help="longest prompt and answer (default: what the model allows)"
-    )
+
+
+def add_dtype_argument(group: Group) -> None:
+    """Declares --dtype."""
+    what = "of the target's weights (default: that of the checkpoint)"
+    group.add_argument("--dtype", choices=("float32", "bfloat16"), help=what)
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = None) -> None:
+    """Declares --prompts, --limit and --half; `limit` is the default number of prompts of a file."""
+    group = parser.add_argument_group("prompts")
+    what = "JSON lines with turns, question, prompt or text; or plain text, a prompt a line"
+    add_value(group, "--prompts FILE", str, what, without="the dozen of the demo", nargs="+")
+    add_value(group, "--limit N", COUNT, "prompts of each file", limit, "all")
+    add_half_argument(group, "both halves")
+
+
+def add_half_argument(group: Group, both: str) -> None:
+    """Declares --half, of the prompts of files."""
+    group.add_argument("--half", choices=HALVES, help=f"crc32(id) %% 2: 0 is tune, 1 is report (default: {both})")
+
+
+def add_plot_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares --plot."""
+    parser.add_argument("--plot", type=PICTURE, metavar="OUT", help="write a PNG (needs matplotlib)")
+
+
+def add_filter_arguments(group: Group) -> None:
+    """Declares --top-k and --top-p."""
+    add_value(group, "--top-k K", COUNT, "keep the K likeliest tokens", without="all")
+    add_value(group, "--top-p P", TOP_P, "keep a share P of the mass", without="all")
 
 
 def add_tree_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Declares the shape of the draft tree; `tree_of` reads it."""
     group = parser.add_argument_group("draft tree")
-    group.add_argument("--nodes", type=COUNT, metavar="N", help="nodes, the root included (default: the drafter's own)")
-    group.add_argument("--depth", type=COUNT, metavar="D", help="longest path in tokens (default: the drafter's own)")
+    add_value(group, "--nodes N", COUNT, "nodes, the root included", without="the drafter's own")
+    add_value(group, "--depth D", COUNT, "longest path in tokens", without="the drafter's own")
     group.add_argument("--width", type=COUNT, metavar="W", help="nodes expanded per level; 1 is a chain")
     return group
 
@@ -142,12 +186,8 @@ def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None)
 
 def add_reuse_argument(group: argparse._ArgumentGroup, nargs: str | None = None) -> None:
     """Declares --reuse, what becomes of spare trunk states; with `nargs` several forms. None if it is not given."""
-    group.add_argument(
-        "--reuse",
-        metavar="FORM",
-        nargs=nargs,
-        help="of trunk states a round left over: none, sum, skip, skip:N, ahead or unfused (default: none)",
-    )
+    what = "of trunk states a round left over: none, sum, skip, skip:N, ahead or unfused"
+    add_value(group, "--reuse FORM", str, what, without="none", nargs=nargs)
 
 
 def numbers(kind):
@@ -191,8 +231,8 @@ def tuned_of(args: argparse.Namespace, params) -> Any:
     return Tuned.load(args.tuned, params, report=say)
 
 
-def load_params(args: argparse.Namespace, dtype: str | None = None) -> Any:
-    """The models that `add_model_arguments` asked for; `dtype` in place of --dtype."""
+def load_params(args: argparse.Namespace, **changes: Any) -> Any:
+    """The models that `add_model_arguments` asked for, with changes of --dtype or --drafter."""
     import hsd_jax
     from hsd_jax import params as params_lib
 
@@ -204,15 +244,8 @@ def load_params(args: argparse.Namespace, dtype: str | None = None) -> Any:
             f"{params_lib.DEMO}: the bundled demo models are missing from this installation; reinstall hsd_jax from a"
             " complete checkout, or use --target DIR --drafter DIR"
         )
-    return hsd_jax.load(
-        "demo" if args.demo else None,
-        target=args.target,
-        drafter=args.drafter,
-        dtype=dtype or args.dtype,
-        max_len=args.max_len,
-        precision=args.precision,
-        mesh=args.mesh,
-    )
+    names = ("target", "drafter", "dtype", "max_len", "precision", "mesh")
+    return hsd_jax.load("demo" if args.demo else None, **{name: getattr(args, name) for name in names} | changes)
 
 
 def tree_of(args: argparse.Namespace, params) -> Any:
@@ -231,27 +264,14 @@ def tree_asked(args: argparse.Namespace, params) -> Any:
     return None if (args.nodes, args.depth, args.width) == (None, None, None) else tree_of(args, params)
 
 
-def parse_tree(text: str) -> Any:
-    """A tree from "8x5x3": nodes x depth x width."""
-    from hsd_jax.config import TreeConfig
-
-    numbers = text.strip().split("x")
-    if len(numbers) != 3 or not all(n.isdigit() for n in numbers):
-        raise ValueError(f"tree {text.strip()!r} is not NODESxDEPTHxWIDTH, for example 8x5x3")
-    return TreeConfig(*map(int, numbers))
-
-
-def parse_trees(text: str) -> list[Any]:
-    """Trees from "8x5x3,16x6x4"."""
-    return [parse_tree(part) for part in text.split(",")]
+def write_record(path: Path | None, record: dict[str, Any]) -> None:
+    """Writes a record where --json says, if it is given."""
+    if path:
+        files.write_json(path, record)
+        say(f"wrote {path}")
 
 
 def need_drafter(params, command: str) -> None:
     """Raises a ValueError if only a target was loaded."""
     if params.drafter is None:
         raise ValueError(f"hsd {command} compares plain with speculative decoding: give --drafter DIR")
-
-
-def say(text: str) -> None:
-    """One line of progress, on stderr: stdout carries results only."""
-    print(text, file=sys.stderr, flush=True)

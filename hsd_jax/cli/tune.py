@@ -1,13 +1,14 @@
 """`hsd tune`: measures which ways to decode are the fastest here, and keeps them where `decode` finds them.
 
-Read next: `hsd_jax/tuning.py`, which does it.
+Read next: `bench/tune.py`, which does it.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from hsd_jax.cli import bench, grid, options, prompts
+from hsd_jax.cli import options
+from hsd_jax.cli.options import COUNT, add_value
 
 PROMPTS = 8
 """Prompts of each file, unless --limit says otherwise."""
@@ -34,49 +35,30 @@ hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
 """,
     )
     options.add_model_arguments(parser)
-    bench.add_prompt_arguments(parser, PROMPTS)
-    parser.add_argument(
-        "--max-new-tokens", type=options.COUNT, default=64, metavar="N", help="per prompt (default: 64)"
-    )
-    several = {"default": [0.0], "metavar": "T,..."}
-    parser.add_argument(
-        "--temperatures", type=options.numbers(options.TEMPERATURE), **several, help="0 is greedy (default: 0)"
-    )
-    several = {"type": options.numbers(options.COUNT), "metavar": "N,..."}
-    parser.add_argument("--batches", **several, default=[1], help="rows decoded at once (default: 1)")
-    parser.add_argument(
-        "--contexts", **several, help="tokens of a prompt, joined or cut to that (default: prompts as they are)"
-    )
-    parser.add_argument("--seed", type=options.SEED, default=0, help="of prompt i: seed + i (default: 0)")
+    options.add_prompt_arguments(parser, PROMPTS)
+    add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 64)
+    add_value(parser, "--temperatures T,...", options.numbers(options.TEMPERATURE), "0 is greedy", [0.0], "0")
+    add_value(parser, "--batches N,...", options.numbers(COUNT), "rows decoded at once", [1], "1")
+    what = "tokens of a prompt, joined or cut to that"
+    add_value(parser, "--contexts N,...", options.numbers(COUNT), what, without="prompts as they are")
+    add_value(parser, "--seed", options.SEED, "of prompt i: seed + i", 0)
     candidates = parser.add_argument_group("candidates")
-    candidates.add_argument(
-        "--trees",
-        metavar="NxDxW,...",
-        help="for example 6x5x1,8x5x2 (default: chains, and trees of 8, 12 and 16 nodes, as the drafter allows)",
-    )
-    candidates.add_argument(
-        "--reuse", metavar="FORM", nargs="+", help="forms of reuse (default: all that the drafter allows)"
-    )
-    candidates.add_argument(
-        "--finalists",
-        type=options.COUNT,
-        default=3,
-        metavar="N",
-        help="candidates to measure, the best by prediction (default: 3)",
-    )
-    candidates.add_argument("--repeats", type=options.COUNT, default=3, metavar="R", help="timed passes (default: 3)")
-    parser.add_argument(
-        "--out", type=options.NEW_FILE, metavar="FILE", help="write the record, JSON, for --tuned of generate and bench"
-    )
+    otherwise = "chains, and trees of 8, 12 and 16 nodes, as the drafter allows"
+    add_value(candidates, "--trees NxDxW,...", str, "for example 6x5x1,8x5x2", without=otherwise)
+    add_value(candidates, "--reuse FORM", str, "forms of reuse", without="all that the drafter allows", nargs="+")
+    add_value(candidates, "--finalists N", COUNT, "candidates to measure, the best by prediction", 3)
+    add_value(candidates, "--repeats R", COUNT, "timed passes", 3)
+    what = "write the record, JSON, for --tuned of generate and bench"
+    add_value(parser, "--out FILE", options.NEW_FILE, what)
     parser.add_argument("--no-keep", action="store_true", help="do not keep the record where decode() finds it")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table and the choice, writes the record."""
-    trees = options.parse_trees(args.trees) if args.trees else None
-    import hsd_jax
-    from hsd_jax.cli import report
+    from hsd_jax.bench import grid, measure, prompts, tables
+    from hsd_jax.bench.tune import tune
 
+    trees = measure.parse_trees(args.trees) if args.trees else None
     params = options.load_params(args)
     options.need_drafter(params, "tune")
     found = prompts.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
@@ -84,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [found[row % len(found)].text for row in range(most)]
     if args.contexts:
         rows = [ids for n in args.contexts for ids in grid.joined_contexts(params, found, n, most)]
-    tuned = hsd_jax.tune(
+    tuned = tune(
         params,
         rows,
         temperature=args.temperatures,
@@ -98,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         keep=not args.no_keep,
         report=options.say,
     )
-    report.print_tuned(tuned)
+    tables.print_tuned(tuned)
     if args.out:
         tuned.save(args.out)
         options.say(f"wrote {args.out}")

@@ -1,13 +1,15 @@
 """One round, in a straight line: draft, target, judge, commit. The only file where drafters and rules meet.
 
 `make_step` closes over what is static and returns a pure transition of `DecodeState`; `decode.py` runs it in one
-`lax.while_loop`, `plain.py` has the transition without speculation.
+`lax.while_loop`, `plain.py` has the transition without speculation. The stages stand apart, so that `bench/profile.py`
+can time them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +28,13 @@ from hsd_jax.types import (
     Costs,
     DecodeState,
     Drafter,
+    DraftTree,
     DrawLaw,
     Limits,
     ModelOutput,
     RoundInputs,
     SamplingParams,
+    Verdict,
 )
 
 Step = Callable[[dict, SamplingParams, Limits, DecodeState], DecodeState]
@@ -46,15 +50,11 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
     check_legal(rule, drafter.law)
 
     def step(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState) -> DecodeState:
-        root_position = state.length - 1
-        root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
         with jax.named_scope("noise"):  # once a round, for drafts and target
             num = drafter.max_depth + 1
-            noise = sampling_lib.round_noise(state.keys, root_position, num, config.vocab_size, sampling)
-        with jax.named_scope("draft"):
-            shown = noise if drafter.law is DrawLaw.COUPLED else None
-            inputs = RoundInputs(root, root_position, state.keys, sampling, shown)
-            tree, drafter_state = drafter.draft(models, state.drafter, inputs)
+            noise = sampling_lib.round_noise(state.keys, state.length - 1, num, config.vocab_size, sampling)
+        tree, drafter_state = draft(models, drafter, sampling, state, noise)
+        state = dataclasses.replace(state, drafter=drafter_state)
         costs: Costs | None = models.get("costs")
         control, seconds = state.control, jnp.zeros(())
         if costs is not None:
@@ -62,35 +62,62 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
             with jax.named_scope("worth"):
                 kept, seconds = worth.choose(tree, control, costs, state.length, state.done)
                 tree = dataclasses.replace(tree, valid=kept)
-        with jax.named_scope("target"):
-            ancestors = ancestor_mask(tree, drafter.max_depth)
-            positions = root_position[:, None] + tree.depth
-            active = tree.valid & ~state.done[:, None]
-            output = forward(
-                models["target"],
-                config,
-                tree.tokens,
-                positions,
-                ancestors,
-                state.cache,
-                taps=drafter.taps,
-                active=active,
-            )
-        with jax.named_scope("judge"):
-            verdict = rule.verify(state.keys, tree, ancestors, output.logits, sampling, root_position, noise)
-            emitted = or_lawless(verdict.emitted, verdict.path, output)
-            num_committed, done = cut(emitted, verdict.num_accepted + 1, limits, state)
-        with jax.named_scope("commit"):
-            cache = cache_lib.commit(state.cache, output.new_kv, verdict.path, num_committed)
-            drafter_state = drafter.commit(models, drafter_state, verdict, output, num_committed)
-            if costs is not None and control is not None:
-                before = state.length, state.done
-                control = worth.learned(control, costs, tree, verdict, num_committed, *before, seconds)
-                state = dataclasses.replace(state, control=control)
-            has_draft = jnp.any(tree.valid & (tree.depth > 0), 1)
-            return advance(state, emitted, num_committed, done, cache, drafter_state, has_draft)
+        output, ancestors = verify(models, config, drafter, state, tree)
+        after, verdict, count = commit(models, drafter, rule, sampling, limits, state, tree, output, ancestors, noise)
+        if costs is None or control is None:
+            return after
+        before = state.length, state.done
+        control = worth.learned(control, costs, tree, verdict, count, *before, seconds)
+        return dataclasses.replace(after, control=control)
 
     return step
+
+
+def draft(
+    models: dict, drafter: Drafter, sampling: SamplingParams, state: DecodeState, noise: Any
+) -> tuple[DraftTree, Any]:
+    """The tree of a round and the drafter's state behind it; only coupled drafts may see the noise of the target."""
+    root_position = state.length - 1
+    root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
+    shown = noise if drafter.law is DrawLaw.COUPLED else None
+    with jax.named_scope("draft"):
+        inputs = RoundInputs(root, root_position, state.keys, sampling, shown)
+        return drafter.draft(models, state.drafter, inputs)
+
+
+def verify(
+    models: dict, config: ModelConfig, drafter: Drafter, state: DecodeState, tree: DraftTree
+) -> tuple[ModelOutput, Bool[Array, "B N N"]]:
+    """The target's pass over the nodes of a tree, and which of them are ancestors of which."""
+    with jax.named_scope("target"):
+        ancestors = ancestor_mask(tree, drafter.max_depth)
+        nodes = tree.tokens, (state.length - 1)[:, None] + tree.depth, ancestors
+        active = tree.valid & ~state.done[:, None]
+        return forward(models["target"], config, *nodes, state.cache, taps=drafter.taps, active=active), ancestors
+
+
+def commit(
+    models: dict,
+    drafter: Drafter,
+    rule: AcceptRule,
+    sampling: SamplingParams,
+    limits: Limits,
+    state: DecodeState,
+    tree: DraftTree,
+    output: ModelOutput,
+    ancestors: Bool[Array, "B N N"],
+    noise: Any,
+) -> tuple[DecodeState, Verdict, Int[Array, "B"]]:
+    """Judges a tree and commits what is accepted: the state behind the round, the verdict, tokens committed."""
+    with jax.named_scope("judge"):
+        verdict = rule.verify(state.keys, tree, ancestors, output.logits, sampling, state.length - 1, noise)
+        emitted = or_lawless(verdict.emitted, verdict.path, output)
+        count, done = cut(emitted, verdict.num_accepted + 1, limits, state)
+    with jax.named_scope("commit"):
+        cache = cache_lib.commit(state.cache, output.new_kv, verdict.path, count)
+        drafter_state = drafter.commit(models, state.drafter, verdict, output, count)
+        has_draft = jnp.any(tree.valid & (tree.depth > 0), 1)
+        return advance(state, emitted, count, done, cache, drafter_state, has_draft), verdict, count
 
 
 def or_lawless(emitted: Int[Array, "B M"], path: Int[Array, "B M"], output: ModelOutput) -> Int[Array, "B M"]:

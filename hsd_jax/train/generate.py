@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from hsd_jax import lock
 from hsd_jax.api import decode
 from hsd_jax.config import TreeConfig
 from hsd_jax.files import check_new_file, parse_json, read_json, write_json
+from hsd_jax.models import convert
 from hsd_jax.params import Params
-from hsd_jax.train.prompts import GenerateConfig, Prompt, Report, draw
+from hsd_jax.train import claim, data
+from hsd_jax.train.prompts import GenerateConfig, Prompt, Report, draw, read_prompts
 from hsd_jax.train.rows import spoken
 
 REPORT_SECONDS = 5.0
@@ -117,6 +119,49 @@ def lines_done(out: Path, jobs: Sequence[Job]) -> int:
         if job is None or found != (job.prompt.source, job.seed, job.prompt.tokens):
             raise ValueError(f"{out}:{number}: not a line of this run; choose another name, or move the file away")
     return len(lines)
+
+
+def run(
+    files: Sequence[str | Path],
+    out: Path,
+    folder: Path,
+    config: GenerateConfig,
+    settings: dict[str, Any],
+    load: Callable[[], tuple[Params, TreeConfig | None]],
+    report: Report,
+) -> int:
+    """Reads the prompts, checks everything that can be checked, then loads the target and writes its responses.
+
+    Args:
+      folder: of the target.
+      settings: what else the text depends on and is known before any weights are read: precision, mesh, max_len.
+      load: the models, and the tree of their drafter; None: plain decoding.
+    Returns:
+      The number of responses.
+    Raises:
+      FileNotFoundError: if a file of prompts is missing.
+      ValueError: as `check_settings` and `generate`.
+    """
+    if missing := [path for path in files if not Path(path).is_file()]:
+        raise FileNotFoundError(f"{missing[0]}: no such data file")
+    settings = dataclasses.asdict(config) | {"prompts": claim.fingerprints(files)} | settings
+    check_settings(out, settings)
+    lock.check_free(lock.beside(out))
+    positions = convert.read_config(folder).max_position
+    tokenizer, bos, _ = data.read_tokenizer(folder)
+    template = data.read_chat_template(folder) if config.chat_template else None
+    room = min(positions, settings["max_len"] or positions)
+    found = read_prompts(files, tokenizer, bos, template, room, config, report)
+    plan = make_plan(found, config)
+    report(f"{len(found):,} prompts, {sum(map(len, plan)):,} responses in {len(plan):,} batches")
+    params, tree = load()
+    settings |= {
+        "target": convert.weights_hash(params.target),
+        "drafter": convert.weights_hash(params.drafter) if tree and params.drafter else None,
+        "dtype": params.dtype,
+        "tree": tree.name if tree else None,
+    }
+    return generate(params, tokenizer, plan, out, settings, config, tree, report)
 
 
 def generate(

@@ -1,6 +1,6 @@
 """Where the nodes of a round stand in its picture, and what they are called; the page itself is drawn elsewhere.
 
-Lengths are in CSS pixels, for a monospaced font. Read next: `show_html.py` and `show_png.py`, which draw these boxes.
+Lengths are in CSS pixels, for a monospaced font. Read next: `html.py` and `png.py`, which draw these boxes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 import unicodedata
 from collections.abc import Sequence
 
+from hsd_jax.bench.replay import Round
 from hsd_jax.drafters.hidden.reuse import FRESH, KEPT, MIXED
-from hsd_jax.infer.replay import Round
 
 KINDS = {
     "root": "last token so far",

@@ -1,22 +1,24 @@
 """Benchmark prompts from files: dialogues, maths problems, chat questions, plain text.
 
 A prompt may know the text that really followed (`rest`), on which the target's bits per byte are measured. Read only:
-nothing here is training data. Read next: `bench.py`.
+nothing here is training data. Read next: `against_plain.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from hsd_jax.cli import options
+from hsd_jax.bench.tables import say
 from hsd_jax.train.documents import conversation, read_records, render_record, render_turns, text_of
 
 HALVES = ("tune", "report")
 """Half h of a file holds the records with crc32(id) % 2 == h: tune on the first, report on the second."""
 MAX_PROMPT_TOKENS = 200
+DEMO = Path(__file__).parents[1] / "assets" / "demo_prompts.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +52,22 @@ def for_checkpoint(
     elif half is not None:
         raise ValueError(f"--half {half}: splits the prompts of files; give --prompts")
     else:
-        from hsd_jax import demo
+        found = demo_prompts()[:limit]
+    return short_enough(found, count, params.max_len - max_new_tokens, say)
 
-        found = [BenchPrompt(p.name, p.text) for p in demo.read_prompts()][:limit]
-    return short_enough(found, count, params.max_len - max_new_tokens, options.say)
+
+def demo_prompts() -> list[BenchPrompt]:
+    """The prompts of the demo: eight dialogues open for the assistant, four maths problems open for the answer.
+
+    A dozen, written by hand in the style of its data, in no training file.
+
+    Raises:
+      FileNotFoundError: if the installation is incomplete.
+    """
+    if not DEMO.is_file():
+        raise FileNotFoundError(f"{DEMO}: missing from this installation; reinstall hsd_jax")
+    lines = DEMO.read_text(encoding="utf-8").splitlines()
+    return [BenchPrompt(**json.loads(line)) for line in lines if line.strip()]
 
 
 def short_enough(

@@ -1,17 +1,14 @@
-"""What a decode was like: seconds by stage, looping text, bits per byte, the logits of a text once more.
+"""Seconds of a round, stage by stage: each timed alone, at the shapes of a real decode, inside one compiled loop.
 
-`profile_round` and `trunk_seconds` time stages of a round alone, at the shapes of a real decode, inside one compiled
-loop. The others are small numeric helpers of the benchmarks. Nothing here is part of a decode. Read first: `step.py`.
+Nothing here is part of a decode. Read first: `infer/step.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,114 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig, bucket
+from hsd_jax.bench.tables import STAGES
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.drafters.hidden.schedule import HiddenState
 from hsd_jax.drafters.table import make_drafter, method_of
+from hsd_jax.infer import step
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.sampling import round_noise
-from hsd_jax.infer.step import advance, cut, or_lawless
-from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.kernels import native
-from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.target import causal_mask, forward, forward_sequence, read_chunk
 from hsd_jax.types import DecodeState, DrawLaw, KVCache, Limits, RoundInputs, SamplingParams
-
-STAGES = ("trunk", "head", "tree", "verify", "commit", "rest")
-
-
-def repeated_ngram_share(tokens: Sequence[int], n: int = 4) -> float:
-    """The share of n-grams that occurred earlier in the same text, in [0, 1]; looping text comes near 1.
-
-    0 for a text of fewer than n tokens.
-    """
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def pooled_repeated_ngram_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:
-    """The share over all n-grams of several texts; each text is compared with itself only."""
-    weights = Counter({i: max(len(t) - n + 1, 0) for i, t in enumerate(texts)})
-    total = weights.total()
-    return sum(repeated_ngram_share(texts[i], n) * w for i, w in weights.items()) / total if total else 0.0
-
-
-def bits_per_byte(nats: float, num_bytes: int) -> float:
-    """Bits per UTF-8 byte of a text whose negative log-likelihood is `nats`; comparable between tokenizers.
-
-    Raises:
-      ValueError: if there are no bytes.
-    """
-    if num_bytes < 1:
-        raise ValueError(f"num_bytes={num_bytes}: allowed are 1 and more")
-    return nats / float(np.log(2.0)) / num_bytes
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _nats(weights, config: ModelConfig, tokens: Int[Array, "1 T"], first: Array, length: Array) -> Array:
-    logits = forward_sequence(weights, config, tokens).logits
-    logp = jax.nn.log_softmax(logits[0, :-1], -1)
-    nats = -jnp.take_along_axis(logp, tokens[0, 1:, None], 1)[:, 0]
-    index = jnp.arange(1, tokens.shape[1])
-    return jnp.sum(jnp.where((index >= first) & (index < length), nats, 0.0))
-
-
-def text_nats(weights, config: ModelConfig, tokens: Sequence[int], first: int) -> float:
-    """Negative log-likelihood in nats of `tokens[first:]`, given what stands before each (first >= 1)."""
-    padded = np.zeros((1, bucket(len(tokens))), np.int32)
-    padded[0, : len(tokens)] = tokens
-    return float(_nats(weights, config, padded, first, len(tokens)))
-
-
-def replay_logits(
-    weights,
-    config: ModelConfig,
-    prompt: Sequence[int],
-    tokens: Sequence[int],
-    num_nodes: int = 1,
-    dtype: Any = None,
-    use_native: bool = True,
-) -> Float[np.ndarray, "T V"]:
-    """The logits that predict each of `tokens`, from passes of `num_nodes` nodes against a cache.
-
-    With 1 node these are plain decoding's own passes, with more those of verification (as a chain): the difference
-    of the two is the noise of the arithmetic.
-
-    Args:
-      dtype: of the cache; None: as in `decode`.
-      use_native: as `Decoder`.
-    """
-    if not len(prompt) or not len(tokens):
-        raise ValueError("replay_logits wants at least one token of prompt and one of text")
-    text = np.asarray([*prompt, *tokens], np.int32)
-    num_chunks = bucket(-(-len(tokens) // num_nodes))
-    padded = np.zeros(bucket(len(prompt) + num_chunks * num_nodes), np.int32)
-    padded[: len(text)] = text
-    dtype = cache_lib.fastest_dtype(weights["embedding"].dtype) if dtype is None else dtype
-    text, num_prompt = jnp.asarray(padded), len(prompt)
-    logits = _replay(weights, config, text, num_prompt, bucket(num_prompt), num_chunks, num_nodes, dtype, use_native)
-    return np.asarray(logits)[: len(tokens)]
-
-
-@functools.partial(
-    jax.jit, static_argnames=("config", "prompt_bucket", "num_chunks", "num_nodes", "dtype", "use_native")
-)
-def _replay(weights, config, text, prompt_length, prompt_bucket, num_chunks, num_nodes, dtype, use_native):
-    capacity = max(text.shape[0], prompt_bucket + num_nodes)
-    cache = cache_lib.empty_cache(config.num_layers, 1, config.num_kv_heads, capacity, config.head_dim, dtype)
-    with native.enabled(use_native):
-        _, cache = read_chunk(weights, config, cache, text[None, :prompt_bucket], 0, (prompt_length - 1)[None])
-
-    def chunk(cache, _):
-        nodes = lax.dynamic_slice(text, (cache.length[0],), (num_nodes,))[None]
-        positions = cache.length[:, None] + jnp.arange(num_nodes)
-        with native.enabled(use_native):
-            output = forward(weights, config, nodes, positions, causal_mask(1, num_nodes), cache)
-        return cache_lib.commit(cache, output.new_kv, None, jnp.full(1, num_nodes)), output.logits[0]
-
-    logits = lax.scan(chunk, cache, None, length=num_chunks)[1]
-    return logits.reshape(num_chunks * num_nodes, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,9 +49,13 @@ class RoundProfile:
     def rest(self) -> float:
         return self.whole - (self.trunk + self.head + self.tree + self.verify + self.commit)
 
+    def seconds(self) -> dict[str, float]:
+        """By stage."""
+        return {name: getattr(self, name) for name in STAGES}
+
     def shares(self) -> dict[str, float]:
         """The share of a round spent in each of STAGES; they sum to 1."""
-        return {name: getattr(self, name) / self.whole for name in STAGES}
+        return {name: seconds / self.whole for name, seconds in self.seconds().items()}
 
 
 def profile_round(
@@ -274,27 +178,20 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
         return dataclasses.replace(cache, length=length)
 
     def draft(models, inputs):
-        drafted, after = drafter.draft(models, inputs, round_inputs)
+        drafted, after = step.draft(models, drafter, sampling, dataclasses.replace(state, drafter=inputs), noise)
         return drafted, _with_counts_of(after, inputs)
 
     def verify(models, inputs):
         tree_, cache = inputs
-        positions = cache.length[:, None] + tree_.depth
-        ancestors = ancestor_mask(tree_, tree.depth)
-        output = forward(models["target"], config, tree_.tokens, positions, ancestors, cache, taps=drafter.taps)
-        return (output, ancestors), inputs
+        return step.verify(models, config, drafter, dataclasses.replace(state, cache=cache), tree_), inputs
 
     def commit(models, inputs):
         tree_, ancestors, output, before = inputs
-        verdict = rule.verify(before.keys, tree_, ancestors, output.logits, sampling, before.length - 1, noise)
-        emitted = or_lawless(verdict.emitted, verdict.path, output)
-        count, done = cut(emitted, verdict.num_accepted + 1, limits, before)
-        cache = cache_lib.commit(before.cache, output.new_kv, verdict.path, count)
-        drafter_state = drafter.commit(models, before.drafter, verdict, output, count)
-        after = advance(before, emitted, count, done, cache, drafter_state)
-        cache, drafter_state = at_length(cache, before.cache.length), _with_counts_of(drafter_state, before.drafter)
+        given = before, tree_, output, ancestors, noise
+        after, _, count = step.commit(models, drafter, rule, sampling, limits, *given)
+        cache, own = at_length(after.cache, before.cache.length), _with_counts_of(after.drafter, before.drafter)
         restored = dataclasses.replace(
-            after, length=before.length, done=before.done, cache=cache, drafter=drafter_state, stats=before.stats
+            after, length=before.length, done=before.done, cache=cache, drafter=own, stats=before.stats
         )
         return count, (tree_, ancestors, output, restored)
 

@@ -3,7 +3,7 @@
 Every candidate would have to be compiled to be measured. So most are only predicted: tau from text the target wrote
 (`train/evaluate.py` says what any tree would have got right), the seconds of a round from a few that are measured. The
 best are then measured, interleaved with plain decoding, and the fastest of these is the choice. Read first:
-`measure.py`, then `tuned.py` for what comes out.
+`measure.py`, then `hsd_jax/tuned.py` for what comes out.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from hsd_jax import sharding
+from hsd_jax.bench.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
+from hsd_jax.bench.predict import Prediction, RoundCost, best_of, sample_of
+from hsd_jax.bench.profile import trunk_seconds
 from hsd_jax.config import NO_REUSE, NONE, ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import method_of
-from hsd_jax.infer.metrics import trunk_seconds
-from hsd_jax.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.params import Params
 from hsd_jax.plan import plan_for
-from hsd_jax.predict import Prediction, RoundCost, best_of, sample_of
 from hsd_jax.request import (
     MOST_REACH,
     Prompt,
@@ -101,11 +101,11 @@ def tune(
     if keep:
         check_keeping(params)
     rows = _check_prompts(params, prompts, max_new_tokens)
-    sizes = [(batch, *some) for batch in batches for some in _by_size(params, rows, batch, max_new_tokens, report)]
+    sizes = [(size, *some) for size in batches for some in _by_size(params, rows, size, max_new_tokens, report)]
     choices = []
-    for batch, slots, used in sizes:
+    for size, slots, used in sizes:
         for value in temperatures:
-            calls = Calls(params, used, batch, slots, float(value), max_new_tokens, seed, report)
+            calls = Calls(params, used, size, slots, float(value), max_new_tokens, seed, report)
             choices.append(_choose(calls, drafts, trees is None, finalists, repeats))
             report(str(choices[-1]))
     found = Tuned(Conditions.of(params), tuple(choices))

@@ -1,6 +1,6 @@
 """The page of `hsd show` as an image, by matplotlib: the same boxes as in HTML, on a light ground.
 
-The whole figure is one pair of axes whose unit is a CSS pixel. Read first: `round_layout.py`.
+The whole figure is one pair of axes whose unit is a CSS pixel. Read first: `layout.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hsd_jax.cli.round_layout import (
+from hsd_jax.drafters.hidden.reuse import FRESH, MIXED
+from hsd_jax.files import replacing
+from hsd_jax.viz.layout import (
     FONT,
     HEIGHT,
     INSET,
@@ -23,9 +25,7 @@ from hsd_jax.cli.round_layout import (
     marks_of,
     opacity,
 )
-from hsd_jax.cli.show import Page
-from hsd_jax.drafters.hidden.reuse import FRESH, MIXED
-from hsd_jax.files import replacing
+from hsd_jax.viz.page import Page
 
 WIDTH, MARGIN, SPACE = 1200.0, 24.0, 22.0
 """Of the image, unless a tree is wider; its margin; the space between two trees."""

@@ -1,6 +1,6 @@
 """What a way to decode should give: tokens from a simulated decode, seconds from a few rounds that were measured.
 
-Read first: `train/evaluate.py`, which simulates. Read next: `tuning.py`, which measures the best of what is predicted.
+Read first: `train/evaluate.py`, which simulates. Read next: `tune.py`, which measures the best of what is predicted.
 """
 
 from __future__ import annotations

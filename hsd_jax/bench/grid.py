@@ -6,14 +6,15 @@ and the interval is that of the median: of five pairs the lowest and the highest
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from hsd_jax.cli import options, prompts
-from hsd_jax.machine import hardware
+from hsd_jax import api
+from hsd_jax.bench import prompts
+from hsd_jax.bench.machine import hardware
+from hsd_jax.bench.tables import say
 
 FEWEST_ROWS = 6
 """Prompts of a cell: so many batches of a few rows, or one."""
@@ -53,16 +54,29 @@ def joined_contexts(params, found: Sequence[prompts.BenchPrompt], length: int, n
     return contexts
 
 
-def measure(args: argparse.Namespace, params, found: Sequence[prompts.BenchPrompt]) -> dict[str, Any]:
-    """Every cell, and what it was measured on."""
-    cells, tuned = [], options.tuned_of(args, params)
+def measure(args: Any, params, found: Sequence[prompts.BenchPrompt], tuned: Any) -> dict[str, Any]:
+    """Every cell, and what it was measured on.
+
+    Args:
+      args: the options of `hsd bench`.
+      tuned: as `decode` takes it.
+    Raises:
+      ValueError: if prompt and answer have no room together.
+    """
+    longest = max(args.contexts) + args.max_new_tokens
+    if longest > params.max_len:
+        raise ValueError(
+            f"--contexts {max(args.contexts)} and --max-new-tokens {args.max_new_tokens}: together more than"
+            f" max_len={params.max_len}"
+        )
+    cells = []
     for context in args.contexts:
         for batch in args.batches:
             rows = joined_contexts(params, found, context, max(batch, FEWEST_ROWS // batch * batch))
             batches = [rows[first : first + batch] for first in range(0, len(rows), batch)]
             for temperature in args.temperatures:
                 cells.append(_cell(params, batches, context, temperature, tuned, args))
-                options.say(line_of(cells[-1]))
+                say(line_of(cells[-1]))
     return {
         "command": args.command_line,
         "hardware": hardware(),
@@ -78,13 +92,11 @@ def measure(args: argparse.Namespace, params, found: Sequence[prompts.BenchPromp
 
 
 def _cell(params, batches: list[list[list[int]]], context: int, temperature: float, tuned, args) -> Cell:
-    from hsd_jax.api import decode
-
     new = args.max_new_tokens
 
     def timed(speculate: bool) -> list:
         how = {"temperature": temperature, "seed": args.seed, "speculate": speculate, "eos": (), "tuned": tuned}
-        return [decode(params, rows, new, **how) for rows in batches]
+        return [api.decode(params, rows, new, **how) for rows in batches]
 
     results = {is_default: timed(is_default) for is_default in (False, True)}  # compiles
     rates: dict[bool, list[float]] = {False: [], True: []}

@@ -1,7 +1,6 @@
 """Decoding the same prompts by several modes, interleaved in one process, and the figures that come of it.
 
-`time_modes` runs, `mode_record` counts, `speedup` divides. Shared by the benchmarks and `tuning.py`. jax is imported by
-the functions that need it, so that the help of the benchmarks does not wait for it.
+`time_modes` runs, `mode_record` counts, `speedup` divides. Read next: `against_plain.py`, `compare.py`, `tune.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
+from hsd_jax import api
+from hsd_jax.config import ReuseConfig, TreeConfig
+from hsd_jax.drafters.table import make_drafter
+from hsd_jax.infer.accept import check_legal, make_rule
+from hsd_jax.request import rule_and_law
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -40,11 +45,6 @@ class Mode:
 
     def check(self) -> None:
         """Raises a ValueError for what cannot be decoded together, before anything compiles."""
-        from hsd_jax.config import ReuseConfig
-        from hsd_jax.drafters.table import make_drafter
-        from hsd_jax.infer.accept import check_legal, make_rule
-        from hsd_jax.request import rule_and_law
-
         if self.tree is not None:
             (rule, law), reuse = rule_and_law(self.accept, self.draw), ReuseConfig.parse(self.reuse)
             config = self.params.target_config
@@ -53,9 +53,7 @@ class Mode:
 
     def decode(self, prompts: Sequence[Any], seeds: Sequence[int], max_new_tokens: int, temperature: float):
         """`hsd_jax.decode` of one batch of texts or token ids."""
-        from hsd_jax.api import decode
-
-        return decode(
+        return api.decode(
             self.params,
             list(prompts),
             max_new_tokens=max_new_tokens,
@@ -93,6 +91,19 @@ class Runs:
     def rates(self, name: str) -> list[float]:
         """Tokens per second of every repeat."""
         return [sum(self.num_tokens(name)) / sum(batches) for batches in self.seconds[name]]
+
+
+def parse_tree(text: str) -> TreeConfig:
+    """A tree from "8x5x3": nodes x depth x width."""
+    numbers = text.strip().split("x")
+    if len(numbers) != 3 or not all(n.isdigit() for n in numbers):
+        raise ValueError(f"tree {text.strip()!r} is not NODESxDEPTHxWIDTH, for example 8x5x3")
+    return TreeConfig(*map(int, numbers))
+
+
+def parse_trees(text: str) -> list[TreeConfig]:
+    """Trees from "8x5x3,16x6x4"."""
+    return [parse_tree(part) for part in text.split(",")]
 
 
 def time_modes(

@@ -1,21 +1,17 @@
-"""What the commands print and draw: rich tables on stdout, PNGs where matplotlib is installed."""
+"""What the benchmarks print: rich tables on stdout, a line of progress on stderr."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
 from typing import Any
 
-from hsd_jax.cli import options
-from hsd_jax.files import replacing
+STAGES = {"trunk": "draft"} | {name: name for name in ("head", "tree", "verify", "commit", "rest")}
+"""Of a round, as `bench/profile.py` calls them and as they are shown."""
 
-STAGES = {
-    "trunk": "draft",
-    "head": "head",
-    "tree": "tree",
-    "verify": "verify",
-    "commit": "commit",
-    "rest": "rest",
-}
+
+def say(text: str) -> None:
+    """One line of progress, on stderr: stdout carries results only."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def make_console():
@@ -54,20 +50,11 @@ def same_text(mode: dict[str, Any], temperature: float, num_texts: int) -> str:
 
 
 def print_bench(record: dict[str, Any]) -> None:
-    """Prints the record of `bench.measure`."""
+    """Prints the record of `against_plain.measure`."""
     console, settings = make_console(), record["settings"]
-    table = make_table(
-        f"{settings['num_prompts']} prompts, {settings['dtype']}, temperature {settings['temperature']:g};"
-        " medians (ranges)",
-        1,
-        "mode",
-        "tokens",
-        "tau",
-        "tokens/s",
-        "vs same dtype",
-        "vs fastest plain",
-        "same text",
-    )
+    title = f"{settings['num_prompts']} prompts, {settings['dtype']}, temperature {settings['temperature']:g}"
+    columns = ("mode", "tokens", "tau", "tokens/s", "vs same dtype", "vs fastest plain", "same text")
+    table = make_table(f"{title}; medians (ranges)", 1, *columns)
     for name, mode in record["modes"].items():
         speedups = [mode.get(f"speedup_{key}") for key in ("same_dtype", "fastest_plain")]
         table.add_row(
@@ -123,16 +110,7 @@ def print_tuned(tuned) -> None:
 
 def _print_choice(choice, title: str) -> None:
     console = make_console()
-    table = make_table(
-        title,
-        1,
-        "",
-        "tau predicted",
-        "tokens/s predicted",
-        "tau",
-        "tokens/s",
-        "over plain",
-    )
+    table = make_table(title, 1, "", "tau predicted", "tokens/s predicted", "tau", "tokens/s", "over plain")
     for row in choice.table:
         table.add_row(
             row.name,
@@ -170,13 +148,8 @@ def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], shares: dict[s
     table.add_section()
     add(total, style="bold")
     console.print(table)
-    merged = {
-        "draft (trunk)": shares["trunk"],
-        "head and tree": shares["head"] + shares["tree"],
-        "verify": shares["verify"],
-        "commit": shares["commit"],
-        "rest": shares["rest"],
-    }
+    merged = {"draft (trunk)": shares["trunk"], "head and tree": shares["head"] + shares["tree"]}
+    merged |= {name: shares[name] for name in ("verify", "commit", "rest")}
     console.print(
         f"A round takes {whole * 1e3:.2f} ms: " + ", ".join(f"{name} {share:.0%}" for name, share in merged.items())
     )
@@ -185,18 +158,9 @@ def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], shares: dict[s
 def print_identity(record: dict[str, Any]) -> None:
     """Prints a row a setting, and every difference."""
     console = make_console()
-    table = make_table(
-        f"{record['num_prompts']} prompts x {record['max_new_tokens']} tokens,"
-        f" {record['precision']}, {record['dtype']}",
-        1,
-        "setting",
-        "tokens compared",
-        "rows differing",
-        "per 1,000",
-        "excused",
-        "tau",
-        "drafts in",
-    )
+    size = f"{record['num_prompts']} prompts x {record['max_new_tokens']} tokens"
+    columns = ("setting", "tokens compared", "rows differing", "per 1,000", "excused", "tau", "drafts in")
+    table = make_table(f"{size}, {record['precision']}, {record['dtype']}", 1, *columns)
     for setting in record["settings"]:
         table.add_row(
             setting["name"],
@@ -220,89 +184,3 @@ def print_identity(record: dict[str, Any]) -> None:
     if record["logit_noise"] is not None:
         console.print(f"logit noise between passes of 1 and {record['num_nodes']} nodes: {record['logit_noise']:.2e}")
     console.print("identity: " + ("ok" if record["ok"] else "FAILED"))
-
-
-def make_figure(panels: int):
-    """A matplotlib figure and axes, or None where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        options.say("no plot: matplotlib is not installed (pip install matplotlib)")
-        return None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(1, panels, figsize=(4.6 * panels, 4.2), layout="constrained")
-
-
-def save_figure(figure, path: str | Path) -> None:
-    """Writes a figure of `make_figure`, closes it and says so."""
-    import matplotlib.pyplot as plt
-
-    try:
-        with replacing(path) as temporary:
-            figure.savefig(temporary, format=Path(path).suffix[1:].lower() or None, dpi=140)
-    finally:
-        plt.close(figure)
-    options.say(f"wrote {path}")
-
-
-def _draw_stages(axis, stages: dict[str, dict[str, float]]) -> None:
-    """Stacked bars in ms per round, one a tree."""
-    bottom = [0.0] * len(stages)
-    for stage in STAGES:
-        heights = [max(seconds[stage], 0.0) * 1e3 for seconds in stages.values()]
-        axis.bar(list(stages), heights, bottom=bottom, label=STAGES[stage], width=0.6)
-        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    axis.set(title="Where a round goes", ylabel="ms per round")
-    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-
-
-def plot_bench(record: dict[str, Any], path: str | Path) -> None:
-    """Draws speeds, acceptance by depth and stages of the record of `bench.measure`."""
-    made = make_figure(3)
-    if made is None:
-        return
-    figure, (speed, depth, stage) = made
-    modes = record["modes"]
-    names = list(modes)
-    rates = [modes[n]["tokens_per_second"] for n in names]
-    errors = [[r["median"] - r["min"] for r in rates], [r["max"] - r["median"] for r in rates]]
-    colors = ["tab:orange" if modes[n]["kind"] == "speculative" else "tab:gray" for n in names]
-    speed.barh(names, [r["median"] for r in rates], xerr=errors, color=colors)
-    speed.invert_yaxis()
-    speed.set(title="Speed, batch 1", xlabel="tokens/s (median, range)")
-    stages = {}
-    for name in names:
-        if modes[name]["kind"] != "speculative":
-            continue
-        acceptance = modes[name]["conditional_acceptance"]
-        depth.plot(range(1, len(acceptance) + 1), acceptance, marker="o", label=f"{name}, tau {modes[name]['tau']:.2f}")
-        if modes[name]["stages"]:
-            stages[name] = modes[name]["stages"]["seconds"]
-    depth.set(title="Acceptance by depth", xlabel="depth", ylabel="P(accepted | reached)", ylim=(0, 1))
-    depth.legend(fontsize=8)
-    depth.xaxis.get_major_locator().set_params(integer=True)
-    if stages:
-        _draw_stages(stage, stages)
-    save_figure(figure, path)
-
-
-def plot_demo(rows: list[dict[str, Any]], seconds: dict[str, float], path: str | Path) -> None:
-    """Draws speeds by prompt and the stages of a round; `seconds` are by stage."""
-    made = make_figure(2)
-    if made is None:
-        return
-    figure, (speed, stage) = made
-    names = [row["name"] for row in rows]
-    places = range(len(rows))
-    speed.barh([p - 0.2 for p in places], [r["plain"] for r in rows], height=0.4, label="plain", color="tab:gray")
-    speed.barh(
-        [p + 0.2 for p in places], [r["speculative"] for r in rows], height=0.4, label="speculative", color="tab:orange"
-    )
-    speed.set_yticks(list(places), names)
-    speed.invert_yaxis()
-    speed.set(title="Speed, batch 1", xlabel="tokens/s")
-    speed.legend(fontsize=8)
-    _draw_stages(stage, {"demo": seconds})
-    save_figure(figure, path)

@@ -1,21 +1,29 @@
 """A decode round by round: every draft tree, its verdict and what was committed, for pictures and for debugging.
 
 The rounds are those of `step.py`, compiled one at a time, with the tree and the verdict returned beside the new state.
-The compiled loop of `decode.py` stays as it is. Read first: `step.py`.
+The compiled loop of `decode.py` stays as it is. `replay_logits` gives the logits of a text once more. Read first:
+`infer/step.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
-from hsd_jax.config import ModelConfig
+from hsd_jax.config import ModelConfig, bucket
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
+from hsd_jax.kernels import native
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.target import causal_mask, forward, read_chunk
 from hsd_jax.types import AcceptRule, DecodeState, Drafter, DraftTree, Limits, SamplingParams, Verdict
 
 
@@ -133,3 +141,53 @@ def replay(
             )
         )
     return rounds
+
+
+def replay_logits(
+    weights,
+    config: ModelConfig,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    num_nodes: int = 1,
+    dtype: Any = None,
+    use_native: bool = True,
+) -> Float[np.ndarray, "T V"]:
+    """The logits that predict each of `tokens`, from passes of `num_nodes` nodes against a cache.
+
+    With 1 node these are plain decoding's own passes, with more those of verification (as a chain): the difference
+    of the two is the noise of the arithmetic.
+
+    Args:
+      dtype: of the cache; None: as in `decode`.
+      use_native: as `Decoder`.
+    """
+    if not len(prompt) or not len(tokens):
+        raise ValueError("replay_logits wants at least one token of prompt and one of text")
+    text = np.asarray([*prompt, *tokens], np.int32)
+    num_chunks = bucket(-(-len(tokens) // num_nodes))
+    padded = np.zeros(bucket(len(prompt) + num_chunks * num_nodes), np.int32)
+    padded[: len(text)] = text
+    dtype = cache_lib.fastest_dtype(weights["embedding"].dtype) if dtype is None else dtype
+    text, num_prompt = jnp.asarray(padded), len(prompt)
+    logits = _replay(weights, config, text, num_prompt, bucket(num_prompt), num_chunks, num_nodes, dtype, use_native)
+    return np.asarray(logits)[: len(tokens)]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "prompt_bucket", "num_chunks", "num_nodes", "dtype", "use_native")
+)
+def _replay(weights, config, text, prompt_length, prompt_bucket, num_chunks, num_nodes, dtype, use_native):
+    capacity = max(text.shape[0], prompt_bucket + num_nodes)
+    cache = cache_lib.empty_cache(config.num_layers, 1, config.num_kv_heads, capacity, config.head_dim, dtype)
+    with native.enabled(use_native):
+        _, cache = read_chunk(weights, config, cache, text[None, :prompt_bucket], 0, (prompt_length - 1)[None])
+
+    def chunk(cache, _):
+        nodes = lax.dynamic_slice(text, (cache.length[0],), (num_nodes,))[None]
+        positions = cache.length[:, None] + jnp.arange(num_nodes)
+        with native.enabled(use_native):
+            output = forward(weights, config, nodes, positions, causal_mask(1, num_nodes), cache)
+        return cache_lib.commit(cache, output.new_kv, None, jnp.full(1, num_nodes)), output.logits[0]
+
+    logits = lax.scan(chunk, cache, None, length=num_chunks)[1]
+    return logits.reshape(num_chunks * num_nodes, -1)

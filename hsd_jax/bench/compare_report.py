@@ -1,4 +1,4 @@
-"""What `hsd bench compare` prints, writes and draws."""
+"""What `hsd bench compare` prints and writes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hsd_jax.cli import options, report
+from hsd_jax.bench.tables import make_console, make_table, same_text, say
 from hsd_jax.files import replacing, write_text
 
 COLUMNS = ("method", "tree", "rule", "tau", "tokens/s", "over plain", "over reference", "same text")
 
 
-def _settings(record: dict[str, Any]) -> Iterator[tuple[tuple[str, float, int], list[dict[str, Any]]]]:
+def by_setting(record: dict[str, Any]) -> Iterator[tuple[tuple[str, float, int], list[dict[str, Any]]]]:
+    """Task, temperature and batch of every setting, with its rows."""
+
     def key(row):
         return row["task"], row["temperature"], row["batch"]
 
@@ -41,11 +43,12 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{rate['median']:.0f} ({rate['min']:.0f}-{rate['max']:.0f})",
         _ratio(row["over_plain"]),
         _ratio(row["over_reference"]),
-        report.same_text(row, row["temperature"], row["num_texts"]),
+        same_text(row, row["temperature"], row["num_texts"]),
     ]
 
 
-def _title(setting: tuple[str, float, int]) -> str:
+def title_of(setting: tuple[str, float, int]) -> str:
+    """A setting in words."""
     task, temperature, batch = setting
     return f"{task}, temperature {temperature:g}, batch {batch}"
 
@@ -68,7 +71,7 @@ def write(record: dict[str, Any], out: Path, name: str) -> None:
     write_csv(record, out / f"{name}.csv")
     write_markdown(record, out / f"{name}.md")
     print_tables(record)
-    options.say(f"wrote {out}")
+    say(f"wrote {out}")
 
 
 def _quality(record: dict[str, Any]) -> list[str]:
@@ -81,9 +84,9 @@ def _quality(record: dict[str, Any]) -> list[str]:
 
 def print_tables(record: dict[str, Any]) -> None:
     """A rich table a setting."""
-    console = report.make_console()
-    for setting, rows in _settings(record):
-        table = report.make_table(_title(setting), 3, *COLUMNS)
+    console = make_console()
+    for setting, rows in by_setting(record):
+        table = make_table(title_of(setting), 3, *COLUMNS)
         for row in rows:
             table.add_row(*cells(row))
         console.print(table)
@@ -94,8 +97,8 @@ def print_tables(record: dict[str, Any]) -> None:
 def write_markdown(record: dict[str, Any], path: Path) -> None:
     """The tables as Markdown, with the command and the machine."""
     lines = []
-    for setting, rows in _settings(record):
-        lines += [f"### {_title(setting)}", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    for setting, rows in by_setting(record):
+        lines += [f"### {title_of(setting)}", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
         lines += ["| " + " | ".join(cells(row)) + " |" for row in rows] + [""]
     write_text(path, "\n".join([*lines, *(f"{line}  " for line in _footer(record))]) + "\n")
 
@@ -115,37 +118,3 @@ def write_csv(record: dict[str, Any], path: Path) -> None:
                 found = row[rival] or {}
                 flat |= {rival: found.get("value")} | {f"{rival}_{end}": found.get(end) for end in ("low", "high")}
             writer.writerow(flat)
-
-
-def plot(record: dict[str, Any], path: Path) -> None:
-    """Speed by method and setting, acceptance by depth, speed against the nodes of a tree."""
-    made = report.make_figure(3)
-    if made is None:
-        return
-    figure, (speed, depth, nodes) = made
-    settings = list(_settings(record))
-    methods = list(dict.fromkeys(row["method"] for row in record["rows"]))
-    height = 0.8 / len(methods)
-    for place, method in enumerate(methods):
-        rows = [next(r for r in found if r["method"] == method) for _, found in settings]
-        offsets = [i + (place - (len(methods) - 1) / 2) * height for i in range(len(rows))]
-        medians = [r["tokens_per_second"]["median"] for r in rows]
-        speed.barh(offsets, medians, height=height, color=f"C{place}", label=method)
-    speed.set_yticks(range(len(settings)), [_title(setting) for setting, _ in settings])
-    speed.invert_yaxis()
-    speed.set(title="Speed", xlabel="tokens/s (median)")
-    figure.legend(fontsize=8, loc="outside lower center", ncols=min(6, len(methods)))
-    (_, last) = settings[-1]
-    for row in last:
-        if row["kind"] == "speculative":
-            acceptance, color = row["conditional_acceptance"], f"C{methods.index(row['method'])}"
-            depth.plot(range(1, len(acceptance) + 1), acceptance, marker="o", color=color)
-            nodes.plot(row["tree"]["nodes"], row["tokens_per_second"]["median"], "o", color=color)
-    depth.set(
-        title=f"Acceptance by depth: {_title(settings[-1][0])}",
-        xlabel="depth",
-        ylabel="P(accepted | reached)",
-        ylim=(0, 1),
-    )
-    nodes.set(title="Speed against nodes, root included", xlabel="nodes", ylabel="tokens/s")
-    report.save_figure(figure, path)

@@ -1,0 +1,173 @@
+"""Speculative against plain decoding, honestly: one process, interleaved, everything written down.
+
+Batch 1, EOS honoured, prefill excluded. The record is built from the runs of `measure.py` and shown by `tables.py`.
+Read next: `profile.py` for the stages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hsd_jax.bench import prompts
+from hsd_jax.bench.machine import hardware
+from hsd_jax.bench.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
+from hsd_jax.bench.profile import RoundProfile, profile_round
+from hsd_jax.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share
+from hsd_jax.bench.tables import say
+from hsd_jax.config import TreeConfig
+from hsd_jax.request import Sampling, Speculation, prepare, rule_and_law
+
+PLAIN_DTYPES = ("float32", "bfloat16")
+PLAIN_PAD_ROWS = (1, 4)
+
+
+def make_modes(args: Any, params, trees: Sequence[TreeConfig]) -> list[Mode]:
+    """A mode for each tree, rule and form of reuse that `args`, the options of `hsd bench`, name."""
+    modes = []
+    rules = [rule_and_law(rule, args.draw)[0] for rule in args.accept]
+    for tree, accept, reuse in dict.fromkeys(itertools.product(trees, rules, args.reuse or ["none"])):
+        name = f"tree {tree.name}" + ("" if accept == "match" else f" {accept}")
+        name += "" if reuse == "none" else f" {reuse}"
+        modes.append(Mode(name, params, tree, accept=accept, draw=args.draw, reuse=reuse))
+    return modes
+
+
+def tuned_modes(args: Any, params, record) -> list[Mode]:
+    """The ways to draft that a record of `hsd tune` names for single rows at this temperature, whatever the caches."""
+    found = record.alike(1, args.temperature)
+    drafting = {choice.name: choice for choice in found if choice.tree is not None}
+    if not drafting:
+        what = "plain decoding was the fastest" if found else "it says nothing of single rows at such a temperature"
+        raise ValueError(f"--tuned {args.tuned}: {what}; there is nothing to compare plain decoding with")
+    return [
+        Mode(f"tree {name}", params, choice.tree, reuse=choice.reuse)
+        if choice.is_whole
+        else Mode(f"tree {name}", params, choice.tree, tuned=record.only(choice))
+        for name, choice in drafting.items()
+    ]
+
+
+def plain_variants(params, load: Callable[[str], Any]) -> list[Mode]:
+    """The other plain loops; `load` gives the models in another dtype."""
+    own, modes = params.dtype, []
+    for dtype in PLAIN_DTYPES if params.precision == "fast" else ("float32",):
+        loaded = params if dtype == own else load(dtype)
+        for pad_rows in PLAIN_PAD_ROWS:
+            if (dtype, pad_rows) != (own, 1):
+                name = f"plain {dtype}" + (f" padded to {pad_rows}" if pad_rows > 1 else "")
+                modes.append(Mode(name, loaded, pad_rows=pad_rows))
+    return modes
+
+
+def measure(args: Any, params, modes: list[Mode], found: list[prompts.BenchPrompt]) -> dict:
+    """Runs every mode on every prompt and returns the whole record."""
+    runs = time_modes(
+        modes,
+        [prompt.text for prompt in found],
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        repeats=args.repeats,
+        progress=_progress,
+    )
+    plain = modes[0].name
+    records = {m.name: mode_record(m, runs, plain) for m in modes}
+    for mode in modes:
+        if mode.tree is not None:
+            records[mode.name] |= _speedups(mode, modes, runs)
+            # With reuse a round may run no trunk, so stages timed one by one would not add up to it.
+            is_timed = mode.reuse == "none" and not args.no_stages
+            records[mode.name]["stages"] = _stages(args, mode, found[0].text) if is_timed else None
+    return {
+        "command": args.command_line,
+        "settings": _settings(args, params, found),
+        "hardware": hardware(),
+        "target": model_record(params.target),
+        "drafter": model_record(params.drafter),
+        "bits_per_byte": held_out_bits_per_byte(params, found),
+        "repeated_4gram_share": pooled_repeated_ngram_share(runs.texts(plain)),
+        "modes": records,
+        "prompts": _prompt_records(found, runs),
+    }
+
+
+def _progress(what: str, row: int, num: int) -> None:
+    if row % 10 == 0:
+        say(f"{what}: prompt {row + 1} of {num}")
+
+
+def _speedups(mode: Mode, modes: list[Mode], runs: Runs) -> dict[str, dict]:
+    """Against the fastest plain loop of the same dtype, and of any."""
+    plain = [m for m in modes if m.tree is None]
+    same_dtype = fastest([m.name for m in plain if m.dtype == mode.dtype], runs)
+    return {
+        "speedup_same_dtype": speedup(mode.name, same_dtype, runs),
+        "speedup_fastest_plain": speedup(mode.name, fastest([m.name for m in plain], runs), runs),
+    }
+
+
+def _stages(args: Any, mode: Mode, text: str) -> dict | None:
+    how = (args.temperature, mode.accept, mode.draw)
+    profile = profile_mode(mode.params, mode.tree, text, args.max_new_tokens, *how)
+    return {"seconds": {"whole": profile.whole, **profile.seconds()}, "shares": profile.shares()}
+
+
+def profile_mode(
+    params, tree, text: str, max_new_tokens: int, temperature: float = 0.0, accept="match", draw: str | None = None
+) -> RoundProfile:
+    """Times the stages of a round at the shapes of a decode of `text`."""
+    say(f"timing the stages of tree {tree.name}")
+    request = prepare(params, text, Sampling(max_new_tokens, temperature, eos=()), Speculation(tree, accept, draw))
+    return profile_round(
+        request.decoder.loop,
+        request.models,
+        params.target_config,
+        params.drafter_config,
+        tree,
+        request.sampling,
+        request.limits,
+        request.state,
+        accept=accept,
+        law=rule_and_law(accept, draw)[1],
+        precision="highest" if params.precision == "exact" else None,
+        use_native=params.mesh is None,
+    )
+
+
+def _settings(args: Any, params, found) -> dict[str, Any]:
+    lengths = sorted(len(params.tokenizer.encode(p.text)) for p in found)
+    return {
+        "batch": 1,
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "seed": args.seed,
+        "repeats": args.repeats,
+        "dtype": params.dtype,
+        "precision": params.precision,
+        "prompt_files": [str(p) for p in args.prompts or ["the demo's own"]],
+        "half": args.half,
+        "num_prompts": len(found),
+        "prompt_tokens": {"min": lengths[0], "median": statistics.median(lengths), "max": lengths[-1]},
+        "prefill": "excluded",
+        "kind_of_figures": "measured",
+    }
+
+
+def _prompt_records(found, runs: Runs) -> list[dict]:
+    return [
+        {
+            "name": prompt.name,
+            "modes": {
+                name: {
+                    "num_tokens": int(results[row].num_tokens[0]),
+                    "num_target_passes": results[row].stats.num_target_passes,
+                    "seconds": [rows[row] for rows in runs.seconds[name]],
+                }
+                for name, results in runs.results.items()
+            },
+        }
+        for row, prompt in enumerate(found)
+    ]

@@ -1,0 +1,128 @@
+"""A recipe as its user gives it: the file, --set, its paths, and its keys as help text."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hsd_jax.files import parse_yaml, read_yaml
+
+WIDTH = 110
+_ARGUMENTS = {"target": "target_dir", "data": "data_files", "tokenizer": "tokenizer_dir", "start": "start_dir"}
+
+
+def recipe_help(kind: type, leave_out: tuple[str, ...] = ()) -> str:
+    """All keys of a recipe dataclass, one section after the other, as `section.key (type, default): what it is`."""
+    lines = ["recipe keys, in the YAML file or by --set (section `paths` holds what the arguments of that name give):"]
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[field.name]):
+            lines += _section(typing.cast(type, hints[field.name]), field.name, leave_out)
+        else:
+            lines += _key(field.name, hints[field.name], field.default, "")
+    return "\n".join(lines)
+
+
+def _section(kind: type, section: str, leave_out: tuple[str, ...]) -> list[str]:
+    hints, notes, lines = typing.get_type_hints(kind), _notes(kind), []
+    for field in dataclasses.fields(kind):
+        name = f"{section}.{field.name}"
+        if name not in leave_out:
+            lines += _key(name, hints[field.name], field.default, notes.get(field.name, ""))
+    return lines
+
+
+def _key(name: str, hint: Any, default: Any, note: str) -> list[str]:
+    parts = [_type_name(hint)]
+    if default is dataclasses.MISSING:
+        parts.append("required")
+    elif not dataclasses.is_dataclass(default):
+        parts.append("null" if default is None else str(list(default) if isinstance(default, tuple) else default))
+    text = f"{name} ({', '.join(parts)})" + (f": {note}" if note else "")
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ", break_long_words=False)
+
+
+def _type_name(hint: Any) -> str:
+    arguments = [a for a in typing.get_args(hint) if a is not type(None) and a is not Ellipsis]
+    if typing.get_origin(hint) is tuple:
+        return f"list of {_type_name(arguments[0])}"
+    if arguments:
+        return " or ".join(_type_name(a) for a in arguments)
+    return "section" if dataclasses.is_dataclass(hint) else getattr(hint, "__name__", str(hint))
+
+
+def _notes(kind: type) -> dict[str, str]:
+    """The string that stands below each field."""
+    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]).body
+    notes = {}
+    for field, below in itertools.pairwise(body):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            notes[field.target.id] = " ".join(str(below.value.value).split())
+    return notes
+
+
+def take_paths(values: dict[str, Any], args: Any, *required: str, optional: Sequence[str] = ()) -> dict[str, Any]:
+    """Takes section `paths` out of a recipe's values; the command line goes before it.
+
+    They stand outside the recipe proper: a run may move, and its folder knows files and target by content.
+
+    Returns:
+      What the trainers call `target_dir`, `data_files`, `out`, `tokenizer_dir`.
+    Raises:
+      ValueError: naming an unknown key, or what is missing and how to give it.
+    """
+    section = values.pop("paths", None) or {}
+    allowed = (*required, *optional)
+    if not isinstance(section, dict) or not set(section) <= set(allowed):
+        raise ValueError(f"paths: {section!r}: allowed are the keys {', '.join(allowed)}")
+    found = {}
+    for name in allowed:
+        value = section.get(name) if getattr(args, name) is None else getattr(args, name)
+        is_path = isinstance(value, str) or (
+            name == "data" and isinstance(value, list) and all(isinstance(v, str) for v in value)
+        )
+        if value is None and name in optional:
+            continue
+        if not (is_path and value):
+            wanted = "missing" if value is None else f"{value!r} is no path"
+            raise ValueError(f"paths.{name}: {wanted}; give --{name}, or paths: {{{name}: ...}} in the recipe")
+        found[_ARGUMENTS.get(name, name)] = [value] if name == "data" and isinstance(value, str) else value
+    return found
+
+
+def read_recipe(path: str | None, changes: Sequence[str]) -> dict[str, Any]:
+    """The values of a YAML file with the changes of --set; the recipe's class checks the keys.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      ValueError: if it is no YAML mapping, or a change is not KEY=VALUE.
+    """
+    values: Any = {}
+    if path is not None:
+        if not Path(path).exists():
+            raise FileNotFoundError(f"{path}: no such recipe")
+        values = read_yaml(path)
+        values = {} if values is None else values
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: expected sections with keys and values")
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not (equals and key):
+            raise ValueError(f"--set {change!r}: expected KEY=VALUE, for example train.steps=100")
+        *sections, last = key.split(".")
+        place = values
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"--set {change!r}: {section!r} is a value, not a section")
+        place[last] = parse_yaml(text, f"--set {change!r}: {text!r}")
+    return values
