@@ -39,7 +39,8 @@ __all__ = [
 _MODULES = {
     "hsd_jax.api": ("DecodeResult", "Piece", "Stats", "decode", "stream"),
     "hsd_jax.bench.tune": ("tune",),
-    "hsd_jax.config": ("DrafterConfig", "LookupConfig", "ModelConfig", "TreeConfig"),
+    "hsd_jax.config": ("DrafterConfig", "ModelConfig", "TreeConfig"),
+    "hsd_jax.drafters.lookup.config": ("LookupConfig",),
     "hsd_jax.params": ("Params", "load", "place", "restrict"),
     "hsd_jax.programs": ("compilation_cache",),
     "hsd_jax.tuned": ("Tuned",),

@@ -29,6 +29,7 @@ from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import NATURAL_LAW, make_rule
 from hsd_jax.infer.decode import GROWTH, Decoder
 from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.sampling import row_keys
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree
@@ -350,33 +351,6 @@ def _seeds(seed, batch: int) -> list[tuple[int, int]]:
         if value is None or not 0 <= value < 2**32:
             raise ValueError(f"seed={shown(value)}: allowed are 0 to {2**32 - 1}")
     return [(seeds[0], row) for row in range(batch)] if is_single else [(seed, 0) for seed in seeds]
-
-
-def row_keys(seeds: Sequence[tuple[int, int]]) -> jax.Array:
-    """`fold_in(key(seed), number)` of each pair, as typed threefry keys [B], computed on the host.
-
-    So no batch size compiles anything, and a text does not depend on jax's default generator.
-    """
-    pairs = np.array(seeds, np.uint32).reshape(-1, 2)
-    none = np.zeros(len(pairs), np.uint32)
-    data = np.stack(threefry(none, pairs[:, 0], none, pairs[:, 1]), -1)
-    return jax.random.wrap_key_data(jnp.asarray(data), impl="threefry2x32")
-
-
-def threefry(key0: np.ndarray, key1: np.ndarray, x0: np.ndarray, x1: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Threefry-2x32 of 20 rounds, elementwise over uint32 [B]: two words of a counter under two of a key.
-
-    References:
-      Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); jax/_src/prng.py, `threefry2x32`.
-    """
-    keys = key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA)
-    x0, x1 = x0 + keys[0], x1 + keys[1]
-    for group in range(5):
-        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
-            x0 = x0 + x1
-            x1 = ((x1 << np.uint32(turn)) | (x1 >> np.uint32(32 - turn))) ^ x0
-        x0, x1 = x0 + keys[(group + 1) % 3], x1 + keys[(group + 2) % 3] + np.uint32(group + 1)
-    return x0, x1
 
 
 def _sampling(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

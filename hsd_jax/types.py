@@ -250,7 +250,7 @@ class Drafter(NamedTuple):
     which nothing was drafted; the verdict's path are their nodes in order. Rows that committed none keep their state.
     None: the drafter must draft in every round."""
     node_origins: Callable[..., Any] | None = None
-    """`node_origins(state, tree) -> Origins` (`infer/reuse.py`): which nodes of a tree grown from `state` reuse what
+    """`node_origins(state, tree) -> Origins` (`drafters/hidden/reuse.py`): which nodes of such a tree reuse what
     earlier rounds left over. For pictures, as `node_logp` is. None: nothing is reused."""
 
 

@@ -18,8 +18,9 @@ import toy
 import hsd_jax
 from hsd_jax import params as params_lib
 from hsd_jax.drafters import files as drafter_files
+from hsd_jax.infer.sampling import row_keys
 from hsd_jax.models import convert
-from hsd_jax.request import _decoder, _seeds, row_keys, rule_and_law
+from hsd_jax.request import _decoder, _seeds, rule_and_law
 from hsd_jax.types import NO_TOKEN, DrawLaw
 
 CYCLE = "aé€😀 "

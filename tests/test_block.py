@@ -16,7 +16,7 @@ from hsd_jax.drafters.medusa.draft import FIRST_RANK, NEXT_RANK, static_tree
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.sampling import position_noise
 from hsd_jax.models.target import forward_sequence
-from hsd_jax.types import DrawLaw
+from hsd_jax.types import DrawLaw, RoundInputs
 
 
 def paths_of(parents, labels) -> list[tuple[int, ...]]:
@@ -64,7 +64,7 @@ def test_drafts_are_the_best_guesses_of_each_head(law):
         hidden = np.asarray(target_pass(jnp.maximum(state.tokens, 0)))
         position = np.asarray(state.length) - 1
         root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
-        tree, _ = draft(setup.models, state.drafter, root, jnp.asarray(position), keys, sampling)
+        tree, _ = draft(setup.models, state.drafter, RoundInputs(root, jnp.asarray(position), keys, sampling))
         logp = node_logp(setup.models, state.drafter, tree, sampling)
         for row in np.flatnonzero(position >= 1):
             feature = hidden[row, position[row] - 1]

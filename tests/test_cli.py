@@ -541,7 +541,7 @@ def test_kinds_of_training_that_are_not_there(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [["model.rank=8"], ["model.kind=feature"], ["model.kind=block"]], ids=str)
+@pytest.mark.parametrize("changes", [["model.rank=8"], ["model.kind=eagle"], ["model.kind=medusa"]], ids=str)
 def test_train_drafter_end_to_end(folders, tmp_path, standard_dtypes, changes):
     out = tmp_path / "run"
     data = tmp_path / "data.jsonl"

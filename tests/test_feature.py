@@ -22,7 +22,7 @@ from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import sharpness
 from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
-from hsd_jax.types import DrawLaw
+from hsd_jax.types import DrawLaw, RoundInputs
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -76,7 +76,7 @@ def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
     root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
     _, _, keys, _, sampling = call.arrays()
     scale = np.asarray(sharpness(sampling.temperature))
-    drafted, _ = jax.jit(setup.drafter.draft)(setup.models, state.drafter, root, position, keys, sampling)
+    drafted, _ = jax.jit(setup.drafter.draft)(setup.models, state.drafter, RoundInputs(root, position, keys, sampling))
     for row in np.flatnonzero(np.asarray(state.drafter.num_pending)):
         text = np.asarray(state.tokens)[row, : int(state.length[row])]
         of_path = logits_of_paths(setup, text)
@@ -102,7 +102,7 @@ def test_drawn_trees():
     position = state.length - 1
     root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
     _, _, keys, _, sampling = call.arrays()
-    drawn, _ = jax.jit(drafter.draft)(setup.models, state.drafter, root, position, keys, sampling)
+    drawn, _ = jax.jit(drafter.draft)(setup.models, state.drafter, RoundInputs(root, position, keys, sampling))
     paths, logits = [(int(root[row]),)], logits_of_paths(setup, text)
     for token, parent in zip(drawn.tokens[row, 1:].tolist(), drawn.parents[row, 1:].tolist(), strict=True):
         paths.append((*paths[parent], token))

@@ -20,7 +20,7 @@ from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import convert
 from hsd_jax.params import default_tree
-from hsd_jax.types import DrawLaw
+from hsd_jax.types import DrawLaw, RoundInputs
 
 DEPTH = toy.TREES["chain"].depth
 
@@ -109,7 +109,7 @@ def test_a_greedy_chain_is_that_of_plain_loops():
     for _ in range(3):
         root = np.asarray(state.tokens)[np.arange(VOCAB), np.asarray(state.length) - 1]
         _, _, keys, _, sampling = call.arrays()
-        tree, _ = draft(models, state.drafter, jnp.asarray(root), state.length - 1, keys, sampling)
+        tree, _ = draft(models, state.drafter, RoundInputs(jnp.asarray(root), state.length - 1, keys, sampling))
         for row in range(VOCAB):
             assert tree.tokens[row, 1:].tolist() == oracle.likeliest_chain(logits[1], root[row], DEPTH)
         state = call.resume(decoder, models, state, 1)

@@ -207,7 +207,7 @@ def test_the_best_drafter_is_kept(files, tmp_path, standard_dtypes, monkeypatch)
     """Scores 3, 1: the folder holds the weights of the first judgement, the checkpoint those of the last step."""
     kept = []
     monkeypatch.setattr(run.evaluate, "simulate", lambda params, *rest: {"tau": next(scores)})
-    monkeypatch.setattr(run.convert, "save_drafter", lambda folder, *rest: (folder.mkdir(), kept.append(folder)))
+    monkeypatch.setattr(run.drafter_files, "save_drafter", lambda folder, *rest: (folder.mkdir(), kept.append(folder)))
     recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
     scores = iter([3.0, 0.0, 1.0, 0.0])  # greedy and sampled texts of each judgement
     folder = run.train_drafter(
@@ -275,8 +275,8 @@ def test_force_continues_with_another_recipe(files, finished, tmp_path, standard
 
 
 def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard_dtypes):
-    """A block trunk begins as the recurrent one it is given; what that lacks, its slots, begins as in any run."""
-    model = dict(DRAFTER_VALUES["model"], trunk="block", num_steps=4)
+    """A parallel trunk begins as the recurrent one it is given; what that lacks, its slots, begins as in any run."""
+    model = dict(DRAFTER_VALUES["model"], trunk="parallel", num_steps=4)
     values = dict(
         DRAFTER_VALUES, model=model, eval={"every": 0}, train=dict(LOOP, learning_rate=0.0, steps=1, warmup=0)
     )
@@ -288,7 +288,7 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard
     assert any("starting from" in line and line.endswith(changes) for line in lines)
     config, weights = drafter_files.read_drafter(tmp_path / "run" / "drafter")
     given = drafter_files.read_drafter(start)[1]
-    assert config.trunk == "block" and weights["trunk"].pop("slots").shape == (3, 16)
+    assert config.trunk == "parallel" and weights["trunk"].pop("slots").shape == (3, 16)
     given["trunk"].pop("no_token")
     jax.tree.map(np.testing.assert_array_equal, weights, given)
     lines.clear()

@@ -200,8 +200,7 @@ def candidate_gap(params, prompt, forced, seed, sampling, tokens) -> tuple[float
     import jax.numpy as jnp
 
     from hsd_jax.bench.replay import replay_logits
-    from hsd_jax.infer.sampling import perturb, round_noise
-    from hsd_jax.request import row_keys
+    from hsd_jax.infer.sampling import perturb, round_noise, row_keys
     from hsd_jax.types import SamplingParams
 
     with _precision(params):

@@ -6,10 +6,11 @@ Thresholds are found by bisection on the bits of the float, not by sorting. Read
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
@@ -142,3 +143,30 @@ def draw(
 ) -> Int[Array, "B M"]:
     """The target's token at absolute position `positions[b, m]`, given the logits that predict it."""
     return argmax(perturb(lambda: position_noise(keys, positions, logits.shape[-1]), logits, sampling))
+
+
+def row_keys(seeds: Sequence[tuple[int, int]]) -> jax.Array:
+    """`fold_in(key(seed), number)` of each pair, as typed threefry keys [B], computed on the host.
+
+    So no batch size compiles anything, and a text does not depend on jax's default generator.
+    """
+    pairs = np.array(seeds, np.uint32).reshape(-1, 2)
+    none = np.zeros(len(pairs), np.uint32)
+    data = np.stack(threefry(none, pairs[:, 0], none, pairs[:, 1]), -1)
+    return jax.random.wrap_key_data(jnp.asarray(data), impl="threefry2x32")
+
+
+def threefry(key0: np.ndarray, key1: np.ndarray, x0: np.ndarray, x1: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Threefry-2x32 of 20 rounds, elementwise over uint32 [B]: two words of a counter under two of a key.
+
+    References:
+      Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); jax/_src/prng.py, `threefry2x32`.
+    """
+    keys = key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA)
+    x0, x1 = x0 + keys[0], x1 + keys[1]
+    for group in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << np.uint32(turn)) | (x1 >> np.uint32(32 - turn))) ^ x0
+        x0, x1 = x0 + keys[(group + 1) % 3], x1 + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return x0, x1

@@ -39,11 +39,10 @@ from hsd_jax.files import replacing
 from hsd_jax.infer.accept import NATURAL_LAW
 from hsd_jax.infer.accept import walk as walk_tree
 from hsd_jax.infer.decode import drafter_after
-from hsd_jax.infer.sampling import round_noise
+from hsd_jax.infer.sampling import round_noise, row_keys
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
-from hsd_jax.request import row_keys
 from hsd_jax.settings import HOTTEST, MOST, Count, Whole, Within
 from hsd_jax.types import Drafter, DraftTree, DrawLaw, RoundInputs, SamplingParams, Weights
 
