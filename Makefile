@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
+LINT_STAMP := $(VENV)/.installed-lint
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 # The first interpreter that runs and is new enough; a launcher on the PATH may be an empty shim, so each is run.
@@ -33,7 +34,7 @@ test-slow: $(DEV_STAMP) ## Run all tests; those against torch are skipped where 
 		$(PIP) install -qq "$(TORCH)" || echo "torch is not available here: its tests are skipped"; }
 	@HSD_TEST_OPTIMIZED=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "slow or not slow" $(ARGS)
 
-lint: $(DEV_STAMP) ## Check style, format and types
+lint: $(LINT_STAMP) ## Check style, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright
@@ -53,6 +54,11 @@ $(STAMP): pyproject.toml
 	@$(PIP) --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(VENV)
 	@echo "Installing hsd_jax and its tests into $(VENV) (a minute or two)"
 	@$(PIP) install -qq --editable '.[test]'
+	@touch $@
+
+$(LINT_STAMP): $(STAMP)
+	@echo "Installing what checks style and types into $(VENV)"
+	@$(PIP) install -qq --editable '.[lint]'
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)

@@ -73,7 +73,7 @@ def stages(params: hsd_jax.Params, steps: int, width: int) -> dict:
         return dataclasses.replace(state, cache=dataclasses.replace(cache, length=state.cache.length))
 
     for trunk in (PARALLEL, RECURRENT):
-        config = dataclasses.replace(params.drafter_config, trunk=trunk, num_steps=steps, hot_tokens=None)
+        config = dataclasses.replace(params.drafter_config, trunk=trunk, num_steps=steps, reduced_vocab_size=None)
         drafter = jax.tree.map(lambda x: x.astype(dtype), init_drafter(jax.random.key(0), config))
         models = {"target": params.target, "drafter": drafter}
         cache = cache_lib.empty_cache(

@@ -38,10 +38,10 @@ def write_texts(params: Params, args: argparse.Namespace) -> dict[str, tuple[eva
         name, _, file = named.partition("=")
         prompts = read_prompts([file], lambda text: len(tokenizer.encode(text)), args.half, args.limit)
         tokens = [np.asarray(tokenizer.encode(p.text)) for p in prompts]
-        for law, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             settings = args.max_new_tokens, temperature, options.say
-            found = evaluate.stored_texts(args.out, f"{name}-{law}", params, target_hash, tokens, *settings)
-            texts[f"{name}, {law}"] = found, temperature
+            found = evaluate.stored_texts(args.out, f"{name}-{kind}", params, target_hash, tokens, *settings)
+            texts[f"{name}, {kind}"] = found, temperature
     return texts
 
 

@@ -19,7 +19,7 @@ from hsd_jax.plan import Plan
 from hsd_jax.request import AUTO, Prompt, Request, Sampling, Speculation, prepare
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.tuned import Tuned
-from hsd_jax.types import LAWLESS_TOKEN, NO_TOKEN, DecodeState
+from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ def decode(
     seconds = time.perf_counter() - start
     rows = len(request.prompt_length)
     tokens, length = np.asarray(state.tokens)[:rows], np.asarray(state.length)[:rows]
-    check_lawful(tokens, length, request.prompt_length)
+    check_valid(tokens, length, request.prompt_length)
     num_tokens = length - request.prompt_length
     out = np.full((rows, int(num_tokens.max(initial=0))), NO_TOKEN, np.int32)
     for row, (first, last) in enumerate(zip(request.prompt_length, length, strict=True)):
@@ -202,7 +202,7 @@ def _stream(params: Params, request: Request, rounds: int) -> Generator[Piece, N
         length, done = np.asarray(state.length)[:rows], np.asarray(state.done)[:rows]
         seconds += time.perf_counter() - start
         tokens = np.array(state.tokens)[:rows]  # a copy: the buffer is donated to the next rounds
-        check_lawful(tokens, length, request.prompt_length)
+        check_valid(tokens, length, request.prompt_length)
         for row in np.flatnonzero(~finished):
             new = tokens[row, shown[row] : length[row]]
             text = decoders[row].push(new, is_last=bool(done[row])) if decoders else None
@@ -213,8 +213,8 @@ def _stream(params: Params, request: Request, rounds: int) -> Generator[Piece, N
     return _stats(state, shown - request.prompt_length, request, seconds)
 
 
-def check_lawful(tokens: np.ndarray, length: np.ndarray, prompt_length: np.ndarray) -> None:
-    """Refuses texts that end where the target gave no law for a token.
+def check_valid(tokens: np.ndarray, length: np.ndarray, prompt_length: np.ndarray) -> None:
+    """Refuses texts that end where the target gave no distribution for a token.
 
     Args:
       tokens: int32 [B, T], of which `length` [B] count, the first `prompt_length` [B] of them the prompt.
@@ -222,7 +222,7 @@ def check_lawful(tokens: np.ndarray, length: np.ndarray, prompt_length: np.ndarr
       ValueError: naming the first such row.
     """
     for row, (last, first) in enumerate(zip(length, prompt_length, strict=True)):
-        if last > first and tokens[row, last - 1] == LAWLESS_TOKEN:
+        if last > first and tokens[row, last - 1] == INVALID_TOKEN:
             raise ValueError(
                 f"row {row}: the target gave NaN logits, or none but -inf, behind {last - 1} tokens, {first} of them"
                 " the prompt; its weights are damaged, or too large for the dtype they are computed in"

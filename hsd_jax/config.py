@@ -124,9 +124,9 @@ class DrafterConfig:
     feature_layers: tuple[int, ...] = ()
     """Layers of the target, counted from 0 and ascending, after which the drafter reads the residual stream
     (methods.md, A2); empty: the final hidden state."""
-    hot_tokens: Count | None = None
-    """Size of the hot vocabulary, the tokens that may be drafted; None: all. `hot_ids` of the drafter's weights lists
-    them."""
+    reduced_vocab_size: Count | None = None
+    """Size of the reduced draft vocabulary, the tokens that may be drafted; None: all. `draft_to_target` of the
+    drafter's weights lists them."""
     profile: tuple[float, ...] = ()
     """Of held-out greedy text: the share of a chain's drafts that the target accepts, by depth, where all before were.
     Empty: never measured. It decides how calls are decoded that do not say (`plan.py`), never what is decoded."""
@@ -139,16 +139,16 @@ class DrafterConfig:
             raise ValueError(
                 f"DrafterConfig.feature_layers={self.feature_layers!r}: expected layer numbers from 0, ascending"
             )
-        if self.hot_tokens is not None and self.hot_tokens > self.vocab_size:
+        if self.reduced_vocab_size is not None and self.reduced_vocab_size > self.vocab_size:
             raise ValueError(
-                f"DrafterConfig.hot_tokens={self.hot_tokens!r}: allowed are 1 to the vocabulary, {self.vocab_size}, and"
-                " None for all"
+                f"DrafterConfig.reduced_vocab_size={self.reduced_vocab_size!r}: allowed are 1 to the vocabulary,"
+                f" {self.vocab_size}, and None for all"
             )
 
     @property
     def draft_vocab_size(self) -> int:
         """Columns of the drafter's logits: tokens that may be drafted."""
-        return self.vocab_size if self.hot_tokens is None else self.hot_tokens
+        return self.vocab_size if self.reduced_vocab_size is None else self.reduced_vocab_size
 
     @staticmethod
     def are_layers(layers: Any) -> bool:

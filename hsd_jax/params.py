@@ -25,7 +25,7 @@ from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.kernels import native
-from hsd_jax.models import convert, hot
+from hsd_jax.models import convert, draft_vocab
 from hsd_jax.settings import Within, fits, shown
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
@@ -214,8 +214,8 @@ def _load_drafter(
 
 
 def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
-    """A drafter that has what `hot.attach` adds, in its own dtype."""
-    attached = hot.attach(drafter, drafter.get("hot_ids"), target, config)
+    """A drafter that has what `draft_vocab.attach` adds, in its own dtype."""
+    attached = draft_vocab.attach(drafter, drafter.get("draft_to_target"), target, config)
     if "head" not in attached:
         return attached
     return {**attached, "head": attached["head"].astype(drafter["output_norm"]["weight"].dtype)}
@@ -235,18 +235,18 @@ def end_tokens(folder: str | Path, config: ModelConfig, tokenizer: Tokenizer | N
     return tuple(token for token in found if token < config.vocab_size)  # one that cannot be drawn ends nothing
 
 
-def restrict(params: Params, hot_ids: Sequence[int] | np.ndarray | jax.Array) -> Params:
-    """The same models with a drafter that may draft the tokens `hot_ids` alone; what is decoded stays the same.
+def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.Array) -> Params:
+    """The same models with a drafter that may draft the tokens `draft_to_target` alone; what is decoded stays the same.
 
     Args:
-      hot_ids: ascending token ids, for example of `train.hot_vocabulary.choose`.
+      draft_to_target: ascending token ids, for example of `train.draft_vocabulary.choose`.
     Raises:
       ValueError: without a trained drafter, or for ids that are not ascending, outside the vocabulary or cold already.
     """
     config = params.drafter_config
     if params.drafter is None or config is None or method_of(config).init_weights is None:
         raise ValueError("restrict() cuts down a drafter, and these params have none: load with drafter=FOLDER")
-    config, weights = hot.restrict(params.drafter_config, params.drafter, hot_ids)
+    config, weights = draft_vocab.restrict(params.drafter_config, params.drafter, draft_to_target)
     weights = _with_head(weights, params.target, params.target_config)
     return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=None), params.mesh)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from hsd_jax.config import NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, layer_numbers
 from hsd_jax.drafters.table import make_drafter, method_of
-from hsd_jax.infer.accept import NATURAL_LAW
+from hsd_jax.infer.accept import NATURAL_SCHEME
 from hsd_jax.kernels import native
 from hsd_jax.params import Params
 from hsd_jax.tuned import WARM, Choice, Tuned, is_warm, kept
@@ -215,12 +215,12 @@ def expected_tokens(profile: Sequence[float], tree: TreeConfig) -> np.ndarray:
     Of a level's siblings the first is worth the profile, all W together 1 - (1 - a)^(1 + (W - 1) / 2): a guess; the
     tuner measures.
     """
-    gains, reach = [], 1.0
+    gains, lookahead = [], 1.0
     for a in profile[: tree.depth]:
-        best = reach * a
-        together = reach * (1 - (1 - a) ** (1 + (tree.width - 1) / 2))
+        best = lookahead * a
+        together = lookahead * (1 - (1 - a) ** (1 + (tree.width - 1) / 2))
         gains += [best] + [(together - best) / max(tree.width - 1, 1)] * (tree.width - 1)
-        reach = together
+        lookahead = together
     gains = np.sort(gains)[::-1][: tree.nodes - 1]
     return 1 + np.concatenate([[0.0], np.cumsum(gains)])
 
@@ -295,9 +295,9 @@ def _can_grow(params: Params, choice: Choice) -> bool:
     """Whether this drafter can grow the tree: params that were changed by hand keep the fingerprints of others."""
     if choice.tree is None:
         return True
-    law, reuse = NATURAL_LAW["match"], ReuseConfig.parse(choice.reuse)
+    scheme, reuse = NATURAL_SCHEME["match"], ReuseConfig.parse(choice.reuse)
     try:
-        make_drafter(params.target_config, params.drafter_config, choice.tree, law=law, reuse=reuse)
+        make_drafter(params.target_config, params.drafter_config, choice.tree, scheme=scheme, reuse=reuse)
     except ValueError:
         return False
     return True

@@ -26,7 +26,7 @@ from hsd_jax.config import (
     bucket,
 )
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.accept import NATURAL_LAW, make_rule
+from hsd_jax.infer.accept import NATURAL_SCHEME, make_rule
 from hsd_jax.infer.decode import GROWTH, Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.sampling import row_keys
@@ -36,11 +36,11 @@ from hsd_jax.params import Params, default_tree
 from hsd_jax.plan import Plan, costs_of, plan_for
 from hsd_jax.settings import HOTTEST, Temperature, Within, fits, shown
 from hsd_jax.tuned import Tuned
-from hsd_jax.types import NO_TOKEN, DecodeState, DrawLaw, Limits, SamplingParams
+from hsd_jax.types import NO_TOKEN, DecodeState, DrawScheme, Limits, SamplingParams
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
 """Slots of the smallest caches, the next GROWTH times as many; and what every capacity is a multiple of."""
-MOST_REACH = 16
+MOST_LOOKAHEAD = 16
 """Slots that are kept free behind a row for what a round may write, whatever tree it has: one size for all plans."""
 LARGEST_FIRST = 2048
 """Caches up to this size are made for all tokens a call may give, larger ones for the prompt: they grow when full."""
@@ -112,14 +112,14 @@ def _decoder(
     pad_rows: int,
     use_native: bool,
     accept: str,
-    law: DrawLaw,
+    scheme: DrawScheme,
     reuse: ReuseConfig,
 ) -> Decoder:
     """One set of compiled functions for each static configuration of this process."""
     matmul_precision = "highest" if precision == "exact" else None
     if drafter_config is None or tree is None:
         return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, use_native)
-    drafter = make_drafter(config, drafter_config, tree, cache_dtype, law, reuse)
+    drafter = make_drafter(config, drafter_config, tree, cache_dtype, scheme, reuse)
     step = make_step(config, drafter, make_rule(accept, tree))
     return Decoder(config, step, drafter, cache_dtype, matmul_precision, use_native)
 
@@ -147,8 +147,8 @@ def prepare(
     seeds = _seeds(sampling.seed, batch)
     num_rows = rows_bucket(batch, sharding_lib.rows_multiple(params.mesh))
     longest = max(len(ids) + new for ids, new in zip(rows, new_tokens, strict=True))
-    sizes = max(map(len, rows)), longest, MOST_REACH, params.max_len
-    plan, rule, law = _plan(params, speculation, num_rows, first_capacity(*sizes), float(max(settings[0])))
+    sizes = max(map(len, rows)), longest, MOST_LOOKAHEAD, params.max_len
+    plan, rule, scheme = _plan(params, speculation, num_rows, first_capacity(*sizes), float(max(settings[0])))
     tree, is_plain = plan.tree, plan.tree is None
     decoder = _decoder(
         params.target_config,
@@ -159,7 +159,7 @@ def prepare(
         speculation.pad_rows if is_plain else 1,
         use_native=params.mesh is None,
         accept="match" if is_plain else rule,
-        law=DrawLaw.ARBITRARY if is_plain else law,
+        scheme=DrawScheme.ARBITRARY if is_plain else scheme,
         reuse=plan.reuse,
     )
 
@@ -168,7 +168,7 @@ def prepare(
     prompts, rows = rows, rows + [[0]] * fill
     length = np.array([len(r) for r in rows], np.int32)
     max_length = length + np.array([*new_tokens, *[0] * fill], np.int32)
-    capacity = first_capacity(sizes[0], sizes[1], max(decoder.reach, MOST_REACH), params.max_len)
+    capacity = first_capacity(sizes[0], sizes[1], max(decoder.lookahead, MOST_LOOKAHEAD), params.max_len)
     tokens = np.zeros((len(rows), capacity), np.int32)
     for i, ids in enumerate(rows):
         tokens[i, : len(ids)] = ids
@@ -193,8 +193,8 @@ def prepare(
 
 def _plan(
     params: Params, asked: Speculation, rows: int, capacity: int, temperature: float
-) -> tuple[Plan, str, DrawLaw]:
-    """How the call is decoded, and the rule and the law of its trees, if there are any.
+) -> tuple[Plan, str, DrawScheme]:
+    """How the call is decoded, and the rule and the distribution of its trees, if there are any.
 
     Args:
       rows, capacity: of the program.
@@ -210,7 +210,7 @@ def _plan(
     if not isinstance(asked.tuned, (bool, Tuned)):
         raise ValueError(f"tuned={shown(asked.tuned)}: allowed are True, False and a hsd_jax.Tuned")
     reuse = ReuseConfig.parse(asked.reuse)
-    rule, law = rule_and_law(asked.accept, asked.draw)
+    rule, scheme = rule_and_scheme(asked.accept, asked.draw)
     if not asked.speculate or params.drafter is None:
         plan = Plan(None, "asked for" if params.drafter is not None else "no drafter is loaded", is_chosen=False)
     elif tree is not None:
@@ -220,7 +220,7 @@ def _plan(
         plan = Plan(default_tree(params.drafter_config), why, is_chosen=False, reuse=reuse)
     else:
         plan = plan_for(params, rows, capacity, temperature, asked.tuned)
-    return plan, rule, law
+    return plan, rule, scheme
 
 
 def rows_bucket(batch: int, multiple: int = 1) -> int:
@@ -229,7 +229,7 @@ def rows_bucket(batch: int, multiple: int = 1) -> int:
     return -(-rows // multiple) * multiple
 
 
-def first_capacity(prompt: int, total: int, reach: int, max_len: int) -> int:
+def first_capacity(prompt: int, total: int, lookahead: int, max_len: int) -> int:
     """Slots of the caches of a call, from few sizes: a size is a program.
 
     Args:
@@ -237,31 +237,31 @@ def first_capacity(prompt: int, total: int, reach: int, max_len: int) -> int:
       reach: slots that a round may write behind the committed ones.
       max_len: tokens that no row exceeds.
     """
-    most = -(-(max_len + reach) // CAPACITY_UNIT) * CAPACITY_UNIT
+    most = -(-(max_len + lookahead) // CAPACITY_UNIT) * CAPACITY_UNIT
     capacity = SMALLEST_CAPACITY
-    while capacity < min(total + reach, max(prompt + SMALLEST_CAPACITY // 2 + reach, LARGEST_FIRST)):
+    while capacity < min(total + lookahead, max(prompt + SMALLEST_CAPACITY // 2 + lookahead, LARGEST_FIRST)):
         capacity *= GROWTH
     return most if 2 * capacity > most else capacity  # no size that is nearly the largest
 
 
-def rule_and_law(accept: str, draw: str | None) -> tuple[str, DrawLaw]:
-    """The rule that judges and the law of the draft trees.
+def rule_and_scheme(accept: str, draw: str | None) -> tuple[str, DrawScheme]:
+    """The rule that judges and the distribution of the draft trees.
 
     Args:
       accept: "auto" is "match".
-      draw: None: the law that suits the rule.
+      draw: None: the distribution that suits the rule.
     Raises:
-      ValueError: for an unknown rule or law, naming the allowed ones.
+      ValueError: for an unknown rule or distribution, naming the allowed ones.
     """
-    if accept not in (AUTO, *NATURAL_LAW):
-        raise ValueError(f"accept={accept!r}: allowed are {AUTO}, {', '.join(NATURAL_LAW)}")
+    if accept not in (AUTO, *NATURAL_SCHEME):
+        raise ValueError(f"accept={accept!r}: allowed are {AUTO}, {', '.join(NATURAL_SCHEME)}")
     rule = "match" if accept == AUTO else accept
     if draw is None:
-        return rule, NATURAL_LAW[rule]
+        return rule, NATURAL_SCHEME[rule]
     try:
-        return rule, DrawLaw(draw)
+        return rule, DrawScheme(draw)
     except ValueError:
-        raise ValueError(f"draw={draw!r}: allowed are {', '.join(x.value for x in DrawLaw)}, or None") from None
+        raise ValueError(f"draw={draw!r}: allowed are {', '.join(x.value for x in DrawScheme)}, or None") from None
 
 
 def check_length(params: Params, row: int, num_tokens: int, new: int) -> None:

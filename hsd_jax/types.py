@@ -27,29 +27,32 @@ ROOT_INDEX = 0
 """Node index of the last committed token."""
 NO_TOKEN = -1
 """Fills token slots that hold nothing, in results and in the list of end tokens."""
-LAWLESS_TOKEN = -2
-"""Ends a row in place of a token for which the target gave no law: NaN logits, or -inf alone. Never in results."""
+INVALID_TOKEN = -2
+"""Ends a row in place of a token for which the target gave no distribution: NaN logits, or -inf alone. Never in
+results."""
 
 Weights = dict[str, Any]
 """Weights as a nested dict of arrays, the form every boundary of the library uses."""
 
 
-class DrawLaw(enum.Enum):
-    """How the children of a node were chosen, given the drafter's law at that node."""
+class DrawScheme(enum.Enum):
+    """How the children of a node were chosen, given the drafter's distribution at that node."""
 
     ARBITRARY = "arbitrary"
     """Any choice made before the target's draw: top-k, beams, merged trees."""
     INDEPENDENT = "independent"
-    """Each child drawn from the drafter's law, whatever its siblings are: two may be alike."""
+    """Each child drawn from the drafter's distribution, whatever its siblings are: two may be alike."""
     WITHOUT_REPLACEMENT = "without_replacement"
-    """Each child drawn from the drafter's law renormalised off its earlier siblings."""
+    """Each child drawn from the drafter's distribution renormalised off its earlier siblings."""
     COUPLED = "coupled"
-    """The largest of log q + g: q the drafter's law under the row's settings, g the very noise with which the target
-    picks the token at that position. Lossless only where the text is a function of g and the target: under `match`."""
+    """The largest of log q + g: q the drafter's distribution under the row's settings, g the very noise with which the
+    target picks the token at that position. Lossless only where the text is a function of g and the target: under
+    `match`."""
 
 
-DRAWN_LAWS = frozenset({DrawLaw.INDEPENDENT, DrawLaw.WITHOUT_REPLACEMENT})
-"""Laws whose trees are drawn with noise of their own and carry `DraftTree.draft_logp`; the others grow beams."""
+DRAWN_SCHEMES = frozenset({DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT})
+"""Distributions whose trees are drawn with noise of their own and carry `DraftTree.draft_logp`; the others grow
+beams."""
 
 
 @flax.struct.dataclass
@@ -94,8 +97,9 @@ class DraftTree:
     depth: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
     draft_logp: Float[Array, "B I V"] | None = None
-    """Log-probabilities the children of each node were drawn from; None unless the law is one of DRAWN_LAWS."""
-    law: DrawLaw = flax.struct.field(pytree_node=False, default=DrawLaw.ARBITRARY)
+    """Log-probabilities the children of each node were drawn from; None unless the distribution is one of
+    DRAWN_SCHEMES."""
+    scheme: DrawScheme = flax.struct.field(pytree_node=False, default=DrawScheme.ARBITRARY)
     score: Float[Array, "B N"] | None = None
     """Log of how likely the drafter takes each node to be accepted, all its ancestors with it; 0 for the root. Falls
     along paths. None where the drafter has no opinion."""
@@ -232,16 +236,16 @@ class Drafter(NamedTuple):
     """`commit(params, state, verdict, output, num_committed) -> state`."""
     resize: Callable[..., Any]
     """`resize(state, capacity) -> state`, when the decode loop moves to a larger cache."""
-    law: DrawLaw
+    scheme: DrawScheme
     num_nodes: int
     max_depth: int
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     """Layers whose residual streams `init` and `commit` read in `ModelOutput.features`."""
     node_logp: Callable[..., Array] | None = None
     """`node_logp(params, state, tree, sampling) -> [B, N]`: the drafter's log-probability of each node given its
     parent, without the noise of COUPLED trees; 0 for the root. For trees grown from `state` and not drawn,
     and for pictures: no decode calls it. None: there is none."""
-    reach: int = 0
+    lookahead: int = 0
     """Slots behind the committed tokens that a round may write in the drafter's own cache, if more than `max_depth`."""
     ready: Callable[..., Any] | None = None
     """`ready(params, state) -> state`, once the prompt is read; None: nothing is left to do."""
@@ -255,10 +259,10 @@ class Drafter(NamedTuple):
 
 
 class AcceptRule(NamedTuple):
-    """A judge of trees, and the draw laws for which it is lossless."""
+    """A judge of trees, and the draw schemes for which it is lossless."""
 
     name: str
-    laws: frozenset[DrawLaw]
+    schemes: frozenset[DrawScheme]
     verify: Callable[..., Verdict]
     """`verify(keys, tree, ancestors, logits, sampling, root_position, noise=None) -> Verdict`; `noise` is that of
     `sampling.round_noise` for one position more than the tree is deep, computed where it is None and needed."""

@@ -27,7 +27,7 @@ from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.params import DEMO
 from hsd_jax.request import Sampling, prepare
-from hsd_jax.types import DrawLaw, RoundInputs
+from hsd_jax.types import DrawScheme, RoundInputs
 
 FILE = Path(__file__).with_name("golden.json")
 COMMAND = "python -m tests.golden"
@@ -75,33 +75,33 @@ def draft(tokens: list[int], noise: np.ndarray | None = None) -> dict[str, float
     request = prepare(params(), tokens, Sampling(NEW_TOKENS, eos=()))
     root, position = jnp.asarray([tokens[-1]]), jnp.asarray([len(tokens) - 1])
     rest = position, request.state.keys, request.sampling
-    tree, laws = _drafted(request.models, request.state.drafter, root, noise, *rest)
+    tree, distributions = _drafted(request.models, request.state.drafter, root, noise, *rest)
     nodes, parents = (np.asarray(x)[0].tolist() for x in (tree.tokens, tree.parents))
     paths, scores = [""], [0.0]
     for node, parent in list(zip(nodes, parents, strict=True))[1:]:
         paths.append(f"{paths[parent]} {node}".strip())
-        scores.append(scores[parent] + float(laws[parent, node]))
+        scores.append(scores[parent] + float(distributions[parent, node]))
     return dict(zip(paths[1:], scores[1:], strict=True))
 
 
 @jax.jit
 def _drafted(models, state, root, noise, *rest):
-    """The drafter's tree, and its law at each node as log-probabilities [N, V]."""
+    """The drafter's tree, and its distribution at each node as log-probabilities [N, V]."""
     p, weights = params(), models["drafter"]
     states, _ = trunk_states(models, p.target_config, p.drafter_config, p.tree.depth, state)
     base = base_logits(weights, p.drafter_config, models["target"], p.target_config, states)
-    vocab, hot_ids = p.target_config.vocab_size, weights.get("hot_ids")
+    vocab, draft_to_target = p.target_config.vocab_size, weights.get("draft_to_target")
     if noise is None:
         drafter = hidden_drafter(p.target_config, p.drafter_config, p.tree)
         tree, _ = drafter.draft(models, state, RoundInputs(root, *rest))
     else:
         bias = functools.partial(inject, weights, p.drafter_config)
-        grower = Grower(p.tree, DrawLaw.ARBITRARY, vocab)
-        tree = grower.grow_token_free(base + noise, bias, RoundInputs(root, *rest), hot_ids)
-    level = jnp.minimum(tree.depth[0], p.tree.depth - 1)  # a leaf at the bottom has no law
+        grower = Grower(p.tree, DrawScheme.ARBITRARY, vocab)
+        tree = grower.grow_token_free(base + noise, bias, RoundInputs(root, *rest), draft_to_target)
+    level = jnp.minimum(tree.depth[0], p.tree.depth - 1)  # a leaf at the bottom has no distribution
     read = read_tree(weights, p.drafter_config, tree.tokens, tree.parents, p.tree.depth)
     logp = jax.nn.log_softmax(base[0, level] + token_bias(weights, p.drafter_config, read)[0])
-    drafted = jnp.arange(vocab) if hot_ids is None else hot_ids
+    drafted = jnp.arange(vocab) if draft_to_target is None else draft_to_target
     return tree, jnp.full((len(logp), vocab), -jnp.inf).at[:, drafted].set(logp)
 
 

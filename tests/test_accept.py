@@ -1,4 +1,5 @@
-"""The match rule: its walk against plain loops, its law by enumeration, and mutants that these checks must find."""
+"""The match rule: its walk against plain loops, its distribution by enumeration, and mutants that these checks must
+find."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import law as law_oracle
+from oracles import distribution as distribution_oracle
 from oracles import tree as oracle
 from scipy import stats
 
@@ -17,7 +18,7 @@ from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.accept import check_legal, match_rule, walk
 from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import ancestor_mask
-from hsd_jax.types import NO_PARENT, AcceptRule, Drafter, DraftTree, DrawLaw, SamplingParams, Verdict
+from hsd_jax.types import NO_PARENT, AcceptRule, Drafter, DraftTree, DrawScheme, SamplingParams, Verdict
 
 NUM, MAX_DEPTH, BATCH, VOCAB = 9, 4, 256, 3
 
@@ -136,11 +137,12 @@ def test_the_comparison_finds_wrong_walks(mutant):
     assert find_difference(mutant) is not None
 
 
-# --- the law of what is emitted ---------------------------------------------------------------------------------------
+# --- the distribution of what is emitted
+# ---------------------------------------------------------------------------------------
 
 TABLES = {
-    3: law_oracle.random_table([5, 2, 1, 1, 1, 6, 3, 4, 1], 3),
-    4: law_oracle.random_table([7, 1, 1, 3, 2, 2, 5, 1, 1, 8, 1, 2, 4, 1, 3, 3], 4),
+    3: distribution_oracle.random_table([5, 2, 1, 1, 1, 6, 3, 4, 1], 3),
+    4: distribution_oracle.random_table([7, 1, 1, 3, 2, 2, 5, 1, 1, 8, 1, 2, 4, 1, 3, 3], 4),
 }
 TREES = {  # tokens, parents, valid; as deep as three edges
     "chain": ([0, 0, 2, 1], [-1, 0, 1, 2], [True] * 4),
@@ -177,21 +179,30 @@ def judge_without_residual(tokens, parents, valid, draws, table):
 
 
 @pytest.mark.parametrize(("vocab", "name"), CASES)
-def test_match_emits_exactly_the_law_of_the_target(vocab, name):
+def test_match_emits_exactly_the_distribution_of_the_target(vocab, name):
     """In rational arithmetic: the total variation is zero, not small."""
     table = TABLES[vocab]
-    found = law_oracle.completed_law(table, law_oracle.emitted_law(table, *TREES[name]), LENGTH)
-    wanted = law_oracle.text_law(table, TREES[name][0][0], LENGTH)
+    found = distribution_oracle.completed_distribution(
+        table, distribution_oracle.emitted_distribution(table, *TREES[name]), LENGTH
+    )
+    wanted = distribution_oracle.text_distribution(table, TREES[name][0][0], LENGTH)
     assert sum(found.values()) == sum(wanted.values()) == 1
-    assert law_oracle.total_variation(found, wanted) == 0
+    assert distribution_oracle.total_variation(found, wanted) == 0
 
 
 @pytest.mark.parametrize("mutant", [judge_likeliest_child, judge_without_residual])
 @pytest.mark.parametrize("name", ["chain", "siblings"])
 def test_enumeration_finds_wrong_rules(mutant, name):
     table = TABLES[4]
-    found = law_oracle.completed_law(table, law_oracle.emitted_law(table, *TREES[name], mutant), LENGTH)
-    assert law_oracle.total_variation(found, law_oracle.text_law(table, TREES[name][0][0], LENGTH)) > 0.01
+    found = distribution_oracle.completed_distribution(
+        table, distribution_oracle.emitted_distribution(table, *TREES[name], mutant), LENGTH
+    )
+    assert (
+        distribution_oracle.total_variation(
+            found, distribution_oracle.text_distribution(table, TREES[name][0][0], LENGTH)
+        )
+        > 0.01
+    )
 
 
 FALSE_ALARM = 1e-6
@@ -228,21 +239,21 @@ def emitted_texts(rule: AcceptRule, vocab: int, name: str) -> list[tuple[int, ..
 
 
 def p_value(rule: AcceptRule, vocab: int, name: str) -> float:
-    """Chi-square of the emitted texts of the jitted rule against their enumerated law."""
+    """Chi-square of the emitted texts of the jitted rule against their enumerated distribution."""
     texts = emitted_texts(rule, vocab, name)
-    law = law_oracle.emitted_law(TABLES[vocab], *TREES[name])
-    if not set(texts) <= set(law):
+    distribution = distribution_oracle.emitted_distribution(TABLES[vocab], *TREES[name])
+    if not set(texts) <= set(distribution):
         return 0.0
-    counts = {text: 0 for text in law}
+    counts = {text: 0 for text in distribution}
     for text in texts:
         counts[text] += 1
-    expected = [float(law[t]) * ROWS for t in law]
+    expected = [float(distribution[t]) * ROWS for t in distribution]
     assert min(expected) > 5
-    return float(stats.chisquare([counts[t] for t in law], expected).pvalue)
+    return float(stats.chisquare([counts[t] for t in distribution], expected).pvalue)
 
 
 @pytest.mark.parametrize(("vocab", "name"), CASES)
-def test_jitted_rule_follows_the_enumerated_law(vocab, name):
+def test_jitted_rule_follows_the_enumerated_distribution(vocab, name):
     """Ties the compiled rule to the enumeration; each case fires falsely once in 10^6."""
     assert p_value(match_rule(DEPTH), vocab, name) > FALSE_ALARM
 
@@ -254,12 +265,12 @@ def keyed(predicted, max_depth: int = DEPTH) -> AcceptRule:
         positions = predicted(root_position[:, None], tree.depth)
         return walk(tree, ancestors, sampling_lib.draw(keys, logits, positions, sampling), max_depth)
 
-    return AcceptRule("keyed", frozenset(DrawLaw), verify)
+    return AcceptRule("keyed", frozenset(DrawScheme), verify)
 
 
 @pytest.mark.parametrize("name", ["siblings", "chain"])
 def test_chi_square_finds_noise_that_is_used_twice(name):
-    """All nodes draw with the noise of one position: each draw follows its law, the text does not."""
+    """All nodes draw with the noise of one position: each draw follows its distribution, the text does not."""
     assert p_value(keyed(lambda root, depth: root + 1 + 0 * depth), 4, name) < FALSE_ALARM
 
 
@@ -306,12 +317,12 @@ def test_wrong_noise_positions_are_found(predicted):
 # --- legality ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_rule_refuses_laws_it_is_not_exact_for():
-    nothing = match_rule(1)._replace(name="chain", laws=frozenset())
+def test_a_rule_refuses_schemes_it_is_not_exact_for():
+    nothing = match_rule(1)._replace(name="chain", schemes=frozenset())
     with pytest.raises(ValueError, match="accept='chain' is not lossless for draw='arbitrary'"):
-        check_legal(nothing, DrawLaw.ARBITRARY)
-    drafter = Drafter(*[lambda *_: None] * 5, DrawLaw.ARBITRARY, 2, 1)
+        check_legal(nothing, DrawScheme.ARBITRARY)
+    drafter = Drafter(*[lambda *_: None] * 5, DrawScheme.ARBITRARY, 2, 1)
     with pytest.raises(ValueError, match="arbitrary"):
         make_step(ModelConfig(4, 8, 1, 1, 1, 8, 8), drafter, nothing)
-    for law in DrawLaw:
-        check_legal(match_rule(1), law)
+    for scheme in DrawScheme:
+        check_legal(match_rule(1), scheme)

@@ -20,8 +20,8 @@ from hsd_jax import params as params_lib
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.models import convert
-from hsd_jax.request import _decoder, _seeds, rule_and_law
-from hsd_jax.types import NO_TOKEN, DrawLaw
+from hsd_jax.request import _decoder, _seeds, rule_and_scheme
+from hsd_jax.types import NO_TOKEN, DrawScheme
 
 CYCLE = "aé€😀 "
 EOS = 256
@@ -228,12 +228,12 @@ def test_a_neighbour_changes_nothing(params, seed):
         np.testing.assert_array_equal(found.tokens[[0, 2]], wanted[[0, 2]])
 
 
-def test_the_rule_and_the_law_of_a_call():
-    """`auto` is `match` whatever the call; each rule has a law of its own unless another is asked for."""
-    assert rule_and_law("auto", None) == rule_and_law("match", None) == ("match", DrawLaw.COUPLED)
-    assert rule_and_law("recursive", None) == ("recursive", DrawLaw.WITHOUT_REPLACEMENT)
-    for law in DrawLaw:
-        assert rule_and_law("auto", law.value) == ("match", law)
+def test_the_rule_and_the_scheme_of_a_call():
+    """`auto` is `match` whatever the call; each rule has a distribution of its own unless another is asked for."""
+    assert rule_and_scheme("auto", None) == rule_and_scheme("match", None) == ("match", DrawScheme.COUPLED)
+    assert rule_and_scheme("recursive", None) == ("recursive", DrawScheme.WITHOUT_REPLACEMENT)
+    for scheme in DrawScheme:
+        assert rule_and_scheme("auto", scheme.value) == ("match", scheme)
 
 
 def test_sampled_text_is_that_of_plain_decoding(params):
@@ -256,9 +256,9 @@ def test_nan_logits_name_their_row(speculate, temperature):
     pair = hsd_jax.Params(
         setup.models["target"], setup.models["drafter"], setup.config, setup.drafter_config, max_len=MAX_LEN, tree=TREE
     )
-    pair = hsd_jax.restrict(pair, toy.HOT_IDS)
+    pair = hsd_jax.restrict(pair, toy.DRAFT_TO_TARGET)
     how = {"max_new_tokens": 8, "temperature": temperature, "speculate": speculate, "seed": [1, 2, 3]}
-    said = {*hsd_jax.decode(pair, [ONE] * 3, **how).tokens.ravel().tolist(), *ONE, *toy.HOT_IDS.tolist()}
+    said = {*hsd_jax.decode(pair, [ONE] * 3, **how).tokens.ravel().tolist(), *ONE, *toy.DRAFT_TO_TARGET.tolist()}
     token = next(token for token in range(toy.VOCAB) if token not in said)
     damaged = {**pair.target, "embedding": pair.target["embedding"].at[token].set(jnp.nan)}
     broken, prompts = pair.replace(target=damaged), [ONE, ONE, [2, token]]

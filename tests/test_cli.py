@@ -352,15 +352,15 @@ def test_bench_compares_rules(folders, tmp_path):
 
 
 def test_the_rules_of_the_command_line_are_those_of_the_library():
-    from hsd_jax.infer.accept import NATURAL_LAW
+    from hsd_jax.infer.accept import NATURAL_SCHEME
     from hsd_jax.request import AUTO
-    from hsd_jax.types import DrawLaw
+    from hsd_jax.types import DrawScheme
 
     parser = argparse.ArgumentParser()
     options.add_rule_arguments(parser.add_argument_group())
     choices = {action.dest: action.choices for action in parser._actions}
-    assert choices["accept"] == (AUTO, *NATURAL_LAW)
-    assert choices["draw"] == tuple(law.value for law in DrawLaw)
+    assert choices["accept"] == (AUTO, *NATURAL_SCHEME)
+    assert choices["draw"] == tuple(scheme.value for scheme in DrawScheme)
 
 
 def test_bench_fills_a_grid(folders, tmp_path, capsys):
@@ -511,19 +511,23 @@ def test_train_restrict(folders, tmp_path, capsys):
     out, data = tmp_path / "hot", tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": " ".join(TEXTS)}) + "\n" for _ in range(40)))
     arguments = ["--target", folders.target, "--drafter", folders.drafter, "--data", data, "--out", out]
-    assert hsd("train", "restrict", *arguments, "--hot-vocab", "0.5") == 0
+    assert hsd("train", "restrict", *arguments, "--draft-vocab", "0.5") == 0
     lines = capsys.readouterr().err.splitlines()
     config, weights = drafter_files.read_drafter(out)
     num = -(-config.vocab_size // 2)
-    assert config.hot_tokens == num and weights["injector"]["bias"].shape[0] == num and "head" not in weights
-    assert re.match(rf"hot vocabulary of {num} tokens: covers \d+\.\d% of the [\d,]+ labels held out", lines[1])
+    assert config.reduced_vocab_size == num and weights["injector"]["bias"].shape[0] == num and "head" not in weights
+    assert re.match(
+        rf"reduced draft vocabulary of {num} tokens: covers \d+\.\d% of the [\d,]+ labels held out", lines[1]
+    )
     small = ["--nodes", "3", "--depth", "2", "--width", "1", "--max-new-tokens", "6", "--json", "the cat"]
     texts = []
     for folder in (out, folders.drafter):
         assert hsd("generate", "--target", folders.target, "--drafter", folder, *small) == 0
         texts.append(json.loads(capsys.readouterr().out)["tokens"])
     assert texts[0] == texts[1]
-    assert hsd("train", "restrict", *arguments, "--hot-vocab", "1.5") == 2
+    assert hsd("train", "restrict", *arguments, "--hot-vocab", "0.5") == 2
+    assert "--hot-vocab is now --draft-vocab" in capsys.readouterr().err
+    assert hsd("train", "restrict", *arguments, "--draft-vocab", "1.5") == 2
     assert "'1.5': allowed are finite numbers from 0 to 1" in capsys.readouterr().err
 
 

@@ -171,9 +171,9 @@ def test_bad_values_end_before_anything_compiles(folders, tmp_path, capsys, argu
 
 @pytest.mark.parametrize(
     ("accept", "temperature", "words"),
-    [(None, 1.0, "3/5"), ("match", 1.0, "3/5"), ("recursive", 0.0, "3/5"), ("recursive", 1.0, "by law")],
+    [(None, 1.0, "3/5"), ("match", 1.0, "3/5"), ("recursive", 0.0, "3/5"), ("recursive", 1.0, "by distribution")],
 )
-def test_sampled_text_under_another_rule_follows_a_law(accept, temperature, words):
+def test_sampled_text_under_another_rule_follows_a_distribution(accept, temperature, words):
     mode = {"same_text_as_plain": 3} | ({} if accept is None else {"accept": accept})
     assert tables.same_text(mode, temperature, 5) == words
 

@@ -21,7 +21,7 @@ from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.kernels import native
 from hsd_jax.models.target import forward_sequence, init_target
-from hsd_jax.types import DrawLaw, Limits, SamplingParams
+from hsd_jax.types import DrawScheme, Limits, SamplingParams
 
 
 def random_call(rng: np.random.Generator, vocab: int) -> toy.Call:
@@ -46,7 +46,7 @@ SLOW_PROPOSERS = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PR
 def test_a_hundred_prompts_compile_once(proposer):
     """Prompts, lengths, settings, seeds, limits, end tokens and acceptance patterns are all traced."""
     if proposer == "sampled":
-        setup = toy.sampled(DrawLaw.WITHOUT_REPLACEMENT)
+        setup = toy.sampled(DrawScheme.WITHOUT_REPLACEMENT)
         decoder = setup.decoder_with(recursive_rule(3, 3))
     else:
         setup = toy.setup("llama", proposer)
@@ -96,7 +96,7 @@ def compiled_loop(
     drafter_config: DrafterConfig | None,
     batch: int,
     capacity: int,
-    law: DrawLaw = DrawLaw.ARBITRARY,
+    scheme: DrawScheme = DrawScheme.ARBITRARY,
     reuse: ReuseConfig = NO_REUSE,
     dtype=jnp.float32,
 ):
@@ -104,8 +104,8 @@ def compiled_loop(
     drafter, step = None, make_plain_step(config)
     if drafter_config is not None:
         tree = TreeConfig(nodes=8, depth=4, width=3)
-        drafter = hidden_drafter(config, drafter_config, tree, law=law, reuse=reuse)
-        rule = match_rule(tree.depth) if law is DrawLaw.ARBITRARY else recursive_rule(tree.depth, tree.width)
+        drafter = hidden_drafter(config, drafter_config, tree, scheme=scheme, reuse=reuse)
+        rule = match_rule(tree.depth) if scheme is DrawScheme.ARBITRARY else recursive_rule(tree.depth, tree.width)
         step = make_step(config, drafter, rule)
     decoder = Decoder(config, step, drafter)
 
@@ -165,20 +165,20 @@ def drafter_for(config: ModelConfig, **changes) -> DrafterConfig:
 
 
 @pytest.mark.parametrize(
-    ("config", "batch", "trunk", "law"),
+    ("config", "batch", "trunk", "scheme"),
     [
-        pytest.param(SMALL, 1, RECURRENT, DrawLaw.ARBITRARY, id="small-1"),
-        pytest.param(SMALL, 1, PARALLEL, DrawLaw.ARBITRARY, id="small-1-block", marks=pytest.mark.slow),
-        pytest.param(SMALL, 4, RECURRENT, DrawLaw.ARBITRARY, id="small-4", marks=pytest.mark.slow),
-        pytest.param(DEMO, 1, RECURRENT, DrawLaw.ARBITRARY, id="demo-1", marks=pytest.mark.slow),
-        pytest.param(DEMO, 4, RECURRENT, DrawLaw.ARBITRARY, id="demo-4", marks=pytest.mark.slow),
-        pytest.param(DEMO, 4, PARALLEL, DrawLaw.ARBITRARY, id="demo-4-block", marks=pytest.mark.slow),
-        pytest.param(SMALL, 1, RECURRENT, DrawLaw.WITHOUT_REPLACEMENT, id="small-1-sampled"),
+        pytest.param(SMALL, 1, RECURRENT, DrawScheme.ARBITRARY, id="small-1"),
+        pytest.param(SMALL, 1, PARALLEL, DrawScheme.ARBITRARY, id="small-1-block", marks=pytest.mark.slow),
+        pytest.param(SMALL, 4, RECURRENT, DrawScheme.ARBITRARY, id="small-4", marks=pytest.mark.slow),
+        pytest.param(DEMO, 1, RECURRENT, DrawScheme.ARBITRARY, id="demo-1", marks=pytest.mark.slow),
+        pytest.param(DEMO, 4, RECURRENT, DrawScheme.ARBITRARY, id="demo-4", marks=pytest.mark.slow),
+        pytest.param(DEMO, 4, PARALLEL, DrawScheme.ARBITRARY, id="demo-4-block", marks=pytest.mark.slow),
+        pytest.param(SMALL, 1, RECURRENT, DrawScheme.WITHOUT_REPLACEMENT, id="small-1-sampled"),
     ],
 )
-def test_the_loop_holds_no_second_cache(config, batch, trunk, law):
+def test_the_loop_holds_no_second_cache(config, batch, trunk, scheme):
     """Temporary memory stays below a quarter of the caches at 2,048 slots: they are updated in place."""
-    compiled, cache_bytes = compiled_loop(config, drafter_for(config, trunk=trunk), batch, 2048, law)
+    compiled, cache_bytes = compiled_loop(config, drafter_for(config, trunk=trunk), batch, 2048, scheme)
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)
     assert memory.alias_size_in_bytes >= cache_bytes

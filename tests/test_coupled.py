@@ -25,10 +25,10 @@ from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.accept import check_legal, match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
-from hsd_jax.infer.step import make_step, or_lawless
+from hsd_jax.infer.step import make_step, or_invalid
 from hsd_jax.infer.tree import Grower, ancestor_mask, coupled_sharpness
 from hsd_jax.kernels import native, ops
-from hsd_jax.types import LAWLESS_TOKEN, DrawLaw, ModelOutput, NewKV, RoundInputs, SamplingParams
+from hsd_jax.types import INVALID_TOKEN, DrawScheme, ModelOutput, NewKV, RoundInputs, SamplingParams
 
 FALSE_ALARM = 1e-6
 VOCAB = 9
@@ -63,15 +63,15 @@ def keys_of(seeds) -> jax.Array:
 
 
 @functools.cache
-def jitted(config: TreeConfig, law: DrawLaw, is_hot: bool, is_given: bool = True):
+def jitted(config: TreeConfig, scheme: DrawScheme, is_hot: bool, is_given: bool = True):
     """Grows trees with the noise of the round given, or left to the tree."""
-    hot_ids = jnp.asarray(HOT) if is_hot else None
+    draft_to_target = jnp.asarray(HOT) if is_hot else None
 
     def grow(base, table, root, keys, position, sampling):
         noise = sampling_lib.round_noise(keys, position, config.depth + 1, VOCAB, sampling) if is_given else None
         bias = toy.of_tokens(lambda tokens: table[tokens])
         inputs = RoundInputs(root, position, keys, sampling, noise)
-        return Grower(config, law, VOCAB).grow_token_free(base, bias, inputs, hot_ids)
+        return Grower(config, scheme, VOCAB).grow_token_free(base, bias, inputs, draft_to_target)
 
     return jax.jit(grow)
 
@@ -86,10 +86,12 @@ def inputs(config: TreeConfig, seed: int, is_hot: bool, rows=SETTINGS):
     return base, table, root, keys, position, settings_of(rows)
 
 
-def find_difference(config: TreeConfig, is_hot: bool, seed: int, rows=SETTINGS, law=DrawLaw.COUPLED) -> str | None:
+def find_difference(
+    config: TreeConfig, is_hot: bool, seed: int, rows=SETTINGS, scheme=DrawScheme.COUPLED
+) -> str | None:
     """Where a tree and the oracle's differ, or None."""
     base, table, root, keys, position, sampling = inputs(config, seed, is_hot, rows)
-    tree = jax.tree.map(np.asarray, jitted(config, law, is_hot)(base, table, root, keys, position, sampling))
+    tree = jax.tree.map(np.asarray, jitted(config, scheme, is_hot)(base, table, root, keys, position, sampling))
     predicted = np.asarray(position)[:, None] + 1 + np.arange(config.depth, dtype=np.int32)
     noise = np.asarray(sampling_lib.position_noise(keys, jnp.asarray(predicted), VOCAB), np.float64)
     for row, setting in enumerate(rows):
@@ -118,7 +120,7 @@ def test_trees_are_those_of_the_oracle(config, is_hot):
 
 
 def test_the_comparison_finds_trees_that_see_no_noise():
-    assert find_difference(CONFIGS[2], False, 0, law=DrawLaw.ARBITRARY) is not None
+    assert find_difference(CONFIGS[2], False, 0, scheme=DrawScheme.ARBITRARY) is not None
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
@@ -126,24 +128,24 @@ def test_greedy_rows_have_the_tree_they_always_had(config):
     """Beside sampled rows, and in a batch of greedy rows alone."""
     for rows in (SETTINGS, [(0.0, None, None)] * len(SETTINGS)):
         call = inputs(config, 3, False, rows)
-        one, other = (jitted(config, law, False)(*call) for law in (DrawLaw.COUPLED, DrawLaw.ARBITRARY))
+        one, other = (jitted(config, scheme, False)(*call) for scheme in (DrawScheme.COUPLED, DrawScheme.ARBITRARY))
         greedy = [row for row, setting in enumerate(rows) if setting[0] == 0.0]
         for name in ("tokens", "parents", "depth", "valid"):
             found, wanted = (np.asarray(getattr(tree, name))[greedy] for tree in (one, other))
             np.testing.assert_array_equal(found, wanted)
-        assert one.law is DrawLaw.COUPLED and one.draft_logp is None
+        assert one.scheme is DrawScheme.COUPLED and one.draft_logp is None
 
 
 def test_noise_that_is_not_given_is_the_same():
     call = inputs(CONFIGS[2], 5, True)
-    given, computed = (jitted(CONFIGS[2], DrawLaw.COUPLED, True, is_given)(*call) for is_given in (True, False))
+    given, computed = (jitted(CONFIGS[2], DrawScheme.COUPLED, True, is_given)(*call) for is_given in (True, False))
     jax.tree.map(np.testing.assert_array_equal, given, computed)
 
 
 def test_filters_that_leave_fewer_tokens_than_children():
     """Children without mass come last; parents stay before children, and the text is none of their business."""
     rows = [(1.0, 1, None), (0.7, 2, None), (1.0, None, 0.05)]
-    tree = jax.tree.map(np.asarray, jitted(CONFIGS[2], DrawLaw.COUPLED, False)(*inputs(CONFIGS[2], 1, False, rows)))
+    tree = jax.tree.map(np.asarray, jitted(CONFIGS[2], DrawScheme.COUPLED, False)(*inputs(CONFIGS[2], 1, False, rows)))
     assert (tree.parents[:, 1:] >= 0).all() and (tree.parents < np.arange(CONFIGS[2].nodes)).all()
     assert (tree.depth[:, 1:] == np.take_along_axis(tree.depth, tree.parents[:, 1:], 1) + 1).all()
     assert tree.depth[0].max() == CONFIGS[2].depth  # top-k 1: the chain of the likeliest comes first
@@ -226,7 +228,7 @@ def plain_texts(seed: int) -> list[list[int]]:
 def test_text_is_that_of_plain_sampling(proposer):
     """Every proposer, with three sets of seeds and prompts."""
     setup = toy.setup("llama", proposer)
-    assert setup.drafter.law is DrawLaw.COUPLED
+    assert setup.drafter.scheme is DrawScheme.COUPLED
     for seed in (1, 2, 3):
         call = warm_call(seed)
         found = toy.generated(call, call.run(setup.decoder, setup.models))
@@ -234,13 +236,13 @@ def test_text_is_that_of_plain_sampling(proposer):
 
 
 def test_arbitrary_trees_may_still_be_asked_for():
-    call, setup = warm_call(1), toy.setup("llama", "beam", DrawLaw.ARBITRARY)
+    call, setup = warm_call(1), toy.setup("llama", "beam", DrawScheme.ARBITRARY)
     found = toy.generated(call, call.run(setup.decoder, setup.models))
     assert first_difference(found, plain_texts(1)) is None
 
 
-def test_lookup_has_no_law_to_couple():
-    assert toy.setup("llama", "lookup").drafter.law is DrawLaw.ARBITRARY
+def test_lookup_has_no_distribution_to_couple():
+    assert toy.setup("llama", "lookup").drafter.scheme is DrawScheme.ARBITRARY
 
 
 ROWS = 4096
@@ -260,7 +262,7 @@ def tiny_call(rows: int = ROWS) -> toy.Call:
 def tiny_state(change=lambda drafter: drafter, tree: TreeConfig = test_recursive.TREES["deep"]):
     """The pair of four tokens, decoded in every row with another seed."""
     config, _, drafter_config, models = test_recursive.tiny_pair()
-    drafter = change(make_drafter(config, drafter_config, tree, law=DrawLaw.COUPLED))
+    drafter = change(make_drafter(config, drafter_config, tree, scheme=DrawScheme.COUPLED))
     step = make_step(config, drafter, match_rule(tree.depth))
     return tiny_call().run(Decoder(config, step, drafter, precision="highest", use_native=False), models)
 
@@ -313,10 +315,10 @@ def test_wrong_noise_costs_acceptance_alone(mutant):
 
 PAIRS: list[oracle.Setting] = [(1.0, None, None), (0.8, None, None), (0.5, None, None), (1.0, None, None)]
 PAIRS += [(0.8, 5, None), (1.0, None, 0.9)]
-"""Settings of pairs of laws over VOCAB tokens, from nearly alike to unlike, the last ones filtered."""
+"""Settings of pairs of distributions over VOCAB tokens, from nearly alike to unlike, the last ones filtered."""
 
 
-def pair_of_laws(number: int) -> tuple[np.ndarray, np.ndarray, oracle.Setting]:
+def pair_of_distributions(number: int) -> tuple[np.ndarray, np.ndarray, oracle.Setting]:
     rng = np.random.default_rng(number)
     target = rng.normal(0, 1.0, VOCAB)
     draft = target + rng.normal(0, 0.2 + 0.3 * number, VOCAB)
@@ -339,7 +341,7 @@ def jitted_round(change=None):
         nothing = toy.of_tokens(lambda tokens: jnp.zeros((*tokens.shape, VOCAB)))
         shown = noise if change is None else change(noise)
         inputs = RoundInputs(zero, zero, keys, sampling, shown)
-        drafted = Grower(tree, DrawLaw.COUPLED, VOCAB).grow_token_free(base, nothing, inputs)
+        drafted = Grower(tree, DrawScheme.COUPLED, VOCAB).grow_token_free(base, nothing, inputs)
         logits = jnp.broadcast_to(target_logits, (rows, 2, VOCAB))
         mask = ancestor_mask(drafted, 1)
         return match_rule(1).verify(keys, drafted, mask, logits, sampling, zero, noise).num_accepted
@@ -348,20 +350,20 @@ def jitted_round(change=None):
 
 
 def num_accepted(number: int, change=None) -> int:
-    target, draft, setting = pair_of_laws(number)
+    target, draft, setting = pair_of_distributions(number)
     sampling = settings_of([setting] * NUM)
     return int(jitted_round(change)(draft, target, keys_of(np.arange(NUM)), sampling).sum())
 
 
-def laws(number: int) -> tuple[np.ndarray, np.ndarray]:
-    target, draft, setting = pair_of_laws(number)
-    return sampling_oracle.law(target, *setting), sampling_oracle.law(draft, *setting)
+def distributions(number: int) -> tuple[np.ndarray, np.ndarray]:
+    target, draft, setting = pair_of_distributions(number)
+    return sampling_oracle.distribution(target, *setting), sampling_oracle.scheme(draft, *setting)
 
 
 @pytest.mark.parametrize("number", range(len(PAIRS)))
 def test_one_child_is_accepted_as_often_as_the_noise_allows(number):
     """As the closed form says, which is never below (1 - TV) / (1 + TV); false alarm 10^-6 each."""
-    p, q = laws(number)
+    p, q = distributions(number)
     exact, distance = oracle.acceptance(p, q), np.abs(p - q).sum() / 2
     assert exact >= (1 - distance) / (1 + distance) - 1e-12
     assert stats.binomtest(num_accepted(number), NUM, exact).pvalue > FALSE_ALARM
@@ -372,7 +374,7 @@ def test_one_child_is_accepted_as_often_as_the_noise_allows(number):
 
 @pytest.mark.parametrize("change", [lambda noise: noise[:, ::-1], lambda noise: -noise], ids=["displaced", "negated"])
 def test_the_closed_form_finds_wrong_noise(change):
-    p, q = laws(0)
+    p, q = distributions(0)
     assert stats.binomtest(num_accepted(0, change), NUM, oracle.acceptance(p, q)).pvalue < FALSE_ALARM
 
 
@@ -390,7 +392,7 @@ def test_the_bound_is_that_of_the_paper():
 
 def test_recursive_refuses_coupled_drafts():
     with pytest.raises(ValueError, match="'recursive' is not lossless for draw='coupled'; it allows independent, with"):
-        check_legal(recursive_rule(1, 1), DrawLaw.COUPLED)
+        check_legal(recursive_rule(1, 1), DrawScheme.COUPLED)
     setup = toy.setup("llama", "chain")
     with pytest.raises(ValueError, match="coupled"):
         make_step(setup.config, setup.drafter, recursive_rule(4, 1))
@@ -399,7 +401,7 @@ def test_recursive_refuses_coupled_drafts():
 @functools.cache
 def jitted_recursive_round(is_coupled: bool):
     """What one round of one drawn child emits first; `is_coupled`: the child was chosen by the target's noise."""
-    tree, law = TreeConfig(2, 1, 1), DrawLaw.WITHOUT_REPLACEMENT
+    tree, scheme = TreeConfig(2, 1, 1), DrawScheme.WITHOUT_REPLACEMENT
 
     def emitted(draft_logits, target_logits, keys, sampling):
         rows = len(sampling.temperature)
@@ -407,9 +409,9 @@ def jitted_recursive_round(is_coupled: bool):
         base = jnp.broadcast_to(draft_logits, (rows, 1, VOCAB))
         nothing = toy.of_tokens(lambda tokens: jnp.zeros((*tokens.shape, VOCAB)))
         inputs = RoundInputs(zero, zero, keys, sampling)
-        drafted = Grower(tree, law, VOCAB).grow_token_free(base, nothing, inputs)
+        drafted = Grower(tree, scheme, VOCAB).grow_token_free(base, nothing, inputs)
         if is_coupled:
-            by_noise = Grower(tree, DrawLaw.COUPLED, VOCAB).grow_token_free(base, nothing, inputs)
+            by_noise = Grower(tree, DrawScheme.COUPLED, VOCAB).grow_token_free(base, nothing, inputs)
             drafted = drafted.replace(tokens=by_noise.tokens)
         logits = jnp.broadcast_to(target_logits, (rows, 2, VOCAB))
         mask = ancestor_mask(drafted, 1)
@@ -419,13 +421,13 @@ def jitted_recursive_round(is_coupled: bool):
 
 
 def recursive_p_value(is_coupled: bool) -> float:
-    """Chi-square of the first token of 100,000 rounds against the target's law."""
+    """Chi-square of the first token of 100,000 rounds against the target's distribution."""
     rng, num = np.random.default_rng(1), 100_000
     target, draft = rng.normal(0, 1.0, (2, VOCAB)).astype(np.float32)
     sampling = settings_of([(1.0, None, None)] * num)
     found = jitted_recursive_round(is_coupled)(draft, target, keys_of(np.arange(num)), sampling)
-    law = sampling_oracle.law(target, 1.0, None, None)
-    return float(stats.chisquare(np.bincount(np.asarray(found), minlength=VOCAB), law * num).pvalue)
+    scheme = sampling_oracle.distribution(target, 1.0, None, None)
+    return float(stats.chisquare(np.bincount(np.asarray(found), minlength=VOCAB), scheme * num).pvalue)
 
 
 def test_the_chi_square_finds_coupled_drafts_under_recursive():
@@ -434,7 +436,8 @@ def test_the_chi_square_finds_coupled_drafts_under_recursive():
     assert recursive_p_value(is_coupled=True) < FALSE_ALARM
 
 
-# --- targets without a law --------------------------------------------------------------------------------------------
+# --- targets without a distribution
+# --------------------------------------------------------------------------------------------
 
 
 def output_of(logits: np.ndarray, hidden: np.ndarray | None = None) -> ModelOutput:
@@ -442,22 +445,22 @@ def output_of(logits: np.ndarray, hidden: np.ndarray | None = None) -> ModelOutp
     return ModelOutput(jnp.asarray(logits), jnp.asarray(states), (), NewKV((), ()))
 
 
-def test_tokens_without_a_law_are_found():
+def test_tokens_without_a_distribution_are_found():
     """A node whose state is NaN, a token that is NaN everywhere, logits that are all -inf, and rows in order."""
     logits = np.random.default_rng(0).normal(0, 1, (4, 3, 5)).astype(np.float32)
     hidden = np.zeros((4, 3, 2), np.float32)
     hidden[0, 2, 1] = np.nan
     logits[1, :, 3] = np.nan
     logits[2, 1] = -np.inf
-    logits[3, :, 2] = -np.inf  # one token of no mass is a law
+    logits[3, :, 2] = -np.inf  # one token of no mass is a distribution
     emitted, path = jnp.full((4, 3), 1, jnp.int32), jnp.array([[0, 1, 2]] * 4, jnp.int32)
-    found = jax.jit(or_lawless)(emitted, path, output_of(logits, hidden))
-    wrong = LAWLESS_TOKEN
+    found = jax.jit(or_invalid)(emitted, path, output_of(logits, hidden))
+    wrong = INVALID_TOKEN
     assert found.tolist() == [[1, 1, wrong], [wrong] * 3, [1, wrong, 1], [1, 1, 1]]
 
 
 @pytest.mark.parametrize("proposer", ["plain", pytest.param("chain", marks=pytest.mark.slow), "beam"])
-def test_a_row_without_a_law_ends_and_leaves_the_others_alone(proposer):
+def test_a_row_without_a_distribution_ends_and_leaves_the_others_alone(proposer):
     """The embedding of one token is NaN: rows that say it end, and what stands before is the text.
 
     A drafted node of NaN spoils its neighbours in the tree, whose weight of 0 it meets, so with drafts a row may end
@@ -476,8 +479,8 @@ def test_a_row_without_a_law_ends_and_leaves_the_others_alone(proposer):
     for text, found in zip(wanted, toy.generated(call, state), strict=True):
         end = text.index(token) + 1 if token in text[:-1] else len(text)
         if proposer == "plain":
-            assert found == [*text[:end], *[LAWLESS_TOKEN] * (end < len(text))]
-        elif found[-1] == LAWLESS_TOKEN:
+            assert found == [*text[:end], *[INVALID_TOKEN] * (end < len(text))]
+        elif found[-1] == INVALID_TOKEN:
             assert len(found) - 1 <= end and found[:-1] == text[: len(found) - 1]
         else:
             assert found == text and end == len(text)

@@ -88,7 +88,7 @@ def states_of_rounds(models, rows, config: DrafterConfig, capacity: int, length)
     """The states of a round of inference behind a prompt of `length[b]` tokens of each row: prefill, then draft."""
     tree = TreeConfig(nodes=config.num_steps + 1, depth=config.num_steps, width=1)
     proposer = make_drafter(TARGET, config, tree)
-    output = forward_sequence(models["target"], TARGET, rows, taps=proposer.taps)
+    output = forward_sequence(models["target"], TARGET, rows, aux_layers=proposer.aux_layers)
     state = drafter_after(proposer, models, output, rows, length, capacity)
     if config.kind == "medusa":
         return head_states(models["drafter"], config, state.feature, config.num_steps)
@@ -106,7 +106,7 @@ def states_of_rounds(models, rows, config: DrafterConfig, capacity: int, length)
 @functools.partial(jit, static_argnums=1)
 def read_rows(models, config: DrafterConfig, rows):
     """The target's pass over all but the last token, and what the trunk reads of it: features and embeddings."""
-    output = forward_sequence(models["target"], TARGET, rows[:, :-1], taps=config.feature_layers)
+    output = forward_sequence(models["target"], TARGET, rows[:, :-1], aux_layers=config.feature_layers)
     embeddings = models["target"]["embedding"][rows[:, 1:]] * TARGET.embed_scale
     features = trunk_features(models["drafter"], config, output.hidden, output.features)
     return output, features, embeddings if config.committed_embeddings else None
@@ -292,12 +292,12 @@ def test_a_target_learns_the_same_from_a_document_alone_and_packed(standard_dtyp
 
 
 @functools.cache
-def graded(loss_config: drafter.LossConfig = ALL, hot_ids: tuple[int, ...] | None = None, **changes):
+def graded(loss_config: drafter.LossConfig = ALL, draft_to_target: tuple[int, ...] | None = None, **changes):
     """`call(weights, frozen, batch, step=0, seed=0)`: loss, metrics and gradients to drafter and target, compiled."""
     config = drafter.drafter_config(dataclasses.replace(MODEL, **changes), TARGET)
     ids = None
-    if hot_ids is not None:
-        config, ids = dataclasses.replace(config, hot_tokens=len(hot_ids)), jnp.asarray(hot_ids)
+    if draft_to_target is not None:
+        config, ids = dataclasses.replace(config, reduced_vocab_size=len(draft_to_target)), jnp.asarray(draft_to_target)
     grad = jit(jax.value_and_grad(drafter.make_loss(TARGET, config, loss_config, ids), (0, 1), has_aux=True))
 
     def call(weights, frozen, batch, step: int = 0, seed: int = 0):
@@ -323,9 +323,9 @@ def logits_of_round(models, config: DrafterConfig, rows, length, previous):
 def counted(models, config: DrafterConfig, rows: np.ndarray, mask: np.ndarray) -> tuple[float, np.ndarray]:
     """Loss (forward KL) and overlap of each depth over all anchors, by loops over rows, anchors and depths.
 
-    Of the target's law only what it gives to the tokens that may be drafted.
+    Of the target's distribution only what it gives to the tokens that may be drafted.
     """
-    columns = np.asarray(models["drafter"].get("hot_ids", np.arange(TARGET.vocab_size)))
+    columns = np.asarray(models["drafter"].get("draft_to_target", np.arange(TARGET.vocab_size)))
     output, _, _ = read_rows(models, config, jnp.asarray(rows))
     weights = 0.8 ** np.arange(config.num_steps)
     weights /= weights.sum()

@@ -57,7 +57,7 @@ def make_telling_params(**changes) -> Params:
 def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
     params = make_params(**changes)
     if is_hot:
-        params = hsd_jax.restrict(params, toy.HOT_IDS)
+        params = hsd_jax.restrict(params, toy.DRAFT_TO_TARGET)
     options = {"max_new_tokens": 24, "temperature": temperature}
     texts = evaluate.write_texts(params, PROMPTS, seed=5, batch=2, **options)
     models = params.drafter, params.drafter_config, params.target, params.target_config
@@ -85,7 +85,7 @@ def test_simulated_tau_with_reuse_is_that_of_decoding(form, temperature):
     models = params.drafter, params.drafter_config, params.target, params.target_config
     tree = TreeConfig(nodes=6, depth=2, width=2) if form == "ahead" else TREE
     drafts = [(tree, ReuseConfig.parse(form)), (tree, ReuseConfig())]
-    (found, without), _ = evaluate.fates(*models, texts, drafts, temperature)
+    (found, without), _ = evaluate.accepted_lengths(*models, texts, drafts, temperature)
     out = hsd_jax.decode(params, prompts, seed=[5, 6, 7], tree=tree, reuse=form, accept="match", **options)
     assert found.histogram == tuple(out.stats.accepted_histogram.tolist())
     assert [len(runs) for runs in found.trunk_runs] == out.stats.per_row.num_target_passes.tolist()
@@ -103,7 +103,7 @@ def test_drafters_that_were_not_trained_are_simulated_too(proposer):
     texts = evaluate.write_texts(params, prompts, 24, 0.0, seed=0)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4)]
-    found, overlap = evaluate.fates(*models, texts, drafts, 0.0)
+    found, overlap = evaluate.accepted_lengths(*models, texts, drafts, 0.0)
     assert overlap is None
     for (tree, _), fate in zip(drafts, found, strict=True):
         out = hsd_jax.decode(params, prompts, max_new_tokens=24, tree=tree)
@@ -116,8 +116,8 @@ def test_chains_are_read_off_the_longest():
     texts = evaluate.write_texts(params, [np.arange(4, 10)], 24, 0.0, seed=0)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4, 1)]
-    together, _ = evaluate.fates(*models, texts, drafts, 0.0)
-    assert together == [evaluate.fates(*models, texts, [draft], 0.0)[0][0] for draft in drafts]
+    together, _ = evaluate.accepted_lengths(*models, texts, drafts, 0.0)
+    assert together == [evaluate.accepted_lengths(*models, texts, [draft], 0.0)[0][0] for draft in drafts]
     assert len({fate.tau for fate in together}) == 3
 
 

@@ -303,7 +303,8 @@ def test_the_xla_products_decode_the_same_text():
 
 
 def test_the_table_finds_noise_at_the_wrong_position():
-    """A rule one position early is lossless in law, but not token for token: greedy rows agree, sampled rows do not."""
+    """A rule one position early is lossless in distribution, but not token for token: greedy rows agree, sampled rows
+    do not."""
     call = toy.mixed_call()
     setup = toy.setup("llama", toy.CHAIN_ORACLE)
     early = setup.decoder_with(rule=keyed(lambda root, depth: root + depth, max_depth=DEPTH))

@@ -30,7 +30,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 TRUNKS = pytest.mark.parametrize("proposer", ["beam", "block"])
-"""The recurrent trunk and the block trunk, of two layers."""
+"""The recurrent trunk and the parallel trunk, of two layers."""
 
 
 @functools.cache
@@ -133,7 +133,8 @@ def test_states_are_those_of_one_long_causal_pass(window):
 
 
 def test_slots_are_those_of_one_long_causal_pass():
-    """The block trunk with a cache against one pass over features and slots in a row, masked by nothing but order."""
+    """The parallel trunk with a cache against one pass over features and slots in a row, masked by nothing but
+    order."""
     setup = toy.setup("llama", "block")
     models, state, _, _ = mid_state("block")
     states, _ = jitted_states("block")(models, state.drafter)
@@ -235,7 +236,7 @@ def test_a_drafter_of_rank_0_drafts_as_one_whose_token_information_is_zero(tmp_p
     wanted, _ = jitted_draft()(models, state.drafter, root, position)
     bare = {name: part for name, part in models["drafter"].items() if name != "injector"}
     assert bare.keys() == init_drafter(jax.random.key(0), config).keys()
-    draft = hidden_drafter(setup.config, config, toy.TREES["beam"], law=setup.drafter.law).draft
+    draft = hidden_drafter(setup.config, config, toy.TREES["beam"], scheme=setup.drafter.scheme).draft
     _, _, keys, _, sampling = toy.mixed_call().arrays()
     inputs = RoundInputs(root, position, keys, sampling)
     found, _ = jax.jit(draft)(models | {"drafter": bare}, state.drafter, inputs)
@@ -289,7 +290,7 @@ def assert_lengths(state) -> None:
 def fresh_passes(target, drafter, target_config, config, tokens):
     """Entries of target and trunk for whole rows, the trunk's features, and the token behind each of them."""
     batch, num = tokens.shape
-    fresh = forward_sequence(target, target_config, tokens, taps=config.feature_layers)
+    fresh = forward_sequence(target, target_config, tokens, aux_layers=config.feature_layers)
     features = trunk_features(drafter, config, fresh.hidden, fresh.features)
     following = jnp.roll(tokens, -1, 1)
     embeddings = target["embedding"][following] * target_config.embed_scale
@@ -357,7 +358,7 @@ def test_caches_hold_what_fresh_passes_compute(variant, proposer):
 def test_caches_hold_what_several_layers_say(proposer):
     """A drafter that reads fused layers, under its own trees: prefill and every round tap them."""
     setup, call = toy.setup("llama", proposer), toy.mixed_call()
-    assert setup.drafter.taps == setup.drafter_config.feature_layers == (0, 1)
+    assert setup.drafter.aux_layers == setup.drafter_config.feature_layers == (0, 1)
     state = call.start(setup.decoder, setup.models)
     assert find_stale_slot(setup, state) is None
     for _ in range(3):
@@ -398,7 +399,7 @@ def test_caches_survive_growing(proposer):
 def test_the_comparison_finds_a_loop_that_reaches_too_little():
     """A trunk run that writes over the end of its cache moves onto committed slots, which no text would show."""
     setup = toy.setup("llama", "steered_block_skip")
-    short = dataclasses.replace(setup, drafter=setup.drafter._replace(reach=0))
+    short = dataclasses.replace(setup, drafter=setup.drafter._replace(lookahead=0))
     assert first_stale_slot(short) is not None
 
 

@@ -38,7 +38,7 @@ from hsd_jax.kernels import build as native_build
 from hsd_jax.models import convert
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.tokenizer import Tokenizer
-from hsd_jax.train import claim, documents, evaluate, generate, run
+from hsd_jax.train import documents, evaluate, generate, manifest, run
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.target import TargetRecipe
 from hsd_jax.train.tokenizer import train_tokenizer
@@ -159,7 +159,7 @@ BAD_DRAFTER = {
     "norm_eps": [float("inf"), 0, "x"],
     "target_hash": [5, None, []],
     "feature_layers": [5, "x", [1, 0], [-1], [True]],
-    "hot_tokens": [0, "5", 10**12],
+    "reduced_vocab_size": [0, "5", 10**12],
     "trunk": [5, "tree", []],
     "kind": ["small_lm", None],
     "committed_embeddings": ["no"],
@@ -509,20 +509,20 @@ def test_a_refused_recipe_leaves_no_claim(folders, tmp_path, monkeypatch):
         raise ValueError("not today")
 
     monkeypatch.setattr(run, "fit", refused)
-    monkeypatch.setattr(claim, "_revision", lambda: "r")
+    monkeypatch.setattr(manifest, "_revision", lambda: "r")
     monkeypatch.setattr(run, "init_target", lambda key, config: {})
     (tmp_path / "data.txt").write_text("the cat sat on the mat and the dog ran\n" * 200)
     arguments = [tmp_path / "data.txt"], tmp_path / "out"
     values = {"model": MODEL, "vocab_size": 280, "train": {"length": 8, "batch": 2}}
     with pytest.raises(ValueError, match="not today"):
         run.train_target(*arguments, TargetRecipe.from_dict(values, "r"), report=lambda line: None)
-    assert not (tmp_path / "out" / claim.RECIPE).exists()
+    assert not (tmp_path / "out" / manifest.RECIPE).exists()
     first, other = (DrafterRecipe.from_dict({"train": {"steps": n}}, "r") for n in (1, 2))
-    claim.write(tmp_path, claim.check(tmp_path, False, first))
-    claim.check(tmp_path, False, other)  # a folder without checkpoints holds nothing of the first
+    manifest.write(tmp_path, manifest.check(tmp_path, False, first))
+    manifest.check(tmp_path, False, other)  # a folder without checkpoints holds nothing of the first
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"another recipe: train\.steps is 1 there and 2 here"):
-        claim.check(tmp_path, False, other)
+        manifest.check(tmp_path, False, other)
 
 
 def test_settings_without_a_line_bind_nobody(tmp_path):

@@ -1,4 +1,5 @@
-"""Token information that knows the drafted path: the recurrence, in training, in trees of every law, and switched off.
+"""Token information that knows the drafted path: the recurrence, in training, in trees of every distribution, and
+switched off.
 
 That texts stay those of plain decoding is `test_exact.py`; that labels of training are inference's, on and off policy,
 `test_drafter_training.py` and `test_on_policy.py`.
@@ -26,7 +27,7 @@ from hsd_jax.drafters.hidden.weights import inject, read_paths, read_tree, token
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.train.trained import started_from
-from hsd_jax.types import DrawLaw, RoundInputs
+from hsd_jax.types import DrawScheme, RoundInputs
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -92,10 +93,10 @@ def mid_state(proposer: str = "path"):
     return setup, state, root, position, np.asarray(logits(setup.models, state.drafter), np.float64)
 
 
-def drawn(law: DrawLaw, tree: TreeConfig, config: DrafterConfig, injector=None):
+def drawn(scheme: DrawScheme, tree: TreeConfig, config: DrafterConfig, injector=None):
     """The trees that these drafters draw at temperature 1, one greedily so, and `node_logp` of them."""
     setup, state, root, position, _ = mid_state()
-    drafter = hidden_drafter(setup.config, config, tree, law=law)
+    drafter = hidden_drafter(setup.config, config, tree, scheme=scheme)
     models = setup.models
     if injector is not None:
         models = models | {"drafter": models["drafter"] | {"injector": injector}}
@@ -120,7 +121,7 @@ def test_a_beam_knows_its_paths(tree):
     """Against the oracle's beam, whose logits are those of whole paths; rows without a feature are left out."""
     setup, state, root, _, base = mid_state()
     config, injector = setup.drafter_config, setup.models["drafter"]["injector"]
-    found, logp = drawn(DrawLaw.ARBITRARY, tree, config)
+    found, logp = drawn(DrawScheme.ARBITRARY, tree, config)
     differs = False
     for row in np.flatnonzero(state.drafter.num_pending):
 
@@ -133,17 +134,17 @@ def test_a_beam_knows_its_paths(tree):
         assert (found.tokens[row].tolist(), found.parents[row].tolist(), found.depth[row].tolist()) == wanted
         differs |= wanted != grow_paths(functools.partial(logits, memory=2), *shape)
         for node, path in list(enumerate(paths_of(*wanted[:2])))[1:]:
-            law = log_softmax(logits(path[:-1]))
-            np.testing.assert_allclose(logp[row, node], law[path[-1]], **TOLERANCE)
+            distribution = log_softmax(logits(path[:-1]))
+            np.testing.assert_allclose(logp[row, node], distribution[path[-1]], **TOLERANCE)
     assert differs
 
 
-@pytest.mark.parametrize("law", [DrawLaw.INDEPENDENT, DrawLaw.WITHOUT_REPLACEMENT])
-def test_drawn_trees_carry_the_law_of_their_paths(law):
+@pytest.mark.parametrize("scheme", [DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT])
+def test_drawn_trees_carry_the_distribution_of_their_paths(scheme):
     """What the recursive rule judges by is what the children were drawn from."""
     setup, state, _, _, base = mid_state()
     config, injector = setup.drafter_config, setup.models["drafter"]["injector"]
-    found, _ = drawn(law, DRAWN, config)
+    found, _ = drawn(scheme, DRAWN, config)
     for row in np.flatnonzero(state.drafter.num_pending):
         for node, path in enumerate(paths_of(found.tokens[row], found.parents[row])):
             if found.depth[row, node] < DRAWN.depth and found.valid[row, node]:
@@ -151,15 +152,17 @@ def test_drawn_trees_carry_the_law_of_their_paths(law):
                 np.testing.assert_allclose(found.draft_logp[row, node], log_softmax(logits), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("law", [pytest.param(x, marks=[pytest.mark.slow] * (x != DrawLaw.COUPLED)) for x in DrawLaw])
-def test_without_a_recurrence_nothing_changes(law):
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(x, marks=[pytest.mark.slow] * (x != DrawScheme.COUPLED)) for x in DrawScheme]
+)
+def test_without_a_recurrence_nothing_changes(scheme):
     """R of zeros drafts, to the bit, what the drafter drafts that has none; some R does not."""
     setup, *_ = mid_state()
     config, injector = setup.drafter_config, dict(setup.models["drafter"]["injector"])
-    tree = DRAWN if law is not DrawLaw.ARBITRARY else BEAM
-    recurrent = drawn(law, tree, config)
-    zero = drawn(law, tree, config, injector | {"path": jnp.zeros_like(injector.pop("path"))})
-    without = drawn(law, tree, dataclasses.replace(config, injection=PREVIOUS), injector)
+    tree = DRAWN if scheme is not DrawScheme.ARBITRARY else BEAM
+    recurrent = drawn(scheme, tree, config)
+    zero = drawn(scheme, tree, config, injector | {"path": jnp.zeros_like(injector.pop("path"))})
+    without = drawn(scheme, tree, dataclasses.replace(config, injection=PREVIOUS), injector)
     jax.tree.map(np.testing.assert_array_equal, zero, without)
     assert (recurrent[0].tokens != zero[0].tokens).any()
 

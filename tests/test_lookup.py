@@ -13,7 +13,7 @@ import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.lookup.draft import LookupState, copied_chain, lookup_drafter
-from hsd_jax.types import DrawLaw
+from hsd_jax.types import DrawScheme
 
 BATCH, ROOM, DEPTH = 300, 24, 6
 
@@ -77,9 +77,9 @@ def test_only_chains_that_are_not_drawn():
     """Refused before anything compiles, by `decode` too."""
     with pytest.raises(ValueError, match=r"TreeConfig\.width=2: lookup drafts chains, allowed is 1"):
         lookup_drafter(toy.target_config(), LookupConfig(), TreeConfig(5, 3, 2))
-    for law in (DrawLaw.INDEPENDENT, DrawLaw.WITHOUT_REPLACEMENT):
+    for scheme in (DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT):
         with pytest.raises(ValueError, match="lookup copies its drafts, allowed is arbitrary"):
-            lookup_drafter(toy.target_config(), LookupConfig(), TreeConfig(4, 3, 1), law=law)
+            lookup_drafter(toy.target_config(), LookupConfig(), TreeConfig(4, 3, 1), scheme=scheme)
     params = hsd_jax.Params(toy.weights("llama"), {}, toy.target_config(), LookupConfig(), tree=TreeConfig(4, 3, 1))
     for draw in (None, "arbitrary", "independent"):
         with pytest.raises(ValueError, match=r"allowed is arbitrary|not lossless for draw='arbitrary'"):

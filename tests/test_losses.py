@@ -15,7 +15,7 @@ from hsd_jax.train import losses
 
 NAMES = list(losses.DIVERGENCES)
 DISTANCES = ["kl", "rkl", "jsd", "tv"]
-"""Those that are zero where both laws are one; the others keep the target's entropy."""
+"""Those that are zero where both distributions are one; the others keep the target's entropy."""
 
 
 def random_logits(scale: float = 4.0, shape=(3, 5, 13), seed: int = 0) -> tuple[jax.Array, jax.Array]:
@@ -23,7 +23,7 @@ def random_logits(scale: float = 4.0, shape=(3, 5, 13), seed: int = 0) -> tuple[
     return jnp.asarray(one), jnp.asarray(other)
 
 
-def laws(*logits) -> list[np.ndarray]:
+def distributions(*logits) -> list[np.ndarray]:
     return [np.exp(oracle.log_softmax(x)) for x in logits]
 
 
@@ -32,7 +32,7 @@ def test_values(name):
     target, draft = random_logits()
     found = losses.DIVERGENCES[name](target, draft)
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, oracle.divergence(name, *laws(target, draft)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found, oracle.divergence(name, *distributions(target, draft)), rtol=1e-5, atol=1e-6)
     # Logits say the same wherever their zero is, and in bfloat16 what their rounded values say in float32.
     np.testing.assert_allclose(losses.DIVERGENCES[name](target + 3.0, draft - 5.0), found, rtol=1e-5, atol=1e-6)
     rounded = [x.astype(jnp.bfloat16) for x in (target, draft)]
@@ -44,7 +44,7 @@ def test_values(name):
 def test_jensen_shannon_values(beta):
     target, draft = random_logits()
     found = losses.jensen_shannon(target, draft, beta)
-    np.testing.assert_allclose(found, oracle.jensen_shannon(*laws(target, draft), beta), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found, oracle.jensen_shannon(*distributions(target, draft), beta), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(losses.jensen_shannon(draft, target, 1 - beta), found, rtol=1e-4, atol=1e-6)
     entropy_of_beta = -beta * math.log(beta) - (1 - beta) * math.log(1 - beta)
     assert (found > 0).all() and (found <= entropy_of_beta + 1e-6).all()
@@ -66,11 +66,11 @@ def test_jensen_shannon_limits(near):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_smallest_where_the_laws_are_one(name):
+def test_smallest_where_the_distributions_are_one(name):
     target, draft = random_logits()
     divergence = losses.DIVERGENCES[name]
     least = divergence(target, target + 2.0)
-    p = laws(target)[0]
+    p = distributions(target)[0]
     entropy = oracle.cross_entropy(p, p)
     left = {"ce": entropy, "ce_tv": 0.1 * entropy}.get(name, np.zeros_like(entropy))
     np.testing.assert_allclose(least, left, rtol=1e-5, atol=2e-6)
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_the_values(name):
     to_target, found = jax.grad(lambda t, d: losses.DIVERGENCES[name](t, d), (0, 1))(target, draft)
     assert not np.asarray(to_target).any()
     small, logits = 1e-5, np.asarray(draft, np.float64)
-    p = laws(target)[0]
+    p = distributions(target)[0]
 
     def value(x):
         return oracle.divergence(name, p, np.exp(oracle.log_softmax(x)))
@@ -129,7 +129,7 @@ def test_extreme_logits(name, pair):
     if name in ("tv", "jsd"):
         bound = {"tv": 1.0, "jsd": math.log(2)}[name]
         assert value <= bound + 1e-6
-        np.testing.assert_allclose(value, oracle.divergence(name, *laws(target, draft)), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(value, oracle.divergence(name, *distributions(target, draft)), rtol=1e-5, atol=1e-6)
     if pair == "equal and far" and name in DISTANCES:
         assert value == 0.0
     if pair == "one token each":
@@ -145,7 +145,7 @@ def test_total_variation_is_the_chance_of_a_refusal():
     """A token drawn from q is kept with probability min(1, p / q). 200,000 draws; 5 standard errors: a false alarm in
     two million."""
     target, draft = random_logits(scale=1.0, shape=(6,))
-    p, q = laws(target, draft)
+    p, q = distributions(target, draft)
     rng, num = np.random.default_rng(1), 200_000
     token = rng.choice(6, num, p=q)
     kept = (rng.random(num) < p[token] / q[token]).mean()

@@ -1,4 +1,5 @@
-"""Labels from the drafter's own draws: chains follow its law, the target judges them as it would one by one."""
+"""Labels from the drafter's own draws: chains follow its distribution, the target judges them as it would one by
+one."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from test_drafter_training import (
     some_mask,
 )
 
-from hsd_jax.models import hot
+from hsd_jax.models import draft_vocab
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.train import drafter, on_policy
 from hsd_jax.train.loop import LoopConfig, make_optimizer, make_train_step
@@ -52,7 +53,7 @@ def test_chains_are_scored_one_by_one(variant):
         np.testing.assert_allclose(found[row, i], causal(jnp.asarray(padded))[len(text) - 2 : len(text)], 1e-4, 1e-5)
 
 
-def test_chains_follow_the_drafters_law():
+def test_chains_follow_the_drafters_distribution():
     """20,000 chains of two behind two roots; each of 60 shares within 5 standard errors: a false alarm in 30,000."""
     num, vocab = 20_000, 5
     rng = np.random.default_rng(0)
@@ -121,23 +122,23 @@ def key_of(share: float, wanted: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    ("hot_ids", "injection"),
+    ("draft_to_target", "injection"),
     [
         pytest.param(None, "previous", id="all", marks=pytest.mark.slow),
         pytest.param(None, "path", id="path"),
         pytest.param(tuple(range(0, 29, 2)), "previous", id="hot", marks=pytest.mark.slow),
     ],
 )
-def test_loss_on_policy_against_loops(monkeypatch, hot_ids, injection):
+def test_loss_on_policy_against_loops(monkeypatch, draft_to_target, injection):
     """Target and drafter decode every chain separately; masks are those of the row, and so are the metrics."""
     chosen, chains = forced()
     monkeypatch.setattr(on_policy, "choose_anchors", lambda key, has_label, count: jnp.asarray(chosen))
     monkeypatch.setattr(on_policy, "sample_chains", lambda *args: jnp.asarray(chains))
     config, weights, frozen = make(injection=injection)
     columns, ids = np.arange(TARGET.vocab_size), None
-    if hot_ids is not None:
-        config, weights = hot.restrict(config, weights, hot_ids)
-        columns, ids = np.array(hot_ids), weights.pop("hot_ids")
+    if draft_to_target is not None:
+        config, weights = draft_vocab.restrict(config, weights, draft_to_target)
+        columns, ids = np.array(draft_to_target), weights.pop("draft_to_target")
     loss_config = dataclasses.replace(ALL, on_policy=0.5, on_policy_anchors=NUM_CHOSEN, decay=0.7)
     grad = jit(jax.value_and_grad(drafter.make_loss(TARGET, config, loss_config, ids), (0, 1), has_aux=True))
     rows, mask = random_rows(), some_mask("half")
@@ -146,7 +147,7 @@ def test_loss_on_policy_against_loops(monkeypatch, hot_ids, injection):
     assert metrics["on_policy"] == 1.0
     assert all(np.any(g) for g in jax.tree.leaves(own)) and not any(np.any(g) for g in jax.tree.leaves(to_target))
 
-    models = {"target": frozen, "drafter": hot.attach(weights, ids, frozen, TARGET)}
+    models = {"target": frozen, "drafter": draft_vocab.attach(weights, ids, frozen, TARGET)}
     causal = jit(lambda tokens: forward_sequence(frozen, TARGET, tokens).logits)
     depth_weights = 0.7 ** np.arange(3) / (0.7 ** np.arange(3)).sum()
     total, overlap = 0.0, []

@@ -1,4 +1,5 @@
-"""The recursive rule: its law by enumeration, the compiled loop against that law, and mutants to be found."""
+"""The recursive rule: its distribution by enumeration, the compiled loop against that distribution, and mutants to be
+found."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from oracles import law as law_oracle
 from oracles import recursive as oracle
 from oracles import sampling as sampling_oracle
+from oracles import distribution as distribution_oracle
 from scipy import stats
 from test_accept import depths_of
 from test_exact import first_difference
@@ -27,9 +28,9 @@ from hsd_jax.infer.accept import check_legal, match_rule, recursion, recursive_r
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import ancestor_mask
-from hsd_jax.types import Drafter, DraftTree, DrawLaw, SamplingParams
+from hsd_jax.types import Drafter, DraftTree, DrawScheme, SamplingParams
 
-LAWS = {x: DrawLaw(x) for x in (oracle.INDEPENDENT, oracle.WITHOUT_REPLACEMENT)}
+SCHEMES = {x: DrawScheme(x) for x in (oracle.INDEPENDENT, oracle.WITHOUT_REPLACEMENT)}
 
 # --- enumeration ------------------------------------------------------------------------------------------------------
 
@@ -39,7 +40,7 @@ def table(vocab: int, seed: int) -> list[list[Fraction]]:
     numbers = np.random.default_rng(seed).integers(1, 12, (vocab, vocab))
     if seed > 100:
         numbers[0, 1] = 0
-    return law_oracle.random_table(numbers.ravel().tolist(), vocab)
+    return distribution_oracle.random_table(numbers.ravel().tolist(), vocab)
 
 
 LAYOUTS = {  # vocabulary, parents, valid
@@ -65,8 +66,8 @@ def enumerated(layout: str, draws: str, seed: int):
 def distance(target, parents, emitted) -> float | Fraction:
     """Total variation between texts that start with `emitted` and texts of the target alone."""
     length = max(depths_of(parents)) + 1
-    found = law_oracle.completed_law(target, emitted, length)
-    return law_oracle.total_variation(found, law_oracle.text_law(target, ROOT, length))
+    found = distribution_oracle.completed_distribution(target, emitted, length)
+    return distribution_oracle.total_variation(found, distribution_oracle.text_distribution(target, ROOT, length))
 
 
 def oracle_distance(layout: str, draws: str, judged_as: str, seed: int, prune=None) -> Fraction:
@@ -80,7 +81,7 @@ def oracle_distance(layout: str, draws: str, judged_as: str, seed: int, prune=No
             children = [tokens[c] for c in oracle.children_of(parents, kept, node)]
             return oracle.judge_node(target[tokens[node]], draft[tokens[node]], children, judged_as)
 
-        for text, p in oracle.verdict_law(tokens, parents, kept, judged).items():
+        for text, p in oracle.verdict_distribution(tokens, parents, kept, judged).items():
             emitted[text] += mass * p
     assert sum(emitted.values()) == 1
     return distance(target, parents, emitted)
@@ -110,7 +111,7 @@ def our_distance(layout: str, draws: str, judged_as: str, seed: int, prune=None)
             jnp.asarray(rows(np.array(depths_of(parents), np.int32))),
             jnp.asarray(kept),
             jnp.asarray(logs[1][tokens[:, : interior(parents)]]),
-            LAWS[judged_as],
+            SCHEMES[judged_as],
         )
         odds, residual = map(np.asarray, jitted_recursion(tree, logs[0][tokens]))
     assert odds.dtype == residual.dtype == np.float64
@@ -123,19 +124,20 @@ def our_distance(layout: str, draws: str, judged_as: str, seed: int, prune=None)
                 return [], [float(p) for p in target[drawn[node]]]
             return [odds[row, c] for c in oracle.children_of(parents, kept[row], node)], residual[row, node]
 
-        for text, p in oracle.verdict_law(drawn, parents, kept[row], judged).items():
+        for text, p in oracle.verdict_distribution(drawn, parents, kept[row], judged).items():
             emitted[text] += float(mass) * p
     return float(distance(target, parents, emitted))
 
 
 EXACT = 1e-12
-CASES = [(layout, draws, seed) for layout in LAYOUTS for draws in LAWS for seed in (1, 101)]
-# A sibling missing from the middle: drawn without replacement, the next one would not follow the law without it.
+CASES = [(layout, draws, seed) for layout in LAYOUTS for draws in SCHEMES for seed in (1, 101)]
+# A sibling missing from the middle: drawn without replacement, the next one would not follow the distribution without
+# it.
 CASES = [case for case in CASES if case[:2] != ("padding between siblings", oracle.WITHOUT_REPLACEMENT)]
 
 
 @pytest.mark.parametrize(("layout", "draws", "seed"), CASES)
-def test_legal_pairs_emit_exactly_the_law_of_the_target(layout, draws, seed):
+def test_legal_pairs_emit_exactly_the_distribution_of_the_target(layout, draws, seed):
     """The recursion of the papers in rational arithmetic, where the distance is zero, and ours in float64."""
     assert oracle_distance(layout, draws, draws, seed) == 0
     assert our_distance(layout, draws, draws, seed) < EXACT
@@ -145,9 +147,9 @@ def prune_to_likeliest(tokens, parents, valid, draft):
     """Of siblings only the one the drafter likes best: a choice that looks at what was drawn."""
     kept = list(valid)
     for node in range(1, len(tokens)):
-        law = draft[tokens[parents[node]]]
+        distribution = draft[tokens[parents[node]]]
         others = [n for n in oracle.children_of(parents, valid, parents[node]) if n != node]
-        if any((law[tokens[n]], -n) > (law[tokens[node]], -node) for n in others):
+        if any((distribution[tokens[n]], -n) > (distribution[tokens[node]], -node) for n in others):
             kept[node] = False
     return [k and (p < 1 or kept[p]) for k, p in zip(kept, parents, strict=True)]
 
@@ -157,16 +159,17 @@ def prune_to_first(tokens, parents, valid, draft):
     return [v and parents.index(p) == n for n, (v, p) in enumerate(zip(valid, parents, strict=True))]
 
 
-@pytest.mark.parametrize("draws", LAWS)
-def test_enumeration_finds_swapped_laws(draws):
-    """Children drawn under one law and judged under the other: off by at least 1 in 1,000, in both implementations."""
-    (other,) = set(LAWS) - {draws}
+@pytest.mark.parametrize("draws", SCHEMES)
+def test_enumeration_finds_swapped_distributions(draws):
+    """Children drawn under one distribution and judged under the other: off by at least 1 in 1,000, in both
+    implementations."""
+    (other,) = set(SCHEMES) - {draws}
     for layout in ("fork", "wide", "five"):
         assert oracle_distance(layout, draws, other, 1) > 1e-3
         assert our_distance(layout, draws, other, 1) > 1e-3
 
 
-@pytest.mark.parametrize("draws", LAWS)
+@pytest.mark.parametrize("draws", SCHEMES)
 @pytest.mark.parametrize("layout", ["fork", "five"])
 def test_enumeration_finds_pruned_trees(layout, draws):
     assert our_distance(layout, draws, draws, 1, prune_to_first) < EXACT
@@ -182,7 +185,7 @@ WRONG_RESIDUALS = {
 
 
 @pytest.mark.parametrize("name", WRONG_RESIDUALS)
-@pytest.mark.parametrize("draws", LAWS)
+@pytest.mark.parametrize("draws", SCHEMES)
 def test_enumeration_finds_wrong_residuals(monkeypatch, name, draws):
     monkeypatch.setattr(accept_lib, "after_refusal", WRONG_RESIDUALS[name])
     for layout in ("fork", "five"):
@@ -196,7 +199,7 @@ MAX_CHILDREN = 4
 
 
 def random_trees(draws: str, seed: int):
-    """Trees of any layout with laws of any sharpness, their children truly drawn; target logits; settings."""
+    """Trees of any layout with distributions of any sharpness, their children truly drawn; target logits; settings."""
     rng = np.random.default_rng(seed)
     rows = []
     while len(rows) < BATCH:
@@ -206,8 +209,11 @@ def random_trees(draws: str, seed: int):
         for parent in sorted(rng.integers(0, NUM - 1, NUM - 1)):
             elder = [t for t, p in zip(tokens, parents, strict=True) if p == parent]
             if parent < len(tokens) and depth[parent] < MAX_DEPTH and len(elder) < MAX_CHILDREN:
-                law = draft[parent] if draws == oracle.INDEPENDENT else oracle.without(draft[parent], elder)
-                tokens.append(int(rng.choice(VOCAB, p=np.array(law, float) / np.sum(law, dtype=float))))
+                whole = draft[parent]
+                distribution = whole if draws == oracle.INDEPENDENT else oracle.without(whole, elder)
+                tokens.append(
+                    int(rng.choice(VOCAB, p=np.array(distribution, float) / np.sum(distribution, dtype=float)))
+                )
                 parents.append(int(parent))
                 depth.append(depth[parent] + 1)
         room = NUM - len(tokens)
@@ -216,7 +222,7 @@ def random_trees(draws: str, seed: int):
     columns = [np.array(x) for x in zip(*rows, strict=True)]
     tokens, parents, depth = (jnp.asarray(x, jnp.int32) for x in columns[:3])
     draft_logp = jax.nn.log_softmax(jnp.asarray(columns[4][:, 0]))
-    tree = DraftTree(tokens, parents, depth, jnp.asarray(columns[3]), draft_logp, LAWS[draws])
+    tree = DraftTree(tokens, parents, depth, jnp.asarray(columns[3]), draft_logp, SCHEMES[draws])
     temperature = rng.choice([0.0, 0.5, 1.0, 1.3], BATCH)
     sampling = SamplingParams(
         jnp.asarray(temperature, jnp.float32),
@@ -241,7 +247,7 @@ def settings_of(sampling: SamplingParams, row: int) -> tuple[float, int | None, 
     return float(sampling.temperature[row]), top_k or None, None if top_p == 1.0 else top_p
 
 
-@pytest.mark.parametrize("draws", LAWS)
+@pytest.mark.parametrize("draws", SCHEMES)
 def test_verdicts_are_those_of_plain_loops(draws):
     """With the coins and the noise of the rule, filters and greedy rows included."""
     rows, tree, logits, sampling = random_trees(draws, 0)
@@ -256,7 +262,7 @@ def test_verdicts_are_those_of_plain_loops(draws):
     for row, (tokens, parents, _, valid, _) in enumerate(rows):
 
         def judged(node, row=row, tokens=tokens, parents=parents, valid=valid):
-            target = sampling_oracle.law(np.asarray(logits)[row, node], *settings_of(sampling, row))
+            target = sampling_oracle.distribution(np.asarray(logits)[row, node], *settings_of(sampling, row))
             children = [tokens[c] for c in oracle.children_of(parents, valid, node)]
             return oracle.judge_node(target, np.exp(np.float64(tree.draft_logp[row, node])), children, draws)
 
@@ -282,12 +288,12 @@ def test_one_child_a_node_is_standard_speculative_sampling():
     rest = np.maximum(p - q, 0.0)
     rest /= rest.sum(-1, keepdims=True)
     target_logp = jnp.asarray(np.log(np.concatenate([p, p[:, :1]], 1)), jnp.float32)
-    for law in LAWS.values():
+    for scheme in SCHEMES.values():
         tree = DraftTree(
             *(jnp.asarray(x, jnp.int32) for x in (tokens, line - 1, line)),
             jnp.ones((64, 4), bool),
             jnp.asarray(np.log(q), jnp.float32),
-            law,
+            scheme,
         )
         odds, residual = jax.jit(functools.partial(recursion, max_children=1))(tree, target_logp)
         np.testing.assert_allclose(odds[:, 1:], accept, rtol=1e-5)
@@ -300,7 +306,7 @@ def test_twins_keep_their_own_children():
     tokens = jnp.array([[0, 1, 1, 2]], jnp.int32)  # two children hold 1; the second has a child
     parents, depth = jnp.array([[-1, 0, 0, 2]], jnp.int32), jnp.array([[0, 1, 1, 2]], jnp.int32)
     even = jnp.log(jnp.full((1, 3, 3), 1 / 3))
-    tree = DraftTree(tokens, parents, depth, jnp.ones((1, 4), bool), even, DrawLaw.INDEPENDENT)
+    tree = DraftTree(tokens, parents, depth, jnp.ones((1, 4), bool), even, DrawScheme.INDEPENDENT)
     ones = jnp.ones(1)
     sampling = SamplingParams(ones, jnp.zeros(1, jnp.int32), ones)
     rule = recursive_rule(2, 2)
@@ -344,7 +350,7 @@ TREES = {"deep": TreeConfig(nodes=6, depth=3, width=2), "wide": TreeConfig(nodes
 
 @functools.cache
 def tiny_pair():
-    """A Markov target over four tokens, its logits, and a drafter with a law of its own."""
+    """A Markov target over four tokens, its logits, and a drafter with a distribution of its own."""
     logits = np.random.default_rng(3).normal(0, 1.2, (TINY, TINY))
     config, weights = toy.markov_target(logits)
     shape = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 2, "intermediate_size": 4, "num_steps": 3}
@@ -358,7 +364,7 @@ def tiny_pair():
 
 @functools.cache
 def tiny_small_lm():
-    """The same target, and a Markov model with a law of its own as small language model."""
+    """The same target, and a Markov model with a distribution of its own as small language model."""
     config, logits, _, models = tiny_pair()
     _, small = toy.markov_target(0.5 * logits + np.random.default_rng(4).normal(0, 1.0, (TINY, TINY)))
     return config, logits, SmallLMConfig(**vars(config)), models | {"drafter": small}
@@ -366,14 +372,14 @@ def tiny_small_lm():
 
 def tiny_texts(
     tree: TreeConfig,
-    law: DrawLaw,
+    scheme: DrawScheme,
     change=lambda drafter: drafter,
     pair=tiny_pair,
     reuse: ReuseConfig = NO_REUSE,
 ) -> np.ndarray:
     """The texts [ROWS, NEW_TOKENS] of the compiled loop, each row with a seed of its own."""
     config, _, drafter_config, models = pair()
-    drafter = change(make_drafter(config, drafter_config, tree, law=law, reuse=reuse))
+    drafter = change(make_drafter(config, drafter_config, tree, scheme=scheme, reuse=reuse))
     step = make_step(config, drafter, recursive_rule(tree.depth, tree.width))
     decoder = Decoder(config, step, drafter, precision="highest", use_native=False)
     per_row = [SETTINGS[row % len(SETTINGS)] for row in range(ROWS)]
@@ -392,17 +398,17 @@ def tiny_texts(
 
 
 def p_values(texts: np.ndarray) -> list[float]:
-    """Chi-square of three tokens early and late in the text against the target's law, for each of SETTINGS."""
+    """Chi-square of three tokens early and late in the text against the target's distribution, for each of SETTINGS."""
     logits, found = tiny_pair()[1], []
     for index, setting in enumerate(SETTINGS):
         rows = texts[index :: len(SETTINGS)]
-        step = np.array([sampling_oracle.law(logits[a], *setting) for a in range(TINY)])
+        step = np.array([sampling_oracle.distribution(logits[a], *setting) for a in range(TINY)])
         for first in (0, NEW_TOKENS - 3):
             start = np.linalg.matrix_power(step, first)[1]  # the prompt is token 1
-            law = np.einsum("a,ab,bc,cd->bcd", start, step, step, step).ravel()
+            distribution = np.einsum("a,ab,bc,cd->bcd", start, step, step, step).ravel()
             cells = np.ravel_multi_index(tuple(rows[:, first : first + 3].T), (TINY,) * 3)
-            counts, expected = np.bincount(cells, minlength=len(law)), law * len(rows)
-            if counts[law == 0].any():
+            counts, expected = np.bincount(cells, minlength=len(distribution)), distribution * len(rows)
+            if counts[distribution == 0].any():
                 found.append(0.0)
                 continue
             is_rare = expected < 5
@@ -421,25 +427,28 @@ def p_values(texts: np.ndarray) -> list[float]:
         pytest.param("wide", oracle.INDEPENDENT, marks=pytest.mark.slow),
     ],
 )
-def test_the_compiled_loop_follows_the_law_of_the_target(tree, draws):
+def test_the_compiled_loop_follows_the_distribution_of_the_target(tree, draws):
     """Sampled trees of the hidden-state drafter through several rounds, filtered rows included.
 
     Eight chi-squares a case, each of which fires falsely once in 10^6.
     """
-    assert min(p_values(tiny_texts(TREES[tree], LAWS[draws]))) > FALSE_ALARM
+    assert min(p_values(tiny_texts(TREES[tree], SCHEMES[draws]))) > FALSE_ALARM
 
 
-def test_standard_speculative_sampling_follows_the_law_of_the_target():
-    """Chains of a small language model, drawn from its own law; eight chi-squares as above."""
-    texts = tiny_texts(TreeConfig(nodes=4, depth=3, width=1), DrawLaw.WITHOUT_REPLACEMENT, pair=tiny_small_lm)
+def test_standard_speculative_sampling_follows_the_distribution_of_the_target():
+    """Chains of a small language model, drawn from its own distribution; eight chi-squares as above."""
+    texts = tiny_texts(TreeConfig(nodes=4, depth=3, width=1), DrawScheme.WITHOUT_REPLACEMENT, pair=tiny_small_lm)
     assert min(p_values(texts)) > FALSE_ALARM
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["sum", "skip", "unfused"])
-def test_reuse_follows_the_law_of_the_target(form):
-    """What earlier rounds left changes the laws drawn from, and which levels are drawn at all, not the text's law."""
-    assert min(p_values(tiny_texts(TREES["deep"], DrawLaw.WITHOUT_REPLACEMENT, reuse=ReuseConfig(form)))) > FALSE_ALARM
+def test_reuse_follows_the_distribution_of_the_target(form):
+    """What earlier rounds left changes the distributions drawn from, and which levels are drawn at all, not the text's
+    distribution."""
+    assert (
+        min(p_values(tiny_texts(TREES["deep"], DrawScheme.WITHOUT_REPLACEMENT, reuse=ReuseConfig(form)))) > FALSE_ALARM
+    )
 
 
 def pruned(drafter: Drafter) -> Drafter:
@@ -456,25 +465,25 @@ def pruned(drafter: Drafter) -> Drafter:
 
 
 def swapped(drafter: Drafter) -> Drafter:
-    """Says that its trees were drawn under the other law."""
-    (other,) = set(LAWS.values()) - {drafter.law}
+    """Says that its trees were drawn under the other distribution."""
+    (other,) = set(SCHEMES.values()) - {drafter.scheme}
 
     def draft(models, state, *rest):
         tree, state = drafter.draft(models, state, *rest)
-        return tree.replace(law=other), state
+        return tree.replace(scheme=other), state
 
-    return drafter._replace(draft=draft, law=other)
+    return drafter._replace(draft=draft, scheme=other)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draws", LAWS)
+@pytest.mark.parametrize("draws", SCHEMES)
 @pytest.mark.parametrize("mutant", [pruned, swapped])
 def test_the_chi_square_finds_mutants(mutant, draws):
-    assert min(p_values(tiny_texts(TREES["wide"], LAWS[draws], mutant))) < FALSE_ALARM
+    assert min(p_values(tiny_texts(TREES["wide"], SCHEMES[draws], mutant))) < FALSE_ALARM
 
 
 def forgetful(drafter: Drafter) -> Drafter:
-    """Says that the last token of the chain was drawn from the law behind the root."""
+    """Says that the last token of the chain was drawn from the distribution behind the root."""
 
     def draft(models, state, *rest):
         tree, state = drafter.draft(models, state, *rest)
@@ -484,16 +493,16 @@ def forgetful(drafter: Drafter) -> Drafter:
 
 
 @pytest.mark.slow
-def test_the_chi_square_finds_a_chain_with_wrong_laws():
-    tree, law = TreeConfig(nodes=4, depth=3, width=1), DrawLaw.WITHOUT_REPLACEMENT
-    assert min(p_values(tiny_texts(tree, law, forgetful, tiny_small_lm))) < FALSE_ALARM
+def test_the_chi_square_finds_a_chain_with_wrong_distributions():
+    tree, scheme = TreeConfig(nodes=4, depth=3, width=1), DrawScheme.WITHOUT_REPLACEMENT
+    assert min(p_values(tiny_texts(tree, scheme, forgetful, tiny_small_lm))) < FALSE_ALARM
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG_RESIDUALS)
 def test_the_chi_square_finds_wrong_residuals(monkeypatch, name):
     monkeypatch.setattr(accept_lib, "after_refusal", WRONG_RESIDUALS[name])
-    assert min(p_values(tiny_texts(TREES["wide"], DrawLaw.WITHOUT_REPLACEMENT))) < FALSE_ALARM
+    assert min(p_values(tiny_texts(TREES["wide"], DrawScheme.WITHOUT_REPLACEMENT))) < FALSE_ALARM
 
 
 # --- conformance ------------------------------------------------------------------------------------------------------
@@ -504,7 +513,7 @@ def test_the_chi_square_finds_wrong_residuals(monkeypatch, name):
 )
 def test_greedy_rows_are_greedy_beside_sampled_ones(draws):
     """Token for token, with a drafter that is often right and with one whose weights are NaN."""
-    call, setup = toy.mixed_call(), toy.sampled(LAWS[draws])
+    call, setup = toy.mixed_call(), toy.sampled(SCHEMES[draws])
     wanted = toy.expected("llama", call)[:2]
     state = call.run(setup.decoder, setup.models)
     assert first_difference(toy.generated(call, state)[:2], wanted) is None
@@ -517,7 +526,7 @@ def test_greedy_rows_are_greedy_beside_sampled_ones(draws):
 
 def test_rows_rounds_and_buckets_do_not_show():
     """Permuted rows, rounds one at a time and growing caches give the same texts; another seed another."""
-    call, setup, order = toy.mixed_call(), toy.sampled(DrawLaw.WITHOUT_REPLACEMENT), [4, 2, 0, 5, 3, 1]
+    call, setup, order = toy.mixed_call(), toy.sampled(DrawScheme.WITHOUT_REPLACEMENT), [4, 2, 0, 5, 3, 1]
     wanted = toy.generated(call, call.run(setup.decoder, setup.models))
     other = call.rows(order)
     permuted = toy.generated(other, other.run(setup.decoder, setup.models))
@@ -536,10 +545,10 @@ def test_illegal_pairs_are_refused():
     with pytest.raises(
         ValueError, match="accept='recursive' is not lossless for draw='arbitrary'; it allows independent, with"
     ):
-        check_legal(rule, DrawLaw.ARBITRARY)
-    setup = toy.setup("llama", "beam", DrawLaw.ARBITRARY)
+        check_legal(rule, DrawScheme.ARBITRARY)
+    setup = toy.setup("llama", "beam", DrawScheme.ARBITRARY)
     with pytest.raises(ValueError, match="arbitrary"):
         make_step(setup.config, setup.drafter, rule)
-    for law in LAWS.values():
-        check_legal(rule, law)
-        check_legal(match_rule(1), law)
+    for scheme in SCHEMES.values():
+        check_legal(rule, scheme)
+        check_legal(match_rule(1), scheme)

@@ -25,7 +25,7 @@ from hsd_jax.drafters.hidden.reuse import Spares
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models.trunk import base_logits
-from hsd_jax.types import DrawLaw, RoundInputs, SamplingParams
+from hsd_jax.types import DrawScheme, RoundInputs, SamplingParams
 
 NUM_STATES, COLUMNS = 5, 3
 
@@ -117,9 +117,9 @@ def test_beams_of_fewer_levels_are_the_oracles():
         assert not valid[valid.sum() :].any()
 
 
-@pytest.mark.parametrize("law", [DrawLaw.INDEPENDENT, DrawLaw.WITHOUT_REPLACEMENT])
-def test_drawn_trees_lose_whole_levels(law):
-    """What is left has the tokens and the laws of the whole tree: no token decides whether a node stays."""
+@pytest.mark.parametrize("scheme", [DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT])
+def test_drawn_trees_lose_whole_levels(scheme):
+    """What is left has the tokens and the distributions of the whole tree: no token decides whether a node stays."""
     config = TreeConfig(nodes=7, depth=3, width=2)
     base = jnp.asarray(np.random.default_rng(0).normal(0, 1, (4, 3, VOCAB)), jnp.float32)
     keys, zero, one = jax.vmap(jax.random.key)(jnp.arange(4)), jnp.zeros(4, jnp.int32), jnp.ones(4)
@@ -129,7 +129,7 @@ def test_drawn_trees_lose_whole_levels(law):
     def grow(num_levels):
         bias = toy.of_tokens(lambda tokens: jnp.zeros((*tokens.shape, VOCAB)))
         inputs = RoundInputs(zero, zero, keys, sampling)
-        return Grower(config, law, VOCAB).grow_token_free(base, bias, inputs, None, num_levels)
+        return Grower(config, scheme, VOCAB).grow_token_free(base, bias, inputs, None, num_levels)
 
     whole, cut = grow(jnp.full(4, 3)), grow(jnp.arange(4))
     np.testing.assert_array_equal(cut.valid, whole.valid & (whole.depth <= jnp.arange(4)[:, None]))
@@ -299,7 +299,7 @@ def test_nodes_have_the_probabilities_they_were_chosen_by(proposer):
 
     Of arbitrary trees: coupled ones are ranked by the noise, too, which pictures do not show.
     """
-    setup, call = toy.setup("llama", proposer, DrawLaw.ARBITRARY), toy.mixed_call()
+    setup, call = toy.setup("llama", proposer, DrawScheme.ARBITRARY), toy.mixed_call()
     state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 2)
     root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
 
@@ -365,10 +365,10 @@ def test_forms_that_cannot_work_are_refused_before_anything_compiles(reuse, chan
 
 
 def test_every_form_goes_with_drawn_trees():
-    """Sums and shallower trees are laws like any other."""
+    """Sums and shallower trees are distributions like any other."""
     config = toy.target_config()
     drafter_config = toy.drafter_config(config, num_steps=5)
     for form in REUSES:
-        law = DrawLaw.WITHOUT_REPLACEMENT
-        drafter = hidden_drafter(config, drafter_config, TreeConfig(5, 2, 2), law=law, reuse=ReuseConfig(form))
-        assert drafter.law is law
+        scheme = DrawScheme.WITHOUT_REPLACEMENT
+        drafter = hidden_drafter(config, drafter_config, TreeConfig(5, 2, 2), scheme=scheme, reuse=ReuseConfig(form))
+        assert drafter.scheme is scheme

@@ -1,4 +1,4 @@
-"""Warping and noise: against sorting in float64, and the law of a draw against its own softmax."""
+"""Warping and noise: against sorting in float64, and the distribution of a draw against its own softmax."""
 
 from __future__ import annotations
 
@@ -145,15 +145,15 @@ FALSE_ALARM = 1e-6
 NUM_DRAWS = 40_000
 
 
-def chi_square_p_value(draws: np.ndarray, law: np.ndarray) -> float:
-    """Of the counts of `draws` under `law`; tokens without mass must not occur at all."""
-    counts = np.bincount(draws, minlength=len(law))
-    if counts[law == 0].any():
+def chi_square_p_value(draws: np.ndarray, distribution: np.ndarray) -> float:
+    """Of the counts of `draws` under `scheme`; tokens without mass must not occur at all."""
+    counts = np.bincount(draws, minlength=len(distribution))
+    if counts[distribution == 0].any():
         return 0.0
-    expected = law[law > 0] * len(draws)
+    expected = distribution[distribution > 0] * len(draws)
     if len(expected) == 1:
         return 1.0
-    return float(stats.chisquare(counts[law > 0], expected).pvalue)
+    return float(stats.chisquare(counts[distribution > 0], expected).pvalue)
 
 
 def draw_many(logits: np.ndarray, setting, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -166,36 +166,36 @@ def draw_many(logits: np.ndarray, setting, seeds: np.ndarray, positions: np.ndar
     return np.asarray(jitted_draw(keys, spread, positions, sampling)).ravel()
 
 
-LAWS = [(1.0, *OFF), (0.5, *OFF), (1.5, 4, None), (1.0, None, 0.8), (0.8, 5, 0.9)]
+SCHEMES = [(1.0, *OFF), (0.5, *OFF), (1.5, 4, None), (1.0, None, 0.8), (0.8, 5, 0.9)]
 
 
-@pytest.mark.parametrize("setting", LAWS, ids=str)
-def test_draws_follow_the_warped_law(setting):
+@pytest.mark.parametrize("setting", SCHEMES, ids=str)
+def test_draws_follow_the_warped_distribution(setting):
     """Over seeds and over positions of one seed; each of the ten tests fires falsely once in 10^6."""
     logits = np.array([0.3, -1.0, 1.2, 0.9, -0.4, 0.0, 0.6, -2.0])
-    law = oracle.law(logits, *setting)
+    distribution = oracle.distribution(logits, *setting)
     over_seeds = draw_many(logits, setting, np.arange(NUM_DRAWS // 4), np.arange(4) + 10)
     over_positions = draw_many(logits, setting, np.array([1, 2]), np.arange(NUM_DRAWS // 2))
-    assert chi_square_p_value(over_seeds, law) > FALSE_ALARM
-    assert chi_square_p_value(over_positions, law) > FALSE_ALARM
+    assert chi_square_p_value(over_seeds, distribution) > FALSE_ALARM
+    assert chi_square_p_value(over_positions, distribution) > FALSE_ALARM
 
 
 def test_neighbouring_positions_and_seeds_are_independent():
-    """Pairs of draws follow the product of the laws; false alarm 10^-6 each."""
+    """Pairs of draws follow the product of the distributions; false alarm 10^-6 each."""
     logits = np.array([0.3, -1.0, 1.2])
-    law = oracle.law(logits, 1.0, None, None)
+    distribution = oracle.distribution(logits, 1.0, None, None)
     draws = draw_many(logits, (1.0, *OFF), np.arange(10_000), np.arange(2)).reshape(-1, 2)
-    product = np.outer(law, law).ravel()
+    product = np.outer(distribution, distribution).ravel()
     assert chi_square_p_value(draws[:, 0] * 3 + draws[:, 1], product) > FALSE_ALARM
     assert chi_square_p_value(draws[:-1:2, 0] * 3 + draws[1::2, 0], product) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("wrong", [(1.0, 7, None), (1.05, *OFF), (1.0, None, 0.97)], ids=str)
-def test_the_chi_square_finds_a_wrong_law(wrong):
+def test_the_chi_square_finds_a_wrong_distribution(wrong):
     """Draws under slightly other settings are refused, so the test above has power."""
     logits = np.array([0.3, -1.0, 1.2, 0.9, -0.4, 0.0, 0.6, -2.0])
     draws = draw_many(logits, wrong, np.arange(NUM_DRAWS // 4), np.arange(4) + 10)
-    assert chi_square_p_value(draws, oracle.law(logits, 1.0, None, None)) < FALSE_ALARM
+    assert chi_square_p_value(draws, oracle.distribution(logits, 1.0, None, None)) < FALSE_ALARM
 
 
 def test_noise_is_that_of_jax():

@@ -24,7 +24,7 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.hidden.reuse import FRESH, KEPT, MIXED
 from hsd_jax.infer import tree as tree_lib
 from hsd_jax.infer.accept import match_rule, recursive_rule
-from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw, RoundInputs
+from hsd_jax.types import NO_PARENT, DraftTree, DrawScheme, RoundInputs
 from hsd_jax.viz import html, layout
 from hsd_jax.viz import page as page_lib
 
@@ -83,10 +83,10 @@ def test_replay_is_the_decode(proposer):
 
 
 @pytest.mark.parametrize(
-    "law", [pytest.param(DrawLaw.INDEPENDENT, marks=pytest.mark.slow), DrawLaw.WITHOUT_REPLACEMENT]
+    "scheme", [pytest.param(DrawScheme.INDEPENDENT, marks=pytest.mark.slow), DrawScheme.WITHOUT_REPLACEMENT]
 )
-def test_replay_of_sampled_trees(law):
-    setup = toy.sampled(law)
+def test_replay_of_sampled_trees(scheme):
+    setup = toy.sampled(scheme)
     call, rule = one_row(30, temperature=1.0), recursive_rule(3, 3)
     rounds = replayed(call, setup.decoder, setup.config, rule, setup.models)
     wanted = toy.generated(call, call.run(setup.decoder, setup.models))[0]
@@ -102,7 +102,7 @@ def test_probabilities_are_those_of_the_beam(proposer, monkeypatch):
 
     Of arbitrary trees: pictures do not show the noise that ranks coupled ones.
     """
-    setup, call = toy.setup("llama", proposer, DrawLaw.ARBITRARY), toy.mixed_call()
+    setup, call = toy.setup("llama", proposer, DrawScheme.ARBITRARY), toy.mixed_call()
     state = call.start(setup.decoder, setup.models)
     scores = []
 
@@ -145,7 +145,7 @@ def watched_reuse(proposer: str) -> tuple[list[Round], list[tuple[bool, int]], l
     state, runs, logps, age = call.start(setup.decoder, setup.models), [], [], 0
     for drafted in rounds:
         arrays = (drafted.tokens, drafted.parents, drafted.depth, drafted.valid)
-        tree = DraftTree(*(jnp.asarray(x)[None] for x in arrays), law=DrawLaw.ARBITRARY)
+        tree = DraftTree(*(jnp.asarray(x)[None] for x in arrays), scheme=DrawScheme.ARBITRARY)
         logps.append(np.asarray(logp_without_spares(state.drafter, tree, call.arrays()[-1]))[0])
         cached, length = int(state.drafter.cache.length[0]), int(state.length[0])
         state = call.resume(setup.decoder, setup.models, state, 1)

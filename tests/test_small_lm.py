@@ -1,4 +1,5 @@
-"""A small language model as drafter: its cache after any refusal, its chain, and the law of what is accepted."""
+"""A small language model as drafter: its cache after any refusal, its chain, and the distribution of what is
+accepted."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import convert
 from hsd_jax.params import default_tree
-from hsd_jax.types import DrawLaw, RoundInputs
+from hsd_jax.types import DrawScheme, RoundInputs
 
 DEPTH = toy.TREES["chain"].depth
 
@@ -79,18 +80,18 @@ def test_the_comparison_finds_a_stale_slot():
 VOCAB, ROWS, FALSE_ALARM = 5, 4096, 1e-6
 
 
-def rolled(law: np.ndarray) -> np.ndarray:
-    """A Markov table whose row a is `law` moved by a: every node has these probabilities."""
-    return np.stack([np.roll(law, a) for a in range(len(law))])
+def rolled(distribution: np.ndarray) -> np.ndarray:
+    """A Markov table whose row a is `scheme` moved by a: every node has these probabilities."""
+    return np.stack([np.roll(distribution, a) for a in range(len(distribution))])
 
 
-def markov_decoder(target: np.ndarray, draft: np.ndarray, law: DrawLaw):
+def markov_decoder(target: np.ndarray, draft: np.ndarray, scheme: DrawScheme):
     """The decoder of two Markov models with these logits, and their weights; recursive if the chain is drawn."""
     config, weights = toy.markov_target(target)
     _, small = toy.markov_target(draft)
     tree = TreeConfig(DEPTH + 1, DEPTH, 1)
-    drafter = small_lm_drafter(config, SmallLMConfig(**vars(config)), tree, law=law)
-    rule = match_rule(DEPTH) if law is DrawLaw.ARBITRARY else recursive_rule(DEPTH, 1)
+    drafter = small_lm_drafter(config, SmallLMConfig(**vars(config)), tree, scheme=scheme)
+    rule = match_rule(DEPTH) if scheme is DrawScheme.ARBITRARY else recursive_rule(DEPTH, 1)
     decoder = Decoder(config, make_step(config, drafter, rule), drafter, precision="highest", use_native=False)
     return decoder, {"target": weights, "drafter": small}
 
@@ -103,7 +104,7 @@ def call_of(temperature: float, rows: int) -> toy.Call:
 def test_a_greedy_chain_is_that_of_plain_loops():
     """Of a Markov model: the chain follows from the root; where the target agrees with it, all of it is accepted."""
     logits = np.random.default_rng(0).normal(0, 2, (2, VOCAB, VOCAB))
-    decoder, models = markov_decoder(*logits, DrawLaw.ARBITRARY)
+    decoder, models = markov_decoder(*logits, DrawScheme.ARBITRARY)
     call = call_of(0.0, VOCAB)
     state, draft = call.start(decoder, models), jax.jit(decoder.drafter.draft)
     for _ in range(3):
@@ -121,20 +122,22 @@ def test_acceptance_is_that_of_speculative_sampling():
     Three chi-squares, each of which fires falsely once in 10^6.
     """
     p, q = np.random.default_rng(1).dirichlet(np.ones(VOCAB), 2)
-    decoder, models = markov_decoder(np.log(rolled(p)), np.log(rolled(q)), DrawLaw.WITHOUT_REPLACEMENT)
+    decoder, models = markov_decoder(np.log(rolled(p)), np.log(rolled(q)), DrawScheme.WITHOUT_REPLACEMENT)
     call = call_of(1.0, ROWS)
-    law = oracle.accepted_law(p, q, DEPTH)
+    distribution = oracle.accepted_distribution(p, q, DEPTH)
     state, before = call.start(decoder, models), 0
     for _ in range(3):
         state = call.resume(decoder, models, state, 1)
         histogram = np.asarray(state.stats.accepted_histogram).sum(0)
-        assert stats.chisquare(histogram - before, ROWS * law).pvalue > FALSE_ALARM
+        assert stats.chisquare(histogram - before, ROWS * distribution).pvalue > FALSE_ALARM
         before = histogram
 
 
 def test_greedy_rows_are_greedy_under_the_recursive_rule():
     call, setup = toy.mixed_call(), toy.setup("llama", "small_lm")
-    drafter = small_lm_drafter(setup.config, setup.drafter_config, toy.TREES["chain"], law=DrawLaw.WITHOUT_REPLACEMENT)
+    drafter = small_lm_drafter(
+        setup.config, setup.drafter_config, toy.TREES["chain"], scheme=DrawScheme.WITHOUT_REPLACEMENT
+    )
     step = make_step(setup.config, drafter, recursive_rule(DEPTH, 1))
     decoder = Decoder(setup.config, step, drafter, precision="highest")
     state = call.run(decoder, setup.models)

@@ -28,7 +28,7 @@ from hsd_jax import checkpoint, sharding
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.models import convert
-from hsd_jax.train import claim, data, drafter, journal, loop, run, target, trained
+from hsd_jax.train import data, drafter, journal, loop, manifest, run, target, trained
 from hsd_jax.train.rows import _one_document
 
 REPO = Path(__file__).resolve().parent.parent
@@ -183,22 +183,24 @@ def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path, standard_dt
 
 
 @pytest.mark.slow
-def test_a_run_with_a_hot_vocabulary(files, tmp_path, standard_dtypes):
+def test_a_run_with_a_reduced_vocabulary(files, tmp_path, standard_dtypes):
     """From text to a folder that loads; coverage is reported of the labels and of the held-out texts."""
-    values = DRAFTER_VALUES | {"model": DRAFTER_VALUES["model"] | {"hot_vocab": 0.1}}
+    values = DRAFTER_VALUES | {"model": DRAFTER_VALUES["model"] | {"draft_vocab": 0.1}}
     recipe, lines = drafter.DrafterRecipe.from_dict(values, "recipe"), []
     args = files / "target", [files / "text.jsonl"], tmp_path, recipe
     folder = run.train_drafter(*args, report=lines.append)
-    said = [line.partition(";")[0] for line in lines if line.startswith("hot vocabulary of 30 tokens: covers ")]
+    said = [
+        line.partition(";")[0] for line in lines if line.startswith("reduced draft vocabulary of 30 tokens: covers ")
+    ]
     assert [" ".join(line.split()[10:]) for line in said] == [
         "labels to train on",
         "tokens of the held-out greedy texts",
         "tokens of the held-out sampled texts",
     ]
     config, weights = drafter_files.read_drafter(folder)
-    assert config.hot_tokens == 30 and weights["injector"]["bias"].shape == (30, 4)
-    ids = json.loads((tmp_path / "hot_ids.json").read_text())
-    assert weights["hot_ids"].tolist() == ids and 1 in ids  # the end token
+    assert config.reduced_vocab_size == 30 and weights["injector"]["bias"].shape == (30, 4)
+    ids = json.loads((tmp_path / "draft_to_target.json").read_text())
+    assert weights["draft_to_target"].tolist() == ids and 1 in ids  # the end token
     params = hsd_jax.load(target=files / "target", drafter=folder, precision="exact")  # whose drafter is float32 too
     np.testing.assert_array_equal(params.drafter["head"], params.target["embedding"][np.array(ids)])
 
@@ -294,12 +296,12 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard
     lines.clear()
     run.train_drafter(*args, report=lines.append)  # it has begun: where from does not matter any more
     assert not any("starting from" in line for line in lines)
-    fresh = init_drafter(jax.random.key(0), dataclasses.replace(config, hot_tokens=3))
+    fresh = init_drafter(jax.random.key(0), dataclasses.replace(config, reduced_vocab_size=3))
     begun = trained.started_from(fresh, given, jnp.array([1, 7, 9])).weights
     np.testing.assert_array_equal(begun["injector"]["bias"], given["injector"]["bias"][np.array([1, 7, 9])])
-    hot = {**given, "hot_ids": jnp.array([1, 7, 9]), "injector": begun["injector"]}
+    hot = {**given, "draft_to_target": jnp.array([1, 7, 9]), "injector": begun["injector"]}
     again, _, dropped = trained.started_from(fresh, hot, jnp.array([2, 7, 9]))
-    assert not dropped  # what follows from the target and the hot ids is made anew
+    assert not dropped  # what follows from the target and the `draft_to_target` ids is made anew
     rows = [np.zeros(4), *given["injector"]["bias"][np.array([7, 9])]]
     np.testing.assert_array_equal(again["injector"]["bias"], rows)
     with pytest.raises(FileNotFoundError, match=r"drafter_config\.json"):
@@ -313,18 +315,18 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard
 
 def test_a_recipe_of_an_older_version_is_continued(tmp_path):
     """A key it does not know yet has its default; another value of it is another recipe."""
-    values = dict(DRAFTER_VALUES, model=dict(DRAFTER_VALUES["model"], hot_vocab=0.5))
+    values = dict(DRAFTER_VALUES, model=dict(DRAFTER_VALUES["model"], draft_vocab=0.5))
     plain, changed = (drafter.DrafterRecipe.from_dict(v, "recipe") for v in (DRAFTER_VALUES, values))
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
-    claim.write(tmp_path, claim.check(tmp_path, True, plain, kind="drafter"))
+    manifest.write(tmp_path, manifest.check(tmp_path, True, plain, kind="drafter"))
     stored = json.loads((tmp_path / "recipe.json").read_text())
-    del stored["model"]["hot_vocab"]
+    del stored["model"]["draft_vocab"]
     (tmp_path / "recipe.json").write_text(json.dumps(stored))
-    assert claim.check(tmp_path, False, plain, kind="drafter")["model"]["hot_vocab"] is None
-    with pytest.raises(ValueError, match=r"another recipe: model\.hot_vocab is None there and 0\.5 here"):
-        claim.check(tmp_path, False, changed, kind="drafter")
+    assert manifest.check(tmp_path, False, plain, kind="drafter")["model"]["draft_vocab"] is None
+    with pytest.raises(ValueError, match=r"another recipe: model\.draft_vocab is None there and 0\.5 here"):
+        manifest.check(tmp_path, False, changed, kind="drafter")
     with pytest.raises(ValueError, match=r"kind is 'drafter' there and 'target' here"):
-        claim.check(tmp_path, False, plain, kind="target")
+        manifest.check(tmp_path, False, plain, kind="target")
 
 
 def wait_for(folder: Path) -> None:

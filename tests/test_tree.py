@@ -17,7 +17,7 @@ from scipy import stats
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import draw
 from hsd_jax.infer.tree import Grower, ancestor_mask
-from hsd_jax.types import NO_PARENT, DraftTree, DrawLaw, RoundInputs, SamplingParams
+from hsd_jax.types import NO_PARENT, DraftTree, DrawScheme, RoundInputs, SamplingParams
 
 VOCAB = 7
 CONFIGS = [
@@ -194,7 +194,7 @@ def test_a_beam_is_grown_for_the_temperature_of_its_row():
     base, root = np.repeat(base, rows, 0), np.repeat(root, rows)
     none = jnp.zeros(rows, jnp.int32)
     sampling = SamplingParams(jnp.asarray(temperature), none, jnp.ones(rows))
-    grown = jitted_sampled(config, DrawLaw.ARBITRARY)(base, table, root, none.astype(jnp.uint32), none, sampling)
+    grown = jitted_sampled(config, DrawScheme.ARBITRARY)(base, table, root, none.astype(jnp.uint32), none, sampling)
     found = [(grown.tokens[row].tolist(), grown.parents[row].tolist()) for row in range(rows)]
     for row, scale in enumerate([3.0, 3.0, 2.0, 1.0, 0.5]):
         wanted = oracle.grow_beam(scale * base[row], lambda t, s=scale: s * table[t], int(root[row]), 7, 3, 3)
@@ -204,17 +204,17 @@ def test_a_beam_is_grown_for_the_temperature_of_its_row():
 
 # --- sampled trees ----------------------------------------------------------------------------------------------------
 
-LAWS = [DrawLaw.INDEPENDENT, DrawLaw.WITHOUT_REPLACEMENT]
+SCHEMES = [DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT]
 SAMPLED = TreeConfig(nodes=9, depth=3, width=4)  # 4, 3 and 1 nodes a level
 
 
 @functools.cache
-def jitted_sampled(config: TreeConfig, law: DrawLaw):
+def jitted_sampled(config: TreeConfig, scheme: DrawScheme):
     def grow(base, table, root, seeds, position, sampling):
         keys = jax.vmap(jax.random.key)(seeds)
         bias = toy.of_tokens(lambda tokens: table[tokens])
         inputs = RoundInputs(root, position, keys, sampling)
-        return Grower(config, law, base.shape[-1]).grow_token_free(base, bias, inputs)
+        return Grower(config, scheme, base.shape[-1]).grow_token_free(base, bias, inputs)
 
     return jax.jit(grow)
 
@@ -222,23 +222,24 @@ def jitted_sampled(config: TreeConfig, law: DrawLaw):
 ROWS = 40_000
 
 
-def grow_many(law: DrawLaw, temperature: float = 1.0, top_k: int = 0, rows: int = ROWS) -> DraftTree:
-    """Trees of one drafter law under many keys, the first `rows`; always as many are grown, by one compilation."""
+def grow_many(scheme: DrawScheme, temperature: float = 1.0, top_k: int = 0, rows: int = ROWS) -> DraftTree:
+    """Trees of one drafter distribution under many keys, the first `rows`; always as many are grown, by one
+    compilation."""
     base, table, _ = random_inputs(SAMPLED, 5, batch=1, scale=1.0)
     ints = jnp.full(ROWS, 2, jnp.int32)
     sampling = SamplingParams(jnp.full(ROWS, temperature), jnp.full(ROWS, top_k, jnp.int32), jnp.ones(ROWS))
     base = jnp.broadcast_to(jnp.asarray(base), (ROWS, *base.shape[1:]))
     seeds = jnp.arange(ROWS, dtype=jnp.uint32)
-    tree = jitted_sampled(SAMPLED, law)(base, jnp.asarray(table), ints, seeds, ints, sampling)
+    tree = jitted_sampled(SAMPLED, scheme)(base, jnp.asarray(table), ints, seeds, ints, sampling)
     return jax.tree.map(lambda x: np.asarray(x)[:rows], tree)
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_sampled_trees_are_well_formed(law):
-    """Level by level; laws stand for all nodes that have children, and are those of the drafter there."""
-    tree = grow_many(law, temperature=0.7, rows=64)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_sampled_trees_are_well_formed(scheme):
+    """Level by level; distributions stand for all nodes that have children, and are those of the drafter there."""
+    tree = grow_many(scheme, temperature=0.7, rows=64)
     mask = np.asarray(ancestor_mask(jax.tree.map(jnp.asarray, tree), SAMPLED.depth))
-    assert tree.law is law and tree.valid.all()
+    assert tree.scheme is scheme and tree.valid.all()
     assert (tree.depth == [0, 1, 1, 1, 1, 2, 2, 2, 3]).all()
     assert tree.draft_logp.shape == (64, 8, VOCAB) and tree.parents.max() < 8
     base, table, _ = random_inputs(SAMPLED, 5, batch=1, scale=1.0)
@@ -246,7 +247,7 @@ def test_sampled_trees_are_well_formed(law):
         for node in range(8):
             logits = (base[0, tree.depth[row, node]] + table[tree.tokens[row, node]]) / 0.7
             np.testing.assert_allclose(tree.draft_logp[row, node], oracle.log_softmax(logits), rtol=1e-4, atol=1e-5)
-    if law is DrawLaw.WITHOUT_REPLACEMENT:
+    if scheme is DrawScheme.WITHOUT_REPLACEMENT:
         assert_well_formed(tree, mask)
     else:
         siblings = tree.tokens[:, 1:5]
@@ -257,18 +258,18 @@ def test_sampled_trees_are_well_formed(law):
 FALSE_ALARM = 1e-6
 
 
-def p_value(cells: np.ndarray, law: np.ndarray) -> float:
-    return float(stats.chisquare(np.bincount(cells, minlength=len(law)), law / law.sum() * len(cells)).pvalue)
+def p_value(cells: np.ndarray, scheme: np.ndarray) -> float:
+    return float(stats.chisquare(np.bincount(cells, minlength=len(scheme)), scheme / scheme.sum() * len(cells)).pvalue)
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_children_follow_the_law_they_were_drawn_from(law):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_children_follow_the_distribution_they_were_drawn_from(scheme):
     """Ordered pairs of the root's first children, and first children below; false alarm 10^-6 each."""
-    tree = grow_many(law)
+    tree = grow_many(scheme)
     first, second = tree.tokens[:, 1], tree.tokens[:, 2]
     q = np.exp(np.float64(tree.draft_logp[0, 0]))
     pairs = np.outer(q, q)
-    if law is DrawLaw.WITHOUT_REPLACEMENT:
+    if scheme is DrawScheme.WITHOUT_REPLACEMENT:
         pairs = np.where(np.eye(VOCAB, dtype=bool), 0.0, pairs / (1 - q)[:, None])
         assert (first != second).all()
     is_possible = pairs.ravel() > 0
@@ -287,21 +288,22 @@ def test_children_follow_the_law_they_were_drawn_from(law):
 
 
 def test_levels_are_drawn_with_noise_of_their_own():
-    """Tokens of the first two levels of a chain are independent where the law of the second ignores the first."""
+    """Tokens of the first two levels of a chain are independent where the distribution of the second ignores the
+    first."""
     config, rows = TreeConfig(nodes=3, depth=2, width=1), 20_000
     base = jnp.zeros((rows, 2, VOCAB))
     ints = jnp.zeros(rows, jnp.int32)
     sampling = SamplingParams(jnp.ones(rows), ints, jnp.ones(rows))
     seeds = jnp.arange(rows, dtype=jnp.uint32)
-    for law in LAWS:
-        tree = jitted_sampled(config, law)(base, jnp.zeros((VOCAB, VOCAB)), ints, seeds, ints, sampling)
+    for scheme in SCHEMES:
+        tree = jitted_sampled(config, scheme)(base, jnp.zeros((VOCAB, VOCAB)), ints, seeds, ints, sampling)
         cells = np.asarray(tree.tokens[:, 1] * VOCAB + tree.tokens[:, 2])
         assert p_value(cells, np.full(VOCAB**2, VOCAB**-2.0)) > FALSE_ALARM
 
 
 def test_rows_at_temperature_0_grow_a_beam_without_noise():
     """Level by level the likeliest paths, whatever the key."""
-    tree = grow_many(DrawLaw.WITHOUT_REPLACEMENT, temperature=0.0, rows=3)
+    tree = grow_many(DrawScheme.WITHOUT_REPLACEMENT, temperature=0.0, rows=3)
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape)), tree)
     base, table, _ = random_inputs(SAMPLED, 5, batch=1, scale=1.0)
     paths, wanted = [((2,), 0.0)], []
@@ -318,7 +320,7 @@ def test_rows_at_temperature_0_grow_a_beam_without_noise():
 def test_places_without_mass_stay_empty():
     """Filters that leave one or two tokens: no more siblings than that, and no child below an empty place."""
     for top_k in (1, 2):
-        tree = grow_many(DrawLaw.WITHOUT_REPLACEMENT, top_k=top_k, rows=64)
+        tree = grow_many(DrawScheme.WITHOUT_REPLACEMENT, top_k=top_k, rows=64)
         parents = np.where(tree.valid, tree.parents, NO_PARENT)
         assert (tree.valid[:, 1:5].sum(1) == top_k).all()
         assert np.take_along_axis(tree.valid, np.maximum(parents, 0), 1).all()
@@ -346,16 +348,16 @@ def test_beam_scores_are_gumbels_under_their_parents():
 
 
 @pytest.mark.parametrize("path", [0.0, -1e7])
-def test_children_of_an_unlikely_path_follow_their_own_law(path):
+def test_children_of_an_unlikely_path_follow_their_own_distribution(path):
     """Behind e^-10,000,000 the sum of path and child has no bits left for the child; false alarm 10^-6."""
-    law = np.array([0.1, 0.2, 0.3, 0.4])
+    scheme = np.array([0.1, 0.2, 0.3, 0.4])
     column = jnp.full((ROWS, 1), path, jnp.float32)
     above = draw.Level(jnp.zeros((ROWS, 1), jnp.int32), jnp.full((ROWS, 1), NO_PARENT), column, column)
     is_sampled = jnp.ones(ROWS, bool)
     noise = draw.level_noise(jax.vmap(jax.random.key)(jnp.arange(ROWS)), 1, 4, is_sampled)
-    logp = jnp.broadcast_to(jnp.log(jnp.asarray(law, jnp.float32)), (ROWS, 1, 4))
+    logp = jnp.broadcast_to(jnp.log(jnp.asarray(scheme, jnp.float32)), (ROWS, 1, 4))
     level = draw.stochastic_beam(noise, logp, above, 1, is_sampled)
-    assert p_value(np.asarray(level.tokens[:, 0]), law) > FALSE_ALARM
+    assert p_value(np.asarray(level.tokens[:, 0]), scheme) > FALSE_ALARM
 
 
 def test_sampled_shapes():

@@ -177,7 +177,7 @@ def test_the_tree_that_decode_chooses_is_a_candidate(monkeypatch, params):
 def test_rounds_of_a_batch():
     """Two rows of 3 rounds and 1, then one alone; the trunk runs if one row asks."""
     runs = ((True, False, True), (True,), (True, False))
-    fate = evaluate.Fate(2.0, (1, 5), runs)
+    fate = evaluate.AcceptedLengths(2.0, (1, 5), runs)
     assert predict.in_step(fate, 1) == (6, 4)
     assert predict.in_step(fate, 2) == (5, 3)
     assert predict.in_step(fate, 3) == (3, 2)
@@ -191,7 +191,7 @@ def test_cost_of_a_round():
     assert cost.seconds(TreeConfig(2, 1, 1)) == pytest.approx(18 / 2)  # 8, but half of the fastest is the least
     cost = dataclasses.replace(cost, trunk=(5, 1.0, 9.0))
     assert cost.trunk_seconds(2) == pytest.approx(3.0)
-    fate = evaluate.Fate(2.0, (1, 5), ((True, False, True), (True,), (True, False)))
+    fate = evaluate.AcceptedLengths(2.0, (1, 5), ((True, False, True), (True,), (True, False)))
     assert cost.rate((WIDE, ReuseConfig()), fate, 1) == pytest.approx(12 / (6 * 26))
     # In place of six runs of 3 states there are four of 5 states.
     assert cost.rate((WIDE, ReuseConfig("skip")), fate, 1) == pytest.approx(12 / (6 * 26 - 6 * 5 + 4 * 9))
@@ -225,7 +225,7 @@ def test_default_trees_are_those_a_drafter_can_grow(num_steps, names):
 
 
 def test_default_trees_of_other_drafters():
-    hot = toy.drafter_config(toy.target_config(), hot_tokens=2, num_steps=30)
+    hot = toy.drafter_config(toy.target_config(), reduced_vocab_size=2, num_steps=30)
     found = tuning.default_trees(hot)
     assert max(tree.width for tree in found) == 2 and max(tree.nodes for tree in found if tree.width == 1) == 16
     assert [t.nodes for t in tuning.default_trees(LookupConfig())] == list(range(4, 17))

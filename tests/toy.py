@@ -37,7 +37,7 @@ from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import Grower
-from hsd_jax.models import hot
+from hsd_jax.models import draft_vocab
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.types import (
     NO_PARENT,
@@ -45,7 +45,7 @@ from hsd_jax.types import (
     DecodeState,
     Drafter,
     DraftTree,
-    DrawLaw,
+    DrawScheme,
     Limits,
     RoundInputs,
     SamplingParams,
@@ -275,12 +275,12 @@ def of_tokens(bias):
     return lambda tokens, above: (bias(tokens), None)
 
 
-def grow_beam(base_logits, bias, root, config: TreeConfig, hot_ids=None, num_levels=None):
+def grow_beam(base_logits, bias, root, config: TreeConfig, draft_to_target=None, num_levels=None):
     """The beam of a `Grower` at temperature 1, which multiplies no logit; it reads no key and no position."""
     one, zero = jnp.ones(root.shape), jnp.zeros(root.shape, jnp.int32)
     inputs = RoundInputs(root, zero, jax.random.key(0), SamplingParams(one, zero, one))
-    grower = Grower(config, DrawLaw.ARBITRARY, base_logits.shape[-1])
-    return grower.grow_token_free(base_logits, of_tokens(bias), inputs, hot_ids, num_levels)
+    grower = Grower(config, DrawScheme.ARBITRARY, base_logits.shape[-1])
+    return grower.grow_token_free(base_logits, of_tokens(bias), inputs, draft_to_target, num_levels)
 
 
 CHAIN = "chain"
@@ -334,7 +334,7 @@ def oracle_drafter(layout: str, vocab: int = VOCAB) -> Drafter:
         return {"num_rounds": state["num_rounds"] + 1}
 
     return Drafter(
-        init, read, draft, commit, lambda state, capacity: state, DrawLaw.ARBITRARY, len(nodes), ORACLE_DEPTH
+        init, read, draft, commit, lambda state, capacity: state, DrawScheme.ARBITRARY, len(nodes), ORACLE_DEPTH
     )
 
 
@@ -438,7 +438,7 @@ def _changes(proposer: str) -> dict[str, Any]:
 
 CHAINS = {"lookup": LookupConfig(), "small_lm": SmallLMConfig(**vars(VARIANTS["llama"]))}
 """Proposers that draft chains of their own kind, for the variant "llama"."""
-HOT_IDS = np.flatnonzero(np.arange(VOCAB) % 3 != 1).astype(np.int32)
+DRAFT_TO_TARGET = np.flatnonzero(np.arange(VOCAB) % 3 != 1).astype(np.int32)
 """What the proposer "hot" may draft: two thirds of the tokens, so that texts are full of cold ones."""
 WRONG_SHARE = 0.2
 
@@ -468,13 +468,13 @@ def weights(variant: str) -> dict[str, Any]:
 
 
 @functools.cache
-def setup(variant: str = "llama", proposer: str = "plain", law: DrawLaw = DrawLaw.COUPLED) -> Setup:
+def setup(variant: str = "llama", proposer: str = "plain", scheme: DrawScheme = DrawScheme.COUPLED) -> Setup:
     """One pair of target and proposer, compiled once for all test files.
 
     Args:
       proposer: "plain" for none, a name in TREES for a drafter that reads features, a name in CHAINS, CHAIN_ORACLE or
         DECOYS_ORACLE, or one of STEERED.
-      law: of trees judged by the match rule; oracles choose their tokens arbitrarily.
+      distribution: of trees judged by the match rule; oracles choose their tokens arbitrarily.
     """
     config, target = VARIANTS[variant], weights(variant)
     wanted = drafter_config(config, **_changes(proposer))
@@ -482,12 +482,12 @@ def setup(variant: str = "llama", proposer: str = "plain", law: DrawLaw = DrawLa
     if proposer in TREES:
         drafter_weights = make_drafter(wanted, config, target)
         if proposer.startswith("hot"):
-            wanted, drafter_weights = hot.restrict(wanted, drafter_weights, HOT_IDS)
-            drafter_weights = hot.attach(drafter_weights, drafter_weights["hot_ids"], target, config)
-        drafter = drafter_of(config, wanted, TREES[proposer], law=law, reuse=REUSE.get(proposer, NO_REUSE))
+            wanted, drafter_weights = draft_vocab.restrict(wanted, drafter_weights, DRAFT_TO_TARGET)
+            drafter_weights = draft_vocab.attach(drafter_weights, drafter_weights["draft_to_target"], target, config)
+        drafter = drafter_of(config, wanted, TREES[proposer], scheme=scheme, reuse=REUSE.get(proposer, NO_REUSE))
     elif proposer in CHAINS:
         wanted = CHAINS[proposer]
-        drafter = drafter_of(config, wanted, TREES["chain"], law=law)
+        drafter = drafter_of(config, wanted, TREES["chain"], scheme=scheme)
         drafter_weights = make_small_lm(target) if proposer == "small_lm" else {}
     elif proposer in (CHAIN_ORACLE, DECOYS_ORACLE):
         drafter = oracle_drafter(CHAIN if proposer == CHAIN_ORACLE else DECOYS)
@@ -503,10 +503,10 @@ def setup(variant: str = "llama", proposer: str = "plain", law: DrawLaw = DrawLa
 
 
 @functools.cache
-def sampled(law: DrawLaw) -> Setup:
-    """The pair of "beam" with trees drawn under `law` and judged by the recursive rule."""
+def sampled(scheme: DrawScheme) -> Setup:
+    """The pair of "beam" with trees drawn under `scheme` and judged by the recursive rule."""
     tree, beam = TreeConfig(nodes=9, depth=3, width=3), setup("llama", "beam")
-    drafter = drafter_of(beam.config, beam.drafter_config, tree, law=law)
+    drafter = drafter_of(beam.config, beam.drafter_config, tree, scheme=scheme)
     found = dataclasses.replace(beam, drafter=drafter)
     return dataclasses.replace(found, decoder=found.decoder_with(recursive_rule(tree.depth, tree.width)))
 

@@ -18,7 +18,7 @@ from hsd_jax.bench.profile import RoundProfile, profile_round
 from hsd_jax.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share
 from hsd_jax.bench.tables import say
 from hsd_jax.config import TreeConfig
-from hsd_jax.request import Sampling, Speculation, prepare, rule_and_law
+from hsd_jax.request import Sampling, Speculation, prepare, rule_and_scheme
 
 PLAIN_DTYPES = ("float32", "bfloat16")
 PLAIN_PAD_ROWS = (1, 4)
@@ -27,7 +27,7 @@ PLAIN_PAD_ROWS = (1, 4)
 def make_modes(args: Any, params, trees: Sequence[TreeConfig]) -> list[Mode]:
     """A mode for each tree, rule and form of reuse that `args`, the options of `hsd bench`, name."""
     modes = []
-    rules = [rule_and_law(rule, args.draw)[0] for rule in args.accept]
+    rules = [rule_and_scheme(rule, args.draw)[0] for rule in args.accept]
     for tree, accept, reuse in dict.fromkeys(itertools.product(trees, rules, args.reuse or ["none"])):
         name = f"tree {tree.name}" + ("" if accept == "match" else f" {accept}")
         name += "" if reuse == "none" else f" {reuse}"
@@ -131,7 +131,7 @@ def profile_mode(
         request.limits,
         request.state,
         accept=accept,
-        law=rule_and_law(accept, draw)[1],
+        scheme=rule_and_scheme(accept, draw)[1],
         precision="highest" if params.precision == "exact" else None,
         use_native=params.mesh is None,
     )

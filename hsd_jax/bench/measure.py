@@ -17,7 +17,7 @@ from hsd_jax import api
 from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import check_legal, make_rule
-from hsd_jax.request import rule_and_law
+from hsd_jax.request import rule_and_scheme
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -46,10 +46,10 @@ class Mode:
     def check(self) -> None:
         """Raises a ValueError for what cannot be decoded together, before anything compiles."""
         if self.tree is not None:
-            (rule, law), reuse = rule_and_law(self.accept, self.draw), ReuseConfig.parse(self.reuse)
+            (rule, scheme), reuse = rule_and_scheme(self.accept, self.draw), ReuseConfig.parse(self.reuse)
             config = self.params.target_config
-            drafter = make_drafter(config, self.params.drafter_config, self.tree, law=law, reuse=reuse)
-            check_legal(make_rule(rule, self.tree), drafter.law)
+            drafter = make_drafter(config, self.params.drafter_config, self.tree, scheme=scheme, reuse=reuse)
+            check_legal(make_rule(rule, self.tree), drafter.scheme)
 
     def decode(self, prompts: Sequence[Any], seeds: Sequence[int], max_new_tokens: int, temperature: float):
         """`hsd_jax.decode` of one batch of texts or token ids."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hsd_jax.config import NO_REUSE, TreeConfig
-from hsd_jax.train.evaluate import Draft, Fate
+from hsd_jax.train.evaluate import AcceptedLengths, Draft
 
 LEAST_GAIN = 1.01
 """A form of reuse is a candidate where it is predicted to be so many times as fast as none in the same tree."""
@@ -55,7 +55,7 @@ class RoundCost:
         most, of_one, of_most = self.trunk
         return float(np.interp(num_states, [1, most], [of_one, of_most]))
 
-    def rate(self, draft: Draft, fate: Fate, batch: int) -> float:
+    def rate(self, draft: Draft, fate: AcceptedLengths, batch: int) -> float:
         """Tokens per second of a decode with this fate, `batch` rows at once."""
         tree, reuse = draft
         num_rounds, num_runs = in_step(fate, batch)
@@ -67,7 +67,7 @@ class RoundCost:
         return fate.tau * fate.num_passes / max(seconds, num_rounds * self.least)
 
 
-def in_step(fate: Fate, batch: int) -> tuple[int, int]:
+def in_step(fate: AcceptedLengths, batch: int) -> tuple[int, int]:
     """Rounds, and those of them in which the trunk runs, if `batch` texts are decoded at once.
 
     A batch goes on until its last row ends, and its trunk runs if any row asks for it.

@@ -26,7 +26,7 @@ from hsd_jax.infer import step
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.kernels import native
-from hsd_jax.types import DecodeState, DrawLaw, KVCache, Limits, RoundInputs, SamplingParams
+from hsd_jax.types import DecodeState, DrawScheme, KVCache, Limits, RoundInputs, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def profile_round(
     state: DecodeState,
     *,
     accept: str = "match",
-    law: DrawLaw = DrawLaw.ARBITRARY,
+    scheme: DrawScheme = DrawScheme.ARBITRARY,
     precision: str | None = None,
     use_native: bool = True,
     iterations: int = 20,
@@ -80,7 +80,7 @@ def profile_round(
     Args:
       loop: the compiled loop of the same configuration (`Decoder.loop`); the whole round is its time over its rounds.
       state: not consumed; it needs room for `iterations` rounds, of which the whole round uses what the rows allow.
-      accept, law: the rule and the draw law of the loop.
+      accept, distribution: the rule and the draw scheme of the loop.
       precision, use_native: as `Decoder`.
       iterations: runs of a stage inside one compiled loop.
       repeats: timings of which the median counts.
@@ -93,7 +93,7 @@ def profile_round(
         return (time.perf_counter() - start) / max(int(np.max(np.asarray(end.stats.num_target_passes))), 1)
 
     timers: dict[str, Callable[[], float]] = {"whole": whole}
-    stages = _stages(models, config, drafter_config, tree, sampling, limits, state, accept, law)
+    stages = _stages(models, config, drafter_config, tree, sampling, limits, state, accept, scheme)
     for name, (run, inputs) in stages.items():
         timers[name] = loop_timer(run, models, inputs, iterations, precision, use_native)
     return RoundProfile(**{"head": 0.0, "tree": 0.0, **interleaved_medians(timers, repeats)})
@@ -121,7 +121,7 @@ def trunk_seconds(
 
     parts = method_of(drafter_config).stages
     assert parts is not None, "only a drafter with a trunk has runs of it"
-    trunk, head, _ = parts(config, drafter_config, TreeConfig(2, 1, 1), DrawLaw.ARBITRARY)
+    trunk, head, _ = parts(config, drafter_config, TreeConfig(2, 1, 1), DrawScheme.ARBITRARY)
 
     def of(count: int) -> Callable[[], float]:
         def run(models, inputs):
@@ -160,12 +160,12 @@ def interleaved_medians(timers: dict[str, Callable[[], float]], repeats: int) ->
     return {name: statistics.median(s[name] for s in seconds) for name in timers}
 
 
-def _stages(models, config, drafter_config, tree, sampling, limits, state, accept, law):
+def _stages(models, config, drafter_config, tree, sampling, limits, state, accept, scheme):
     """For each stage `run(models, inputs) -> outputs` and its inputs, as they stand in a real round.
 
     A stage that moves a cache puts the lengths back, so that every iteration does the same work.
     """
-    drafter = make_drafter(config, drafter_config, tree, state.cache.keys[0].dtype, law)
+    drafter = make_drafter(config, drafter_config, tree, state.cache.keys[0].dtype, scheme)
     rule = make_rule(accept, tree)
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
@@ -206,7 +206,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
     drafting = {"trunk": (draft, state.drafter)}
     parts = method_of(drafter_config).stages
     if parts is not None:
-        trunk, head, grow = parts(config, drafter_config, tree, law)
+        trunk, head, grow = parts(config, drafter_config, tree, scheme)
         states, _ = jax.jit(trunk)(models, state.drafter)
         logits = jax.jit(head)(models, states)
         drafting = {

@@ -94,12 +94,13 @@ def make_watched_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -
 def tree_logp(
     drafter: Drafter, models: dict, state: DecodeState, tree: DraftTree, sampling: SamplingParams
 ) -> Float[Array, "B N"] | None:
-    """Log-probability of each node given its parent, under the law by which the tree was grown; None: unknown."""
+    """Log-probability of each node given its parent, under the distribution by which the tree was grown; None:
+    unknown."""
     if tree.draft_logp is None:
         return None if drafter.node_logp is None else drafter.node_logp(models, state.drafter, tree, sampling)
     parents = jnp.maximum(tree.parents, 0)[:, :, None]
-    laws = jnp.take_along_axis(tree.draft_logp, parents, 1)
-    return jnp.where(tree.depth > 0, jnp.take_along_axis(laws, tree.tokens[:, :, None], 2)[:, :, 0], 0.0)
+    distributions = jnp.take_along_axis(tree.draft_logp, parents, 1)
+    return jnp.where(tree.depth > 0, jnp.take_along_axis(distributions, tree.tokens[:, :, None], 2)[:, :, 0], 0.0)
 
 
 def replay(

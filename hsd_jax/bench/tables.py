@@ -45,8 +45,8 @@ def same_text(mode: dict[str, Any], temperature: float, num_texts: int) -> str:
 
     Under another rule than match sampled text is as likely as plain text, not the same.
     """
-    is_by_law = mode.get("accept", "match") != "match" and temperature > 0
-    return "by law" if is_by_law else f"{mode['same_text_as_plain']}/{num_texts}"
+    is_by_distribution = mode.get("accept", "match") != "match" and temperature > 0
+    return "by distribution" if is_by_distribution else f"{mode['same_text_as_plain']}/{num_texts}"
 
 
 def print_bench(record: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from hsd_jax.drafters.table import method_of
 from hsd_jax.params import Params
 from hsd_jax.plan import plan_for
 from hsd_jax.request import (
-    MOST_REACH,
+    MOST_LOOKAHEAD,
     Prompt,
     Sampling,
     Speculation,
@@ -34,7 +34,7 @@ from hsd_jax.request import (
     rows_bucket,
 )
 from hsd_jax.settings import HOTTEST, Count, Temperature, fits, shown
-from hsd_jax.train.evaluate import Draft, Texts, fates
+from hsd_jax.train.evaluate import Draft, Texts, accepted_lengths
 from hsd_jax.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
 from hsd_jax.types import Weights
 
@@ -176,7 +176,9 @@ def _choose(calls: Calls, drafts: Sequence[Draft], may_be_default: bool, finalis
 
     def predicted(drafts: Sequence[Draft], cost: RoundCost) -> dict[Draft, Prediction]:
         calls.report(f"simulating {len(drafts)} ways to draft on what the target wrote")
-        found, _ = fates(drafter, config, params.target, params.target_config, texts, drafts, calls.temperature)
+        found, _ = accepted_lengths(
+            drafter, config, params.target, params.target_config, texts, drafts, calls.temperature
+        )
         pairs = zip(drafts, found, strict=True)
         return {draft: Prediction(fate.tau, cost.rate(draft, fate, calls.batch)) for draft, fate in pairs}
 
@@ -288,7 +290,7 @@ def _by_size(
     """
     sizes: dict[int, list[list[int]]] = {}
     for row in rows:
-        slots = first_capacity(len(row), len(row) + max_new_tokens, MOST_REACH, params.max_len)
+        slots = first_capacity(len(row), len(row) + max_new_tokens, MOST_LOOKAHEAD, params.max_len)
         sizes.setdefault(slots, []).append(row)
     full = {slots: some[: len(some) // batch * batch] for slots, some in sorted(sizes.items())}
     used = sum(map(len, full.values()))

@@ -20,12 +20,12 @@ def add_parser(commands) -> None:
         "a 95 % interval over prompts (paired bootstrap).",
         """
 hsd bench ablate --demo --nodes 8,16 --out runs/ablate
-hsd bench ablate --target DIR --drafter DIR --drafters block=DIR hot=DIR --prompts dialogue=dev.jsonl --out runs/ablate
+hsd bench ablate --target DIR --drafter DIR --drafters medusa=DIR reduced=DIR --prompts dialogue=dev.jsonl --out runs/ablate
 """,
     )
     options.add_model_arguments(parser)
     add_value(parser, "--nodes N,N,...", str, "nodes of a tree, the root included", "8,16", "8,16")
-    what = "more runs, each by another drafter: trained without token information, with a hot vocabulary, ..."
+    what = "more runs, each by another drafter: trained without token information, with a reduced draft vocabulary, ..."
     add_value(parser, "--drafters NAME=DIR", str, what, [], nargs="+")
     compare.add_measure_arguments(parser)
     compare.add_out_argument(parser, "ablate")

@@ -84,6 +84,8 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
         _check_streams()
         from hsd_jax.programs import use_setting
 
+        if "--hot-vocab" in argv:
+            raise ValueError("--hot-vocab is now --draft-vocab")
         args = build_parser().parse_args(argv)
         args.command_line = " ".join(["hsd", *argv])
         use_setting()

@@ -173,7 +173,7 @@ def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None)
         default="auto" if nargs is None else ["auto"],
         nargs=nargs,
         help="rule that judges drafts: match gives the text of plain decoding with the same seed, recursive draws its "
-        "trees and gives another text of the same law (default: auto, which is match)",
+        "trees and gives another text of the same distribution (default: auto, which is match)",
     )
     group.add_argument(
         "--draw",

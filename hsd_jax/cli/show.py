@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--max-new-tokens 0: there is no round to draw; allowed are 1 and more")
     text = None if args.prompt is None else generate.read_prompt(args.prompt)
     from hsd_jax.bench.prompts import demo_prompts
-    from hsd_jax.request import rule_and_law
+    from hsd_jax.request import rule_and_scheme
     from hsd_jax.viz import html
     from hsd_jax.viz.page import make_page
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("hsd show draws draft trees: give --drafter DIR")
     prompt = demo_prompts()[0].text if text is None else generate.encode_prompt(params, text, args)
     settings = generate.text_settings(args) | {"tree": options.tree_of(args, params)}
-    settings["accept"], _ = rule_and_law(args.accept, args.draw)
+    settings["accept"], _ = rule_and_scheme(args.accept, args.draw)
     page = make_page(params, prompt, settings, args.command_line)
     for path in args.out:
         if path.suffix.lower() == ".png":

@@ -88,17 +88,17 @@ def _add_restrict(kinds) -> None:
         kinds,
         "restrict",
         run_restrict,
-        "cut a trained drafter down to a hot vocabulary",
+        "cut a trained drafter down to a reduced draft vocabulary",
         "Let a drafter draft the most frequent tokens only: less to compute, a little less accepted. Nothing is\n"
         "trained again, and what is decoded stays the same. Count them in text the target wrote (hsd generate-data).",
         """
-hsd train restrict --target DIR --drafter runs/demo/drafter --data own.jsonl --hot-vocab 0.5 --out runs/demo-hot
+hsd train restrict --target DIR --drafter runs/demo/drafter --data own.jsonl --draft-vocab 0.5 --out runs/reduced
 """,
     )
     restrict.add_argument("--target", metavar="DIR", required=True, help="a Hugging Face folder")
     restrict.add_argument("--drafter", metavar="DIR", required=True, help="a folder written by `hsd train drafter`")
     _add_data_arguments(restrict, True, "folder of the new drafter")
-    add_value(restrict, "--hot-vocab SHARE", options.SHARE, "of the vocabulary", 0.5)
+    add_value(restrict, "--draft-vocab SHARE", options.SHARE, "of the vocabulary", 0.5)
     add_value(restrict, "--loss-on", str, "the tokens to count", "all", "all", choices=("all", "responses"))
 
 
@@ -151,10 +151,10 @@ def run_recipe(args: argparse.Namespace) -> int:
 
 
 def run_restrict(args: argparse.Namespace) -> int:
-    """Cuts a drafter down to a hot vocabulary."""
-    from hsd_jax.train.hot_vocabulary import restrict_drafter
+    """Cuts a drafter down to a reduced draft vocabulary."""
+    from hsd_jax.train.draft_vocabulary import restrict_drafter
 
-    restrict_drafter(args.target, args.drafter, args.data, args.out, args.hot_vocab, args.loss_on, options.say)
+    restrict_drafter(args.target, args.drafter, args.data, args.out, args.draft_vocab, args.loss_on, options.say)
     return 0
 
 

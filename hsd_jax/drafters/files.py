@@ -16,33 +16,34 @@ from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.table import METHODS, init_drafter
 from hsd_jax.files import write_json
 from hsd_jax.models.convert import check_num_layers, shapes_of
+from hsd_jax.models.draft_vocab import checked_ids
 from hsd_jax.models.hf_config import read_json
-from hsd_jax.models.hot import checked_ids
 from hsd_jax.models.tensor_files import checked_dtype, load_tree, open_all, store_tree
 from hsd_jax.settings import shown
 from hsd_jax.types import Weights
 
 DRAFTER_CONFIG, DRAFTER_FILE = "drafter_config.json", "drafter.safetensors"
-_HOT_IDS = "hot_ids"
+_DRAFT_TO_TARGET = "draft_to_target"
 _GONE_KEY, _GONE_TENSORS = "has_mix", ("mix.new", "mix.old")
+_OLD_NAMES = {"hot_tokens": "reduced_vocab_size", "hot_ids": "draft_to_target"}
 _OLD_KINDS, _OLD_PARALLEL = {"feature": "eagle", "block": "medusa"}, "block"
 
 
 def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dtype: Any = "float32") -> None:
     """Writes `drafter.safetensors` and `drafter_config.json`; each appears whole or not at all.
 
-    Of a hot vocabulary the ids are written, not the rows of the target's head: those are the target's.
+    Of a reduced draft vocabulary the ids are written, not the rows of the target's head: those are the target's.
 
     Raises:
-      ValueError: if a weight is missing, unexpected, misshapen or not finite, or hot ids are not what `hot.checked_ids`
-        asks for.
+      ValueError: if a weight is missing, unexpected, misshapen or not finite, or `draft_to_target` ids are not what
+        `draft_vocab.checked_ids` asks for.
     """
     dtype, folder = checked_dtype(dtype), Path(folder)
-    if config.hot_tokens is not None:
+    if config.reduced_vocab_size is not None:
         weights = {name: part for name, part in weights.items() if name != "head"}
-        if _HOT_IDS in weights:
-            checked_ids(weights[_HOT_IDS], config.vocab_size, f"weights to save: {_HOT_IDS!r}")
-    store_tree(folder / DRAFTER_FILE, weights, _shapes(config), dtype, lambda path: path, ids=(_HOT_IDS,))
+        if _DRAFT_TO_TARGET in weights:
+            checked_ids(weights[_DRAFT_TO_TARGET], config.vocab_size, f"weights to save: {_DRAFT_TO_TARGET!r}")
+    store_tree(folder / DRAFTER_FILE, weights, _shapes(config), dtype, lambda path: path, ids=(_DRAFT_TO_TARGET,))
     write_json(folder / DRAFTER_CONFIG, {"kind": config.kind, **to_dict(config)})
 
 
@@ -50,7 +51,7 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
     """The configuration that `save_drafter` wrote; raises as `read_drafter`."""
     path = Path(folder) / DRAFTER_CONFIG
     values = read_json(path)
-    values = {key: value for key, value in values.items() if key != _GONE_KEY}
+    values = {_OLD_NAMES.get(key, key): value for key, value in values.items() if key != _GONE_KEY}
     kind = values.pop("kind", HiddenConfig.kind)
     kind = _OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind
     trained = {name: method.config for name, method in METHODS.items() if method.init_weights is not None}
@@ -68,25 +69,30 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
 
 
 def read_drafter(folder: str | Path, dtype: Any = "float32") -> tuple[DrafterConfig, Weights]:
-    """What `save_drafter` wrote, weights in `dtype`. Before it drafts from a hot vocabulary, `hot.attach` the head.
+    """What `save_drafter` wrote, weights in `dtype`. Before it drafts from a reduced draft vocabulary,
+    `draft_vocab.attach` the head.
 
     Raises:
       FileNotFoundError: if one of the two files is missing.
-      ValueError: as `read_weights`, and for an unknown, missing or mistyped key of the configuration, or hot ids that
-        are no ascending tokens.
+      ValueError: as `read_weights`, and for an unknown, missing or mistyped key of the configuration, or
+        `draft_to_target` ids that are no ascending tokens.
     """
     dtype, folder, config = checked_dtype(dtype), Path(folder), read_drafter_config(folder)
     with contextlib.ExitStack() as stack:
         if not (folder / DRAFTER_FILE).is_file():
             raise FileNotFoundError(f"{folder / DRAFTER_FILE}: no such file, though {DRAFTER_CONFIG} is there")
         tensors = open_all([folder / DRAFTER_FILE], stack)
-        stored = {tensor.name: tensor for tensor in tensors if tensor.name not in _GONE_TENSORS}
+        stored = {
+            _OLD_NAMES.get(tensor.name, tensor.name): tensor for tensor in tensors if tensor.name not in _GONE_TENSORS
+        }
         check_num_layers(getattr(config, "num_layers", 1), stored, folder, DRAFTER_CONFIG)
         shapes = _shapes(config)
         names = {path: path for path in shapes}
-        weights = load_tree(stored, names, shapes, dtype, folder, DRAFTER_CONFIG, ids=(_HOT_IDS,))
-    if config.hot_tokens is not None:
-        checked_ids(weights[_HOT_IDS], config.vocab_size, f"{folder / DRAFTER_FILE}: tensor {_HOT_IDS!r}")
+        weights = load_tree(stored, names, shapes, dtype, folder, DRAFTER_CONFIG, ids=(_DRAFT_TO_TARGET,))
+    if config.reduced_vocab_size is not None:
+        checked_ids(
+            weights[_DRAFT_TO_TARGET], config.vocab_size, f"{folder / DRAFTER_FILE}: tensor {_DRAFT_TO_TARGET!r}"
+        )
     return config, weights
 
 
@@ -114,6 +120,6 @@ def check_drafter(drafter_config: DrafterConfig, target_config: ModelConfig, tar
 
 
 def _shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """`_shapes` of what is stored of a drafter: the learned weights and the hot ids, if there are any."""
+    """`_shapes` of what is stored of a drafter: the learned weights and the `draft_to_target` ids, if there are any."""
     shapes = shapes_of(init_drafter, config)
-    return shapes if config.hot_tokens is None else {**shapes, _HOT_IDS: (config.hot_tokens,)}
+    return shapes if config.reduced_vocab_size is None else {**shapes, _DRAFT_TO_TARGET: (config.reduced_vocab_size,)}

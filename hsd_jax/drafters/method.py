@@ -26,8 +26,8 @@ class Method(NamedTuple):
     config: type
     """The frozen dataclass of what is static."""
     make: Callable[..., Drafter]
-    """`make(target_config, config, tree, cache_dtype, law) -> Drafter`, and `reuse=` where `reuses` lists more than
-    NONE. Raises a ValueError for trees that it cannot draft."""
+    """`make(target_config, config, tree, cache_dtype, distribution) -> Drafter`, and `reuse=` where `reuses` lists more
+    than NONE. Raises a ValueError for trees that it cannot draft."""
     default_tree: Callable[[Any], TreeConfig]
     """`default_tree(config)`: for calls that neither ask for a tree nor let `plan.py` choose."""
     max_depth: Callable[[Any], int]
@@ -46,7 +46,8 @@ class Method(NamedTuple):
     """As `models.unroll.unroll`: the states of many anchors at once, for training."""
     token_information: TokenInformation | None = None
     stages: Callable[..., Any] | None = None
-    """`stages(target_config, config, tree, law)`: the parts of drafting, for profiles. None: it is timed as a whole."""
+    """`stages(target_config, config, tree, distribution)`: the parts of drafting, for profiles. None: it is timed as a
+    whole."""
     aged: Callable[..., Any] | None = None
     """`aged(models, target_config, config, num_states, state) -> (age -> state)`: states with spares of any age, for
     simulation. None: nothing is reused."""

@@ -6,18 +6,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.types import DRAWN_LAWS, DrawLaw
+from hsd_jax.types import DRAWN_SCHEMES, DrawScheme
 
 
-def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, law: DrawLaw) -> None:
+def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, scheme: DrawScheme) -> None:
     """Raises a ValueError if a trained drafter cannot draft such trees, or not for this target."""
     config.check_feature_layers(target_config.num_layers)
     if tree.depth > config.num_steps:
         raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps")
     if tree.width > config.draft_vocab_size:
-        whole = "vocabulary" if config.hot_tokens is None else "hot vocabulary"
+        whole = "vocabulary" if config.reduced_vocab_size is None else "reduced draft vocabulary"
         raise ValueError(f"TreeConfig.width={tree.width}: allowed are 1 to the {whole}, {config.draft_vocab_size}")
-    if law in DRAWN_LAWS:
+    if scheme in DRAWN_SCHEMES:
         tree.sampled_widths()  # raises here, before anything compiles
 
 

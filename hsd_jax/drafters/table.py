@@ -14,7 +14,7 @@ from hsd_jax.drafters.lookup import LOOKUP
 from hsd_jax.drafters.medusa import MEDUSA
 from hsd_jax.drafters.method import Method
 from hsd_jax.drafters.small_lm import SMALL_LM
-from hsd_jax.types import Drafter, DrawLaw, Weights
+from hsd_jax.types import Drafter, DrawScheme, Weights
 
 METHODS: dict[str, Method] = {method.config.kind: method for method in (HIDDEN, EAGLE, MEDUSA, SMALL_LM, LOOKUP)}
 
@@ -29,10 +29,10 @@ def make_drafter(
     config: Any,
     tree: TreeConfig,
     cache_dtype: Any = jnp.float32,
-    law: DrawLaw = DrawLaw.ARBITRARY,
+    scheme: DrawScheme = DrawScheme.ARBITRARY,
     reuse: ReuseConfig = NO_REUSE,
 ) -> Drafter:
-    """The drafter that `config` describes, with trees of this shape whose children are chosen as `law` says.
+    """The drafter that `config` describes, with trees of this shape whose children are chosen as `scheme` says.
 
     Args:
       reuse: of spare states.
@@ -43,7 +43,7 @@ def make_drafter(
     if reuse.form not in method.reuses:
         raise ValueError(f"reuse={str(reuse)!r}: a {config.kind} drafter has no spare states, allowed is {NO_REUSE}")
     options = {} if len(method.reuses) == 1 else {"reuse": reuse}
-    return method.make(target_config, config, tree, cache_dtype, law, **options)
+    return method.make(target_config, config, tree, cache_dtype, scheme, **options)
 
 
 def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:

@@ -1,6 +1,6 @@
 """Acceptance rules: given a tree and the target's logits at its nodes, which path survives.
 
-A rule lists the draw laws for which it is lossless; `check_legal` refuses any other pairing. Knows no drafter.
+A rule lists the draw schemes for which it is lossless; `check_legal` refuses any other pairing. Knows no drafter.
 Read next: `step.py`.
 """
 
@@ -15,18 +15,18 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.types import DRAWN_LAWS, AcceptRule, DraftTree, DrawLaw, SamplingParams, Verdict
+from hsd_jax.types import DRAWN_SCHEMES, AcceptRule, DraftTree, DrawScheme, SamplingParams, Verdict
 
 
-def check_legal(rule: AcceptRule, law: DrawLaw) -> None:
-    """Refuses a pair of rule and law under which the text would not be the target's.
+def check_legal(rule: AcceptRule, scheme: DrawScheme) -> None:
+    """Refuses a pair of rule and distribution under which the text would not be the target's.
 
     Raises:
-      ValueError: if `rule` is not lossless for trees drawn under `law`.
+      ValueError: if `rule` is not lossless for trees drawn under `scheme`.
     """
-    if law not in rule.laws:
-        allowed = ", ".join(sorted(x.value for x in rule.laws))
-        raise ValueError(f"accept={rule.name!r} is not lossless for draw={law.value!r}; it allows {allowed}")
+    if scheme not in rule.schemes:
+        allowed = ", ".join(sorted(x.value for x in rule.schemes))
+        raise ValueError(f"accept={rule.name!r} is not lossless for draw={scheme.value!r}; it allows {allowed}")
 
 
 def follow(
@@ -89,7 +89,7 @@ def match_rule(max_depth: int) -> AcceptRule:
         perturbed = sampling_lib.perturb(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling)
         return walk(tree, ancestors, ops.argmax(perturbed), max_depth)
 
-    return AcceptRule("match", frozenset(DrawLaw), verify)
+    return AcceptRule("match", frozenset(DrawScheme), verify)
 
 
 def after_refusal(residual: Float[Array, "B I V"], proposal: Float[Array, "B I V"]) -> Float[Array, "B I V"]:
@@ -107,7 +107,8 @@ def recursion(
 ) -> tuple[Float[Array, "B N"], Float[Array, "B I V"]]:
     """How each child fares once its earlier siblings are refused, and what is left of the target once all are.
 
-    With p the target's law at a node and q the law its children were drawn from, r_1 = p, and of the j-th child x_j
+    With p the target's distribution at a node and q the distribution its children were drawn from, r_1 = p, and of the
+    j-th child x_j
 
         odds = min(1, r_j(x_j) / q_j(x_j)),    r_{j+1} = (r_j - q_j)_+ / sum of (r_j - q_j)_+
 
@@ -117,17 +118,18 @@ def recursion(
     Args:
       max_children: no node has more valid children.
     Returns:
-      odds of every node, 0 where there is none to try; the last residual of every node with a law, as probabilities.
+      odds of every node, 0 where there is none to try; the last residual of every node with a distribution, as
+      probabilities.
     References:
       SpecInfer (arXiv:2305.09781, section 4.3) for independent draws; RSD (arXiv:2402.14160, section 3) without
       replacement; methods.md 6.1.
     """
     assert tree.draft_logp is not None
     draft_logp = tree.draft_logp
-    num_laws, vocab_size = draft_logp.shape[1:]
-    is_child = (tree.parents[:, None, :] == jnp.arange(num_laws)[:, None]) & tree.valid[:, None, :]
+    num_distributions, vocab_size = draft_logp.shape[1:]
+    is_child = (tree.parents[:, None, :] == jnp.arange(num_distributions)[:, None]) & tree.valid[:, None, :]
     rank = jnp.cumsum(is_child, -1, dtype=jnp.int32) - 1
-    removes = tree.law is DrawLaw.WITHOUT_REPLACEMENT
+    removes = tree.scheme is DrawScheme.WITHOUT_REPLACEMENT
 
     def try_sibling(j, carry):
         odds, residual, removed = carry
@@ -135,7 +137,7 @@ def recursion(
         has_jth = jnp.any(is_jth, -1)[:, :, None]
         token = jnp.take_along_axis(tree.tokens, jnp.argmax(is_jth, -1), 1)[:, :, None]
         proposal = jax.nn.softmax(jnp.where(removed, sampling_lib.REMOVED, draft_logp), -1)
-        q, r = (jnp.take_along_axis(law, token, 2) for law in (proposal, residual))
+        q, r = (jnp.take_along_axis(distribution, token, 2) for distribution in (proposal, residual))
         own = jnp.minimum(r / jnp.maximum(q, jnp.finfo(q.dtype).tiny), 1.0)
         odds = odds + jnp.sum(jnp.where(is_jth, own, 0.0), 1)
         residual = jnp.where(has_jth, after_refusal(residual, proposal), residual)
@@ -144,7 +146,7 @@ def recursion(
         return odds, residual, removed
 
     none_removed = jnp.zeros(draft_logp.shape if removes else (1, 1, 1), bool)
-    start = jnp.zeros(tree.tokens.shape, target_logp.dtype), jnp.exp(target_logp[:, :num_laws]), none_removed
+    start = jnp.zeros(tree.tokens.shape, target_logp.dtype), jnp.exp(target_logp[:, :num_distributions]), none_removed
     odds, residual, _ = lax.fori_loop(0, max_children, try_sibling, start)
     return odds, residual
 
@@ -159,13 +161,13 @@ def first_accepted(tree: DraftTree, is_accepted: Bool[Array, "B N"]) -> Bool[Arr
 
 
 def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
-    """Recursive rejection sampling: tries siblings in draw order against what is left of the target's law.
+    """Recursive rejection sampling: tries siblings in draw order against what is left of the target's distribution.
 
     Lossless for children drawn from `tree.draft_logp`, INDEPENDENT or WITHOUT_REPLACEMENT, of trees that were not
     pruned by their tokens, with noise that is not the target's: COUPLED ones are refused. The emitted text follows the
-    target's law, but unlike under `match` it depends on the trees. One child a node is standard speculative sampling
-    (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). At temperature 0 the target's law is a point
-    mass and the text is greedy, whatever the tree.
+    target's distribution, but unlike under `match` it depends on the trees. One child a node is standard speculative
+    sampling (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). At temperature 0 the target's
+    distribution is a point mass and the text is greedy, whatever the tree.
     """
 
     def verify(
@@ -177,16 +179,16 @@ def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
         root_position: Int[Array, "B"],
         noise: Float[Array, "B M V"] | None = None,
     ) -> Verdict:
-        target_logp = sampling_lib.target_law(logits, sampling)
+        target_logp = sampling_lib.target_distribution(logits, sampling)
         odds, residual = recursion(tree, target_logp, max_children)
         coin_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.JUDGE_NOISE)
         coins = jax.vmap(lambda key: jax.random.uniform(key, odds.shape[1:]))(coin_keys)
         path, num_accepted, end = follow(tree, ancestors, first_accepted(tree, coins < odds), max_depth)
 
-        # Behind the last accepted token: the residual of its refused children, or the target's law at a leaf. No
-        # other round draws at this position, so the target's own noise is still fresh.
-        last_law = jnp.minimum(end, residual.shape[1] - 1)[:, None, None]
-        refused_all = jnp.log(jnp.take_along_axis(residual, last_law, 1))
+        # Behind the last accepted token: the residual of its refused children, or the target's distribution at a leaf.
+        # No other round draws at this position, so the target's own noise is still fresh.
+        last_distribution = jnp.minimum(end, residual.shape[1] - 1)[:, None, None]
+        refused_all = jnp.log(jnp.take_along_axis(residual, last_distribution, 1))
         at_leaf = jnp.take_along_axis(target_logp, end[:, None, None], 1)
         end_logp = jnp.where((end < residual.shape[1])[:, None, None], refused_all, at_leaf)
         own = sampling_lib.position_noise(keys, (root_position + num_accepted + 1)[:, None], logits.shape[-1])
@@ -197,14 +199,14 @@ def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
         emitted = jnp.where(is_next, next_token[:, None], drafted)
         return Verdict(path, num_accepted, next_token, is_leaf(tree, end), emitted)
 
-    return AcceptRule("recursive", DRAWN_LAWS, verify)
+    return AcceptRule("recursive", DRAWN_SCHEMES, verify)
 
 
-NATURAL_LAW = {"match": DrawLaw.COUPLED, "recursive": DrawLaw.WITHOUT_REPLACEMENT}
-"""The names that `make_rule` knows, each with the draw law under which it accepts most."""
+NATURAL_SCHEME = {"match": DrawScheme.COUPLED, "recursive": DrawScheme.WITHOUT_REPLACEMENT}
+"""The names that `make_rule` knows, each with the draw scheme under which it accepts most."""
 
 
 def make_rule(name: str, tree: TreeConfig) -> AcceptRule:
-    """The rule of that name, a key of NATURAL_LAW, for trees of this shape."""
+    """The rule of that name, a key of NATURAL_SCHEME, for trees of this shape."""
     makers = {"match": lambda: match_rule(tree.depth), "recursive": lambda: recursive_rule(tree.depth, tree.width)}
     return makers[name]()

@@ -61,7 +61,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
         chunk = min(num, CHUNK_OF_KERNELS if native.is_on() else CHUNK)
         if num % chunk:
             raise ValueError(f"prompts padded to {num} tokens: expected a multiple of {chunk}")
-        taps = () if drafter is None else drafter.taps
+        aux_layers = () if drafter is None else drafter.aux_layers
         cache = cache_lib.empty_cache(
             config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, cache_dtype
         )
@@ -72,7 +72,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
             start = index * chunk
             now, following = (lax.dynamic_slice_in_dim(x, start, chunk, 1) for x in (tokens, behind))
             # XLA drops the logits, which nobody reads.
-            output, cache = read_chunk(models["target"], config, cache, now, start, length - 1, taps=taps)
+            output, cache = read_chunk(models["target"], config, cache, now, start, length - 1, aux_layers=aux_layers)
             if drafter is not None:
                 drafter_state = drafter.read(models, drafter_state, output, now, following, start, length)
             return cache, drafter_state
@@ -114,7 +114,7 @@ def drafter_after(
     return state if drafter.ready is None else drafter.ready(models, state)
 
 
-def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, reach: int) -> Callable:
+def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahead: int) -> Callable:
     """`loop(models, sampling, limits, num_rounds, state) -> state`: rounds until nothing is left to do.
 
     Where `worth` says that drafts do not pay, blocks of plain rounds stand between those of `step`. Both are inner
@@ -135,7 +135,9 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, reach: i
 
         def goes_on(round_index: Array, state: DecodeState) -> Array:
             return (
-                (round_index < num_rounds) & jnp.any(~state.done) & ~is_full(state.length, state.done, capacity, reach)
+                (round_index < num_rounds)
+                & jnp.any(~state.done)
+                & ~is_full(state.length, state.done, capacity, lookahead)
             )
 
         def round_of(carry):
@@ -172,9 +174,9 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, reach: i
     return loop
 
 
-def is_full(length: Int[Array | np.ndarray, "B"], done: Array | np.ndarray, capacity: int, reach: int) -> Any:
+def is_full(length: Int[Array | np.ndarray, "B"], done: Array | np.ndarray, capacity: int, lookahead: int) -> Any:
     """Whether the next round might write behind the last cache slot of an unfinished row; NumPy stays NumPy."""
-    return (length * (~done).astype(length.dtype) + reach > capacity).any()
+    return (length * (~done).astype(length.dtype) + lookahead > capacity).any()
 
 
 class Decoder:
@@ -195,13 +197,13 @@ class Decoder:
         use_native: bool = True,
     ):
         self.max_depth = 0 if drafter is None else drafter.max_depth
-        self.reach = 0 if drafter is None else max(drafter.max_depth, drafter.reach)
+        self.lookahead = 0 if drafter is None else max(drafter.max_depth, drafter.lookahead)
         self.drafter = drafter
         self._precision, self._use_native = precision, use_native
         self.prefill = self.compile(
             make_prefill(config, drafter, cache_dtype), static_argnames=("capacity", "max_tokens")
         )
-        self.loop = self.compile(make_loop(config, step, drafter, self.reach), donate_argnums=4)
+        self.loop = self.compile(make_loop(config, step, drafter, self.lookahead), donate_argnums=4)
 
     def compile(self, function: Callable, **options) -> Callable:
         """`function` jitted as the loop is: with the same matmul precision and the same kernels."""
@@ -229,7 +231,7 @@ class Decoder:
         while True:
             state = self.loop(models, sampling, limits, jnp.int32(num_rounds), state)
             capacity = state.cache.keys[0].shape[2]
-            if not is_full(np.asarray(state.length), np.asarray(state.done), capacity, self.reach):
+            if not is_full(np.asarray(state.length), np.asarray(state.done), capacity, self.lookahead):
                 return state
             state = self._grow(state, GROWTH * capacity)
 

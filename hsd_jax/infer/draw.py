@@ -1,4 +1,5 @@
-"""Children drawn at random from a drafter's law, level by level; each function keeps what its `DrawLaw` promises.
+"""Children drawn at random from a drafter's distribution, level by level; each function keeps what its `DrawScheme`
+promises.
 
 A node is never dropped for the token it holds: `recursive` would no longer be lossless (methods.md 0.5). Knows neither
 drafters nor acceptance. Read next: `tree.py`, which stacks the levels.
@@ -31,13 +32,13 @@ class Level(NamedTuple):
     """Perturbed `logp`; -inf where the filters left too few tokens to fill the place."""
 
 
-def draft_law(logits: Float[Array, "B w V"], sampling: SamplingParams) -> Float[Array, "B w V"]:
+def draft_distribution(logits: Float[Array, "B w V"], sampling: SamplingParams) -> Float[Array, "B w V"]:
     """Log-probabilities to draw from: the drafter's logits under the row's temperature and filters.
 
-    Any law would do. This one wastes no draw on a token that the target's filters are likely to have removed.
+    Any distribution would do. This one wastes no draw on a token that the target's filters are likely to have removed.
     """
     warped = sampling_lib.warp(logits, sampling)
-    # A broken drafter costs speed alone: whatever its numbers are, this is a law.
+    # A broken drafter costs speed alone: whatever its numbers are, this is a distribution.
     return jax.nn.log_softmax(jnp.nan_to_num(warped, nan=0.0, posinf=0.0, neginf=sampling_lib.REMOVED), -1)
 
 
@@ -46,7 +47,7 @@ def independent(noise: Float[Array, "B width V"], draft_logp: Float[Array, "B v 
 
     Args:
       noise: Gumbel noise of this level alone; zeros in rows that do not draw: they take the likeliest token.
-      draft_logp: law of the children of each node above.
+      draft_logp: distribution of the children of each node above.
     """
     parents = np.arange(width, dtype=np.int32) % above.tokens.shape[1]
     logp = draft_logp[:, parents]
@@ -72,11 +73,11 @@ def stochastic_beam(
 
     Args:
       noise: Gumbel noise of this level alone; zeros in rows that do not draw.
-      draft_logp: law of the children of each node above.
+      draft_logp: distribution of the children of each node above.
       is_sampled: rows that draw.
     """
     batch, _, vocab_size = draft_logp.shape
-    # Siblings are chosen by their own law: behind a path of probability e^-1e6, float32 sums would lose it.
+    # Siblings are chosen by their own distribution: behind a path of probability e^-1e6, float32 sums would lose it.
     own, tokens = lax.top_k(draft_logp + noise, min(width, vocab_size))
     top = above.logp[:, :, None] + own
     top_logp = above.logp[:, :, None] + jnp.take_along_axis(draft_logp, tokens, 2)

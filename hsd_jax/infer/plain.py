@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.step import Step, advance, cut, or_lawless
+from hsd_jax.infer.step import Step, advance, cut, or_invalid
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward
 from hsd_jax.types import DecodeState, Drafter, Limits, ModelOutput, NewKV, SamplingParams, Verdict
@@ -42,7 +42,7 @@ def plain_round(
     limits: Limits,
     state: DecodeState,
     pad_rows: int = 1,
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
 ) -> tuple[DecodeState, ModelOutput, Int[Array, "B 1"], Int[Array, "B"]]:
     """One token a row.
 
@@ -57,10 +57,12 @@ def plain_round(
         positions = jnp.broadcast_to(position[:, None], (batch, pad_rows))
         mask = jnp.broadcast_to(jnp.eye(pad_rows, dtype=bool), (batch, pad_rows, pad_rows))
         active = jnp.broadcast_to(~state.done[:, None], (batch, pad_rows))
-        output = forward(models["target"], config, nodes, positions, mask, state.cache, taps=taps, active=active)
+        output = forward(
+            models["target"], config, nodes, positions, mask, state.cache, aux_layers=aux_layers, active=active
+        )
     with jax.named_scope("judge"):
         drawn = sampling_lib.draw(state.keys, output.logits[:, :1], position[:, None] + 1, sampling)
-        emitted = or_lawless(drawn, jnp.zeros_like(drawn), output)
+        emitted = or_invalid(drawn, jnp.zeros_like(drawn), output)
         count, done = cut(emitted, jnp.ones(batch, jnp.int32), limits, state)
     with jax.named_scope("commit"):
         first = NewKV(*(tuple(x[:, :, :1] for x in xs) for xs in (output.new_kv.keys, output.new_kv.values)))
@@ -90,10 +92,12 @@ def make_block(config: ModelConfig, drafter: Drafter) -> tuple[Callable, Callabl
     def start(state: DecodeState) -> Trail:
         batch = state.length.shape[0]
         hidden, none = jnp.zeros((batch, num, config.hidden_size)), jnp.zeros((batch, num), jnp.int32)
-        return Trail(hidden, (hidden,) * len(drafter.taps), none, none[:, 0], jnp.zeros((), jnp.int32))
+        return Trail(hidden, (hidden,) * len(drafter.aux_layers), none, none[:, 0], jnp.zeros((), jnp.int32))
 
     def step(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, trail: Trail):
-        state, output, emitted, count = plain_round(config, models, sampling, limits, state, taps=drafter.taps)
+        state, output, emitted, count = plain_round(
+            config, models, sampling, limits, state, aux_layers=drafter.aux_layers
+        )
         put = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, trail.rounds, 1)  # noqa: E731
         features = tuple(put(old, new) for old, new in zip(trail.features, output.features, strict=True))
         rest = put(trail.emitted, emitted), trail.count + count, trail.rounds + 1

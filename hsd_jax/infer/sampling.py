@@ -92,8 +92,8 @@ def _bisect(like: Float[Array, "B M V"], holds) -> Array:
     return lax.fori_loop(0, 32, body, jnp.zeros((*like.shape[:-1], 1), jnp.uint32))
 
 
-def target_law(logits: Float[Array, "B M V"], sampling: SamplingParams) -> Float[Array, "B M V"]:
-    """The law that `draw` follows, as log-probabilities; a point mass at temperature 0."""
+def target_distribution(logits: Float[Array, "B M V"], sampling: SamplingParams) -> Float[Array, "B M V"]:
+    """The distribution that `draw` follows, as log-probabilities; a point mass at temperature 0."""
     warped = warp(logits, sampling)
     is_best = argmax(warped)[..., None] == jnp.arange(logits.shape[-1])
     is_greedy = (sampling.temperature <= 0.0)[:, None, None]

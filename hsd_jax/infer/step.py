@@ -23,13 +23,13 @@ from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward
 from hsd_jax.types import (
-    LAWLESS_TOKEN,
+    INVALID_TOKEN,
     AcceptRule,
     Costs,
     DecodeState,
     Drafter,
     DraftTree,
-    DrawLaw,
+    DrawScheme,
     Limits,
     ModelOutput,
     RoundInputs,
@@ -47,7 +47,7 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
     Raises:
       ValueError: if `rule` is not lossless for the trees of `drafter`.
     """
-    check_legal(rule, drafter.law)
+    check_legal(rule, drafter.scheme)
 
     def step(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState) -> DecodeState:
         with jax.named_scope("noise"):  # once a round, for drafts and target
@@ -79,7 +79,7 @@ def draft(
     """The tree of a round and the drafter's state behind it; only coupled drafts may see the noise of the target."""
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
-    shown = noise if drafter.law is DrawLaw.COUPLED else None
+    shown = noise if drafter.scheme is DrawScheme.COUPLED else None
     with jax.named_scope("draft"):
         inputs = RoundInputs(root, root_position, state.keys, sampling, shown)
         return drafter.draft(models, state.drafter, inputs)
@@ -93,7 +93,9 @@ def verify(
         ancestors = ancestor_mask(tree, drafter.max_depth)
         nodes = tree.tokens, (state.length - 1)[:, None] + tree.depth, ancestors
         active = tree.valid & ~state.done[:, None]
-        return forward(models["target"], config, *nodes, state.cache, taps=drafter.taps, active=active), ancestors
+        return forward(
+            models["target"], config, *nodes, state.cache, aux_layers=drafter.aux_layers, active=active
+        ), ancestors
 
 
 def commit(
@@ -111,7 +113,7 @@ def commit(
     """Judges a tree and commits what is accepted: the state behind the round, the verdict, tokens committed."""
     with jax.named_scope("judge"):
         verdict = rule.verify(state.keys, tree, ancestors, output.logits, sampling, state.length - 1, noise)
-        emitted = or_lawless(verdict.emitted, verdict.path, output)
+        emitted = or_invalid(verdict.emitted, verdict.path, output)
         count, done = cut(emitted, verdict.num_accepted + 1, limits, state)
     with jax.named_scope("commit"):
         cache = cache_lib.commit(state.cache, output.new_kv, verdict.path, count)
@@ -120,8 +122,8 @@ def commit(
         return advance(state, emitted, count, done, cache, drafter_state, has_draft), verdict, count
 
 
-def or_lawless(emitted: Int[Array, "B M"], path: Int[Array, "B M"], output: ModelOutput) -> Int[Array, "B M"]:
-    """The emitted tokens, LAWLESS_TOKEN in place of those that the target gave no law for.
+def or_invalid(emitted: Int[Array, "B M"], path: Int[Array, "B M"], output: ModelOutput) -> Int[Array, "B M"]:
+    """The emitted tokens, INVALID_TOKEN in place of those that the target gave no distribution for.
 
     To look at every logit would cost more than a hundredth of a round. Three looks find the same rows: a state that is
     NaN spoils all logits of its node; a row of the LM head that is NaN spoils a logit of every node, the root's
@@ -130,7 +132,7 @@ def or_lawless(emitted: Int[Array, "B M"], path: Int[Array, "B M"], output: Mode
     chosen = output.logits[jnp.arange(emitted.shape[0])[:, None], path, emitted]
     is_nan = jnp.any(jnp.isnan(cache_lib.take_nodes(output.hidden, path, axis=1)), -1)
     is_nan |= jnp.any(jnp.isnan(output.logits[:, 0]), -1)[:, None]
-    return jnp.where(is_nan | ~(chosen > -jnp.inf), LAWLESS_TOKEN, emitted)
+    return jnp.where(is_nan | ~(chosen > -jnp.inf), INVALID_TOKEN, emitted)
 
 
 def cut(
@@ -138,7 +140,7 @@ def cut(
 ) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
     """How many of the emitted tokens count, after the first end token, the length limit and finished rows."""
     index = jnp.arange(emitted.shape[1])
-    is_end = jnp.any(emitted[:, :, None] == limits.eos, -1) | (emitted == LAWLESS_TOKEN)
+    is_end = jnp.any(emitted[:, :, None] == limits.eos, -1) | (emitted == INVALID_TOKEN)
     is_eos = is_end & (index < num_emitted[:, None])
     until_eos = jnp.where(jnp.any(is_eos, -1), jnp.argmax(is_eos, -1) + 1, num_emitted)
     count = jnp.minimum(until_eos, limits.max_length - state.length)

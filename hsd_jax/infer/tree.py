@@ -21,8 +21,8 @@ from hsd_jax.infer import draw
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.hot import hot_columns, to_tokens, to_vocabulary
-from hsd_jax.types import DRAWN_LAWS, NO_PARENT, DraftTree, DrawLaw, RoundInputs, SamplingParams
+from hsd_jax.models.draft_vocab import draft_columns, to_tokens, to_vocabulary
+from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, RoundInputs, SamplingParams
 
 Bias = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w V"], Any]]
 """`bias(tokens, above) -> (added, read)`: what drafted tokens add to the base logits behind them.
@@ -46,8 +46,9 @@ def sharpness(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
     """What a beam multiplies a row's logits by: 1 / temperature, at most SHARPEST.
 
     A beam keeps the nodes that are the likeliest to be accepted. Under `match` a node is if the target's draw falls on
-    it, at temperature 0 if it is the target's argmax; the drafter's law at temperature 1 would spend nodes on siblings
-    where the chain is all but certain. The bound is there because the drafter only guesses the target's logits.
+    it, at temperature 0 if it is the target's argmax; the drafter's distribution at temperature 1 would spend nodes on
+    siblings where the chain is all but certain. The bound is there because the drafter only guesses the target's
+    logits.
     """
     return 1.0 / jnp.maximum(temperature, 1.0 / SHARPEST)
 
@@ -69,9 +70,12 @@ def coupled_sharpness(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
 
 
 def coupled(
-    expand: Expand, noise: Float[Array, "B M vocab"], hot_ids: Int[Array, "hot"] | None, sampling: SamplingParams
+    expand: Expand,
+    noise: Float[Array, "B M vocab"],
+    draft_to_target: Int[Array, "hot"] | None,
+    sampling: SamplingParams,
 ) -> Expand:
-    """An `Expand` that says log q + g, up to a constant a node: q the drafter's law, g the target's noise.
+    """An `Expand` that says log q + g, up to a constant a node: q the drafter's distribution, g the target's noise.
 
     All nodes of a level predict the same position, so they see the same noise, each token its own. Greedy rows are as
     they were. A filtered or cold token has q = 0, whatever its noise.
@@ -79,7 +83,9 @@ def coupled(
 
     def expand_coupled(level: int, tokens: Array, parents: Array, carry: Any):
         logits, carry = expand(level, tokens, parents, carry)
-        return sampling_lib.perturb(lambda: hot_columns(hot_ids, noise[:, level, None]), logits, sampling), carry
+        return sampling_lib.perturb(
+            lambda: draft_columns(draft_to_target, noise[:, level, None]), logits, sampling
+        ), carry
 
     return expand_coupled
 
@@ -98,7 +104,7 @@ class Grower(NamedTuple):
     """How all trees of a drafter grow: their shape, and the scheme by which children are chosen."""
 
     config: TreeConfig
-    law: DrawLaw
+    scheme: DrawScheme
     vocab_size: int
 
     def grow(
@@ -106,7 +112,7 @@ class Grower(NamedTuple):
         expand: Expand,
         carry: Any,
         inputs: RoundInputs,
-        hot_ids: Int[Array, "hot"] | None = None,
+        draft_to_target: Int[Array, "hot"] | None = None,
         num_levels: Int[Array, "B"] | None = None,
     ) -> tuple[DraftTree, Any]:
         """A tree, and what `expand` carried out of the last level.
@@ -115,22 +121,22 @@ class Grower(NamedTuple):
         `coupled` logits.
 
         Args:
-          hot_ids: the token of each column of the logits; None: the columns are the tokens.
+          draft_to_target: the token of each column of the logits; None: the columns are the tokens.
           num_levels: levels of each row that have logits; nodes below are not valid. None: all.
         """
         keys, sampling = inputs.keys, inputs.sampling
-        if self.law not in DRAWN_LAWS:
+        if self.scheme not in DRAWN_SCHEMES:
             scale = sharpness(sampling.temperature)
-            if self.law is DrawLaw.COUPLED:
+            if self.scheme is DrawScheme.COUPLED:
                 noise, size = inputs.noise, (self.config.depth, self.vocab_size)
                 if noise is None:
                     noise = sampling_lib.round_noise(keys, inputs.position, *size, sampling)
-                expand = coupled(expand, noise, hot_ids, sampling)
+                expand = coupled(expand, noise, draft_to_target, sampling)
                 scale = coupled_sharpness(sampling.temperature)
             beam = _chain if self.config.width == 1 else _beam
-            return beam(expand, carry, inputs.root, self.config, hot_ids, scale, num_levels, self.law)
+            return beam(expand, carry, inputs.root, self.config, draft_to_target, scale, num_levels, self.scheme)
         round_keys = sampling_lib.round_keys(keys, inputs.position, sampling_lib.DRAFT_NOISE)
-        rest = self.config, self.law, round_keys, sampling, hot_ids, self.vocab_size
+        rest = self.config, self.scheme, round_keys, sampling, draft_to_target, self.vocab_size
         drawn, carry = _sampled(expand, carry, inputs.root, *rest)
         if num_levels is not None:
             # Whole levels go, whatever tokens they hold: what is left is as lossless as a shallower tree.
@@ -142,11 +148,11 @@ class Grower(NamedTuple):
         base_logits: Float[Array, "B D V"],
         bias: Bias,
         inputs: RoundInputs,
-        hot_ids: Int[Array, "hot"] | None = None,
+        draft_to_target: Int[Array, "hot"] | None = None,
         num_levels: Int[Array, "B"] | None = None,
     ) -> DraftTree:
         """The tree of `grow` for states that do not read drafted tokens."""
-        return self.grow(token_free(base_logits, bias), None, inputs, hot_ids, num_levels)[0]
+        return self.grow(token_free(base_logits, bias), None, inputs, draft_to_target, num_levels)[0]
 
 
 def _chain(
@@ -154,10 +160,10 @@ def _chain(
     carry: Any,
     root: Int[Array, "B"],
     config: TreeConfig,
-    hot_ids: Int[Array, "hot"] | None,
+    draft_to_target: Int[Array, "hot"] | None,
     scale: Float[Array, "B"],
     num_levels: Int[Array, "B"] | None,
-    law: DrawLaw,
+    scheme: DrawScheme,
 ) -> tuple[DraftTree, Any]:
     """The tree of `_beam` for width 1: nothing competes. (XLA drops the scores where nobody reads them.)"""
     token, tokens = root[:, None], [root[:, None]]
@@ -168,13 +174,13 @@ def _chain(
         scaled = logits * scale[:, None, None]
         top = jnp.take_along_axis(scaled, best[:, :, None], 2)[:, :, 0]
         scores.append(scores[-1] + jnp.fmin(top - jax.nn.logsumexp(scaled, axis=-1), 0.0))
-        token = to_tokens(hot_ids, best)
+        token = to_tokens(draft_to_target, best)
         tokens.append(token)
     shape = root.shape[0], config.nodes
     depth = jnp.broadcast_to(jnp.arange(config.nodes, dtype=jnp.int32), shape)
     valid = jnp.ones(shape, bool) if num_levels is None else depth <= num_levels[:, None]
     tokens = jnp.concatenate(tokens, 1).astype(jnp.int32)
-    return DraftTree(tokens, depth - 1, depth, valid, law=law, score=jnp.concatenate(scores, 1)), carry
+    return DraftTree(tokens, depth - 1, depth, valid, scheme=scheme, score=jnp.concatenate(scores, 1)), carry
 
 
 def _beam(
@@ -182,21 +188,21 @@ def _beam(
     carry: Any,
     root: Int[Array, "B"],
     config: TreeConfig,
-    hot_ids: Int[Array, "hot"] | None,
+    draft_to_target: Int[Array, "hot"] | None,
     scale: Float[Array, "B"],
     num_levels: Int[Array, "B"] | None,
-    law: DrawLaw,
+    scheme: DrawScheme,
 ) -> tuple[DraftTree, Any]:
     """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
 
     At every level the `width` best nodes are expanded, each into its `width` likeliest children under the log-softmax
     of `scale` times what `expand` says. Scores fall along a path and ties go to the shallower node, so the nodes kept
     are closed under ancestors, and the order of scores puts parents first. Whether `expand` says what the drafter says,
-    or that and the target's noise, is `law`.
+    or that and the target's noise, is `scheme`.
 
     Args:
-      hot_ids: the token of each of the V columns; None: the columns are the tokens. `expand` gets tokens, and the tree
-        holds tokens.
+      draft_to_target: the token of each of the V columns; None: the columns are the tokens. `expand` gets tokens, and
+        the tree holds tokens.
       num_levels: as in `grow`; nodes below a row's levels stand last.
     """
     batch, width = root.shape[0], config.width
@@ -214,7 +220,7 @@ def _beam(
         level_scores = (frontier_scores[:, :, None] + logp).reshape(batch, -1)
         if num_levels is not None:
             level_scores = jnp.where(level < num_levels[:, None], level_scores, -jnp.inf)
-        level_tokens = to_tokens(hot_ids, children).reshape(batch, -1)
+        level_tokens = to_tokens(draft_to_target, children).reshape(batch, -1)
         first_id = sum(s.shape[1] for s in scores)
         scores.append(level_scores)
         tokens.append(level_tokens)
@@ -242,7 +248,7 @@ def _beam(
         depth=jnp.concatenate([column, candidate_depth[kept].astype(jnp.int32)], 1),
         valid=valid,
         score=jnp.concatenate([jnp.zeros((batch, 1)), best_scores], 1),
-        law=law,
+        scheme=scheme,
     )
     return tree, carry
 
@@ -252,13 +258,13 @@ def _sampled(
     carry: Any,
     root: Int[Array, "B"],
     config: TreeConfig,
-    law: DrawLaw,
+    scheme: DrawScheme,
     keys: jax.Array,
     sampling: SamplingParams,
-    hot_ids: Int[Array, "hot"] | None,
+    draft_to_target: Int[Array, "hot"] | None,
     vocab_size: int,
 ) -> tuple[DraftTree, Any]:
-    """Grows trees by drawing from the drafter's law under the row's settings.
+    """Grows trees by drawing from the drafter's distribution under the row's settings.
 
     The nodes stand level by level, as many as `config.sampled_widths()` says. INDEPENDENT gives chains that part at
     the root (SpecInfer, arXiv:2305.09781), WITHOUT_REPLACEMENT a stochastic beam (RSD-S, arXiv:2402.14160). Rows at
@@ -266,23 +272,23 @@ def _sampled(
 
     Args:
       keys: of this round and for drafting alone, consumed.
-      hot_ids, vocab_size: as in `grow`. A cold token has no mass, so it is never drawn.
+      draft_to_target, vocab_size: as in `grow`. A cold token has no mass, so it is never drawn.
     Raises:
       ValueError: if the tree has more nodes than depth times width.
     """
     batch = root.shape[0]
     widths, is_sampled = config.sampled_widths(), sampling.temperature > 0.0
     # A chain draws one row a node; a beam perturbs every child of the level above.
-    num_rows = widths if law is DrawLaw.INDEPENDENT else (1, *widths[:-1])
+    num_rows = widths if scheme is DrawScheme.INDEPENDENT else (1, *widths[:-1])
     noise = jnp.split(draw.level_noise(keys, sum(num_rows), vocab_size, is_sampled), np.cumsum(num_rows)[:-1], axis=1)
     zero = jnp.zeros((batch, 1))
     level = draw.Level(root[:, None].astype(jnp.int32), jnp.full((batch, 1), NO_PARENT, jnp.int32), zero, zero)
-    levels, parents, laws, first_id = [level], [level.parents], [], 0
+    levels, parents, distributions, first_id = [level], [level.parents], [], 0
     for depth, width in enumerate(widths):
         logits, carry = expand(depth, level.tokens, jnp.maximum(level.parents, 0), carry)
-        draft_logp = draw.draft_law(to_vocabulary(hot_ids, logits, vocab_size), sampling)
-        laws.append(draft_logp)
-        if law is DrawLaw.INDEPENDENT:
+        draft_logp = draw.draft_distribution(to_vocabulary(draft_to_target, logits, vocab_size), sampling)
+        distributions.append(draft_logp)
+        if scheme is DrawScheme.INDEPENDENT:
             level = draw.independent(noise[depth], draft_logp, level, width)
         else:
             level = draw.stochastic_beam(noise[depth], draft_logp, level, width, is_sampled)
@@ -295,8 +301,8 @@ def _sampled(
         parents=jnp.concatenate(parents, 1),
         depth=jnp.broadcast_to(depths, (batch, config.nodes)),
         valid=jnp.concatenate([x.score for x in levels], 1) > -jnp.inf,
-        draft_logp=jnp.concatenate(laws, 1),
-        law=law,
+        draft_logp=jnp.concatenate(distributions, 1),
+        scheme=scheme,
     )
     return tree, carry
 

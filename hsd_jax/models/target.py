@@ -30,7 +30,7 @@ class Target(nn.Module):
     remat: bool = False
 
     @nn.compact
-    def __call__(self, tokens, positions, new_mask, cache, taps, active=None):
+    def __call__(self, tokens, positions, new_mask, cache, aux_layers, active=None):
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
         x = rows_of(embedding, tokens) * c.embed_scale
@@ -47,7 +47,7 @@ class Target(nn.Module):
             x, (key, value) = block(c, name=f"layer_{layer}")(x, tables[kind], masks[kind][0], cached, masks[kind][1])
             keys.append(key)
             values.append(value)
-            if layer in taps:
+            if layer in aux_layers:
                 features.append(x)
         hidden = RMSNorm(c.norm_eps, c.norm_offset, name="final_norm")(x)
         if not c.tie_embeddings:  # `lm_head` reads it
@@ -126,7 +126,7 @@ def forward(
     new_mask: Bool[Array, "B N N"],
     cache: KVCache | None = None,
     *,
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
     active: Bool[Array, "B N"] | None = None,
     remat: bool = False,
 ) -> ModelOutput:
@@ -140,7 +140,9 @@ def forward(
       active: nodes that count, None: all. What is returned of the others means nothing; the CPU kernels skip them.
     """
     with native.only(active):
-        output = Target(config, remat).apply({"params": weights}, tokens, positions, new_mask, cache, taps, active)
+        output = Target(config, remat).apply(
+            {"params": weights}, tokens, positions, new_mask, cache, aux_layers, active
+        )
     return cast(ModelOutput, output)  # flax allows for mutable collections, of which there are none
 
 
@@ -188,7 +190,7 @@ def read_chunk(
     start: Int[Array, ""] | int,
     num_read: Int[Array, "B"],
     *,
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
 ) -> tuple[ModelOutput, KVCache]:
     """A causal pass over the tokens at positions `start` to `start` + C, and the cache with their entries.
 
@@ -210,7 +212,7 @@ def read_chunk(
         positions,
         causal_mask(batch, num),
         None if is_first else before,
-        taps=taps,
+        aux_layers=aux_layers,
         active=active,
     )
     cache = commit(before, output.new_kv, None, jnp.zeros(batch, jnp.int32), after=output.hidden, start=start)

@@ -27,7 +27,7 @@ from hsd_jax.types import KVCache, NewKV, Weights
 class Trunk(nn.Module):
     """Decoder layers over states. `embeddings` are those of committed tokens; drafted positions have none.
 
-    In a block trunk `num_slots` slots follow the states of a pass; `slots_behind` [B] says behind which state they
+    In a parallel trunk `num_slots` slots follow the states of a pass; `slots_behind` [B] says behind which state they
     stand. `positions` and `new_mask` then cover both. `asking` [B, Q] are the nodes whose states are wanted: of the
     others the last layer makes keys and values only.
     """
@@ -200,7 +200,7 @@ def parallel_states(
     num_states: int,
     cache: KVCache,
 ) -> tuple[Float[Array, "B K H"], NewKV]:
-    """K = `num_states` states of the block trunk, in one pass over the features and K - 1 slots behind them.
+    """K = `num_states` states of the parallel trunk, in one pass over the features and K - 1 slots behind them.
 
     The first state is what the trunk makes of the last feature, as in the recurrence: that node is the first slot.
     The slot of depth k stands k - 1 positions further. It starts as the last feature does, its embedding included,
@@ -258,15 +258,18 @@ def base_logits(
 ) -> Float[Array, "... V"]:
     """Logits of all states through the target's own LM head, in one product.
 
-    V are the tokens that may be drafted: with a hot vocabulary the rows that `hot.attach` copied from the target's head
-    stand in for the whole of it.
+    V are the tokens that may be drafted: with a reduced draft vocabulary the rows that `draft_vocab.attach` copied from
+    the target's head stand in for the whole of it.
     """
     norm = weights["output_norm"]["weight"].astype(jnp.float32)
     normed = rms_norm(states, norm, config.norm_eps)
-    if config.hot_tokens is None:
+    if config.reduced_vocab_size is None:
         return lm_head(target_weights, target_config, normed)
     if "head" not in weights:
-        raise ValueError("a drafter with a hot vocabulary lacks its rows of the target's head: models.hot.attach them")
+        raise ValueError(
+            "a drafter with a reduced draft vocabulary lacks its rows of the target's head: models.draft_vocab.attach"
+            " them"
+        )
     return logits_of_rows(weights["head"], target_config, normed)
 
 

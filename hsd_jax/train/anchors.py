@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.models.hot import to_columns
+from hsd_jax.models.draft_vocab import to_columns
 from hsd_jax.train import losses
 
 ABLATED_DEPTH = 3
@@ -55,14 +55,14 @@ def chain_metrics(
     draft_logits: Float[Array, "BAK C"],
     base: Float[Array, "BAK C"],
     mask: Bool[Array, "B A K"],
-    hot_ids: losses.HotIds = None,
+    draft_to_target: losses.DraftToTarget = None,
 ) -> dict[str, Array]:
     """How a greedy chain would fare, over the anchors all of whose tokens are labels.
 
     A proxy: the target's argmax is taken given the row's text, not given its own.
 
     Args:
-      hot_ids: the tokens of the drafter's columns; where the target says a cold one the drafter never agrees.
+      draft_to_target: the tokens of the drafter's columns; where the target says a cold one the drafter never agrees.
     Returns:
       acceptance: [K], agreement with the target's argmax at a depth, of the anchors that agreed at all before it.
       tau: one plus the mean number of leading agreements.
@@ -73,7 +73,7 @@ def chain_metrics(
     target_logits, draft_logits, base = lax.stop_gradient((target_logits, draft_logits, base))
     num_steps = mask.shape[2]
     whole = mask.all(-1).reshape(-1)
-    best, is_hot = to_columns(hot_ids, jnp.argmax(target_logits, -1))
+    best, is_hot = to_columns(draft_to_target, jnp.argmax(target_logits, -1))
 
     def agrees(logits: Array, best: Array) -> Array:
         # A maximum costs a tenth of an argmax on CPU; exact ties count as agreement.
@@ -89,7 +89,7 @@ def chain_metrics(
     depth = min(ABLATED_DEPTH, num_steps) - 1
     base_agreed = agrees(base[depth::num_steps], best[depth::num_steps]) & is_hot[depth::num_steps] & whole
     labels = mask.reshape(-1, num_steps)
-    overlap = 1.0 - losses.total_variation(target_logits, draft_logits, hot_ids).reshape(-1, num_steps)
+    overlap = 1.0 - losses.total_variation(target_logits, draft_logits, draft_to_target).reshape(-1, num_steps)
     return {
         "acceptance": kept / jnp.maximum(before, 1.0),
         "tau": 1.0 + kept.sum() / count,

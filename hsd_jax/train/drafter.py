@@ -32,7 +32,7 @@ from hsd_jax.config import (
 from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig
 from hsd_jax.drafters.table import METHODS, method_of
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.hot import attach
+from hsd_jax.models.draft_vocab import attach
 from hsd_jax.models.target import forward_sequence, lm_head
 from hsd_jax.models.trunk import embed_committed, trunk_features
 from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Whole, Within
@@ -80,7 +80,7 @@ class DrafterModel:
     window: Annotated[int, Within(2, MOST)] | None = None
     """Committed positions the trunk sees, in training and decoding, train.length at best; null for all. Long contexts
     then look like those of training, and cost no more."""
-    hot_vocab: Annotated[float, Within(0, 1, above=True, below=True)] | None = None
+    draft_vocab: Annotated[float, Within(0, 1, above=True, below=True)] | None = None
     """Share of the vocabulary that may be drafted, the most frequent labels of the data, for example 0.5; null for all
     of it. Meant for text the target wrote; the share of its tokens that are hot is printed."""
 
@@ -105,7 +105,8 @@ class LossConfig:
     """What is minimised, and over how many anchors."""
 
     divergence: Annotated[str, OneOf(tuple(losses.DIVERGENCES))] = "kl"
-    """Of the drafter's law from the target's: kl, rkl, jsd, tv, ce, or ce_tv for 0.1 ce + 0.9 tv (tv is half of L1)."""
+    """Of the drafter's distribution from the target's: kl, rkl, jsd, tv, ce, or ce_tv for 0.1 ce + 0.9 tv (tv is half
+    of L1)."""
     jsd_beta: Annotated[float, Within(0, 1, above=True, below=True)] = 0.5
     """The target's share of the mixture in jsd; near 0 it acts as kl, near 1 as rkl."""
     decay: Annotated[float, Within(0, 1, above=True)] = 0.8
@@ -175,7 +176,7 @@ def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = 
         num_steps=model.num_steps,
         target_hash=target_hash,
         feature_layers=_feature_layers(model.feature_layers, target.num_layers),
-        hot_tokens=None if model.hot_vocab is None else math.ceil(model.hot_vocab * target.vocab_size),
+        reduced_vocab_size=None if model.draft_vocab is None else math.ceil(model.draft_vocab * target.vocab_size),
         **{name: value for name, value in values.items() if name in own},
     )
     config.check_feature_layers(target.num_layers)
@@ -214,7 +215,7 @@ def read_target(
     """The target's final states, the residual streams behind the layers the drafter reads, and the target's logits."""
     if "hidden" not in batch:
         tokens = batch["tokens"][:, :-1]
-        output = forward_sequence(frozen, target_config, tokens, starts_of(batch), taps=config.feature_layers)
+        output = forward_sequence(frozen, target_config, tokens, starts_of(batch), aux_layers=config.feature_layers)
         return output.hidden, output.features, output.logits
     check_hidden_cache(config, "hidden states in the batch")
     hidden = batch["hidden"].astype(jnp.float32)
@@ -227,13 +228,13 @@ def node_loss(
     base: Float[Array, "M C"],
     draft_logits: Float[Array, "M C"],
     step: Int[Array, ""],
-    hot_ids: losses.HotIds = None,
+    draft_to_target: losses.DraftToTarget = None,
 ) -> Float[Array, "M"]:
     """The divergence of each node, moved over `anneal_steps` from the base logits to those with token information.
 
     So the trunk learns what it can before the injector explains its mistakes away (Domino, arXiv:2605.29707).
     """
-    divergence = functools.partial(losses.DIVERGENCES[config.divergence], hot_ids=hot_ids)
+    divergence = functools.partial(losses.DIVERGENCES[config.divergence], draft_to_target=draft_to_target)
     if config.divergence == "jsd":
         divergence = functools.partial(divergence, beta=config.jsd_beta)
     if not config.anneal_steps:
@@ -246,25 +247,25 @@ def make_loss(
     target_config: ModelConfig,
     config: DrafterConfig,
     loss_config: LossConfig = LossConfig(),
-    hot_ids: losses.HotIds = None,
+    draft_to_target: losses.DraftToTarget = None,
 ) -> Loss:
     """The drafter's loss for `loop.fit`: `params` are the drafter's weights, `frozen` the target's.
 
     A batch holds `tokens` [B, T+1] and `mask` [B, T+1], True where a token is a label worth learning (a document's
     first two never are: no anchor drafts them). It may hold `starts` [B, T+1], where the document of each token begins,
     and `hidden` [B, T, H], the target's final states, of which then only the LM head is computed. Labels are the
-    target's laws given the row's text, and the previous token of a depth is the row's, which is exact on accepted
-    paths; in passes on policy both follow the drafter's own draws.
+    target's distributions given the row's text, and the previous token of a depth is the row's, which is exact on
+    accepted paths; in passes on policy both follow the drafter's own draws.
 
     The metrics are those of `chain_metrics`, always of the row's text, and where they apply `on_policy`, 1 in a pass
     on policy, and `feature_distance`.
 
     Args:
-      hot_ids: of a drafter with a hot vocabulary; `losses.py` says what becomes of the cold tokens.
+      draft_to_target: of a drafter with a reduced draft vocabulary; `losses.py` says what becomes of the cold tokens.
     Raises:
       ValueError: if the target lacks a layer the drafter reads, a single depth is to be trained on policy, the loss is
         about token information and the drafter has none, trees are to start from states older than the drafter makes,
-        or there are not as many `hot_ids` as it has hot tokens.
+        or there are not as many `draft_to_target` as it has hot tokens.
     """
     method = method_of(config)
     unroll = method.unroll
@@ -278,9 +279,11 @@ def make_loss(
                 f"loss.{name}={getattr(loss_config, name)}: is about token information, which model.kind={config.kind}"
                 " does without"
             )
-    num_hot = None if hot_ids is None else len(hot_ids)
-    if num_hot != config.hot_tokens:
-        raise ValueError(f"hot_ids: {num_hot} for a drafter with hot_tokens={config.hot_tokens}")
+    num_kept = None if draft_to_target is None else len(draft_to_target)
+    if num_kept != config.reduced_vocab_size:
+        raise ValueError(
+            f"draft_to_target: {num_kept} for a drafter with reduced_vocab_size={config.reduced_vocab_size}"
+        )
     if loss_config.max_age >= config.num_steps:
         raise ValueError(
             f"loss.max_age={loss_config.max_age}: allowed are 0 to model.num_steps - 1, {config.num_steps - 1}"
@@ -289,7 +292,7 @@ def make_loss(
 
     def loss(params, frozen, batch, key, step):
         frozen = lax.stop_gradient(frozen)  # the LM head and the embeddings too
-        params = attach(params, hot_ids, frozen, target_config)
+        params = attach(params, draft_to_target, frozen, target_config)
         tokens, starts = batch["tokens"][:, :-1], starts_of(batch)
         with jax.named_scope("target"):
             hidden, features, logits = read_target(frozen, target_config, config, batch)
@@ -306,14 +309,14 @@ def make_loss(
             models = params, config, frozen, target_config
             with jax.named_scope("head"):
                 target_logits, base, draft_logits = logits_of_text(*models, drafts, tokens, logits)
-            metrics = chain_metrics(target_logits, draft_logits, base, drafts.mask, hot_ids)
+            metrics = chain_metrics(target_logits, draft_logits, base, drafts.mask, draft_to_target)
             if draw_key is not None:
                 with jax.named_scope("on_policy"):
                     target_logits, draft_logits = logits_of_draws(
                         draw_key, *models, drafts, tokens, logits, base, starts
                     )
             with jax.named_scope("divergence"):
-                values = node_loss(loss_config, target_logits, base, draft_logits, step, hot_ids)
+                values = node_loss(loss_config, target_logits, base, draft_logits, step, draft_to_target)
             return losses.over_depths(values.reshape(drafts.mask.shape), drafts.mask, weights), metrics
 
         def of_draws():

@@ -26,7 +26,7 @@ class Drafts(NamedTuple):
     anchors: Int[Array, "B A"]
     states: Float[Array, "B A K H"]
     positions: Int[Array, "B A K"]
-    """a + k, where the law of depth k and its previous token stand; kept inside the row."""
+    """a + k, where the distribution of depth k and its previous token stand; kept inside the row."""
     mask: Bool[Array, "B A K"]
     """Whether the row holds the token of that depth, and it is worth learning."""
 
@@ -72,7 +72,9 @@ def logits_of_draws(
     told = method_of(config).token_information
     assert told is not None, "other drafters are refused"
     bias = functools.partial(told.inject, params, config)
-    chains = on_policy.sample_chains(key, base.reshape(*drafts.mask.shape, -1), root, bias, params.get("hot_ids"))
+    chains = on_policy.sample_chains(
+        key, base.reshape(*drafts.mask.shape, -1), root, bias, params.get("draft_to_target")
+    )
     behind_chains = on_policy.score_chains(frozen, target_config, tokens, drafts.anchors, chains, starts)
     behind_root = take_nodes(logits, drafts.anchors + 1, axis=1)[:, :, None]
     read = told.read_paths(params, config, jnp.concatenate([root[:, :, None], chains], 2)).reshape(base.shape[0], -1)

@@ -36,7 +36,7 @@ from hsd_jax.config import (
 )
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.files import replacing
-from hsd_jax.infer.accept import NATURAL_LAW
+from hsd_jax.infer.accept import NATURAL_SCHEME
 from hsd_jax.infer.accept import walk as walk_tree
 from hsd_jax.infer.decode import drafter_after
 from hsd_jax.infer.sampling import round_noise, row_keys
@@ -44,7 +44,7 @@ from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.settings import HOTTEST, MOST, Count, Whole, Within
-from hsd_jax.types import Drafter, DraftTree, DrawLaw, RoundInputs, SamplingParams, Weights
+from hsd_jax.types import Drafter, DraftTree, DrawScheme, RoundInputs, SamplingParams, Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ Draft = tuple[TreeConfig, ReuseConfig]
 """One way to draft: the shape of the trees, and what becomes of spare states."""
 
 
-class Followed(NamedTuple):
+class AcceptedByAge(NamedTuple):
     """How far the trees of every root are right, for spares of each age; without reuse there is one age, 0.
 
     Spares of age a come from a trunk run a tokens before the root; of the largest age none is left.
@@ -184,7 +184,7 @@ def follow(
     first: Int[Array, "R"],
     keys: jax.Array,
     temperature: Float[Array, ""],
-) -> tuple[list[Followed], Float[Array, "R n"] | None]:
+) -> tuple[list[AcceptedByAge], Float[Array, "R n"] | None]:
     """Drafts from n = `num_roots` positions of every text, from `first` on, which was drawn at `temperature`.
 
     Args:
@@ -193,8 +193,8 @@ def follow(
       What each of `drafts` would have got right.
       For each root: sum of min(p, q) at depth 1, p and q at temperature 1; None for drafters that were not trained.
     """
-    law, method = NATURAL_LAW["match"], method_of(config)
-    drafters = [make_drafter(target_config, config, tree, law=law, reuse=reuse) for tree, reuse in drafts]
+    scheme, method = NATURAL_SCHEME["match"], method_of(config)
+    drafters = [make_drafter(target_config, config, tree, scheme=scheme, reuse=reuse) for tree, reuse in drafts]
     num_noisy = max(drafter.max_depth for drafter in drafters)
     models = {"target": target, "drafter": drafter}
     index = jnp.arange(num_roots)
@@ -204,14 +204,14 @@ def follow(
     def one_text(row: tuple[Array, Array, Array, Array]):
         text, end, start, key = row
         own_keys = jnp.broadcast_to(key, (num_roots,))
-        output = forward_sequence(target, target_config, text[None], taps=drafters[0].taps)
+        output = forward_sequence(target, target_config, text[None], aux_layers=drafters[0].aux_layers)
         roots = jnp.minimum(start + index, len(text) - 1)
         noise = round_noise(own_keys, roots, num_noisy, target_config.vocab_size, as_drawn)
         texts, ends = jnp.broadcast_to(text, (num_roots, len(text))), jnp.broadcast_to(end, roots.shape)
 
         def state_of(drafter: Drafter) -> Any:
             """Every root as a row of one batch whose text ends there."""
-            capacity = len(text) + max(drafter.max_depth, drafter.reach) + 1
+            capacity = len(text) + max(drafter.max_depth, drafter.lookahead) + 1
             begin = lambda root: drafter_after(drafter, models, output, text[None], root[None] + 1, capacity)  # noqa: E731
             return jax.tree.map(lambda x: x[:, 0], jax.vmap(begin)(roots))
 
@@ -219,24 +219,24 @@ def follow(
             tree, after = drafter.draft(models, state, RoundInputs(text[roots], roots, own_keys, as_drawn, noise))
             return accepted_nodes(tree, texts, roots, ends, drafter.max_depth), after
 
-        def followed(drafter: Drafter, draft: Draft) -> Followed:
+        def followed(drafter: Drafter, draft: Draft) -> AcceptedByAge:
             (tree, reuse), state = draft, state_of(drafter)
             if reuse == NO_REUSE:
-                return Followed(counted(drafter, state)[0][None], none[:1])
+                return AcceptedByAge(counted(drafter, state)[0][None], none[:1])
             assert method.aged is not None, "others have no spare states, and were refused"
             num_states = reuse.num_states(tree.depth, config.num_steps)
             state_at = method.aged(models, target_config, config, num_states, state)
 
-            def at_age(age: Array) -> Followed:
+            def at_age(age: Array) -> AcceptedByAge:
                 counts, after = counted(drafter, state_at(age))
-                return Followed(counts, num_states - after.spares.num[0])
+                return AcceptedByAge(counts, num_states - after.spares.num[0])
 
             return lax.map(at_age, jnp.arange(num_states + 1))
 
         found = [followed(drafter, draft) for drafter, draft in zip(drafters, drafts, strict=True)]
         if method.init_weights is None:
             return found, None
-        one_draw = make_drafter(target_config, config, TreeConfig(2, 1, 1), law=DrawLaw.INDEPENDENT)
+        one_draw = make_drafter(target_config, config, TreeConfig(2, 1, 1), scheme=DrawScheme.INDEPENDENT)
         drawn, _ = one_draw.draft(
             models, state_of(one_draw), RoundInputs(text[roots], roots, own_keys, at_temperature_1)
         )
@@ -248,7 +248,7 @@ def follow(
 
 
 @dataclasses.dataclass(frozen=True)
-class Fate:
+class AcceptedLengths:
     """What became of the drafts of one tree over a set of texts."""
 
     tau: float
@@ -269,7 +269,9 @@ class Fate:
         return [float(b / a) if a else 0.0 for a, b in itertools.pairwise(reached)]
 
 
-def walk(counts: np.ndarray, texts: Texts, depth: int, age_behind: Sequence[int] = (0,), first_age: int = 0) -> Fate:
+def walk(
+    counts: np.ndarray, texts: Texts, depth: int, age_behind: Sequence[int] = (0,), first_age: int = 0
+) -> AcceptedLengths:
     """The rounds a decode of `texts` would take, given what `follow` counted.
 
     Args:
@@ -290,10 +292,10 @@ def walk(counts: np.ndarray, texts: Texts, depth: int, age_behind: Sequence[int]
         runs.append(tuple(ran))
         emitted += root
     passes = int(histogram.sum())
-    return Fate(emitted / max(passes, 1), tuple(int(n) for n in histogram), tuple(runs))
+    return AcceptedLengths(emitted / max(passes, 1), tuple(int(n) for n in histogram), tuple(runs))
 
 
-def fates(
+def accepted_lengths(
     drafter: Weights,
     config: Any,
     target: Weights,
@@ -301,7 +303,7 @@ def fates(
     texts: Texts,
     drafts: Sequence[Draft],
     temperature: float,
-) -> tuple[list[Fate], float | None]:
+) -> tuple[list[AcceptedLengths], float | None]:
     """What would become of each of `drafts` on `texts`, which the target wrote at `temperature`.
 
     All chains without reuse are read off the longest of them: the beginning of a chain is the shorter chain.
@@ -323,7 +325,7 @@ def fates(
     found, overlap = follow(*models, asked, int(written.max()), *rows)
     of = dict(zip(asked, jax.tree.map(np.asarray, found), strict=True))
 
-    def fate(draft: Draft) -> Fate:
+    def fate(draft: Draft) -> AcceptedLengths:
         (tree, reuse), (counts, age) = draft, of[source[draft]]
         starts_fresh = reuse.form in (NONE, AHEAD)  # AHEAD runs its trunk behind the prompt, the others have no spares
         first_age = 0 if starts_fresh else counts.shape[1] - 1
@@ -351,7 +353,7 @@ def simulate(
     """
     chain = TreeConfig(config.num_steps + 1, config.num_steps, 1)
     drafts = (tree, NO_REUSE), (chain, NO_REUSE)
-    (of_tree, of_chain), overlap = fates(drafter, config, target, target_config, texts, drafts, temperature)
+    (of_tree, of_chain), overlap = accepted_lengths(drafter, config, target, target_config, texts, drafts, temperature)
     return {
         "tau": of_tree.tau,
         "acceptance": of_tree.acceptance,

@@ -24,7 +24,7 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.files import check_new_file, parse_json, read_json, write_json
 from hsd_jax.models import convert
 from hsd_jax.params import Params
-from hsd_jax.train import claim, data
+from hsd_jax.train import data, manifest
 from hsd_jax.train.prompts import GenerateConfig, Prompt, Report, draw, read_prompts
 from hsd_jax.train.rows import spoken
 
@@ -144,7 +144,7 @@ def run(
     """
     if missing := [path for path in files if not Path(path).is_file()]:
         raise FileNotFoundError(f"{missing[0]}: no such data file")
-    settings = dataclasses.asdict(config) | {"prompts": claim.fingerprints(files)} | settings
+    settings = dataclasses.asdict(config) | {"prompts": manifest.fingerprints(files)} | settings
     check_settings(out, settings)
     lock.check_free(lock.beside(out))
     positions = convert.read_config(folder).max_position

@@ -1,15 +1,15 @@
-"""How far the drafter's law q is from the target's p at one node, and how depths and steps are weighed.
+"""How far the drafter's distribution q is from the target's p at one node, and how depths and steps are weighed.
 
 Pure functions of logits over the last axis, one value a node, all in float32. Divergences are in nats, total variation
 is a probability. No gradient reaches the target's logits. Read next: `drafter.py`.
 
-With `hot_ids` the columns of `draft_logits` are hot tokens, and the drafter gives the cold ones nothing. The target's
-law p is normalised over all tokens, not over the hot ones, so what it gives to cold tokens counts as refused:
-`total_variation` is one minus the sum of min(p, q) as ever, `reverse_kl` is exact too. Of the others only the hot terms
-are summed. The cold ones are the same whatever the drafter does: a constant in `jensen_shannon`, infinite in
+With `draft_to_target` the columns of `draft_logits` are hot tokens, and the drafter gives the cold ones nothing. The
+target's distribution p is normalised over all tokens, not over the hot ones, so what it gives to cold tokens counts as
+refused: `total_variation` is one minus the sum of min(p, q) as ever, `reverse_kl` is exact too. Of the others only the
+hot terms are summed. The cold ones are the same whatever the drafter does: a constant in `jensen_shannon`, infinite in
 `forward_kl` and `cross_entropy`. So these train towards p given that the token is hot, and a node weighs as much as the
 hot tokens have of p: one where the target is about to say a cold token can be accepted by nobody and teaches nothing.
-Renormalising p would give it full weight, on the tail of a law.
+Renormalising p would give it full weight, on the tail of a distribution.
 """
 
 from __future__ import annotations
@@ -22,42 +22,44 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-HotIds = Int[Array, "C"] | None
+DraftToTarget = Int[Array, "C"] | None
 """The token of each column of the drafter's logits; None: the columns are the tokens, C = V."""
 Divergence = Callable[..., Float[Array, "..."]]
-"""`divergence(target_logits [..., V], draft_logits [..., C], hot_ids=None)`, one value a node; smallest where both laws
-are one."""
+"""`divergence(target_logits [..., V], draft_logits [..., C], draft_to_target=None)`, one value a node; smallest where
+both distributions are one."""
 
 
-def _log_laws(target_logits: Array, draft_logits: Array, hot_ids: HotIds) -> tuple[Array, Array]:
+def _log_distributions(
+    target_logits: Array, draft_logits: Array, draft_to_target: DraftToTarget
+) -> tuple[Array, Array]:
     """log p and log q of the drafter's columns."""
     target_logp = jax.nn.log_softmax(lax.stop_gradient(target_logits).astype(jnp.float32), -1)
-    if hot_ids is not None:
-        target_logp = target_logp[..., hot_ids]
+    if draft_to_target is not None:
+        target_logp = target_logp[..., draft_to_target]
     return target_logp, jax.nn.log_softmax(draft_logits.astype(jnp.float32), -1)
 
 
 def cross_entropy(
-    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... C"], hot_ids: HotIds = None
+    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
 ) -> Float[Array, "..."]:
     """-sum p log q in nats: `forward_kl` plus the target's entropy, which is what is left where p = q."""
-    target_logp, draft_logp = _log_laws(target_logits, draft_logits, hot_ids)
+    target_logp, draft_logp = _log_distributions(target_logits, draft_logits, draft_to_target)
     return -jnp.sum(jnp.exp(target_logp) * draft_logp, -1)
 
 
 def forward_kl(
-    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... C"], hot_ids: HotIds = None
+    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
 ) -> Float[Array, "..."]:
     """KL(p || q) in nats: q must cover all that p says. The same gradient as `cross_entropy`."""
-    target_logp, draft_logp = _log_laws(target_logits, draft_logits, hot_ids)
+    target_logp, draft_logp = _log_distributions(target_logits, draft_logits, draft_to_target)
     return jnp.sum(jnp.exp(target_logp) * (target_logp - draft_logp), -1)
 
 
 def reverse_kl(
-    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... C"], hot_ids: HotIds = None
+    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
 ) -> Float[Array, "..."]:
     """KL(q || p) in nats: q may keep to a part of what p says."""
-    target_logp, draft_logp = _log_laws(target_logits, draft_logits, hot_ids)
+    target_logp, draft_logp = _log_distributions(target_logits, draft_logits, draft_to_target)
     return jnp.sum(jnp.exp(draft_logp) * (draft_logp - target_logp), -1)
 
 
@@ -65,7 +67,7 @@ def jensen_shannon(
     target_logits: Float[Array, "... V"],
     draft_logits: Float[Array, "... C"],
     beta: float = 0.5,
-    hot_ids: HotIds = None,
+    draft_to_target: DraftToTarget = None,
 ) -> Float[Array, "..."]:
     """beta KL(p || m) + (1 - beta) KL(q || m) in nats, of m = beta p + (1 - beta) q; bounded by the entropy of beta.
 
@@ -74,7 +76,7 @@ def jensen_shannon(
     References:
       DistillSpec (arXiv:2310.08461); methods.md 7.2.
     """
-    target_logp, draft_logp = _log_laws(target_logits, draft_logits, hot_ids)
+    target_logp, draft_logp = _log_distributions(target_logits, draft_logits, draft_to_target)
     mixed_logp = jnp.logaddexp(math.log(beta) + target_logp, math.log1p(-beta) + draft_logp)
     to_target = jnp.sum(jnp.exp(target_logp) * (target_logp - mixed_logp), -1)
     to_draft = jnp.sum(jnp.exp(draft_logp) * (draft_logp - mixed_logp), -1)
@@ -82,13 +84,13 @@ def jensen_shannon(
 
 
 def total_variation(
-    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... C"], hot_ids: HotIds = None
+    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
 ) -> Float[Array, "..."]:
     """Half the L1 norm of p - q, a probability: one minus the chance that a draw from q survives the chain rule.
 
     Summed as what q has beyond p: q has no cold tokens, p may.
     """
-    target_logp, draft_logp = _log_laws(target_logits, draft_logits, hot_ids)
+    target_logp, draft_logp = _log_distributions(target_logits, draft_logits, draft_to_target)
     return jnp.sum(jnp.maximum(jnp.exp(draft_logp) - jnp.exp(target_logp), 0.0), -1)
 
 
@@ -96,14 +98,14 @@ CE_SHARE = 0.1
 
 
 def cross_entropy_and_variation(
-    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... C"], hot_ids: HotIds = None
+    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
 ) -> Float[Array, "..."]:
     """0.1 `cross_entropy` + 0.9 `total_variation`, where total variation is HALF the L1 norm.
 
     DSpark's 0.9 multiplies the whole L1 norm, which would be 1.8 here (methods.md, A4).
     """
-    cross = cross_entropy(target_logits, draft_logits, hot_ids)
-    return CE_SHARE * cross + (1 - CE_SHARE) * total_variation(target_logits, draft_logits, hot_ids)
+    cross = cross_entropy(target_logits, draft_logits, draft_to_target)
+    return CE_SHARE * cross + (1 - CE_SHARE) * total_variation(target_logits, draft_logits, draft_to_target)
 
 
 DIVERGENCES = {

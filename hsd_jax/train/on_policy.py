@@ -1,7 +1,8 @@
-"""Labels from the drafter's own text (DistillSpec): chains sampled from its law, judged by the target in one pass.
+"""Labels from the drafter's own text (DistillSpec): chains sampled from its distribution, judged by the target in one
+pass.
 
 The trunk's states depend on no drafted token, so a pass of training unrolls as usual and only the previous tokens and
-the target's laws change. Knows nothing of divergences or of the drafter's weights. Read next: `drafter.py`.
+the target's distributions change. Knows nothing of divergences or of the drafter's weights. Read next: `drafter.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer.tree import Bias
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.hot import to_tokens
+from hsd_jax.models.draft_vocab import to_tokens
 from hsd_jax.models.target import forward, lm_head, sequence_layout
 from hsd_jax.types import Weights
 
@@ -34,21 +35,21 @@ def sample_chains(
     base: Float[Array, "B n K C"],
     root: Int[Array, "B n"],
     bias: Bias,
-    hot_ids: Int[Array, "C"] | None = None,
+    draft_to_target: Int[Array, "C"] | None = None,
 ) -> Int[Array, "B n D"]:
     """d_1 .. d_D behind each root, D = K - 1, drawn at temperature 1 from base logits plus token information.
 
-    Consumes the key. The token of depth K is not drawn: no depth follows whose law it could change.
+    Consumes the key. The token of depth K is not drawn: no depth follows whose distribution it could change.
 
     Args:
-      hot_ids: the token of each of the C columns; None: the columns are the tokens.
+      draft_to_target: the token of each of the C columns; None: the columns are the tokens.
     """
     chain, previous, above = [], root, None
     for depth in range(base.shape[2] - 1):
         added, above = bias(previous, above)
         logits = lax.stop_gradient(base[:, :, depth] + added)
         drawn = jax.random.categorical(jax.random.fold_in(key, depth), logits)
-        previous = to_tokens(hot_ids, drawn).astype(root.dtype)
+        previous = to_tokens(draft_to_target, drawn).astype(root.dtype)
         chain.append(previous)
     return jnp.stack(chain, 2)
 

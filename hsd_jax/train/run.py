@@ -1,8 +1,9 @@
 """Whole training runs: from files to a folder that decodes. What `hsd train` calls.
 
-A run's folder holds `recipe.json`, `metrics.jsonl`, `checkpoints/` and, with a hot vocabulary, `hot_ids.json`; the same
-call continues it where it broke off, another recipe is refused. The result lies in the folder itself (target) or in
-`drafter/` below it. Read next: `loop.py` for a step, `drafter.py` and `target.py` for the losses.
+A run's folder holds `recipe.json`, `metrics.jsonl`, `checkpoints/` and, with a reduced draft vocabulary,
+`draft_to_target.json`; the same call continues it where it broke off, another recipe is refused. The result lies in the
+folder itself (target) or in `drafter/` below it. Read next: `loop.py` for a step, `drafter.py` and `target.py` for the
+losses.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from hsd_jax.config import SLIDING, DrafterConfig, ModelConfig, TrunkConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.files import replace_folder, write_json
-from hsd_jax.models import convert, hot
+from hsd_jax.models import convert, draft_vocab
 from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.target import init_target
 from hsd_jax.params import Params, end_tokens
-from hsd_jax.train import claim, data, drafter, evaluate, features, hot_vocabulary, target
+from hsd_jax.train import data, draft_vocabulary, drafter, evaluate, features, manifest, target
 from hsd_jax.train.curves import draw_curves
 from hsd_jax.train.journal import Journal
 from hsd_jax.train.loop import Judge, LoopConfig, fit
@@ -40,7 +41,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 Report = Callable[[str], None]
 
 
-@claim.alone(lock.of_folder)
+@manifest.alone(lock.of_folder)
 def train_drafter(
     target_dir: str | Path,
     data_files: Sequence[str | Path],
@@ -83,16 +84,16 @@ def train_drafter(
     if recipe.features.cache is not None:
         drafter.check_hidden_cache(drafter_config, f"features.cache={recipe.features.cache!r}")
     eos = end_tokens(target_dir, config)
-    is_begun, start = claim.has_checkpoints(out), None
-    about = {"kind": "drafter", "target": drafter_config.target_hash, "files": claim.fingerprints(data_files)}
-    if is_begun and "start" in (claimed := claim.claimed(out)):
+    is_begun, start = manifest.has_checkpoints(out), None
+    about = {"kind": "drafter", "target": drafter_config.target_hash, "files": manifest.fingerprints(data_files)}
+    if is_begun and "start" in (claimed := manifest.claimed(out)):
         # Where it once began does not matter any more, nor whether that is still there.
         about["start"] = claimed["start"]
     elif start_dir is not None:
         start = drafter_files.read_drafter(start_dir)
         drafter_files.check_drafter(start[0], config, drafter_config.target_hash)
-        about["start"] = claim.fingerprints([Path(start_dir) / drafter_files.DRAFTER_FILE])
-    claims = claim.check(out, force, recipe, **about)
+        about["start"] = manifest.fingerprints([Path(start_dir) / drafter_files.DRAFTER_FILE])
+    claims = manifest.check(out, force, recipe, **about)
     folder = out / "drafter"
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: is a file; the drafter is to become a folder there")
@@ -102,11 +103,11 @@ def train_drafter(
     if isinstance(drafter_config, TrunkConfig):  # others have no attention
         remedy = f"model.window={train.length} keeps drafts on long contexts like those of training"
         _say_reach(report, train.length, drafter_config.window, drafter_config.max_position, remedy)
-    hot_ids = None
-    if drafter_config.hot_tokens is not None:
-        hot_ids = hot_vocabulary.of_run(out, is_begun, rows.tokens[rows.mask], drafter_config, eos, report)
+    draft_to_target = None
+    if drafter_config.reduced_vocab_size is not None:
+        draft_to_target = draft_vocabulary.of_run(out, is_begun, rows.tokens[rows.mask], drafter_config, eos, report)
     if start is not None:
-        begun = started_from(params, start[1], hot_ids)
+        begun = started_from(params, start[1], draft_to_target)
         params = begun.weights
         dropped, fresh = (", ".join(names) or "nothing" for names in (begun.dropped, begun.fresh))
         report(f"starting from {start_dir}; dropped: {dropped}; fresh: {fresh}")
@@ -120,18 +121,18 @@ def train_drafter(
     judge = None
     if recipe.eval.every:
         target_params = Params(frozen, None, config, eos=eos, max_len=config.max_position)
-        judge = _judge(recipe.eval, out, target_params, drafter_config, hot_ids, prompts, folder, report)
-    loss = drafter.make_loss(config, drafter_config, recipe.loss, hot_ids)
+        judge = _judge(recipe.eval, out, target_params, drafter_config, draft_to_target, prompts, folder, report)
+    loss = drafter.make_loss(config, drafter_config, recipe.loss, draft_to_target)
     with _batches(rows, train, recipe.data, cached) as batches, _journal(out, train, report) as journal:
-        note, begin = claim.note(claims, rows.fingerprint), functools.partial(claim.write, out, claims)
+        note, begin = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
         params = fit(loss, params, frozen, batches, train, out, journal, shardings, place, judge, note, begin)
     if judge is None:
-        _save(folder, drafter_config, params, hot_ids)
+        _save(folder, drafter_config, params, draft_to_target)
     report(f"wrote {folder}")
     return folder
 
 
-@claim.alone(lock.of_folder)
+@manifest.alone(lock.of_folder)
 def train_target(
     data_files: Sequence[str | Path],
     out: str | Path,
@@ -169,8 +170,8 @@ def train_target(
             f"vocab_size={recipe.vocab_size}: the tokenizer in {tokenizer_dir} has {tokenizer.get_vocab_size()} tokens"
         )
     rows = _read_rows(data_files, tokenizer_dir, recipe.train, recipe.data, recipe.model)
-    about = {"tokenizer": claim.fingerprints([tokenizer_dir / "tokenizer.json"])}
-    claims = claim.check(out, force, recipe, kind="target", **about, files=claim.fingerprints(data_files))
+    about = {"tokenizer": manifest.fingerprints([tokenizer_dir / "tokenizer.json"])}
+    claims = manifest.check(out, force, recipe, kind="target", **about, files=manifest.fingerprints(data_files))
     params = init_target(jax.random.key(recipe.train.seed), recipe.model)
     report(rows.describe())
     _describe(report, "target", params, rows, recipe.train)
@@ -181,7 +182,7 @@ def train_target(
     shardings, place = _placement(mesh, recipe.train, recipe.model)
     loss = target.make_loss(recipe.model, recipe.train.remat)
     with _batches(rows, recipe.train, recipe.data) as batches, _journal(out, recipe.train, report) as journal:
-        note, begin = claim.note(claims, rows.fingerprint), functools.partial(claim.write, out, claims)
+        note, begin = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
         params = fit(loss, params, None, batches, recipe.train, out, journal, shardings, place, None, note, begin)
     for name in TOKENIZER_FILES:
         if tokenizer_dir.resolve() != out.resolve() and (tokenizer_dir / name).is_file():
@@ -247,7 +248,7 @@ def _judge(
     out: Path,
     target: Params,
     drafter_config: DrafterConfig,
-    hot_ids: jax.Array | None,
+    draft_to_target: jax.Array | None,
     prompts: list[np.ndarray],
     folder: Path,
     report: Report,
@@ -259,34 +260,41 @@ def _judge(
         settings = config.max_new_tokens, temperature, report
         text = evaluate.stored_texts(out, f"held-out-{name}", target, target_hash, prompts, *settings)
         texts[name] = text, temperature
-        if hot_ids is not None:
-            report(hot_vocabulary.describe(hot_ids, text.written, f"tokens of the held-out {name} texts"))
+        if draft_to_target is not None:
+            report(draft_vocabulary.describe(draft_to_target, text.written, f"tokens of the held-out {name} texts"))
     tree = config.tree(drafter_config.num_steps)
 
     def judged(params: Any) -> dict[str, Any]:
         values = {}
-        whole = hot.attach(params, hot_ids, frozen, target_config)
+        whole = draft_vocab.attach(params, draft_to_target, frozen, target_config)
         for name, (text, temperature) in texts.items():
             found = evaluate.simulate(whole, drafter_config, frozen, target_config, text, tree, temperature)
             values |= found if name == "greedy" else {f"sampled_{k}": v for k, v in found.items()}
         return values
 
     def keep(params: Any, values: dict[str, Any]) -> None:
-        _save(folder, drafter_config, params, hot_ids, values)
+        _save(folder, drafter_config, params, draft_to_target, values)
 
     return Judge(config.every, judged, keep)
 
 
 def _save(
-    folder: Path, config: DrafterConfig, params: Any, hot_ids: jax.Array | None, judged: dict[str, Any] | None = None
+    folder: Path,
+    config: DrafterConfig,
+    params: Any,
+    draft_to_target: jax.Array | None,
+    judged: dict[str, Any] | None = None,
 ) -> None:
-    """Puts a drafter, its hot ids and its scores, if there are any, in the place of the one in `folder`."""
+    """Puts a drafter, its `draft_to_target` ids and its scores, if there are any, in the place of the one in
+    `folder`."""
 
     if judged is not None:
         config = dataclasses.replace(config, **_profiles(judged))
 
     def write(new: Path) -> None:
-        drafter_files.save_drafter(new, config, params if hot_ids is None else {**params, "hot_ids": hot_ids})
+        drafter_files.save_drafter(
+            new, config, params if draft_to_target is None else {**params, "draft_to_target": draft_to_target}
+        )
         if judged is not None:
             write_json(new / "judged.json", judged)
 

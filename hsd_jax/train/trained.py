@@ -1,6 +1,6 @@
 """A drafter that is trained already, its target, and text to count: what changing it afterwards starts from.
 
-Read next: `hot_vocabulary.py`, which does the changing.
+Read next: `draft_vocabulary.py`, which does the changing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from hsd_jax.config import DrafterConfig, ModelConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.models import convert
-from hsd_jax.models.hot import to_columns
+from hsd_jax.models.draft_vocab import to_columns
 from hsd_jax.train.data import DataConfig, read_rows
 from hsd_jax.types import Weights
 
@@ -74,17 +74,17 @@ def read_split(
     return rows.tokens[used][rows.mask[used]], rows.tokens[held_out][rows.mask[held_out]]
 
 
-def started_from(fresh: Weights, trained: Weights, hot_ids: jax.Array | None) -> Started:
+def started_from(fresh: Weights, trained: Weights, draft_to_target: jax.Array | None) -> Started:
     """Fresh weights, a trained drafter's in place of all that have its names and shapes.
 
     Rows of the injector's bias follow the tokens they are for; a token the trained drafter never drafted has zeros.
     """
     if "injector" in trained and "injector" in fresh:
-        tokens = jnp.arange(len(trained["injector"]["previous"])) if hot_ids is None else hot_ids
-        columns, is_known = to_columns(trained.get("hot_ids"), tokens)
+        tokens = jnp.arange(len(trained["injector"]["previous"])) if draft_to_target is None else draft_to_target
+        columns, is_known = to_columns(trained.get("draft_to_target"), tokens)
         bias = jnp.where(is_known[:, None], trained["injector"]["bias"][columns], 0.0)
         trained = {**trained, "injector": {**trained["injector"], "bias": bias}}
-    learned = {name: weights for name, weights in trained.items() if name not in ("hot_ids", "head")}
+    learned = {name: weights for name, weights in trained.items() if name not in ("draft_to_target", "head")}
     found = _by_name(learned)
     wanted = _by_name(fresh)
     kept = {name for name, leaf in wanted.items() if name in found and found[name].shape == leaf.shape}

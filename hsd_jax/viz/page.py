@@ -14,7 +14,7 @@ from hsd_jax.api import DecodeResult
 from hsd_jax.bench.replay import Round, replay
 from hsd_jax.bench.tables import say
 from hsd_jax.infer.accept import make_rule
-from hsd_jax.request import prepare, records, rule_and_law
+from hsd_jax.request import prepare, records, rule_and_scheme
 from hsd_jax.tokenizer import UNFINISHED, IncrementalDecoder, Tokenizer
 from hsd_jax.viz.layout import Drawing, draw, visible
 
@@ -88,7 +88,7 @@ def make_page(params, prompt, settings: dict, command: str) -> Page:
 
 def _facts(out: DecodeResult, rounds: Sequence[Round], settings: dict) -> dict[str, str]:
     num_tokens = sum(len(drafted.emitted) for drafted in rounds)
-    law = rule_and_law(settings["accept"], settings["draw"])[1].value
+    scheme = rule_and_scheme(settings["accept"], settings["draw"])[1].value
     filters = [f"{name} {settings[name]:g}" for name in ("top_k", "top_p") if settings[name] is not None]
     sampled = [f"temperature {settings['temperature']:g}", *filters, f"seed {settings['seed']}"]
     return {
@@ -96,7 +96,7 @@ def _facts(out: DecodeResult, rounds: Sequence[Round], settings: dict) -> dict[s
         "target passes": str(len(rounds)),
         "tau": f"{num_tokens / max(len(rounds), 1):.2f}",
         "tree": "{0.nodes} nodes, depth {0.depth}, width {0.width}".format(settings["tree"]),
-        "rule": f"{settings['accept']}, drafts {law.replace('_', ' ')}",
+        "rule": f"{settings['accept']}, drafts {scheme.replace('_', ' ')}",
         **({} if settings["reuse"] == "none" else {"reuse": settings["reuse"]}),
         "text": ", ".join(sampled) if settings["temperature"] else "greedy",
     }

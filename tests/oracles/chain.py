@@ -15,13 +15,14 @@ def likeliest_chain(logits: np.ndarray, root: int, depth: int) -> list[int]:
     return chain[1:]
 
 
-def accepted_law(target: Sequence[float], draft: Sequence[float], depth: int) -> np.ndarray:
-    """P(0), ..., P(depth) accepted tokens where every node has these two laws, up to the order of the tokens.
+def accepted_distribution(target: Sequence[float], draft: Sequence[float], depth: int) -> np.ndarray:
+    """P(0), ..., P(depth) accepted tokens where every node has these two distributions, up to the order of the tokens.
 
     A draft survives with probability alpha = sum of min(p, q), independent of those before it, so the count is a
-    geometric law cut off at `depth`, and tau = (1 - alpha^(depth + 1)) / (1 - alpha) (Leviathan et al., equation 1).
+    geometric distribution cut off at `depth`, and tau = (1 - alpha^(depth + 1)) / (1 - alpha) (Leviathan et al.,
+    equation 1).
     """
     alpha = float(np.minimum(target, draft).sum())
-    law = [alpha**k * (1 - alpha) for k in range(depth)] + [alpha**depth]
-    assert np.isclose(sum((k + 1) * p for k, p in enumerate(law)), (1 - alpha ** (depth + 1)) / (1 - alpha))
-    return np.array(law)
+    distribution = [alpha**k * (1 - alpha) for k in range(depth)] + [alpha**depth]
+    assert np.isclose(sum((k + 1) * p for k, p in enumerate(distribution)), (1 - alpha ** (depth + 1)) / (1 - alpha))
+    return np.array(distribution)

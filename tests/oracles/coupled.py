@@ -14,10 +14,10 @@ Setting = tuple[float, int | None, float | None]
 
 
 def scores(
-    logits: np.ndarray, noise: np.ndarray, setting: Setting, hot_ids: Sequence[int] | None, vocab: int
+    logits: np.ndarray, noise: np.ndarray, setting: Setting, draft_to_target: Sequence[int] | None, vocab: int
 ) -> np.ndarray:
     """log q + g over the whole vocabulary; at temperature 0 the logits. q is 0 off the hot and the kept tokens."""
-    hot = list(range(vocab)) if hot_ids is None else list(hot_ids)
+    hot = list(range(vocab)) if draft_to_target is None else list(draft_to_target)
     found = np.full(vocab, -np.inf)
     found[hot] = logits if setting[0] == 0.0 else log_softmax(warp(logits, *setting)) + noise[hot]
     return found
@@ -36,7 +36,7 @@ def grow(
     width: int,
     noise: np.ndarray,
     setting: Setting,
-    hot_ids: Sequence[int] | None = None,
+    draft_to_target: Sequence[int] | None = None,
 ) -> tuple[list[int], list[int], list[int]]:
     """The coupled beam of one row: tokens, parents, depths.
 
@@ -47,7 +47,7 @@ def grow(
 
     def perturbed(path: tuple[int, ...]) -> np.ndarray:
         own = noise[len(path) - 1]
-        return sharpness(setting[0]) * scores(logits(path), own, setting, hot_ids, len(own))
+        return sharpness(setting[0]) * scores(logits(path), own, setting, draft_to_target, len(own))
 
     return grow_paths(perturbed, root, nodes, depth, width)
 

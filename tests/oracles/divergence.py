@@ -1,4 +1,4 @@
-"""Distances between two laws of one node, in float64 NumPy, written from methods.md 7.2 (DistillSpec)."""
+"""Distances between two distributions of one node, in float64 NumPy, written from methods.md 7.2 (DistillSpec)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Recursive rejection sampling in plain loops: one node, a whole tree, and the exact law of what it emits.
+"""Recursive rejection sampling in plain loops: one node, a whole tree, and the exact distribution of what it emits.
 
-Numbers may be Fractions, then every law is exact, or floats. Written from methods.md 6.1 (SpecInfer, RSD).
+Numbers may be Fractions, then every distribution is exact, or floats. Written from methods.md 6.1 (SpecInfer, RSD).
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 INDEPENDENT, WITHOUT_REPLACEMENT = "independent", "without_replacement"
-Law = Sequence
+Distribution = Sequence
 """Probabilities, a number a token."""
 
 
-def without(law: Law, removed: Sequence[int]) -> list:
-    """The law renormalised off some tokens."""
-    kept = [0 * p if token in removed else p for token, p in enumerate(law)]
+def without(distribution: Distribution, removed: Sequence[int]) -> list:
+    """The distribution renormalised off some tokens."""
+    kept = [0 * p if token in removed else p for token, p in enumerate(distribution)]
     return [p / sum(kept) for p in kept]
 
 
-def judge_node(target: Law, draft: Law, children: Sequence[int], draws: str) -> tuple[list, list]:
+def judge_node(target: Distribution, draft: Distribution, children: Sequence[int], draws: str) -> tuple[list, list]:
     """The chance of each child once its earlier siblings are refused, and what is left once all are."""
     residual, odds = list(target), []
     for j, token in enumerate(children):
         proposal = draft if draws == INDEPENDENT else without(draft, children[:j])
-        # A child without mass was drawn under another law: only the tests' mutants come here.
+        # A child without mass was drawn under another distribution: only the tests' mutants come here.
         ratio = residual[token] / proposal[token] if proposal[token] > 0 else 0 * residual[token]
         odds.append(min(ratio, 1 + 0 * ratio))
         rest = [max(r - q, 0 * r) for r, q in zip(residual, proposal, strict=True)]
@@ -39,44 +39,46 @@ def children_of(parents: Sequence[int], valid: Sequence[bool], node: int) -> lis
 
 
 def tree_draws(
-    table: Sequence[Law], root: int, parents: Sequence[int], draws: str
+    table: Sequence[Distribution], root: int, parents: Sequence[int], draws: str
 ) -> Iterator[tuple[list[int], object]]:
-    """Every tree of this layout that drawing from `table` can give, and its probability. `table[a]`: law behind a."""
+    """Every tree of this layout that drawing from `table` can give, and its probability. `table[a]`: distribution
+    behind a."""
     vocab = len(table)
     for drawn in itertools.product(range(vocab), repeat=len(parents) - 1):
         tokens, mass = [root, *drawn], 1 + 0 * table[0][0]
         for node in range(1, len(parents)):
             elder = [tokens[n] for n in range(1, node) if parents[n] == parents[node]]
-            law = table[tokens[parents[node]]]
+            distribution = table[tokens[parents[node]]]
             if draws == WITHOUT_REPLACEMENT:
                 if tokens[node] in elder:
                     mass = 0
                     break
-                law = without(law, elder)
-            mass = mass * law[tokens[node]]
+                distribution = without(distribution, elder)
+            mass = mass * distribution[tokens[node]]
         if mass > 0:
             yield tokens, mass
 
 
-def verdict_law(
+def verdict_distribution(
     tokens: Sequence[int],
     parents: Sequence[int],
     valid: Sequence[bool],
     judged: Callable[[int], tuple[Sequence, Sequence]],
 ) -> dict[tuple[int, ...], object]:
-    """Law of what is emitted for one tree. `judged(node)`: odds of its children, and the law behind their refusal."""
+    """Distribution of what is emitted for one tree. `judged(node)`: odds of its children, and the distribution behind
+    their refusal."""
 
     def behind(node: int) -> dict:
         odds, residual = judged(node)
-        law, left = defaultdict(int), 1
+        distribution, left = defaultdict(int), 1
         for child, chance in zip(children_of(parents, valid, node), odds, strict=True):
             if left * chance > 0:
                 for text, mass in behind(child).items():
-                    law[tokens[child], *text] += left * chance * mass
+                    distribution[tokens[child], *text] += left * chance * mass
             left = left * (1 - chance)
         for token, mass in enumerate(residual):
-            law[token,] += left * mass
-        return law
+            distribution[token,] += left * mass
+        return distribution
 
     return dict(behind(0))
 
@@ -88,7 +90,7 @@ def walk(
     judged: Callable[[int], tuple[Sequence, Sequence]],
     coins: Sequence[float],
 ) -> tuple[list[int], Sequence]:
-    """The path of accepted nodes, whose coins lie below their odds, and the law of the token behind it."""
+    """The path of accepted nodes, whose coins lie below their odds, and the distribution of the token behind it."""
     path = [0]
     while True:
         odds, residual = judged(path[-1])

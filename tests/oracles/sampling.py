@@ -31,7 +31,7 @@ def warp(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float
     return np.where(keep, scaled, -np.inf)
 
 
-def law(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float | None) -> np.ndarray:
+def distribution(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float | None) -> np.ndarray:
     """Probabilities of the draw; a point mass at the first largest logit for temperature 0."""
     warped = warp(logits, temperature, top_k, top_p)
     if temperature == 0.0:

@@ -23,7 +23,7 @@ from hsd_jax.infer.tree import Grower
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_pass
-from hsd_jax.types import Drafter, DrawLaw, KVCache, NewKV, RoundInputs
+from hsd_jax.types import Drafter, DrawScheme, KVCache, NewKV, RoundInputs
 
 
 class Level(NamedTuple):
@@ -84,9 +84,9 @@ def eagle_drafter(
     config: EagleConfig,
     tree: TreeConfig,
     cache_dtype: Any = jnp.float32,
-    law: DrawLaw = DrawLaw.ARBITRARY,
+    scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` whose trees have the shape of `tree`, their children chosen as `law` says.
+    """A `Drafter` whose trees have the shape of `tree`, their children chosen as `scheme` says.
 
     A round costs `tree.depth` trunk passes, of up to `width` nodes but for the first, and as many products with the
     LM head.
@@ -95,7 +95,7 @@ def eagle_drafter(
       ValueError: as `hidden_drafter`.
     """
 
-    grower = Grower(tree, law, config.vocab_size)
+    grower = Grower(tree, scheme, config.vocab_size)
 
     def draft(models, state: HiddenState, inputs: RoundInputs):
         with jax.named_scope("trunk"):
@@ -106,11 +106,11 @@ def eagle_drafter(
                 level = next_level(models, target_config, config, cache, depth, tokens, parents, level)
             return base_logits(models["drafter"], config, models["target"], target_config, level.states), level
 
-        hot_ids = models["drafter"].get("hot_ids")
+        draft_to_target = models["drafter"].get("draft_to_target")
         with jax.named_scope("tree"):
-            drafted, _ = grower.grow(expand, first, inputs, hot_ids)
+            drafted, _ = grower.grow(expand, first, inputs, draft_to_target)
         return drafted, dataclasses.replace(state, cache=cache)
 
     # All but drafting is the same: which features are pending, when the trunk's cache takes them in, how it grows.
-    hidden = hidden_drafter(target_config, config, tree, cache_dtype, law)
+    hidden = hidden_drafter(target_config, config, tree, cache_dtype, scheme)
     return hidden._replace(draft=draft, node_logp=None)

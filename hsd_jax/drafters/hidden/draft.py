@@ -24,10 +24,10 @@ from hsd_jax.drafters.hidden.weights import inject, read_tree, token_bias
 from hsd_jax.drafters.shared import check_tree, last_feature
 from hsd_jax.infer.tree import Grower, sharpness
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.hot import to_columns
+from hsd_jax.models.draft_vocab import to_columns
 from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
-from hsd_jax.types import Drafter, DraftTree, DrawLaw, ModelOutput, RoundInputs, SamplingParams, Verdict
+from hsd_jax.types import Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, SamplingParams, Verdict
 
 
 def hidden_drafter(
@@ -35,22 +35,22 @@ def hidden_drafter(
     config: TrunkConfig,
     tree: TreeConfig,
     cache_dtype: Any = jnp.float32,
-    law: DrawLaw = DrawLaw.ARBITRARY,
+    scheme: DrawScheme = DrawScheme.ARBITRARY,
     reuse: ReuseConfig = NO_REUSE,
 ) -> Drafter:
-    """A `Drafter` whose trees have the shape of `tree`, their children chosen as `law` says.
+    """A `Drafter` whose trees have the shape of `tree`, their children chosen as `scheme` says.
 
     Args:
       reuse: what becomes of states that a round leaves over; no form changes what is decoded.
     Raises:
       ValueError: if the tree is deeper than the trunk was trained for, the target lacks a layer the drafter reads, a
-        tree of this law cannot have this shape, or this form of reuse needs another tree or drafter.
+        tree of this distribution cannot have this shape, or this form of reuse needs another tree or drafter.
     """
-    check_tree(target_config, config, tree, law)
+    check_tree(target_config, config, tree, scheme)
     reuse_lib.check_reuse(reuse, config, tree)
     num_states = reuse.num_states(tree.depth, config.num_steps)
     levels_of_round = make_schedule(target_config, config, tree, reuse, num_states)
-    grower = Grower(tree, law, config.vocab_size)
+    grower = Grower(tree, scheme, config.vocab_size)
     node_logp, node_origins = _for_pictures(config, tree, reuse, levels_of_round)
     runs_every_round = reuse.form not in (SKIP, UNFUSED)
     # A row without a trunk run keeps its pending features. Since a tree is no deeper than the spares it grows from, a
@@ -77,8 +77,8 @@ def hidden_drafter(
         levels, state = levels_of_round(models, state)
         with jax.named_scope("tree"):
             bias = functools.partial(inject, models["drafter"], cast(HiddenConfig, config))
-            hot_ids = models["drafter"].get("hot_ids")
-            return grower.grow_token_free(levels.logits, bias, inputs, hot_ids, levels.num), state
+            draft_to_target = models["drafter"].get("draft_to_target")
+            return grower.grow_token_free(levels.logits, bias, inputs, draft_to_target, levels.num), state
 
     def commit(models, state: HiddenState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         # XLA drops the final states where the trunk reads layers below.
@@ -106,12 +106,12 @@ def hidden_drafter(
         draft,
         commit,
         resize,
-        law,
+        scheme,
         tree.nodes,
         tree.depth,
         config.feature_layers,
         node_logp,
-        reach=max_pending - 1,
+        lookahead=max_pending - 1,
         node_origins=node_origins,
         ready=ready if reuse.form == AHEAD else None,
         follow=follow if reuse.form == NONE else None,
@@ -211,7 +211,7 @@ def _logp_of_nodes(
     depth_index = jnp.maximum(drafted.depth - 1, 0)[:, :, None]
     read = read_tree(weights, config, drafted.tokens, drafted.parents, logits.shape[1])
     added = token_bias(weights, config, cache_lib.take_nodes(read, jnp.maximum(drafted.parents, 0), axis=1))
-    columns, _ = to_columns(weights.get("hot_ids"), drafted.tokens)
+    columns, _ = to_columns(weights.get("draft_to_target"), drafted.tokens)
     logp = jax.nn.log_softmax(scale[:, None, None] * (jnp.take_along_axis(logits, depth_index, 1) + added), -1)
     logp = jnp.take_along_axis(logp, columns[:, :, None], 2)[:, :, 0]
     return jnp.where(drafted.depth > 0, logp, 0.0)

@@ -12,16 +12,18 @@ from hsd_jax.drafters.hidden.schedule import HiddenState, trunk_states
 from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models.trunk import base_logits
-from hsd_jax.types import DraftTree, DrawLaw, RoundInputs
+from hsd_jax.types import DraftTree, DrawScheme, RoundInputs
 
 
-def stages(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, law: DrawLaw) -> tuple[Callable, ...]:
+def stages(
+    target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, scheme: DrawScheme
+) -> tuple[Callable, ...]:
     """`trunk(models, state) -> (states, state)`, `head(models, states) -> logits` and `grow(models, logits, inputs)`.
 
     The trunk's cache keeps its length, so that every run does the same work.
     """
 
-    grower = Grower(tree, law, config.vocab_size)
+    grower = Grower(tree, scheme, config.vocab_size)
 
     def trunk(models, state: HiddenState, num_states: int = tree.depth):
         states, cache = trunk_states(models, target_config, config, num_states, state)
@@ -33,6 +35,6 @@ def stages(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, l
 
     def grow(models, logits, inputs: RoundInputs) -> DraftTree:
         bias = functools.partial(inject, models["drafter"], config)
-        return grower.grow_token_free(logits, bias, inputs, models["drafter"].get("hot_ids"))
+        return grower.grow_token_free(logits, bias, inputs, models["drafter"].get("draft_to_target"))
 
     return trunk, head, grow

@@ -20,7 +20,7 @@ from hsd_jax.types import NO_PARENT, Weights
 def init_weights(key: jax.Array, config: HiddenConfig) -> Weights:
     """Random float32 weights; the injector adds nothing yet, so the first logits are those of the trunk.
 
-    These are the weights that are learned; with a hot vocabulary `hot.attach` adds the rest.
+    These are the weights that are learned; with a reduced draft vocabulary `draft_vocab.attach` adds the rest.
     """
     weights = init_fusion(key, config)
     trunk_key, table_key = jax.random.split(key)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.types import DRAWN_LAWS, NO_PARENT, Drafter, DraftTree, DrawLaw, ModelOutput, RoundInputs, Verdict
+from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
@@ -74,18 +74,18 @@ def lookup_drafter(
     config: LookupConfig,
     tree: TreeConfig,
     cache_dtype: Any = jnp.float32,
-    law: DrawLaw = DrawLaw.ARBITRARY,
+    scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
     """A `Drafter` of chains of `tree.depth` copied tokens.
 
     Raises:
-      ValueError: if the tree is no chain, or is to be drawn: copied tokens follow no law.
+      ValueError: if the tree is no chain, or is to be drawn: copied tokens follow no distribution.
     """
     if tree.width != 1:
         raise ValueError(f"TreeConfig.width={tree.width}: lookup drafts chains, allowed is 1")
-    if law in DRAWN_LAWS:
-        raise ValueError(f"draw={law.value!r}: lookup copies its drafts, allowed is arbitrary, with accept='match'")
-    law = DrawLaw.ARBITRARY  # coupled to any noise, a law of one token is that token
+    if scheme in DRAWN_SCHEMES:
+        raise ValueError(f"draw={scheme.value!r}: lookup copies its drafts, allowed is arbitrary, with accept='match'")
+    scheme = DrawScheme.ARBITRARY  # coupled to any noise, a distribution of one token is that token
     depth = tree.depth
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
@@ -105,4 +105,4 @@ def lookup_drafter(
     def resize(state: LookupState, capacity: int):
         return LookupState(cache_lib.pad_to(state.tokens, capacity + 1, axis=1), state.length)
 
-    return Drafter(init, read, draft, commit, resize, law, tree.nodes, depth, follow=commit)
+    return Drafter(init, read, draft, commit, resize, scheme, tree.nodes, depth, follow=commit)

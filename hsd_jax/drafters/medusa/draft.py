@@ -25,14 +25,14 @@ from hsd_jax.drafters.shared import check_tree, last_feature
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.hot import hot_columns, to_columns, to_tokens
+from hsd_jax.models.draft_vocab import draft_columns, to_columns, to_tokens
 from hsd_jax.models.trunk import base_logits, trunk_features
 from hsd_jax.types import (
-    DRAWN_LAWS,
+    DRAWN_SCHEMES,
     NO_PARENT,
     Drafter,
     DraftTree,
-    DrawLaw,
+    DrawScheme,
     ModelOutput,
     RoundInputs,
     SamplingParams,
@@ -89,16 +89,16 @@ def medusa_drafter(
     config: MedusaConfig,
     tree: TreeConfig,
     cache_dtype: Any = jnp.float32,
-    law: DrawLaw = DrawLaw.ARBITRARY,
+    scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` with a static tree of this size, or with trees drawn from the heads' laws, as `law` says.
+    """A `Drafter` with a static tree of this size, or with trees drawn from the heads' distributions, as `scheme` says.
 
     A round costs one product for all heads and one with the LM head.
 
     Raises:
       ValueError: as `hidden_drafter`.
     """
-    check_tree(target_config, config, tree, law)
+    check_tree(target_config, config, tree, scheme)
     shape = static_tree(tree)
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
@@ -121,28 +121,32 @@ def medusa_drafter(
         with jax.named_scope("head"):
             states = head_states(models["drafter"], config, state.feature, tree.depth)
             logits = base_logits(models["drafter"], config, models["target"], target_config, states)
-        hot_ids = models["drafter"].get("hot_ids")
-        if law in DRAWN_LAWS:
+        draft_to_target = models["drafter"].get("draft_to_target")
+        if scheme in DRAWN_SCHEMES:
             nothing = lambda tokens, _: (jnp.zeros((*tokens.shape, 1)), None)  # noqa: E731  # what tokens add
-            return Grower(tree, law, config.vocab_size).grow_token_free(logits, nothing, inputs, hot_ids), state
-        if law is DrawLaw.COUPLED:
+            return Grower(tree, scheme, config.vocab_size).grow_token_free(
+                logits, nothing, inputs, draft_to_target
+            ), state
+        if scheme is DrawScheme.COUPLED:
             noise, sampling = inputs.noise, inputs.sampling
             if noise is None:
                 size = tree.depth, config.vocab_size
                 noise = sampling_lib.round_noise(inputs.keys, inputs.position, *size, sampling)
-            logits = sampling_lib.perturb(lambda: hot_columns(hot_ids, noise[:, : tree.depth]), logits, sampling)
-        guesses = to_tokens(hot_ids, lax.top_k(logits, tree.width)[1])
+            logits = sampling_lib.perturb(
+                lambda: draft_columns(draft_to_target, noise[:, : tree.depth]), logits, sampling
+            )
+        guesses = to_tokens(draft_to_target, lax.top_k(logits, tree.width)[1])
         drafted = guesses[:, shape.depths[1:] - 1, shape.ranks[1:]]
         nodes = (len(inputs.root), tree.nodes)
         parents, depths = (jnp.broadcast_to(x, nodes) for x in (shape.parents, shape.depths))
         tokens = jnp.concatenate([inputs.root[:, None], drafted], 1).astype(jnp.int32)
-        return DraftTree(tokens, parents, depths, jnp.ones(nodes, bool), law=law), state
+        return DraftTree(tokens, parents, depths, jnp.ones(nodes, bool), scheme=scheme), state
 
     def node_logp(models, state: MedusaState, drafted: DraftTree, sampling: SamplingParams):
         states = head_states(models["drafter"], config, state.feature, tree.depth)
         logits = base_logits(models["drafter"], config, models["target"], target_config, states)
         logp = jax.nn.log_softmax(logits, -1)
-        columns, _ = to_columns(models["drafter"].get("hot_ids"), drafted.tokens)
+        columns, _ = to_columns(models["drafter"].get("draft_to_target"), drafted.tokens)
         own = jnp.take_along_axis(logp, jnp.maximum(drafted.depth - 1, 0)[:, :, None], 1)
         chosen = jnp.take_along_axis(own, columns[:, :, None], 2)[:, :, 0]
         return jnp.where(drafted.depth > 0, chosen, 0.0)
@@ -157,5 +161,15 @@ def medusa_drafter(
         return state
 
     return Drafter(
-        init, read, draft, commit, resize, law, tree.nodes, tree.depth, config.feature_layers, node_logp, follow=commit
+        init,
+        read,
+        draft,
+        commit,
+        resize,
+        scheme,
+        tree.nodes,
+        tree.depth,
+        config.feature_layers,
+        node_logp,
+        follow=commit,
     )

@@ -1,4 +1,4 @@
-"""An independent small language model with a cache of its own, which drafts a chain from its own law.
+"""An independent small language model with a cache of its own, which drafts a chain from its own distribution.
 
 Drawn chains under the `recursive` rule are standard speculative sampling (Leviathan et al., arXiv:2211.17192, algorithm
 1; Chen et al., arXiv:2302.01318, algorithm 2). Any target folder of the same vocabulary will do; nothing is trained.
@@ -19,7 +19,7 @@ from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk
-from hsd_jax.types import Drafter, DrawLaw, KVCache, ModelOutput, RoundInputs, Verdict
+from hsd_jax.types import Drafter, DrawScheme, KVCache, ModelOutput, RoundInputs, Verdict
 
 MAX_PENDING = 2
 """The root, and before it the last draft of a round that was accepted whole: the model never read that one."""
@@ -44,9 +44,9 @@ def small_lm_drafter(
     config: SmallLMConfig,
     tree: TreeConfig,
     cache_dtype: Any = jnp.float32,
-    law: DrawLaw = DrawLaw.ARBITRARY,
+    scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` of chains of `tree.depth` tokens: the likeliest one after another, or drawn as `law` says.
+    """A `Drafter` of chains of `tree.depth` tokens: the likeliest one after another, or drawn as `scheme` says.
 
     A round costs `tree.depth` passes of the small model, one or two rows each.
 
@@ -60,7 +60,7 @@ def small_lm_drafter(
             f"the drafter has vocab_size={config.vocab_size} and the target {target_config.vocab_size}: both must have"
             " the same vocabulary"
         )
-    depth, grower = tree.depth, Grower(tree, law, config.vocab_size)
+    depth, grower = tree.depth, Grower(tree, scheme, config.vocab_size)
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         sizes = config.num_layers, len(length), config.num_kv_heads, capacity, config.head_dim
@@ -125,4 +125,6 @@ def small_lm_drafter(
     def resize(state: SmallLMState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
-    return Drafter(init, read, draft, commit, resize, law, tree.nodes, depth, reach=depth + MAX_PENDING, follow=follow)
+    return Drafter(
+        init, read, draft, commit, resize, scheme, tree.nodes, depth, lookahead=depth + MAX_PENDING, follow=follow
+    )

@@ -18,19 +18,19 @@ from hsd_jax import lock
 from hsd_jax.config import DrafterConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.files import read_json, replace_folder, write_json
-from hsd_jax.models import hot
+from hsd_jax.models import draft_vocab
 from hsd_jax.params import end_tokens
-from hsd_jax.train import claim
+from hsd_jax.train import manifest
 from hsd_jax.train.rows import ALL
 from hsd_jax.train.trained import read_pair, read_split
 
 GOAL = 0.94
 """Coverage of held-out text of the target to aim at (methods.md, A11)."""
-FILE = "hot_ids.json"
+FILE = "draft_to_target.json"
 
 
-def choose(tokens: np.ndarray, num_hot: int, vocab_size: int, end_tokens: Iterable[int]) -> np.ndarray:
-    """The `num_hot` most frequent of `tokens`, as ascending ids int32; of equals the smaller ids.
+def choose(tokens: np.ndarray, num_kept: int, vocab_size: int, end_tokens: Iterable[int]) -> np.ndarray:
+    """The `num_kept` most frequent of `tokens`, as ascending ids int32; of equals the smaller ids.
 
     End tokens are always among them, however few of the texts end.
 
@@ -39,26 +39,28 @@ def choose(tokens: np.ndarray, num_hot: int, vocab_size: int, end_tokens: Iterab
     """
     ends = sorted({token for token in end_tokens if token < vocab_size})
     if not tokens.size:
-        raise ValueError("a hot vocabulary is chosen by counting tokens, and there are none")
-    if not max(1, len(ends)) <= num_hot <= vocab_size:
+        raise ValueError("a reduced draft vocabulary is chosen by counting tokens, and there are none")
+    if not max(1, len(ends)) <= num_kept <= vocab_size:
         raise ValueError(
-            f"hot vocabulary of {num_hot} tokens: allowed are {max(1, len(ends))} (the end tokens) to {vocab_size}"
+            f"reduced draft vocabulary of {num_kept} tokens: allowed are {max(1, len(ends))} (the end tokens) to"
+            f" {vocab_size}"
         )
     counts = np.bincount(tokens.reshape(-1), minlength=vocab_size)
     counts[ends] = tokens.size + 1
-    return np.sort(np.argsort(-counts, kind="stable")[:num_hot]).astype(np.int32)
+    return np.sort(np.argsort(-counts, kind="stable")[:num_kept]).astype(np.int32)
 
 
-def coverage(hot_ids: np.ndarray | jax.Array, tokens: np.ndarray) -> float:
+def coverage(draft_to_target: np.ndarray | jax.Array, tokens: np.ndarray) -> float:
     """The share of `tokens` that are hot; 0 of none."""
-    return float(np.isin(tokens, np.asarray(hot_ids)).mean()) if tokens.size else 0.0
+    return float(np.isin(tokens, np.asarray(draft_to_target)).mean()) if tokens.size else 0.0
 
 
-def describe(hot_ids: np.ndarray | jax.Array, tokens: np.ndarray, what: str) -> str:
+def describe(draft_to_target: np.ndarray | jax.Array, tokens: np.ndarray, what: str) -> str:
     """The coverage of `tokens`, in a line."""
-    share = coverage(hot_ids, tokens)
+    share = coverage(draft_to_target, tokens)
     hint = "" if share >= GOAL else f"; below {GOAL:.0%}: a larger share of the vocabulary may pay"
-    return f"hot vocabulary of {len(hot_ids):,} tokens: covers {share:.1%} of the {tokens.size:,} {what}{hint}"
+    size = f"reduced draft vocabulary of {len(draft_to_target):,} tokens"
+    return f"{size}: covers {share:.1%} of the {tokens.size:,} {what}{hint}"
 
 
 def of_run(
@@ -69,7 +71,8 @@ def of_run(
     eos: Sequence[int],
     report: Callable[[str], None],
 ) -> jax.Array:
-    """The hot ids of a run: chosen at its start and kept in `out`, since the rows of `injector/bias` follow them.
+    """The `draft_to_target` ids of a run: chosen at its start and kept in `out`, since the rows of `injector/bias`
+    follow them.
 
     So `--force` with other data cannot give a half-trained row to another token.
 
@@ -85,17 +88,17 @@ def of_run(
         raise ValueError(f"{out} holds checkpoints without their {FILE}; choose another folder")
     if not is_begun:
         write_json(path, choose(labels, config.draft_vocab_size, config.vocab_size, eos).tolist())
-    hot_ids = hot.checked_ids(read_json(path), config.vocab_size, str(path))
-    if len(hot_ids) != config.hot_tokens:
+    draft_to_target = draft_vocab.checked_ids(read_json(path), config.vocab_size, str(path))
+    if len(draft_to_target) != config.reduced_vocab_size:
         raise ValueError(
-            f"{path} holds {len(hot_ids)} hot tokens, model.hot_vocab now asks for {config.hot_tokens}: choose another"
-            " folder"
+            f"{path} holds {len(draft_to_target)} tokens, model.draft_vocab now asks for {config.reduced_vocab_size}:"
+            " choose another folder"
         )
-    report(describe(hot_ids, labels, "labels to train on"))
-    return jnp.asarray(hot_ids)
+    report(describe(draft_to_target, labels, "labels to train on"))
+    return jnp.asarray(draft_to_target)
 
 
-@claim.alone(lock.beside)
+@manifest.alone(lock.beside)
 def restrict_drafter(
     target_dir: str | Path,
     drafter_dir: str | Path,
@@ -118,12 +121,14 @@ def restrict_drafter(
         vocabulary already that lacks a token, or data cannot be read.
     """
     if not 0 < share < 1:
-        raise ValueError(f"hot_vocab={share}: allowed is 0 < hot_vocab < 1")
+        raise ValueError(f"draft_vocab={share}: allowed is 0 < draft_vocab < 1")
     target_config, config, weights = read_pair(target_dir, drafter_dir, out)
     labels, held_out = read_split(data_files, target_dir, config.vocab_size, loss_on)
-    num_hot = math.ceil(share * config.vocab_size)
-    hot_ids = choose(labels, num_hot, config.vocab_size, end_tokens(target_dir, target_config))
-    report(describe(hot_ids, labels, "labels counted"))
-    report(describe(hot_ids, held_out, "labels held out"))
-    replace_folder(Path(out), lambda new: drafter_files.save_drafter(new, *hot.restrict(config, weights, hot_ids)))
+    num_kept = math.ceil(share * config.vocab_size)
+    draft_to_target = choose(labels, num_kept, config.vocab_size, end_tokens(target_dir, target_config))
+    report(describe(draft_to_target, labels, "labels counted"))
+    report(describe(draft_to_target, held_out, "labels held out"))
+    replace_folder(
+        Path(out), lambda new: drafter_files.save_drafter(new, *draft_vocab.restrict(config, weights, draft_to_target))
+    )
     report(f"wrote {out}")

@@ -22,7 +22,7 @@ from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import sharpness
 from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
-from hsd_jax.types import DrawLaw, RoundInputs
+from hsd_jax.types import DrawScheme, RoundInputs
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -44,7 +44,7 @@ def logits_of_paths(setup: toy.Setup, text: np.ndarray):
     models, config = setup.models, setup.drafter_config
     target, drafter = models["target"], models["drafter"]
     room = 16 + len(text)
-    fresh = toy.causal_pass(target, setup.config, jnp.asarray(text[None]), taps=config.feature_layers)
+    fresh = toy.causal_pass(target, setup.config, jnp.asarray(text[None]), aux_layers=config.feature_layers)
     features = trunk_features(drafter, config, fresh.hidden, fresh.features)[0]
     known = len(text) - 1  # features in use: that of the last token is not known to a drafter
 
@@ -64,7 +64,7 @@ def logits_of_paths(setup: toy.Setup, text: np.ndarray):
 @pytest.mark.parametrize("proposer", ["eagle", pytest.param("feature_layers", marks=pytest.mark.slow)])
 def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
     """Mid-text, with pending features of several lengths; two levels and more make ancestors matter."""
-    setup, call = toy.setup("llama", proposer, DrawLaw.ARBITRARY), toy.mixed_call()
+    setup, call = toy.setup("llama", proposer, DrawScheme.ARBITRARY), toy.mixed_call()
     tree = toy.TREES[proposer]
     state, pending = call.start(setup.decoder, setup.models), np.zeros(0, int)
     while len(set(pending)) < 2:  # there are such rounds, or the loop would end with rows that are done
@@ -88,9 +88,9 @@ def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
 
 @pytest.mark.slow
 def test_drawn_trees():
-    """Greedy rows stay greedy under the recursive rule; the laws of a sampled row are those of its paths."""
+    """Greedy rows stay greedy under the recursive rule; the distributions of a sampled row are those of its paths."""
     call, setup, tree = toy.mixed_call(), toy.setup("llama", "eagle"), TreeConfig(nodes=8, depth=3, width=3)
-    drafter = make_drafter(setup.config, setup.drafter_config, tree, law=DrawLaw.WITHOUT_REPLACEMENT)
+    drafter = make_drafter(setup.config, setup.drafter_config, tree, scheme=DrawScheme.WITHOUT_REPLACEMENT)
     step = make_step(setup.config, drafter, recursive_rule(tree.depth, tree.width))
     decoder = Decoder(setup.config, step, drafter, precision="highest")
     state = call.run(decoder, setup.models)
@@ -106,10 +106,10 @@ def test_drawn_trees():
     paths, logits = [(int(root[row]),)], logits_of_paths(setup, text)
     for token, parent in zip(drawn.tokens[row, 1:].tolist(), drawn.parents[row, 1:].tolist(), strict=True):
         paths.append((*paths[parent], token))
-    laws = np.asarray(drawn.draft_logp[row])
-    assert len({len(path) for path in paths[: len(laws)]}) == tree.depth
-    for path, law in zip(paths, laws, strict=False):
-        np.testing.assert_allclose(law, oracle.log_softmax(logits(path)), atol=1e-3)
+    distributions = np.asarray(drawn.draft_logp[row])
+    assert len({len(path) for path in paths[: len(distributions)]}) == tree.depth
+    for path, distribution in zip(paths, distributions, strict=False):
+        np.testing.assert_allclose(distribution, oracle.log_softmax(logits(path)), atol=1e-3)
 
 
 def test_trees_deeper_than_the_training_are_refused():

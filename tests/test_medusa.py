@@ -16,7 +16,7 @@ from hsd_jax.drafters.medusa.draft import FIRST_RANK, NEXT_RANK, static_tree
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.sampling import position_noise
 from hsd_jax.models.target import forward_sequence
-from hsd_jax.types import DrawLaw, RoundInputs
+from hsd_jax.types import DrawScheme, RoundInputs
 
 
 def paths_of(parents, labels) -> list[tuple[int, ...]]:
@@ -48,13 +48,13 @@ def head_logits(setup: toy.Setup, feature: np.ndarray, head: int) -> np.ndarray:
     return models["target"]["embedding"] @ (normed * drafter["output_norm"]["weight"])
 
 
-@pytest.mark.parametrize("law", [DrawLaw.ARBITRARY, DrawLaw.COUPLED])
-def test_drafts_are_the_best_guesses_of_each_head(law):
+@pytest.mark.parametrize("scheme", [DrawScheme.ARBITRARY, DrawScheme.COUPLED])
+def test_drafts_are_the_best_guesses_of_each_head(scheme):
     """After every round the feature is that of the last token but one; finished rows keep theirs.
 
     Coupled guesses are in the order of log q + g; filters would leave fewer than a tree asks for.
     """
-    setup, call = toy.setup("llama", "medusa", law), toy.mixed_call().replace(top_k=[0] * 6, top_p=[1.0] * 6)
+    setup, call = toy.setup("llama", "medusa", scheme), toy.mixed_call().replace(top_k=[0] * 6, top_p=[1.0] * 6)
     shape = static_tree(toy.TREES["medusa"])
     state = call.start(setup.decoder, setup.models)
     draft, node_logp = jax.jit(setup.drafter.draft), jax.jit(setup.drafter.node_logp)
@@ -71,7 +71,7 @@ def test_drafts_are_the_best_guesses_of_each_head(law):
             np.testing.assert_allclose(state.drafter.feature[row], feature, rtol=1e-4, atol=1e-5)
             logits = [head_logits(setup, np.float64(feature), k) for k in range(toy.TREES["medusa"].depth)]
             best = [np.argsort(-x) for x in logits]
-            if law is DrawLaw.COUPLED:
+            if scheme is DrawScheme.COUPLED:
                 places = jnp.asarray(position[row] + 1 + np.arange(len(logits), dtype=np.int32))[None]
                 noise = np.asarray(position_noise(keys[row : row + 1], places, toy.VOCAB))[0]
                 setting = call.temperature[row], None, None

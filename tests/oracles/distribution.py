@@ -1,4 +1,4 @@
-"""Exact laws of emitted tokens in rational arithmetic, by enumeration of every draw."""
+"""Exact distributions of emitted tokens in rational arithmetic, by enumeration of every draw."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ def random_table(numbers: Sequence[int], vocab: int) -> list[list[Fraction]]:
     return [[Fraction(x, sum(row)) for x in row] for row in rows]
 
 
-def text_law(table: Table, root: int, length: int) -> dict[Text, Fraction]:
-    """Law of the next `length` tokens under the target alone."""
-    law = {(): Fraction(1)}
+def text_distribution(table: Table, root: int, length: int) -> dict[Text, Fraction]:
+    """Distribution of the next `length` tokens under the target alone."""
+    distribution = {(): Fraction(1)}
     for _ in range(length):
         longer = {}
-        for text, mass in law.items():
+        for text, mass in distribution.items():
             for token, p in enumerate(table[text[-1] if text else root]):
                 longer[(*text, token)] = mass * p
-        law = longer
-    return law
+        distribution = longer
+    return distribution
 
 
-def emitted_law(
+def emitted_distribution(
     table: Table,
     tokens: Sequence[int],
     parents: Sequence[int],
     valid: Sequence[bool],
     judge: Callable[..., Sequence[int]] | None = None,
 ) -> dict[Text, Fraction]:
-    """Law of what one verification of this tree emits, accepted tokens and the next one.
+    """Distribution of what one verification of this tree emits, accepted tokens and the next one.
 
-    Enumerates the draw of every node, each from the target's law behind the node's token. `judge(tokens, parents,
-    valid, draws, table)` returns the emitted tokens; None: the walk of `oracles/tree.py`.
+    Enumerates the draw of every node, each from the target's distribution behind the node's token. `judge(tokens,
+    parents, valid, draws, table)` returns the emitted tokens; None: the walk of `oracles/tree.py`.
     """
     judge = judge or (lambda tokens, parents, valid, draws, table: walk(tokens, parents, valid, draws)[1])
-    law = defaultdict(Fraction)
+    distribution = defaultdict(Fraction)
     for draws in itertools.product(range(len(table)), repeat=len(tokens)):
         mass = Fraction(1)
         for token, y in zip(tokens, draws, strict=True):
             mass *= table[token][y]
-        law[tuple(judge(tokens, parents, valid, draws, table))] += mass
-    return dict(law)
+        distribution[tuple(judge(tokens, parents, valid, draws, table))] += mass
+    return dict(distribution)
 
 
-def completed_law(table: Table, emitted: dict[Text, Fraction], length: int) -> dict[Text, Fraction]:
-    """Law of `length` tokens when the target alone writes what the verification did not emit."""
-    law = defaultdict(Fraction)
+def completed_distribution(table: Table, emitted: dict[Text, Fraction], length: int) -> dict[Text, Fraction]:
+    """Distribution of `length` tokens when the target alone writes what the verification did not emit."""
+    distribution = defaultdict(Fraction)
     for start, mass in emitted.items():
         start = start[:length]
-        for text, p in text_law(table, start[-1], length - len(start)).items():
-            law[start + text] += mass * p
-    return dict(law)
+        for text, p in text_distribution(table, start[-1], length - len(start)).items():
+            distribution[start + text] += mass * p
+    return dict(distribution)
 
 
 def total_variation(one: dict[Text, Fraction], other: dict[Text, Fraction]) -> Fraction:
