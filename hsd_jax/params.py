@@ -21,9 +21,7 @@ from jax.sharding import Mesh
 from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters import files as drafter_files
-from hsd_jax.drafters.lookup.config import LookupConfig
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.drafters.table import method_of
+from hsd_jax.drafters.table import METHODS, method_of, parse
 from hsd_jax.kernels import native
 from hsd_jax.models import convert, draft_vocab
 from hsd_jax.settings import Within, fits, shown
@@ -32,6 +30,8 @@ from hsd_jax.types import Weights
 
 DEMO = Path(__file__).parent / "assets" / "demo"
 PRECISIONS = ("fast", "exact")
+WITHOUT_WEIGHTS = tuple(method.config for method in METHODS.values() if method.parse is not None)
+"""Configurations that are drafters by themselves."""
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -107,7 +107,7 @@ def load(
     name: str | None = None,
     *,
     target: str | Path | None = None,
-    drafter: str | Path | LookupConfig | None = None,
+    drafter: str | Path | Any | None = None,
     dtype: Any = None,
     max_len: int | None = None,
     precision: str = "fast",
@@ -133,7 +133,7 @@ def load(
       FileNotFoundError, ValueError: naming the wrong value and what to do, before anything compiles.
     """
     for argument, value in (("target", target), ("drafter", drafter)):
-        if not isinstance(value, str | os.PathLike | LookupConfig | None):
+        if not isinstance(value, (str, os.PathLike, *WITHOUT_WEIGHTS, type(None))):
             raise ValueError(f"{argument}={shown(value)}: expected a folder")
     if (name is None) == (target is None):
         raise ValueError('load() wants either a name, load("demo"), or load(target=FOLDER)')
@@ -190,24 +190,17 @@ def default_tree(config: Any) -> TreeConfig:
 
 
 def _load_drafter(
-    drafter: str | Path | LookupConfig, config: ModelConfig, weights: Weights, tokenizer: Tokenizer | None, dtype: Any
+    drafter: Any, config: ModelConfig, weights: Weights, tokenizer: Tokenizer | None, dtype: Any
 ) -> tuple[Any, Weights]:
     """A drafter of any kind for a target, checked against it."""
     if isinstance(drafter, str):
-        drafter = LookupConfig.parse(drafter) or Path(drafter)
-    if isinstance(drafter, LookupConfig):
+        drafter = parse(drafter) or Path(drafter)
+    if isinstance(drafter, WITHOUT_WEIGHTS):
         return drafter, {}
     folder = Path(drafter)
     if (folder / "config.json").is_file() and not (folder / drafter_files.DRAFTER_CONFIG).is_file():
-        small = SmallLMConfig(**vars(convert.read_config(folder)))
-        own = Tokenizer.find(folder)
-        same_tokens = tokenizer is None or own is None or own.has_vocabulary_of(tokenizer)
-        if small.vocab_size != config.vocab_size or not same_tokens:
-            raise ValueError(
-                f"{folder}: a small_lm drafter of {small.vocab_size} tokens for a target of {config.vocab_size}: both"
-                " must have the same vocabulary, token by token"
-            )
-        return small, convert.read_weights(folder, small, dtype)
+        (load_foreign,) = (method.load for method in METHODS.values() if method.load is not None)
+        return load_foreign(folder, config, tokenizer, dtype)
     drafter_config, drafter_weights = drafter_files.read_drafter(folder, dtype)
     drafter_files.check_drafter(drafter_config, config, convert.weights_hash(weights))
     return drafter_config, _with_head(drafter_weights, weights, config)

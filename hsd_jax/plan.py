@@ -20,7 +20,7 @@ import numpy as np
 
 from hsd_jax.config import NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, layer_numbers
 from hsd_jax.drafters.table import make_drafter, method_of
-from hsd_jax.infer.accept import NATURAL_SCHEME
+from hsd_jax.infer.accept import RULES
 from hsd_jax.kernels import native
 from hsd_jax.params import Params
 from hsd_jax.tuned import WARM, Choice, Tuned, is_warm, kept
@@ -295,7 +295,7 @@ def _can_grow(params: Params, choice: Choice) -> bool:
     """Whether this drafter can grow the tree: params that were changed by hand keep the fingerprints of others."""
     if choice.tree is None:
         return True
-    scheme, reuse = NATURAL_SCHEME["match"], ReuseConfig.parse(choice.reuse)
+    scheme, reuse = RULES["match"].scheme, ReuseConfig.parse(choice.reuse)
     try:
         make_drafter(params.target_config, params.drafter_config, choice.tree, scheme=scheme, reuse=reuse)
     except ValueError:

@@ -26,7 +26,7 @@ from hsd_jax.config import (
     bucket,
 )
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer.accept import NATURAL_SCHEME, make_rule
+from hsd_jax.infer.accept import RULES, make_rule
 from hsd_jax.infer.decode import GROWTH, Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.sampling import row_keys
@@ -253,11 +253,11 @@ def rule_and_scheme(accept: str, draw: str | None) -> tuple[str, DrawScheme]:
     Raises:
       ValueError: for an unknown rule or distribution, naming the allowed ones.
     """
-    if accept not in (AUTO, *NATURAL_SCHEME):
-        raise ValueError(f"accept={accept!r}: allowed are {AUTO}, {', '.join(NATURAL_SCHEME)}")
+    if accept not in (AUTO, *RULES):
+        raise ValueError(f"accept={accept!r}: allowed are {AUTO}, {', '.join(RULES)}")
     rule = "match" if accept == AUTO else accept
     if draw is None:
-        return rule, NATURAL_SCHEME[rule]
+        return rule, RULES[rule].scheme
     try:
         return rule, DrawScheme(draw)
     except ValueError:

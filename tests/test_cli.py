@@ -352,14 +352,14 @@ def test_bench_compares_rules(folders, tmp_path):
 
 
 def test_the_rules_of_the_command_line_are_those_of_the_library():
-    from hsd_jax.infer.accept import NATURAL_SCHEME
+    from hsd_jax.infer.accept import RULES
     from hsd_jax.request import AUTO
     from hsd_jax.types import DrawScheme
 
     parser = argparse.ArgumentParser()
     options.add_rule_arguments(parser.add_argument_group())
     choices = {action.dest: action.choices for action in parser._actions}
-    assert choices["accept"] == (AUTO, *NATURAL_SCHEME)
+    assert choices["accept"] == (AUTO, *RULES)
     assert choices["draw"] == tuple(scheme.value for scheme in DrawScheme)
 
 

@@ -357,7 +357,7 @@ def num_accepted(number: int, change=None) -> int:
 
 def distributions(number: int) -> tuple[np.ndarray, np.ndarray]:
     target, draft, setting = pair_of_distributions(number)
-    return sampling_oracle.distribution(target, *setting), sampling_oracle.scheme(draft, *setting)
+    return sampling_oracle.distribution(target, *setting), sampling_oracle.distribution(draft, *setting)
 
 
 @pytest.mark.parametrize("number", range(len(PAIRS)))

@@ -138,9 +138,7 @@ def test_a_run_keeps_its_ids(tmp_path):
     again = draft_vocabulary.of_run(tmp_path, True, np.array([8, 9]), config, [1], lines.append)
     assert first.tolist() == again.tolist() == [1, 5, 6] and first.dtype == jnp.int32
     assert "covers 80.0% of the 5 labels to train on" in lines[0] and "covers 0.0% of the 2" in lines[1]
-    with pytest.raises(
-        ValueError, match=r"draft_to_target\.json holds 3 tokens, model\.draft_vocab now asks for 4"
-    ):
+    with pytest.raises(ValueError, match=r"draft_to_target\.json holds 3 tokens, model\.draft_vocab now asks for 4"):
         four = dataclasses.replace(config, reduced_vocab_size=4)
         draft_vocabulary.of_run(tmp_path, True, np.arange(9), four, [1], lines.append)
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from oracles import distribution as distribution_oracle
 from oracles import recursive as oracle
 from oracles import sampling as sampling_oracle
-from oracles import distribution as distribution_oracle
 from scipy import stats
 from test_accept import depths_of
 from test_exact import first_difference

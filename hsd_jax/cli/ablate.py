@@ -20,7 +20,7 @@ def add_parser(commands) -> None:
         "a 95 % interval over prompts (paired bootstrap).",
         """
 hsd bench ablate --demo --nodes 8,16 --out runs/ablate
-hsd bench ablate --target DIR --drafter DIR --drafters medusa=DIR reduced=DIR --prompts dialogue=dev.jsonl --out runs/ablate
+hsd bench ablate --target DIR --drafter DIR --drafters medusa=DIR eagle=DIR --prompts chat=dev.jsonl --out runs/ablate
 """,
     )
     options.add_model_arguments(parser)

@@ -44,6 +44,10 @@ class Method(NamedTuple):
     """`init_weights(key, config)`. None: it is not trained on its target's features."""
     unroll: Callable[..., Any] | None = None
     """As `models.unroll.unroll`: the states of many anchors at once, for training."""
+    parse: Callable[[str], Any] | None = None
+    """`parse(name)`: the configuration that a name like "lookup:4" stands for, None for any other; without weights."""
+    load: Callable[..., tuple[Any, Weights]] | None = None
+    """`load(folder, target_config, tokenizer, dtype)`: a drafter from a folder that is none of ours."""
     token_information: TokenInformation | None = None
     stages: Callable[..., Any] | None = None
     """`stages(target_config, config, tree, distribution)`: the parts of drafting, for profiles. None: it is timed as a

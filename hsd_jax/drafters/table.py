@@ -51,3 +51,13 @@ def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
     init_weights = method_of(config).init_weights
     assert init_weights is not None, f"a {config.kind} drafter is not trained"
     return init_weights(key, config)
+
+
+def parse(name: str) -> Any:
+    """The configuration of a drafter without weights that this name stands for; None for any other.
+
+    Raises:
+      ValueError: for a name whose settings are not allowed.
+    """
+    found = (method.parse(name) for method in METHODS.values() if method.parse is not None)
+    return next((config for config in found if config is not None), None)

@@ -6,6 +6,9 @@ Read next: `step.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -202,11 +205,20 @@ def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
     return AcceptRule("recursive", DRAWN_SCHEMES, verify)
 
 
-NATURAL_SCHEME = {"match": DrawScheme.COUPLED, "recursive": DrawScheme.WITHOUT_REPLACEMENT}
-"""The names that `make_rule` knows, each with the draw scheme under which it accepts most."""
+class RuleRow(NamedTuple):
+    """A row of the table of rules."""
+
+    make: Callable[[TreeConfig], AcceptRule]
+    scheme: DrawScheme
+    """Under which it accepts most."""
+
+
+RULES = {
+    "match": RuleRow(lambda tree: match_rule(tree.depth), DrawScheme.COUPLED),
+    "recursive": RuleRow(lambda tree: recursive_rule(tree.depth, tree.width), DrawScheme.WITHOUT_REPLACEMENT),
+}
 
 
 def make_rule(name: str, tree: TreeConfig) -> AcceptRule:
-    """The rule of that name, a key of NATURAL_SCHEME, for trees of this shape."""
-    makers = {"match": lambda: match_rule(tree.depth), "recursive": lambda: recursive_rule(tree.depth, tree.width)}
-    return makers[name]()
+    """The rule of that name, a key of RULES, for trees of this shape."""
+    return RULES[name].make(tree)

@@ -36,7 +36,7 @@ from hsd_jax.config import (
 )
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.files import replacing
-from hsd_jax.infer.accept import NATURAL_SCHEME
+from hsd_jax.infer.accept import RULES
 from hsd_jax.infer.accept import walk as walk_tree
 from hsd_jax.infer.decode import drafter_after
 from hsd_jax.infer.sampling import round_noise, row_keys
@@ -193,7 +193,7 @@ def follow(
       What each of `drafts` would have got right.
       For each root: sum of min(p, q) at depth 1, p and q at temperature 1; None for drafters that were not trained.
     """
-    scheme, method = NATURAL_SCHEME["match"], method_of(config)
+    scheme, method = RULES["match"].scheme, method_of(config)
     drafters = [make_drafter(target_config, config, tree, scheme=scheme, reuse=reuse) for tree, reuse in drafts]
     num_noisy = max(drafter.max_depth for drafter in drafters)
     models = {"target": target, "drafter": drafter}

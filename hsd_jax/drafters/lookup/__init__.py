@@ -26,4 +26,5 @@ LOOKUP = Method(
     drafting_seconds,
     grows_wide=False,
     has_score=False,
+    parse=LookupConfig.parse,
 )

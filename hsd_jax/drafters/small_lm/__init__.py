@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from hsd_jax.config import TreeConfig, layer_numbers
+from hsd_jax.config import ModelConfig, TreeConfig, layer_numbers
 from hsd_jax.drafters.method import Method
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.small_lm.draft import small_lm_drafter
+from hsd_jax.models import convert
+from hsd_jax.types import Weights
 
 DEFAULT_CHAIN = TreeConfig(nodes=5, depth=4, width=1)
 """A small model pays for each token of its chain."""
@@ -20,6 +23,30 @@ def drafting_seconds(costs: Any, config: SmallLMConfig, batch: int, tree: TreeCo
     return tree.depth * one
 
 
+def load(folder: Path, target: ModelConfig, tokenizer: Any, dtype: Any) -> tuple[SmallLMConfig, Weights]:
+    """Any target folder whose vocabulary is the target's.
+
+    Args:
+      tokenizer: the target's, a `tokenizer.Tokenizer`, or None.
+    Raises:
+      ValueError: if the vocabularies differ.
+    """
+    config = SmallLMConfig(**vars(convert.read_config(folder)))
+    own = None if tokenizer is None else type(tokenizer).find(folder)
+    if config.vocab_size != target.vocab_size or (own is not None and not own.has_vocabulary_of(tokenizer)):
+        raise ValueError(
+            f"{folder}: a small_lm drafter of {config.vocab_size} tokens for a target of {target.vocab_size}: both"
+            " must have the same vocabulary, token by token"
+        )
+    return config, convert.read_weights(folder, config, dtype)
+
+
 SMALL_LM = Method(
-    SmallLMConfig, small_lm_drafter, lambda config: DEFAULT_CHAIN, lambda config: 7, drafting_seconds, grows_wide=False
+    SmallLMConfig,
+    small_lm_drafter,
+    lambda config: DEFAULT_CHAIN,
+    lambda config: 7,
+    drafting_seconds,
+    grows_wide=False,
+    load=load,
 )
