@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from hsd_jax.config import NO_REUSE, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
-from hsd_jax.drafters.copy import COPY
 from hsd_jax.drafters.eagle import EAGLE
 from hsd_jax.drafters.hidden import HIDDEN
 from hsd_jax.drafters.lookup import LOOKUP
@@ -17,7 +16,7 @@ from hsd_jax.drafters.method import Method
 from hsd_jax.drafters.small_lm import SMALL_LM
 from hsd_jax.types import Drafter, DrawScheme, Weights
 
-METHODS: dict[str, Method] = {method.config.kind: method for method in (HIDDEN, EAGLE, MEDUSA, SMALL_LM, LOOKUP, COPY)}
+METHODS: dict[str, Method] = {method.config.kind: method for method in (HIDDEN, EAGLE, MEDUSA, SMALL_LM, LOOKUP)}
 
 
 def method_of(config: Any) -> Method:
