@@ -116,7 +116,6 @@ class Verdict:
     path: Int[Array, "B D+1"]
     num_accepted: Int[Array, "B"]
     next_token: Int[Array, "B"]
-    is_bonus: Bool[Array, "B"]
     emitted: Int[Array, "B D+1"]
 
 
@@ -237,7 +236,6 @@ class Drafter(NamedTuple):
     resize: Callable[..., Any]
     """`resize(state, capacity) -> state`, when the decode loop moves to a larger cache."""
     scheme: DrawScheme
-    num_nodes: int
     max_depth: int
     aux_layers: tuple[int, ...] = ()
     """Layers whose residual streams `init` and `commit` read in `ModelOutput.features`."""

@@ -75,7 +75,7 @@ def find_difference(walk_fn) -> str | None:
         rows, draws, tree = batch_of_trees(seed * BATCH)
         verdict = jax.tree.map(np.asarray, jitted_walk(tree, jnp.asarray(draws, jnp.int32), walk_fn))
         for i, (tokens, parents, _, valid) in enumerate(rows):
-            path, emitted, is_bonus = oracle.walk(tokens, parents, valid, draws[i])
+            path, emitted, _ = oracle.walk(tokens, parents, valid, draws[i])
             found = int(verdict.num_accepted[i])
             if found != len(path) - 1 or verdict.emitted[i, : found + 1].tolist() != emitted:
                 return f"tree {i}: emitted {verdict.emitted[i]}, {found} accepted, not {emitted}"
@@ -83,7 +83,7 @@ def find_difference(walk_fn) -> str | None:
                 return f"tree {i}: next token {verdict.next_token[i]}, not {emitted[-1]}"
             if has_twins(tokens, parents, valid):
                 continue
-            if verdict.path[i, : found + 1].tolist() != path or bool(verdict.is_bonus[i]) != is_bonus:
+            if verdict.path[i, : found + 1].tolist() != path:
                 return f"tree {i}: path {verdict.path[i]}, not {path}"
     return None
 

@@ -176,7 +176,7 @@ def test_enumeration_finds_pruned_trees(layout, draws):
     assert our_distance(layout, draws, draws, 1, prune_to_likeliest) > 0.01
 
 
-RIGHT_RESIDUAL = accept_lib.after_refusal
+RIGHT_RESIDUAL = accept_lib.after_rejection
 WRONG_RESIDUALS = {
     "not normalised": lambda residual, proposal: jnp.maximum(residual - proposal, 0.0),
     "the target again": lambda residual, proposal: residual,
@@ -187,7 +187,7 @@ WRONG_RESIDUALS = {
 @pytest.mark.parametrize("name", WRONG_RESIDUALS)
 @pytest.mark.parametrize("draws", SCHEMES)
 def test_enumeration_finds_wrong_residuals(monkeypatch, name, draws):
-    monkeypatch.setattr(accept_lib, "after_refusal", WRONG_RESIDUALS[name])
+    monkeypatch.setattr(accept_lib, "after_rejection", WRONG_RESIDUALS[name])
     for layout in ("fork", "five"):
         assert our_distance(layout, draws, draws, 1) > 1e-3
 
@@ -273,8 +273,7 @@ def test_verdicts_are_those_of_plain_loops(draws):
         assert verdict.path[row, : found + 1].tolist() == path
         assert verdict.emitted[row, : found + 1].tolist() == [*(tokens[n] for n in path[1:]), next_token]
         assert int(verdict.next_token[row]) == next_token
-        assert bool(verdict.is_bonus[row]) == (not oracle.children_of(parents, valid, path[-1]))
-        seen.add((found, bool(verdict.is_bonus[row])))
+        seen.add((found, not oracle.children_of(parents, valid, path[-1])))
     assert {(0, False), (1, False), (2, False), (1, True), (2, True), (3, True)} <= seen
 
 
@@ -318,7 +317,7 @@ def test_twins_keep_their_own_children():
         return rule.verify(keys, tree, ancestor_mask(tree, 2), jnp.zeros((1, 4, 3)), sampling, position)
 
     verdict = verify(tree)
-    assert verdict.path[0, :2].tolist() == [0, 1] and int(verdict.num_accepted[0]) == 1 and bool(verdict.is_bonus[0])
+    assert verdict.path[0, :2].tolist() == [0, 1] and int(verdict.num_accepted[0]) == 1
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
@@ -501,7 +500,7 @@ def test_the_chi_square_finds_a_chain_with_wrong_distributions():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG_RESIDUALS)
 def test_the_chi_square_finds_wrong_residuals(monkeypatch, name):
-    monkeypatch.setattr(accept_lib, "after_refusal", WRONG_RESIDUALS[name])
+    monkeypatch.setattr(accept_lib, "after_rejection", WRONG_RESIDUALS[name])
     assert min(p_values(tiny_texts(TREES["wide"], DrawScheme.WITHOUT_REPLACEMENT))) < FALSE_ALARM
 
 

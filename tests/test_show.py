@@ -247,7 +247,7 @@ def kinds(drafted: Round) -> dict[str, str]:
 
 
 def test_kinds_of_nodes():
-    all_accepted = {"a": "root", "b": "accepted", "c": "refused", "d": "accepted"}
+    all_accepted = {"a": "root", "b": "accepted", "c": "rejected", "d": "accepted"}
     assert kinds(make_round()) == {**all_accepted, "next": "target"}
     assert kinds(make_round(emitted=[6, 8])) == all_accepted
     assert kinds(make_round(emitted=[6])) == {**all_accepted, "d": "cut"}

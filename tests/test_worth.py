@@ -125,7 +125,7 @@ def test_only_drafts_whose_parent_was_accepted_say_anything_of_trust():
     score = jnp.log(jnp.asarray([[1.0, 0.8, 0.4, 0.1]]))
     tree = DraftTree(jnp.zeros((1, 4), jnp.int32), parents, depth, jnp.ones((1, 4), bool), score=score)
     path, one, live = jnp.asarray([[0, 1, 0, 0]]), jnp.ones(1, jnp.int32), jnp.zeros(1, bool)
-    verdict, fresh = Verdict(path, one, one, live, path), worth.first_control(1)
+    verdict, fresh = Verdict(path, one, one, path), worth.first_control(1)
     found = worth.learned(fresh, costs(4, 1), tree, verdict, one + 1, one, live, jnp.asarray(1.0))
     assert float(found.accepted[0]) == 1.0 and float(found.predicted[0]) == pytest.approx(0.8 + 0.5)
 
@@ -136,7 +136,7 @@ def test_many_rows_leave_less_doubt(batch, falls_back):
     tree = DraftTree(*(jnp.zeros((batch, 2), jnp.int32),) * 3, jnp.ones((batch, 2), bool))
     priced, live = costs(2 * batch, batch, node=0.0), jnp.zeros(batch, bool)
     control, two, path = worth.first_control(batch), jnp.full(batch, 2), jnp.zeros((batch, 2), jnp.int32)
-    verdict = Verdict(path, two - 1, two, live, path)
+    verdict = Verdict(path, two - 1, two, path)
     waits = []
     for _ in range(40):
         control = worth.learned(control, priced, tree, verdict, two, two, live, jnp.asarray(2 / 0.93))
@@ -151,8 +151,16 @@ def decoded(proposer: str, priced: Costs, call: toy.Call, num_rounds: int = 2**3
     return call.resume(setup.decoder, models, call.start(setup.decoder, models), num_rounds)
 
 
+def num_nodes(setup: toy.Setup, call: toy.Call) -> int:
+    state = call.start(setup.decoder, setup.models)
+    inputs = RoundInputs(state.length, state.length - 1, state.keys, call.arrays()[-1])
+    tree, _ = jax.eval_shape(setup.drafter.draft, setup.models, state.drafter, inputs)
+    return tree.tokens.shape[1]
+
+
 def costs_for(proposer: str, call: toy.Call, **prices) -> Costs:
-    return costs(call.batch * toy.setup("llama", proposer).drafter.num_nodes, call.batch, **prices)
+    setup = toy.setup("llama", proposer)
+    return costs(call.batch * num_nodes(setup, call), call.batch, **prices)
 
 
 PAYS = {"free": {"node": 0.0, "draft": 0.0}, "dear": {"node": 0.6, "draft": 0.3}, "never": {"node": 1.0, "draft": 50.0}}

@@ -333,9 +333,7 @@ def oracle_drafter(layout: str, vocab: int = VOCAB) -> Drafter:
     def commit(models, state, verdict, output, num_committed):
         return {"num_rounds": state["num_rounds"] + 1}
 
-    return Drafter(
-        init, read, draft, commit, lambda state, capacity: state, DrawScheme.ARBITRARY, len(nodes), ORACLE_DEPTH
-    )
+    return Drafter(init, read, draft, commit, lambda state, capacity: state, DrawScheme.ARBITRARY, ORACLE_DEPTH)
 
 
 def oracle_table(state: DecodeState, wrong_share: float, seed: int = 0) -> dict[str, jax.Array]:
@@ -358,7 +356,7 @@ def steered(hidden: Drafter, oracle: Drafter) -> Drafter:
         deepest = jnp.max(jnp.where(own.valid, own.depth, 0), 1, keepdims=True)
         return tree.replace(valid=tree.valid & (tree.depth <= deepest)), state
 
-    return hidden._replace(draft=draft, num_nodes=oracle.num_nodes, max_depth=oracle.max_depth)
+    return hidden._replace(draft=draft, max_depth=oracle.max_depth)
 
 
 VARIANTS = {

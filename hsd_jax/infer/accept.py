@@ -50,12 +50,6 @@ def follow(
     return path, jnp.take_along_axis(tree.depth, deepest[:, None], 1)[:, 0], deepest
 
 
-def is_leaf(tree: DraftTree, node: Int[Array, "B"]) -> Bool[Array, "B"]:
-    """Whether the node has no valid child: the token drawn behind it is then a bonus."""
-    num = tree.tokens.shape[1]
-    return ~jnp.any((tree.parents == node[:, None]) & tree.valid & (jnp.arange(num) > 0), -1)
-
-
 def walk(tree: DraftTree, ancestors: Bool[Array, "B N N"], draws: Int[Array, "B N"], max_depth: int) -> Verdict:
     """Follows, from the root, the child that holds the node's own draw, until no child does.
 
@@ -65,7 +59,7 @@ def walk(tree: DraftTree, ancestors: Bool[Array, "B N N"], draws: Int[Array, "B 
     path, num_accepted, end = follow(tree, ancestors, tree.tokens == parent_draw, max_depth)
     emitted = jnp.take_along_axis(draws, path, 1)
     next_token = jnp.take_along_axis(draws, end[:, None], 1)[:, 0]
-    return Verdict(path, num_accepted, next_token, is_leaf(tree, end), emitted)
+    return Verdict(path, num_accepted, next_token, emitted)
 
 
 def match_rule(max_depth: int) -> AcceptRule:
@@ -95,10 +89,10 @@ def match_rule(max_depth: int) -> AcceptRule:
     return AcceptRule("match", frozenset(DrawScheme), verify)
 
 
-def after_refusal(residual: Float[Array, "B I V"], proposal: Float[Array, "B I V"]) -> Float[Array, "B I V"]:
+def after_rejection(residual: Float[Array, "B I V"], proposal: Float[Array, "B I V"]) -> Float[Array, "B I V"]:
     """The positive part of residual - proposal, normalised; the residual itself where the proposal covers it.
 
-    There the odds were 1, and what a refusal would leave is never asked for.
+    There the acceptance probability was 1, and what a rejection would leave is never asked for.
     """
     rest = jnp.maximum(residual - proposal, 0.0)
     mass = jnp.sum(rest, -1, keepdims=True)
@@ -108,21 +102,21 @@ def after_refusal(residual: Float[Array, "B I V"], proposal: Float[Array, "B I V
 def recursion(
     tree: DraftTree, target_logp: Float[Array, "B N V"], max_children: int
 ) -> tuple[Float[Array, "B N"], Float[Array, "B I V"]]:
-    """How each child fares once its earlier siblings are refused, and what is left of the target once all are.
+    """How each child fares once its earlier siblings are rejected, and what is left of the target once all are.
 
     With p the target's distribution at a node and q the distribution its children were drawn from, r_1 = p, and of the
     j-th child x_j
 
-        odds = min(1, r_j(x_j) / q_j(x_j)),    r_{j+1} = (r_j - q_j)_+ / sum of (r_j - q_j)_+
+        acceptance = min(1, r_j(x_j) / q_j(x_j)),    r_{j+1} = (r_j - q_j)_+ / sum of (r_j - q_j)_+
 
     where q_j is q for INDEPENDENT children, and q renormalised off x_1 .. x_{j-1} for those drawn WITHOUT_REPLACEMENT.
-    Consumes no randomness: `odds` are probabilities.
+    Consumes no randomness: `acceptance` holds probabilities.
 
     Args:
       max_children: no node has more valid children.
     Returns:
-      odds of every node, 0 where there is none to try; the last residual of every node with a distribution, as
-      probabilities.
+      acceptance probability of every node, 0 where there is none to try; the last residual of every node with a
+      distribution, as probabilities.
     References:
       SpecInfer (arXiv:2305.09781, section 4.3) for independent draws; RSD (arXiv:2402.14160, section 3) without
       replacement; methods.md 6.1.
@@ -135,23 +129,23 @@ def recursion(
     removes = tree.scheme is DrawScheme.WITHOUT_REPLACEMENT
 
     def try_sibling(j, carry):
-        odds, residual, removed = carry
+        acceptance, residual, removed = carry
         is_jth = is_child & (rank == j)
         has_jth = jnp.any(is_jth, -1)[:, :, None]
         token = jnp.take_along_axis(tree.tokens, jnp.argmax(is_jth, -1), 1)[:, :, None]
         proposal = jax.nn.softmax(jnp.where(removed, sampling_lib.REMOVED, draft_logp), -1)
         q, r = (jnp.take_along_axis(distribution, token, 2) for distribution in (proposal, residual))
         own = jnp.minimum(r / jnp.maximum(q, jnp.finfo(q.dtype).tiny), 1.0)
-        odds = odds + jnp.sum(jnp.where(is_jth, own, 0.0), 1)
-        residual = jnp.where(has_jth, after_refusal(residual, proposal), residual)
+        acceptance = acceptance + jnp.sum(jnp.where(is_jth, own, 0.0), 1)
+        residual = jnp.where(has_jth, after_rejection(residual, proposal), residual)
         if removes:
             removed = removed | (has_jth & (jnp.arange(vocab_size) == token))
-        return odds, residual, removed
+        return acceptance, residual, removed
 
     none_removed = jnp.zeros(draft_logp.shape if removes else (1, 1, 1), bool)
     start = jnp.zeros(tree.tokens.shape, target_logp.dtype), jnp.exp(target_logp[:, :num_distributions]), none_removed
-    odds, residual, _ = lax.fori_loop(0, max_children, try_sibling, start)
-    return odds, residual
+    acceptance, residual, _ = lax.fori_loop(0, max_children, try_sibling, start)
+    return acceptance, residual
 
 
 def first_accepted(tree: DraftTree, is_accepted: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
@@ -183,24 +177,24 @@ def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
         noise: Float[Array, "B M V"] | None = None,
     ) -> Verdict:
         target_logp = sampling_lib.target_distribution(logits, sampling)
-        odds, residual = recursion(tree, target_logp, max_children)
+        acceptance, residual = recursion(tree, target_logp, max_children)
         coin_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.JUDGE_NOISE)
-        coins = jax.vmap(lambda key: jax.random.uniform(key, odds.shape[1:]))(coin_keys)
-        path, num_accepted, end = follow(tree, ancestors, first_accepted(tree, coins < odds), max_depth)
+        coins = jax.vmap(lambda key: jax.random.uniform(key, acceptance.shape[1:]))(coin_keys)
+        path, num_accepted, end = follow(tree, ancestors, first_accepted(tree, coins < acceptance), max_depth)
 
-        # Behind the last accepted token: the residual of its refused children, or the target's distribution at a leaf.
+        # Behind the last accepted token: the residual of its rejected children, or the target's distribution at a leaf.
         # No other round draws at this position, so the target's own noise is still fresh.
         last_distribution = jnp.minimum(end, residual.shape[1] - 1)[:, None, None]
-        refused_all = jnp.log(jnp.take_along_axis(residual, last_distribution, 1))
+        rejected_all = jnp.log(jnp.take_along_axis(residual, last_distribution, 1))
         at_leaf = jnp.take_along_axis(target_logp, end[:, None, None], 1)
-        end_logp = jnp.where((end < residual.shape[1])[:, None, None], refused_all, at_leaf)
+        end_logp = jnp.where((end < residual.shape[1])[:, None, None], rejected_all, at_leaf)
         own = sampling_lib.position_noise(keys, (root_position + num_accepted + 1)[:, None], logits.shape[-1])
         next_token = ops.argmax(end_logp + own)[:, 0]
 
         drafted = jnp.take_along_axis(tree.tokens, jnp.roll(path, -1, 1), 1)
         is_next = jnp.arange(max_depth + 1) == num_accepted[:, None]
         emitted = jnp.where(is_next, next_token[:, None], drafted)
-        return Verdict(path, num_accepted, next_token, is_leaf(tree, end), emitted)
+        return Verdict(path, num_accepted, next_token, emitted)
 
     return AcceptRule("recursive", DRAWN_SCHEMES, verify)
 

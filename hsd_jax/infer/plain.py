@@ -107,7 +107,7 @@ def make_block(config: ModelConfig, drafter: Drafter) -> tuple[Callable, Callabl
         path = jnp.broadcast_to(jnp.arange(num, dtype=jnp.int32), trail.emitted.shape)
         last = jnp.maximum(trail.count - 1, 0)
         next_token = jnp.take_along_axis(trail.emitted, last[:, None], 1)[:, 0]
-        verdict = Verdict(path, last, next_token, jnp.ones_like(state.done), trail.emitted)
+        verdict = Verdict(path, last, next_token, trail.emitted)
         output = ModelOutput(None, trail.hidden, trail.features, None)  # type: ignore[arg-type]  # nobody reads them
         return dataclasses.replace(state, drafter=follow(models, state.drafter, verdict, output, trail.count))
 

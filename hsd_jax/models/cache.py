@@ -1,6 +1,6 @@
 """The key/value cache: allocate, write at per-row lengths, commit an accepted path, grow.
 
-A pass of a model reads the cache and returns `NewKV`; only `commit` writes. So the entries of refused drafts never
+A pass of a model reads the cache and returns `NewKV`; only `commit` writes. So the entries of rejected drafts never
 reach the cache, and slot index equals absolute position. Knows nothing about trees or acceptance.
 """
 

@@ -16,7 +16,7 @@ from hsd_jax.drafters.hidden.reuse import FRESH, KEPT, MIXED
 KINDS = {
     "root": "last token so far",
     "accepted": "draft, accepted",
-    "refused": "draft, refused",
+    "rejected": "draft, rejected",
     "cut": "accepted, behind the end",
     "target": "token of the target",
 }
@@ -131,12 +131,12 @@ def node_kind(drafted: Round, node: int) -> str:
     if node == 0:
         return "root"
     if node not in drafted.path:
-        return "refused"
+        return "rejected"
     return "accepted" if drafted.path.index(node) <= drafted.num_kept else "cut"
 
 
 def draw(drafted: Round, labels: Sequence[str], next_label: str) -> Drawing:
-    """Lays out a round from left to right: what the text took runs along the top, what was refused hangs below.
+    """Lays out a round from left to right: what the text took runs along the top, what was rejected hangs below.
 
     Args:
       labels: visible text of every node; `next_label` that of the target's token.

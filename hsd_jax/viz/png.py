@@ -48,7 +48,7 @@ INK, MUTED, LINES, SCALE, GIVEN, OLD = "#1c2128", "#5d6672", "#c4cad2", (0.0, 0.
 COLORS = {
     "root": ("#e8ebef", "#8d97a3"),
     "accepted": ("#d3f0e0", "#1f8a5b"),
-    "refused": ("#ffffff", "#c4cad2"),
+    "rejected": ("#ffffff", "#c4cad2"),
     "cut": ("#ffffff", "#1f8a5b"),
     "target": ("#ffe3c2", "#c26a00"),
 }
@@ -211,7 +211,7 @@ def _legend(axes: Any, y: float, marks: dict[int, str]) -> None:
     _write(axes, x, y, "%: probability behind its parent, by the drafter", 11, color=MUTED)
     x, y = MARGIN, y + LINE
     for mark, words in marks.items():
-        _rectangle(axes, x, y - 7, 14, 14, "refused")
+        _rectangle(axes, x, y - 7, 14, 14, "rejected")
         _draw_mark(axes, x, y - 7, 14, 14, mark)
         _write(axes, x + 20, y, words, 11, color=MUTED)
         x += 20 + 5.9 * len(words) + 22
@@ -259,7 +259,7 @@ def _draw_box(axes: Any, box: Box, x: float, y: float) -> None:
     if box.mark != FRESH:
         _draw_mark(axes, x + box.x, y + box.y, box.width, HEIGHT, box.mark)
     middle = y + box.y + HEIGHT / 2
-    color = MUTED if box.kind == "refused" else INK
+    color = MUTED if box.kind == "rejected" else INK
     _write(axes, x + box.x + PAD, middle, box.text, FONT, color=color, zorder=3, **MONO)
     if box.note:
         right = x + box.x + box.width - PAD

@@ -107,7 +107,6 @@ def hidden_drafter(
         commit,
         resize,
         scheme,
-        tree.nodes,
         tree.depth,
         config.feature_layers,
         node_logp,

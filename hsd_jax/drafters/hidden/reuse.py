@@ -1,6 +1,6 @@
 """Spare states: what a trunk run has forecast beyond the tokens a round committed, and how later rounds use it.
 
-A trunk state reads no drafted token, so a refused draft does not spoil the states behind it: they still forecast the
+A trunk state reads no drafted token, so a rejected draft does not spoil the states behind it: they still forecast the
 same absolute positions (Lyanna, arXiv:2602.21224; methods.md 1.5, 6). Kept are their base logits, since a state serves
 the tree through nothing else. Knows neither trunks nor targets. Read next: `schedule.py`, where the forms differ
 in when the trunk runs.

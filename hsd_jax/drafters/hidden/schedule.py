@@ -1,6 +1,6 @@
 """The trunk's part in a round: what a row carries from round to round, its runs, and what a tree grows from.
 
-The trunk reads the target's features and its own states only, so what it forecast stays true when drafts are refused.
+The trunk reads the target's features and its own states only, so what it forecast stays true when drafts are rejected.
 Under each form of reuse (`reuse.py`) `make_schedule` says when it runs and what becomes of the states of earlier
 rounds. Read next: `draft.py`, which grows trees from them.
 """

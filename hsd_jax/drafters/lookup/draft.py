@@ -105,4 +105,4 @@ def lookup_drafter(
     def resize(state: LookupState, capacity: int):
         return LookupState(cache_lib.pad_to(state.tokens, capacity + 1, axis=1), state.length)
 
-    return Drafter(init, read, draft, commit, resize, scheme, tree.nodes, depth, follow=commit)
+    return Drafter(init, read, draft, commit, resize, scheme, depth, follow=commit)

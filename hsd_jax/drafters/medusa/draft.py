@@ -167,7 +167,6 @@ def medusa_drafter(
         commit,
         resize,
         scheme,
-        tree.nodes,
         tree.depth,
         config.feature_layers,
         node_logp,

@@ -89,7 +89,7 @@ def small_lm_drafter(
         return drafted, dataclasses.replace(state, cache=cache)
 
     def commit(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        """Forgets the refused drafts. The drafts read are the first depth - 1, behind the root."""
+        """Forgets the rejected drafts. The drafts read are the first depth - 1, behind the root."""
         root_position = state.cache.length - depth
         root = jnp.take_along_axis(state.pending, state.num_pending[:, None] - 1, 1)
         # Of a round that commits n tokens the model has read the root and n - 1 accepted drafts, but never the last
@@ -125,6 +125,4 @@ def small_lm_drafter(
     def resize(state: SmallLMState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
-    return Drafter(
-        init, read, draft, commit, resize, scheme, tree.nodes, depth, lookahead=depth + MAX_PENDING, follow=follow
-    )
+    return Drafter(init, read, draft, commit, resize, scheme, depth, lookahead=depth + MAX_PENDING, follow=follow)
