@@ -97,7 +97,7 @@ def jitted_recursion(tree: DraftTree, target_logp: np.ndarray):
 
 
 def our_distance(layout: str, draws: str, judged_as: str, seed: int, prune=None) -> float:
-    """The same distance of the rule under test: its odds and residuals for all trees in one batch, in float64."""
+    """The same distance of the rule under test: its acceptance and residuals for all trees in one batch, in float64."""
     target, draft, parents, valid, trees = enumerated(layout, draws, seed)
     tokens = np.array([t for t, _ in trees], np.int32)
     kept = np.array([valid if prune is None else prune(t, parents, valid, draft) for t, _ in trees])
@@ -113,8 +113,8 @@ def our_distance(layout: str, draws: str, judged_as: str, seed: int, prune=None)
             jnp.asarray(logs[1][tokens[:, : interior(parents)]]),
             SCHEMES[judged_as],
         )
-        odds, residual = map(np.asarray, jitted_recursion(tree, logs[0][tokens]))
-    assert odds.dtype == residual.dtype == np.float64
+        acceptance, residual = map(np.asarray, jitted_recursion(tree, logs[0][tokens]))
+    assert acceptance.dtype == residual.dtype == np.float64
     residual = residual / np.maximum(residual.sum(-1, keepdims=True), 1e-300)  # as drawing by Gumbel-max does
     emitted: dict = defaultdict(float)
     for row, (drawn, mass) in enumerate(trees):
@@ -122,7 +122,7 @@ def our_distance(layout: str, draws: str, judged_as: str, seed: int, prune=None)
         def judged(node, row=row, drawn=drawn):
             if node >= interior(parents):
                 return [], [float(p) for p in target[drawn[node]]]
-            return [odds[row, c] for c in oracle.children_of(parents, kept[row], node)], residual[row, node]
+            return [acceptance[row, c] for c in oracle.children_of(parents, kept[row], node)], residual[row, node]
 
         for text, p in oracle.verdict_distribution(drawn, parents, kept[row], judged).items():
             emitted[text] += float(mass) * p
@@ -294,10 +294,10 @@ def test_one_child_a_node_is_standard_speculative_sampling():
             jnp.asarray(np.log(q), jnp.float32),
             scheme,
         )
-        odds, residual = jax.jit(functools.partial(recursion, max_children=1))(tree, target_logp)
-        np.testing.assert_allclose(odds[:, 1:], accept, rtol=1e-5)
+        acceptance, residual = jax.jit(functools.partial(recursion, max_children=1))(tree, target_logp)
+        np.testing.assert_allclose(acceptance[:, 1:], accept, rtol=1e-5)
         np.testing.assert_allclose(residual, rest, atol=1e-5)
-        assert not np.asarray(odds[:, 0]).any()
+        assert not np.asarray(acceptance[:, 0]).any()
 
 
 def test_twins_keep_their_own_children():

@@ -63,7 +63,7 @@ def coupled_sharpness(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
     """What a COUPLED beam multiplies log q + g by: 2 * temperature, at most 2; for greedy rows as `sharpness`.
 
     The target draws argmax(log p + g), and log p is log q but for the drafter's error. If that is Gumbel noise of scale
-    s, the odds that a token is drawn, given g, are the softmax of (log q + g) / s. The drafter guesses logits, which
+    s, the probabilities of the tokens, given g, are the softmax of (log q + g) / s. The drafter guesses logits, which
     the temperature divides, and its error with them: the colder, the larger s.
     """
     return jnp.where(temperature > 0.0, COUPLED_SHARPEST * jnp.minimum(temperature, 1.0), SHARPEST)
