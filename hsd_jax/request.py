@@ -194,7 +194,7 @@ def prepare(
 def _plan(
     params: Params, asked: Speculation, rows: int, capacity: int, temperature: float
 ) -> tuple[Plan, str, DrawScheme]:
-    """How the call is decoded, and the rule and the distribution of its trees, if there are any.
+    """How the call is decoded, and the rule and the scheme of its trees, if there are any.
 
     Args:
       rows, capacity: of the program.
@@ -245,13 +245,13 @@ def first_capacity(prompt: int, total: int, lookahead: int, max_len: int) -> int
 
 
 def rule_and_scheme(accept: str, draw: str | None) -> tuple[str, DrawScheme]:
-    """The rule that judges and the distribution of the draft trees.
+    """The rule that judges and the scheme of the draft trees.
 
     Args:
       accept: "auto" is "match".
-      draw: None: the distribution that suits the rule.
+      draw: None: the scheme that suits the rule.
     Raises:
-      ValueError: for an unknown rule or distribution, naming the allowed ones.
+      ValueError: for an unknown rule or scheme, naming the allowed ones.
     """
     if accept not in (AUTO, *RULES):
         raise ValueError(f"accept={accept!r}: allowed are {AUTO}, {', '.join(RULES)}")

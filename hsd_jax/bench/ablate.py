@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax.bench.tables import say
-from hsd_jax.config import AHEAD, REUSES, ReuseConfig, TreeConfig
+from hsd_jax.config import AHEAD, ReuseConfig, TreeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.reuse import check_reuse
+from hsd_jax.drafters.table import method_of
 
 DEFAULT = "default"
 
@@ -64,7 +65,7 @@ def make_methods(
         tree = tree_of_size(nodes, config.num_steps)
         add(DEFAULT, nodes, tree, None)
         add("no token information", nodes, tree, DEFAULT, token_info=False)
-        for form in REUSES[1:]:
+        for form in method_of(config).reuses[1:]:
             # States a round old must have been trained, which a shallower tree asks less of.
             own_tree = tree_of_size(nodes, max(1, (config.num_steps - 1) // 2)) if form == AHEAD else tree
             try:

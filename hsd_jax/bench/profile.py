@@ -20,7 +20,6 @@ from jaxtyping import Array, Float
 
 from hsd_jax.bench.tables import STAGES
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.drafters.hidden.schedule import HiddenState
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer import step
 from hsd_jax.infer.accept import make_rule
@@ -80,7 +79,7 @@ def profile_round(
     Args:
       loop: the compiled loop of the same configuration (`Decoder.loop`); the whole round is its time over its rounds.
       state: not consumed; it needs room for `iterations` rounds, of which the whole round uses what the rows allow.
-      accept, distribution: the rule and the draw scheme of the loop.
+      accept, scheme: the rule and the draw scheme of the loop.
       precision, use_native: as `Decoder`.
       iterations: runs of a stage inside one compiled loop.
       repeats: timings of which the median counts.
@@ -103,7 +102,7 @@ def trunk_seconds(
     models: dict,
     config: ModelConfig,
     drafter_config: DrafterConfig,
-    state: HiddenState,
+    state: Any,
     num_states: Sequence[int],
     *,
     precision: str | None = None,
@@ -116,7 +115,7 @@ def trunk_seconds(
     This is what a round saves that drafts from spare states alone. The arguments are those of `profile_round`.
 
     Args:
-      state: of a hidden-state drafter, as prefill leaves it; not consumed.
+      state: of a drafter with a trunk, as prefill leaves it; not consumed.
     """
 
     parts = method_of(drafter_config).stages

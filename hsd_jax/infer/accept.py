@@ -22,7 +22,7 @@ from hsd_jax.types import DRAWN_SCHEMES, AcceptRule, DraftTree, DrawScheme, Samp
 
 
 def check_legal(rule: AcceptRule, scheme: DrawScheme) -> None:
-    """Refuses a pair of rule and distribution under which the text would not be the target's.
+    """Refuses a pair of rule and scheme under which the text would not be the target's.
 
     Raises:
       ValueError: if `rule` is not lossless for trees drawn under `scheme`.

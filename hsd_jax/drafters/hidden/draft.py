@@ -1,6 +1,6 @@
 """The hidden-state drafter: K token-free trunk states, one batched head, a tree with token information.
 
-The trunk reads the target's features and its own states only; drafted tokens first appear in `grow_tree` (Lyanna,
+The trunk reads the target's features and its own states only; drafted tokens first appear in the `Grower` (Lyanna,
 arXiv:2602.21224; methods.md 1.5). When the trunk runs, and what becomes of states a round did not use, stands in
 `schedule.py`. The trunk is `models/trunk.py`, token information `weights.py`.
 """
@@ -44,7 +44,7 @@ def hidden_drafter(
       reuse: what becomes of states that a round leaves over; no form changes what is decoded.
     Raises:
       ValueError: if the tree is deeper than the trunk was trained for, the target lacks a layer the drafter reads, a
-        tree of this distribution cannot have this shape, or this form of reuse needs another tree or drafter.
+        tree of this scheme cannot have this shape, or this form of reuse needs another tree or drafter.
     """
     check_tree(target_config, config, tree, scheme)
     reuse_lib.check_reuse(reuse, config, tree)
