@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import (
@@ -110,7 +111,7 @@ def _decoder(
     precision: str,
     cache_dtype: str,
     pad_rows: int,
-    use_native: bool,
+    mesh: Mesh | None,
     accept: str,
     scheme: DrawScheme,
     reuse: ReuseConfig,
@@ -118,10 +119,10 @@ def _decoder(
     """One set of compiled functions for each static configuration of this process."""
     matmul_precision = "highest" if precision == "exact" else None
     if drafter_config is None or tree is None:
-        return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, use_native)
+        return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, mesh=mesh)
     drafter = make_drafter(config, drafter_config, tree, cache_dtype, scheme, reuse)
     step = make_step(config, drafter, make_rule(accept, tree))
-    return Decoder(config, step, drafter, cache_dtype, matmul_precision, use_native)
+    return Decoder(config, step, drafter, cache_dtype, matmul_precision, mesh=mesh)
 
 
 def prepare(
@@ -157,7 +158,7 @@ def prepare(
         params.precision,
         cache_lib.fastest_dtype(params.target["embedding"].dtype).name,
         speculation.pad_rows if is_plain else 1,
-        use_native=params.mesh is None,
+        mesh=params.mesh,
         accept="match" if is_plain else rule,
         scheme=DrawScheme.ARBITRARY if is_plain else scheme,
         reuse=plan.reuse,

@@ -38,7 +38,7 @@ from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.tree import Grower
 from hsd_jax.kernels import native
-from hsd_jax.kernels.ops import MASKED
+from hsd_jax.kernels.attention import MASKED
 from hsd_jax.models import draft_vocab
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.train import anchors as anchors_lib

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer.plain import make_block
 from hsd_jax.infer.step import Step
 from hsd_jax.infer.worth import first_control
-from hsd_jax.kernels import native
+from hsd_jax.kernels import native, triton
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import read_chunk
 from hsd_jax.types import NO_TOKEN, DecodeState, DecodeStats, Drafter, Limits, ModelOutput, SamplingParams
@@ -185,6 +186,7 @@ class Decoder:
     Args:
       precision: matmul precision of every product inside, a `jax.default_matmul_precision` name or None.
       use_native: products of few rows by `kernels/native.py`, where that can be had; not on a mesh.
+      mesh: of the devices; None: one device.
     """
 
     def __init__(
@@ -195,11 +197,12 @@ class Decoder:
         cache_dtype=jnp.float32,
         precision: str | None = None,
         use_native: bool = True,
+        mesh: Mesh | None = None,
     ):
         self.max_depth = 0 if drafter is None else drafter.max_depth
         self.lookahead = 0 if drafter is None else max(drafter.max_depth, drafter.lookahead)
         self.drafter = drafter
-        self._precision, self._use_native = precision, use_native
+        self._tracing = precision, use_native, mesh
         self.prefill = self.compile(
             make_prefill(config, drafter, cache_dtype), static_argnames=("capacity", "max_tokens")
         )
@@ -207,7 +210,7 @@ class Decoder:
 
     def compile(self, function: Callable, **options) -> Callable:
         """`function` jitted as the loop is: with the same matmul precision and the same kernels."""
-        return jax.jit(_traced_with(self._precision, self._use_native, function), **options)
+        return jax.jit(_traced_with(*self._tracing, function), **options)
 
     def _grow(self, state: DecodeState, capacity: int) -> DecodeState:
         """The same state with room for `capacity` slots; the old buffers are freed one by one."""
@@ -236,13 +239,13 @@ class Decoder:
             state = self._grow(state, GROWTH * capacity)
 
 
-def _traced_with(precision: str | None, use_native: bool, function: Callable) -> Callable:
-    """`function` traced under a matmul precision and with or without the native kernel."""
+def _traced_with(precision: str | None, use_native: bool, mesh: Mesh | None, function: Callable) -> Callable:
+    """`function` traced under a matmul precision and with the kernels that apply there."""
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
         context = contextlib.nullcontext() if precision is None else jax.default_matmul_precision(precision)
-        with context, native.enabled(use_native):
+        with context, native.enabled(use_native and mesh is None), triton.enabled(True, mesh):
             return function(*args, **kwargs)
 
     return wrapped

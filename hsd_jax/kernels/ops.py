@@ -8,18 +8,14 @@ on CPU. Activations are float32; a product runs in the dtype of its kernel and a
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.kernels import native
-
-MASKED = -1e30
-"""Score of a masked position; finite, so that a row with nothing to see gives no NaN."""
-SLOTS_AT_ONCE = 256
-"""Slots of a cache that XLA's attention reads in a step; steps of which nobody sees a slot are left out."""
+from hsd_jax.kernels import attention, native, triton
 
 
 def matmul(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float[Array, "... out"]:
@@ -28,7 +24,10 @@ def matmul(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float[A
 
 
 def matmuls(x: Float[Array, "... in"], kernels: tuple[Array, ...]) -> list[Array]:
-    """The products of one input with several kernels: one call where the CPU kernels apply."""
+    """The products of one input with several kernels: one call where the CPU kernels apply.
+
+    Where they do not, a kernel may have several axes before the last: [..., *out].
+    """
     if all(native.applies(kernel) for kernel in kernels):
         num_rows = math.prod(x.shape[:-1])
         products = native.rows_matmul(x.reshape(num_rows, x.shape[-1]), kernels)
@@ -38,8 +37,9 @@ def matmuls(x: Float[Array, "... in"], kernels: tuple[Array, ...]) -> list[Array
         if native.is_emulated(kernel.dtype):
             kernel = kernel.astype(jnp.float32)
         return lax.dot_general(
-            x.astype(kernel.dtype), kernel, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
+            x.astype(kernel.dtype), kernel, (((x.ndim - 1,), (kernel.ndim - 1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
 
     return [one(kernel) for kernel in kernels]
 
@@ -76,9 +76,23 @@ def rows_of(table: Float[Array, "V H"], index: Int[Array, "..."]) -> Float[Array
     return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
 
 
-def rms_norm(x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float) -> Float[Array, "... H"]:
-    """Root-mean-square norm over the last axis, in float32."""
+def rms_norm(
+    x: Float[Array, "... H"],
+    weight: Float[Array, "H"],
+    eps: float,
+    offset: float = 0.0,
+    dtype: Any = jnp.float32,
+) -> Float[Array, "... H"]:
+    """Root-mean-square norm over the last axis, in float32.
+
+    Args:
+      offset: added to the weight (Gemma stores weight - 1).
+      dtype: of the result where a GPU kernel may round it, since a product in this dtype alone reads it.
+    """
     x = x.astype(jnp.float32)
+    if triton.is_on():
+        return triton.rms_norm(x, weight, eps, offset, dtype)
+    weight = weight.astype(jnp.float32) + offset
     if native.is_on():
         return native.rms_norm(x, weight, eps)
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
@@ -94,9 +108,10 @@ def apply_rope(x: Float[Array, "B N h E"], table: tuple[Array, Array]) -> Float[
     return x * cos[:, :, None, :] + rotated * sin[:, :, None, :]
 
 
-def widen(mask: Array, query: Float[Array, "B G n E"]) -> Array:
-    """A mask [B, N, X] over nodes as one over their queries, [B, 1, n, X]: a node's query heads stand together."""
-    return jnp.repeat(mask, query.shape[2] // mask.shape[1], axis=1)[:, None]
+def rounded(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+    """`x` in another float dtype, rounded for good: XLA may not undo it where the next operation is in float32."""
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
 
 def attend(
@@ -114,47 +129,11 @@ def attend(
 
     Args:
       new_mask: which entries of this pass each node sees.
-      seen: the first slot each node sees, and the one behind the last.
+      seen: the first slot each node sees, and the one after the last.
     """
     if cached is not None and seen is not None and native.attend_applies(query, cached):
         return native.attend(query, new, new_mask, cached, seen, scale, softcap)
-
-    def scores(keys: Array, mask: Array) -> Array:
-        s = lax.dot_general(query, keys.astype(jnp.float32), (((3,), (3,)), ((0, 1), (0, 1)))) * scale
-        if softcap is not None:
-            s = jnp.tanh(s / softcap) * softcap
-        return jnp.where(mask, s, MASKED)
-
-    def mix(weights: Array, values: Array) -> Array:
-        return lax.dot_general(weights, values.astype(jnp.float32), (((3,), (2,)), ((0, 1), (0, 1))))
-
-    new_scores = scores(new[0], widen(new_mask, query))
-    if cached is None or seen is None:
-        return mix(jax.nn.softmax(new_scores, -1), new[1])
-    first, last = (widen(x[:, :, None], query) for x in seen)
-    num_slots = cached[0].shape[2]
-    step = SLOTS_AT_ONCE if num_slots % SLOTS_AT_ONCE == 0 else num_slots
-
-    def add(block, carry):
-        """The softmax so far, as maximum, sum and unscaled output, with a block of slots added."""
-        top, total, out = carry
-        keys, values = (lax.dynamic_slice_in_dim(x, block * step, step, 2) for x in cached)
-        slots = block * step + jnp.arange(step)
-        found = scores(keys, (slots >= first) & (slots < last))
-        higher = jnp.maximum(top, found.max(-1, keepdims=True))
-        weights, kept = jnp.exp(found - higher), jnp.exp(top - higher)
-        return higher, total * kept + weights.sum(-1, keepdims=True), out * kept + mix(weights, values)
-
-    top = new_scores.max(-1, keepdims=True)
-    weights = jnp.exp(new_scores - top)
-    carry = top, weights.sum(-1, keepdims=True), mix(weights, new[1])
-    if step == num_slots:
-        _, total, out = add(0, carry)
-    else:
-        begin = jnp.min(jnp.where(last > first, first, num_slots)) // step
-        end = jnp.minimum((jnp.max(last) + step - 1) // step, num_slots // step)
-        _, total, out = lax.fori_loop(begin, end, add, carry)
-    return out / total
+    return attention.attend(query, new, new_mask, cached, seen, scale, softcap)
 
 
 def gumbel(keys: jax.Array, num: int) -> Float[Array, "R num"]:
@@ -176,6 +155,8 @@ def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     """
     if native.is_on() and x.dtype == jnp.float32:
         return native.argmax(x)
+    if triton.is_alone():  # two launches in place of four; over a mesh it would gather what is sharded
+        return lax.argmax(x, x.ndim - 1, jnp.int32)
     vocab_size = x.shape[-1]
     is_best = x == jnp.max(x, -1, keepdims=True)
     # Nothing may equal the maximum of a row with a NaN: the last index then. `step.is_lawless` finds such rows.

@@ -15,14 +15,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import RopeConfig
-from hsd_jax.kernels.ops import activate, apply_rope, attend, gated_mlp, matmuls, rms_norm
+from hsd_jax.kernels import triton
+from hsd_jax.kernels.ops import activate, apply_rope, attend, gated_mlp, matmuls, rms_norm, rounded
 from hsd_jax.models.cache import take_nodes
 
 
 class Weight(nn.Module):
-    """An [out, in] kernel and its bias, None without one."""
+    """An [out, in] kernel and its bias, None without one; `out` may be several axes."""
 
-    out_features: int
+    out_features: int | tuple[int, ...]
     in_features: int
     use_bias: bool = False
     init_std: float | None = None
@@ -30,8 +31,9 @@ class Weight(nn.Module):
     @nn.compact
     def __call__(self) -> tuple[Array, Array | None]:
         std = self.in_features**-0.5 if self.init_std is None else self.init_std
-        kernel = self.param("kernel", nn.initializers.normal(std), (self.out_features, self.in_features))
-        bias = self.param("bias", nn.initializers.zeros, (self.out_features,)) if self.use_bias else None
+        out = (self.out_features,) if isinstance(self.out_features, int) else self.out_features
+        kernel = self.param("kernel", nn.initializers.normal(std), (*out, self.in_features))
+        bias = self.param("bias", nn.initializers.zeros, out) if self.use_bias else None
         return kernel, bias
 
 
@@ -43,15 +45,20 @@ def linears(x: Float[Array, "... in"], *weights: Weight) -> list[Array]:
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` with its weight; `offset` is added to the weight (Gemma stores weight - 1)."""
+    """`rms_norm` with its weight; `offset` as in `ops.rms_norm`.
+
+    `feeds_product`: nothing but products with kernels of the weight's dtype reads the result.
+    """
 
     eps: float
     offset: float = 0.0
+    feeds_product: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
         weight = self.param("weight", nn.initializers.constant(1.0 - self.offset), (x.shape[-1],))
-        return rms_norm(x, weight.astype(jnp.float32) + self.offset, self.eps)
+        dtype = weight.dtype if self.feeds_product else jnp.float32
+        return rms_norm(x, weight, self.eps, self.offset, dtype)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -110,28 +117,41 @@ class Attention(nn.Module):
         groups, width = self.num_kv_heads, self.head_dim
         per_group = self.num_heads // groups
 
-        counts = {"q": self.num_heads, "k": groups, "v": groups}
-        projections = [Weight(n * width, x.shape[-1], self.qkv_bias, name=name) for name, n in counts.items()]
-        if asking is None:
-            products = linears(x, *projections)
+        is_packed = self.has_variable("params", "qkv")  # `packing.py`
+        if is_packed:
+            joint = Weight((self.num_heads + 2 * groups) * width, x.shape[-1], self.qkv_bias, name="qkv")
+            heads = linears(x, joint)[0].reshape(batch, x.shape[1], groups, per_group + 2, width)
+            query, key, value = (
+                y.reshape(batch, x.shape[1], -1, width) for y in jnp.split(heads, (per_group, per_group + 1), axis=3)
+            )
+            query = query if asking is None else take_nodes(query, asking, 1)
         else:
-            products = linears(take_nodes(x, asking, 1), projections[0]) + linears(x, *projections[1:])
-        query, key, value = (y.reshape(batch, y.shape[1], -1, width) for y in products)
+            counts = {"q": self.num_heads, "k": groups, "v": groups}
+            projections = [Weight(n * width, x.shape[-1], self.qkv_bias, name=name) for name, n in counts.items()]
+            if asking is None:
+                products = linears(x, *projections)
+            else:
+                products = linears(take_nodes(x, asking, 1), projections[0]) + linears(x, *projections[1:])
+            query, key, value = (y.reshape(batch, y.shape[1], -1, width) for y in products)
         if self.qk_norm:
             query = RMSNorm(self.eps, self.norm_offset, name="q_norm")(query)
             key = RMSNorm(self.eps, self.norm_offset, name="k_norm")(key)
-        key = apply_rope(key, table)
-        if asking is not None:
-            table = jax.tree.map(lambda t: take_nodes(t, asking, 1), table)
-            new_mask, seen = jax.tree.map(lambda m: take_nodes(m, asking, 1), (new_mask, seen))
-        query = apply_rope(query, table)
-        num = query.shape[1]
-        query = query.reshape(batch, num, groups, per_group, width).transpose(0, 2, 1, 3, 4)
-        query = query.reshape(batch, groups, num * per_group, width)
-        key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-        if cached is not None:  # rounded now as the cache will round them: a node's text must not depend on the round
-            key, value = key.astype(cached[0].dtype), value.astype(cached[1].dtype)
+        if is_packed and cached is not None and asking is None and not self.qk_norm and triton.rope_applies(heads):
+            query, key, value = triton.rope(heads, table, cached[0].dtype)
+        else:
+            key = apply_rope(key, table)
+            if asking is not None:
+                table = jax.tree.map(lambda t: take_nodes(t, asking, 1), table)
+                new_mask, seen = jax.tree.map(lambda m: take_nodes(m, asking, 1), (new_mask, seen))
+            query = apply_rope(query, table)
+            num = query.shape[1]
+            query = query.reshape(batch, num, groups, per_group, width).transpose(0, 2, 1, 3, 4)
+            query = query.reshape(batch, groups, num * per_group, width)
+            key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+            if cached is not None:  # rounded as the cache will round them: a node's text must not depend on the round
+                key, value = rounded(key, cached[0].dtype), rounded(value, cached[1].dtype)
         out = attend_fn(query, (key, value), new_mask, cached, seen, self.scale, self.softcap)
+        num = query.shape[2] // per_group
         out = out.reshape(batch, groups, num, per_group, width).transpose(0, 2, 1, 3, 4)
         out = out.reshape(batch, num, self.num_heads * width)
         output = Weight(self.hidden_size, out.shape[-1], self.output_bias, self.output_std, name="o")
@@ -148,6 +168,11 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+        if self.has_variable("params", "gate_up"):
+            joint = Weight((2, self.intermediate_size), x.shape[-1], self.use_bias, name="gate_up")
+            gate, up = jnp.moveaxis(linears(x, joint)[0], -2, 0)
+            down = Weight(x.shape[-1], self.intermediate_size, self.use_bias, self.output_std, name="down")
+            return linears(activate(gate, self.activation) * up, down)[0]
         width = (self.intermediate_size, x.shape[-1], self.use_bias)
         gate_weight, up_weight = Weight(*width, name="gate"), Weight(*width, name="up")
         down_weight = Weight(x.shape[-1], self.intermediate_size, self.use_bias, self.output_std, name="down")
@@ -171,8 +196,8 @@ class Block(nn.Module):
         offset, post_norms = get("norm_offset", 0.0), get("post_norms", False)
         output_std = (2 * c.num_layers * c.hidden_size) ** -0.5
 
-        def norm(name: str, y: Array) -> Array:
-            return RMSNorm(c.norm_eps, offset, name=name)(y)
+        def norm(name: str, y: Array, feeds_product: bool = False) -> Array:
+            return RMSNorm(c.norm_eps, offset, feeds_product, name=name)(y)
 
         attended, kv = Attention(
             c.num_heads,
@@ -188,10 +213,10 @@ class Block(nn.Module):
             get("attention_softcap", None),
             output_std,
             name="attn",
-        )(norm("attn_norm", x), table, new_mask, cached, seen, attend_fn, asking)
+        )(norm("attn_norm", x, True), table, new_mask, cached, seen, attend_fn, asking)
         x = x if asking is None else take_nodes(x, asking, 1)
         x = x + (norm("attn_post_norm", attended) if post_norms else attended)
         mlp = MLP(c.intermediate_size, get("activation", "silu"), get("mlp_bias", False), output_std, name="mlp")(
-            norm("mlp_norm", x)
+            norm("mlp_norm", x, True)
         )
         return x + (norm("mlp_post_norm", mlp) if post_norms else mlp), kv

@@ -244,8 +244,8 @@ def trunk_features(
     """
     if not config.feature_layers:
         return hidden
-    norms = weights["fusion"]["norm"].astype(jnp.float32).reshape(len(config.feature_layers), -1)
-    normed = [rms_norm(x, norm, config.norm_eps) for x, norm in zip(features, norms, strict=True)]
+    norms = weights["fusion"]["norm"].reshape(len(config.feature_layers), -1)
+    normed = [rms_norm(x, norm, config.norm_eps, dtype=norm.dtype) for x, norm in zip(features, norms, strict=True)]
     return matmul(jnp.concatenate(normed, -1), weights["fusion"]["kernel"])
 
 
@@ -261,8 +261,8 @@ def base_logits(
     V are the tokens that may be drafted: with a reduced draft vocabulary the rows that `draft_vocab.attach` copied from
     the target's head stand in for the whole of it.
     """
-    norm = weights["output_norm"]["weight"].astype(jnp.float32)
-    normed = rms_norm(states, norm, config.norm_eps)
+    norm = weights["output_norm"]["weight"]
+    normed = rms_norm(states, norm, config.norm_eps, dtype=norm.dtype)
     if config.reduced_vocab_size is None:
         return lm_head(target_weights, target_config, normed)
     if "head" not in weights:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from hsd_jax.config import PARALLEL, TrunkConfig
-from hsd_jax.kernels.ops import MASKED, widen
+from hsd_jax.kernels.attention import MASKED, widen
 from hsd_jax.models.layers import Block, rope_table
 from hsd_jax.models.target import masks_within, sequence_layout
 from hsd_jax.models.trunk import slot_inputs, trunk_inputs

@@ -50,7 +50,7 @@ def read_token(
     row = rows_of(weights["injector"]["previous"], token)
     if above is not None and config.injection == PATH:
         row = row + matmul(above, weights["injector"]["path"])
-    return rms_norm(row, weights["injector"]["norm"].astype(jnp.float32), config.norm_eps)
+    return rms_norm(row, weights["injector"]["norm"], config.norm_eps)
 
 
 def token_bias(weights: Weights, config: HiddenConfig, read: Float[Array, "... r"]) -> Float[Array, "... V"]:

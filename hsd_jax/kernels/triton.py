@@ -1,0 +1,310 @@
+"""Pallas kernels for NVIDIA GPUs: what XLA would make several launches of, in one.
+
+A round of one row is bound by launches as much as by bytes: each kernel costs microseconds, each layer of a decoder two
+dozen kernels. These four take the place of a dozen: a norm with its rounding, rotation and rounding of queries, keys and
+values, attention over slots and nodes, and the merge of its splits. They have no gradient, so they are on only while a
+decode is traced (`enabled`). On a mesh each device runs them on its own heads and rows. Read next: `attention.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from hsd_jax.kernels.native import traced_platform
+
+MASKED = -1e30
+"""Score of what is not seen; finite, so that a row with nothing to see gives no NaN."""
+PROGRAMS = 256
+"""Programs of the attention kernel that are wanted at least: about two for each multiprocessor of an H100."""
+
+_scope: contextvars.ContextVar[tuple[bool, Mesh | None, bool]] = contextvars.ContextVar(
+    "hsd_triton", default=(False, None, False)
+)
+
+
+@contextlib.contextmanager
+def enabled(on: bool, mesh: Mesh | None = None, interpret: bool = False) -> Iterator[None]:
+    """While tracing inside for a GPU, these kernels are used.
+
+    Args:
+      mesh: of the program, with axes among "data" and "model"; None: one device.
+      interpret: run them in Pallas's interpreter, on any platform: for tests.
+    """
+    token = _scope.set((on, mesh, interpret))
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def is_on() -> bool:
+    """Whether what is traced here and now may use these kernels."""
+    on, _, interpret = _scope.get()
+    return on and (interpret or traced_platform() in ("gpu", "cuda"))
+
+
+def is_alone() -> bool:
+    """Whether what is traced here and now is for one GPU."""
+    return is_on() and _scope.get()[1] is None
+
+
+def _is_tile(width: int) -> bool:
+    return width >= 16 and width & (width - 1) == 0
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << math.ceil(math.log2(max(n, 1)))
+
+
+def _on_each_device(function: Callable, ins: list[tuple], outs: Any, batch: int, groups: int) -> Callable:
+    """`function` on each device's part. Axes are "data" for rows and "model" for key/value heads, where they divide."""
+    _, mesh, _ = _scope.get()
+    if mesh is None:
+        return function
+    sizes = {"data": batch, "model": groups}
+
+    def spec(axes: tuple) -> PartitionSpec:
+        whole = [a if a in mesh.axis_names and sizes[a] % mesh.shape[a] == 0 else None for a in axes]
+        return PartitionSpec(*whole)
+
+    out_specs = jax.tree.map(spec, outs, is_leaf=lambda x: type(x) is tuple and all(type(a) is not tuple for a in x))
+    return jax.shard_map(function, mesh=mesh, in_specs=tuple(map(spec, ins)), out_specs=out_specs, check_vma=False)
+
+
+def rms_norm(
+    x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float, offset: float, dtype: Any
+) -> Float[Array, "... H"]:
+    """`ops.rms_norm`, rounded to `dtype`."""
+    width = x.shape[-1]
+
+    def norm(x, weight):
+        rows = x.reshape(-1, width)
+
+        def kernel(x_ref, weight_ref, out_ref):
+            at, inside = pl.ds(0, _power_of_two(width)), jnp.arange(_power_of_two(width)) < width
+            row = plgpu.load(x_ref.at[at], mask=inside, other=0.0)
+            scale = lax.rsqrt(jnp.sum(row * row) / width + eps)
+            out = row * scale * (plgpu.load(weight_ref.at[at], mask=inside, other=0.0).astype(jnp.float32) + offset)
+            plgpu.store(out_ref.at[at], out.astype(dtype), mask=inside)
+
+        out = _call(
+            kernel,
+            grid=(rows.shape[0],),
+            in_specs=[pl.BlockSpec((None, width), lambda r: (r, 0)), pl.BlockSpec((width,), lambda r: (0,))],
+            out_specs=pl.BlockSpec((None, width), lambda r: (r, 0)),
+            out_shape=jax.ShapeDtypeStruct(rows.shape, dtype),
+            name="rms_norm",
+        )(rows, weight)
+        return out.reshape(x.shape)
+
+    rows = ("data", *[None] * (x.ndim - 1))
+    return _on_each_device(norm, [rows, (None,)], rows, x.shape[0], 1)(x, weight)
+
+
+def rope_applies(joint: Array) -> bool:
+    """Whether `rope` can rotate packed heads of this width."""
+    return is_on() and _is_tile(joint.shape[-1])
+
+
+def rope(
+    joint: Float[Array, "B N G heads E"], table: tuple[Array, Array], dtype: Any
+) -> tuple[Float[Array, "B G n E"], Float[Array, "B G N E"], Float[Array, "B G N E"]]:
+    """Queries, keys and values of packed heads, for each key/value head its queries, its key and its value.
+
+    Queries and keys are rotated by the table; all are rounded to `dtype` and stand as attention reads them.
+    """
+
+    def rotate(joint, cos, sin):
+        batch, num, groups, heads, width = joint.shape
+        per_group, half = heads - 2, width // 2
+
+        def kernel(joint_ref, cos_ref, sin_ref, query_ref, key_ref, value_ref):
+            rows = pl.ds(0, _power_of_two(per_group))
+            inside = jnp.arange(_power_of_two(per_group))[:, None] < per_group
+            halves = low, high = pl.ds(0, half), pl.ds(half, half)
+            query = [plgpu.load(joint_ref.at[rows, at], mask=inside, other=0.0) for at in halves]
+            key = [joint_ref[per_group, at] for at in halves]
+            for at, own, other in ((low, 0, 1), (high, 1, 0)):
+                cos, sin = cos_ref[at], sin_ref[at]
+                turned = query[own] * cos[None, :] + query[other] * sin[None, :]
+                plgpu.store(query_ref.at[rows, at], turned.astype(dtype), mask=inside)
+                key_ref[0, at] = (key[own] * cos + key[other] * sin).astype(dtype)
+            value_ref[0, :] = joint_ref[per_group + 1, :].astype(dtype)
+
+        def nodes(*shape: int) -> pl.BlockSpec:
+            return pl.BlockSpec((None, None, None, *shape), lambda b, n, g: (b, g, n, *(0 for _ in shape)))
+
+        per_node = pl.BlockSpec((None, None, width), lambda b, n, g: (b, n, 0))
+        shapes = (batch, groups, num, per_group, width), *[(batch, groups, num, 1, width)] * 2
+        query, key, value = _call(
+            kernel,
+            grid=(batch, num, groups),
+            in_specs=[
+                pl.BlockSpec((None, None, None, heads, width), lambda b, n, g: (b, n, g, 0, 0)),
+                per_node,
+                per_node,
+            ],
+            out_specs=[nodes(per_group, width), nodes(1, width), nodes(1, width)],
+            out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
+            name="rope",
+        )(joint, cos, sin)
+        return query.reshape(batch, groups, num * per_group, width), key[:, :, :, 0], value[:, :, :, 0]
+
+    heads, nodes = ("data", "model", None, None), ("data", None, None)
+    ins = [("data", None, "model", None, None), nodes, nodes]
+    return _on_each_device(rotate, ins, (heads, heads, heads), joint.shape[0], joint.shape[2])(joint, *table)
+
+
+def attend_applies(query: Array, cached: tuple[Array, Array]) -> bool:
+    """Whether `attend` can: 16-bit caches, widths and numbers of slots that its tiles divide."""
+    num_slots, width = cached[0].shape[2:]
+    return is_on() and cached[0].dtype.itemsize == 2 and _is_tile(width) and num_slots % 16 == 0
+
+
+def attend(query, new, new_mask, cached, seen, scale: float, softcap: float | None) -> Float[Array, "B G n E"]:
+    """`attention.attend` with `new_mask` [B, n, X] and `seen` [B, n] of queries, in two launches.
+
+    The result is rounded as the product that reads it would round it.
+
+    Slots are read in splits that share those present evenly; the nodes of the pass are a split of their own.
+    """
+
+    def both(query, new_keys, new_values, new_mask, keys, values, first, last):
+        parts = _splits(query, (new_keys, new_values), new_mask, (keys, values), first, last, scale, softcap)
+        return _merged(*parts, query.dtype)
+
+    heads, rows = ("data", "model", None, None), ("data", None)
+    ins = [heads, heads, heads, ("data", None, None), heads, heads, rows, rows]
+    arrays = query.astype(cached[0].dtype), *new, new_mask.astype(jnp.int8), *cached, *seen
+    return _on_each_device(both, ins, heads, query.shape[0], query.shape[1])(*arrays)
+
+
+def _splits(query, new, new_mask, cached, first, last, scale, softcap):
+    """Unscaled outputs [splits, B, G, n, E], maxima and sums [splits, B, G, n] of the parts of a softmax."""
+    batch, groups, num, width = query.shape
+    num_slots, num_new = cached[0].shape[2], new[0].shape[2]
+    block_q, block_k = min(64, max(16, _power_of_two(num))), min(64, num_slots & -num_slots)
+    blocks = pl.cdiv(num, block_q)
+    splits = max(1, min(PROGRAMS // (batch * groups * blocks), num_slots // block_k))
+
+    def whole(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *shape), lambda b, g, i, s: (b, g, 0, 0))
+
+    def row(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *shape), lambda b, g, i, s: (b, *(0 for _ in shape)))
+
+    def part(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, None, *shape), lambda b, g, i, s: (s, b, g, *(0 for _ in shape)))
+
+    shape, sizes = (splits + 1, batch, groups, num), (block_q, block_k, splits)
+    return _call(
+        functools.partial(_flash, scale=scale, softcap=softcap, num=num, num_new=num_new, sizes=sizes),
+        grid=(batch, groups, blocks, splits + 1),
+        in_specs=[
+            whole(num, width),
+            *[whole(num_new, width)] * 2,
+            row(num, num_new),
+            *[whole(num_slots, width)] * 2,
+            row(num),
+            row(num),
+        ],
+        out_specs=[part(num, width), part(num), part(num)],
+        out_shape=[jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*shape, width), shape, shape)],
+        name="tree_attention",
+    )(query, *new, new_mask, *cached, first, last)
+
+
+def _flash(
+    query_ref, new_keys_ref, new_values_ref, mask_ref, keys_ref, values_ref, first_ref, last_ref,
+    out_ref, top_ref, total_ref, *, scale: float, softcap: float | None, num: int, num_new: int, sizes: tuple,
+):  # fmt: skip
+    """A block of queries over a split of the slots or, in the last split, over the nodes."""
+    block_q, block_k, splits = sizes
+    split, begin_row = pl.program_id(3), pl.program_id(2) * block_q
+    take, is_row = pl.ds(begin_row, block_q), begin_row + jnp.arange(block_q) < num
+    query = plgpu.load(query_ref.at[take, :], mask=is_row[:, None], other=0.0)
+    first, last = (plgpu.load(x.at[take], mask=is_row, other=0) for x in (first_ref, last_ref))
+
+    def add(keys: Array, values: Array, visible: Array, found: Any):
+        out, top, total = found
+        score = plgpu.dot(query, keys.T) * scale
+        if softcap is not None:
+            score = jnp.tanh(score / softcap) * softcap
+        score = jnp.where(visible, score, MASKED)
+        higher = jnp.maximum(top, score.max(1))
+        weights, kept = jnp.where(visible, jnp.exp(score - higher[:, None]), 0.0), jnp.exp(top - higher)
+        out = out * kept[:, None] + plgpu.dot(weights.astype(values.dtype), values)
+        return out, higher, total * kept + weights.sum(1)
+
+    def over_slots(found):
+        begin = jnp.min(jnp.where(last > first, first, 2**30)) // block_k
+        end = (jnp.max(last) + block_k - 1) // block_k
+        share = (jnp.maximum(end - begin, 0) + splits - 1) // splits
+        start = begin + split * share
+
+        def block(i, found):
+            slots, at = i * block_k + jnp.arange(block_k), pl.ds(i * block_k, block_k)
+            visible = (slots[None, :] >= first[:, None]) & (slots[None, :] < last[:, None])
+            return add(keys_ref[at, :], values_ref[at, :], visible, found)
+
+        return lax.fori_loop(start, jnp.minimum(start + share, end), block, found)
+
+    def over_nodes(found):
+        def block(i, found):
+            at, is_node = pl.ds(i * block_k, block_k), i * block_k + jnp.arange(block_k) < num_new
+            entries = (
+                plgpu.load(x.at[at, :], mask=is_node[:, None], other=0.0) for x in (new_keys_ref, new_values_ref)
+            )
+            is_pair = is_row[:, None] & is_node[None, :]
+            return add(*entries, plgpu.load(mask_ref.at[take, at], mask=is_pair, other=0) != 0, found)
+
+        return lax.fori_loop(0, pl.cdiv(num_new, block_k), block, found)
+
+    nothing = jnp.zeros((block_q, query.shape[1]), jnp.float32), jnp.full(block_q, MASKED), jnp.zeros(block_q)
+    out, top, total = lax.cond(split < splits, over_slots, over_nodes, nothing)
+    plgpu.store(out_ref.at[take, :], out, mask=is_row[:, None])
+    plgpu.store(top_ref.at[take], top, mask=is_row)
+    plgpu.store(total_ref.at[take], total, mask=is_row)
+
+
+def _merged(outs: Array, tops: Array, totals: Array, dtype: Any) -> Float[Array, "B G n E"]:
+    """The softmax of all parts; a query that sees nothing gives zeros."""
+    splits, batch, groups, num, width = outs.shape
+
+    def kernel(outs_ref, tops_ref, totals_ref, out_ref):
+        at, inside = pl.ds(0, _power_of_two(splits)), jnp.arange(_power_of_two(splits)) < splits
+        top = plgpu.load(tops_ref.at[at], mask=inside, other=MASKED)
+        share = jnp.exp(top - jnp.max(top))
+        total = jnp.sum(share * plgpu.load(totals_ref.at[at], mask=inside, other=0.0))
+        parts = plgpu.load(outs_ref.at[at, :], mask=inside[:, None], other=0.0)
+        out_ref[:] = (jnp.sum(parts * share[:, None], 0) / jnp.where(total > 0, total, 1.0)).astype(dtype)
+
+    def part(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((splits, None, None, None, *shape), lambda b, g, q: (0, b, g, q, *(0 for _ in shape)))
+
+    return _call(
+        kernel,
+        grid=(batch, groups, num),
+        in_specs=[part(width), part(), part()],
+        out_specs=pl.BlockSpec((None, None, None, width), lambda b, g, q: (b, g, q, 0)),
+        out_shape=jax.ShapeDtypeStruct((batch, groups, num, width), dtype),
+        name="merge_splits",
+    )(outs, tops, totals)
+
+
+def _call(kernel: Callable, **options: Any) -> Callable:
+    params = plgpu.CompilerParams(num_warps=4, num_stages=2)
+    return pl.pallas_call(kernel, compiler_params=params, interpret=_scope.get()[2], **options)
