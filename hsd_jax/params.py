@@ -24,6 +24,7 @@ from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import METHODS, method_of, parse
 from hsd_jax.kernels import native
 from hsd_jax.models import convert, draft_vocab
+from hsd_jax.models.packing import pack
 from hsd_jax.settings import Within, fits, shown
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
@@ -74,7 +75,7 @@ class Params:
 
 def describe_arithmetic(dtype: str, has_kernels: bool = True) -> str:
     """What a target with weights of this dtype is computed in on this machine."""
-    if jax.default_backend() != "cpu":
+    if native.traced_platform() != "cpu":
         return f"{dtype} weights and products, float32 sums"
     if has_kernels and native.available():
         return f"{dtype} weights, float32 activations and sums, {native.chosen_level()} kernels"
@@ -246,6 +247,7 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
 
 def place(params: Params, mesh: Mesh | None) -> Params:
     """Puts the weights on the default device, or on a mesh by the table of `sharding.py`."""
+    params = packed(params, mesh)
     if mesh is None:
         return jax.device_put(params)
     c, d = params.target_config, params.drafter_config
@@ -256,6 +258,15 @@ def place(params: Params, mesh: Mesh | None) -> Params:
         drafter = sharding_lib.weight_shardings(mesh, params.drafter, *heads)
         placed = dataclasses.replace(placed, drafter=jax.device_put(params.drafter, drafter))
     return placed
+
+
+def packed(params: Params, mesh: Mesh | None) -> Params:
+    """The same weights as the devices of this process multiply them fastest: with packed projections off CPU."""
+    if native.traced_platform() == "cpu":
+        return params
+    num_shards = 1 if mesh is None else mesh.shape.get("model", 1)
+    drafter = params.drafter and pack(params.drafter, params.drafter_config, num_shards)
+    return dataclasses.replace(params, target=pack(params.target, params.target_config, num_shards), drafter=drafter)
 
 
 def _check_dtype(dtype: Any, precision: str) -> Any:

@@ -32,6 +32,7 @@ from hsd_jax.infer.decode import GROWTH, Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.infer.step import make_step
+from hsd_jax.kernels.native import traced_platform
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree
 from hsd_jax.plan import Plan, costs_of, plan_for
@@ -174,6 +175,8 @@ def prepare(
     for i, ids in enumerate(rows):
         tokens[i, : len(ids)] = ids
     per_row = SamplingParams(*(jnp.asarray(np.pad(x, (0, fill), mode="edge")) for x in settings))
+    if traced_platform() != "cpu":
+        per_row = dataclasses.replace(per_row, all_greedy=bool((settings[0] == 0.0).all()))
     keys = row_keys([*seeds, *[(0, 0)] * fill])
     limits = Limits(jnp.asarray(max_length), jnp.asarray(_eos(params, sampling.eos)))
     arrays = (jnp.asarray(tokens), jnp.asarray(length), keys, limits, per_row)

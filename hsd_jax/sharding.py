@@ -44,7 +44,6 @@ WEIGHT_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
     ("up", "bias"): ("mlp",),
     ("qkv", "bias"): ("kv_heads",),
     ("gate_up", "bias"): (None, "mlp"),
-    ("injector", "previous"): ("vocab", None),
     ("injector", "bias"): ("vocab", None),
     ("trunk", "slots"): (None, "embed"),
     ("", "embedding"): ("vocab", "embed"),

@@ -129,6 +129,9 @@ class SamplingParams:
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
     top_p: Float[Array, "B"]
+    all_greedy: bool = flax.struct.field(pytree_node=False, default=False)
+    """Promises that every temperature is 0: the program then has no branch for draws. Static, so only for devices where
+    a branch costs more than a second program."""
 
 
 @flax.struct.dataclass
@@ -264,3 +267,5 @@ class AcceptRule(NamedTuple):
     verify: Callable[..., Verdict]
     """`verify(keys, tree, ancestors, logits, sampling, root_position, noise=None) -> Verdict`; `noise` is that of
     `sampling.round_noise` for one position more than the tree is deep, computed where it is None and needed."""
+    draws: bool = False
+    """Whether every token it emits is an `ops.argmax`, which on a mesh says itself where there is none."""

@@ -86,7 +86,7 @@ def match_rule(max_depth: int) -> AcceptRule:
         perturbed = sampling_lib.perturb(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling)
         return walk(tree, ancestors, ops.argmax(perturbed), max_depth)
 
-    return AcceptRule("match", frozenset(DrawScheme), verify)
+    return AcceptRule("match", frozenset(DrawScheme), verify, draws=True)
 
 
 def after_rejection(residual: Float[Array, "B I V"], proposal: Float[Array, "B I V"]) -> Float[Array, "B I V"]:

@@ -24,7 +24,7 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.infer.plain import make_block
 from hsd_jax.infer.step import Step
 from hsd_jax.infer.worth import first_control
-from hsd_jax.kernels import native, triton
+from hsd_jax.kernels import native, program, triton
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import read_chunk
 from hsd_jax.types import NO_TOKEN, DecodeState, DecodeStats, Drafter, Limits, ModelOutput, SamplingParams
@@ -185,7 +185,7 @@ class Decoder:
 
     Args:
       precision: matmul precision of every product inside, a `jax.default_matmul_precision` name or None.
-      use_native: products of few rows by `kernels/native.py`, where that can be had; not on a mesh.
+      use_native: operations by our own kernels, where they can be had; those for CPUs not on a mesh.
       mesh: of the devices; None: one device.
     """
 
@@ -245,7 +245,8 @@ def _traced_with(precision: str | None, use_native: bool, mesh: Mesh | None, fun
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
         context = contextlib.nullcontext() if precision is None else jax.default_matmul_precision(precision)
-        with context, native.enabled(use_native and mesh is None), triton.enabled(True, mesh):
+        kernels = native.enabled(use_native and mesh is None), triton.enabled(use_native)
+        with context, program.on_mesh(mesh), kernels[0], kernels[1]:
             return function(*args, **kwargs)
 
     return wrapped

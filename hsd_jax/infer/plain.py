@@ -62,7 +62,7 @@ def plain_round(
         )
     with jax.named_scope("judge"):
         drawn = sampling_lib.draw(state.keys, output.logits[:, :1], position[:, None] + 1, sampling)
-        emitted = or_invalid(drawn, jnp.zeros_like(drawn), output)
+        emitted = or_invalid(drawn, jnp.zeros_like(drawn), output, draws=True)
         count, done = cut(emitted, jnp.ones(batch, jnp.int32), limits, state)
     with jax.named_scope("commit"):
         first = NewKV(*(tuple(x[:, :, :1] for x in xs) for xs in (output.new_kv.keys, output.new_kv.values)))

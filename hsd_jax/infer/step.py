@@ -20,6 +20,7 @@ from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer import worth
 from hsd_jax.infer.accept import check_legal
 from hsd_jax.infer.tree import ancestor_mask
+from hsd_jax.kernels import program
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward
 from hsd_jax.types import (
@@ -113,7 +114,7 @@ def commit(
     """Judges a tree and commits what is accepted: the state behind the round, the verdict, tokens committed."""
     with jax.named_scope("judge"):
         verdict = rule.verify(state.keys, tree, ancestors, output.logits, sampling, state.length - 1, noise)
-        emitted = or_invalid(verdict.emitted, verdict.path, output)
+        emitted = or_invalid(verdict.emitted, verdict.path, output, rule.draws)
         count, done = cut(emitted, verdict.num_accepted + 1, limits, state)
     with jax.named_scope("commit"):
         cache = cache_lib.commit(state.cache, output.new_kv, verdict.path, count)
@@ -122,13 +123,20 @@ def commit(
         return advance(state, emitted, count, done, cache, drafter_state, has_draft), verdict, count
 
 
-def or_invalid(emitted: Int[Array, "B M"], path: Int[Array, "B M"], output: ModelOutput) -> Int[Array, "B M"]:
+def or_invalid(
+    emitted: Int[Array, "B M"], path: Int[Array, "B M"], output: ModelOutput, draws: bool
+) -> Int[Array, "B M"]:
     """The emitted tokens, INVALID_TOKEN in place of those that the target gave no distribution for.
 
     To look at every logit would cost more than a hundredth of a round. Three looks find the same rows: a state that is
     NaN spoils all logits of its node; a row of the LM head that is NaN spoils a logit of every node, the root's
     included; and where all logits are -inf, so is that of the chosen token.
+
+    Args:
+      draws: as in `AcceptRule`.
     """
+    if draws and program.mesh() is not None:
+        return emitted
     chosen = output.logits[jnp.arange(emitted.shape[0])[:, None], path, emitted]
     is_nan = jnp.any(jnp.isnan(cache_lib.take_nodes(output.hidden, path, axis=1)), -1)
     is_nan |= jnp.any(jnp.isnan(output.logits[:, 0]), -1)[:, None]

@@ -214,7 +214,7 @@ def _beam(
         logits, carry = expand(level, frontier_tokens, frontier_parents, carry)
         logits = logits * scale[:, None, None]
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        top, children = lax.top_k(logits, width)
+        top, children = ops.top_k(logits, width)
         # A score above its parent's, or none at all, would cut a node off from its parent: never trust a drafter.
         logp = jnp.fmin(top - total, 0.0)
         level_scores = (frontier_scores[:, :, None] + logp).reshape(batch, -1)

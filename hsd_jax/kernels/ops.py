@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.kernels import attention, native, triton
+from hsd_jax.kernels import attention, native, program, triton
+from hsd_jax.types import INVALID_TOKEN
 
 
 def matmul(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float[Array, "... out"]:
@@ -150,6 +151,8 @@ def gumbel(keys: jax.Array, num: int) -> Float[Array, "R num"]:
 def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     """`jnp.argmax` over the last axis, by a maximum and a minimum.
 
+    On a mesh INVALID_TOKEN where there is none: in a row with a NaN, or of -inf alone.
+
     XLA on CPU runs a reduction of pairs one element at a time, and draws whatever feeds it into that loop: with the two
     logarithms of the noise in it, 8 rows of 4,096 took 0.8 ms instead of 0.1.
     """
@@ -157,7 +160,30 @@ def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
         return native.argmax(x)
     if triton.is_alone():  # two launches in place of four; over a mesh it would gather what is sharded
         return lax.argmax(x, x.ndim - 1, jnp.int32)
-    vocab_size = x.shape[-1]
-    is_best = x == jnp.max(x, -1, keepdims=True)
-    # Nothing may equal the maximum of a row with a NaN: the last index then. `step.is_lawless` finds such rows.
-    return jnp.min(jnp.where(is_best, jnp.arange(vocab_size, dtype=jnp.int32), vocab_size - 1), -1)
+    vocab_size, best = x.shape[-1], jnp.max(x, -1, keepdims=True)
+    index = jnp.arange(vocab_size, dtype=jnp.int32)
+    if program.mesh() is not None:  # to look a second time costs collectives
+        found = jnp.min(jnp.where((x == best) & (best > -jnp.inf), index, vocab_size), -1)
+        return jnp.where(found == vocab_size, INVALID_TOKEN, found)
+    # Nothing may equal the maximum of a row with a NaN: the last index then. `step.or_invalid` finds such rows.
+    return jnp.min(jnp.where(x == best, index, vocab_size - 1), -1)
+
+
+def top_k(x: Float[Array, "*rows V"], k: int) -> tuple[Float[Array, "*rows _"], Int[Array, "*rows _"]]:
+    """The k largest of the last axis in falling order and where they are, of equals the first.
+
+    XLA has a fast path for matrices on a GPU; of more axes it sorts. On a mesh each device takes its own largest, and
+    only these meet.
+    """
+    if native.traced_platform() == "cpu" and program.mesh() is None:
+        return lax.top_k(x, k)
+    rows, num_shards = x.reshape(-1, x.shape[-1]), program.shards("model", x.shape[-1])
+    if num_shards > 1:
+        parts = rows.reshape(rows.shape[0], num_shards, -1)
+        best, at = lax.top_k(parts, min(k, parts.shape[-1]))
+        at = at + jnp.arange(num_shards)[:, None] * parts.shape[-1]
+        best, place = lax.top_k(best.reshape(rows.shape[0], -1), k)
+        index = jnp.take_along_axis(at.reshape(rows.shape[0], -1), place, 1)
+    else:
+        best, index = lax.top_k(rows, k)
+    return best.reshape(*x.shape[:-1], k), index.reshape(*x.shape[:-1], k)

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from hsd_jax.kernels import program
 from hsd_jax.kernels.native import traced_platform
 
 MASKED = -1e30
@@ -30,20 +31,17 @@ MASKED = -1e30
 PROGRAMS = 256
 """Programs of the attention kernel that are wanted at least: about two for each multiprocessor of an H100."""
 
-_scope: contextvars.ContextVar[tuple[bool, Mesh | None, bool]] = contextvars.ContextVar(
-    "hsd_triton", default=(False, None, False)
-)
+_scope: contextvars.ContextVar[tuple[bool, bool]] = contextvars.ContextVar("hsd_triton", default=(False, False))
 
 
 @contextlib.contextmanager
-def enabled(on: bool, mesh: Mesh | None = None, interpret: bool = False) -> Iterator[None]:
+def enabled(on: bool, interpret: bool = False) -> Iterator[None]:
     """While tracing inside for a GPU, these kernels are used.
 
     Args:
-      mesh: of the program, with axes among "data" and "model"; None: one device.
       interpret: run them in Pallas's interpreter, on any platform: for tests.
     """
-    token = _scope.set((on, mesh, interpret))
+    token = _scope.set((on, interpret))
     try:
         yield
     finally:
@@ -52,13 +50,13 @@ def enabled(on: bool, mesh: Mesh | None = None, interpret: bool = False) -> Iter
 
 def is_on() -> bool:
     """Whether what is traced here and now may use these kernels."""
-    on, _, interpret = _scope.get()
+    on, interpret = _scope.get()
     return on and (interpret or traced_platform() in ("gpu", "cuda"))
 
 
 def is_alone() -> bool:
     """Whether what is traced here and now is for one GPU."""
-    return is_on() and _scope.get()[1] is None
+    return is_on() and program.mesh() is None
 
 
 def _is_tile(width: int) -> bool:
@@ -71,14 +69,13 @@ def _power_of_two(n: int) -> int:
 
 def _on_each_device(function: Callable, ins: list[tuple], outs: Any, batch: int, groups: int) -> Callable:
     """`function` on each device's part. Axes are "data" for rows and "model" for key/value heads, where they divide."""
-    _, mesh, _ = _scope.get()
+    mesh = program.mesh()
     if mesh is None:
         return function
-    sizes = {"data": batch, "model": groups}
+    shared = {"data": program.shards("data", batch) > 1, "model": program.shards("model", groups) > 1}
 
     def spec(axes: tuple) -> PartitionSpec:
-        whole = [a if a in mesh.axis_names and sizes[a] % mesh.shape[a] == 0 else None for a in axes]
-        return PartitionSpec(*whole)
+        return PartitionSpec(*(axis if shared.get(axis) else None for axis in axes))
 
     out_specs = jax.tree.map(spec, outs, is_leaf=lambda x: type(x) is tuple and all(type(a) is not tuple for a in x))
     return jax.shard_map(function, mesh=mesh, in_specs=tuple(map(spec, ins)), out_specs=out_specs, check_vma=False)
@@ -307,4 +304,4 @@ def _merged(outs: Array, tops: Array, totals: Array, dtype: Any) -> Float[Array,
 
 def _call(kernel: Callable, **options: Any) -> Callable:
     params = plgpu.CompilerParams(num_warps=4, num_stages=2)
-    return pl.pallas_call(kernel, compiler_params=params, interpret=_scope.get()[2], **options)
+    return pl.pallas_call(kernel, compiler_params=params, interpret=_scope.get()[1], **options)

@@ -14,12 +14,13 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
+from hsd_jax.kernels.native import traced_platform
 from hsd_jax.types import KVCache, NewKV
 
 
 def fastest_dtype(weights_dtype) -> jnp.dtype:
     """What a cache for such weights is kept in: float32 on CPU, which would convert it in every pass."""
-    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else weights_dtype)
+    return jnp.dtype(jnp.float32 if traced_platform() == "cpu" else weights_dtype)
 
 
 def empty_cache(num_layers: int, batch: int, num_kv_heads: int, capacity: int, head_dim: int, dtype) -> KVCache:

@@ -15,7 +15,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
@@ -24,6 +23,7 @@ from hsd_jax.drafters.medusa.weights import head_states
 from hsd_jax.drafters.shared import check_tree, last_feature
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.tree import Grower
+from hsd_jax.kernels import ops
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.draft_vocab import draft_columns, to_columns, to_tokens
 from hsd_jax.models.trunk import base_logits, trunk_features
@@ -135,7 +135,7 @@ def medusa_drafter(
             logits = sampling_lib.perturb(
                 lambda: draft_columns(draft_to_target, noise[:, : tree.depth]), logits, sampling
             )
-        guesses = to_tokens(draft_to_target, lax.top_k(logits, tree.width)[1])
+        guesses = to_tokens(draft_to_target, ops.top_k(logits, tree.width)[1])
         drafted = guesses[:, shape.depths[1:] - 1, shape.ranks[1:]]
         nodes = (len(inputs.root), tree.nodes)
         parents, depths = (jnp.broadcast_to(x, nodes) for x in (shape.parents, shape.depths))

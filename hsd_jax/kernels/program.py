@@ -1,0 +1,33 @@
+"""The mesh of the program that is being traced: operations over what it splits, or on each device alone, ask for it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+from jax.sharding import Mesh
+
+_mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("hsd_mesh", default=None)
+
+
+@contextlib.contextmanager
+def on_mesh(mesh: Mesh | None) -> Iterator[None]:
+    """What is traced inside runs on this mesh, with axes among "data" and "model"; None: on one device."""
+    token = _mesh.set(mesh)
+    try:
+        yield
+    finally:
+        _mesh.reset(token)
+
+
+def mesh() -> Mesh | None:
+    """The mesh of what is traced here and now."""
+    return _mesh.get()
+
+
+def shards(axis: str, size: int) -> int:
+    """Devices that share an axis of this size: those of the mesh's `axis` if they divide it, else 1."""
+    here = _mesh.get()
+    num = 1 if here is None or axis not in here.axis_names else here.shape[axis]
+    return num if size % num == 0 else 1
