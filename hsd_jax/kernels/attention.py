@@ -142,20 +142,10 @@ def by_xla(query, new, new_mask, cached, seen, scale, softcap):
     return finish(lax.fori_loop(begin, end, add, found))
 
 
-def by_cudnn(query, new, new_mask, cached, seen, scale, softcap):
-    """cuDNN's flash attention over the slots, through `jax.nn`; needs a GPU to compile, 16-bit caches, no soft cap.
-
-    It knows a length a row and no first slot, so layers with a sliding window go to `by_xla`.
-    """
-    if softcap is not None or cached[0].dtype == jnp.float32:
-        return by_xla(query, new, new_mask, cached, seen, scale, softcap)
-    raise NotImplementedError
-
-
 def by_triton(query, new, new_mask, cached, seen, scale, softcap):
     """The flash kernel of `triton.py`."""
     first, last = (widen(x[:, :, None], query)[:, 0, :, 0] for x in seen)
     return triton.attend(query, new, widen(new_mask, query)[:, 0], cached, (first, last), scale, softcap)
 
 
-BACKENDS: dict[str, Callable[..., Array]] = {"xla": by_xla, "triton": by_triton, "cudnn": by_cudnn}
+BACKENDS: dict[str, Callable[..., Array]] = {"xla": by_xla, "triton": by_triton}

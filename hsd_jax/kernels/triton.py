@@ -1,7 +1,7 @@
 """Pallas kernels for NVIDIA GPUs: what XLA would make several launches of, in one.
 
-A round of one row is bound by launches as much as by bytes: each kernel costs microseconds, each layer of a decoder two
-dozen kernels. These four take the place of a dozen: a norm with its rounding, rotation and rounding of queries, keys and
+A round of one row is bound by launches as much as by bytes: each kernel costs microseconds, each layer of a decoder is
+two dozen. These four take the place of a dozen: a norm with its rounding, rotation and rounding of queries, keys and
 values, attention over slots and nodes, and the merge of its splits. They have no gradient, so they are on only while a
 decode is traced (`enabled`). On a mesh each device runs them on its own heads and rows. Read next: `attention.py`.
 """
