@@ -176,7 +176,7 @@ def top_k(x: Float[Array, "*rows V"], k: int) -> tuple[Float[Array, "*rows _"], 
     only these meet.
     """
     if native.traced_platform() == "cpu" and program.mesh() is None:
-        return lax.top_k(x, k)
+        return tuple(lax.top_k(x, k))
     rows, num_shards = x.reshape(-1, x.shape[-1]), program.shards("model", x.shape[-1])
     if num_shards > 1:
         parts = rows.reshape(rows.shape[0], num_shards, -1)
