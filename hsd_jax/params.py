@@ -23,8 +23,7 @@ from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import METHODS, method_of, parse
 from hsd_jax.kernels import native
-from hsd_jax.models import convert, draft_vocab
-from hsd_jax.models.packing import pack
+from hsd_jax.models import convert, draft_vocab, packing
 from hsd_jax.settings import Within, fits, shown
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
@@ -247,7 +246,7 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
 
 def place(params: Params, mesh: Mesh | None) -> Params:
     """Puts the weights on the default device, or on a mesh by the table of `sharding.py`."""
-    params = packed(params, mesh)
+    params = arranged(params, mesh)
     if mesh is None:
         return jax.device_put(params)
     c, d = params.target_config, params.drafter_config
@@ -260,13 +259,16 @@ def place(params: Params, mesh: Mesh | None) -> Params:
     return placed
 
 
-def packed(params: Params, mesh: Mesh | None) -> Params:
-    """The same weights as the devices of this process multiply them fastest: with packed projections off CPU."""
-    if native.traced_platform() == "cpu":
-        return params
+def arranged(params: Params, mesh: Mesh | None) -> Params:
+    """The same weights as the devices of this process, or of a mesh, multiply them fastest (`models/packing.py`)."""
+    packs = native.traced_platform() != "cpu"
     num_shards = 1 if mesh is None else mesh.shape.get("model", 1)
-    drafter = params.drafter and pack(params.drafter, params.drafter_config, num_shards)
-    return dataclasses.replace(params, target=pack(params.target, params.target_config, num_shards), drafter=drafter)
+    target, config = packing.arranged(params.target, params.target_config, num_shards, packs)
+    params = dataclasses.replace(params, target=target, target_config=config)
+    if not params.drafter:
+        return params
+    drafter, config = packing.arranged(params.drafter, params.drafter_config, num_shards, packs)
+    return dataclasses.replace(params, drafter=drafter, drafter_config=config)
 
 
 def _check_dtype(dtype: Any, precision: str) -> Any:

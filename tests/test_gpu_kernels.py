@@ -184,8 +184,9 @@ def test_the_largest_are_found_on_a_mesh(spec):
     wanted = jax.lax.top_k(x, 9)
     mesh = sharding.make_mesh(spec)
     with program.on_mesh(mesh), native.compiled_for("tpu"):
-        found, index = jax.jit(lambda x: ops.top_k(x, 9))(x)
+        found, index, total = jax.jit(lambda x: ops.top_k(x, 9))(x)
         assert jnp.array_equal(found, wanted[0]) and jnp.array_equal(index, wanted[1])
+        np.testing.assert_allclose(total[..., 0], jax.nn.logsumexp(x, axis=-1), rtol=1e-6)
         assert jnp.array_equal(jax.jit(lambda x: ops.argmax(x))(x), jnp.argmax(x, -1))
         broken = x.at[0, 0, 3].set(jnp.nan).at[1, 1].set(-jnp.inf)
         if mesh is not None:

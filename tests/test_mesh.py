@@ -62,6 +62,18 @@ slow = pytest.mark.slow
 
 
 @needs_devices
+def test_fewer_heads_than_devices_are_repeated():
+    """Each device then holds one head of the cache, and the tokens are the same (`model=8` above)."""
+    placed = on("model=8")
+    assert (params().target_config.num_kv_heads, placed.target_config.num_kv_heads) == (4, 8)
+    assert placed.drafter_config.num_kv_heads == 8
+    kernel = placed.target["layer_0"]["attn"]["k"]["kernel"]
+    assert kernel.shape == (32, 32) and kernel.sharding.shard_shape(kernel.shape) == (4, 32)
+    heads = np.asarray(kernel).reshape(8, 4, 32)
+    np.testing.assert_array_equal(heads[0::2], heads[1::2])
+
+
+@needs_devices
 @pytest.mark.parametrize(
     "spec",
     [
@@ -72,6 +84,8 @@ slow = pytest.mark.slow
         pytest.param("model=2", marks=slow),
         pytest.param("model=4", marks=slow),
         pytest.param("model=8", marks=slow),
+        pytest.param("data=2,model=2", marks=slow),
+        pytest.param("data=4,model=2", marks=slow),
         "data=2,model=4",
     ],
 )

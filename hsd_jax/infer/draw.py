@@ -78,7 +78,7 @@ def stochastic_beam(
     """
     batch, _, vocab_size = draft_logp.shape
     # Siblings are chosen by their own distribution: behind a path of probability e^-1e6, float32 sums would lose it.
-    own, tokens = ops.top_k(draft_logp + noise, min(width, vocab_size))
+    own, tokens, _ = ops.top_k(draft_logp + noise, min(width, vocab_size))
     top = above.logp[:, :, None] + own
     top_logp = above.logp[:, :, None] + jnp.take_along_axis(draft_logp, tokens, 2)
     # The scores of siblings given that the best of them is their parent's score: top-down sampling of Gumbels

@@ -213,8 +213,7 @@ def _beam(
     for level in range(config.depth):
         logits, carry = expand(level, frontier_tokens, frontier_parents, carry)
         logits = logits * scale[:, None, None]
-        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        top, children = ops.top_k(logits, width)
+        top, children, total = ops.top_k(logits, width)
         # A score above its parent's, or none at all, would cut a node off from its parent: never trust a drafter.
         logp = jnp.fmin(top - total, 0.0)
         level_scores = (frontier_scores[:, :, None] + logp).reshape(batch, -1)

@@ -169,21 +169,27 @@ def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     return jnp.min(jnp.where(x == best, index, vocab_size - 1), -1)
 
 
-def top_k(x: Float[Array, "*rows V"], k: int) -> tuple[Float[Array, "*rows _"], Int[Array, "*rows _"]]:
-    """The k largest of the last axis in falling order and where they are, of equals the first.
+def top_k(
+    x: Float[Array, "*rows V"], k: int
+) -> tuple[Float[Array, "*rows _"], Int[Array, "*rows _"], Float[Array, "*rows 1"]]:
+    """The k largest of the last axis in falling order, where they are, of equals the first, and the log-sum-exp of all.
 
     XLA has a fast path for matrices on a GPU; of more axes it sorts. On a mesh each device takes its own largest, and
-    only these meet.
+    only these meet, in one collective.
     """
-    if native.traced_platform() == "cpu" and program.mesh() is None:
-        return tuple(lax.top_k(x, k))
-    rows, num_shards = x.reshape(-1, x.shape[-1]), program.shards("model", x.shape[-1])
-    if num_shards > 1:
-        parts = rows.reshape(rows.shape[0], num_shards, -1)
-        best, at = lax.top_k(parts, min(k, parts.shape[-1]))
-        at = at + jnp.arange(num_shards)[:, None] * parts.shape[-1]
-        best, place = lax.top_k(best.reshape(rows.shape[0], -1), k)
-        index = jnp.take_along_axis(at.reshape(rows.shape[0], -1), place, 1)
-    else:
-        best, index = lax.top_k(rows, k)
-    return best.reshape(*x.shape[:-1], k), index.reshape(*x.shape[:-1], k)
+    num_shards = program.shards("model", x.shape[-1])
+    if num_shards == 1:
+        rows = x if native.traced_platform() == "cpu" else x.reshape(-1, x.shape[-1])
+        found = tuple(y.reshape(*x.shape[:-1], k) for y in lax.top_k(rows, k))
+        return *found, jax.nn.logsumexp(x, axis=-1, keepdims=True)
+    rows = x.reshape(-1, x.shape[-1])
+    parts = program.placed(rows.reshape(rows.shape[0], num_shards, -1), "data", "model", None)
+    best, at = lax.top_k(parts, min(k, parts.shape[-1]))
+    at = at + jnp.arange(num_shards)[:, None] * parts.shape[-1]
+    together = [best, lax.bitcast_convert_type(at, jnp.float32), jax.nn.logsumexp(parts, axis=-1, keepdims=True)]
+    met = program.placed(jnp.concatenate(together, -1), "data", None, None)
+    best, at, total = jnp.split(met, (best.shape[-1], 2 * best.shape[-1]), -1)
+    best, place = lax.top_k(best.reshape(len(rows), -1), k)
+    index = jnp.take_along_axis(lax.bitcast_convert_type(at, jnp.int32).reshape(len(rows), -1), place, 1)
+    total = jax.nn.logsumexp(total[..., 0], axis=-1, keepdims=True)
+    return *(y.reshape(*x.shape[:-1], k) for y in (best, index)), total.reshape(*x.shape[:-1], 1)

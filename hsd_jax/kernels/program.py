@@ -6,7 +6,9 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 
-from jax.sharding import Mesh
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("hsd_mesh", default=None)
 
@@ -31,3 +33,14 @@ def shards(axis: str, size: int) -> int:
     here = _mesh.get()
     num = 1 if here is None or axis not in here.axis_names else here.shape[axis]
     return num if size % num == 0 else 1
+
+
+def placed(x: Array, *axes: str | None) -> Array:
+    """`x` split over these axes of the mesh, where they divide it; whole on each device along the others."""
+    here = _mesh.get()
+    if here is None:
+        return x
+    spec = (
+        axis if axis is not None and shards(axis, size) > 1 else None for axis, size in zip(axes, x.shape, strict=True)
+    )
+    return jax.lax.with_sharding_constraint(x, NamedSharding(here, PartitionSpec(*spec)))

@@ -1,12 +1,14 @@
-"""Packed weights: the projections that read the same input as one kernel, for devices where a product is one launch.
+"""Weights as devices multiply them fastest: projections of one input packed, key/value heads repeated over a mesh.
 
-Queries, keys and values stand together by key/value head, so that a mesh splits a packed kernel as it splits heads.
-The layers (`layers.py`) read either form; training and the CPU kernels, which take several kernels in a call, keep
-them apart. Read next: `sharding.py`, which has a row for each packed weight.
+Packed, queries, keys and values stand together by key/value head, so that a mesh splits a packed kernel as it splits
+heads. The layers (`layers.py`) read either form; training and the CPU kernels, which take several kernels in a call,
+keep them apart. Read next: `sharding.py`, which has a row for each packed weight.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,8 +17,47 @@ from jaxtyping import Array
 from hsd_jax.types import Weights
 
 
+def arranged(weights: Weights, config: Any, num_shards: int = 1, packs: bool = True) -> tuple[Weights, Any]:
+    """The weights of a target or a drafter for so many devices, and the configuration that reads them.
+
+    Fewer key/value heads than devices are repeated until each device has one: its query heads then need no other, and
+    no cache is gathered. Where devices neither divide the heads nor are divided by them, heads stay whole everywhere.
+
+    Args:
+      config: where it has no heads, nothing changes.
+      num_shards: devices that share the heads, those of the mesh axis "model".
+      packs: whether to pack projections.
+    """
+    groups = getattr(config, "num_kv_heads", None)
+    if groups is None:
+        return weights, config
+    if num_shards % groups == 0 and config.num_heads % num_shards == 0 and num_shards > groups:
+        times = num_shards // groups
+        weights = _mapped(weights, lambda node: _repeated(node, groups, times))
+        config = dataclasses.replace(config, num_kv_heads=num_shards)
+    return pack(weights, config, num_shards) if packs else weights, config
+
+
+def _mapped(node: Any, change: Callable[[dict], dict]) -> Any:
+    """A tree of dicts, `change` applied to each of them, leaves first."""
+    if not isinstance(node, dict):
+        return node
+    return change({name: _mapped(child, change) for name, child in node.items()})
+
+
+def _repeated(node: dict, groups: int, times: int) -> dict:
+    if not {"q", "k", "v"} <= node.keys():
+        return node
+
+    def repeat(x: Array) -> Array:
+        heads = x.reshape(groups, -1, *x.shape[1:])
+        return jnp.repeat(heads, times, axis=0).reshape(-1, *x.shape[1:])
+
+    return {name: {k: repeat(x) for k, x in part.items()} if name in "kv" else part for name, part in node.items()}
+
+
 def pack(weights: Weights, config: Any, num_shards: int = 1) -> Weights:
-    """The weights of a target or a drafter with `q`, `k`, `v` as `qkv` and `gate`, `up` as `gate_up`.
+    """The weights with `q`, `k`, `v` as `qkv` and `gate`, `up` as `gate_up`.
 
     Args:
       config: its configuration; where it has no heads, nothing is packed.
@@ -26,17 +67,14 @@ def pack(weights: Weights, config: Any, num_shards: int = 1) -> Weights:
     if groups is None:
         return weights
 
-    def walk(node: Any) -> Any:
-        if not isinstance(node, dict):
-            return node
-        node = {name: walk(child) for name, child in node.items()}
+    def join(node: dict) -> dict:
         if groups % num_shards == 0 and {"q", "k", "v"} <= node.keys():
             node["qkv"] = _joined([node.pop(name) for name in "qkv"], lambda parts: _by_group(parts, groups))
         if {"gate", "up", "down"} <= node.keys():
             node["gate_up"] = _joined([node.pop("gate"), node.pop("up")], jnp.stack)
         return node
 
-    return walk(weights)
+    return _mapped(weights, join)
 
 
 def _joined(parts: list[dict[str, Array]], join: Any) -> dict[str, Array]:
