@@ -19,12 +19,13 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import hsd_jax
 from hsd_jax import sharding
 from hsd_jax.config import PARALLEL, RECURRENT
+from hsd_jax.request import _decoder
 from hsd_jax.train import loop
 
 TREE = hsd_jax.TreeConfig(nodes=6, depth=2, width=2)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]
 """Three rows: no mesh with a data axis divides them, so rows that fill it up are added."""
-CALL = {"max_new_tokens": [8, 12, 10], "temperature": [0.0, 1.0, 0.8], "top_k": [None, None, 5], "top_p": 0.9}
+CALL = {"seed": [0, 1, 2], "max_new_tokens": [8, 12, 10], "temperature": [0.0, 1.0, 0.8], "top_k": [None, None, 5], "top_p": 0.9}
 
 needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
 
@@ -103,7 +104,7 @@ def test_every_mesh_decodes_the_same_tokens(spec):
 def test_one_row_and_plain_decoding_on_a_mesh():
     alone = {name: value[1] if isinstance(value, list) else value for name, value in CALL.items()}
     for speculate in (True, False):
-        found = hsd_jax.decode(on("data=4,model=2"), PROMPTS[1], seed=1, speculate=speculate, **alone)
+        found = hsd_jax.decode(on("data=4,model=2"), PROMPTS[1], speculate=speculate, **alone)
         assert_same(found, [1])
 
 
@@ -159,6 +160,7 @@ def compiled():
 @slow
 def test_streaming_on_a_mesh(compiled):
     """The tokens of one device; the state comes back from the loop as it went in, so the loop compiles once."""
+    _decoder.cache_clear()
     pieces = list(hsd_jax.stream(on("data=2,model=2"), PROMPTS, rounds=2, **CALL))
     assert len(pieces) > 2 * len(PROMPTS)
     assert compiled["jit(loop)"] == compiled["jit(prefill)"] == 1
@@ -192,8 +194,10 @@ def test_weights_are_in_parts():
 
 @needs_devices
 def test_heads_are_never_cut():
-    """On model=8 the 4 key/value heads stay whole and replicated, the 8 query heads do not."""
-    attention = on("model=8").target["layer_0"]["attn"]
+    """3 key/value heads are neither divided by 2 devices nor divide them: they stay whole, the 6 query heads do not."""
+    config = toy.target_config(num_heads=6, num_kv_heads=3, head_dim=4)
+    alone = hsd_jax.Params(toy.make_target(config), None, config, max_len=64)
+    attention = hsd_jax.place(alone, sharding.make_mesh("model=2")).target["layer_0"]["attn"]
     assert attention["q"]["kernel"].sharding.spec == PartitionSpec("model", None)
     assert attention["k"]["kernel"].sharding.spec == PartitionSpec(None, None)
 
