@@ -57,7 +57,7 @@ beams."""
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys and values of committed tokens. Slot index equals absolute position.
+    """Keys and values of committed tokens. Slot index equals absolute position, in a ring modulo its slots.
 
     One buffer a layer and not one stacked array: XLA on CPU copies a slice before a product.
     """
@@ -66,6 +66,8 @@ class KVCache:
     values: tuple[Float[Array, "B G S E"], ...]
     length: Int[Array, "B"]
     """Valid slots of each row. Invariant of the decode loop: committed tokens - 1."""
+    capacity: int = flax.struct.field(pytree_node=False, default=0)
+    """Tokens that a row may have. Layers with fewer slots are rings (`models/cache.py`)."""
 
 
 @flax.struct.dataclass

@@ -218,7 +218,7 @@ def check_parity(folder: Path, tokens: np.ndarray, expected: np.ndarray) -> None
     output = whole_pass(weights, config, tokens)
     np.testing.assert_allclose(output.logits, expected, atol=1e-4, rtol=0)
 
-    cache = empty_cache(config.num_layers, 2, config.num_kv_heads, 32, config.head_dim, jnp.float32)
+    cache = empty_cache((32,) * config.num_layers, 2, config.num_kv_heads, config.head_dim, jnp.float32)
     cache = commit(cache, output.new_kv, None, jnp.array([12, 18]))
     rows = np.arange(2)
     for _ in range(6):

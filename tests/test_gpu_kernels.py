@@ -5,6 +5,7 @@ What a GPU's compiler makes of them is counted in `test_compiled.py`; no test he
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import jax
@@ -15,12 +16,18 @@ import toy
 from oracles import attention as oracle
 
 from hsd_jax import sharding
-from hsd_jax.infer import sampling
+from hsd_jax.config import FULL, NO_REUSE, SLIDING, TreeConfig
+from hsd_jax.drafters.table import make_drafter
+from hsd_jax.infer import decode, sampling
+from hsd_jax.infer.accept import match_rule
+from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.step import make_step
 from hsd_jax.kernels import attention, native, ops, program, triton
+from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.cache import empty_cache
 from hsd_jax.models.packing import pack
 from hsd_jax.models.target import causal_mask, forward, read_chunk
-from hsd_jax.types import INVALID_TOKEN, SamplingParams
+from hsd_jax.types import INVALID_TOKEN, DrawScheme, Limits, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +172,7 @@ def test_a_pass_by_our_kernels_follows_xla(spec):
     length = jnp.array([32, 9])
 
     def run(weights):
-        cache = empty_cache(config.num_layers, 2, 2, 64, 16, jnp.bfloat16)
+        cache = empty_cache((64,) * config.num_layers, 2, 2, 16, jnp.bfloat16)
         _, cache = read_chunk(weights, config, cache, tokens, jnp.int32(0), length)
         nodes = tokens[:, :3], cache.length[:, None] + jnp.arange(3), causal_mask(2, 3)
         return forward(weights, config, *nodes, cache).logits
@@ -211,3 +218,40 @@ def test_a_greedy_program_has_no_branch_and_the_same_tokens():
     assert jnp.array_equal(sampling.draw(keys, logits, positions, some), sampling.draw(keys, logits, positions, greedy))
     assert "cond" in str(jax.make_jaxpr(sampling.draw)(keys, logits, positions, some))
     assert "cond" not in str(jax.make_jaxpr(sampling.draw)(keys, logits, positions, greedy))
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+def test_rings_decode_what_whole_caches_do(monkeypatch, backend):
+    """Rows longer and shorter than a ring, a tree, growth on the way: one layer in three keeps its window only."""
+    monkeypatch.setattr(cache_lib, "RING_UNIT", 16)
+    monkeypatch.setattr(decode, "CHUNK", 16)
+    config = toy.target_config(
+        num_layers=3, head_dim=16, sliding_window=8, layer_types=(SLIDING, FULL, SLIDING), max_position=256
+    )
+    drafter_config = toy.drafter_config(config)
+    target = toy.make_target(config)
+    models = {"target": target, "drafter": toy.make_drafter(drafter_config, config, target)}
+    tokens = jax.random.randint(jax.random.key(3), (3, 64), 0, config.vocab_size)
+    length = jnp.array([60, 3, 37], jnp.int32)
+    limits = Limits(length + jnp.array([45, 60, 20], jnp.int32), jnp.array([-1], jnp.int32))
+    settings = SamplingParams(jnp.array([0.0, 1.0, 0.7]), jnp.zeros(3, jnp.int32), jnp.ones(3))
+    keys = sampling.row_keys([(0, 0), (1, 0), (2, 0)])
+    tree = TreeConfig(nodes=5, depth=3, width=2)
+
+    def run():
+        drafter = make_drafter(config, drafter_config, tree, jnp.float32, DrawScheme.ARBITRARY, NO_REUSE)
+        decoder = Decoder(config, make_step(config, drafter, match_rule(3)), drafter, use_native=False)
+        state = decoder.prefill(models, tokens, length, keys, limits, capacity=64, max_tokens=65)
+        assert state.cache.keys[0].shape[2] == slots
+        state = decoder.run(models, settings, limits, state)
+        assert state.cache.capacity == 256 and state.cache.keys[0].shape[2] == min(
+            slots * 4, 256 if slots == 64 else 32
+        )
+        return np.asarray(state.tokens)
+
+    slots = 64
+    wanted = run()
+    slots = 32
+    with native.compiled_for("gpu"), attention.using(backend), triton.enabled(True, interpret=True):
+        monkeypatch.setattr(decode.triton, "enabled", lambda on: contextlib.nullcontext())
+        np.testing.assert_array_equal(run(), wanted)

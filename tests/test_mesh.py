@@ -25,7 +25,13 @@ from hsd_jax.train import loop
 TREE = hsd_jax.TreeConfig(nodes=6, depth=2, width=2)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]
 """Three rows: no mesh with a data axis divides them, so rows that fill it up are added."""
-CALL = {"seed": [0, 1, 2], "max_new_tokens": [8, 12, 10], "temperature": [0.0, 1.0, 0.8], "top_k": [None, None, 5], "top_p": 0.9}
+CALL = {
+    "seed": [0, 1, 2],
+    "max_new_tokens": [8, 12, 10],
+    "temperature": [0.0, 1.0, 0.8],
+    "top_k": [None, None, 5],
+    "top_p": 0.9,
+}
 
 needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
 

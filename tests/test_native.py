@@ -240,7 +240,7 @@ def test_a_prompt_has_the_same_entries_whatever_stands_beside_it(variant):
 
     def entries(tokens, chunk):
         batch, num = tokens.shape
-        cache = empty_cache(config.num_layers, batch, config.num_kv_heads, 128, config.head_dim, jnp.float32)
+        cache = empty_cache((128,) * config.num_layers, batch, config.num_kv_heads, config.head_dim, jnp.float32)
         for start in range(0, num, chunk):
             now = tokens[:, start : start + chunk]
             _, cache = read_chunk(weights, config, cache, now, jnp.int32(start), jnp.full(batch, 90))

@@ -63,9 +63,8 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
         if num % chunk:
             raise ValueError(f"prompts padded to {num} tokens: expected a multiple of {chunk}")
         aux_layers = () if drafter is None else drafter.aux_layers
-        cache = cache_lib.empty_cache(
-            config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, cache_dtype
-        )
+        slots = cache_lib.layer_slots(config, capacity)
+        cache = cache_lib.empty_cache(slots, batch, config.num_kv_heads, config.head_dim, cache_dtype, capacity)
         behind = jnp.roll(tokens, -1, 1)
 
         def read(index: Array, carry):
@@ -132,7 +131,7 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
         num_rounds: Int[Array, ""],
         state: DecodeState,
     ) -> DecodeState:
-        capacity = state.cache.keys[0].shape[2]
+        capacity = state.cache.capacity
 
         def goes_on(round_index: Array, state: DecodeState) -> Array:
             return (
@@ -202,6 +201,7 @@ class Decoder:
         self.max_depth = 0 if drafter is None else drafter.max_depth
         self.lookahead = 0 if drafter is None else max(drafter.max_depth, drafter.lookahead)
         self.drafter = drafter
+        self._slots = functools.partial(cache_lib.layer_slots, config)
         self._tracing = precision, use_native, mesh
         self.prefill = self.compile(
             make_prefill(config, drafter, cache_dtype), static_argnames=("capacity", "max_tokens")
@@ -219,7 +219,10 @@ class Decoder:
         if tokens.shape[1] <= capacity:
             tokens = cache_lib.pad_to(tokens, capacity + 1, axis=1, value=NO_TOKEN)
         return dataclasses.replace(
-            state, tokens=tokens, cache=cache_lib.grow(state.cache, capacity), drafter=drafter_state
+            state,
+            tokens=tokens,
+            cache=cache_lib.grow(state.cache, capacity, self._slots(capacity)),
+            drafter=drafter_state,
         )
 
     def run(
@@ -233,7 +236,7 @@ class Decoder:
         """Runs the loop, moving to the next cache bucket whenever one is full."""
         while True:
             state = self.loop(models, sampling, limits, jnp.int32(num_rounds), state)
-            capacity = state.cache.keys[0].shape[2]
+            capacity = state.cache.capacity
             if not is_full(np.asarray(state.length), np.asarray(state.done), capacity, self.lookahead):
                 return state
             state = self._grow(state, GROWTH * capacity)

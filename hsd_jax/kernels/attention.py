@@ -121,6 +121,16 @@ def finish(found: Partial) -> Float[Array, "... n E"]:
     return out / jnp.where(total > 0, total, 1.0)[..., None]
 
 
+def visible(slots: Array, first: Array, last: Array, num_slots: int) -> Array:
+    """Whether slots hold positions from `first` to before `last`.
+
+    A slot holds the last position before `last` that is its own number modulo the slots: where there are as many slots
+    as positions, its own number; in a ring of fewer, what was written there last.
+    """
+    rounds = (jnp.maximum(last - 1 - slots, 0)) // num_slots
+    return (slots < last) & (slots + rounds * num_slots >= first)
+
+
 def by_xla(query, new, new_mask, cached, seen, scale, softcap):
     """Plain products over blocks of slots, of which only those are read that somebody sees; on a GPU over all slots."""
     first, last = (widen(x[:, :, None], query) for x in seen)
@@ -130,14 +140,14 @@ def by_xla(query, new, new_mask, cached, seen, scale, softcap):
 
     def add(block, found: Partial) -> Partial:
         keys, values = (lax.dynamic_slice_in_dim(x, block * step, step, 2) for x in cached)
-        slots = block * step + jnp.arange(step)
-        mask = (slots >= first) & (slots < last)
+        mask = visible(block * step + jnp.arange(step), first, last, num_slots)
         return merge(found, partial_softmax(scores(query, keys, mask, scale, softcap), values))
 
     found = within(query, new, new_mask, scale, softcap)
     if step == num_slots:
-        return finish(add(0, found))
-    begin = jnp.min(jnp.where(last > first, first, num_slots)) // step
+        return finish(add(jnp.int32(0), found))
+    is_round = jnp.max(last) > num_slots
+    begin = jnp.where(is_round, 0, jnp.min(jnp.where(last > first, first, num_slots)) // step)
     end = jnp.minimum((jnp.max(last) + step - 1) // step, num_slots // step)
     return finish(lax.fori_loop(begin, end, add, found))
 

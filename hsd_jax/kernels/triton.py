@@ -206,7 +206,7 @@ def _splits(query, new, new_mask, cached, first, last, scale, softcap):
     def part(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, None, *shape), lambda b, g, i, s: (s, b, g, *(0 for _ in shape)))
 
-    shape, sizes = (splits + 1, batch, groups, num), (block_q, block_k, splits)
+    shape, sizes = (splits + 1, batch, groups, num), (block_q, block_k, splits, num_slots)
     return _call(
         functools.partial(_flash, scale=scale, softcap=softcap, num=num, num_new=num_new, sizes=sizes),
         grid=(batch, groups, blocks, splits + 1),
@@ -229,7 +229,7 @@ def _flash(
     out_ref, top_ref, total_ref, *, scale: float, softcap: float | None, num: int, num_new: int, sizes: tuple,
 ):  # fmt: skip
     """A block of queries over a split of the slots or, in the last split, over the nodes."""
-    block_q, block_k, splits = sizes
+    block_q, block_k, splits, num_slots = sizes
     split, begin_row = pl.program_id(3), pl.program_id(2) * block_q
     take, is_row = pl.ds(begin_row, block_q), begin_row + jnp.arange(block_q) < num
     query = plgpu.load(query_ref.at[take, :], mask=is_row[:, None], other=0.0)
@@ -247,15 +247,17 @@ def _flash(
         return out, higher, total * kept + weights.sum(1)
 
     def over_slots(found):
-        begin = jnp.min(jnp.where(last > first, first, 2**30)) // block_k
-        end = (jnp.max(last) + block_k - 1) // block_k
+        is_round = jnp.max(last) > num_slots
+        begin = jnp.where(is_round, 0, jnp.min(jnp.where(last > first, first, 2**30)) // block_k)
+        end = (jnp.minimum(jnp.max(last), num_slots) + block_k - 1) // block_k
         share = (jnp.maximum(end - begin, 0) + splits - 1) // splits
         start = begin + split * share
 
         def block(i, found):
             slots, at = i * block_k + jnp.arange(block_k), pl.ds(i * block_k, block_k)
-            visible = (slots[None, :] >= first[:, None]) & (slots[None, :] < last[:, None])
-            return add(keys_ref[at, :], values_ref[at, :], visible, found)
+            ahead = last[:, None] - 1 - slots[None, :]  # as `attention.visible`
+            position = slots[None, :] + jnp.maximum(ahead, 0) // num_slots * num_slots
+            return add(keys_ref[at, :], values_ref[at, :], (ahead >= 0) & (position >= first[:, None]), found)
 
         return lax.fori_loop(start, jnp.minimum(start + share, end), block, found)
 

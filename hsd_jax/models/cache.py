@@ -1,19 +1,23 @@
 """The key/value cache: allocate, write at per-row lengths, commit an accepted path, grow.
 
 A pass of a model reads the cache and returns `NewKV`; only `commit` writes. So the entries of rejected drafts never
-reach the cache, and slot index equals absolute position. Knows nothing about trees or acceptance.
+reach the cache, and slot index equals absolute position; in a ring, where a layer sees a window only, it equals the
+position modulo the ring's slots. Knows nothing about trees or acceptance.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
+from hsd_jax.config import SLIDING, ModelConfig
 from hsd_jax.kernels.native import traced_platform
 from hsd_jax.types import KVCache, NewKV
 
@@ -23,11 +27,34 @@ def fastest_dtype(weights_dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if traced_platform() == "cpu" else weights_dtype)
 
 
-def empty_cache(num_layers: int, batch: int, num_kv_heads: int, capacity: int, head_dim: int, dtype) -> KVCache:
-    """Allocates a cache of `capacity` slots a row, none of them valid."""
-    shape = (batch, num_kv_heads, capacity, head_dim)
-    layers = tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
-    return KVCache(layers, tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)), jnp.zeros(batch, jnp.int32))
+RING_UNIT = 256
+"""What a ring has more than its window, rounded up to a multiple of it: room for the largest tree, so that nothing that
+is written behind the committed tokens takes the place of what is still seen; and whole chunks of a prompt."""
+
+
+def layer_slots(config: ModelConfig, capacity: int) -> tuple[int, ...]:
+    """Slots of each layer's cache: `capacity`, or where the layer sees a sliding window and a ring is less, a ring.
+
+    The CPU kernels read the slots in order, and only those in the window: there every layer has all of them.
+    """
+    if config.sliding_window is None or traced_platform() == "cpu":
+        return (capacity,) * config.num_layers
+    ring = -(-(config.sliding_window + RING_UNIT) // RING_UNIT) * RING_UNIT
+    kinds = map(config.layer_type, range(config.num_layers))
+    return tuple(min(capacity, ring) if kind == SLIDING else capacity for kind in kinds)
+
+
+def empty_cache(
+    slots: Sequence[int], batch: int, num_kv_heads: int, head_dim: int, dtype, capacity: int | None = None
+) -> KVCache:
+    """Allocates a cache of so many slots a row in each layer, none of them valid.
+
+    Args:
+      capacity: tokens that a row may have; layers with less are rings. None: no layer is.
+    """
+    capacity = max(slots) if capacity is None else capacity
+    keys, values = (tuple(jnp.zeros((batch, num_kv_heads, n, head_dim), dtype) for n in slots) for _ in range(2))
+    return KVCache(keys, values, jnp.zeros(batch, jnp.int32), capacity)
 
 
 def write_rows(buffer: Array, rows: Array, start: Int[Array, "B"] | Int[Array, ""], axis: int) -> Array:
@@ -39,6 +66,19 @@ def write_rows(buffer: Array, rows: Array, start: Int[Array, "B"] | Int[Array, "
     if start.ndim == 0 or buffer.shape[0] == 1:  # an update in place; the batched form below is a scatter
         return lax.dynamic_update_slice_in_dim(buffer, rows, start.reshape(-1)[0], axis)
     return jax.vmap(lambda b, r, s: lax.dynamic_update_slice_in_dim(b, r, s, axis - 1))(buffer, rows, start)
+
+
+def _write_ring(
+    buffer: Array, rows: Array, start: Int[Array, "B"] | Int[Array, ""], axis: int, valid: Bool[Array, "B M"] | None
+) -> Array:
+    """`write_rows` where the slots go round."""
+    assert axis == 2
+    num, rows = buffer.shape[2], rows.astype(buffer.dtype)
+    slots = (start.reshape(-1, 1) + jnp.arange(rows.shape[2])) % num
+    slots = jnp.broadcast_to(slots, (buffer.shape[0], rows.shape[2]))
+    if valid is not None:
+        slots = jnp.where(valid, slots, num)  # out of bounds: dropped
+    return jax.vmap(lambda b, r, s: b.at[:, s].set(r, mode="drop", unique_indices=valid is None))(buffer, rows, slots)
 
 
 def take_nodes(values: Array, index: Int[Array, "B M"], axis: int) -> Array:
@@ -53,6 +93,7 @@ def commit(
     num_committed: Int[Array, "B"],
     after: Array | None = None,
     start: Int[Array, ""] | int | None = None,
+    valid: Bool[Array, "B M"] | None = None,
 ) -> KVCache:
     """Writes the nodes of `path` contiguously behind each row's committed slots.
 
@@ -63,6 +104,7 @@ def commit(
       after: a result [B, ...] of the pass that reads `cache`. The write then waits for that pass. Without it XLA may
         write first and copy the whole cache for the reader. (A `path` from the verdict waits by itself.)
       start: the slot of the first node in every row, where rows go in step (prefill); None: each row's length.
+      valid: nodes that a ring takes in; None: all. What is written of others takes the place of earlier tokens there.
     """
     first = cache.length if start is None else jnp.asarray(start, jnp.int32)
     if after is not None:
@@ -72,9 +114,11 @@ def commit(
     def move(buffers, rows):
         if path is not None:
             rows = tuple(take_nodes(r, path, axis=2) for r in rows)
-        return tuple(write_rows(b, r, first, axis=2) for b, r in zip(buffers, rows, strict=True))
+        write = [write_rows if b.shape[2] == cache.capacity else partial(_write_ring, valid=valid) for b in buffers]
+        return tuple(put(b, r, first, axis=2) for put, b, r in zip(write, buffers, rows, strict=True))
 
-    return KVCache(move(cache.keys, new.keys), move(cache.values, new.values), cache.length + num_committed)
+    keys, values = move(cache.keys, new.keys), move(cache.values, new.values)
+    return KVCache(keys, values, cache.length + num_committed, cache.capacity)
 
 
 def _zero_known_after(x: Array) -> Int[Array, "B"]:
@@ -97,13 +141,17 @@ def keep_idle(num_committed: Int[Array, "B"], before: Any, after: Any) -> Any:
     return jax.tree.map(one, before, after)
 
 
-def grow(cache: KVCache, capacity: int) -> KVCache:
-    """The same cache with room for `capacity` slots; outside of jit each old buffer is freed as its copy is made."""
+def grow(cache: KVCache, capacity: int, slots: Sequence[int] | None = None) -> KVCache:
+    """The same cache with room for `capacity` tokens a row, in layers of so many slots; None: none is a ring.
 
-    def pad(buffer: Array) -> Array:
-        return pad_to(buffer, capacity, axis=2)
+    Outside of jit each old buffer is freed as its copy is made.
+    """
+    sizes = [capacity] * len(cache.keys) if slots is None else slots
 
-    return KVCache(tuple(map(pad, cache.keys)), tuple(map(pad, cache.values)), cache.length)
+    def pad(buffers: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(b if b.shape[2] == n else pad_to(b, n, axis=2) for b, n in zip(buffers, sizes, strict=True))
+
+    return KVCache(pad(cache.keys), pad(cache.values), cache.length, capacity)
 
 
 def pad_to(buffer: Array, size: int, axis: int, value: int = 0) -> Array:

@@ -215,7 +215,7 @@ def read_chunk(
         aux_layers=aux_layers,
         active=active,
     )
-    cache = commit(before, output.new_kv, None, jnp.zeros(batch, jnp.int32), after=output.hidden, start=start)
+    cache = commit(before, output.new_kv, None, jnp.zeros(batch, jnp.int32), output.hidden, start, active)
     return output, dataclasses.replace(cache, length=jnp.minimum(num_read, start + num).astype(jnp.int32))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 def attend(query, new, new_mask, cached, seen, scale, softcap) -> np.ndarray:
     """As `hsd_jax.kernels.attention.attend`; a query that sees nothing gives zeros."""
-    batch, groups, num, width = query.shape
+    batch, groups, num, _ = query.shape
     per_node = num // new_mask.shape[1]
     out = np.zeros(query.shape)
     for b, g, i in np.ndindex(batch, groups, num):

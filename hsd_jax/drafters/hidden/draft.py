@@ -128,7 +128,8 @@ def _unread(
 ) -> HiddenState:
     """The state before a prompt is read; one of a single token leaves nothing to read but its embedding."""
     batch = len(length)
-    cache = cache_lib.empty_cache(config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, cache_dtype)
+    slots = (capacity,) * config.num_layers
+    cache = cache_lib.empty_cache(slots, batch, config.num_kv_heads, config.head_dim, cache_dtype)
     root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
     return HiddenState(
         cache,

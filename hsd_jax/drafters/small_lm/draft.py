@@ -63,8 +63,8 @@ def small_lm_drafter(
     depth, grower = tree.depth, Grower(tree, scheme, config.vocab_size)
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        sizes = config.num_layers, len(length), config.num_kv_heads, capacity, config.head_dim
-        cache = cache_lib.empty_cache(*sizes, cache_dtype)
+        slots = (capacity,) * config.num_layers
+        cache = cache_lib.empty_cache(slots, len(length), config.num_kv_heads, config.head_dim, cache_dtype)
         root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
         pending = jnp.pad(root, ((0, 0), (0, MAX_PENDING - 1)))
         return SmallLMState(cache, pending, jnp.ones_like(length))
