@@ -22,7 +22,7 @@ from hsd_jax.infer import decode, sampling
 from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
-from hsd_jax.kernels import attention, native, ops, program, triton
+from hsd_jax.kernels import attention, check, native, ops, program, triton
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.cache import empty_cache
 from hsd_jax.models.packing import pack
@@ -255,3 +255,19 @@ def test_rings_decode_what_whole_caches_do(monkeypatch, backend):
     with native.compiled_for("gpu"), attention.using(backend), triton.enabled(True, interpret=True):
         monkeypatch.setattr(decode.triton, "enabled", lambda on: contextlib.nullcontext())
         np.testing.assert_array_equal(run(), wanted)
+
+
+def test_kernels_that_differ_are_left_aside_with_a_warning(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    differences = check.differences(interpret=True)
+    assert max(differences.values()) < check.MOST and len(differences) == 5
+    for broken, said in (({"attention": 0.5}, "differ from XLA: attention by 0.5"), (None, "do not run here")):
+        check._agree.cache_clear()
+        monkeypatch.setattr(check, "differences", lambda broken=broken: dict(broken))
+        with pytest.warns(UserWarning, match=said):
+            assert not check.gpu_kernels_agree()
+        assert not check.gpu_kernels_agree()  # asked once, said once
+    monkeypatch.setenv(check.VARIABLE, "none")
+    with pytest.raises(ValueError, match="HSD_GPU_KERNELS='none': allowed are on and off"):
+        check.gpu_kernels_agree()
+    check._agree.cache_clear()

@@ -25,6 +25,7 @@ from hsd_jax.infer.plain import make_block
 from hsd_jax.infer.step import Step
 from hsd_jax.infer.worth import first_control
 from hsd_jax.kernels import native, program, triton
+from hsd_jax.kernels.check import gpu_kernels_agree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import read_chunk
 from hsd_jax.types import NO_TOKEN, DecodeState, DecodeStats, Drafter, Limits, ModelOutput, SamplingParams
@@ -248,7 +249,8 @@ def _traced_with(precision: str | None, use_native: bool, mesh: Mesh | None, fun
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
         context = contextlib.nullcontext() if precision is None else jax.default_matmul_precision(precision)
-        kernels = native.enabled(use_native and mesh is None), triton.enabled(use_native)
+        on_gpu = use_native and gpu_kernels_agree()
+        kernels = native.enabled(use_native and mesh is None), triton.enabled(on_gpu)
         with context, program.on_mesh(mesh), kernels[0], kernels[1]:
             return function(*args, **kwargs)
 

@@ -134,8 +134,8 @@ def visible(slots: Array, first: Array, last: Array, num_slots: int) -> Array:
 def by_xla(query, new, new_mask, cached, seen, scale, softcap):
     """Plain products over blocks of slots, of which only those are read that somebody sees; on a GPU over all slots."""
     first, last = (widen(x[:, :, None], query) for x in seen)
-    num_slots = cached[0].shape[2]
-    step = SLOTS_AT_ONCE.get(traced_platform(), num_slots)
+    num_slots: int = cached[0].shape[2]
+    step: int = SLOTS_AT_ONCE.get(traced_platform(), num_slots)
     step = step if num_slots % step == 0 else num_slots
 
     def add(block, found: Partial) -> Partial:

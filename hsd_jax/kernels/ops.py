@@ -180,8 +180,9 @@ def top_k(
     num_shards = program.shards("model", x.shape[-1])
     if num_shards == 1:
         rows = x if native.traced_platform() == "cpu" else x.reshape(-1, x.shape[-1])
-        found = tuple(y.reshape(*x.shape[:-1], k) for y in lax.top_k(rows, k))
-        return *found, jax.nn.logsumexp(x, axis=-1, keepdims=True)
+        best, index = lax.top_k(rows, k)
+        total = jax.nn.logsumexp(x, axis=-1, keepdims=True)
+        return best.reshape(*x.shape[:-1], k), index.reshape(*x.shape[:-1], k), total
     rows = x.reshape(-1, x.shape[-1])
     parts = program.placed(rows.reshape(rows.shape[0], num_shards, -1), "data", "model", None)
     best, at = lax.top_k(parts, min(k, parts.shape[-1]))
@@ -192,4 +193,5 @@ def top_k(
     best, place = lax.top_k(best.reshape(len(rows), -1), k)
     index = jnp.take_along_axis(lax.bitcast_convert_type(at, jnp.int32).reshape(len(rows), -1), place, 1)
     total = jax.nn.logsumexp(total[..., 0], axis=-1, keepdims=True)
-    return *(y.reshape(*x.shape[:-1], k) for y in (best, index)), total.reshape(*x.shape[:-1], 1)
+    leading = x.shape[:-1]
+    return best.reshape(*leading, k), index.reshape(*leading, k), total.reshape(*leading, 1)

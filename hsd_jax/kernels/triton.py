@@ -180,8 +180,9 @@ def attend(query, new, new_mask, cached, seen, scale: float, softcap: float | No
     """
 
     def both(query, new_keys, new_values, new_mask, keys, values, first, last):
-        parts = _splits(query, (new_keys, new_values), new_mask, (keys, values), first, last, scale, softcap)
-        return _merged(*parts, query.dtype)
+        new = new_keys, new_values
+        outs, tops, totals = _splits(query, new, new_mask, (keys, values), first, last, scale, softcap)
+        return _merged(outs, tops, totals, query.dtype)
 
     heads, rows = ("data", "model", None, None), ("data", None)
     ins = [heads, heads, heads, ("data", None, None), heads, heads, rows, rows]
@@ -268,7 +269,8 @@ def _flash(
                 plgpu.load(x.at[at, :], mask=is_node[:, None], other=0.0) for x in (new_keys_ref, new_values_ref)
             )
             is_pair = is_row[:, None] & is_node[None, :]
-            return add(*entries, plgpu.load(mask_ref.at[take, at], mask=is_pair, other=0) != 0, found)
+            visible = plgpu.load(mask_ref.at[take, at], mask=is_pair, other=0) != 0
+            return add(entries[0], entries[1], visible, found)
 
         return lax.fori_loop(0, pl.cdiv(num_new, block_k), block, found)
 

@@ -1,0 +1,81 @@
+"""Whether the GPU kernels compute on this machine what XLA does: asked once, before a program uses them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hsd_jax.kernels import attention, ops, triton
+
+VARIABLE = "HSD_GPU_KERNELS"
+"""Environment variable: "off" leaves everything to XLA."""
+MOST = 0.02
+"""Largest difference from XLA, of values around 1 in bfloat16, that counts as the same."""
+
+
+def gpu_kernels_agree() -> bool:
+    """Whether programs may use `triton.py`. Where it computes something else, or nothing, a warning says so, once.
+
+    Raises:
+      ValueError: if HSD_GPU_KERNELS is neither "on" nor "off".
+    """
+    wanted = os.environ.get(VARIABLE, "on")
+    if wanted not in ("on", "off"):
+        raise ValueError(f"{VARIABLE}={wanted!r}: allowed are on and off")
+    return wanted == "on" and (jax.default_backend() != "gpu" or _agree())
+
+
+@functools.cache
+def _agree() -> bool:
+    try:
+        with jax.ensure_compile_time_eval():
+            found = differences()
+    except Exception as error:  # whatever a compiler or a driver raises, XLA does the work
+        warnings.warn(f"GPU kernels do not run here ({error}); XLA does their work", stacklevel=4)
+        return False
+    wrong = [f"{name} by {value:.2g}" for name, value in found.items() if not value <= MOST]
+    if wrong:
+        warnings.warn(f"GPU kernels differ from XLA: {', '.join(wrong)}; XLA does their work", stacklevel=4)
+    return not wrong
+
+
+def differences(interpret: bool = False) -> dict[str, float]:
+    """The largest difference from XLA of each kernel, on numbers around 1.
+
+    Args:
+      interpret: as in `triton.enabled`.
+    """
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    x, weight = normal(3, 5, 192), normal(192)
+    joint, angles = normal(2, 5, 2, 6, 64), normal(2, 5, 32)
+    table = jnp.concatenate([jnp.cos(angles)] * 2, -1), jnp.concatenate([-jnp.sin(angles), jnp.sin(angles)], -1)
+    entries = [normal(2, 2, n, 64).astype(jnp.bfloat16) for n in (5, 5, 512, 512)]
+    last = jnp.broadcast_to(jnp.array([[500], [70]], jnp.int32), (2, 5))
+    seen = jnp.maximum(last - 300, 0), last
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((5, 5), bool)), (2, 5, 5))
+    rest = (entries[0], entries[1]), mask, (entries[2], entries[3]), seen, 0.125, 30.0
+
+    with triton.enabled(True, interpret):
+        normed = ops.rms_norm(x, weight, 1e-5)
+        query, key, value = triton.rope(joint, table, jnp.bfloat16)
+        attended = attention.by_triton(query, *rest)
+    with triton.enabled(False):
+        rotated = ops.apply_rope(joint[:, :, :, :5].reshape(2, 5, 10, 64), table).reshape(2, 5, 2, 5, 64)
+        heads = rotated.transpose(0, 2, 1, 3, 4)
+        pairs = {
+            "rms_norm": (normed, ops.rms_norm(x, weight, 1e-5)),
+            "rope, queries": (query, heads[:, :, :, :4].reshape(2, 2, 20, 64)),
+            "rope, keys": (key, heads[:, :, :, 4]),
+            "rope, values": (value, joint[:, :, :, 5].transpose(0, 2, 1, 3)),
+            "attention": (attended, attention.by_xla(query.astype(jnp.float32), *rest)),
+        }
+    return {name: float(jnp.max(jnp.abs(a.astype(jnp.float32) - b))) for name, (a, b) in pairs.items()}
