@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -39,8 +40,8 @@ def pack(weights: Weights, config: Any, num_shards: int = 1) -> Weights:
     return walk(weights)
 
 
-def _joined(parts: list[dict[str, Array]], join: Any) -> dict[str, Array]:
-    return {name: join([part[name] for part in parts]) for name in parts[0]}
+def _joined(parts: list[dict[str, Any]], join: Any) -> dict[str, Any]:
+    return jax.tree.map(lambda *arrays: join(list(arrays)), *parts)  # of a kernel in 8 bits its scales too
 
 
 def _by_group(parts: list[Array], groups: int) -> Array:
