@@ -41,11 +41,11 @@ class Int8:
 
     def __getitem__(self, rows: Array) -> Int8:
         """Some of the rows."""
-        return self.replace(values=self.values[rows], scale=self.scale[rows])
+        return Int8(self.values[rows], self.scale[rows], self.float_name)
 
 
-Kernel = Float[Array, "out in"] | Int8
-"""A weight of a product, however it is held."""
+Kernel = Float[Array, "_ _"] | Int8
+"""A weight [out, in] of a product, however it is held."""
 
 
 def quantize(kernel: Float[Array, "out in"]) -> Int8:

@@ -2,8 +2,8 @@
 
 XLA's CPU product of a few rows packs the weights on every call; `cpu/rows_matmul.cc` does not, and it reads bfloat16
 and 8-bit weights without rounding the activations. `cpu/gated_mlp.cc` is the MLP in one call, `cpu/attend.cc`
-attention in one call a layer instead of ten (docs/LOG.md has the measurements). A row's bits depend on the row alone: not on how
-many rows stand beside it, nor on which tree verified it. Without a compiler, on another platform, or with
+attention in one call a layer instead of ten (docs/LOG.md has the measurements). A row's bits depend on the row alone:
+not on how many rows stand beside it, nor on which tree verified it. Without a compiler, on another platform, or with
 HSD_NATIVE_ISA=off, `ops` uses XLA, in float32.
 The kernels have no gradient and know no mesh, so they are switched on only while a decode loop is traced.
 """

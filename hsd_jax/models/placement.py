@@ -45,11 +45,15 @@ class Placement:
         is_multiplied = not native.is_emulated(dtype) or (self.mesh is None and native.available())
         return jnp.dtype(dtype if is_multiplied or not self.widens else jnp.float32)
 
-    def shardings(self, weights: Weights, heads: tuple[int, int]) -> dict[str, Sharding | None]:
-        """By dotted path where each weight lies, None: whole on the default device. Shapes are enough of `weights`."""
+    def shardings(self, weights: Weights, heads: tuple[int, int]) -> dict[str, Any]:
+        """The sharding of each weight by its dotted path, None: whole on the default device.
+
+        Args:
+          weights: their shapes are enough.
+        """
         if self.mesh is None:
             return dict.fromkeys(flatten_dict(weights, sep="."))
-        return flatten_dict(sharding_lib.weight_shardings(self.mesh, weights, *heads), sep=".")
+        return dict(flatten_dict(sharding_lib.weight_shardings(self.mesh, weights, *heads), sep="."))
 
     def quantized(self, weight: Array) -> Any:
         """A weight as it is held: a matrix in 8 bits, if that is wanted, each part where the whole was."""
@@ -100,6 +104,7 @@ def assemble(
         return jax.device_put(read((slice(None),) * len(shape)))
     parts, there = [], {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None  # as for no device that is addressable
         key = str(index)
         if key not in there:
             there[key] = read(index)
@@ -131,11 +136,12 @@ def _quantize(weight: Array) -> int8.Int8:
     if not isinstance(weight.sharding, NamedSharding):
         return jax.jit(int8.quantize)(weight)
     scales = NamedSharding(weight.sharding.mesh, PartitionSpec(weight.sharding.spec[0]))
-    out = int8.Int8(weight.sharding, scales, weight.dtype.name)
+    placed: Any = weight.sharding, scales
+    out = int8.Int8(*placed, weight.dtype.name)
     return jax.jit(int8.quantize, out_shardings=out)(weight)
 
 
-def _free_on_devices(devices: list[jax.Device]) -> int | None:
+def _free_on_devices(devices: list[Any]) -> int | None:
     """Bytes free on the fullest device; None where devices do not tell."""
     stats = [device.memory_stats() or {} for device in devices]
     if not all("bytes_limit" in stat for stat in stats):
@@ -144,7 +150,7 @@ def _free_on_devices(devices: list[jax.Device]) -> int | None:
 
 
 def _free_on_host(root: Path = Path("/")) -> int | None:
-    """Bytes that processes may still take, of the machine and of this container; None where the system does not tell."""
+    """Bytes that processes may still take, of machine and container; None where the system does not tell."""
     found = []
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
