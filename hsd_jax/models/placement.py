@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ class Placement:
             needed += count if self._is_quantized(weight) else count * weight.dtype.itemsize
             largest = max(largest, count * weight.dtype.itemsize)
         needed += largest if self.quantize else 0  # as floats first
-        devices = jax.local_devices()[:1] if self.mesh is None else list(self.mesh.local_devices)
+        devices = _devices(self.mesh)
         on_host = devices[0].platform == "cpu"
         needed *= len(devices) if on_host else 1
         free = _free_on_host() if on_host else _free_on_devices(devices)
@@ -136,9 +136,12 @@ def _quantize(weight: Array) -> int8.Int8:
     if not isinstance(weight.sharding, NamedSharding):
         return jax.jit(int8.quantize)(weight)
     scales = NamedSharding(weight.sharding.mesh, PartitionSpec(weight.sharding.spec[0]))
-    placed: Any = weight.sharding, scales
-    out = int8.Int8(*placed, weight.dtype.name)
+    out = int8.Int8(cast(Any, weight.sharding), cast(Any, scales), weight.dtype.name)
     return jax.jit(int8.quantize, out_shardings=out)(weight)
+
+
+def _devices(mesh: Mesh | None) -> list[Any]:
+    return jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
 
 
 def _free_on_devices(devices: list[Any]) -> int | None:
