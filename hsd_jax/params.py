@@ -127,7 +127,7 @@ def load(
       quantize: "int8" holds the target's matrices, embedding and LM head included, in 8 bits with a scale for each
         output: half the bytes of bfloat16. It is another target, near the one in the folder: speculative text is
         exactly that of plain decoding of the *quantized* target. A drafter trained for the target as it was drafts for
-        it. None: as stored.
+        it. Off the CPU kernels (`arithmetic` tells) a CPU widens the weights in every pass, which saves nothing.
       max_len: most tokens of a row, prompt included; None: what the model was made for.
       precision: "fast", or "exact": float32 weights and highest matmul precision, where speculative and plain text
         agree token for token.
