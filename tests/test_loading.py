@@ -22,8 +22,9 @@ from hsd_jax.drafters import files as drafter_files
 from hsd_jax.kernels import int8, native, ops
 from hsd_jax.models import convert, placement, tensor_files
 from hsd_jax.models.hf_config import format_config
+from hsd_jax.models.packing import pack
 from hsd_jax.models.placement import Placement
-from hsd_jax.models.target import init_target
+from hsd_jax.models.target import forward_sequence, init_target
 
 needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
 needs_kernels = pytest.mark.skipif(not native.available(), reason="needs the CPU kernels")
@@ -277,3 +278,13 @@ def test_quantized_targets_on_a_mesh(folders):
 def test_other_quantizations_are_refused(folders, wrong):
     with pytest.raises(ValueError, match=r"quantize=.*allowed are int8, or None"):
         load(folders, quantize=wrong)
+
+
+def test_packed_kernels_keep_their_8_bits(folders):
+    """Scales are packed as outputs are; the logits are those of the projections one by one."""
+    held = load(folders, quantize="int8", precision="exact")
+    joint = pack(held.target, held.target_config)
+    assert joint["layer_0"]["mlp"]["gate_up"]["kernel"].values.dtype == jnp.int8
+    row = jnp.arange(6)[None]
+    wanted, found = (forward_sequence(weights, held.target_config, row).logits for weights in (held.target, joint))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
