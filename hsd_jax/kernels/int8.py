@@ -44,8 +44,8 @@ class Int8:
         return Int8(self.values[rows], self.scale[rows], self.float_name)
 
 
-Kernel = Float[Array, "_ _"] | Int8
-"""A weight [out, in] of a product, however it is held."""
+Kernel = Float[Array, "..."] | Int8
+"""A weight [out, in] of a product, or packed [..., out, in], however it is held."""
 
 
 def quantize(kernel: Float[Array, "out in"]) -> Int8:
