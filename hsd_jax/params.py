@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import flax.struct
 import jax
@@ -23,7 +23,9 @@ from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import METHODS, method_of, parse
 from hsd_jax.kernels import native
+from hsd_jax.kernels.int8 import Int8
 from hsd_jax.models import convert, draft_vocab, packing
+from hsd_jax.models.placement import QUANTIZED, Placement
 from hsd_jax.settings import Within, fits, shown
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
@@ -54,7 +56,8 @@ class Params:
     """Of every `decode` that asks for none; None: chosen call by call (`plan.py`)."""
     mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
     dtype: str = flax.struct.field(pytree_node=False, default="float32")
-    """Of the target's weights. What they are held in may be wider (`held_dtype`): the numbers are the same."""
+    """Of the target's weights, "int8" if they are quantized. They may be held wider (`Placement.widens`): the numbers
+    are the same."""
     pair: tuple[str, str] | None = flax.struct.field(pytree_node=False, default=None)
     """Fingerprints of target and drafter, by which a record of `tune` is found; None, as when made by hand: none is."""
 
@@ -67,30 +70,25 @@ class Params:
         """Of the target's weights; of the drafter's configuration and weights."""
         if self.pair is not None:
             return self.pair
-        drafter = hashlib.sha256(repr(self.drafter_config).encode())
-        drafter.update(convert.weights_hash(self.drafter or {}).encode())
-        return convert.weights_hash(self.target), drafter.hexdigest()
+        return convert.weights_hash(self.target), drafter_hash(self.drafter_config, self.drafter)
+
+
+def drafter_hash(config: Any, weights: Weights | None) -> str:
+    """Fingerprint of a drafter's configuration and weights."""
+    digest = hashlib.sha256(repr(config).encode())
+    digest.update(convert.weights_hash(weights or {}).encode())
+    return digest.hexdigest()
 
 
 def describe_arithmetic(dtype: str, has_kernels: bool = True) -> str:
     """What a target with weights of this dtype is computed in on this machine."""
     if native.traced_platform() != "cpu":
-        return f"{dtype} weights and products, float32 sums"
+        products = "products in the dtype of the rest" if dtype in QUANTIZED else "and products"
+        return f"{dtype} weights{',' if dtype in QUANTIZED else ''} {products}, float32 sums"
     if has_kernels and native.available():
         return f"{dtype} weights, float32 activations and sums, {native.chosen_level()} kernels"
     why = "no CPU kernels on a mesh" if not has_kernels else "no CPU kernels"
     return f"{dtype} weights, multiplied in float32 by XLA ({why})"
-
-
-def held_dtype(dtype: Any, has_kernels: bool = True) -> Any:
-    """What weights of a dtype are kept in: float32 for bfloat16 on a CPU without kernels, which would widen them in
-    every pass.
-
-    Args:
-      has_kernels: False on a mesh, where the kernels are off.
-    """
-    is_multiplied = not native.is_emulated(dtype) or (has_kernels and native.available())
-    return dtype if is_multiplied else jnp.float32
 
 
 def fastest_dtype(has_kernels: bool = True) -> Any:
@@ -109,6 +107,7 @@ def load(
     target: str | Path | None = None,
     drafter: str | Path | Any | None = None,
     dtype: Any = None,
+    quantize: str | None = None,
     max_len: int | None = None,
     precision: str = "fast",
     mesh: str | Mesh | None = None,
@@ -124,13 +123,18 @@ def load(
         decodes plainly.
       dtype: of the target's weights: "float32", "bfloat16", or None, that of the checkpoint. Unless `precision` is
         "exact", a float32 target's drafter is in the fastest on this device: no text depends on what it guesses.
+      quantize: "int8" holds the target's matrices, embedding and LM head included, in 8 bits with a scale for each
+        output: half the bytes of bfloat16. It is another target, near the one in the folder: speculative text is
+        exactly that of plain decoding of the *quantized* target. A drafter trained for the target as it was drafts for
+        it. Off the CPU kernels (`arithmetic` tells) a CPU widens the weights in every pass, which saves nothing.
       max_len: most tokens of a row, prompt included; None: what the model was made for.
       precision: "fast", or "exact": float32 weights and highest matmul precision, where speculative and plain text
         agree token for token.
       mesh: "data=2,model=4" or a `jax.sharding.Mesh`: rows over data, weights over model.
       tree: draft tree of every `decode` that names none; None: each call chooses (`plan.py`).
     Raises:
-      FileNotFoundError, ValueError: naming the wrong value and what to do, before anything compiles.
+      FileNotFoundError, ValueError: naming the wrong value and what to do, before anything compiles; too little
+        memory for the weights, before any is read.
     """
     for argument, value in (("target", target), ("drafter", drafter)):
         if not isinstance(value, (str, os.PathLike, *WITHOUT_WEIGHTS, type(None))):
@@ -139,6 +143,8 @@ def load(
         raise ValueError('load() wants either a name, load("demo"), or load(target=FOLDER)')
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: allowed are {', '.join(PRECISIONS)}")
+    if quantize is not None and quantize not in QUANTIZED:
+        raise ValueError(f"quantize={shown(quantize)}: allowed are {', '.join(QUANTIZED)}, or None")
     if name is not None:
         if name != "demo":
             raise ValueError(f'load({name!r}): the only bundled name is "demo"; folders go into target=')
@@ -153,14 +159,14 @@ def load(
     longest = config.max_position
     if max_len is not None and not fits(Annotated[int, Within(2, longest)], max_len):
         raise ValueError(f"max_len={shown(max_len)}: allowed are 2 to {longest}, the model's max_position_embeddings")
-    weights = _held(convert.read_weights(target, config, weights_dtype), mesh is None)
+    weights = convert.read_weights(target, config, weights_dtype, Placement(mesh, True, quantize))
     tokenizer = Tokenizer.find(target)
-    drafter_config, drafter_weights = None, None
+    loaded, drafter_config, drafter_weights = None, None, None
     if drafter is not None:
         may_be_narrower = precision == "fast" and weights_dtype == jnp.float32
         drafter_dtype = fastest_dtype(mesh is None) if may_be_narrower else weights_dtype
-        drafter_config, drafter_weights = _load_drafter(drafter, config, weights, tokenizer, drafter_dtype)
-        drafter_weights = _held(drafter_weights, mesh is None)
+        loaded = Loaded(config, weights, convert.stored_hash(target, config, weights_dtype), tokenizer)
+        drafter_config, drafter_weights = _load_drafter(drafter, loaded, drafter_dtype, Placement(mesh, True))
     eos = end_tokens(target, config, tokenizer)
     params = Params(
         weights,
@@ -173,15 +179,10 @@ def load(
         precision,
         tree,
         mesh,
-        jnp.dtype(weights_dtype).name,
+        quantize or jnp.dtype(weights_dtype).name,
+        None if loaded is None else (loaded.hash, drafter_hash(drafter_config, drafter_weights)),
     )
-    if drafter is not None:
-        params = dataclasses.replace(params, pair=params.fingerprints())
     return place(params, mesh)
-
-
-def _held(weights: Weights, has_kernels: bool) -> Weights:
-    return jax.tree.map(lambda x: x.astype(held_dtype(x.dtype, has_kernels)), weights)
 
 
 def default_tree(config: Any) -> TreeConfig:
@@ -189,9 +190,17 @@ def default_tree(config: Any) -> TreeConfig:
     return method_of(config).default_tree(config)
 
 
-def _load_drafter(
-    drafter: Any, config: ModelConfig, weights: Weights, tokenizer: Tokenizer | None, dtype: Any
-) -> tuple[Any, Weights]:
+class Loaded(NamedTuple):
+    """A target that a drafter is loaded for."""
+
+    config: ModelConfig
+    weights: Weights
+    hash: str
+    """Of the weights in its files, whatever they were quantized to."""
+    tokenizer: Tokenizer | None
+
+
+def _load_drafter(drafter: Any, target: Loaded, dtype: Any, placement: Placement) -> tuple[Any, Weights]:
     """A drafter of any kind for a target, checked against it."""
     if isinstance(drafter, str):
         drafter = parse(drafter) or Path(drafter)
@@ -200,16 +209,16 @@ def _load_drafter(
     folder = Path(drafter)
     if (folder / "config.json").is_file() and not (folder / drafter_files.DRAFTER_CONFIG).is_file():
         (load_foreign,) = (method.load for method in METHODS.values() if method.load is not None)
-        return load_foreign(folder, config, tokenizer, dtype)
-    drafter_config, drafter_weights = drafter_files.read_drafter(folder, dtype)
-    drafter_files.check_drafter(drafter_config, config, convert.weights_hash(weights))
-    return drafter_config, _with_head(drafter_weights, weights, config)
+        return load_foreign(folder, target.config, target.tokenizer, dtype, placement)
+    drafter_config, drafter_weights = drafter_files.read_drafter(folder, dtype, placement)
+    drafter_files.check_drafter(drafter_config, target.config, target.hash)
+    return drafter_config, _with_head(drafter_weights, target.weights, target.config)
 
 
 def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
     """A drafter that has what `draft_vocab.attach` adds, in its own dtype."""
     attached = draft_vocab.attach(drafter, drafter.get("draft_to_target"), target, config)
-    if "head" not in attached:
+    if "head" not in attached or isinstance(attached["head"], Int8):
         return attached
     return {**attached, "head": attached["head"].astype(drafter["output_norm"]["weight"].dtype)}
 

@@ -261,7 +261,7 @@ def choose(model: CostModel, batch: int, context: int, temperature: float) -> Pl
 def _cost_model(params: Params) -> CostModel:
     assert params.drafter_config is not None
     weights = (x for x in jax.tree.leaves(params.drafter) if jnp.issubdtype(x.dtype, jnp.floating))
-    sizes = params.target["embedding"].dtype.itemsize, next((x.dtype.itemsize for x in weights), 4)
+    sizes = jax.tree.leaves(params.target["embedding"])[0].dtype.itemsize, next((x.dtype.itemsize for x in weights), 4)
     return CostModel(params.target_config, params.drafter_config, rates_here(params.mesh is None), *sizes)
 
 

@@ -174,7 +174,8 @@ def prepare(
     tokens = np.zeros((len(rows), capacity), np.int32)
     for i, ids in enumerate(rows):
         tokens[i, : len(ids)] = ids
-    per_row = SamplingParams(*(jnp.asarray(np.pad(x, (0, fill), mode="edge")) for x in settings))
+    temperature, top_k, top_p = (jnp.asarray(np.pad(x, (0, fill), mode="edge")) for x in settings)
+    per_row = SamplingParams(temperature, top_k, top_p)
     if traced_platform() != "cpu":
         per_row = dataclasses.replace(per_row, all_greedy=bool((settings[0] == 0.0).all()))
     keys = row_keys([*seeds, *[(0, 0)] * fill])

@@ -100,9 +100,9 @@ def weight_shardings(mesh: Mesh, weights: Any, num_heads: int, num_kv_heads: int
     units = {"heads": num_heads, "kv_heads": num_kv_heads}
 
     def one(path, leaf):
-        names = ["", *(str(getattr(p, "key", p)) for p in path)]
+        names = ["", *(p.key for p in path if isinstance(p, jax.tree_util.DictKey))]
         axes = WEIGHT_AXES.get((names[-2], names[-1])) or WEIGHT_AXES.get(("", names[-1])) or (None,) * leaf.ndim
-        return _sharding(mesh, leaf.shape, axes, units)
+        return _sharding(mesh, leaf.shape, axes[: leaf.ndim], units)  # scales lie as the outputs of their kernel
 
     return jax.tree_util.tree_map_with_path(one, weights)
 

@@ -20,6 +20,7 @@ from hsd_jax import params as params_lib
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.models import convert
+from hsd_jax.models.placement import Placement
 from hsd_jax.request import _decoder, _seeds, rule_and_scheme
 from hsd_jax.types import NO_TOKEN, DrawScheme
 
@@ -402,7 +403,7 @@ def test_load_without_drafter_or_tokenizer(folders):
 def test_dtypes_of_weights(folders):
     both = {"target": folders / "ids", "drafter": folders / "drafter"}
     loaded = hsd_jax.load(**both, dtype=jnp.bfloat16)
-    assert {x.dtype for x in jax.tree.leaves(loaded)} == {jnp.dtype(params_lib.held_dtype(jnp.bfloat16))}
+    assert {x.dtype for x in jax.tree.leaves(loaded)} == {Placement(widens=True).held_dtype(jnp.bfloat16)}
     assert loaded.dtype == "bfloat16" and "bfloat16 weights" in loaded.arithmetic
     exact = hsd_jax.load(**both, precision="exact")
     assert {x.dtype for x in jax.tree.leaves(exact)} == {jnp.dtype(jnp.float32)}

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from hsd_jax.kernels import native, ops
-from hsd_jax.params import describe_arithmetic, held_dtype
+from hsd_jax.models.placement import Placement
+from hsd_jax.params import describe_arithmetic
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def test_a_processor_without_vectors_has_no_kernels(asked, monkeypatch):
 def test_off_says_so_and_holds_bfloat16_wider(asked):
     assert asked("off") == "off"
     assert describe_arithmetic("bfloat16") == "bfloat16 weights, multiplied in float32 by XLA (no CPU kernels)"
-    assert held_dtype(jnp.dtype("bfloat16")) == jnp.float32
+    assert Placement(widens=True).held_dtype(jnp.dtype("bfloat16")) == jnp.float32
     assert native.is_emulated(jnp.bfloat16)  # on every CPU: rows of XLA's matrix units are not invariant
 
 

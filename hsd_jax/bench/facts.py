@@ -30,13 +30,14 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 def _target(folder: Path) -> dict[str, Any]:
     config = convert.read_config(folder)
-    weights = convert.read_weights(folder, config)
-    tokenizer = Tokenizer.find(folder)
     dtype = convert.weights_dtype(folder)
+    weights = convert.read_weights(folder, config, dtype)
+    tokenizer = Tokenizer.find(folder)
     return {
         "kind": "target",
         "dtype": dtype,
         "computed in": describe_arithmetic(dtype),
+        "with int8": describe_arithmetic("int8"),
         **to_dict(config),
         "parameters": f"{model_record(weights)['parameters']:,}",
         "eos": ", ".join(map(str, convert.read_eos(folder))) or "none",

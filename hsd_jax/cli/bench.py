@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plain_variants:
         drafter = args.drafter if args.demo else None
         ways += against_plain.plain_variants(
-            params, lambda dtype: options.load_params(args, dtype=dtype, drafter=drafter)
+            params, lambda dtype: options.load_params(args, dtype=dtype, quantize=None, drafter=drafter)
         )
     modes = [Mode(f"plain {params.dtype}", params), *ways]
     options.say(f"{len(found)} prompts, {', '.join(m.name for m in modes)}")

@@ -126,9 +126,10 @@ def add_mesh_argument(group: Group) -> None:
 
 
 def add_dtype_argument(group: Group) -> None:
-    """Declares --dtype."""
+    """Declares --dtype and --quantize."""
     what = "of the target's weights (default: that of the checkpoint)"
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help=what)
+    group.add_argument("--quantize", choices=("int8",), help="8 bits a weight: another target, near the one of DIR")
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = None) -> None:
@@ -244,7 +245,7 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
             f"{params_lib.DEMO}: the bundled demo models are missing from this installation; reinstall hsd_jax from a"
             " complete checkout, or use --target DIR --drafter DIR"
         )
-    names = ("target", "drafter", "dtype", "max_len", "precision", "mesh")
+    names = ("target", "drafter", "dtype", "quantize", "max_len", "precision", "mesh")
     return hsd_jax.load("demo" if args.demo else None, **{name: getattr(args, name) for name in names} | changes)
 
 

@@ -18,6 +18,7 @@ from hsd_jax.files import write_json
 from hsd_jax.models.convert import check_num_layers, shapes_of
 from hsd_jax.models.draft_vocab import checked_ids
 from hsd_jax.models.hf_config import read_json
+from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.tensor_files import checked_dtype, load_tree, open_all, store_tree
 from hsd_jax.settings import shown
 from hsd_jax.types import Weights
@@ -68,9 +69,12 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
     return from_dict(trained[kind], values, str(path))
 
 
-def read_drafter(folder: str | Path, dtype: Any = "float32") -> tuple[DrafterConfig, Weights]:
-    """What `save_drafter` wrote, weights in `dtype`. Before it drafts from a reduced draft vocabulary,
-    `draft_vocab.attach` the head.
+def read_drafter(
+    folder: str | Path, dtype: Any = "float32", placement: Placement = HERE
+) -> tuple[DrafterConfig, Weights]:
+    """What `save_drafter` wrote, weights in `dtype`, placed as by `convert.read_weights`.
+
+    Before it drafts from a reduced draft vocabulary, `draft_vocab.attach` the head.
 
     Raises:
       FileNotFoundError: if one of the two files is missing.
@@ -88,7 +92,8 @@ def read_drafter(folder: str | Path, dtype: Any = "float32") -> tuple[DrafterCon
         check_num_layers(getattr(config, "num_layers", 1), stored, folder, DRAFTER_CONFIG)
         shapes = _shapes(config)
         names = {path: path for path in shapes}
-        weights = load_tree(stored, names, shapes, dtype, folder, DRAFTER_CONFIG, ids=(_DRAFT_TO_TARGET,))
+        heads = getattr(config, "num_heads", 1), getattr(config, "num_kv_heads", 1)
+        weights = load_tree(stored, names, shapes, dtype, folder, DRAFTER_CONFIG, (_DRAFT_TO_TARGET,), placement, heads)
     if config.reduced_vocab_size is not None:
         checked_ids(
             weights[_DRAFT_TO_TARGET], config.vocab_size, f"{folder / DRAFTER_FILE}: tensor {_DRAFT_TO_TARGET!r}"

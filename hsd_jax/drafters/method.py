@@ -47,7 +47,7 @@ class Method(NamedTuple):
     parse: Callable[[str], Any] | None = None
     """`parse(name)`: the configuration that a name like "lookup:4" stands for, None for any other; without weights."""
     load: Callable[..., tuple[Any, Weights]] | None = None
-    """`load(folder, target_config, tokenizer, dtype)`: a drafter from a folder that is none of ours."""
+    """`load(folder, target_config, tokenizer, dtype, placement)`: a drafter from a folder that is none of ours."""
     token_information: TokenInformation | None = None
     stages: Callable[..., Any] | None = None
     """`stages(target_config, config, tree, distribution)`: the parts of drafting, for profiles. None: it is timed as a

@@ -1,9 +1,9 @@
 """Optional CPU kernels for the products, attention and draws of a decode, built on first use by the machine's compiler.
 
 XLA's CPU product of a few rows packs the weights on every call; `cpu/rows_matmul.cc` does not, and it reads bfloat16
-weights without rounding the activations. `cpu/gated_mlp.cc` is the MLP in one call, `cpu/attend.cc` attention in
-one call a layer instead of ten (docs/LOG.md has the measurements). A row's bits depend on the row alone: not on how
-many rows stand beside it, nor on which tree verified it. Without a compiler, on another platform, or with
+and 8-bit weights without rounding the activations. `cpu/gated_mlp.cc` is the MLP in one call, `cpu/attend.cc`
+attention in one call a layer instead of ten (docs/LOG.md has the measurements). A row's bits depend on the row alone:
+not on how many rows stand beside it, nor on which tree verified it. Without a compiler, on another platform, or with
 HSD_NATIVE_ISA=off, `ops` uses XLA, in float32.
 The kernels have no gradient and know no mesh, so they are switched on only while a decode loop is traced.
 """
@@ -33,6 +33,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from hsd_jax.files import user_cache
 from hsd_jax.kernels.build import verified, write_with_checksum
+from hsd_jax.kernels.int8 import Int8, Kernel
 
 FOLDER = Path(__file__).parent / "cpu"
 SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("rows_matmul", "gated_mlp", "attend", "rows", "random_bits"))
@@ -129,7 +130,7 @@ def is_on() -> bool:
     return _level.get() != OFF
 
 
-def applies(kernel: Array) -> bool:
+def applies(kernel: Kernel) -> bool:
     """Whether a product traced here and now goes to the kernels."""
     return is_on() and kernel.dtype in (jnp.float32, jnp.bfloat16)
 
@@ -187,26 +188,33 @@ def _flags(num_rows: int) -> Bool[Array, "_"]:
     return active.reshape(num_rows)
 
 
-def rows_matmul(x: Float[Array, "N in"], kernels: tuple[Array, ...]) -> list[Float[Array, "N out"]]:
+def _operands(*kernels: Kernel) -> list[Array]:
+    """Kernels as a call takes them: behind one in 8 bits stand its scales."""
+    parts = [(k.values, k.scale) if isinstance(k, Int8) else (k,) for k in kernels]
+    return [array for part in parts for array in part]
+
+
+def rows_matmul(x: Float[Array, "N in"], kernels: tuple[Kernel, ...]) -> list[Float[Array, "N out"]]:
     """`x @ kernel.T` for each kernel, in float32 arithmetic, in one call.
 
     A row's result is the same to the bit for any number of rows; rows that are not active (`only`) are zeros.
     """
     outs = [jax.ShapeDtypeStruct((x.shape[0], kernel.shape[0]), jnp.float32) for kernel in kernels]
-    return list(_call("rows_matmul", outs)(x.astype(jnp.float32), _flags(len(x)), *kernels))
+    return list(_call("rows_matmul", outs)(x.astype(jnp.float32), _flags(len(x)), *_operands(*kernels)))
 
 
 def gated_mlp(
     x: Float[Array, "N H"],
-    gate: Float[Array, "I H"],
-    up: Float[Array, "I H"],
-    down: Float[Array, "H I"],
+    gate: Float[Array, "I H"] | Int8,
+    up: Float[Array, "I H"] | Int8,
+    down: Float[Array, "H I"] | Int8,
     *,
     is_gelu: bool,
 ) -> Float[Array, "N H"]:
     """`ops.gated_mlp` in float32 arithmetic, in one call; rows as in `rows_matmul`."""
     out = jax.ShapeDtypeStruct((x.shape[0], down.shape[0]), jnp.float32)
-    return _call("gated_mlp", out)(x.astype(jnp.float32), _flags(len(x)), gate, up, down, is_gelu=is_gelu)
+    operands = _operands(gate, up, down)
+    return _call("gated_mlp", out)(x.astype(jnp.float32), _flags(len(x)), *operands, is_gelu=is_gelu)
 
 
 def attend_applies(query: Array, cached: tuple[Array, Array]) -> bool:

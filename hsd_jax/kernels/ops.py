@@ -1,8 +1,8 @@
 """The operations of a pass and of a draw, each where it runs best: our CPU kernels where they are on, else XLA.
 
 Kernels are stored [out, in] as in Hugging Face files, which is also the layout XLA multiplies fastest for a few rows
-on CPU. Activations are float32; a product runs in the dtype of its kernel and accumulates in float32. Read next:
-`native.py`, the binding of the CPU kernels.
+on CPU. Activations are float32; a product runs in the dtype of its kernel and accumulates in float32. A kernel in 8
+bits (`int8.py`) is made float on its way into the product. Read next: `native.py`, the binding of the CPU kernels.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.kernels import attention, native, program, triton
+from hsd_jax.kernels.int8 import Int8, Kernel
 from hsd_jax.types import INVALID_TOKEN
 
 
-def matmul(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float[Array, "... out"]:
+def matmul(x: Float[Array, "... in"], kernel: Kernel) -> Float[Array, "... out"]:
     """`x @ kernel.T` with float32 accumulation; in the kernel's dtype where the device multiplies that."""
     return matmuls(x, (kernel,))[0]
 
 
-def matmuls(x: Float[Array, "... in"], kernels: tuple[Array, ...]) -> list[Array]:
+def matmuls(x: Float[Array, "... in"], kernels: tuple[Kernel, ...]) -> list[Array]:
     """The products of one input with several kernels: one call where the CPU kernels apply.
 
     Where they do not, a kernel may have several axes before the last: [..., *out].
@@ -34,7 +35,9 @@ def matmuls(x: Float[Array, "... in"], kernels: tuple[Array, ...]) -> list[Array
         products = native.rows_matmul(x.reshape(num_rows, x.shape[-1]), kernels)
         return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in products]
 
-    def one(kernel: Array) -> Array:
+    def one(kernel: Kernel) -> Array:
+        if isinstance(kernel, Int8):
+            return one(kernel.values.astype(kernel.dtype)) * kernel.scale
         if native.is_emulated(kernel.dtype):
             kernel = kernel.astype(jnp.float32)
         return lax.dot_general(
@@ -52,9 +55,9 @@ def activate(x: Float[Array, "..."], name: str) -> Float[Array, "..."]:
 
 def gated_mlp(
     x: Float[Array, "... H"],
-    gate: Float[Array, "I H"],
-    up: Float[Array, "I H"],
-    down: Float[Array, "H I"],
+    gate: Float[Array, "I H"] | Int8,
+    up: Float[Array, "I H"] | Int8,
+    down: Float[Array, "H I"] | Int8,
     activation: str,
 ) -> Float[Array, "... H"]:
     """`down . (activate(gate . x) * (up . x))`."""
@@ -65,12 +68,15 @@ def gated_mlp(
     return matmul(activate(gated, activation) * raised, down)
 
 
-def rows_of(table: Float[Array, "V H"], index: Int[Array, "..."]) -> Float[Array, "... H"]:
+def rows_of(table: Kernel, index: Int[Array, "..."]) -> Float[Array, "... H"]:
     """`table[index]` in float32.
 
     On a CPU XLA gathers no bfloat16: it would widen the whole table, at every call of the decode loop. So bits are
     gathered, where nothing asks for a gradient.
     """
+    if isinstance(table, Int8):
+        rows = table[index]
+        return rows.values.astype(jnp.float32) * rows.scale[..., None]
     if table.dtype != jnp.bfloat16 or not native.is_on():
         return table[index].astype(jnp.float32)
     bits = lax.bitcast_convert_type(table, jnp.uint16)[index]

@@ -265,9 +265,8 @@ def _flash(
     def over_nodes(found):
         def block(i, found):
             at, is_node = pl.ds(i * block_k, block_k), i * block_k + jnp.arange(block_k) < num_new
-            entries = (
-                plgpu.load(x.at[at, :], mask=is_node[:, None], other=0.0) for x in (new_keys_ref, new_values_ref)
-            )
+            refs = new_keys_ref, new_values_ref
+            entries = [plgpu.load(x.at[at, :], mask=is_node[:, None], other=0.0) for x in refs]
             is_pair = is_row[:, None] & is_node[None, :]
             visible = plgpu.load(mask_ref.at[take, at], mask=is_pair, other=0) != 0
             return add(entries[0], entries[1], visible, found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ from flax.traverse_util import flatten_dict
 from hsd_jax.config import ModelConfig
 from hsd_jax.files import write_json
 from hsd_jax.models.hf_config import format_config, read_config, read_json
+from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import (
     Stored,
+    are_equal,
     checked_dtype,
     load_tree,
     open_all,
-    read_array,
+    sample,
     store_tree,
     stored_dtype,
 )
@@ -42,6 +45,7 @@ __all__ = [
     "read_weights",
     "save_target",
     "shapes_of",
+    "stored_hash",
     "weights_dtype",
     "weights_hash",
 ]
@@ -53,7 +57,6 @@ _PREFIXES = ("model.", "language_model.")
 _TEXT = ("layers.", "embed_tokens.", "norm.", "lm_head.")
 """How the tensors of the text model begin, without prefixes; a vision tower's begin otherwise and are left out."""
 _HASH_SAMPLES = 4096
-"""Of a form of reuse that is no more: folders written before may hold them, and the drafter drafts without."""
 
 _MODULES = {
     "attn.q": "self_attn.q_proj",
@@ -85,33 +88,58 @@ def weights_dtype(folder: str | Path) -> str:
         return stored_dtype(open_all(_weight_files(Path(folder)), stack))
 
 
-def read_weights(folder: str | Path, config: ModelConfig, dtype: Any = "float32") -> Weights:
+def read_weights(
+    folder: str | Path, config: ModelConfig, dtype: Any = "float32", placement: Placement = HERE
+) -> Weights:
     """A target's weights from `model.safetensors` or its shards, in `dtype`, in the tree of `init_target`.
 
     Names may stand with or without the prefixes `model.` and `language_model.`; a tied checkpoint may hold the
     embedding as `embed_tokens`, as `lm_head` or as both.
 
+    Args:
+      placement: where the weights are to lie. Each device is sent its own slices, one tensor at a time.
     Raises:
       FileNotFoundError: if the folder or one of its weight files is missing.
       ValueError: naming file and tensor, for a damaged file, pickles, a missing, unexpected or misshapen tensor,
-        a dtype that is no float, NaN or infinity.
+        a dtype that is no float, NaN or infinity; too little memory, before anything is read.
     """
     dtype, folder = checked_dtype(dtype), Path(folder)
     with contextlib.ExitStack() as stack:
-        stored: dict[str, Stored] = {}
-        for tensor in open_all(_weight_files(folder), stack):
-            name = _bare_name(tensor.name)
-            if not name.startswith(_TEXT) or name.endswith("rotary_emb.inv_freq"):
-                continue
-            if name in stored:
-                raise ValueError(f"{tensor}: also stored as {stored[name]}; one of them must go")
-            stored[name] = tensor
-        if config.tie_embeddings:
-            _untie(stored)
+        stored = _open(folder, config, stack)
         check_num_layers(config.num_layers, stored, folder, "config.json")
         shapes = shapes_of(init_target, config)
         wanted = {path: _hf_name(path, config) for path in shapes}
-        return load_tree(stored, wanted, shapes, dtype, folder, "config.json")
+        heads = config.num_heads, config.num_kv_heads
+        return load_tree(stored, wanted, shapes, dtype, folder, "config.json", placement=placement, heads=heads)
+
+
+def stored_hash(folder: str | Path, config: ModelConfig, dtype: Any = "float32") -> str:
+    """`weights_hash` of what `read_weights` reads in this dtype, wherever it lies and in how many bits.
+
+    Takes its sample from the files, a few megabytes, which `read_weights` has found to be whole.
+    """
+    dtype = checked_dtype(dtype)
+    with contextlib.ExitStack() as stack:
+        stored = _open(Path(folder), config, stack)
+        return _hash(
+            (path, shape, sample(stored[_hf_name(path, config)], _stride(math.prod(shape)), dtype))
+            for path, shape in shapes_of(init_target, config).items()
+        )
+
+
+def _open(folder: Path, config: ModelConfig, stack: contextlib.ExitStack) -> dict[str, Stored]:
+    """The tensors of the text model by their names without prefixes, unread."""
+    stored: dict[str, Stored] = {}
+    for tensor in open_all(_weight_files(folder), stack):
+        name = _bare_name(tensor.name)
+        if not name.startswith(_TEXT) or name.endswith("rotary_emb.inv_freq"):
+            continue
+        if name in stored:
+            raise ValueError(f"{tensor}: also stored as {stored[name]}; one of them must go")
+        stored[name] = tensor
+    if config.tie_embeddings:
+        _untie(stored)
+    return stored
 
 
 def save_target(
@@ -172,16 +200,27 @@ def weights_hash(weights: Weights) -> str:
     gigabytes hash in seconds. Two targets that differ only between the samples hash alike; fine-tuning moves every
     tensor and is seen. Float16 storage rounds twice and may hash differently.
     """
-    digest = hashlib.sha256()
-    for path, array in sorted(flatten_dict(weights, sep=".").items()):
-        if isinstance(array, jax.Array) and array.platform() == "cpu":
+
+    def of(array: Any) -> tuple[tuple[int, ...], np.ndarray]:
+        if isinstance(array, jax.Array) and array.platform() == "cpu" and array.is_fully_addressable:
             array = np.asarray(array)  # else every shape compiles a gather
-        stride = -(-array.size // _HASH_SAMPLES) | 1  # odd: an even one can stay in a few columns
-        index = np.arange(0, array.size, stride)
+        index = np.arange(0, array.size, _stride(array.size))
         index = tuple(i.astype(np.int32) for i in np.unravel_index(index, array.shape))
-        sample = np.asarray(array[index]).astype(jnp.bfloat16)
-        digest.update(f"{path}{tuple(array.shape)}".encode())
-        digest.update(sample.view(np.uint16).astype("<u2").tobytes())
+        return tuple(array.shape), np.asarray(array[index])
+
+    flat: dict[str, Any] = flatten_dict(weights, sep=".")
+    return _hash((path, *of(array)) for path, weight in flat.items() for array in jax.tree.leaves(weight))
+
+
+def _stride(size: int) -> int:
+    return -(-size // _HASH_SAMPLES) | 1  # odd: an even one can stay in a few columns
+
+
+def _hash(samples: Iterable[tuple[str, tuple[int, ...], np.ndarray]]) -> str:
+    digest = hashlib.sha256()
+    for path, shape, numbers in sorted(samples, key=lambda one: one[:2]):
+        digest.update(f"{path}{shape}".encode())
+        digest.update(numbers.astype(jnp.bfloat16).view(np.uint16).astype("<u2").tobytes())
     return digest.hexdigest()
 
 
@@ -251,7 +290,7 @@ def _untie(stored: dict[str, Stored]) -> None:
     if head is None:
         return
     embedding = stored.setdefault("embed_tokens.weight", head)
-    if embedding is not head and not np.array_equal(read_array(embedding), read_array(head)):
+    if embedding is not head and not are_equal(embedding, head):
         raise ValueError(
             f"{head}: differs from {embedding.name!r}, though the model is tied; set tie_word_embeddings to false in"
             " config.json"

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import RopeConfig
 from hsd_jax.kernels import triton
+from hsd_jax.kernels.int8 import Kernel
 from hsd_jax.kernels.ops import activate, apply_rope, attend, gated_mlp, matmuls, rms_norm, rounded
 from hsd_jax.models.cache import take_nodes
 
@@ -29,7 +30,7 @@ class Weight(nn.Module):
     init_std: float | None = None
 
     @nn.compact
-    def __call__(self) -> tuple[Array, Array | None]:
+    def __call__(self) -> tuple[Kernel, Array | None]:
         std = self.in_features**-0.5 if self.init_std is None else self.init_std
         out = (self.out_features,) if isinstance(self.out_features, int) else self.out_features
         kernel = self.param("kernel", nn.initializers.normal(std), (*out, self.in_features))

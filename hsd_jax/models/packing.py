@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -53,7 +54,7 @@ def _repeated(node: dict, groups: int, times: int) -> dict:
         heads = x.reshape(groups, -1, *x.shape[1:])
         return jnp.repeat(heads, times, axis=0).reshape(-1, *x.shape[1:])
 
-    return {name: {k: repeat(x) for k, x in part.items()} if name in "kv" else part for name, part in node.items()}
+    return {name: jax.tree.map(repeat, part) if name in ("k", "v") else part for name, part in node.items()}
 
 
 def pack(weights: Weights, config: Any, num_shards: int = 1) -> Weights:
@@ -77,8 +78,8 @@ def pack(weights: Weights, config: Any, num_shards: int = 1) -> Weights:
     return _mapped(weights, join)
 
 
-def _joined(parts: list[dict[str, Array]], join: Any) -> dict[str, Array]:
-    return {name: join([part[name] for part in parts]) for name in parts[0]}
+def _joined(parts: list[dict[str, Any]], join: Any) -> dict[str, Any]:
+    return jax.tree.map(lambda *arrays: join(list(arrays)), *parts)  # of a kernel in 8 bits its scales too
 
 
 def _by_group(parts: list[Array], groups: int) -> Array:

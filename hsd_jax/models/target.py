@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import FULL, SLIDING, ModelConfig
 from hsd_jax.kernels import native
+from hsd_jax.kernels.int8 import Kernel
 from hsd_jax.kernels.ops import matmul, rows_of
 from hsd_jax.models.cache import commit
 from hsd_jax.models.layers import Block, RMSNorm, rope_table
@@ -98,7 +99,7 @@ def masks_within(
     return new_mask, (first, last if active is None else jnp.where(active, last, 0))
 
 
-def head_rows(weights: Weights, config: ModelConfig) -> Float[Array, "V H"]:
+def head_rows(weights: Weights, config: ModelConfig) -> Kernel:
     """The weights of the LM head, a row for each token."""
     return weights["embedding" if config.tie_embeddings else "head"]
 
@@ -108,9 +109,7 @@ def lm_head(weights: Weights, config: ModelConfig, hidden: Float[Array, "... H"]
     return logits_of_rows(head_rows(weights, config), config, hidden)
 
 
-def logits_of_rows(
-    rows: Float[Array, "V H"], config: ModelConfig, hidden: Float[Array, "... H"]
-) -> Float[Array, "... V"]:
+def logits_of_rows(rows: Kernel, config: ModelConfig, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
     """`lm_head` for the tokens of some rows of the head."""
     logits = matmul(hidden, rows)
     if config.logit_softcap is not None:

@@ -1,16 +1,19 @@
 """Trees of weights in safetensors files: opening, checking, reading, and writing whole or not at all.
 
-Every name and shape is checked before a number is read, and every number before it is used. Knows files and dotted
-paths, no models. Read next: `convert.py`.
+Every name and shape is checked before a number is read, and every number before it is used. A tensor goes from its file
+to where it will lie, slice by slice. Knows files and dotted paths, no models. Read next: `placement.py`, `convert.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -18,12 +21,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from hsd_jax.files import replacing
+from hsd_jax.models.placement import HERE, Placement, all_finite, assemble
 from hsd_jax.types import Weights
 
 DTYPES = ("float32", "bfloat16", "float16")
 """What weights may be held and stored in."""
-_READABLE = ("F64", "F32", "BF16", "F16")
+_READABLE = {"F64": np.float64, "F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16}
 _IDS = "I32"
+_ROWS_BYTES = 64 << 20
+"""Of a slice that is read in a go, about: what the host holds besides the weights themselves."""
 
 
 class Stored(NamedTuple):
@@ -72,21 +78,72 @@ def stored_dtype(tensors: Iterable[Stored]) -> str:
     return "bfloat16" if kinds == {"BF16"} else "float32"
 
 
-def read_array(tensor: Stored, allowed: tuple[str, ...] = _READABLE) -> np.ndarray:
-    """Reads one tensor, of a floating dtype only unless `allowed` says otherwise."""
-    kind = tensor.handle.get_slice(tensor.name).get_dtype()
-    if kind not in allowed:
-        raise ValueError(f"{tensor}: found dtype {kind}, expected one of {', '.join(allowed)}")
-    return tensor.handle.get_tensor(tensor.name)
+def _rows(tensor: Stored, index: tuple[slice, ...] = ()) -> Iterator[np.ndarray]:
+    """A slice of a tensor in blocks of rows. The file is mapped anew, so that pages read before do not add up."""
+    with safe_open(tensor.file, framework="np") as handle:
+        part = handle.get_slice(tensor.name)
+        shape = part.get_shape()
+        first, *rest = [
+            slice(*s.indices(n)) for s, n in zip((*index, *[slice(None)] * len(shape)), shape, strict=False)
+        ]
+        step = max(_ROWS_BYTES // (8 * int(np.prod(shape[1:], dtype=np.int64)) or 1), 1)
+        for row in range(first.start, first.stop, step):
+            yield part[tuple([slice(row, min(row + step, first.stop)), *rest])]
+
+
+def are_equal(one: Stored, other: Stored) -> bool:
+    """Whether two tensors hold the same numbers."""
+    shapes = [tensor.handle.get_slice(tensor.name).get_shape() for tensor in (one, other)]
+    return shapes[0] == shapes[1] and all(np.array_equal(a, b) for a, b in zip(_rows(one), _rows(other), strict=True))
+
+
+def _read(tensor: Stored, index: tuple[slice, ...], dtype: np.dtype, held_dtype: np.dtype) -> np.ndarray:
+    """A slice of a tensor, rounded to `dtype` and held in another, from the start of a cache line on.
+
+    There jax takes an array of the host for one of a CPU device without a copy.
+    """
+    shape = tensor.handle.get_slice(tensor.name).get_shape()
+    shape = [len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)]
+    size = int(np.prod(shape)) * held_dtype.itemsize
+    room = np.empty(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    out, at = room[start : start + size].view(held_dtype).reshape(shape), 0
+    for rows in _rows(tensor, index):
+        with np.errstate(over="ignore"):  # an overflow is found by who checks
+            out[at : at + len(rows)] = rows.astype(dtype, copy=False)
+        at += len(rows)
+    return out
+
+
+def _check_finite(is_finite: bool, dtype: np.dtype, where: str) -> None:
+    if not is_finite:
+        raise ValueError(f"{where}: holds NaN or infinity in {dtype.name}, expected finite numbers; the file is damaged"
+                         " or its numbers need a wider dtype")  # fmt: skip
 
 
 def _cast(array: Any, dtype: np.dtype, where: str) -> np.ndarray:
     with np.errstate(over="ignore"):  # an overflow is reported below
         cast = np.asarray(array).astype(dtype)
-    if not np.isfinite(cast).all():
-        raise ValueError(f"{where}: holds NaN or infinity in {dtype.name}, expected finite numbers; the file is damaged"
-                         " or its numbers need a wider dtype")  # fmt: skip
+    _check_finite(bool(np.isfinite(cast).all()), dtype, where)
     return np.ascontiguousarray(cast)
+
+
+@functools.lru_cache(maxsize=64)
+def _starts(file: Path, size: int, changed: int) -> dict[str, int]:
+    """Where the numbers of each tensor of a file begin; size and time of change keep the answer fresh."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    return {name: 8 + length + facts["data_offsets"][0] for name, facts in header.items() if name != "__metadata__"}
+
+
+def sample(tensor: Stored, stride: int, dtype: np.dtype) -> np.ndarray:
+    """Every `stride`-th number of a tensor in `dtype`; the others are not read."""
+    facts = tensor.handle.get_slice(tensor.name)
+    about = tensor.file.stat()
+    start = _starts(tensor.file, about.st_size, about.st_mtime_ns)[tensor.name]
+    size = int(np.prod(facts.get_shape()))
+    return np.memmap(tensor.file, _READABLE[facts.get_dtype()], "r", start, size)[::stride].astype(dtype)
 
 
 def _check_names(found: Iterable[str], expected: Iterable[str], where: str, config: str) -> None:
@@ -120,22 +177,36 @@ def load_tree(
     folder: Path,
     config: str,
     ids: tuple[str, ...] = (),
+    placement: Placement = HERE,
+    heads: tuple[int, int] = (1, 1),
 ) -> Weights:
     """The tensors `wanted` (our path -> stored name) as a nested tree; all shapes are checked before any is read.
 
     Args:
       ids: paths that hold token ids, int32 whatever `dtype` is.
+      heads: query heads and key/value heads, which a mesh never cuts in two.
     """
     _check_names(stored, wanted.values(), str(folder), config)
     for path, name in wanted.items():
         tensor = stored[name]
-        _check_shape(tensor.handle.get_slice(tensor.name).get_shape(), shapes[path], str(tensor), config)
-    arrays = {}
+        facts = tensor.handle.get_slice(tensor.name)
+        _check_shape(facts.get_shape(), shapes[path], str(tensor), config)
+        allowed = (_IDS,) if path in ids else _READABLE
+        if facts.get_dtype() not in allowed:
+            raise ValueError(f"{tensor}: found dtype {facts.get_dtype()}, expected one of {', '.join(allowed)}")
+    held = placement.held_dtype(dtype)
+    kinds = {path: (jnp.dtype(jnp.int32),) * 2 if path in ids else (dtype, held) for path in wanted}
+    floats = unflatten_dict({path: jax.ShapeDtypeStruct(shapes[path], kinds[path][1]) for path in wanted}, sep=".")
+    placement.check_room(floats, heads, str(folder))
+    shardings = placement.shardings(floats, heads)
+    arrays, checks = {}, {}
     for path, name in wanted.items():
-        if path in ids:
-            arrays[path] = jnp.asarray(read_array(stored[name], (_IDS,)))
-        else:
-            arrays[path] = jnp.asarray(_cast(read_array(stored[name]), dtype, str(stored[name])))
+        read = functools.partial(_read, stored[name], dtype=kinds[path][0], held_dtype=kinds[path][1])
+        array = assemble(shapes[path], shardings[path], read)
+        checks[path] = all_finite(array)
+        arrays[path] = placement.quantized(array)
+    for path, is_finite in checks.items():
+        _check_finite(bool(is_finite), dtype, str(stored[wanted[path]]))
     return unflatten_dict(arrays, sep=".")
 
 

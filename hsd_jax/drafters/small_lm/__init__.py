@@ -10,6 +10,7 @@ from hsd_jax.drafters.method import Method
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.small_lm.draft import small_lm_drafter
 from hsd_jax.models import convert
+from hsd_jax.models.placement import Placement
 from hsd_jax.types import Weights
 
 DEFAULT_CHAIN = TreeConfig(nodes=5, depth=4, width=1)
@@ -23,7 +24,9 @@ def drafting_seconds(costs: Any, config: SmallLMConfig, batch: int, tree: TreeCo
     return tree.depth * one
 
 
-def load(folder: Path, target: ModelConfig, tokenizer: Any, dtype: Any) -> tuple[SmallLMConfig, Weights]:
+def load(
+    folder: Path, target: ModelConfig, tokenizer: Any, dtype: Any, placement: Placement
+) -> tuple[SmallLMConfig, Weights]:
     """Any target folder whose vocabulary is the target's.
 
     Args:
@@ -38,7 +41,7 @@ def load(folder: Path, target: ModelConfig, tokenizer: Any, dtype: Any) -> tuple
             f"{folder}: a small_lm drafter of {config.vocab_size} tokens for a target of {target.vocab_size}: both"
             " must have the same vocabulary, token by token"
         )
-    return config, convert.read_weights(folder, config, dtype)
+    return config, convert.read_weights(folder, config, dtype, placement)
 
 
 SMALL_LM = Method(

@@ -49,15 +49,15 @@ static void Hidden(const float* gate, const float* up, int64_t first, int64_t la
 
 using Floats = ffi::Buffer<ffi::F32, 2>;
 
-static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED> flags, ffi::AnyBuffer gate_weights,
-                           ffi::AnyBuffer up_weights, ffi::AnyBuffer down_weights, ffi::Result<Floats> y,
-                           bool is_gelu) {
+static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED> flags, ffi::RemainingArgs weights,
+                           ffi::Result<Floats> y, bool is_gelu) {
   int64_t rows = x.dimensions()[0], k = x.dimensions()[1], num_flags = flags.element_count();
   Matrix gate, up, down;
-  if (!AsMatrix(gate_weights, k, &gate) || !AsMatrix(up_weights, k, &up) || up.o != gate.o ||
-      !AsMatrix(down_weights, gate.o, &down) || y->dimensions()[0] != rows || y->dimensions()[1] != down.o ||
+  size_t next = 0;
+  if (!NextMatrix(weights, &next, k, &gate) || !NextMatrix(weights, &next, k, &up) || up.o != gate.o ||
+      !NextMatrix(weights, &next, gate.o, &down) || y->dimensions()[0] != rows || y->dimensions()[1] != down.o ||
       (num_flags != 0 && num_flags != rows))
-    return ffi::Error::InvalidArgument("gated_mlp: weights must be [out, in] in float32 or bfloat16, and fit together");
+    return ffi::Error::InvalidArgument("gated_mlp: weights must be [out, in], float32, bfloat16 or scaled int8, and fit");
   int64_t width = gate.o;
   if (k < 1 || width < 1) return ffi::Error::InvalidArgument("gated_mlp: rows of no width");
   int64_t threads = Threads(pool);
@@ -100,8 +100,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGatedMlp, GatedMlp,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Floats>()
                                   .Arg<ffi::Buffer<ffi::PRED>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<Floats>()
                                   .Attr<bool>("is_gelu"));

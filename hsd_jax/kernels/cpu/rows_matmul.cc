@@ -1,5 +1,5 @@
-// y_i = x . W_i^T for the rows of x [N, K] that count and several weights W_i [O_i, K] in float32 or bfloat16, float32
-// inside.
+// y_i = x . W_i^T for the rows of x [N, K] that count and several weights W_i [O_i, K] in float32, bfloat16 or 8 bits
+// with a scale an output, float32 inside.
 //
 // XLA's CPU product packs the weights for every call, which costs more than the product itself when N is 2 to 32.
 // This one streams every weight once for 64 rows, which stay in the near caches.
@@ -26,13 +26,11 @@ static ffi::Error RowsMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi:
   std::vector<Shard> shards;
   bool any_bf16 = false, any_f32 = false;
   int64_t bytes = 0, output = 0;
-  for (size_t i = 0; i < weights.size(); i++) {
-    auto w = weights.get<ffi::AnyBuffer>(i);
+  for (size_t i = 0, next = 0; i < results.size(); i++) {
     auto y = results.get<ffi::AnyBuffer>(i);
-    if (w.has_error() || y.has_error()) return ffi::Error::InvalidArgument("rows_matmul: bad buffer");
     Matrix matrix;
-    if (!AsMatrix(*w, k, &matrix))
-      return ffi::Error::InvalidArgument("rows_matmul: weights must be [out, in] in float32 or bfloat16");
+    if (y.has_error() || !NextMatrix(weights, &next, k, &matrix))
+      return ffi::Error::InvalidArgument("rows_matmul: weights must be [out, in] in float32, bfloat16 or scaled int8");
     any_bf16 |= matrix.is_bf16;
     any_f32 |= !matrix.is_bf16;
     products.push_back({matrix, static_cast<float*>((*y)->untyped_data())});

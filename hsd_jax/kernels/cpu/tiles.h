@@ -65,6 +65,18 @@ static inline Word Words(const uint16_t* p) {
 }
 static inline Vec First(const uint16_t* p) { return (Vec)(Words(p) << 16); }
 static inline Vec Second(const uint16_t* p) { return (Vec)(Words(p) & 0xffff0000u); }
+static inline Vec First(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  Vec v;
+  for (int i = 0; i < kLanes; i++) v[i] = p[i];
+  return v;
+#endif
+}
+static inline Vec Second(const int8_t* p) { return First(p + kLanes); }
 [[maybe_unused]] static void Deinterleave(const float* x, int64_t n, int64_t k, float* out) {
   for (int64_t b = 0; b < n; b++, x += k, out += k) {
     int64_t i = 0;
@@ -110,6 +122,7 @@ static inline float MulAdd(float a, float b, float c) {
 #endif
 }
 static inline float Scalar(float v) { return v; }
+static inline float Scalar(int8_t v) { return v; }
 static inline float Scalar(uint16_t v) {
   uint32_t bits = uint32_t(v) << 16;
   float f;
@@ -276,8 +289,9 @@ static void Outputs(const float* x, const W* w, float* y, int64_t n, int64_t k, 
 struct Matrix {
   const void* data;
   bool is_bf16;
+  const float* scale;  // of each output, if the weights are whole numbers in 8 bits
   int64_t o, k;
-  int64_t output() const { return k * (is_bf16 ? 2 : 4); }
+  int64_t output() const { return k * (scale ? 1 : is_bf16 ? 2 : 4); }
   int64_t bytes() const { return o * output(); }
 };
 struct Rows {
@@ -287,10 +301,11 @@ struct Rows {
 
 [[maybe_unused]] static void Outputs(const Rows& x, const Matrix& w, float* y, int64_t n, int64_t stride, int64_t first,
                                      int64_t last) {
-  if (w.is_bf16)
-    Outputs(x.paired, static_cast<const uint16_t*>(w.data), y, n, w.k, stride, first, last);
-  else
-    Outputs(x.plain, static_cast<const float*>(w.data), y, n, w.k, stride, first, last);
+  if (w.is_bf16) return Outputs(x.paired, static_cast<const uint16_t*>(w.data), y, n, w.k, stride, first, last);
+  if (!w.scale) return Outputs(x.plain, static_cast<const float*>(w.data), y, n, w.k, stride, first, last);
+  Outputs(x.plain, static_cast<const int8_t*>(w.data), y, n, w.k, stride, first, last);
+  for (int64_t b = 0; b < n; b++)
+    for (int64_t a = first; a < last; a++) y[b * stride + a] *= w.scale[a];
 }
 
 // Into how many pieces `bytes` of weights are cut, `output` of them an output: streams as long as can be, and a piece left
@@ -305,12 +320,17 @@ static int64_t Pieces(int64_t bytes, int64_t output, int64_t threads) {
 static int64_t CutAt(int64_t o, int64_t p, int64_t pieces) { return p == pieces ? o : o * p / pieces / kCut * kCut; }
 static int64_t Threads(const ffi::ThreadPool& pool) { return std::max<int64_t>(pool.num_threads(), 1); }
 
-// Whether a buffer holds weights of inputs of width k.
-static bool AsMatrix(const ffi::AnyBuffer& buffer, int64_t k, Matrix* matrix) {
-  bool is_bf16 = buffer.element_type() == ffi::BF16;
-  if ((!is_bf16 && buffer.element_type() != ffi::F32) || buffer.dimensions().size() != 2) return false;
-  *matrix = {buffer.untyped_data(), is_bf16, buffer.dimensions()[0], k};
-  return buffer.dimensions()[1] == k;
+// Takes the next weights, of inputs of width k, from the operands of a call; scales stand behind weights in 8 bits.
+[[maybe_unused]] static bool NextMatrix(const ffi::RemainingArgs& operands, size_t* next, int64_t k, Matrix* matrix) {
+  auto buffer = operands.get<ffi::AnyBuffer>((*next)++);
+  if (buffer.has_error() || buffer->dimensions().size() != 2 || buffer->dimensions()[1] != k) return false;
+  auto type = buffer->element_type();
+  *matrix = {buffer->untyped_data(), type == ffi::BF16, nullptr, buffer->dimensions()[0], k};
+  if (type != ffi::S8) return type == ffi::F32 || type == ffi::BF16;
+  auto scale = operands.get<ffi::Buffer<ffi::F32, 1>>((*next)++);
+  if (scale.has_error() || scale->dimensions()[0] != matrix->o) return false;
+  matrix->scale = scale->typed_data();
+  return true;
 }
 
 // Which rows of a pass count: the nodes of a tree that are worth a check, the tokens of a prompt that is shorter than its

@@ -1,0 +1,167 @@
+"""Where weights lie and in what: the device of each slice, the dtype, 8 bits or not, and whether there is room.
+
+A tensor is put together from the slices of its devices, so none ever holds more than its own. Read next:
+`tensor_files.py`, which reads the slices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array
+
+from hsd_jax import sharding as sharding_lib
+from hsd_jax.kernels import int8, native
+from hsd_jax.types import Weights
+
+QUANTIZED = ("int8",)
+"""What weights may be quantized to."""
+_BLOCK = 1 << 24
+"""Numbers that are looked at in a go on the host."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How loaded weights are to be held."""
+
+    mesh: Mesh | None = None
+    """None: the default device."""
+    widens: bool = False
+    """Whether bfloat16 is held as float32, number by number the same, where a CPU would widen it in every pass."""
+    quantize: str | None = None
+    """One of QUANTIZED: the matrices, embedding and LM head among them. Norms and biases stay."""
+
+    def held_dtype(self, dtype: Any) -> np.dtype:
+        """What weights of a dtype are kept in: float32 for bfloat16 on a CPU without kernels, if that is wanted."""
+        is_multiplied = not native.is_emulated(dtype) or (self.mesh is None and native.available())
+        return jnp.dtype(dtype if is_multiplied or not self.widens else jnp.float32)
+
+    def shardings(self, weights: Weights, heads: tuple[int, int]) -> dict[str, Any]:
+        """The sharding of each weight by its dotted path, None: whole on the default device.
+
+        Args:
+          weights: their shapes are enough.
+        """
+        if self.mesh is None:
+            return dict.fromkeys(flatten_dict(weights, sep="."))
+        return dict(flatten_dict(sharding_lib.weight_shardings(self.mesh, weights, *heads), sep="."))
+
+    def quantized(self, weight: Array) -> Any:
+        """A weight as it is held: a matrix in 8 bits, if that is wanted, each part where the whole was."""
+        if not self._is_quantized(weight):
+            return weight
+        return jax.block_until_ready(_quantize(weight))  # one at a time: the next would need room for floats too
+
+    def _is_quantized(self, weight: Array | jax.ShapeDtypeStruct) -> bool:
+        return self.quantize is not None and weight.ndim == 2 and jnp.issubdtype(weight.dtype, jnp.floating)
+
+    def check_room(self, floats: Weights, heads: tuple[int, int], what: str) -> None:
+        """Refuses weights that will not fit, before any is read.
+
+        Args:
+          floats: shapes and dtypes, before they are quantized.
+        Raises:
+          ValueError: with the bytes needed and free on a device, or on the host if that holds them.
+        """
+        shardings, largest, needed = self.shardings(floats, heads), 0, 0
+        weights: dict[str, Any] = flatten_dict(floats, sep=".")
+        for path, weight in weights.items():
+            sharding = shardings[path]
+            count = math.prod(weight.shape if sharding is None else sharding.shard_shape(weight.shape))
+            needed += count if self._is_quantized(weight) else count * weight.dtype.itemsize
+            largest = max(largest, count * weight.dtype.itemsize)
+        needed += largest if self.quantize else 0  # as floats first
+        devices = _devices(self.mesh)
+        on_host = devices[0].platform == "cpu"
+        needed *= len(devices) if on_host else 1
+        free = _free_on_host() if on_host else _free_on_devices(devices)
+        if free is not None and needed > free:
+            where = "this machine" if on_host else f"each of {len(devices)} devices"
+            raise ValueError(
+                f"{what}: its weights need {needed / 1e9:.2f} GB ({needed} bytes) on {where}, where {free / 1e9:.2f} GB"
+                f' ({free} bytes) are free. Hold them in fewer bytes (dtype="bfloat16", quantize="int8")'
+                + ("" if on_host else ' or spread them over more devices (mesh="model=N")')
+            )
+
+
+HERE = Placement()
+
+
+def assemble(
+    shape: tuple[int, ...], sharding: Sharding | None, read: Callable[[tuple[slice, ...]], np.ndarray]
+) -> Array:
+    """An array from the slices of its devices, each read when its turn comes; what is replicated is read once."""
+    if sharding is None:
+        return jax.device_put(read((slice(None),) * len(shape)))
+    parts, there = [], {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None  # as for no device that is addressable
+        key = str(index)
+        if key not in there:
+            there[key] = read(index)
+        there[key] = jax.device_put(there[key], device)
+        parts.append(there[key])
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+def all_finite(weight: Array) -> Any:
+    """Whether no number is NaN or infinity, found where the numbers lie; of a device a flag that may be due yet."""
+    if weight.platform() != "cpu":
+        return _all_finite(weight)
+    return all(_is_finite_here(np.asarray(part.data)) for part in weight.addressable_shards if part.replica_id == 0)
+
+
+def _is_finite_here(numbers: np.ndarray) -> bool:
+    flat = numbers.reshape(-1)
+    if flat.dtype == jnp.bfloat16:  # numpy has no fast test of these: the exponent is all ones
+        flat = (flat.view(np.uint16) for flat in np.split(flat, range(_BLOCK, flat.size, _BLOCK)))
+        return all(not ((block & 0x7F80) == 0x7F80).any() for block in flat)
+    return all(np.isfinite(block).all() for block in np.split(flat, range(_BLOCK, flat.size, _BLOCK)))
+
+
+_all_finite = jax.jit(lambda weight: jnp.isfinite(weight).all())
+
+
+def _quantize(weight: Array) -> int8.Int8:
+    """`int8.quantize` on the devices that hold the weight; the scales of a row that is cut are one."""
+    if not isinstance(weight.sharding, NamedSharding):
+        return jax.jit(int8.quantize)(weight)
+    scales = NamedSharding(weight.sharding.mesh, PartitionSpec(weight.sharding.spec[0]))
+    out = int8.Int8(cast(Any, weight.sharding), cast(Any, scales), weight.dtype.name)
+    return jax.jit(int8.quantize, out_shardings=out)(weight)
+
+
+def _devices(mesh: Mesh | None) -> list[Any]:
+    return jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
+
+
+def _free_on_devices(devices: list[Any]) -> int | None:
+    """Bytes free on the fullest device; None where devices do not tell."""
+    stats = [device.memory_stats() or {} for device in devices]
+    if not all("bytes_limit" in stat for stat in stats):
+        return None
+    return min(stat["bytes_limit"] - stat.get("bytes_in_use", 0) for stat in stats)
+
+
+def _free_on_host(root: Path = Path("/")) -> int | None:
+    """Bytes that processes may still take, of machine and container; None where the system does not tell."""
+    found = []
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        group = root / "sys/fs/cgroup"
+        most, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        found += [int(most) - int(used) + int(stat["file"])] if most != "max" else []
+    except (OSError, KeyError, ValueError):
+        pass
+    return min(found, default=None)

@@ -1,0 +1,290 @@
+"""Weights on their way from the files to the devices: slices, memory, refusals, 8 bits."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import toy
+from safetensors.numpy import save_file
+
+import hsd_jax
+from hsd_jax import sharding
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.kernels import int8, native, ops
+from hsd_jax.models import convert, placement, tensor_files
+from hsd_jax.models.hf_config import format_config
+from hsd_jax.models.packing import pack
+from hsd_jax.models.placement import Placement
+from hsd_jax.models.target import forward_sequence, init_target
+
+needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
+needs_kernels = pytest.mark.skipif(not native.available(), reason="needs the CPU kernels")
+TREE = hsd_jax.TreeConfig(nodes=6, depth=2, width=2)
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]
+CALL = {"max_new_tokens": 10, "temperature": [0.0, 1.0, 0.8], "top_k": [None, None, 5], "top_p": 0.9, "seed": 3}
+
+
+def write_checkpoint(folder, config, dtype=np.float32, num_files: int = 1) -> dict[str, np.ndarray]:
+    """Random weights in a Hugging Face folder, in shards if `num_files` says so; returns them by our paths."""
+    folder.mkdir(exist_ok=True)
+    random = np.random.default_rng(0)
+    shapes = convert.shapes_of(init_target, config)
+    arrays = {path: (random.standard_normal(shape, np.float32) * 0.1).astype(dtype) for path, shape in shapes.items()}
+    stored = {convert._hf_name(path, config): array for path, array in arrays.items()}
+    if num_files == 1:
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        names = [f"model-{i:05d}-of-{num_files:05d}.safetensors" for i in range(1, num_files + 1)]
+        for i, name in enumerate(names):
+            save_file({key: stored[key] for key in list(stored)[i::num_files]}, folder / name)
+        places = {key: names[i % num_files] for i, key in enumerate(stored)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / "config.json").write_text(json.dumps(format_config(config) | {"eos_token_id": 7}))
+    return arrays
+
+
+def at(weights, path: str):
+    for name in path.split("."):
+        weights = weights[name]
+    return weights
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A pair whose sizes 8 devices can share."""
+    root = tmp_path_factory.mktemp("pair")
+    sizes = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 4, "intermediate_size": 32}
+    config = toy.target_config(vocab_size=32, num_layers=1, tie_embeddings=False, **sizes)
+    target = toy.make_target(config)
+    convert.save_target(root / "target", config, target, eos=(7,))
+    drafter_config = toy.drafter_config(config, target_hash=convert.weights_hash(target), **sizes)
+    drafter = toy.make_drafter(drafter_config, config, target)
+    drafter_files.save_drafter(root / "drafter", drafter_config, drafter)
+    return root
+
+
+def load(folders, **options) -> hsd_jax.Params:
+    return hsd_jax.load(target=folders / "target", drafter=folders / "drafter", tree=TREE, **options)
+
+
+def tokens(params, **options) -> list:
+    return hsd_jax.decode(params, PROMPTS, **CALL | options).tokens.tolist()
+
+
+@needs_devices
+@pytest.mark.slow
+def test_a_model_of_70b_goes_to_8_devices_in_slices(tmp_path, monkeypatch):
+    """Layers and heads of Llama-3-70B, tiny widths, three shards: no slice is larger than what its device keeps."""
+    widths = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "head_dim": 2}
+    config = toy.target_config(num_layers=80, num_heads=64, num_kv_heads=8, tie_embeddings=False, **widths)
+    arrays = write_checkpoint(tmp_path, config, num_files=3)
+    read, sizes = tensor_files._read, {}
+
+    def watched(tensor, index, **options):
+        found = read(tensor, index, **options)
+        sizes[tensor.name] = max(sizes.get(tensor.name, 0), found.size)
+        return found
+
+    monkeypatch.setattr(tensor_files, "_read", watched)
+    loaded = hsd_jax.load(target=tmp_path, mesh="model=8")
+    assert len(sizes) == len(arrays) == 9 * 80 + 3
+    for path, wanted in arrays.items():
+        found = at(loaded.target, path)
+        np.testing.assert_array_equal(found, wanted)
+        share = 8 if wanted.ndim == 2 else 1
+        assert {part.data.size for part in found.addressable_shards} == {wanted.size // share}
+        assert sizes[convert._hf_name(path, config)] == wanted.size // share
+    flat = jax.tree.map(np.asarray, loaded.target)
+    assert convert.stored_hash(tmp_path, config) == convert.weights_hash(flat)
+
+
+def test_a_tensor_is_read_in_blocks_of_rows(tmp_path, monkeypatch):
+    config = toy.target_config()
+    arrays = write_checkpoint(tmp_path, config)
+    monkeypatch.setattr(tensor_files, "_ROWS_BYTES", 3000)
+    weights = convert.read_weights(tmp_path, config)
+    for path, wanted in arrays.items():
+        np.testing.assert_array_equal(at(weights, path), wanted)
+
+
+MEMORY = """
+import resource, sys
+import jax, numpy as np
+import hsd_jax
+jax.block_until_ready(jax.numpy.ones(3) + 1)
+data = [line for line in open("/proc/self/status") if line.startswith("VmData")][0]
+resource.setrlimit(resource.RLIMIT_DATA, (int(data.split()[1]) * 1024 + int(sys.argv[2]),) * 2)
+params = hsd_jax.load(target=sys.argv[1])
+print(sum(x.nbytes for x in jax.tree.leaves(params.target)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
+def test_the_host_holds_little_besides_the_weights(tmp_path):
+    """300 MB, most of it in one tensor, load with 120 MB to spare; a copy of that tensor would need 230."""
+    config = toy.target_config(
+        vocab_size=56_000, hidden_size=2048, intermediate_size=4096, num_layers=1, num_heads=16, num_kv_heads=8,
+        head_dim=128, tie_embeddings=True, max_position=64,
+    )  # fmt: skip
+    arrays = write_checkpoint(tmp_path, config, ml_dtypes.bfloat16)
+    total = sum(array.nbytes for array in arrays.values())
+    assert total > 290e6 and arrays["embedding"].nbytes > 220e6
+    command = [sys.executable, "-c", MEMORY, str(tmp_path), str(total + 120_000_000)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) == total or not native.available()
+
+
+def test_weights_that_do_not_fit_are_refused_before_any_is_read(folders, monkeypatch):
+    monkeypatch.setattr(tensor_files, "_read", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(placement, "_free_on_host", lambda: 1000)
+    with pytest.raises(
+        ValueError, match=r"target: its weights need .* GB \(\d+ bytes\) on this machine, where .*1000 by"
+    ):
+        load(folders)
+    with pytest.raises(ValueError, match=r'dtype="bfloat16", quantize="int8"'):
+        load(folders, quantize="int8")
+
+
+@needs_devices
+def test_the_room_of_a_device_is_for_its_own_slices(folders, monkeypatch):
+    """A device that has room for an eighth and the norms is enough of a mesh of eight, and too little alone."""
+    config = convert.read_config(folders / "target")
+    shapes = convert.shapes_of(init_target, config)
+    floats = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
+    floats = tensor_files.unflatten_dict(floats, sep=".")
+    total = 4 * sum(map(math.prod, shapes.values()))
+    device = SimpleNamespace(
+        platform="gpu", memory_stats=lambda: {"bytes_limit": total // 4 + 100, "bytes_in_use": 100}
+    )
+    devices = [device]
+    monkeypatch.setattr(placement, "_devices", lambda _: devices)
+    with pytest.raises(ValueError, match=rf"\({total} bytes\) on each of 1 devices.*mesh=.model=N"):
+        Placement().check_room(floats, (8, 4), "here")
+    devices *= 8
+    Placement(sharding.make_mesh("model=8")).check_room(floats, (8, 4), "here")
+    devices[:] = [SimpleNamespace(platform="gpu", memory_stats=lambda: None)]
+    Placement().check_room(floats, (8, 4), "here")
+
+
+def test_free_memory_is_that_of_machine_and_container(tmp_path):
+    assert placement._free_on_host(tmp_path) is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:  5000 kB\n")
+    assert placement._free_on_host(tmp_path) == 5000 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    for name, text in [("memory.max", "900000\n"), ("memory.current", "500000"), ("memory.stat", "anon 1\nfile 2000")]:
+        (group / name).write_text(text)
+    assert placement._free_on_host(tmp_path) == 402_000
+    (group / "memory.max").write_text("max\n")
+    assert placement._free_on_host(tmp_path) == 5000 * 1024
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_are_found_on_host_and_device(dtype, wrong, monkeypatch):
+    monkeypatch.setattr(placement, "_BLOCK", 7)
+    fine = np.linspace(-3e4, 3e4, 30).reshape(5, 6).astype(dtype)
+    broken = fine.copy()
+    broken[3, 4] = wrong
+    for check in (placement._is_finite_here, placement._all_finite):
+        assert check(fine) and not check(broken)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_fingerprint_of_files_is_that_of_the_weights(tmp_path, dtype):
+    for tied in (True, False):
+        config = toy.target_config(vocab_size=300, tie_embeddings=tied)
+        write_checkpoint(tmp_path, config, jnp.dtype(dtype))
+        for held in ("float32", "bfloat16"):
+            weights = convert.read_weights(tmp_path, config, held)
+            assert convert.stored_hash(tmp_path, config, held) == convert.weights_hash(weights)
+
+
+def test_a_quantized_weight_is_the_nearest():
+    kernel = np.random.default_rng(0).normal(size=(5, 40)).astype(np.float32)
+    kernel[2] = 0
+    held = int8.quantize(jnp.asarray(kernel))
+    assert held.values.dtype == jnp.int8 and held.scale.dtype == jnp.float32 and held.dtype == jnp.float32
+    back = np.asarray(held.values, np.float32) * np.asarray(held.scale)[:, None]
+    assert (abs(back - kernel) <= np.asarray(held.scale)[:, None] * 0.5001).all()
+    assert abs(np.asarray(held.values))[[0, 1, 3, 4]].max(1).tolist() == [127] * 4 and not back[2].any()
+    np.testing.assert_array_equal(ops.rows_of(held, jnp.array([4, 0])), back[[4, 0]])
+    np.testing.assert_allclose(ops.matmul(jnp.asarray(kernel[:2]), held), kernel[:2] @ back.T, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_rows", [1, 5, 9, 70])
+def test_kernels_multiply_8_bits(num_rows):
+    """Beside kernels of other dtypes; widths that fill no vector; a row's bits do not depend on its neighbours."""
+    random = np.random.default_rng(num_rows)
+    x = jnp.asarray(random.normal(size=(num_rows, 70)), jnp.float32)
+    wide, narrow = (jnp.asarray(random.normal(size=(out, 70)) / 8, jnp.float32) for out in (130, 51))
+    kernels = int8.quantize(wide), narrow, narrow.astype(jnp.bfloat16), int8.quantize(narrow)
+    mlp = int8.quantize(wide), int8.quantize(wide[::-1]), int8.quantize(jnp.asarray(random.normal(size=(70, 130)) / 9))
+
+    def both(x):
+        return [*ops.matmuls(x, kernels), ops.gated_mlp(x, *mlp, "silu")]
+
+    def native_both(x):
+        with native.enabled(True):
+            return both(x)
+
+    found, alone = jax.jit(native_both)(x), jax.jit(native_both)(x[:1])
+    for one, first, wanted in zip(found, alone, jax.jit(both)(x), strict=True):
+        np.testing.assert_allclose(one, wanted, atol=2e-5)
+        np.testing.assert_array_equal(one[:1], first)
+
+
+def test_quantized_targets_speak_their_own_text_whatever_drafts(folders):
+    """Greedy, sampled and filtered rows; the drafter was trained for the target as it was and passes its check."""
+    whole, held = load(folders), load(folders, quantize="int8")
+    assert tokens(held) == tokens(held, speculate=False)
+    assert held.dtype == "int8" and "int8 weights" in held.arithmetic
+    assert held.pair[0] == whole.pair[0] == convert.weights_hash(whole.target) != convert.weights_hash(held.target)
+    matrices = [x for x in jax.tree.leaves(whole.target) if x.ndim == 2]
+    small = [x for x in jax.tree.leaves(held.target) if x.ndim == 2]
+    assert {x.dtype for x in small} == {jnp.dtype(jnp.int8)} and [x.shape for x in small] == [x.shape for x in matrices]
+    exact = load(folders, quantize="int8", precision="exact")
+    assert tokens(exact) == tokens(exact, speculate=False)
+    hot = hsd_jax.restrict(held, range(0, 32, 2))
+    assert tokens(hot) == tokens(held) and hot.drafter["head"].shape[0] == 16
+
+
+@needs_devices
+def test_quantized_targets_on_a_mesh(folders):
+    alone = load(folders, quantize="int8", precision="exact", mesh="data=1")
+    spread = load(folders, quantize="int8", precision="exact", mesh="data=2,model=4")
+    down = spread.target["layer_0"]["mlp"]["down"]["kernel"]
+    assert {part.data.shape[1] for part in down.values.addressable_shards} == {down.shape[1] // 4}
+    assert down.scale.is_fully_replicated and not spread.target["head"].scale.is_fully_replicated
+    for one, other in zip(jax.tree.leaves(alone.target), jax.tree.leaves(spread.target), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert tokens(alone) == tokens(spread)
+
+
+@pytest.mark.parametrize("wrong", ["int4", "INT8", 8, True])
+def test_other_quantizations_are_refused(folders, wrong):
+    with pytest.raises(ValueError, match=r"quantize=.*allowed are int8, or None"):
+        load(folders, quantize=wrong)
+
+
+def test_packed_kernels_keep_their_8_bits(folders):
+    """Scales are packed as outputs are; the logits are those of the projections one by one."""
+    held = load(folders, quantize="int8", precision="exact")
+    joint = pack(held.target, held.target_config)
+    assert joint["layer_0"]["mlp"]["gate_up"]["kernel"].values.dtype == jnp.int8
+    row = jnp.arange(6)[None]
+    wanted, found = (forward_sequence(weights, held.target_config, row).logits for weights in (held.target, joint))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
