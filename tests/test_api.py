@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
+from support import setups, toy
 
 import hsd_jax
 from hsd_jax import params as params_lib
@@ -78,7 +78,7 @@ def text_params(folders):
 @pytest.fixture(scope="module")
 def params():
     """The pair of the other tests, without a checkpoint: ids alone."""
-    setup = toy.setup("llama", "beam")
+    setup = setups.setup("llama", "beam")
     return hsd_jax.Params(
         setup.models["target"],
         setup.models["drafter"],
@@ -86,7 +86,7 @@ def params():
         setup.drafter_config,
         max_len=MAX_LEN,
         precision="exact",
-        tree=toy.TREES["beam"],
+        tree=setups.TREES["beam"],
     )
 
 
@@ -253,13 +253,13 @@ def test_sampled_text_is_that_of_plain_decoding(params):
 @pytest.mark.parametrize("speculate", [True, False])
 def test_nan_logits_name_their_row(speculate, temperature):
     """Of three rows that whose prompt ends with the one token whose embedding is NaN; nobody drafts or says it."""
-    setup = toy.setup("untied", "beam")
+    setup = setups.setup("untied", "beam")
     pair = hsd_jax.Params(
         setup.models["target"], setup.models["drafter"], setup.config, setup.drafter_config, max_len=MAX_LEN, tree=TREE
     )
-    pair = hsd_jax.restrict(pair, toy.DRAFT_TO_TARGET)
+    pair = hsd_jax.restrict(pair, setups.DRAFT_TO_TARGET)
     how = {"max_new_tokens": 8, "temperature": temperature, "speculate": speculate, "seed": [1, 2, 3]}
-    said = {*hsd_jax.decode(pair, [ONE] * 3, **how).tokens.ravel().tolist(), *ONE, *toy.DRAFT_TO_TARGET.tolist()}
+    said = {*hsd_jax.decode(pair, [ONE] * 3, **how).tokens.ravel().tolist(), *ONE, *setups.DRAFT_TO_TARGET.tolist()}
     token = next(token for token in range(toy.VOCAB) if token not in said)
     damaged = {**pair.target, "embedding": pair.target["embedding"].at[token].set(jnp.nan)}
     broken, prompts = pair.replace(target=damaged), [ONE, ONE, [2, token]]

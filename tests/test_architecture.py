@@ -238,3 +238,33 @@ def test_check_finds_fault(clean_package, check, file, code, expected):
     violations = check(clean_package)
     assert len(violations) == 1, violations
     assert expected in violations[0]
+
+
+TESTS = Path(__file__).resolve().parent
+SHARED = {"support", "oracles"}
+"""What tests may import of each other's folder."""
+
+
+def crossed_tests(tests: Path) -> list[str]:
+    """Test modules that another imports, and folders of tests that mirror none of the package."""
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    found = [f"{path.name}: no folder of the package" for path in tests.iterdir() if is_stray(path, rooms)]
+    for path in sorted(tests.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{path.name}: imports {name}" for name in names if re.search(r"(^|\.)test_", name)]
+    return found
+
+
+def is_stray(path: Path, rooms: set[str]) -> bool:
+    return path.is_dir() and path.name not in rooms | SHARED and any(path.glob("*.py"))
+
+
+def test_tests_mirror_the_package_and_share_through_support(tmp_path):
+    assert crossed_tests(TESTS) == []
+    for name, code in (("infer/test_one.py", "from test_two import x"), ("odd/test_two.py", ""), ("support/a.py", "")):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(code)
+    assert crossed_tests(tmp_path) == ["odd: no folder of the package", "test_one.py: imports test_two"]

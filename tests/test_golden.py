@@ -1,14 +1,14 @@
 """The bundled demo pair says today what it said when `golden.json` was written: no accidental change of either side.
 
-Float32 at highest precision. The file is made by `python -m tests.golden`.
+Float32 at highest precision. The file is made by `python -m tests.support.golden`.
 """
 
 from __future__ import annotations
 
 import json
 
-import golden
 import pytest
+from support import golden
 
 STORED = json.loads(golden.FILE.read_text())
 NAMES = [numbers["prompt"] for numbers in STORED["prompts"]]

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import toy
 from safetensors.numpy import save_file
+from support import toy
 
 import hsd_jax
 from hsd_jax import sharding

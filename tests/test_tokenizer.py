@@ -12,7 +12,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import toy
+from support import toy
 
 import hsd_jax
 from hsd_jax.models import convert

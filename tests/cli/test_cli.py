@@ -1,0 +1,516 @@
+"""The `hsd` program, run in this process on a tiny checkpoint with a tokenizer and a drafter."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import re
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.command_line import SHORT, TEXTS, TREE, both, hsd
+
+import hsd_jax
+from hsd_jax import params as params_lib
+from hsd_jax import programs
+from hsd_jax.cli import options
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.train import recipe
+
+COMMANDS = ["generate", "demo", "show", "tune", "bench", "identity", "info", "generate-data"]
+COMMANDS += ["bench compare", "bench ablate"]
+COMMANDS += [f"train {kind}" for kind in ("drafter", "target", "tokenizer", "restrict", "curves")]
+
+
+@pytest.mark.parametrize("command", ["", "train", *COMMANDS])
+def test_help_reads_and_exits_with_0(command, capsys):
+    assert hsd(*command.split(), "--help") == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: hsd {command}".rstrip())
+    if command not in ("", "train"):
+        assert "examples:\n  hsd " in text
+
+
+@pytest.mark.parametrize(
+    "kind, lines",
+    [
+        ("drafter", ["loss.anchors_per_row (int, 128): Random positions", "train.micro_batch (int, null)"]),
+        (
+            "target",
+            ["model.hidden_size (int, required)", "model.layer_types (list of str, [])", "data.loss_on (str, all)"],
+        ),
+    ],
+)
+def test_help_of_training_lists_the_keys_of_its_recipe(kind, lines, capsys):
+    assert hsd("train", kind, "--help") == 0
+    text = capsys.readouterr().out
+    for line in lines:
+        assert f"  {line}" in text
+    assert "vocab_size" in text if kind == "target" else "train.remat" not in text
+
+
+def test_help_does_not_wait_for_jax():
+    code = (
+        "import sys; from hsd_jax.cli.main import main; main(['--help']);"
+        "sys.exit(any(m in sys.modules for m in ('jax', 'flax', 'transformers')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout
+
+
+def test_generate_streams_the_text_of_decode(folders, capsys):
+    assert hsd("generate", *both(folders), *SHORT, *TREE, "the cat") == 0
+    streamed = capsys.readouterr()
+    assert "target passes, tau " in streamed.err
+    params = hsd_jax.load(target=folders.target)
+    assert streamed.out == hsd_jax.decode(params, "the cat", max_new_tokens=12).text[0] + "\n"
+
+
+def test_generate_prints_json_with_tokens(folders, capsys):
+    sampled = ["--temperature", "0.8", "--top-k", "20", "--top-p", "0.9", "--seed", "3"]
+    assert hsd("generate", *both(folders), *SHORT, *TREE, *sampled, "--json", "the cat", "a dog") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [len(t) for t in record["tokens"]] == record["num_tokens"]
+    assert len(record["text"]) == 2
+    assert record["tau"] >= 1.0
+    assert sum(record["accepted_histogram"]) == record["num_target_passes"]
+    assert record["command"].startswith("hsd generate --target")
+
+
+def test_generate_with_sampled_trees(folders, capsys):
+    sampled = ["--temperature", "0.8", "--accept", "recursive", "--draw", "independent", "--seed", "3"]
+    assert hsd("generate", *both(folders), *SHORT, *TREE, *sampled, "--json", "the cat") == 0
+    assert json.loads(capsys.readouterr().out)["num_tokens"][0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 (fake) devices: XLA_FLAGS in conftest.py")
+def test_generate_on_a_mesh(folders, capsys):
+    """The tokens of one device, for rows that the mesh's data axis does not divide, at once and as a stream."""
+    exact = ["generate", *both(folders), *SHORT, *TREE, "--precision", "exact", "--seed", "3"]
+    call, mesh = ["--temperature", "0.8", "--json", "the cat", "a dog", "the red"], ["--mesh", "data=2,model=2"]
+    loaded = []
+    load_params = options.load_params
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "load_params", lambda args: loaded.append(load_params(args)) or loaded[-1])
+        assert hsd(*exact, *mesh, *call) == 0
+    assert len(loaded[0].target["embedding"].sharding.device_set) == 4
+    found = json.loads(capsys.readouterr().out)
+    assert hsd(*exact, *call) == 0
+    wanted = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == wanted["tokens"] and found["text"] == wanted["text"]
+    assert found["num_target_passes"] == wanted["num_target_passes"]
+    assert hsd(*exact, *mesh, "the cat") == 0
+    streamed = capsys.readouterr().out
+    assert hsd(*exact, "the cat") == 0
+    assert streamed == capsys.readouterr().out
+
+
+def test_generate_reads_token_ids_and_stdin(folders, capsys, monkeypatch):
+    plain = ["generate", "--target", folders.target, *SHORT, "--json"]
+    ids = hsd_jax.load(target=folders.target).tokenizer.encode("the dog")
+    assert hsd(*plain, "--ids", " ".join(map(str, ids))) == 0
+    from_ids = json.loads(capsys.readouterr().out)["tokens"]
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(b"the dog")))
+    assert hsd(*plain, "-") == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == from_ids
+
+
+def test_generate_applies_the_chat_template(folders, capsys):
+    params = hsd_jax.load(target=folders.target)
+    ids = params.tokenizer.encode_chat([{"role": "user", "content": "the dog"}])
+    assert hsd("generate", "--target", folders.target, *SHORT, "--json", "--chat", "the dog") == 0
+    expected = hsd_jax.decode(params, ids, max_new_tokens=12)
+    assert json.loads(capsys.readouterr().out)["tokens"] == [expected.tokens[0].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([""], "prompt 0 is empty"),
+        (["--nodes", "2", "--depth", "5", "the"], "TreeConfig.depth=5: allowed are"),
+        (["--max-len", "20", "--max-new-tokens", "30", "the"], "max_len=20"),
+        (["--precision", "exact", "--dtype", "bfloat16", "the"], "leave dtype out"),
+        (["--system", "Be brief.", "the"], "--system needs --chat"),
+        (["--ids", "one two"], "expected whole numbers"),
+        (["--mesh", "rows=2", "the"], "is not one of data=N, model=N"),
+        (["--accept", "recursive", "--draw", "arbitrary", "the"], "not lossless for draw='arbitrary'"),
+    ],
+)
+def test_bad_values_end_with_2_and_one_line(folders, arguments, message, capsys):
+    assert hsd("generate", *both(folders), *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("hsd: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("folder", ["missing", "."])
+def test_a_folder_that_is_no_checkpoint(tmp_path, folder, capsys):
+    assert hsd("generate", "--target", tmp_path / folder, "text") == 2
+    assert capsys.readouterr().err.startswith(f"hsd: error: {tmp_path}")
+    assert hsd("info", tmp_path / folder) == 2
+
+
+def test_argparse_errors_end_with_2(capsys):
+    assert hsd("generate", "text") == 2
+    assert "one of the arguments --demo --target is required" in capsys.readouterr().err
+    for option, value, allowed in (
+        ("--max-new-tokens", "-3", "whole numbers from 0"),
+        ("--temperature", "-1", "finite numbers from 0"),
+        ("--temperature", "1e38", "finite numbers from 0 to 1e+30"),
+        ("--temperature", "nan", "finite numbers from 0"),
+        ("--top-p", "1.5", "finite numbers above 0 to 1"),
+        ("--top-k", "0", "whole numbers from 1"),
+        ("--seed", "1" * 5000, "whole numbers from 0 to 4294967295"),
+    ):
+        assert hsd("generate", "--demo", option, value, "text") == 2
+        assert f"argument {option}: {value!r}: allowed are {allowed}" in capsys.readouterr().err
+
+
+def test_stdin_that_is_not_text(folders, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(b"\xff\xfe")))
+    assert hsd("generate", "--target", folders.target, "-") == 2
+    assert "stdin: not UTF-8" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(monkeypatch, tmp_path):
+    monkeypatch.setenv("HSD_DEBUG", "1")
+    with pytest.raises(FileNotFoundError):
+        hsd("info", tmp_path / "missing")
+
+
+def test_ctrl_c_ends_with_130(folders, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(options, "load_params", interrupted)
+    assert hsd("generate", "--target", folders.target, "text") == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_demo_compares_sampled_text_with_that_of_plain_decoding(capsys):
+    short = ["--limit", "1", "--repeats", "1", "--max-new-tokens", "24", "--temperature", "1", "--precision", "exact"]
+    assert hsd("demo", *short) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "restaurant" in line and "│" in line)
+    assert "yes" in row
+
+
+def test_the_demo_says_when_its_models_are_missing(monkeypatch, tmp_path, capsys):
+    from hsd_jax import params
+
+    monkeypatch.setattr(params, "DEMO", tmp_path)
+    assert hsd("demo") == 2
+    assert "the bundled demo models are missing" in capsys.readouterr().err
+
+
+def test_info_of_target_and_drafter(folders, capsys):
+    assert hsd("info", folders.target) == 0
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert shown["kind"] == "target" and shown["tokenizer"] == "yes" and len(shown["hash"]) == 64
+    assert hsd("info", folders.drafter) == 0
+    drafter = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert drafter["target_hash"] == shown["hash"] and drafter["kind"] == "hidden drafter"
+    assert int(drafter["parameters"].replace(",", "")) > 0
+
+
+def test_the_cache_folder_can_be_chosen(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert programs.cache_folder().parent == tmp_path / "hsd_jax"
+    assert programs.cache_folder(str(tmp_path / "own")).parent == tmp_path / "own"
+
+
+def test_bench_record_is_complete(folders, tmp_path, capsys):
+    out = tmp_path / "bench.json"
+    arguments = ["--prompts", folders.data, "--limit", "2", "--repeats", "2", "--no-stages"]
+    assert hsd("bench", *both(folders), *arguments, *SHORT, *TREE, "--dtype", "float32", "--json", out) == 0
+    record = json.loads(out.read_text())
+    assert record["command"].startswith("hsd bench --target")
+    assert {"cpu", "cores", "jax", "backend", "load_average"} <= set(record["hardware"])
+    assert record["settings"]["num_prompts"] == len(record["prompts"]) == 2
+    assert record["target"]["bytes"] == 4 * record["target"]["parameters"]
+    own = params_lib.fastest_dtype()
+    assert record["drafter"]["bytes"] == jnp.dtype(own).itemsize * record["drafter"]["parameters"]
+    assert record["bits_per_byte"]["value"] > 0
+    assert 0 <= record["repeated_4gram_share"] <= 1
+    plain, drafted = record["modes"]["plain float32"], record["modes"]["tree 5x3x2"]
+    assert plain["tau"] == 1.0
+    assert drafted["same_text_as_plain"] == 2 and drafted["differing_prompts"] == []
+    assert drafted["tau"] == pytest.approx(drafted["num_tokens"] / drafted["num_target_passes"])
+    assert sum(drafted["accepted_histogram"]) == drafted["num_target_passes"]
+    assert len(drafted["conditional_acceptance"]) == 3
+    assert drafted["speedup_same_dtype"]["against"] == "plain float32"
+    assert {"median", "min", "max", "low", "high"} <= set(drafted["speedup_fastest_plain"])
+    shown = capsys.readouterr().out
+    assert "tree 5x3x2" in shown and "bits per byte" in shown and "acceptance by depth" in shown
+
+
+@pytest.mark.slow
+def test_bench_with_stages_plain_variants_and_plot(folders, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "bench.json"
+    arguments = ["--prompts", folders.data, "--limit", "1", "--repeats", "1", "--plain-variants"]
+    arguments += ["--trees", "3x2x1,5x3x2", "--json", out, "--plot", tmp_path / "bench.png"]
+    assert hsd("bench", *both(folders), *arguments, *SHORT) == 0
+    record = json.loads(out.read_text())
+    plain = {(m["dtype"], m["pad_rows"]) for m in record["modes"].values() if m["kind"] == "plain"}
+    assert plain == {("float32", 1), ("float32", 4), ("bfloat16", 1), ("bfloat16", 4)}
+    stages = record["modes"]["tree 3x2x1"]["stages"]
+    assert sum(stages["shares"].values()) == pytest.approx(1.0)
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["lookup:2", "target"])
+def test_bench_with_other_drafters(folders, tmp_path, drafter):
+    """Stages included; the target itself is a small_lm that is always right."""
+    out = tmp_path / "bench.json"
+    models = ["--target", folders.target, "--drafter", getattr(folders, drafter, drafter), "--precision", "exact"]
+    arguments = ["--prompts", folders.data, "--limit", "2", "--repeats", "1", "--nodes", "4", "--json", out]
+    assert hsd("bench", *models, *arguments, *SHORT) == 0
+    mode = json.loads(out.read_text())["modes"]["tree 4x3x1"]
+    assert mode["same_text_as_plain"] == 2
+    assert mode["stages"]["seconds"]["trunk"] > 0 and mode["stages"]["seconds"]["head"] == 0
+    assert sum(mode["stages"]["shares"].values()) == pytest.approx(1.0)
+    if drafter == "target":
+        assert mode["accepted_histogram"][3] > 0.8 * mode["num_target_passes"]
+
+
+def test_generate_by_lookup(folders, capsys):
+    arguments = ["generate", "--target", folders.target, "--drafter", "lookup", "--json", *SHORT, "abc abc abc"]
+    assert hsd(*arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert hsd(*arguments, "--no-speculate") == 0
+    assert found["tokens"] == json.loads(capsys.readouterr().out)["tokens"]
+    assert hsd(*arguments, "--accept", "recursive") == 2
+    assert "lookup copies its drafts" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_bench_compares_rules(folders, tmp_path):
+    """Greedy, where both rules say what plain decoding says; with the stages of sampled trees."""
+    out = tmp_path / "bench.json"
+    arguments = ["--prompts", folders.data, "--limit", "1", "--repeats", "1", "--json", out]
+    rules = ["--accept", "auto", "match", "recursive"]  # auto is match, and not measured twice
+    assert hsd("bench", *both(folders), *arguments, *rules, *SHORT, *TREE, "--dtype", "float32") == 0
+    modes = json.loads(out.read_text())["modes"]
+    assert list(modes) == ["plain float32", "tree 5x3x2", "tree 5x3x2 recursive"]
+    assert all(m["same_text_as_plain"] == 1 for m in modes.values())
+    assert sum(modes["tree 5x3x2 recursive"]["stages"]["shares"].values()) == pytest.approx(1.0)
+
+
+def test_the_rules_of_the_command_line_are_those_of_the_library():
+    from hsd_jax.infer.accept import RULES
+    from hsd_jax.request import AUTO
+    from hsd_jax.types import DrawScheme
+
+    parser = argparse.ArgumentParser()
+    options.add_rule_arguments(parser.add_argument_group())
+    choices = {action.dest: action.choices for action in parser._actions}
+    assert choices["accept"] == (AUTO, *RULES)
+    assert choices["draw"] == tuple(scheme.value for scheme in DrawScheme)
+
+
+def test_bench_fills_a_grid(folders, tmp_path, capsys):
+    out = tmp_path / "grid.json"
+    cells = ["--batches", "1,2", "--contexts", "6", "--temperatures", "0,0.8", "--repeats", "1", "--no-tuned"]
+    assert hsd("bench", *both(folders), "--prompts", folders.data, "--max-new-tokens", "8", *cells, "--json", out) == 0
+    record = json.loads(out.read_text())
+    found = [(cell["batch"], cell["context"], cell["temperature"], cell["num_differing"]) for cell in record["cells"]]
+    assert found == [(1, 6, 0.0, 0), (1, 6, 0.8, 0), (2, 6, 0.0, 0), (2, 6, 0.8, 0)]
+    assert capsys.readouterr().out.count("tokens/s") == 4
+    assert hsd("bench", *both(folders), "--prompts", folders.data, "--contexts", "100000") == 2
+    assert "--contexts 100000 and --max-new-tokens 128: together more than max_len" in capsys.readouterr().err
+
+
+def test_bench_wants_a_drafter(folders, capsys):
+    assert hsd("bench", "--target", folders.target, "--prompts", folders.data) == 2
+    assert "give --drafter DIR" in capsys.readouterr().err
+
+
+@pytest.fixture
+def identity_run(folders, tmp_path):
+    def run(*arguments: str) -> tuple[int, dict]:
+        out = tmp_path / "identity.json"
+        code = hsd(
+            "identity",
+            *both(folders),
+            "--prompts",
+            folders.data,
+            *SHORT,
+            *TREE,
+            "--batch",
+            "2",
+            "--json",
+            out,
+            *arguments,
+        )
+        return code, json.loads(out.read_text())
+
+    return run
+
+
+def test_identity_finds_no_difference_in_exact_precision(identity_run, capsys):
+    code, record = identity_run("--precision", "exact")
+    assert code == 0 and record["ok"]
+    assert [s["differences"] for s in record["settings"]] == [[], [], []]
+    assert all(s["tokens_compared"] > 3 for s in record["settings"])
+    assert "identity: ok" in capsys.readouterr().out
+
+
+def test_identity_finds_a_planted_difference(identity_run, monkeypatch, capsys):
+    decode = hsd_jax.decode
+
+    def wrong(params, prompt, *args, speculate=True, temperature=0.0, **kwargs):
+        out = decode(params, prompt, *args, speculate=speculate, temperature=temperature, **kwargs)
+        if not speculate or temperature:
+            return out
+        tokens = out.tokens.copy()
+        tokens[0, 2] = (tokens[0, 2] + 1) % params.target_config.vocab_size
+        return dataclasses.replace(out, tokens=tokens)
+
+    monkeypatch.setattr("hsd_jax.api.decode", wrong)
+    code, record = identity_run("--precision", "exact")
+    assert code == 1 and not record["ok"]
+    greedy, *others = record["settings"]
+    assert len(greedy["differences"]) == 2  # the first row of each of two batches
+    assert all(d["index"] == 2 and d["gap"] >= 1e-4 and not d["excused"] for d in greedy["differences"])
+    assert all(s["ok"] for s in others)
+    shown = capsys.readouterr().out
+    assert "NOT EXCUSED" in shown and "identity: FAILED" in shown
+
+
+def test_candidate_gap_replays_the_noise_of_plain_decoding(folders):
+    """The best perturbed logit of the replay is the token that plain sampling drew."""
+    from hsd_jax.bench import identity
+
+    params = hsd_jax.load(target=folders.target, precision="exact")
+    ids = params.tokenizer.encode("the cat")
+    sampling = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
+    out = hsd_jax.decode(params, ids, max_new_tokens=6, seed=5, eos=(), **sampling)
+    drawn = out.tokens[0].tolist()
+    gap, boundary = identity.candidate_gap(params, ids, drawn, 5, sampling, [drawn[-1]])
+    assert np.isfinite(gap) and gap > 0
+    assert boundary is not None and boundary > 0
+
+
+def test_recipes_are_read_and_changed(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("train:\n  steps: 10\n  batch: 4\n")
+    assert recipe.read_recipe(str(path), ["train.steps=3", "model.rank=8"]) == {
+        "train": {"steps": 3, "batch": 4},
+        "model": {"rank": 8},
+    }
+    with pytest.raises(ValueError, match="expected KEY=VALUE"):
+        recipe.read_recipe(None, ["train.steps"])
+    with pytest.raises(FileNotFoundError, match="no such recipe"):
+        recipe.read_recipe(str(tmp_path / "none.yaml"), [])
+    path.write_text("train: [1")
+    with pytest.raises(ValueError, match="not YAML"):
+        recipe.read_recipe(str(path), [])
+
+
+def test_train_commands_name_a_wrong_key(folders, tmp_path, capsys):
+    arguments = ["--target", folders.target, "--data", folders.data, "--out", tmp_path / "run"]
+    assert hsd("train", "drafter", *arguments, "--set", "train.stepz=3") == 2
+    error = capsys.readouterr().err
+    assert "unknown key 'stepz'" in error and "steps" in error
+
+
+def test_paths_of_a_recipe(folders, tmp_path):
+    """The command line goes before the recipe, and what neither gives is named."""
+    values = {"paths": {"target": "a", "data": "b.jsonl", "out": "c"}, "train": {"steps": 3}}
+    given = argparse.Namespace(target=None, data=["d", "e"], out=None)
+    found = recipe.take_paths(values, given, "target", "data", "out")
+    assert found == {"target_dir": "a", "data_files": ["d", "e"], "out": "c"} and list(values) == ["train"]
+    given = argparse.Namespace(data=None, out="x", tokenizer=None)
+    assert recipe.take_paths({"paths": {"data": "b"}}, given, "data", "out", optional=["tokenizer"]) == {
+        "data_files": ["b"],
+        "out": "x",
+    }
+
+
+@pytest.mark.parametrize(
+    "paths, message",
+    [
+        ({"datas": "b"}, "allowed are the keys target, data, out"),
+        (["b"], "allowed are the keys target, data, out"),
+        ({"target": "a", "out": "c"}, "paths.data: missing; give --data, or paths"),
+        ({"target": 3, "data": "b", "out": "c"}, "paths.target: 3 is no path"),
+        ({"target": "a", "data": [], "out": "c"}, r"paths.data: \[\] is no path"),
+    ],
+)
+def test_paths_that_cannot_be(paths, message):
+    given = argparse.Namespace(target=None, data=None, out=None)
+    with pytest.raises(ValueError, match=message):
+        recipe.take_paths({"paths": paths}, given, "target", "data", "out")
+
+
+def test_train_tokenizer(folders, tmp_path, capsys):
+    out = tmp_path / "tokenizer"
+    assert hsd("train", "tokenizer", "--data", folders.data, "--vocab-size", "280", "--out", out) == 0
+    assert (out / "tokenizer.json").is_file()
+    assert "tokens" in capsys.readouterr().err
+    assert hsd("train", "tokenizer", "--data", tmp_path / "none.txt", "--out", out) == 2
+
+
+def test_train_restrict(folders, tmp_path, capsys):
+    """The new drafter decodes the same text; it is stored without rows of the target's head."""
+    out, data = tmp_path / "hot", tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": " ".join(TEXTS)}) + "\n" for _ in range(40)))
+    arguments = ["--target", folders.target, "--drafter", folders.drafter, "--data", data, "--out", out]
+    assert hsd("train", "restrict", *arguments, "--draft-vocab", "0.5") == 0
+    lines = capsys.readouterr().err.splitlines()
+    config, weights = drafter_files.read_drafter(out)
+    num = -(-config.vocab_size // 2)
+    assert config.reduced_vocab_size == num and weights["injector"]["bias"].shape[0] == num and "head" not in weights
+    assert re.match(
+        rf"reduced draft vocabulary of {num} tokens: covers \d+\.\d% of the [\d,]+ labels held out", lines[1]
+    )
+    small = ["--nodes", "3", "--depth", "2", "--width", "1", "--max-new-tokens", "6", "--json", "the cat"]
+    texts = []
+    for folder in (out, folders.drafter):
+        assert hsd("generate", "--target", folders.target, "--drafter", folder, *small) == 0
+        texts.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert texts[0] == texts[1]
+    assert hsd("train", "restrict", *arguments, "--hot-vocab", "0.5") == 2
+    assert "--hot-vocab is now --draft-vocab" in capsys.readouterr().err
+    assert hsd("train", "restrict", *arguments, "--draft-vocab", "1.5") == 2
+    assert "'1.5': allowed are finite numbers from 0 to 1" in capsys.readouterr().err
+
+
+def test_forms_of_reuse_that_cannot_be(folders, capsys):
+    for form in ("mix", "union", "both"):
+        assert hsd("generate", *both(folders), *SHORT, *TREE, "the cat", "--reuse", form) == 2
+        assert f"reuse='{form}': allowed are none, sum, skip, ahead, unfused, and skip:N" in capsys.readouterr().err
+
+
+def test_kinds_of_training_that_are_not_there(capsys):
+    """One of them was: `hsd train mix`, whose form of reuse is no more."""
+    for kind in ("mix", "all"):
+        assert hsd("train", kind, "--out", "runs/new") == 2
+        assert f"invalid choice: '{kind}'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [["model.rank=8"], ["model.kind=eagle"], ["model.kind=medusa"]], ids=str)
+def test_train_drafter_end_to_end(folders, tmp_path, standard_dtypes, changes):
+    out = tmp_path / "run"
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": " ".join(TEXTS)}) + "\n" for _ in range(40)))
+    settings = ["train.steps=2", "train.batch=2", "train.length=32", "model.num_steps=3", "eval.prompts=2", *changes]
+    changes = [x for s in settings for x in ("--set", s)]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"paths": {"target": str(folders.target), "data": str(data)}}))
+    assert hsd("train", "drafter", "--config", recipe, "--out", out, *changes) == 0
+    small = ["--nodes", "3", "--depth", "2", "--width", "1"]
+    assert hsd("generate", "--target", folders.target, "--drafter", out / "drafter", *SHORT, *small, "the cat") == 0

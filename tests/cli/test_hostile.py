@@ -1,0 +1,773 @@
+"""What a hostile user tries: wrong types and ranges from outside, full disks, two writers, Ctrl-C, damaged files.
+
+Every case is refused by a ValueError or OSError that names what is wrong, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from support import setups, toy
+
+import hsd_jax
+from hsd_jax import files, lock, programs, settings
+from hsd_jax.bench import identity
+from hsd_jax.cli import generate as generate_cli
+from hsd_jax.cli import main as main_lib
+from hsd_jax.cli import options
+from hsd_jax.config import ModelConfig, from_dict
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.interrupts import Interrupts
+from hsd_jax.kernels import build as native_build
+from hsd_jax.models import convert
+from hsd_jax.models.hf_config import parse_config
+from hsd_jax.tokenizer import Tokenizer
+from hsd_jax.train import documents, evaluate, generate, manifest, run
+from hsd_jax.train.drafter import DrafterRecipe
+from hsd_jax.train.target import TargetRecipe
+from hsd_jax.train.tokenizer import train_tokenizer
+
+DEEP = "[" * 100_000
+MODEL = dict(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target with a tokenizer, and its drafter."""
+    root = tmp_path_factory.mktemp("hostile")
+    (root / "text.txt").write_text("the cat sat on the mat and the dog ran\n" * 9)
+    tokenizer = train_tokenizer([str(root / "text.txt")], 280, root / "target")
+    config = toy.target_config(vocab_size=tokenizer.get_vocab_size())
+    weights = toy.make_target(config)
+    convert.save_target(root / "target", config, weights, bos=0, eos=[1])
+    drafter_config = toy.drafter_config(config, target_hash=convert.weights_hash(weights))
+    drafter_files.save_drafter(root / "drafter", drafter_config, toy.random_like(init_drafter, drafter_config, 1, 1.0))
+    return root
+
+
+@pytest.fixture
+def params():
+    setup = setups.setup("llama", "beam")
+    tree = setups.TREES["beam"]
+    return hsd_jax.Params(
+        setup.models["target"], setup.models["drafter"], setup.config, setup.drafter_config, max_len=64, tree=tree
+    )
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch):
+    monkeypatch.setenv("HSD_CACHE", "off")
+    monkeypatch.delenv("HSD_DEBUG", raising=False)
+
+
+@contextlib.contextmanager
+def full_disk(num_bytes: int = 100):
+    """No file may grow beyond so many bytes: writing fails as on a full disk, with another number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def hsd(*argv) -> int:
+    return main_lib.main([str(a) for a in argv])
+
+
+def copy_of(folder: Path, to: Path, **changes) -> Path:
+    """A checkpoint folder with other values in its config.json or drafter_config.json."""
+    to.mkdir()
+    for path in folder.iterdir():
+        (to / path.name).write_bytes(path.read_bytes())
+    for name in ("config.json", "drafter_config.json"):
+        if (to / name).is_file():
+            (to / name).write_text(json.dumps(json.loads((to / name).read_text()) | changes))
+    return to
+
+
+# --- one boundary -----------------------------------------------------------------------------------------------------
+
+BAD_CONFIG = {
+    "hidden_size": [None, True, -1, 0, 2.5, "64", [], {}, 10**12, 10**400],
+    "num_hidden_layers": [0, "2", 10**5, 10**12],
+    "num_attention_heads": [0, [2], 10**12],
+    "head_dim": [0, 3, 10**9, "8"],
+    "vocab_size": [0, 1.5, 10**12],
+    "max_position_embeddings": ["x", 0, 10**400],
+    "rms_norm_eps": [None, "1e-5", 0, -1, float("inf"), float("nan"), 1e38, 10**400],
+    "rope_theta": [0, float("inf"), float("nan"), 1e38, "x", {}],
+    "tie_word_embeddings": ["false", 1, []],
+    "attention_bias": ["no", 0.5],
+    "hidden_act": ["relu", 5, []],
+    "model_type": [None, 5, [], {}, "mamba"],
+    "rope_scaling": [
+        "x",
+        5,
+        [1],
+        {"rope_type": []},
+        {"rope_type": "linear"},
+        {"rope_type": "linear", "factor": "8"},
+        {"rope_type": "linear", "factor": float("inf")},
+        {"rope_type": "llama3", "factor": 2.0},
+    ],
+    "rope_parameters": ["x", {"full_attention": 5}],
+    "partial_rotary_factor": ["x", 0.5, []],
+    "layer_types": ["x", 5, [5], ["full"], {"a": 1}],
+}
+
+
+def name_of(bad) -> str:
+    """The same in every process: no address."""
+    return "object" if type(bad) is object else settings.shown(bad)[:30]
+
+
+def cases(values: dict[str, list]) -> list:
+    return [pytest.param(key, bad, id=f"{key}={name_of(bad)}") for key in values for bad in values[key]]
+
+
+@pytest.mark.parametrize("key, bad", cases(BAD_CONFIG))
+def test_config_json(folders, key, bad):
+    values = json.loads((folders / "target" / "config.json").read_text()) | {key: bad}
+    with pytest.raises(ValueError, match=r"^config\.json: ") as raised:
+        parse_config(values, "config.json")
+    assert len(str(raised.value)) < 400 and "\n" not in str(raised.value)
+
+
+BAD_DRAFTER = {
+    "num_steps": [0, "6", True, 10**12],
+    "num_layers": [0, 2.5, 10**12],
+    "num_heads": [0, 1, 10**12],
+    "head_dim": [7, 10**9],
+    "rank": [-1, "8", 10**12],
+    "norm_eps": [float("inf"), 0, "x"],
+    "target_hash": [5, None, []],
+    "feature_layers": [5, "x", [1, 0], [-1], [True]],
+    "reduced_vocab_size": [0, "5", 10**12],
+    "trunk": [5, "tree", []],
+    "kind": ["small_lm", None],
+    "committed_embeddings": ["no"],
+    "rope": [5, [], {"theta": "x"}, {"theta": float("inf")}, {"base": 1}, {"kind": "yarn"}],
+}
+
+
+@pytest.mark.parametrize("key, bad", cases(BAD_DRAFTER))
+def test_drafter_config(key, bad):
+    values = json.loads(json.dumps(settings.dataclasses.asdict(toy.drafter_config(toy.target_config())))) | {key: bad}
+    with pytest.raises(ValueError, match=rf"^here: .*{key}"):
+        from_dict(HiddenConfig, values, "here")
+
+
+@pytest.mark.parametrize("num_layers", [5_000, 10**5, 10**12])
+def test_layers_that_are_not_stored_are_not_traced(folders, tmp_path, num_layers):
+    """Less than a second each; to trace as many layers takes minutes."""
+    start = time.monotonic()
+    changed = copy_of(folders / "target", tmp_path / "target", num_hidden_layers=num_layers)
+    with pytest.raises(ValueError, match=r"num_hidden_layers|5000 layers, more than the \d+ tensors"):
+        convert.read_weights(changed, convert.read_config(changed))
+    changed = copy_of(folders / "drafter", tmp_path / "drafter", num_layers=num_layers)
+    with pytest.raises(ValueError, match=r"num_layers|5000 layers, more than the \d+ tensors"):
+        drafter_files.read_drafter(changed)
+    assert time.monotonic() - start < 10
+
+
+BAD_TRAIN = {
+    "steps": [0, 2.5, True, "9", 10**12],
+    "learning_rate": [-1, "2e-3", float("nan"), float("inf"), None],
+    "seed": [-1, 10**14, "x"],
+    "clip": [0, -1],
+    "final_fraction": [-0.1, 2],
+    "weight_decay": [-1, "x"],
+    "compute": ["float16", 5],
+    "remat": ["no", 1],
+    "micro_batch": [0, 3],
+    "length": [1, []],
+    "log_every": [0],
+}
+
+
+@pytest.mark.parametrize("key, bad", cases(BAD_TRAIN))
+def test_recipes(key, bad):
+    with pytest.raises(ValueError, match=rf"^r\.yaml: train\.{key}="):
+        DrafterRecipe.from_dict({"train": {key: bad}}, "r.yaml")
+    with pytest.raises(ValueError, match=rf"^r\.yaml: train\.{key}="):
+        TargetRecipe.from_dict({"model": MODEL, "train": {key: bad}}, "r.yaml")
+
+
+@pytest.mark.parametrize(
+    "values", [5, "x", [], {"train": 5}, {"train": []}, {"loss": "x"}, {5: {}}, {"eval": {"nodes": 1}}]
+)
+def test_recipes_of_another_form(values):
+    with pytest.raises(ValueError, match=r"^r\.yaml: "):
+        DrafterRecipe.from_dict(values, "r.yaml")
+
+
+BAD_CALLS = {
+    "pad_rows": [0, 10**12, "x", None, 2.5],
+    "temperature": ["x", [[1], [1, 2]], {}, 1e38, 3.4e39, 10**400, object()],
+    "top_k": [2.5, "x", []],
+    "top_p": ["x", float("nan"), 10**400],
+    "seed": [10**14, 2.5, None, "x"],
+    "eos": [2.5, object(), "x", [None], [10**400]],
+    "speculate": ["no", None, 1],
+    "max_new_tokens": [2.5, "x", 10**400, [[1], [1, 2]]],
+    "prompt": [{}, {1}, [None], [[1], [[2]]], [1, "a"], object()],
+    "accept": [None, [], 5],
+    "draw": [[], 5],
+    "reuse": [None, [], "skip:" + "9" * 5000],
+    "tree": ["8x5x2", 5],
+}
+
+
+@pytest.mark.parametrize("key, bad", cases(BAD_CALLS))
+def test_calls(params, key, bad):
+    with pytest.raises(ValueError) as raised:
+        hsd_jax.decode(params, **({"prompt": [1, 2], "max_new_tokens": 2} | {key: bad}))
+    assert len(str(raised.value)) < 500
+
+
+BAD_LOADS = {
+    "target": [5, b"x", []],
+    "drafter": [5, b"x"],
+    "max_len": ["64", 2.5, True, 10**400],
+    "dtype": [5, [], "int8"],
+    "tree": ["8x5x2", 5],
+    "mesh": [5, "x", "data=" + "9" * 5000],
+    "precision": [None, []],
+}
+
+
+@pytest.mark.parametrize("key, bad", cases(BAD_LOADS))
+def test_loads(folders, key, bad):
+    with pytest.raises(ValueError):
+        hsd_jax.load(**({"target": folders / "target"} | {key: bad}))
+
+
+def test_the_types_of_annotations():
+    """Each form of annotation that is used, with a value that fits and one that does not."""
+    for hint, good, bad in (
+        (settings.Count, 1, 0),
+        (settings.Positive, 1e-30, 0.0),
+        (float | None, None, "x"),
+        (tuple[settings.Whole, ...], (0, 1), (0, -1)),
+        (tuple[int, int], (1, 2), (1, 2, 3)),
+        (dict[str, float], {"a": 1.0}, {"a": "b"}),
+        (bool, False, 0),
+        (int, 1, True),
+        (float, 1, float("nan")),
+    ):
+        assert settings.fits(hint, good) and not settings.fits(hint, bad), hint
+        assert settings.describe(hint)
+    assert settings.shown(10**5000) == "(int)"
+
+
+# --- files that are read ----------------------------------------------------------------------------------------------
+
+
+def test_json_nested_too_deeply_is_named_wherever_it_is_read(folders, tmp_path, capsys):
+    deep = tmp_path / "deep.jsonl"
+    deep.write_text(DEEP)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        list(documents.read_records(deep))
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+        changed = copy_of(folders / "target", tmp_path / name)
+        (changed / name).write_text(DEEP)
+        with pytest.raises(ValueError, match=rf"{changed}.*(nested too deeply|cannot be read)"):
+            hsd_jax.load(target=changed)
+    (tmp_path / "recipe.yaml").write_text(DEEP)
+    assert hsd("train", "target", "--config", tmp_path / "recipe.yaml", "--data", deep, "--out", tmp_path / "o") == 2
+    assert "recipe.yaml: not YAML" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="nested too deeply"):
+        hsd_jax.Tuned.load(deep, None)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "added.json", "vocab.txt"])
+def test_a_fifo_is_not_waited_for(folders, tmp_path, name):
+    changed = copy_of(folders / "target", tmp_path / "target")
+    (changed / name).unlink(missing_ok=True)
+    os.mkfifo(changed / name)
+    with pytest.raises(ValueError, match=f"{name}: a FIFO; expected a regular file"):
+        hsd_jax.load(target=changed)
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("generation_config.json", '{"eos_token_id": {"a": 1}}'),
+        ("generation_config.json", '{"eos_token_id": 2.5}'),
+        ("tokenizer_config.json", '{"eos_token": 5}'),
+        ("tokenizer_config.json", '{"eos_token": "x", "added_tokens_decoder": [1]}'),
+        ("tokenizer_config.json", '{"eos_token": "x", "added_tokens_decoder": {"x": {"content": "x"}}}'),
+        ("tokenizer.json", '{"added_tokens": [5]}'),
+    ],
+)
+def test_special_tokens_of_another_form(folders, tmp_path, name, text):
+    changed = copy_of(folders / "target", tmp_path / "target", eos_token_id=None)
+    (changed / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (changed / name).write_text(text)
+    with pytest.raises(ValueError, match=name):
+        convert.read_eos(changed)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ x.y.z }}", "{% for %}", "{{ 1 / 0 }}", "{{ raise_exception('no') }}", "{{ 5 + 'a' }}"]
+)
+def test_faulty_chat_templates(folders, tmp_path, template):
+    changed = copy_of(folders / "target", tmp_path / "target")
+    values = json.loads((changed / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    (changed / "tokenizer_config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="chat template refuses"):
+        Tokenizer(changed).encode_chat([{"role": "user", "content": "hi"}])
+    with pytest.raises(ValueError, match="chat template refuses"):
+        documents.read_chat_template(changed)([("User", "hi")], True)
+
+
+def test_byte_order_marks_and_dos_lines_are_no_text(tmp_path, monkeypatch, folders):
+    from hsd_jax.bench import prompts
+
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xef\xbb\xbfthe cat\r\nthe dog\r\n")
+    assert [p.text for p in prompts.read_prompts([path], len)] == ["the cat", "the dog"]
+    assert documents.read_documents(path) == ["the cat\nthe dog\n"]
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n')
+    assert documents.read_documents(tmp_path / "a.jsonl") == ["a", "b"]
+    plain = types.SimpleNamespace(ids=False, chat=False)
+    text = generate_cli.encode_prompt(types.SimpleNamespace(tokenizer=1), path.read_bytes(), plain)
+    assert text == "the cat\nthe dog\n"
+
+
+def test_held_out_texts_that_are_damaged_are_written_again(tmp_path, monkeypatch, params):
+    lines, made = [], evaluate.Texts.join([[1, 2]], [[3]])
+    monkeypatch.setattr(evaluate, "write_texts", lambda *a, **k: made)
+    arguments = (tmp_path, "held-out", params, "hash", [np.array([1, 2])], 4, 0.0, lines.append)
+    evaluate.stored_texts(*arguments)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:50])
+    again = evaluate.stored_texts(*arguments)
+    assert again.tokens.tolist() == [[1, 2, 3]] and "damaged" in lines[1]
+    evaluate.stored_texts(*arguments)
+    assert len(lines) == 3
+
+
+# --- files that are written -------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_what_was_there(folders, tmp_path):
+    """Neither half a result nor a temporary file; the error names the file."""
+    config = convert.read_config(folders / "target")
+    weights = convert.read_weights(folders / "target", config)
+    long = "x" * 10_000
+    writers = {
+        "page.html": lambda path: files.write_text(path, long),
+        "record.json": lambda path: files.write_json(path, long),
+        "tokenizer": lambda path: train_tokenizer([str(folders / "text.txt")], 280, path),
+        "weights": lambda path: convert.save_target(path, config, weights),
+        "folder": lambda path: files.replace_folder(path, lambda new: convert.save_target(new, config, weights)),
+    }
+    for name, write in writers.items():
+        with full_disk(), pytest.raises(OSError, match="cannot be written") as raised:
+            write(tmp_path / name)
+        assert str(tmp_path) in str(raised.value), name
+        assert [p for p in tmp_path.rglob("*") if not p.is_dir()] == [], name
+    (tmp_path / "record.json").write_text("old")
+    (tmp_path / f".record.json.{2**30}.tmp").touch()  # as a killed process leaves it
+    with full_disk(), pytest.raises(OSError):
+        files.write_json(tmp_path / "record.json", long)
+    assert (tmp_path / "record.json").read_text() == "old"
+    assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_device_is_written_as_it_is():
+    with files.replacing("/dev/null") as path:
+        assert path == Path("/dev/null")
+    with pytest.raises(OSError) as raised:
+        files.write_text("/dev/full", "x")
+    assert raised.value.errno == errno.ENOSPC
+
+
+def test_empty_entries_of_the_compilation_cache_go(tmp_path, monkeypatch):
+    monkeypatch.setenv("HSD_CACHE", str(tmp_path))
+    folder = programs.cache_folder(str(tmp_path))
+    folder.mkdir(parents=True)
+    (folder / "a-cache").touch()
+    (folder / "b-cache").write_bytes(b"1")
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    try:
+        programs.use_setting()
+        assert jax.config.jax_compilation_cache_dir == str(folder)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before[0])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+    assert [p.name for p in folder.iterdir()] == ["b-cache"]
+
+
+def test_where_compiled_programs_are_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert programs.cache_folder("~/x").parent == tmp_path / "x"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HSD_CACHE", str(tmp_path / "file"))
+    assert hsd("info", tmp_path) == 2 and "is a file; name a folder" in capsys.readouterr().err
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    monkeypatch.setenv("HSD_CACHE", "")
+    programs.use_setting()  # nothing is kept
+    monkeypatch.setenv("HSD_CACHE", "~/x")
+    with pytest.raises(ValueError, match="no home"):
+        programs.use_setting()
+
+
+def test_a_compiled_library_is_checked(tmp_path):
+    library, built = tmp_path / "kernel.so", tmp_path / "built.so"
+    assert not native_build.verified(library)
+    built.write_bytes(b"\x7fELF" * 100)
+    native_build.write_with_checksum(built, library)
+    assert native_build.verified(library)
+    for damaged in (b"", b"\x7fELF" * 50, b"\x7fELG" * 100):
+        library.write_bytes(damaged)
+        assert not native_build.verified(library)
+    native_build.write_with_checksum(built, library)
+    native_build.checksum_path(library).unlink()
+    assert not native_build.verified(library)
+
+
+# --- refused before the work ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["bench", "--demo", "--json", "no/x.json"],
+        ["bench", "--demo", "--plot", "no/x.png"],
+        ["bench", "--demo", "--plot", "x.docx"],
+        ["bench", "--demo", "--json", "."],
+        ["bench", "compare", "--demo", "--out", "file/x"],
+        ["bench", "ablate", "--demo", "--out", "file"],
+        ["identity", "--demo", "--json", "no/x.json"],
+        ["tune", "--demo", "--out", "no/x.json"],
+        ["show", "--demo", "--out", "no/x.html"],
+        ["demo", "--plot", "no/x.png"],
+        ["generate-data", "--demo", "--prompts", "file", "--out", "no/x.jsonl"],
+        ["train", "tokenizer", "--data", "file", "--out", "file"],
+    ],
+    ids=" ".join,
+)
+def test_outputs_that_cannot_be_written(tmp_path, monkeypatch, capsys, argv):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("the cat\n")
+    monkeypatch.setattr(options, "load_params", None)
+    assert hsd(*argv) == 2
+    error = capsys.readouterr().err
+    assert "no folder" in error or "is a file" in error or "is a folder" in error or ".docx" in error
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_outputs_of_a_folder_that_takes_none(tmp_path, monkeypatch):
+    def refuse(path, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    for check in (files.check_new_file, files.check_new_folder):
+        with pytest.raises(PermissionError, match=r"x: cannot be written \(Permission denied\)"):
+            check(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"qk_norm": True}, {"sliding_window": 8, "layer_types": ["sliding_attention"]}, {"norm_offset": 1.0}],
+    ids=str,
+)
+def test_a_target_that_cannot_be_written_is_not_trained(folders, tmp_path, monkeypatch, change):
+    monkeypatch.setattr(run, "fit", None)
+    monkeypatch.setattr(run, "train_tokenizer", None)
+    recipe = TargetRecipe.from_dict({"model": MODEL | change, "vocab_size": 280}, "r")
+    with pytest.raises(ValueError, match=f"ModelConfig.{next(iter(change))}"):
+        run.train_target([folders / "text.txt"], tmp_path / "out", recipe)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_refused_recipe_leaves_no_claim(folders, tmp_path, monkeypatch):
+    """Refused in the very last moment before the first step; then a corrected recipe begins."""
+
+    def refused(*_, **__):
+        raise ValueError("not today")
+
+    monkeypatch.setattr(run, "fit", refused)
+    monkeypatch.setattr(manifest, "_revision", lambda: "r")
+    monkeypatch.setattr(run, "init_target", lambda key, config: {})
+    (tmp_path / "data.txt").write_text("the cat sat on the mat and the dog ran\n" * 200)
+    arguments = [tmp_path / "data.txt"], tmp_path / "out"
+    values = {"model": MODEL, "vocab_size": 280, "train": {"length": 8, "batch": 2}}
+    with pytest.raises(ValueError, match="not today"):
+        run.train_target(*arguments, TargetRecipe.from_dict(values, "r"), report=lambda line: None)
+    assert not (tmp_path / "out" / manifest.RECIPE).exists()
+    first, other = (DrafterRecipe.from_dict({"train": {"steps": n}}, "r") for n in (1, 2))
+    manifest.write(tmp_path, manifest.check(tmp_path, False, first))
+    manifest.check(tmp_path, False, other)  # a folder without checkpoints holds nothing of the first
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"another recipe: train\.steps is 1 there and 2 here"):
+        manifest.check(tmp_path, False, other)
+
+
+def test_settings_without_a_line_bind_nobody(tmp_path):
+    out = tmp_path / "own.jsonl"
+    files.write_json(generate.settings_path(out), {"seed": 1})
+    generate.check_settings(out, {"seed": 2})
+    out.write_text("{}\n")
+    with pytest.raises(ValueError, match="seed is 1 there and 2 here"):
+        generate.check_settings(out, {"seed": 2})
+
+
+# --- one writer -------------------------------------------------------------------------------------------------------
+
+HOLDER = """
+import pathlib, sys, time
+from hsd_jax import lock
+with lock.held(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds a lock, and the path."""
+    path = lock.of_folder(tmp_path / "out")
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    yield process, path
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_second_writer_is_refused_and_a_dead_one_replaced(holder, tmp_path, capsys):
+    process, path = holder
+    for refused in (lambda: lock.check_free(path), lambda: lock.held(path).__enter__()):
+        with pytest.raises(
+            ValueError, match=rf"out: is being written by process {process.pid} on .* since 20.*UTC \(-c"
+        ):
+            refused()
+    recipe = DrafterRecipe()
+    with pytest.raises(ValueError, match="is being written by process"):
+        run.train_drafter("nowhere", ["nothing"], tmp_path / "out", recipe)
+    assert hsd("bench", "compare", "--demo", "--out", tmp_path / "out") == 2
+    assert f"by process {process.pid}" in capsys.readouterr().err
+    process.kill()
+    process.wait()
+    assert path.is_file()  # what it left
+    with lock.held(path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+        with pytest.raises(ValueError, match=f"process {os.getpid()}"), lock.held(path):
+            pass
+    assert not path.exists()
+    lock.check_free(path)
+
+
+def test_a_lock_leaves_no_folder_behind(tmp_path):
+    with lock.held(lock.of_folder(tmp_path / "a")):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with lock.held(lock.of_folder(tmp_path / "a")):
+        (tmp_path / "a" / "result").touch()
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["result"]
+
+
+def test_generate_data_into_a_file_that_is_being_written(folders, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(options, "load_params", None)
+    out = tmp_path / "own.jsonl"
+    arguments = ["--target", folders / "target", "--prompts", folders / "text.txt", "--out", out]
+    with lock.held(lock.beside(out)):
+        assert hsd("generate-data", *arguments) == 2
+        assert f"own.jsonl: is being written by process {os.getpid()}" in capsys.readouterr().err
+        with pytest.raises(ValueError, match="is being written"):
+            generate.generate(None, None, [], out, {}, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def heeded():
+    """SIGINT as a program in the foreground has it: tests that run in the background were started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Swallows:
+    """Ctrl-C while it goes, where Python drops exceptions, as it does in a callback of the garbage collector."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+        for _ in range(10):
+            time.sleep(0)
+
+
+def swallowed(*_, **__):
+    Swallows()
+    time.sleep(5)
+
+
+def test_an_interrupt_that_was_swallowed_comes_again(heeded, monkeypatch, capsys):
+    start = time.monotonic()
+    with Interrupts() as interrupts:
+        with pytest.raises(KeyboardInterrupt):
+            swallowed()
+        interrupts.is_over = True
+    assert interrupts.seen and time.monotonic() - start < 3
+    monkeypatch.setattr(options, "load_params", swallowed)
+    assert hsd("generate", "--demo", "text") == 130
+    assert capsys.readouterr().err == "\nhsd: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("error", [RuntimeError("INTERNAL: KeyboardInterrupt"), ValueError("cut short"), None])
+def test_an_interrupt_in_other_clothes(heeded, monkeypatch, capsys, error):
+    """Turned into another error, or into none before the command ends."""
+
+    def interrupted(*_, **__):
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise error or SystemExit(0)
+
+    monkeypatch.setattr(options, "load_params", interrupted)
+    assert hsd("generate", "--demo", "text") == 130
+    assert capsys.readouterr().err == "\nhsd: interrupted\n"
+
+
+def test_what_cleans_up_is_not_interrupted_again(heeded):
+    cleaned = []
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            time.sleep(0.8)
+            cleaned.append(True)
+            interrupts.is_over = True
+    assert cleaned
+
+
+STUBBORN = """
+import signal, time
+from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.interrupts import Interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with Interrupts():
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaning", flush=True)
+        time.sleep(60)
+"""
+
+
+LATE = """
+import os, threading, time
+from hsd_jax import interrupts
+write, end = os.write, interrupts._end
+def slow_write(*args):
+    count = write(*args)
+    time.sleep(0.5)
+    return count
+def late_end():
+    if (threading.current_thread() is threading.main_thread()) == %s:
+        time.sleep(0.2)
+    end()
+os.write, interrupts._end = slow_write, late_end
+"""
+"""The handler or the watcher comes second, while the first is between its line and the end of the process."""
+
+
+@pytest.mark.parametrize("late", ["", LATE % True, LATE % False], ids=["", "handler", "watcher"])
+def test_a_second_interrupt_ends_the_process(late):
+    program = late + STUBBORN
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in ("ready\n", "cleaning\n"):
+            assert process.stdout.readline() == line
+            process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+        assert process.stderr.read() == "\nhsd: interrupted\n"
+
+
+def test_in_other_threads_and_in_the_background_nothing_changes():
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def enter():
+        with Interrupts():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts a program in the background
+    try:
+        with Interrupts():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# --- the streams of a program -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "redirect, code, error",
+    [
+        (">&-", 2, "hsd: error: stdout is closed; redirect it to a file, or to /dev/null\n"),
+        (">/dev/full", 2, "hsd: error: [Errno 28] No space left on device\n"),
+        ("2>&- >/dev/null", 0, ""),
+    ],
+)
+def test_streams_that_are_closed_or_full(folders, redirect, code, error):
+    command = f'"$0" -m hsd_jax.cli.main info "$1" {redirect}'
+    argv = ["sh", "-c", command, sys.executable, str(folders / "drafter")]
+    found = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert (found.returncode, found.stderr) == (code, error)
+
+
+def test_stdin_that_is_closed(folders, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert hsd("generate", "--target", folders / "target", "-") == 2
+    assert capsys.readouterr().err == 'hsd: error: prompt "-" is stdin, which is closed\n'
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------
+
+
+def test_where_the_same_text_is_promised_no_difference_is_excused(params, monkeypatch):
+    """A near tie counts on CPU and in exact precision; on an accelerator in fast precision it is excused."""
+    monkeypatch.setattr(identity, "candidate_gap", lambda *_: (1e-9, None))
+    arguments = (("p", [1, 2]), 0, 1, [3, 4], [3, 5], 0, {"temperature": 0.0}, 1e-3)
+    for precision, backend, excused in (("fast", "cpu", False), ("exact", "gpu", False), ("fast", "gpu", True)):
+        monkeypatch.setattr(jax, "default_backend", lambda name=backend: name)
+        assert identity._explain(params.replace(precision=precision), *arguments).excused is excused
+
+
+def test_model_config_is_checked_when_it_is_made():
+    with pytest.raises(ValueError, match=r"ModelConfig\.num_layers=0: allowed are whole numbers from 1"):
+        ModelConfig(vocab_size=8, **(MODEL | {"num_layers": 0}))

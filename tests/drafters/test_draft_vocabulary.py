@@ -1,0 +1,510 @@
+"""The reduced draft vocabulary: both ways between ids, what may be drafted, what training counts, what is stored and
+placed.
+
+That texts stay the plain ones, token for token, is the proposer "hot" in the table of `test_exact.py`; losses against
+loops on the drafter's own draws are in `test_on_policy.py`, a whole run is in `test_train.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from oracles import divergence as oracle
+from support import calls, meshes, setups, toy
+from support.training import (
+    ALL,
+    TARGET,
+    batch_of,
+    counted,
+    graded,
+    make,
+    random_rows,
+    random_weights,
+    some_mask,
+)
+
+import hsd_jax
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.hidden.draft import hidden_drafter
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.infer.tree import Grower
+from hsd_jax.kernels import native
+from hsd_jax.kernels.attention import MASKED
+from hsd_jax.models import draft_vocab
+from hsd_jax.models.trunk import base_logits
+from hsd_jax.train import anchors as anchors_lib
+from hsd_jax.train import draft_vocabulary, drafter, losses, on_policy
+from hsd_jax.types import DrawScheme, RoundInputs, SamplingParams
+
+HOT = setups.DRAFT_TO_TARGET
+COLD = np.setdiff1d(np.arange(toy.VOCAB), HOT)
+SOME = (0, 3, 4, 5, 8, 11, 12, 17, 20, 21, 28)
+"""Hot tokens of the target of `test_drafter_training`, which has 29."""
+
+# --- ids --------------------------------------------------------------------------------------------------------------
+
+
+def test_ids_map_both_ways():
+    draft_to_target = jnp.asarray(HOT)
+    columns = jnp.arange(len(HOT), dtype=jnp.int32)
+    found, is_hot = draft_vocab.to_columns(draft_to_target, draft_vocab.to_tokens(draft_to_target, columns))
+    np.testing.assert_array_equal(found, columns)
+    assert is_hot.all()
+    every = jnp.arange(toy.VOCAB, dtype=jnp.int32).reshape(4, 6)
+    columns, is_hot = jax.jit(draft_vocab.to_columns)(draft_to_target, every)
+    np.testing.assert_array_equal(is_hot, np.isin(every, HOT))
+    assert (columns >= 0).all() and (columns < len(HOT)).all() and columns.dtype == jnp.int32
+    np.testing.assert_array_equal(
+        np.asarray(draft_vocab.to_tokens(draft_to_target, columns))[is_hot], np.asarray(every)[is_hot]
+    )
+
+
+def test_without_a_reduced_vocabulary_columns_are_tokens():
+    tokens = jnp.arange(5)
+    columns, is_hot = draft_vocab.to_columns(None, tokens)
+    assert columns is tokens and is_hot.all() and draft_vocab.to_tokens(None, tokens) is tokens
+
+
+@pytest.mark.parametrize(
+    "ids, message",
+    [
+        ([3, 1], r"draft_to_target holds 1 behind 3: expected ascending ids, each once"),
+        ([1, 1], r"holds 1 behind 1"),
+        ([0, 24], r"holds token 24: allowed are 0 to 23"),
+        ([-1, 2], r"holds token -1"),
+        ([], r"shape \[0\]"),
+        ([0.0, 1.0], r"dtype float64: expected a row of token ids"),
+        ([[0, 1]], r"shape \[1, 2\]"),
+    ],
+    ids=str,
+)
+def test_ids_that_are_refused(ids, message):
+    setup = setups.setup("llama", "beam")
+    with pytest.raises(ValueError, match=message):
+        draft_vocab.restrict(setup.drafter_config, setup.models["drafter"], np.array(ids))
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_most_frequent_tokens_are_hot():
+    tokens = np.array([[7, 7, 7, 2], [5, 5, 2, 9]])
+    assert draft_vocabulary.choose(tokens, 1, 12, []).tolist() == [7]
+    assert draft_vocabulary.choose(tokens, 2, 12, []).tolist() == [2, 7]  # 2 and 5 are equals
+    assert draft_vocabulary.choose(tokens, 3, 12, [11]).tolist() == [2, 7, 11]  # an end token nobody has seen
+    found = draft_vocabulary.choose(tokens, 6, 12, [9, 99])  # an end token outside the vocabulary ends nothing
+    assert found.tolist() == [0, 1, 2, 5, 7, 9] and found.dtype == np.int32
+    assert draft_vocabulary.coverage(np.array([2, 7]), tokens) == 5 / 8
+    assert draft_vocabulary.coverage(jnp.array([3]), tokens) == draft_vocabulary.coverage(found, tokens[:0]) == 0
+    said = draft_vocabulary.describe(np.array([2, 7]), tokens, "words")
+    assert said.startswith("reduced draft vocabulary of 2 tokens: covers 62.5% of the 8 words; below 94%")
+
+
+def test_coverage_is_the_best_there_is():
+    """Against every choice of as many tokens."""
+    from itertools import combinations
+
+    tokens = np.random.default_rng(0).zipf(1.5, 200) % 8
+    best = max(np.isin(tokens, ids).mean() for ids in combinations(range(8), 3))
+    assert draft_vocabulary.coverage(draft_vocabulary.choose(tokens, 3, 8, []), tokens) == best
+
+
+@pytest.mark.parametrize("num, ends", [(0, []), (13, []), (1, [3, 4])])
+def test_sizes_that_are_refused(num, ends):
+    with pytest.raises(ValueError, match=f"reduced draft vocabulary of {num} tokens: allowed are"):
+        draft_vocabulary.choose(np.arange(5), num, 12, ends)
+    with pytest.raises(ValueError, match="there are none"):
+        draft_vocabulary.choose(np.arange(0), 3, 12, [])
+
+
+def test_a_run_keeps_its_ids(tmp_path):
+    """Other labels, as after --force, do not change which token a row of the injector belongs to."""
+    config, lines = toy.drafter_config(toy.target_config(), reduced_vocab_size=3), []
+    with pytest.raises(ValueError, match=r"holds checkpoints without their draft_to_target\.json"):
+        draft_vocabulary.of_run(tmp_path, True, np.arange(9), config, [1], lines.append)
+    draft_vocabulary.of_run(
+        tmp_path, False, np.array([8, 9]), config, [1], lambda line: None
+    )  # killed before it learned
+    first = draft_vocabulary.of_run(tmp_path, False, np.array([5, 5, 6, 6, 7]), config, [1], lines.append)
+    again = draft_vocabulary.of_run(tmp_path, True, np.array([8, 9]), config, [1], lines.append)
+    assert first.tolist() == again.tolist() == [1, 5, 6] and first.dtype == jnp.int32
+    assert "covers 80.0% of the 5 labels to train on" in lines[0] and "covers 0.0% of the 2" in lines[1]
+    with pytest.raises(ValueError, match=r"draft_to_target\.json holds 3 tokens, model\.draft_vocab now asks for 4"):
+        four = dataclasses.replace(config, reduced_vocab_size=4)
+        draft_vocabulary.of_run(tmp_path, True, np.arange(9), four, [1], lines.append)
+
+
+# --- drafting ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def drafts():
+    """A tree of the hot drafter for six rows, and what the full one says about their states."""
+    setup = setups.setup("llama", "hot")
+    root = jnp.asarray([3, 1, 4, 15, 9, 2], jnp.int32)  # hot and cold ones
+    states = jnp.asarray(np.random.default_rng(0).normal(0, 2, (6, 3, 32)), jnp.float32)
+    return setup, states, root
+
+
+def test_logits_are_the_columns_of_the_full_ones():
+    setup, states, root = drafts()
+    full = setups.setup("llama", "beam")
+    models = full.models["drafter"], full.drafter_config, setup.models["target"], setup.config
+    wanted = base_logits(*models, states)[..., HOT]
+    found = base_logits(setup.models["drafter"], setup.drafter_config, setup.models["target"], setup.config, states)
+    assert found.shape == (6, 3, len(HOT))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    for previous in (root, jnp.asarray(COLD, jnp.int32)):  # a cold token says something about what follows it
+        wanted = toy.token_info(full.models["drafter"], full.drafter_config, previous)[..., HOT]
+        np.testing.assert_array_equal(
+            toy.token_info(setup.models["drafter"], setup.drafter_config, previous), np.asarray(wanted)
+        )
+        assert np.asarray(wanted).any()
+
+
+def tree_of(setup: setups.Setup, states, root, mask_cold: bool = False):
+    config = setup.drafter_config
+
+    @jax.jit
+    def grown(weights, target, states, root):
+        base = base_logits(weights, config, target, setup.config, states)
+        if mask_cold:
+            base = base.at[..., COLD].set(MASKED)
+        bias = functools.partial(toy.token_info, weights, config)
+        return toy.grow_beam(base, bias, root, setups.TREES["hot"], weights.get("draft_to_target"))
+
+    return grown(setup.models["drafter"], setup.models["target"], states, root)
+
+
+def test_the_tree_is_that_of_a_full_drafter_that_may_not_draft_cold_tokens():
+    setup, states, root = drafts()
+    found = tree_of(setup, states, root)
+    jax.tree.map(
+        np.testing.assert_array_equal, found, tree_of(setups.setup("llama", "beam"), states, root, mask_cold=True)
+    )
+    assert np.isin(found.tokens[:, 1:], HOT).all()
+    free = tree_of(setups.setup("llama", "beam"), states, root)
+    assert not np.isin(free.tokens[:, 1:], HOT).all(), "nothing was forbidden"
+
+
+def test_a_vocabulary_of_all_tokens_is_the_full_drafter():
+    full = setups.setup("llama", "beam")
+    config, weights = draft_vocab.restrict(full.drafter_config, full.models["drafter"], np.arange(toy.VOCAB))
+    weights = draft_vocab.attach(weights, weights["draft_to_target"], full.models["target"], full.config)
+    all_hot = dataclasses.replace(full, drafter_config=config, models=full.models | {"drafter": weights})
+    _, states, root = drafts()
+    jax.tree.map(np.testing.assert_array_equal, tree_of(all_hot, states, root), tree_of(full, states, root))
+
+
+def test_a_reduced_vocabulary_can_be_cut_down_further():
+    setup = setups.setup("llama", "hot")
+    config, weights = draft_vocab.restrict(setup.drafter_config, setup.models["drafter"], HOT[::2])
+    full = setups.setup("llama", "beam").models["drafter"]
+    assert config.reduced_vocab_size == len(HOT[::2]) and weights["draft_to_target"].tolist() == HOT[::2].tolist()
+    np.testing.assert_array_equal(weights["injector"]["bias"], full["injector"]["bias"][HOT[::2]])
+    assert "head" not in weights
+    with pytest.raises(ValueError, match=rf"holds token {COLD[0]}, which is none of the drafter's {len(HOT)} hot"):
+        draft_vocab.restrict(setup.drafter_config, setup.models["drafter"], np.array([0, COLD[0]]))
+
+
+def test_cold_truths_are_refused_and_hot_ones_accepted():
+    """The text of the conformance table is full of both, so its equality says something. NaN drafts no cold token."""
+    call, setup = calls.mixed_call(), setups.setup("llama", "hot")
+    texts = np.concatenate(setups.expected("llama", call))
+    assert 0.1 < np.isin(texts, COLD).mean() < 0.9
+    state = call.start(setup.decoder, setup.models)
+    end = call.resume(setup.decoder, setup.models, state)
+    assert (np.asarray(end.stats.accepted_histogram).sum(0)[:3] > 0).all()
+    nonsense = jax.tree.map(lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, setup.models["drafter"])
+    state = call.start(setup.decoder, setup.models)
+    for scheme in DrawScheme:
+        proposer = hidden_drafter(setup.config, setup.drafter_config, TreeConfig(7, 3, 2), scheme=scheme)
+        at = jnp.zeros(6, jnp.int32), state.length - 1, state.keys, call.arrays()[-1]
+        tree, _ = jax.jit(proposer.draft)(setup.models | {"drafter": nonsense}, state.drafter, RoundInputs(*at))
+        assert np.isin(tree.tokens[:, 1:], HOT).all()
+
+
+@pytest.mark.parametrize("scheme", [DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT])
+def test_a_drawn_tree_is_that_of_a_full_distribution_without_the_cold_tokens(scheme):
+    """To the draw: the noise belongs to tokens. The distribution that the rule judges by gives cold tokens nothing."""
+    _, states, root = drafts()
+    keys = jax.vmap(jax.random.key)(jnp.arange(len(root)))
+    ones = jnp.ones(len(root))
+    sampling, found = SamplingParams(0.9 * ones, jnp.zeros(len(root), jnp.int32), ones), {}
+    for name in ("hot", "full"):
+        one = setups.setup("llama", "hot" if name == "hot" else "beam")
+
+        @jax.jit
+        def grown(weights, target, one=one, name=name):
+            base = base_logits(weights, one.drafter_config, target, one.config, states)
+            base = base if name == "hot" else base.at[..., COLD].set(-jnp.inf)  # the full one may not either
+            bias = functools.partial(toy.token_info, weights, one.drafter_config)
+            inputs = RoundInputs(root, jnp.full(len(root), 7), keys, sampling)
+            grower = Grower(TreeConfig(6, 2, 3), scheme, toy.VOCAB)
+            return grower.grow_token_free(base, toy.of_tokens(bias), inputs, weights.get("draft_to_target"))
+
+        found[name] = grown(one.models["drafter"], one.models["target"])
+    for field in ("tokens", "parents", "depth", "valid"):
+        np.testing.assert_array_equal(getattr(found["hot"], field), getattr(found["full"], field))
+    np.testing.assert_allclose(found["hot"].draft_logp, found["full"].draft_logp, rtol=1e-5)
+    assert (found["hot"].draft_logp[..., COLD] == -jnp.inf).all()
+
+
+@pytest.mark.skipif(not native.available(), reason="no compiler for the native kernels")
+def test_the_native_kernel_multiplies_the_hot_rows():
+    setup, states, _ = drafts()
+    with native.enabled(True):
+        program = jax.make_jaxpr(lambda d, t, x: base_logits(d, setup.drafter_config, t, setup.config, x).sum())(
+            setup.models["drafter"], setup.models["target"], states
+        )
+    products = [e for e in program.eqns if str(e.params.get("target_name")).endswith("_rows_matmul")]
+    assert [[v.aval.shape for v in e.outvars] for e in products] == [[(18, len(HOT))]]
+
+
+def test_a_tree_wider_than_the_reduced_vocabulary_is_refused():
+    setup = setups.setup("llama", "hot")
+    narrow = dataclasses.replace(setup.drafter_config, reduced_vocab_size=2)
+    with pytest.raises(ValueError, match=r"width=3: allowed are 1 to the reduced draft vocabulary, 2"):
+        hidden_drafter(setup.config, narrow, TreeConfig(nodes=6, depth=2, width=3))
+
+
+def test_a_drafter_without_its_rows_of_the_head_is_refused():
+    setup, states, _ = drafts()
+    bare = {k: v for k, v in setup.models["drafter"].items() if k != "head"}
+    with pytest.raises(ValueError, match=r"lacks its rows of the target's head"):
+        base_logits(bare, setup.drafter_config, setup.models["target"], setup.config, states)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def trained():
+    """A hot drafter's configuration, its learned weights, the weights of its target, and both models as they draft."""
+    config, weights, frozen = make()
+    config, weights = draft_vocab.restrict(config, weights, SOME)
+    learned = {k: v for k, v in weights.items() if k != "draft_to_target"}
+    return (
+        config,
+        learned,
+        frozen,
+        {"target": frozen, "drafter": draft_vocab.attach(learned, weights["draft_to_target"], frozen, TARGET)},
+    )
+
+
+@pytest.mark.parametrize("kind", ["half", "few"])
+def test_loss_and_overlap_against_loops(kind):
+    """Both models decode every prefix; p is not renormalised, neither in the loss nor in the overlap."""
+    config, learned, frozen, models = trained()
+    rows, mask = random_rows(), some_mask(kind)
+    (found, metrics), (own, to_target) = graded(draft_to_target=SOME)(learned, frozen, batch_of(rows, mask))
+    wanted, overlaps = counted(models, config, rows, mask)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    np.testing.assert_allclose(metrics["overlap"], overlaps, rtol=1e-5)
+    assert all(np.any(g) for g in jax.tree.leaves(own)) and own.keys() == learned.keys()
+    assert own["injector"]["bias"].shape == (len(SOME), config.rank)
+    assert not any(np.any(g) for g in jax.tree.leaves(to_target))
+
+
+@pytest.mark.slow
+def test_training_on_all_tokens_is_training_of_the_full_drafter():
+    """On policy too: the same draws, as full ids."""
+    _, weights, frozen = make()
+    batch, every = batch_of(random_rows(), some_mask("half")), tuple(range(TARGET.vocab_size))
+    always = dataclasses.replace(ALL, on_policy=0.99)
+    for seed in (0, 1):
+        (wanted, wanted_metrics), (wanted_grad, _) = graded(always)(weights, frozen, batch, seed=seed)
+        (found, metrics), (grad, _) = graded(always, every)(weights, frozen, batch, seed=seed)
+        assert metrics["on_policy"] == 1.0
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), metrics, wanted_metrics)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), grad, wanted_grad)
+
+
+def test_draws_are_full_ids():
+    """The chain of columns, mapped; and the bias of a depth follows the token that was drawn, not its column."""
+    rng = np.random.default_rng(0)
+    base = jnp.asarray(rng.normal(size=(2, 50, 3, len(SOME))), jnp.float32)
+    table = jnp.asarray(3 * rng.normal(size=(TARGET.vocab_size, len(SOME))), jnp.float32)
+    draft_to_target, root = jnp.asarray(SOME), jnp.full((2, 50), 2, jnp.int32)  # a cold root
+    key = jax.random.key(0)
+    found = on_policy.sample_chains(key, base, root, toy.of_tokens(lambda previous: table[previous]), draft_to_target)
+    assert np.isin(found, SOME).all() and len(np.unique(found)) > 4 and found.dtype == jnp.int32
+    first = jax.random.categorical(jax.random.fold_in(key, 0), base[:, :, 0] + table[root])
+    second = jax.random.categorical(jax.random.fold_in(key, 1), base[:, :, 1] + table[draft_to_target[first]])
+    np.testing.assert_array_equal(found, draft_to_target[jnp.stack([first, second], 2)])
+
+
+@pytest.mark.parametrize("name", losses.DIVERGENCES)
+def test_divergences_from_a_distribution_with_cold_tokens(name):
+    """Against NumPy, p of all tokens and q of the hot ones: the terms a drafter can change, value and gradient.
+
+    Where cold terms are finite, with what they add, the whole is the distance of the two distributions over all tokens.
+    """
+    rng = np.random.default_rng(0)
+    target, draft = 2 * rng.normal(size=(5, TARGET.vocab_size)), 2 * rng.normal(size=(5, len(SOME)))
+    args = jnp.asarray(target, jnp.float32), jnp.asarray(draft, jnp.float32)
+    divergence = functools.partial(losses.DIVERGENCES[name], draft_to_target=jnp.asarray(SOME))
+    p = np.exp(oracle.log_softmax(target))
+    cold = 1 - p[:, SOME].sum(-1)
+    assert (cold > 0.1).all()
+
+    def whole(draft_logits):
+        """Over all tokens, cold terms of infinite value left out."""
+        q = np.exp(oracle.log_softmax(draft_logits))
+        full = np.zeros_like(p)
+        full[:, SOME] = q
+        cross, variation = oracle.cross_entropy(p[:, SOME], q), oracle.total_variation(p, full)
+        return {
+            "kl": lambda: oracle.kl(p[:, SOME], q),
+            "rkl": lambda: oracle.kl(full, p),
+            "jsd": lambda: oracle.jensen_shannon(p, full, 0.5) - 0.5 * np.log(2) * cold,
+            "tv": lambda: variation,
+            "ce": lambda: cross,
+            "ce_tv": lambda: 0.1 * cross + 0.9 * variation,
+        }[name]()
+
+    np.testing.assert_allclose(divergence(*args), whole(draft), rtol=1e-4, atol=1e-6)
+    if name == "tv":
+        kept = np.minimum(p[:, SOME], np.exp(oracle.log_softmax(draft))).sum(-1)
+        np.testing.assert_allclose(1 - divergence(*args), kept, rtol=1e-5)
+    to_target, found = jax.grad(lambda t, d: divergence(t, d).sum(), (0, 1))(*args)
+    assert not np.any(to_target)
+    small = 1e-5
+    for column in range(len(SOME)):
+        step = small * np.eye(len(SOME))[column]
+        slope = (whole(draft + step) - whole(draft - step)) / (2 * small)
+        np.testing.assert_allclose(found[:, column], slope, rtol=1e-3, atol=1e-5)
+
+
+def test_the_distribution_given_that_the_token_is_hot_is_the_best():
+    """No gradient there, and half the cold share weighs a node twice: hot part of p, not p renormalised."""
+    target = jnp.asarray(np.random.default_rng(1).normal(size=TARGET.vocab_size), jnp.float32)
+    draft_to_target = jnp.asarray(SOME)
+    grad = jax.grad(lambda d, t: losses.forward_kl(t, d, draft_to_target))
+    np.testing.assert_allclose(grad(target[draft_to_target], target), 0.0, atol=1e-6)
+    other = target[draft_to_target] + jnp.arange(len(SOME), dtype=jnp.float32)
+    colder = target.at[jnp.asarray(np.setdiff1d(np.arange(TARGET.vocab_size), SOME))].add(1.0)
+    shares = [float(jax.nn.softmax(x)[draft_to_target].sum()) for x in (target, colder)]
+    np.testing.assert_allclose(grad(other, colder) / grad(other, target), shares[1] / shares[0], rtol=1e-3)
+
+
+def test_a_greedy_chain_ends_at_a_cold_token():
+    """The drafter's best column is the one next to which the cold token would be sorted: no agreement."""
+    draft_to_target = jnp.asarray([1, 3])
+    target_logits = jnp.eye(5)[jnp.array([3, 2, 3, 4])]  # hot, cold, hot, cold behind all
+    draft_logits = jnp.array([[0.0, 1.0]] * 4)
+    mask = jnp.ones((1, 1, 4), bool)
+    found = jax.jit(anchors_lib.chain_metrics)(target_logits, draft_logits, draft_logits, mask, draft_to_target)
+    assert found["acceptance"].tolist() == [1.0, 0.0, 0.0, 0.0] and found["tau"] == 2.0
+    assert found["agreement_3"] == found["agreement_3_base"] == 1.0
+
+
+def test_ids_and_configuration_must_agree():
+    config = make()[0]
+    for changed, ids in ((config, jnp.asarray(SOME)), (dataclasses.replace(config, reduced_vocab_size=3), None)):
+        with pytest.raises(
+            ValueError, match=r"draft_to_target: (11|None) for a drafter with reduced_vocab_size=(None|3)"
+        ):
+            drafter.make_loss(TARGET, changed, ALL, ids)
+
+
+@pytest.mark.parametrize("share", [0, 1, -0.5, 1.5, float("nan"), True, "half"])
+def test_shares_that_are_refused(share):
+    with pytest.raises(ValueError, match="draft_vocab="):
+        drafter.DrafterRecipe.from_dict({"model": {"draft_vocab": share}}, "r.yaml")
+
+
+# --- files, placement -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_round_trip(tmp_path, dtype):
+    """Ids of a large vocabulary keep their value in bfloat16 files; rows of the head stay out of the file."""
+    sizes = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "intermediate_size": 8}
+    config = HiddenConfig(hidden_size=8, vocab_size=70_000, rank=2, reduced_vocab_size=4, **sizes)
+    weights = random_weights(init_drafter, config)
+    weights = jax.tree.map(lambda x: x.astype(dtype), weights) | {"draft_to_target": jnp.array([0, 3, 65_537, 69_999])}
+    drafter_files.save_drafter(tmp_path, config, weights | {"head": jnp.ones((4, 8))}, dtype)
+    found, read = drafter_files.read_drafter(tmp_path, dtype)
+    assert found == config and read["draft_to_target"].dtype == jnp.int32
+    jax.tree.map(np.testing.assert_array_equal, read, weights)
+
+
+def test_bad_files(tmp_path):
+    from test_convert import edit_json, edit_tensors
+
+    config, weights = draft_vocab.restrict(*make()[:2], SOME)
+    file, text = tmp_path / "drafter.safetensors", tmp_path / "drafter_config.json"
+    drafter_files.save_drafter(tmp_path, config, weights)
+    whole, values = file.read_bytes(), text.read_text()
+
+    def expect(message):
+        with pytest.raises(ValueError, match=message):
+            drafter_files.read_drafter(tmp_path)
+        file.write_bytes(whole)
+        text.write_text(values)
+
+    edit_tensors(file, lambda t: t.pop("draft_to_target"))
+    expect("missing tensor 'draft_to_target'")
+    edit_tensors(file, lambda t: t.update(draft_to_target=t["draft_to_target"][::-1].copy()))
+    expect(r"drafter\.safetensors: tensor 'draft_to_target' holds .* expected ascending ids")
+    edit_tensors(file, lambda t: t.update(draft_to_target=t["draft_to_target"] + 1))
+    expect(r"'draft_to_target' holds token 29: allowed are 0 to 28")
+    edit_tensors(file, lambda t: t.update(draft_to_target=t["draft_to_target"].astype(np.float32)))
+    expect(r"'draft_to_target': found dtype F32, expected one of I32")
+    edit_json(text, reduced_vocab_size=10)
+    expect(r"found shape \[11.*expected \[10")
+    edit_json(text, reduced_vocab_size=None)
+    expect(r"tensor 'draft_to_target' .* has no place")
+    edit_json(text, reduced_vocab_size=30)
+    expect(r"reduced_vocab_size=30: allowed are 1 to the vocabulary, 29")
+    for ids, message in (
+        (None, "missing tensor 'draft_to_target'"),
+        (weights["draft_to_target"][::-1], "to save: 'draft_to_target' holds"),
+    ):
+        parts = {k: v for k, v in weights.items() if k != "draft_to_target"} | (
+            {} if ids is None else {"draft_to_target": ids}
+        )
+        with pytest.raises(ValueError, match=message):
+            drafter_files.save_drafter(tmp_path, config, parts)
+
+
+def test_old_configurations_have_the_full_vocabulary(tmp_path):
+    from test_convert import edit_json
+
+    config, weights, _ = make()
+    drafter_files.save_drafter(tmp_path, config, weights)
+    edit_json(tmp_path / "drafter_config.json", reduced_vocab_size="drop")
+    found, read = drafter_files.read_drafter(tmp_path)
+    assert found == config and found.reduced_vocab_size is None and found.draft_vocab_size == TARGET.vocab_size
+    assert "draft_to_target" not in read
+
+
+@meshes.needs_devices
+@pytest.mark.slow
+def test_a_restricted_drafter_on_a_mesh():
+    """Its rows of the head lie in parts, its ids everywhere; text and fate of the drafts are those of one device."""
+    ids = np.arange(0, 32, 2)
+    placed = hsd_jax.restrict(meshes.on("data=2,model=4"), ids)
+    for array in (placed.drafter["head"], placed.drafter["injector"]["bias"]):
+        assert array.sharding.spec == PartitionSpec("model", None) and array.shape[0] == 16
+    assert placed.drafter["draft_to_target"].sharding.spec == PartitionSpec(None)
+    found = hsd_jax.decode(placed, meshes.PROMPTS, **meshes.CALL)
+    meshes.assert_same(found, [0, 1, 2])
+    alone = hsd_jax.decode(hsd_jax.restrict(meshes.params(), ids), meshes.PROMPTS, **meshes.CALL)
+    np.testing.assert_array_equal(found.stats.accepted_histogram, alone.stats.accepted_histogram)
+
+
+def test_restrict_wants_a_drafter():
+    params = hsd_jax.Params(setups.weights("llama"), None, toy.target_config(), max_len=64)
+    with pytest.raises(ValueError, match=r"restrict\(\) cuts down a drafter, and these params have none"):
+        hsd_jax.restrict(params, [0, 1])

@@ -1,0 +1,118 @@
+"""The feature drafter: its trees against a beam in plain loops that computes every path anew, and what it refuses.
+
+That its cache holds what fresh passes compute is in `test_hidden.py`, the equality of texts in `test_exact.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import tree as oracle
+from support import calls, setups, toy
+
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.table import make_drafter
+from hsd_jax.infer.accept import recursive_rule
+from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.step import make_step
+from hsd_jax.infer.tree import sharpness
+from hsd_jax.models.target import causal_mask
+from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
+from hsd_jax.types import DrawScheme, RoundInputs
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def causal_trunk(drafter, target, config, target_config, states, following):
+    """The trunk over a whole row under a causal mask: no cache, no tree; and the logits behind every position."""
+    batch, num = following.shape
+    positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
+    embeddings = embed_committed(target, target_config, config, following)
+    out, _ = trunk_pass(drafter, config, states, embeddings, positions, causal_mask(batch, num), None)
+    return out, base_logits(drafter, config, target, target_config, out)
+
+
+def logits_of_paths(setup: setups.Setup, text: np.ndarray):
+    """`logits(path)` behind a path of drafted tokens that starts with the last token of `text`.
+
+    EAGLE step by step: feature i and token i + 1 give the next state; behind the text the state before takes the place
+    of the feature. Every path is computed from its beginning.
+    """
+    models, config = setup.models, setup.drafter_config
+    target, drafter = models["target"], models["drafter"]
+    room = 16 + len(text)
+    fresh = toy.causal_pass(target, setup.config, jnp.asarray(text[None]), aux_layers=config.feature_layers)
+    features = trunk_features(drafter, config, fresh.hidden, fresh.features)[0]
+    known = len(text) - 1  # features in use: that of the last token is not known to a drafter
+
+    def logits(path: tuple[int, ...]) -> np.ndarray:
+        states = jnp.zeros((1, room, features.shape[-1])).at[0, :known].set(features[:known])
+        following = np.zeros((1, room), np.int32)
+        following[0, : len(text) - 1 + len(path) - 1] = [*text[1:], *path[1:]]
+        for step in range(len(path)):
+            last = known - 1 + step
+            out, found = causal_trunk(drafter, target, config, setup.config, states, jnp.asarray(following))
+            states = states.at[0, last + 1].set(out[0, last])
+        return np.asarray(found[0, last], np.float64)
+
+    return logits
+
+
+@pytest.mark.parametrize("proposer", ["eagle", pytest.param("feature_layers", marks=pytest.mark.slow)])
+def test_trees_are_those_of_a_beam_that_computes_every_path(proposer):
+    """Mid-text, with pending features of several lengths; two levels and more make ancestors matter."""
+    setup, call = setups.setup("llama", proposer, DrawScheme.ARBITRARY), calls.mixed_call()
+    tree = setups.TREES[proposer]
+    state, pending = call.start(setup.decoder, setup.models), np.zeros(0, int)
+    while len(set(pending)) < 2:  # there are such rounds, or the loop would end with rows that are done
+        state = call.resume(setup.decoder, setup.models, state, 1)
+        assert not bool(state.done.all())
+        pending = np.asarray(state.drafter.num_pending)
+        pending = pending[pending > 0]
+    position = state.length - 1
+    root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
+    _, _, keys, _, sampling = call.arrays()
+    scale = np.asarray(sharpness(sampling.temperature))
+    drafted, _ = jax.jit(setup.drafter.draft)(setup.models, state.drafter, RoundInputs(root, position, keys, sampling))
+    for row in np.flatnonzero(np.asarray(state.drafter.num_pending)):
+        text = np.asarray(state.tokens)[row, : int(state.length[row])]
+        of_path = logits_of_paths(setup, text)
+        scaled = lambda path, s=scale[row], of_path=of_path: s * of_path(path)  # noqa: E731
+        wanted = oracle.grow_paths(scaled, int(root[row]), tree.nodes, tree.depth, tree.width)
+        found = [np.asarray(x)[row].tolist() for x in (drafted.tokens, drafted.parents, drafted.depth)]
+        assert found == [list(x) for x in wanted]
+
+
+@pytest.mark.slow
+def test_drawn_trees():
+    """Greedy rows stay greedy under the recursive rule; the distributions of a sampled row are those of its paths."""
+    call, setup, tree = calls.mixed_call(), setups.setup("llama", "eagle"), TreeConfig(nodes=8, depth=3, width=3)
+    drafter = make_drafter(setup.config, setup.drafter_config, tree, scheme=DrawScheme.WITHOUT_REPLACEMENT)
+    step = make_step(setup.config, drafter, recursive_rule(tree.depth, tree.width))
+    decoder = Decoder(setup.config, step, drafter, precision="highest")
+    state = call.run(decoder, setup.models)
+    assert calls.generated(call, state)[:2] == setups.expected("llama", call)[:2]
+    row = 3
+    assert call.temperature[row] == 1.0 and call.top_k[row] == 0 and call.top_p[row] == 1.0
+    state = call.resume(decoder, setup.models, call.start(decoder, setup.models), 2)
+    text = np.asarray(state.tokens)[row, : int(state.length[row])]
+    position = state.length - 1
+    root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
+    _, _, keys, _, sampling = call.arrays()
+    drawn, _ = jax.jit(drafter.draft)(setup.models, state.drafter, RoundInputs(root, position, keys, sampling))
+    paths, logits = [(int(root[row]),)], logits_of_paths(setup, text)
+    for token, parent in zip(drawn.tokens[row, 1:].tolist(), drawn.parents[row, 1:].tolist(), strict=True):
+        paths.append((*paths[parent], token))
+    distributions = np.asarray(drawn.draft_logp[row])
+    assert len({len(path) for path in paths[: len(distributions)]}) == tree.depth
+    for path, distribution in zip(paths, distributions, strict=False):
+        np.testing.assert_allclose(distribution, oracle.log_softmax(logits(path)), atol=1e-3)
+
+
+def test_trees_deeper_than_the_training_are_refused():
+    config = setups.setup("llama", "eagle").drafter_config
+    with pytest.raises(ValueError, match=r"depth=5.*1 to 4 steps"):
+        make_drafter(toy.target_config(), config, TreeConfig(nodes=8, depth=5, width=2))

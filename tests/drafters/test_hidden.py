@@ -1,0 +1,426 @@
+"""The hidden-state drafter: what its trunk may read, and that both caches hold what a fresh pass computes.
+
+Checks 1, 3 and 4 of methods.md 1.9; the equality of texts (check 6) is `test_exact.py`. The cache checks run under
+the oracle's trees ("steered"), so that every number of accepted tokens goes through commit and pending features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import calls, setups, toy
+
+from hsd_jax.config import RECURRENT, TreeConfig
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.hidden.draft import hidden_drafter
+from hsd_jax.drafters.hidden.schedule import trunk_states
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.infer.tree import ancestor_mask
+from hsd_jax.kernels.ops import rms_norm
+from hsd_jax.models.target import causal_mask, forward_sequence, lm_head
+from hsd_jax.models.trunk import base_logits, trunk_features, trunk_pass
+from hsd_jax.types import RoundInputs
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+TRUNKS = pytest.mark.parametrize("proposer", ["beam", "block"])
+"""The recurrent trunk and the parallel trunk, of two layers."""
+
+
+@functools.cache
+def jitted_draft(proposer: str = "beam"):
+    draft, (_, _, keys, _, sampling) = setups.setup("llama", proposer).drafter.draft, calls.mixed_call().arrays()
+    return jax.jit(
+        lambda models, state, root, position: draft(models, state, RoundInputs(root, position, keys, sampling))
+    )
+
+
+@functools.cache
+def mid_state(proposer: str = "beam"):
+    """Models and the decode state of six rows after three rounds."""
+    setup, call = setups.setup("llama", proposer), calls.mixed_call()
+    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 3)
+    position = state.length - 1
+    return setup.models, state, jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0], position
+
+
+def change(models: dict, **parts) -> dict:
+    return models | {"drafter": models["drafter"] | parts}
+
+
+def perturbed(tree, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, 1, x.shape), jnp.float32), tree)
+
+
+@functools.cache
+def jitted_states(proposer: str = "beam", num_states: int = setups.TREES["beam"].depth, window: int | None = None):
+    """The trunk alone: `num_states` states of a round, and the cache it leaves."""
+    setup = setups.setup("llama", proposer)
+    config = dataclasses.replace(setup.drafter_config, window=window)
+    return jax.jit(lambda models, state: trunk_states(models, setup.config, config, num_states, state))
+
+
+@TRUNKS
+def test_states_do_not_see_drafted_tokens(proposer):
+    """Other injector weights and another root draft other trees; every state and every cache slot keeps its bits."""
+    models, state, root, position = mid_state(proposer)
+    tree, after = jitted_draft(proposer)(models, state.drafter, root, position)
+    other = change(models, injector=perturbed(models["drafter"]["injector"]))
+    for changed_models, changed_root in ((other, root), (models, (root + 1) % toy.VOCAB)):
+        changed_tree, changed_after = jitted_draft(proposer)(changed_models, state.drafter, changed_root, position)
+        assert (np.asarray(changed_tree.tokens)[:, 1:] != np.asarray(tree.tokens)[:, 1:]).any(1).all()
+        jax.tree.map(np.testing.assert_array_equal, changed_after, after)
+    states, cache = jitted_states(proposer)(models, state.drafter)
+    assert states.shape == (6, setups.TREES["beam"].depth, 32)
+    changed_states, changed_cache = jitted_states(proposer)(other, state.drafter)
+    np.testing.assert_array_equal(changed_states, states)
+    jax.tree.map(np.testing.assert_array_equal, changed_cache, cache)
+
+
+@TRUNKS
+@pytest.mark.parametrize("part", ["trunk", "pending", "next_tokens", "cache"])
+def test_states_see_what_they_should(part, proposer):
+    """The check above would be empty if nothing moved the states."""
+    models, state, _, _ = mid_state(proposer)
+    drafter_state = state.drafter
+    states, _ = jitted_states(proposer)(models, drafter_state)
+    if part == "trunk":
+        models = change(models, trunk=perturbed(models["drafter"]["trunk"]))
+    elif part == "pending":
+        drafter_state = drafter_state.replace(pending=drafter_state.pending + 1.0)
+    elif part == "cache":
+        cache = drafter_state.cache
+        drafter_state = drafter_state.replace(cache=cache.replace(values=tuple(v + 1.0 for v in cache.values)))
+    else:
+        drafter_state = drafter_state.replace(next_tokens=(drafter_state.next_tokens + 1) % toy.VOCAB)
+    changed, _ = jitted_states(proposer)(models, drafter_state)
+    has_pending = np.asarray(drafter_state.num_pending) > 0
+    moved = (np.asarray(changed) != np.asarray(states)).any(-1)
+    assert moved[has_pending].all()
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_states_are_those_of_one_long_causal_pass(window):
+    """The recurrence with caches against the same recurrence without: one pass a step over all there is so far.
+
+    Behind a window a round reads a part of its cache, whose slots are not their positions.
+    """
+    setup = setups.setup("llama", "beam")
+    models, state, _, _ = mid_state()
+    assert (np.asarray(state.drafter.cache.length) > 8).any()
+    states, _ = jitted_states(window=window)(models, state.drafter)
+    config = dataclasses.replace(setup.drafter_config, window=window)
+    target, drafter = models["target"], models["drafter"]
+    tokens = jnp.maximum(state.tokens, 0)
+    hidden = toy.causal_pass(target, setup.config, tokens).hidden
+    embeddings = target["embedding"][jnp.roll(tokens, -1, 1)] * setup.config.embed_scale
+    inputs = trunk_inputs(drafter, config, hidden, embeddings)
+    blocks = jax.jit(lambda x: plain_trunk(drafter, config, x))
+    row = np.flatnonzero(state.drafter.num_pending)  # a finished row has no query
+    known = np.asarray(state.length)[row] - 1  # features of all committed tokens but the last
+    assert len(row) == 5
+    for step in range(states.shape[1]):
+        out = blocks(inputs)[row, known - 1 + step]
+        np.testing.assert_allclose(states[row, step], out, rtol=1e-3, atol=1e-4)
+        inputs = inputs.at[row, known + step].set(trunk_inputs(drafter, config, out, None))
+
+
+def test_slots_are_those_of_one_long_causal_pass():
+    """The parallel trunk with a cache against one pass over features and slots in a row, masked by nothing but
+    order."""
+    setup = setups.setup("llama", "block")
+    models, state, _, _ = mid_state("block")
+    states, _ = jitted_states("block")(models, state.drafter)
+    target, drafter, config = models["target"], models["drafter"], setup.drafter_config
+    tokens = jnp.maximum(state.tokens, 0)
+    hidden = toy.causal_pass(target, setup.config, tokens).hidden
+    embeddings = target["embedding"][jnp.roll(tokens, -1, 1)] * setup.config.embed_scale
+    inputs = trunk_inputs(drafter, config, hidden, embeddings)
+    row = np.flatnonzero(state.drafter.num_pending)
+    last = np.asarray(state.length)[row] - 2  # the feature of the last committed token but one
+    num_states = states.shape[1]
+    for depth in range(1, num_states):
+        inputs = inputs.at[row, last + depth].set(inputs[row, last] + drafter["trunk"]["slots"][depth - 1])
+    out = jax.jit(lambda x: plain_trunk(drafter, config, x))(inputs)
+    for depth in range(num_states):
+        np.testing.assert_allclose(states[row, depth], out[row, last + depth], rtol=1e-3, atol=1e-4)
+
+
+def test_a_shallow_tree_has_the_first_states_of_a_deep_one():
+    """Slots see only those before them: cost follows depth, and one training serves every depth."""
+    models, state, _, _ = mid_state("block")
+    whole, cache = jitted_states("block", 4)(models, state.drafter)
+    for num_states in (1, 2):
+        states, same = jitted_states("block", num_states)(models, state.drafter)
+        np.testing.assert_allclose(states, whole[:, :num_states], rtol=1e-5, atol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), same, cache)
+
+
+@pytest.mark.slow
+def test_the_first_state_is_the_same_in_both_trunks():
+    """It is what the layers make of the last feature; slots, which stand behind it, do not touch it."""
+    setup = setups.setup("llama", "block")
+    models, state, _, _ = mid_state("block")
+    recurrent = dataclasses.replace(setup.drafter_config, trunk=RECURRENT)
+    trunk = models["drafter"]["trunk"] | {"no_token": jnp.zeros(32)}
+    one, _ = trunk_states(change(models, trunk=trunk), setup.config, recurrent, 1, state.drafter)
+    found, _ = jitted_states("block", 4)(models, state.drafter)
+    np.testing.assert_allclose(found[:, :1], one, rtol=1e-5, atol=1e-5)
+
+
+def trunk_inputs(drafter, config, states, embeddings):
+    """What the trunk's first layer reads: states plus embeddings, or plus the vector that says there is none."""
+    trunk = drafter["trunk"]
+    if embeddings is None:
+        return states + trunk["no_token"]
+    normed = rms_norm(embeddings, trunk["embedding_norm"]["weight"], config.norm_eps)
+    return states + normed @ trunk["embedding_in"]["kernel"].T
+
+
+def plain_trunk(drafter, config, x):
+    """The blocks of the trunk over whole rows under a causal mask, fed with inputs that are summed already."""
+    bare = dataclasses.replace(config, committed_embeddings=False, trunk=RECURRENT)
+    weights = {"trunk": {k: v for k, v in drafter["trunk"].items() if k.startswith("layer_")}}
+    batch, num = x.shape[:2]
+    positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
+    return trunk_pass(weights, bare, x, None, positions, causal_mask(batch, num), None)[0]
+
+
+def test_refused_tokens_leave_nothing_behind():
+    """Two oracles that differ only behind the first wrong token of a path commit the same state."""
+    setup, call = setups.setup("llama", "steered"), calls.mixed_call().replace(new_tokens=[30] * 6)
+    table = setup.models["drafter"]
+    # Depth 2 is wrong in both; what hangs below it differs.
+    depth = jnp.arange(table["text"].shape[1], dtype=jnp.int32)[None] - (call.length - 1)[:, None]
+    states = []
+    for deeper_is_wrong in (False, True):
+        is_wrong = (depth == 2) | (deeper_is_wrong & (depth > 2))
+        models = setup.models | {"drafter": table | {"is_wrong": is_wrong}}
+        states.append(call.resume(setup.decoder, models, call.start(setup.decoder, models), 1))
+    one, other = states
+    assert (one.length == call.length + 2).all()
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_array_equal(one.drafter.num_pending, other.drafter.num_pending)
+    for a, b in ((one.drafter.pending, other.drafter.pending), (one.drafter.next_tokens, other.drafter.next_tokens)):
+        np.testing.assert_array_equal(np.asarray(a)[:, :2], np.asarray(b)[:, :2])
+
+
+def test_without_token_information_the_logits_are_the_base_logits():
+    """At initialisation; and the tree is then the beam of the base logits, whatever the root."""
+    setup = setups.setup("llama", "beam")
+    fresh = init_drafter(jax.random.key(0), setup.drafter_config)
+    tokens = jnp.arange(toy.VOCAB, dtype=jnp.int32)
+    assert not np.asarray(toy.token_info(fresh, setup.drafter_config, tokens)).any()
+    models, state, root, position = mid_state()
+    injector = models["drafter"]["injector"]
+    models = change(models, injector=injector | {"bias": jnp.zeros_like(injector["bias"])})
+    tree, _ = jitted_draft()(models, state.drafter, root, position)
+    shifted, _ = jitted_draft()(models, state.drafter, (root + 1) % toy.VOCAB, position)
+    np.testing.assert_array_equal(tree.tokens[:, 1:], shifted.tokens[:, 1:])
+    np.testing.assert_array_equal(tree.parents, shifted.parents)
+
+
+def test_a_drafter_of_rank_0_drafts_as_one_whose_token_information_is_zero(tmp_path):
+    setup = setups.setup("llama", "beam")
+    config = dataclasses.replace(setup.drafter_config, rank=0)
+    models, state, root, position = mid_state()
+    injector = models["drafter"]["injector"]
+    models = change(models, injector=injector | {"bias": jnp.zeros_like(injector["bias"])})
+    wanted, _ = jitted_draft()(models, state.drafter, root, position)
+    bare = {name: part for name, part in models["drafter"].items() if name != "injector"}
+    assert bare.keys() == init_drafter(jax.random.key(0), config).keys()
+    draft = hidden_drafter(setup.config, config, setups.TREES["beam"], scheme=setup.drafter.scheme).draft
+    _, _, keys, _, sampling = calls.mixed_call().arrays()
+    inputs = RoundInputs(root, position, keys, sampling)
+    found, _ = jax.jit(draft)(models | {"drafter": bare}, state.drafter, inputs)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_array_equal(found.parents, wanted.parents)
+    drafter_files.save_drafter(tmp_path, config, bare)
+    again, read = drafter_files.read_drafter(tmp_path)
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, read, bare)
+    file = tmp_path / drafter_files.DRAFTER_CONFIG
+    file.write_text(file.read_text().replace('"rank": 0', '"rank": -1'))
+    with pytest.raises(ValueError, match=r"rank=-1: allowed are whole numbers from 0"):
+        drafter_files.read_drafter(tmp_path)
+
+
+def test_base_logits_go_through_the_target_head():
+    """With an output norm of ones they are the target's own logits of the normalised state."""
+    setup = setups.setup("llama", "beam")
+    states = jnp.asarray(np.random.default_rng(0).normal(0, 2, (1, 3, 32)), jnp.float32)
+    weights = {"output_norm": {"weight": jnp.ones(32)}}
+    found = base_logits(weights, setup.drafter_config, setup.models["target"], setup.config, states)
+    normed = states / jnp.sqrt(jnp.mean(states**2, -1, keepdims=True))
+    np.testing.assert_allclose(found, lm_head(setup.models["target"], setup.config, normed), rtol=1e-4, atol=1e-5)
+
+
+def test_trees_are_closed_and_without_twins():
+    from test_tree import assert_well_formed
+
+    models, state, root, position = mid_state()
+    tree, _ = jitted_draft()(models, state.drafter, root, position)
+    assert tree.tokens[:, 0].tolist() == root.tolist()
+    assert_well_formed(jax.tree.map(np.asarray, tree), np.asarray(ancestor_mask(tree, setups.TREES["beam"].depth)))
+
+
+def test_a_tree_deeper_than_the_training_is_refused():
+    setup = setups.setup("llama", "beam")
+    with pytest.raises(ValueError, match=r"depth=5.*1 to 4 steps"):
+        hidden_drafter(setup.config, setup.drafter_config, TreeConfig(nodes=8, depth=5, width=2))
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+def assert_lengths(state) -> None:
+    """Both caches stand one token behind the text, the trunk's with its pending features."""
+    np.testing.assert_array_equal(state.cache.length, state.length - 1)
+    np.testing.assert_array_equal(state.drafter.cache.length + state.drafter.num_pending, state.length - 1)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def fresh_passes(target, drafter, target_config, config, tokens):
+    """Entries of target and trunk for whole rows, the trunk's features, and the token behind each of them."""
+    batch, num = tokens.shape
+    fresh = forward_sequence(target, target_config, tokens, aux_layers=config.feature_layers)
+    features = trunk_features(drafter, config, fresh.hidden, fresh.features)
+    following = jnp.roll(tokens, -1, 1)
+    embeddings = target["embedding"][following] * target_config.embed_scale
+    positions = jnp.broadcast_to(jnp.arange(num), (batch, num))
+    _, trunk = trunk_pass(drafter, config, features, embeddings, positions, causal_mask(batch, num), None)
+    return fresh.new_kv, trunk, features, following
+
+
+def find_stale_slot(setup: setups.Setup, state) -> str | None:
+    """Where a cache or a pending feature is not what one fresh causal pass over the text gives, or None."""
+    models, tokens = setup.models, jnp.maximum(state.tokens, 0)
+    found = fresh_passes(models["target"], models["drafter"], setup.config, setup.drafter_config, tokens)
+    target, trunk, features, following = jax.tree.map(np.asarray, found)
+    state = jax.tree.map(np.asarray, state.replace(keys=None))  # so that no slice of any length is compiled
+    parts = (("target", state.cache, target), ("trunk", state.drafter.cache, trunk))
+    for row in range(len(tokens)):
+        for name, cache, wanted in parts:
+            length = int(cache.length[row])
+            for kind in ("keys", "values"):
+                for layer, (one, other) in enumerate(zip(getattr(cache, kind), getattr(wanted, kind), strict=True)):
+                    if not np.allclose(one[row, :, :length], other[row, :, :length], **TOLERANCE):
+                        return f"{name} {kind}, layer {layer}, row {row}"
+        first, count = int(state.drafter.cache.length[row]), int(state.drafter.num_pending[row])
+        place = slice(first, first + count)
+        if not np.allclose(state.drafter.pending[row, :count], features[row, place], **TOLERANCE):
+            return f"pending features, row {row}"
+        if state.drafter.next_tokens[row, :count].tolist() != following[row, place].tolist():
+            return f"tokens behind the pending features, row {row}"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("variant", "proposer"),
+    [
+        ("llama", "steered"),
+        pytest.param("gemma", "steered", marks=pytest.mark.slow),
+        pytest.param("llama", "steered_block", marks=pytest.mark.slow),
+        ("llama", "steered_eagle"),
+        ("llama", "steered_block_skip"),
+        pytest.param("llama", "steered_block_ahead", marks=pytest.mark.slow),
+        pytest.param("llama", "steered_skip", marks=pytest.mark.slow),
+        pytest.param("llama", "steered_ahead", marks=pytest.mark.slow),
+    ],
+)
+def test_caches_hold_what_fresh_passes_compute(variant, proposer):
+    """After prefill and after every round, until all rows are done and have been carried along for some rounds."""
+    setup, call = setups.setup(variant, proposer), calls.mixed_call()
+    state = call.start(setup.decoder, setup.models)
+    assert_lengths(state)
+    assert find_stale_slot(setup, state) is None
+    rounds = 0
+    while not bool(state.done.all()):
+        state = call.resume(setup.decoder, setup.models, state, 1)
+        rounds += 1
+        assert_lengths(state)
+        if rounds in (1, 2, 5):
+            assert find_stale_slot(setup, state) is None
+    assert find_stale_slot(setup, state) is None
+    assert rounds > 6
+    histogram = np.asarray(state.stats.accepted_histogram).sum(0)
+    assert (histogram > 0).all(), histogram
+
+
+@pytest.mark.parametrize("proposer", ["layers", "block_layers", "eagle_layers"])
+def test_caches_hold_what_several_layers_say(proposer):
+    """A drafter that reads fused layers, under its own trees: prefill and every round tap them."""
+    setup, call = setups.setup("llama", proposer), calls.mixed_call()
+    assert setup.drafter.aux_layers == setup.drafter_config.feature_layers == (0, 1)
+    state = call.start(setup.decoder, setup.models)
+    assert find_stale_slot(setup, state) is None
+    for _ in range(3):
+        state = call.resume(setup.decoder, setup.models, state, 2)
+        assert_lengths(state)
+        assert find_stale_slot(setup, state) is None
+    histogram = np.asarray(state.stats.accepted_histogram).sum(0)
+    assert (histogram > 0).all(), histogram
+    # The comparison would find the final hidden states in their place.
+    hidden = toy.causal_pass(setup.models["target"], setup.config, jnp.maximum(state.tokens, 0)).hidden
+    row = int(np.flatnonzero(state.drafter.num_pending)[0])
+    last = hidden[row, int(state.drafter.cache.length[row])]
+    moved = state.drafter.replace(pending=state.drafter.pending.at[row, 0].set(last))
+    assert find_stale_slot(setup, state.replace(drafter=moved)) == f"pending features, row {row}"
+
+
+def first_stale_slot(setup: setups.Setup) -> str | None:
+    """What `find_stale_slot` says after the first round where it says anything, from the smallest caches on."""
+    call, decoder = calls.mixed_call(), setup.decoder_with()
+    state = call.start(decoder, setup.models, capacity=16)
+    while not bool(state.done.all()):
+        state = call.resume(decoder, setup.models, state, 1)
+        assert_lengths(state)
+        stale = find_stale_slot(setup, state)
+        if stale is not None:
+            return stale
+    assert state.cache.keys[0].shape[2] == state.drafter.cache.keys[0].shape[2] == 64
+    return None
+
+
+@pytest.mark.parametrize("proposer", ["steered", pytest.param("steered_block_skip", marks=pytest.mark.slow)])
+def test_caches_survive_growing(proposer):
+    """Under SKIP a trunk run writes more slots than a tree is deep."""
+    assert first_stale_slot(setups.setup("llama", proposer)) is None
+
+
+@pytest.mark.slow
+def test_the_comparison_finds_a_loop_that_reaches_too_little():
+    """A trunk run that writes over the end of its cache moves onto committed slots, which no text would show."""
+    setup = setups.setup("llama", "steered_block_skip")
+    short = dataclasses.replace(setup, drafter=setup.drafter._replace(lookahead=0))
+    assert first_stale_slot(short) is not None
+
+
+@pytest.mark.parametrize("where", ["trunk", "target", "pending", "next_tokens"])
+def test_the_comparison_finds_a_stale_slot(where):
+    """A committed slot, feature or token of one row is moved a little."""
+    setup, call = setups.setup("llama", "steered"), calls.mixed_call()
+    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 2)
+    drafter, row = state.drafter, 3
+
+    def moved(cache):
+        keys = cache.keys[0].at[row, 0, int(cache.length[row]) - 1].add(0.01)
+        return cache.replace(keys=(keys, *cache.keys[1:]))
+
+    if where == "target":
+        state = state.replace(cache=moved(state.cache))
+    elif where == "trunk":
+        state = state.replace(drafter=drafter.replace(cache=moved(drafter.cache)))
+    elif where == "pending":
+        state = state.replace(drafter=drafter.replace(pending=drafter.pending.at[row, 0].add(0.01)))
+    else:
+        tokens = drafter.next_tokens.at[row, 0].set((drafter.next_tokens[row, 0] + 1) % toy.VOCAB)
+        state = state.replace(drafter=drafter.replace(next_tokens=tokens))
+    assert find_stale_slot(setup, state) is not None

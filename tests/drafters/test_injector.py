@@ -1,0 +1,193 @@
+"""Token information that knows the drafted path: the recurrence, in training, in trees of every distribution, and
+switched off.
+
+That texts stay those of plain decoding is `test_exact.py`; that labels of training are inference's, on and off policy,
+`test_drafter_training.py` and `test_on_policy.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import injector as oracle
+from oracles.tree import grow_paths, log_softmax
+from support import calls, setups, toy
+
+from hsd_jax.config import DrafterConfig, TreeConfig
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.hidden.config import PATH, PREVIOUS
+from hsd_jax.drafters.hidden.draft import hidden_drafter
+from hsd_jax.drafters.hidden.schedule import trunk_states
+from hsd_jax.drafters.hidden.weights import inject, read_paths, read_tree, token_bias
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.models.trunk import base_logits
+from hsd_jax.train.trained import started_from
+from hsd_jax.types import DrawScheme, RoundInputs
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@functools.cache
+def random_injector(seed: int = 0):
+    """A configuration of rank 6 over 24 tokens, and weights of an injector all of which are random."""
+    config = toy.drafter_config(setups.VARIANTS["llama"], rank=6, injection=PATH)
+    shapes = jax.eval_shape(lambda: init_drafter(jax.random.key(0), config))["injector"]
+    rng = np.random.default_rng(seed)
+    values = {name: rng.normal(1.0 * (x.ndim == 1), 0.5, x.shape) for name, x in shapes.items()}
+    return config, {"injector": jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), values)}
+
+
+def paths_of(tokens, parents) -> list[list[int]]:
+    """The path from the root to each node of one row's tree."""
+    paths: list[list[int]] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), int(token)])
+    return paths
+
+
+def biases(injector, paths, eps: float) -> np.ndarray:
+    return np.array([oracle.bias(injector, path, eps) for path in paths])
+
+
+def test_the_recurrence_is_that_of_plain_loops():
+    """Along paths, node by node, and over a tree at once; another grandparent is another bias."""
+    config, weights = random_injector()
+    paths = np.random.default_rng(1).integers(0, toy.VOCAB, (3, 5, 4))
+    found = token_bias(weights, config, read_paths(weights, config, jnp.asarray(paths)))
+    above = None
+    for k in range(4):
+        wanted = biases(weights["injector"], paths[..., : k + 1].reshape(15, -1), config.norm_eps).reshape(3, 5, -1)
+        np.testing.assert_allclose(found[:, :, k], wanted, **TOLERANCE)
+        step, above = inject(weights, config, jnp.asarray(paths[..., k]), above)
+        np.testing.assert_allclose(step, wanted, **TOLERANCE)
+    tokens, parents = np.array([[3, 5, 5, 1, 1, 9, 2]]), np.array([[-1, 0, 0, 1, 2, 4, 5]])
+    read = read_tree(weights, config, jnp.asarray(tokens), jnp.asarray(parents), 4)
+    wanted = biases(weights["injector"], paths_of(tokens[0], parents[0]), config.norm_eps)
+    np.testing.assert_allclose(token_bias(weights, config, read)[0], wanted, **TOLERANCE)
+    np.testing.assert_array_equal(read[0, 3], read[0, 4])  # the same tokens under other parents
+    assert np.abs(wanted[3] - biases(weights["injector"], [[1]], config.norm_eps)[0]).max() > 0.1
+    np.testing.assert_array_equal(
+        toy.token_info(weights, config, jnp.asarray([3])), token_bias(weights, config, read[:, 0])
+    )
+
+
+@functools.cache
+def mid_state(proposer: str = "path"):
+    """Models and the decode state of six rows after three rounds, the roots, and base logits of four depths."""
+    setup, call = setups.setup("llama", proposer), calls.mixed_call()
+    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 3)
+    position = state.length - 1
+    root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
+    config = setup.drafter_config
+
+    @jax.jit
+    def logits(models, state):
+        states, _ = trunk_states(models, setup.config, config, 4, state)
+        return base_logits(models["drafter"], config, models["target"], setup.config, states)
+
+    return setup, state, root, position, np.asarray(logits(setup.models, state.drafter), np.float64)
+
+
+def drawn(scheme: DrawScheme, tree: TreeConfig, config: DrafterConfig, injector=None):
+    """The trees that these drafters draw at temperature 1, one greedily so, and `node_logp` of them."""
+    setup, state, root, position, _ = mid_state()
+    drafter = hidden_drafter(setup.config, config, tree, scheme=scheme)
+    models = setup.models
+    if injector is not None:
+        models = models | {"drafter": models["drafter"] | {"injector": injector}}
+    _, _, keys, _, sampling = calls.mixed_call().arrays()
+    sampling = sampling.replace(temperature=jnp.ones(6), top_k=jnp.zeros(6, jnp.int32), top_p=jnp.ones(6))
+
+    @jax.jit
+    def grown(models, state):
+        tree, _ = drafter.draft(models, state, RoundInputs(root, position, keys, sampling))
+        return tree, drafter.node_logp(models, state, tree, sampling)
+
+    return jax.tree.map(np.asarray, grown(models, state.drafter))
+
+
+BEAM = TreeConfig(nodes=12, depth=4, width=3)
+DRAWN = TreeConfig(nodes=9, depth=4, width=2)
+CHAIN = TreeConfig(nodes=5, depth=4, width=1)
+
+
+@pytest.mark.parametrize("tree", [BEAM, CHAIN], ids=["beam", "chain"])
+def test_a_beam_knows_its_paths(tree):
+    """Against the oracle's beam, whose logits are those of whole paths; rows without a feature are left out."""
+    setup, state, root, _, base = mid_state()
+    config, injector = setup.drafter_config, setup.models["drafter"]["injector"]
+    found, logp = drawn(DrawScheme.ARBITRARY, tree, config)
+    differs = False
+    for row in np.flatnonzero(state.drafter.num_pending):
+
+        def logits(path, memory=None, row=row):
+            read = path if memory is None else path[-memory:]
+            return base[row, len(path) - 1] + oracle.bias(injector, read, config.norm_eps)
+
+        shape = int(root[row]), tree.nodes, tree.depth, tree.width
+        wanted = grow_paths(logits, *shape)
+        assert (found.tokens[row].tolist(), found.parents[row].tolist(), found.depth[row].tolist()) == wanted
+        differs |= wanted != grow_paths(functools.partial(logits, memory=2), *shape)
+        for node, path in list(enumerate(paths_of(*wanted[:2])))[1:]:
+            distribution = log_softmax(logits(path[:-1]))
+            np.testing.assert_allclose(logp[row, node], distribution[path[-1]], **TOLERANCE)
+    assert differs
+
+
+@pytest.mark.parametrize("scheme", [DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT])
+def test_drawn_trees_carry_the_distribution_of_their_paths(scheme):
+    """What the recursive rule judges by is what the children were drawn from."""
+    setup, state, _, _, base = mid_state()
+    config, injector = setup.drafter_config, setup.models["drafter"]["injector"]
+    found, _ = drawn(scheme, DRAWN, config)
+    for row in np.flatnonzero(state.drafter.num_pending):
+        for node, path in enumerate(paths_of(found.tokens[row], found.parents[row])):
+            if found.depth[row, node] < DRAWN.depth and found.valid[row, node]:
+                logits = base[row, len(path) - 1] + oracle.bias(injector, path, config.norm_eps)
+                np.testing.assert_allclose(found.draft_logp[row, node], log_softmax(logits), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(x, marks=[pytest.mark.slow] * (x != DrawScheme.COUPLED)) for x in DrawScheme]
+)
+def test_without_a_recurrence_nothing_changes(scheme):
+    """R of zeros drafts, to the bit, what the drafter drafts that has none; some R does not."""
+    setup, *_ = mid_state()
+    config, injector = setup.drafter_config, dict(setup.models["drafter"]["injector"])
+    tree = DRAWN if scheme is not DrawScheme.ARBITRARY else BEAM
+    recurrent = drawn(scheme, tree, config)
+    zero = drawn(scheme, tree, config, injector | {"path": jnp.zeros_like(injector.pop("path"))})
+    without = drawn(scheme, tree, dataclasses.replace(config, injection=PREVIOUS), injector)
+    jax.tree.map(np.testing.assert_array_equal, zero, without)
+    assert (recurrent[0].tokens != zero[0].tokens).any()
+
+
+def test_a_drafter_begins_as_the_one_it_starts_from(tmp_path):
+    """Its recurrence is zero and fresh, everything else is taken over; files of old drafters name no injection."""
+    config, weights = random_injector()
+    old = dataclasses.replace(config, injection=PREVIOUS)
+    trained = init_drafter(jax.random.key(1), old) | {
+        "injector": {k: v for k, v in weights["injector"].items() if k != "path"}
+    }
+    begun, left, dropped = started_from(init_drafter(jax.random.key(0), config), trained, None)
+    assert left == ["['injector']['path']"] and not dropped and not np.any(begun["injector"].pop("path"))
+    jax.tree.map(np.testing.assert_array_equal, begun, trained)
+    full = begun | weights
+    back = started_from(init_drafter(jax.random.key(0), old), full, None)
+    assert back.dropped == ["['injector']['path']"] and not back.fresh
+    drafter_files.save_drafter(tmp_path, config, full)
+    found, read = drafter_files.read_drafter(tmp_path)
+    assert found == config
+    jax.tree.map(np.testing.assert_array_equal, read, full)
+    file = tmp_path / "drafter_config.json"
+    file.write_text(file.read_text().replace('"injection": "path"', '"injection": "previous"'))
+    with pytest.raises(ValueError, match=r"injector\.path"):
+        drafter_files.read_drafter(tmp_path)
+    file.write_text(file.read_text().replace('"injection": "previous"', '"injection": "gru"'))
+    with pytest.raises(ValueError, match=r"injection='gru': allowed are previous, path"):
+        drafter_files.read_drafter(tmp_path)

@@ -1,0 +1,374 @@
+"""Spare states: the index map, how old and new logits meet, when the trunk runs, and what is refused.
+
+That no form changes a text stands in `test_exact.py`, that caches stay right where rounds run no trunk in
+`test_hidden.py`. Losslessness hides a wrong index map, so here states are compared with the oracle's.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import reuse as oracle
+from oracles import tree as tree_oracle
+from support import calls, setups, toy
+
+import hsd_jax
+from hsd_jax.config import REUSES, ReuseConfig, TreeConfig
+from hsd_jax.drafters.hidden import reuse as reuse_lib
+from hsd_jax.drafters.hidden.draft import hidden_drafter
+from hsd_jax.drafters.hidden.reuse import Spares
+from hsd_jax.drafters.hidden.schedule import trunk_states
+from hsd_jax.infer.tree import Grower
+from hsd_jax.models.trunk import base_logits
+from hsd_jax.types import DrawScheme, RoundInputs, SamplingParams
+
+NUM_STATES, COLUMNS = 5, 3
+
+
+def numbered(num_rows: int, num_states: int = NUM_STATES, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 1, (num_rows, num_states, COLUMNS)).astype(np.float32)
+
+
+def find_wrong_spare(advance) -> str | None:
+    """Where the states kept for the positions ahead are not the oracle's, or None; a row for every number committed.
+
+    `advance` runs twice, since a row may live on spares for several rounds.
+    """
+    steps = [(m, n) for m in range(NUM_STATES + 2) for n in range(NUM_STATES + 2)]
+    old = numbered(len(steps))
+    spares = reuse_lib.fresh_spares(jnp.asarray(old))
+    for column in range(2):
+        spares = advance(spares, jnp.asarray([step[column] for step in steps], jnp.int32))
+    spares = jax.tree.map(np.asarray, spares)
+    for row, step in enumerate(steps):
+        wanted = [old[row, k - 1] for k in oracle.spare_depths(NUM_STATES, sum(step))]
+        if int(spares.num[row]) != len(wanted):
+            return f"{step} committed: {spares.num[row]} spares, not {len(wanted)}"
+        for j, logits in enumerate(wanted):
+            if not np.array_equal(spares.logits[row, j], logits):
+                return f"{step} committed: wrong state at depth {j + 1}"
+    return None
+
+
+def test_the_index_map_is_that_of_the_oracle():
+    """New depth j reads old depth k = m + 1 + j, for every m, in rows that differ."""
+    assert oracle.spare_depths(5, 1) == [2, 3, 4, 5] and oracle.spare_depths(5, 4) == [5]  # the table of methods.md 1.5
+    assert oracle.spare_depths(5, 5) == oracle.spare_depths(5, 6) == []
+    assert find_wrong_spare(reuse_lib.advance) is None
+
+
+@pytest.mark.parametrize("off_by", [-1, 1])
+def test_the_oracle_finds_a_shifted_index(off_by):
+    """No text would change: only this comparison sees it. The count alone, or the states alone, are enough."""
+
+    def shifted(spares, num_committed):
+        moved, kept = (reuse_lib.advance(spares, num_committed + by) for by in (off_by, 0))
+        return Spares(moved.logits, kept.num)
+
+    def miscounted(spares, num_committed):
+        moved, kept = (reuse_lib.advance(spares, num_committed + by) for by in (off_by, 0))
+        return Spares(kept.logits, jnp.clip(moved.num, 0, NUM_STATES))
+
+    assert "wrong state" in find_wrong_spare(shifted)
+    assert "spares, not" in find_wrong_spare(miscounted)
+
+
+def test_added_logits_are_those_of_the_oracle():
+    """SUM, at every number of committed tokens."""
+    committed = np.arange(NUM_STATES + 2, dtype=np.int32)
+    old, fresh = numbered(len(committed)), numbered(len(committed), seed=1)
+    spares = reuse_lib.advance(reuse_lib.fresh_spares(jnp.asarray(old)), jnp.asarray(committed))
+    added = np.asarray(reuse_lib.add(jnp.asarray(fresh), spares))
+    for row, count in enumerate(committed[1:], start=1):  # a round commits at least one token
+        wanted = oracle.add(fresh[row], old[row], int(count))
+        np.testing.assert_allclose(added[row], wanted, rtol=1e-5, atol=1e-6)
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+TREE = TreeConfig(nodes=9, depth=4, width=2)
+VOCAB = 7
+
+
+@jax.jit
+def beam(base, table, root, num_levels):
+    return toy.grow_beam(base, lambda tokens: table[tokens], root, TREE, None, num_levels)
+
+
+def test_beams_of_fewer_levels_are_the_oracles():
+    """Rows of 0 to 4 levels at once."""
+    rng = np.random.default_rng(0)
+    num_levels = np.arange(5, dtype=np.int32)
+    base = rng.normal(0, 2, (5, TREE.depth, VOCAB)).astype(np.float32)
+    table, root = rng.normal(0, 2, (VOCAB, VOCAB)).astype(np.float32), rng.integers(0, VOCAB, 5).astype(np.int32)
+    tree = jax.tree.map(np.asarray, beam(base, table, root, num_levels))
+    for row, levels in enumerate(num_levels):
+        wanted = tree_oracle.grow_beam(
+            base[row], lambda token: table[token], int(root[row]), TREE.nodes, int(levels), TREE.width
+        )
+        valid = tree.valid[row]
+        assert tuple(x[row][valid].tolist() for x in (tree.tokens, tree.parents, tree.depth)) == wanted
+        assert (tree.parents[row] < np.arange(TREE.nodes)).all()  # of padding, too
+        assert not valid[valid.sum() :].any()
+
+
+@pytest.mark.parametrize("scheme", [DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT])
+def test_drawn_trees_lose_whole_levels(scheme):
+    """What is left has the tokens and the distributions of the whole tree: no token decides whether a node stays."""
+    config = TreeConfig(nodes=7, depth=3, width=2)
+    base = jnp.asarray(np.random.default_rng(0).normal(0, 1, (4, 3, VOCAB)), jnp.float32)
+    keys, zero, one = jax.vmap(jax.random.key)(jnp.arange(4)), jnp.zeros(4, jnp.int32), jnp.ones(4)
+    sampling = SamplingParams(one, zero, one)
+
+    @jax.jit
+    def grow(num_levels):
+        bias = toy.of_tokens(lambda tokens: jnp.zeros((*tokens.shape, VOCAB)))
+        inputs = RoundInputs(zero, zero, keys, sampling)
+        return Grower(config, scheme, VOCAB).grow_token_free(base, bias, inputs, None, num_levels)
+
+    whole, cut = grow(jnp.full(4, 3)), grow(jnp.arange(4))
+    np.testing.assert_array_equal(cut.valid, whole.valid & (whole.depth <= jnp.arange(4)[:, None]))
+    assert bool(whole.valid.all())
+    for name in ("tokens", "parents", "depth", "draft_logp"):
+        np.testing.assert_array_equal(getattr(cut, name), getattr(whole, name))
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+
+def copied(tree):
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
+
+
+@functools.cache
+def own_logits(proposer: str):
+    """`logits(drafter_state)`: those of a trunk run from this state, of as many states as the drafter keeps."""
+    setup = setups.setup("llama", proposer)
+    models, config = setup.models, setup.drafter_config
+
+    @setup.decoder.compile
+    def logits(drafter_state):
+        num_states = drafter_state.spares.logits.shape[1]
+        states, _ = trunk_states(models, setup.config, config, num_states, drafter_state)
+        return base_logits(models["drafter"], config, models["target"], setup.config, states)
+
+    return lambda drafter_state: np.asarray(logits(drafter_state))
+
+
+@pytest.mark.parametrize("proposer", ["ahead", "hot_sum", "block_skip", pytest.param("skip", marks=pytest.mark.slow)])
+def test_spares_are_the_states_of_earlier_trunk_runs(proposer):
+    """In the compiled loop, rows that differ: each spare is what a trunk run forecast for the same position."""
+    setup, call = setups.setup("llama", proposer), calls.mixed_call()
+    state = call.start(setup.decoder, setup.models)
+    forecasts: list[dict[int, np.ndarray]] = [{} for _ in call.prompts]  # of each row, by absolute position
+    seen = 0
+    for _ in range(6):
+        before = copied(state.drafter)
+        root = np.asarray(state.length) - 1
+        needs = np.asarray(before.spares.num) < 1  # of SKIP; the other forms run the trunk for every row
+        logits = own_logits(proposer)(before)
+        state = call.resume(setup.decoder, setup.models, state, 1)
+        spares = jax.tree.map(np.asarray, state.drafter.spares)
+        for row in np.flatnonzero(~np.asarray(state.done)):
+            if needs[row] or not proposer.endswith("skip"):
+                forecasts[row] = {int(root[row]) + 1 + k: x for k, x in enumerate(logits[row])}
+            new_root, num = int(state.length[row]) - 1, int(spares.num[row])
+            wanted = [new_root + j for j in range(1, 99) if new_root + j in forecasts[row]]
+            assert num == len(wanted)
+            for j, position in enumerate(wanted):
+                np.testing.assert_allclose(spares.logits[row, j], forecasts[row][position], rtol=1e-3, atol=1e-3)
+                seen += 1
+    assert seen > 10
+
+
+def test_ahead_drafts_from_what_was_known_a_round_before():
+    """The tree does not read the features of this round's trunk run; the first tree has fresh states."""
+    setup, call = setups.setup("llama", "ahead"), calls.mixed_call()
+    state = call.start(setup.decoder, setup.models)
+    first = state.drafter.spares
+    np.testing.assert_allclose(first.logits, own_logits("ahead")(state.drafter), rtol=1e-4, atol=1e-4)
+    assert first.num.tolist() == [2 * setup.drafter.max_depth + 1] * call.batch
+    state = call.resume(setup.decoder, setup.models, state, 2)
+    _, _, keys, _, sampling = call.arrays()
+    position = state.length - 1
+    root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
+
+    @setup.decoder.compile
+    def draft(drafter_state):
+        return setup.drafter.draft(setup.models, drafter_state, RoundInputs(root, position, keys, sampling))
+
+    tree, after = draft(state.drafter)
+    other = state.drafter.replace(pending=state.drafter.pending + 1.0)
+    same_tree, other_after = draft(other)
+    jax.tree.map(np.testing.assert_array_equal, same_tree, tree)
+    moved = (np.asarray(after.spares.logits) != np.asarray(other_after.spares.logits)).any((1, 2))
+    assert moved[np.asarray(state.drafter.num_pending) > 0].all()
+    older = first.replace(logits=state.drafter.spares.logits[::-1])
+    assert (np.asarray(draft(state.drafter.replace(spares=older))[0].tokens) != np.asarray(tree.tokens)).any()
+    assert int(tree.depth.max()) == setup.drafter.max_depth and bool(tree.valid.all())
+
+
+@functools.cache
+def skipping(proposer: str = "block_skip"):
+    """A state of four rounds, and the jitted draft from any spares: (setup, state, draft(spares) -> tree, state)."""
+    setup, call = setups.setup("llama", proposer), calls.mixed_call()
+    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 4)
+    _, _, keys, _, sampling = call.arrays()
+    position = state.length - 1
+    root = jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0]
+
+    @setup.decoder.compile
+    def draft(weights, spares):
+        models = setup.models | {"drafter": setup.models["drafter"] | weights}
+        inputs = RoundInputs(root, position, keys, sampling)
+        return setup.drafter.draft(models, state.drafter.replace(spares=spares), inputs)
+
+    return setup, state, draft
+
+
+def test_rows_with_spares_run_no_trunk():
+    """All rows have spares: weights of NaN go unread, and the pending features wait."""
+    setup, state, draft = skipping()
+    trunk = setup.models["drafter"]["trunk"]
+    spares = state.drafter.spares.replace(num=jnp.array([1, 2, 3, 1, 5, 2], jnp.int32))
+    tree, after = draft({"trunk": jax.tree.map(lambda x: x * jnp.nan, trunk)}, spares)
+    np.testing.assert_array_equal(after.spares.logits, spares.logits)
+    np.testing.assert_array_equal(after.num_pending, state.drafter.num_pending)
+    np.testing.assert_array_equal(after.cache.length, state.drafter.cache.length)
+    assert not any(np.isnan(x).any() for x in (*after.cache.keys, *after.cache.values))
+    deepest = np.where(tree.valid, tree.depth, 0).max(1)
+    assert deepest.tolist() == [1, 2, 2, 1, 2, 2]  # as deep as there are spares, and as the tree
+
+
+def test_which_rows_read_their_features_does_not_depend_on_the_others():
+    """One row is out of spares: it alone commits, the others draft as if the trunk had not run."""
+    setup, state, draft = skipping()
+    enough = state.drafter.spares.replace(num=jnp.full(6, 3, jnp.int32))
+    alone, _ = draft({"trunk": setup.models["drafter"]["trunk"]}, enough)
+    needy = int(np.flatnonzero(state.drafter.num_pending)[0])
+    tree, after = draft({"trunk": setup.models["drafter"]["trunk"]}, enough.replace(num=enough.num.at[needy].set(0)))
+    others = np.arange(6) != needy
+    for name in ("tokens", "parents", "valid"):
+        np.testing.assert_array_equal(np.asarray(getattr(tree, name))[others], np.asarray(getattr(alone, name))[others])
+    waiting = np.asarray(state.drafter.num_pending) * others
+    np.testing.assert_array_equal(after.num_pending, waiting)
+    grown = np.asarray(after.cache.length) - np.asarray(state.drafter.cache.length)
+    np.testing.assert_array_equal(grown, np.asarray(state.drafter.num_pending) * ~others)
+    assert int(after.spares.num[needy]) == setup.drafter_config.num_steps
+
+
+def test_a_finished_row_asks_for_no_trunk_run():
+    setup, call = setups.setup("llama", "block_skip"), calls.mixed_call()
+    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 3)
+    row = 4  # ends after one token
+    assert bool(state.done[row]) and not bool(state.done.all())
+    assert int(state.drafter.spares.num[row]) == setup.drafter_config.num_steps
+
+
+@pytest.mark.slow
+def test_unfused_rounds_take_turns():
+    """A round of fresh states, one of what is left of them, and again; no spare is resampled from twice."""
+    setup, call = setups.setup("llama", "block_unfused"), calls.mixed_call()
+    state = call.start(setup.decoder, setup.models)
+    turns = []
+    for _ in range(8):
+        turns.append(int(state.drafter.spares.num[0]))
+        state = call.resume(setup.decoder, setup.models, state, 1)
+    resampled = [num > 0 for num in turns]
+    assert any(resampled) and not any(a and b for a, b in itertools.pairwise(resampled))
+
+
+@pytest.mark.parametrize("proposer", ["block_skip", pytest.param("ahead", marks=pytest.mark.slow)])
+def test_a_row_drafts_the_same_in_any_batch(proposer):
+    """Not only its text: the lengths of its accepted paths too, among strangers and among six of itself."""
+    setup, call = setups.setup("llama", proposer), calls.mixed_call()
+    histogram = np.asarray(call.run(setup.decoder, setup.models).stats.accepted_histogram)
+    for row in (0, 3):
+        alike = np.asarray(call.rows([row] * call.batch).run(setup.decoder, setup.models).stats.accepted_histogram)
+        np.testing.assert_array_equal(alike, histogram[[row] * call.batch])
+
+
+@pytest.mark.parametrize("proposer", ["hot_sum", "block_sum"])
+def test_nodes_have_the_probabilities_they_were_chosen_by(proposer):
+    """`node_logp`, which pictures show: along paths it adds up to scores that fall from node to node.
+
+    Of arbitrary trees: coupled ones are ranked by the noise, too, which pictures do not show.
+    """
+    setup, call = setups.setup("llama", proposer, DrawScheme.ARBITRARY), calls.mixed_call()
+    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 2)
+    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
+
+    @setup.decoder.compile
+    def drafted(models, state, sampling):
+        tree, _ = setup.drafter.draft(models, state.drafter, RoundInputs(root, state.length - 1, state.keys, sampling))
+        return tree, setup.drafter.node_logp(models, state.drafter, tree, sampling)
+
+    tree, logp = jax.tree.map(np.asarray, drafted(setup.models, state, call.arrays()[-1]))
+    for row in range(call.batch):
+        score = np.zeros(logp.shape[1])
+        for node in range(1, len(score)):
+            score[node] = score[tree.parents[row, node]] + logp[row, node]
+        assert (np.diff(score) <= 1e-4).all()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("twice", ["'twice'", *REUSES]),
+        ("mix", ["reuse='mix': allowed are", *REUSES]),  # forms that were there once
+        ("union", ["reuse='union': allowed are", *REUSES]),
+        ("skip:0", ["skip:0", "N of 1 and more"]),
+        ("sum:2", ["sum:2", "skip:N"]),
+        ("skip:x", ["skip:x", "skip:2"]),
+        (None, ["None", "none"]),
+    ],
+)
+def test_unknown_forms_are_refused(text, words):
+    with pytest.raises(ValueError) as error:
+        ReuseConfig.parse(text)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_forms_are_written_as_they_are_read():
+    for text in (*REUSES, "skip:3"):
+        assert str(ReuseConfig.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("reuse", "changes", "settings", "words"),
+    [
+        ("ahead", {}, {}, ["'ahead'", "depth=2", "= 5 trained steps", "has 4", "depth 1 to 1"]),
+        ("ahead", {"num_steps": 2}, {}, ["'ahead'", "none"]),
+        ("skip:4", {}, {}, ["'skip:4'", "skip:1 to skip:3"]),
+        ("sum", {}, {"tree": TreeConfig(nodes=3, depth=1, width=2)}, ["'sum'", "depth=1", "2 and more"]),
+    ],
+)
+def test_forms_that_cannot_work_are_refused_before_anything_compiles(reuse, changes, settings, words, monkeypatch):
+    config = toy.target_config()
+    drafter_config = toy.drafter_config(config, **changes)
+    monkeypatch.setattr(jax, "jit", lambda *_, **__: pytest.fail("something was compiled"))
+    tree = TreeConfig(nodes=4, depth=2, width=2)
+    params = hsd_jax.Params({"embedding": np.zeros((24, 32), np.float32)}, {}, config, drafter_config, tree=tree)
+    with pytest.raises(ValueError) as error:
+        hsd_jax.decode(params, [1, 2], reuse=reuse, **settings)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_every_form_goes_with_drawn_trees():
+    """Sums and shallower trees are distributions like any other."""
+    config = toy.target_config()
+    drafter_config = toy.drafter_config(config, num_steps=5)
+    for form in REUSES:
+        scheme = DrawScheme.WITHOUT_REPLACEMENT
+        drafter = hidden_drafter(config, drafter_config, TreeConfig(5, 2, 2), scheme=scheme, reuse=ReuseConfig(form))
+        assert drafter.scheme is scheme

@@ -1,0 +1,177 @@
+"""A small language model as drafter: its cache after any refusal, its chain, and the distribution of what is
+accepted."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import chain as oracle
+from scipy import stats
+from support import calls, setups, toy
+from support.texts import first_difference
+
+import hsd_jax
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.small_lm.draft import small_lm_drafter
+from hsd_jax.infer.accept import match_rule, recursive_rule
+from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.step import make_step
+from hsd_jax.models import convert
+from hsd_jax.params import default_tree
+from hsd_jax.types import DrawScheme, RoundInputs
+
+DEPTH = setups.TREES["chain"].depth
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def find_stale_slot(setup: setups.Setup, state) -> str | None:
+    """Where cache or pending tokens are not what one causal pass over the committed text gives, or None."""
+    state = jax.tree.map(np.asarray, state.replace(keys=None))  # so that no slice of any length is compiled
+    drafter, length = state.drafter, state.length
+    np.testing.assert_array_equal(drafter.cache.length + drafter.num_pending, length)
+    assert set(drafter.num_pending.tolist()) <= {1, 2}
+    fresh = toy.causal_pass(setup.models["drafter"], setup.config, np.maximum(state.tokens, 0)).new_kv
+    fresh = jax.tree.map(np.asarray, fresh)
+    for row, cached in enumerate(drafter.cache.length):
+        for found, wanted in zip(
+            (*drafter.cache.keys, *drafter.cache.values), (*fresh.keys, *fresh.values), strict=True
+        ):
+            if not np.allclose(found[row, :, :cached], wanted[row, :, :cached], rtol=1e-4, atol=1e-5):
+                return f"cache, row {row}"
+        count = int(drafter.num_pending[row])
+        if drafter.pending[row, :count].tolist() != state.tokens[row, cached : length[row]].tolist():
+            return f"pending tokens, row {row}"
+    return None
+
+
+@pytest.mark.parametrize("capacity", [calls.CAPACITY, 16])
+def test_the_cache_is_consistent_after_every_round(capacity):
+    """Whatever was refused, through growing buckets, and for finished rows that are carried along."""
+    setup, call = setups.setup("llama", "small_lm"), calls.mixed_call()
+    state = call.start(setup.decoder, setup.models, capacity=capacity)
+    assert find_stale_slot(setup, state) is None
+    pending = set()
+    while not bool(state.done.all()):
+        state = call.resume(setup.decoder, setup.models, state, 1)
+        assert find_stale_slot(setup, state) is None
+        pending |= set(np.asarray(state.drafter.num_pending).tolist())
+    histogram = np.asarray(state.stats.accepted_histogram).sum(0)
+    assert (histogram > 0).all(), histogram
+    assert pending == {1, 2}
+
+
+def test_the_comparison_finds_a_stale_slot():
+    setup, call = setups.setup("llama", "small_lm"), calls.mixed_call()
+    state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 2)
+    drafter, row = state.drafter, 3
+    keys = drafter.cache.keys[0].at[row, 0, int(drafter.cache.length[row]) - 1].add(0.01)
+    moved = drafter.replace(cache=drafter.cache.replace(keys=(keys, *drafter.cache.keys[1:])))
+    assert find_stale_slot(setup, state.replace(drafter=moved)) == f"cache, row {row}"
+    moved = drafter.replace(pending=drafter.pending.at[row, 0].add(1))
+    assert find_stale_slot(setup, state.replace(drafter=moved)) == f"pending tokens, row {row}"
+
+
+# --- what it drafts, and what becomes of it ---------------------------------------------------------------------------
+
+VOCAB, ROWS, FALSE_ALARM = 5, 4096, 1e-6
+
+
+def rolled(distribution: np.ndarray) -> np.ndarray:
+    """A Markov table whose row a is `scheme` moved by a: every node has these probabilities."""
+    return np.stack([np.roll(distribution, a) for a in range(len(distribution))])
+
+
+def markov_decoder(target: np.ndarray, draft: np.ndarray, scheme: DrawScheme):
+    """The decoder of two Markov models with these logits, and their weights; recursive if the chain is drawn."""
+    config, weights = toy.markov_target(target)
+    _, small = toy.markov_target(draft)
+    tree = TreeConfig(DEPTH + 1, DEPTH, 1)
+    drafter = small_lm_drafter(config, SmallLMConfig(**vars(config)), tree, scheme=scheme)
+    rule = match_rule(DEPTH) if scheme is DrawScheme.ARBITRARY else recursive_rule(DEPTH, 1)
+    decoder = Decoder(config, make_step(config, drafter, rule), drafter, precision="highest", use_native=False)
+    return decoder, {"target": weights, "drafter": small}
+
+
+def call_of(temperature: float, rows: int) -> calls.Call:
+    prompts = [np.array([row % VOCAB, (row // VOCAB) % VOCAB], np.int32) for row in range(rows)]
+    return calls.Call(prompts, [40] * rows, [temperature] * rows, [0] * rows, [1.0] * rows, list(range(rows)))
+
+
+def test_a_greedy_chain_is_that_of_plain_loops():
+    """Of a Markov model: the chain follows from the root; where the target agrees with it, all of it is accepted."""
+    logits = np.random.default_rng(0).normal(0, 2, (2, VOCAB, VOCAB))
+    decoder, models = markov_decoder(*logits, DrawScheme.ARBITRARY)
+    call = call_of(0.0, VOCAB)
+    state, draft = call.start(decoder, models), jax.jit(decoder.drafter.draft)
+    for _ in range(3):
+        root = np.asarray(state.tokens)[np.arange(VOCAB), np.asarray(state.length) - 1]
+        _, _, keys, _, sampling = call.arrays()
+        tree, _ = draft(models, state.drafter, RoundInputs(jnp.asarray(root), state.length - 1, keys, sampling))
+        for row in range(VOCAB):
+            assert tree.tokens[row, 1:].tolist() == oracle.likeliest_chain(logits[1], root[row], DEPTH)
+        state = call.resume(decoder, models, state, 1)
+
+
+def test_acceptance_is_that_of_speculative_sampling():
+    """Two tables of one overlap at every node: accepted counts are geometric, in the first rounds and in later ones.
+
+    Three chi-squares, each of which fires falsely once in 10^6.
+    """
+    p, q = np.random.default_rng(1).dirichlet(np.ones(VOCAB), 2)
+    decoder, models = markov_decoder(np.log(rolled(p)), np.log(rolled(q)), DrawScheme.WITHOUT_REPLACEMENT)
+    call = call_of(1.0, ROWS)
+    distribution = oracle.accepted_distribution(p, q, DEPTH)
+    state, before = call.start(decoder, models), 0
+    for _ in range(3):
+        state = call.resume(decoder, models, state, 1)
+        histogram = np.asarray(state.stats.accepted_histogram).sum(0)
+        assert stats.chisquare(histogram - before, ROWS * distribution).pvalue > FALSE_ALARM
+        before = histogram
+
+
+def test_greedy_rows_are_greedy_under_the_recursive_rule():
+    call, setup = calls.mixed_call(), setups.setup("llama", "small_lm")
+    drafter = small_lm_drafter(
+        setup.config, setup.drafter_config, setups.TREES["chain"], scheme=DrawScheme.WITHOUT_REPLACEMENT
+    )
+    step = make_step(setup.config, drafter, recursive_rule(DEPTH, 1))
+    decoder = Decoder(setup.config, step, drafter, precision="highest")
+    state = call.run(decoder, setup.models)
+    assert first_difference(calls.generated(call, state)[:2], setups.expected("llama", call)[:2]) is None
+    assert find_stale_slot(setup, state) is None
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def test_any_target_folder_of_the_same_vocabulary_drafts(tmp_path):
+    config, weights = toy.target_config(), setups.weights("llama")
+    small_config = toy.target_config(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=24)
+    convert.save_target(tmp_path / "target", config, weights)
+    convert.save_target(tmp_path / "small", small_config, toy.make_target(small_config))
+    params = hsd_jax.load(target=tmp_path / "target", drafter=tmp_path / "small", precision="exact")
+    assert isinstance(params.drafter_config, SmallLMConfig) and default_tree(params.drafter_config) == TreeConfig(
+        5, 4, 1
+    )
+    prompts, settings = [[3, 1, 4], [1, 5]], {"max_new_tokens": 20, "temperature": [0.0, 0.9]}
+    plain = hsd_jax.decode(params, prompts, speculate=False, **settings)
+    for drafter in (tmp_path / "small", "lookup:2"):
+        params = hsd_jax.load(target=tmp_path / "target", drafter=drafter, precision="exact")
+        found = hsd_jax.decode(params, prompts, **settings)
+        np.testing.assert_array_equal(found.tokens, plain.tokens)
+
+
+def test_another_vocabulary_is_refused(tmp_path):
+    config, small_config = toy.target_config(), toy.target_config(vocab_size=toy.VOCAB - 1)
+    convert.save_target(tmp_path / "target", config, setups.weights("llama"))
+    convert.save_target(tmp_path / "small", small_config, toy.make_target(small_config))
+    with pytest.raises(ValueError, match=r"small_lm drafter of 23 tokens for a target of 24.*the same vocabulary"):
+        hsd_jax.load(target=tmp_path / "target", drafter=tmp_path / "small")
+    with pytest.raises(ValueError, match="vocab_size=23"):
+        small_lm_drafter(config, SmallLMConfig(**vars(small_config)), setups.TREES["chain"])
+    with pytest.raises(ValueError, match=r"TreeConfig\.width=3: a small_lm drafts chains"):
+        small_lm_drafter(config, SmallLMConfig(**vars(config)), setups.TREES["beam"])

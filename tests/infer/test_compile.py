@@ -1,0 +1,230 @@
+"""What compiles and how often, what is donated, and how much memory the compiled loop asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import calls, setups, toy
+
+from hsd_jax.config import NO_REUSE, PARALLEL, RECURRENT, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
+from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.hidden.draft import hidden_drafter
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.infer.accept import match_rule, recursive_rule
+from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.step import make_step
+from hsd_jax.kernels import native
+from hsd_jax.models.target import forward_sequence, init_target
+from hsd_jax.types import DrawScheme, Limits, SamplingParams
+
+
+def random_call(rng: np.random.Generator, vocab: int) -> calls.Call:
+    """Two rows of one prompt bucket with any settings there are."""
+    batch = 2
+    return calls.Call(
+        prompts=[rng.integers(0, vocab, rng.integers(1, calls.PROMPT_BUCKET + 1)) for _ in range(batch)],
+        new_tokens=rng.integers(0, 24, batch).tolist(),
+        temperature=rng.choice([0.0, 0.5, 1.0, 2.0], batch).tolist(),
+        top_k=rng.choice([0, 1, 5, 99], batch).tolist(),
+        top_p=rng.choice([0.1, 0.9, 1.0], batch).tolist(),
+        seeds=rng.integers(0, 2**32, batch).tolist(),
+        eos=tuple(rng.integers(0, vocab, rng.integers(0, 3)).tolist()),
+    )
+
+
+SLOW_PROPOSERS = ("lookup", "medusa", "ahead", "block", "small_lm", "eagle")
+SLOW_PROPOSERS = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PROPOSERS]
+
+
+@pytest.mark.parametrize("proposer", ["beam", "plain", "sampled", "block_skip", *SLOW_PROPOSERS])
+def test_a_hundred_prompts_compile_once(proposer):
+    """Prompts, lengths, settings, seeds, limits, end tokens and acceptance patterns are all traced."""
+    if proposer == "sampled":
+        setup = setups.sampled(DrawScheme.WITHOUT_REPLACEMENT)
+        decoder = setup.decoder_with(recursive_rule(3, 3))
+    else:
+        setup = setups.setup("llama", proposer)
+        decoder = setup.decoder_with()
+    rng = np.random.default_rng(0)
+    for _ in range(100 if proposer == "beam" else 10):
+        random_call(rng, toy.VOCAB).run(decoder, setup.models)
+    assert decoder.prefill._cache_size() == 1
+    assert decoder.loop._cache_size() == 1
+
+
+def test_other_weights_compile_nothing():
+    setup, call = setups.setup("llama", "beam"), calls.mixed_call().rows([1, 3])
+    call.run(setup.decoder, setup.models)
+    before = setup.decoder.loop._cache_size(), setup.decoder.prefill._cache_size()
+    call.run(setup.decoder, jax.tree.map(lambda x: x * 1.01, setup.models))
+    assert (setup.decoder.loop._cache_size(), setup.decoder.prefill._cache_size()) == before
+
+
+def test_the_state_is_donated():
+    """The buffers of a state are gone once the loop has read it; the caches are never held twice."""
+    setup, call = setups.setup("llama", "beam"), calls.mixed_call().rows([1, 3])
+    state = call.start(setup.decoder, setup.models)
+    call.resume(setup.decoder, setup.models, state, 1)
+    buffers = [state.tokens, *state.cache.keys, *state.cache.values, *state.drafter.cache.keys, state.drafter.pending]
+    assert all(buffer.is_deleted() for buffer in buffers)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(setup.models))
+
+
+@pytest.mark.parametrize("use_native", [True, False])
+def test_a_prefill_computes_no_logits(use_native):
+    """A pass always has logits; those of a prompt, its largest array, are dropped with the product that makes them."""
+    config, batch, vocab = toy.target_config(vocab_size=97), 2, 97
+    decoder = Decoder(config, make_plain_step(config), None, use_native=use_native)
+    tokens, ints = jnp.zeros((batch, calls.PROMPT_BUCKET), jnp.int32), jnp.ones(batch, jnp.int32)
+    keys, limits = jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32)), Limits(ints, jnp.zeros(4, jnp.int32))
+    models = {"target": toy.make_target(config), "drafter": None}
+    sizes = {"capacity": calls.CAPACITY, "max_tokens": calls.MAX_TOKENS}
+    prefill = decoder.prefill.lower(models, tokens, ints, keys, limits, **sizes).compile().as_text()
+    whole = jax.jit(forward_sequence, static_argnums=1).lower(models["target"], config, tokens).compile().as_text()
+    logits = re.compile(rf"f32\[({batch},{calls.PROMPT_BUCKET}|{batch * calls.PROMPT_BUCKET}),{vocab}\]")
+    assert logits.search(whole) and not logits.search(prefill)
+
+
+def compiled_loop(
+    config: ModelConfig,
+    drafter_config: DrafterConfig | None,
+    batch: int,
+    capacity: int,
+    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    reuse: ReuseConfig = NO_REUSE,
+    dtype=jnp.float32,
+):
+    """The compiled loop for abstract inputs with weights in `dtype`, and the bytes of all cache buffers."""
+    drafter, step = None, make_plain_step(config)
+    if drafter_config is not None:
+        tree = TreeConfig(nodes=8, depth=4, width=3)
+        drafter = hidden_drafter(config, drafter_config, tree, scheme=scheme, reuse=reuse)
+        rule = match_rule(tree.depth) if scheme is DrawScheme.ARBITRARY else recursive_rule(tree.depth, tree.width)
+        step = make_step(config, drafter, rule)
+    decoder = Decoder(config, step, drafter)
+
+    def inputs():
+        models = {"target": init_target(jax.random.key(0), config), "drafter": None}
+        if drafter_config is not None:
+            models["drafter"] = init_drafter(jax.random.key(0), drafter_config)
+        models = jax.tree.map(lambda x: x.astype(dtype), models)
+        ints, ones = jnp.ones(batch, jnp.int32), jnp.ones(batch)
+        limits = Limits(ints, jnp.zeros(4, jnp.int32))
+        keys = jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32))
+        state = decoder.prefill(
+            models, jnp.zeros((batch, 16), jnp.int32), ints, keys, limits, capacity=capacity, max_tokens=capacity
+        )
+        return models, SamplingParams(ones, ints, ones), limits, jnp.int32(1), state
+
+    shapes = jax.eval_shape(inputs)
+    state = shapes[-1]
+    caches = [state.cache] + ([] if state.drafter is None else [state.drafter.cache])
+    return decoder.loop.lower(*shapes).compile(), sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches))
+
+
+SMALL = ModelConfig(
+    vocab_size=64,
+    hidden_size=64,
+    num_layers=8,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=64,
+    tie_embeddings=True,
+)
+DEMO = ModelConfig(
+    vocab_size=4096,
+    hidden_size=384,
+    num_layers=8,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=1024,
+    tie_embeddings=True,
+)
+
+
+def drafter_for(config: ModelConfig, **changes) -> DrafterConfig:
+    return HiddenConfig(
+        hidden_size=config.hidden_size,
+        num_layers=1,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        rank=64,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "batch", "trunk", "scheme"),
+    [
+        pytest.param(SMALL, 1, RECURRENT, DrawScheme.ARBITRARY, id="small-1"),
+        pytest.param(SMALL, 1, PARALLEL, DrawScheme.ARBITRARY, id="small-1-block", marks=pytest.mark.slow),
+        pytest.param(SMALL, 4, RECURRENT, DrawScheme.ARBITRARY, id="small-4", marks=pytest.mark.slow),
+        pytest.param(DEMO, 1, RECURRENT, DrawScheme.ARBITRARY, id="demo-1", marks=pytest.mark.slow),
+        pytest.param(DEMO, 4, RECURRENT, DrawScheme.ARBITRARY, id="demo-4", marks=pytest.mark.slow),
+        pytest.param(DEMO, 4, PARALLEL, DrawScheme.ARBITRARY, id="demo-4-block", marks=pytest.mark.slow),
+        pytest.param(SMALL, 1, RECURRENT, DrawScheme.WITHOUT_REPLACEMENT, id="small-1-sampled"),
+    ],
+)
+def test_the_loop_holds_no_second_cache(config, batch, trunk, scheme):
+    """Temporary memory stays below a quarter of the caches at 2,048 slots: they are updated in place."""
+    compiled, cache_bytes = compiled_loop(config, drafter_for(config, trunk=trunk), batch, 2048, scheme)
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)
+    assert memory.alias_size_in_bytes >= cache_bytes
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_window_copies_its_own_slots_only(batch):
+    """A trunk behind a window reads a part of its cache, which is half of all caches here, and copies no more."""
+    config = dataclasses.replace(SMALL, num_layers=1)
+    compiled, cache_bytes = compiled_loop(config, drafter_for(config, trunk=PARALLEL, window=64), batch, 2048)
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)
+    assert memory.alias_size_in_bytes >= cache_bytes
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the CPU kernels")
+def test_no_table_is_widened():
+    """A token's row of a bfloat16 table is read, and nothing else of the table: it may be gigabytes."""
+    config = dataclasses.replace(SMALL, vocab_size=97)
+    drafter_config = drafter_for(config, committed_embeddings=True)
+    compiled, _ = compiled_loop(config, drafter_config, 1, 64, dtype=jnp.bfloat16)
+    tables = f"97,({config.hidden_size}|{drafter_config.rank})"
+    text = compiled.as_text()
+    assert re.search(rf"bf16\[{tables}\]", text) and not re.search(rf"[fsu]32\[{tables}\]", text)
+
+
+@pytest.mark.parametrize(
+    ("trunk", "form"),
+    [
+        (PARALLEL, "skip"),
+        pytest.param(RECURRENT, "skip", marks=pytest.mark.slow),
+        pytest.param(PARALLEL, "ahead", marks=pytest.mark.slow),
+        pytest.param(RECURRENT, "sum", marks=pytest.mark.slow),
+    ],
+)
+def test_reuse_holds_no_second_cache(trunk, form):
+    """Nor does the branch that may run the trunk or not: it reads the cache, and what it returns is written behind."""
+    compiled, cache_bytes = compiled_loop(
+        SMALL, drafter_for(SMALL, trunk=trunk, num_steps=9), 1, 2048, reuse=ReuseConfig(form)
+    )
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)
+    assert memory.alias_size_in_bytes >= cache_bytes
+
+
+@pytest.mark.slow
+def test_the_plain_loop_holds_no_second_cache():
+    compiled, cache_bytes = compiled_loop(SMALL, None, 1, 2048)
+    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 4

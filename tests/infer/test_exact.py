@@ -1,0 +1,308 @@
+"""The conformance table: every proposer, tree and model variant decodes, token for token, what plain decoding says.
+
+Each table entry runs six rows at once: greedy, sampled and filtered rows with other prompts, seeds and limits
+(`calls.mixed_call`). The reference is plain decoding without end tokens, cut in plain Python (`setups.expected`).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import calls, oracle_drafter, setups, toy
+from support.rules import keyed
+from support.texts import first_difference
+
+from hsd_jax.types import NO_TOKEN
+
+PROPOSERS = ["beam", "chain", "steered", "block", setups.CHAIN_ORACLE, setups.DECOYS_ORACLE]
+BASELINES = [*setups.CHAINS, "eagle", "medusa"]
+REUSE_PROPOSERS = ["ahead", "hot_sum", "steered_block_skip", "path_sum"]
+SLOW_PROPOSERS = ["two", "no_embeddings", "layers", "steered_block", "eagle_layers", "steered_block_ahead"]
+SLOW_PROPOSERS += ["path_chain", "hot_path", "hot", "block_layers", "path"]
+SLOW_PROPOSERS += [*sorted({*setups.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]
+TABLE = [
+    *[("llama", proposer) for proposer in (*PROPOSERS, *BASELINES, *REUSE_PROPOSERS)],
+    *[pytest.param("llama", proposer, marks=pytest.mark.slow) for proposer in SLOW_PROPOSERS],
+    pytest.param("untied", setups.DECOYS_ORACLE, marks=pytest.mark.slow),
+    pytest.param("qwen", setups.DECOYS_ORACLE, marks=pytest.mark.slow),
+    ("gemma", "steered"),
+    pytest.param("untied", "hot", marks=pytest.mark.slow),
+    pytest.param("gemma", "beam", marks=pytest.mark.slow),
+]
+NEVER = toy.VOCAB + 1
+"""An end token that no row ever draws."""
+
+
+def assert_counts_agree(call: calls.Call, state) -> None:
+    """Every pass stands in one bin, and the bins give the tokens."""
+    histogram = np.asarray(state.stats.accepted_histogram)
+    num_tokens = np.asarray(state.length) - call.length
+    np.testing.assert_array_equal(histogram.sum(1), np.asarray(state.stats.num_target_passes))
+    np.testing.assert_array_equal(histogram @ np.arange(1, histogram.shape[1] + 1), num_tokens)
+
+
+def assert_buffers_agree(call: calls.Call, state, wanted: list[list[int]]) -> None:
+    """Prompt, text, then NO_TOKEN: nothing else is left in the token buffer."""
+    for row, prompt in enumerate(call.prompts):
+        whole = [*prompt.tolist(), *wanted[row]]
+        assert state.tokens[row].tolist() == whole + [NO_TOKEN] * (calls.MAX_TOKENS - len(whole))
+
+
+def assert_exact(
+    variant: str, proposer: str, call: calls.Call, wanted: list[list[int]], capacity: int = calls.CAPACITY
+):
+    """Decodes `call` and returns the final state."""
+    setup = setups.setup(variant, proposer)
+    state = call.run(setup.decoder, setup.models, capacity)
+    assert first_difference(calls.generated(call, state), wanted) is None
+    assert_buffers_agree(call, state, wanted)
+    assert_counts_agree(call, state)
+    assert bool(state.done.all())
+    return state
+
+
+def test_the_text_is_no_trivial_one():
+    """Long rows hold many different tokens, and sampled rows differ from greedy ones."""
+    call = calls.mixed_call()
+    for text in calls.generated(call, setups.long_text()):
+        assert len(text) == setups.LONG and len(set(text)) >= 8
+
+
+def test_plain_decoding_is_the_argmax_of_a_causal_pass():
+    """The reference itself, against `forward_sequence`: greedy rows take the largest logit everywhere."""
+    call, state = calls.mixed_call(), setups.long_text()
+    setup = setups.setup("llama", "plain")
+    logits = toy.causal_pass(setup.models["target"], setup.config, jnp.maximum(state.tokens, 0)).logits
+    for row in (0, 1):
+        first, last = call.length[row], int(state.length[row])
+        assert jnp.argmax(logits[row, first - 1 : last - 1], -1).tolist() == state.tokens[row, first:last].tolist()
+
+
+@pytest.mark.parametrize(("variant", "proposer"), TABLE)
+def test_speculative_text_is_the_plain_text(variant, proposer):
+    call = calls.mixed_call()
+    assert_exact(variant, proposer, call, setups.expected(variant, call))
+
+
+@pytest.mark.parametrize(
+    "proposer",
+    ["steered", pytest.param("steered_block", marks=pytest.mark.slow), setups.CHAIN_ORACLE, setups.DECOYS_ORACLE],
+)
+def test_the_oracle_reaches_every_length_of_path(proposer):
+    """So the table above has seen every number of accepted tokens, none and the bonus included."""
+    call = calls.mixed_call()
+    setup = setups.setup("llama", proposer)
+    histogram = np.asarray(call.run(setup.decoder, setup.models).stats.accepted_histogram).sum(0)
+    assert (histogram > 0).all(), histogram
+
+
+@pytest.mark.parametrize("proposer", ["beam", "block", "path", *setups.CHAINS, "eagle", "medusa"])
+def test_drafters_are_sometimes_right(proposer):
+    call = calls.mixed_call()
+    setup = setups.setup("llama", proposer)
+    histogram = np.asarray(call.run(setup.decoder, setup.models).stats.accepted_histogram).sum(0)
+    assert (histogram[:3] > 0).all(), histogram
+
+
+def without_mistakes(setup: setups.Setup) -> dict:
+    """The oracle's models with every proposal right: each round accepts all, and the bonus."""
+    table = setup.models["drafter"]
+    return setup.models | {"drafter": table | {"is_wrong": jnp.zeros_like(table["is_wrong"])}}
+
+
+def place_of_first(text: list[int], places: list[int]) -> int | None:
+    """A place of `places` whose token does not stand earlier in the text."""
+    return next((p for p in places if text[p] not in text[:p]), None)
+
+
+DEPTH = oracle_drafter.ORACLE_DEPTH
+
+
+@pytest.mark.parametrize(
+    ("where", "places"),
+    [
+        ("first token", [0]),
+        ("inside a path", [1, 2, 3, 6, 7, 8]),
+        ("last accepted", [DEPTH - 1, 2 * DEPTH]),
+        ("bonus", [DEPTH, 2 * DEPTH + 1]),
+    ],
+)
+@pytest.mark.parametrize("proposer", [setups.CHAIN_ORACLE, setups.DECOYS_ORACLE])
+def test_end_tokens_cut_a_path_anywhere(where, places, proposer):
+    """With a perfect oracle rounds end at places 4, 9, ...; the end token of one row falls on the chosen place."""
+    call = calls.mixed_call()
+    texts = calls.generated(call, setups.long_text())
+    found = [(row, place_of_first(text, places)) for row, text in enumerate(texts)]
+    row, place = next((r, p) for r, p in found if p is not None and p < call.new_tokens[r])
+    call = call.replace(eos=(NEVER, texts[row][place]))
+    wanted = setups.expected("llama", call)
+    assert len(wanted[row]) == place + 1
+    setup = setups.setup("llama", proposer)
+    state = call.run(setup.decoder, without_mistakes(setup))
+    assert first_difference(calls.generated(call, state), wanted) is None
+    assert_buffers_agree(call, state, wanted)
+    assert_counts_agree(call, state)
+
+
+@pytest.mark.parametrize("proposer", ["beam", setups.DECOYS_ORACLE])
+def test_end_tokens_in_every_row(proposer):
+    """Several end tokens at once, which stop the rows at different places."""
+    call = calls.mixed_call()
+    texts = calls.generated(call, setups.long_text())
+    call = call.replace(eos=(texts[0][9], texts[3][12], texts[2][5]))
+    assert_exact("llama", proposer, call, setups.expected("llama", call))
+
+
+@pytest.mark.parametrize("new_tokens", [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [0] * 6, [1] * 6])
+def test_the_last_round_is_cut_at_max_new_tokens(new_tokens):
+    """A perfect oracle always offers more than there is room for."""
+    call = calls.mixed_call().replace(new_tokens=new_tokens)
+    setup = setups.setup("llama", setups.CHAIN_ORACLE)
+    state = call.run(setup.decoder, without_mistakes(setup))
+    wanted = setups.expected("llama", call)
+    assert [len(text) for text in wanted] == new_tokens
+    assert first_difference(calls.generated(call, state), wanted) is None
+    assert_buffers_agree(call, state, wanted)
+    assert_counts_agree(call, state)
+    assert state.stats.num_target_passes.tolist() == [-(-n // (DEPTH + 1)) for n in new_tokens]
+
+
+@pytest.mark.parametrize("proposer", ["plain", "beam", *setups.CHAINS])
+def test_permuted_rows_give_permuted_results(proposer):
+    call, order = calls.mixed_call(), [4, 2, 0, 5, 3, 1]
+    setup = setups.setup("llama", proposer)
+    one = call.run(setup.decoder, setup.models)
+    other = call.rows(order).run(setup.decoder, setup.models)
+    for a, b in ((one.tokens, other.tokens), (one.length, other.length)):
+        np.testing.assert_array_equal(np.asarray(a)[order], b)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a)[order], b), one.stats, other.stats)
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_row_does_not_depend_on_its_batch(batch):
+    """Rows alone, or by threes, say what they say among six."""
+    call = calls.mixed_call()
+    wanted = setups.expected("llama", call)
+    setup = setups.setup("llama", "beam")
+    for start in range(0, call.batch, batch):
+        part = call.rows(list(range(start, start + batch)))
+        state = part.run(setup.decoder, setup.models)
+        assert first_difference(calls.generated(part, state), wanted[start : start + batch]) is None
+
+
+@pytest.mark.parametrize("proposer", ["beam", setups.DECOYS_ORACLE])
+@pytest.mark.parametrize("end", ["limit", "end token"])
+def test_finished_rows_are_frozen(proposer, end):
+    """Row 4 ends after one token and the others go on; later, rounds run though all rows are done."""
+    call = calls.mixed_call()
+    if end == "end token":
+        first = calls.generated(call, setups.long_text())[4][0]
+        call = call.replace(eos=(first,), new_tokens=[30] * 6)
+    setup = setups.setup("llama", proposer)
+    state = call.start(setup.decoder, setup.models)
+
+    def frozen(state):
+        parts = (state.tokens, state.length, state.done, state.stats)
+        return jax.tree.map(lambda x: np.array(x[4]), parts)
+
+    state = call.resume(setup.decoder, setup.models, state, num_rounds=2)
+    assert bool(state.done[4]) and not bool(state.done.all())
+    before = frozen(state)
+    state = call.resume(setup.decoder, setup.models, state, num_rounds=5)
+    jax.tree.map(np.testing.assert_array_equal, frozen(state), before)
+    state = call.resume(setup.decoder, setup.models, state)
+    jax.tree.map(np.testing.assert_array_equal, frozen(state), before)
+    # The loop would not start again; one more round is forced by claiming that a row is not done.
+    before = jax.tree.map(lambda x: np.array(x[1:]), (state.tokens, state.length, state.stats))
+    _, _, _, limits, sampling = call.arrays()
+    state = state.replace(done=state.done.at[0].set(False))
+    state = setup.decoder.loop(setup.models, sampling, limits, jnp.int32(2), state)
+    after = jax.tree.map(lambda x: np.array(x[1:]), (state.tokens, state.length, state.stats))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+@pytest.mark.parametrize(
+    "proposer",
+    [
+        "steered",
+        *[pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "small_lm", "steered_block_skip")],
+    ],
+)
+def test_growing_caches_change_nothing(proposer):
+    """From the smallest bucket that holds the prompt, the loop moves to 32 and 64 slots on its way.
+
+    Under SKIP a trunk run writes more slots than a tree is deep.
+    """
+    call = calls.mixed_call()
+    state = assert_exact("llama", proposer, call, setups.expected("llama", call), capacity=16)
+    assert state.cache.keys[0].shape[2] == 64
+
+
+@pytest.mark.parametrize("num_rounds", [1, 3])
+def test_stopping_and_resuming_changes_nothing(num_rounds):
+    call = calls.mixed_call()
+    setup = setups.setup("llama", "beam")
+    state = call.start(setup.decoder, setup.models)
+    while not bool(state.done.all()):
+        before = np.asarray(state.stats.num_target_passes).copy()
+        state = call.resume(setup.decoder, setup.models, state, num_rounds)
+        assert (np.asarray(state.stats.num_target_passes) - before).max() <= num_rounds
+    assert first_difference(calls.generated(call, state), setups.expected("llama", call)) is None
+    assert_counts_agree(call, state)
+
+
+def test_a_broken_drafter_costs_speed_alone():
+    """Weights of NaN: the trees are nonsense, the text is not."""
+    call = calls.mixed_call()
+    setup = setups.setup("llama", "beam")
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), setup.models["drafter"])
+    state = call.run(setup.decoder, setup.models | {"drafter": broken})
+    assert first_difference(calls.generated(call, state), setups.expected("llama", call)) is None
+
+
+def test_another_drafter_or_none_gives_the_same_text():
+    """Random weights without any agreement."""
+    call = calls.mixed_call()
+    setup = setups.setup("llama", "beam")
+    other = toy.make_drafter(setup.drafter_config, setup.config, toy.make_target(setup.config, seed=5), seed=6)
+    state = call.run(setup.decoder, setup.models | {"drafter": other})
+    assert first_difference(calls.generated(call, state), setups.expected("llama", call)) is None
+
+
+def test_the_inputs_are_untouched():
+    """Only the state is donated: weights, keys, limits and settings serve again."""
+    call = calls.mixed_call()
+    setup = setups.setup("llama", "beam")
+    tokens, length, keys, limits, sampling = call.arrays()
+    inputs = (setup.models, tokens, length, jax.random.key_data(keys), limits, sampling)
+    before = jax.tree.map(np.array, inputs)
+    for _ in range(2):
+        state = setup.decoder.prefill(
+            setup.models, tokens, length, keys, limits, capacity=calls.CAPACITY, max_tokens=calls.MAX_TOKENS
+        )
+        setup.decoder.run(setup.models, sampling, limits, state)
+    after = (setup.models, tokens, length, jax.random.key_data(keys), limits, sampling)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+@pytest.mark.slow
+def test_the_xla_products_decode_the_same_text():
+    """Without the native kernel, which `Decoder` uses where it can be compiled."""
+    call = calls.mixed_call()
+    setup = setups.setup("llama", "beam")
+    state = call.run(setup.decoder_with(use_native=False), setup.models)
+    assert first_difference(calls.generated(call, state), setups.expected("llama", call)) is None
+
+
+def test_the_table_finds_noise_at_the_wrong_position():
+    """A rule one position early is lossless in distribution, but not token for token: greedy rows agree, sampled rows
+    do not."""
+    call = calls.mixed_call()
+    setup = setups.setup("llama", setups.CHAIN_ORACLE)
+    early = setup.decoder_with(rule=keyed(lambda root, depth: root + depth, max_depth=DEPTH))
+    found, wanted = calls.generated(call, call.run(early, setup.models)), setups.expected("llama", call)
+    assert first_difference(found[:2], wanted[:2]) is None
+    for row in (2, 3, 5):
+        assert first_difference(found[row : row + 1], wanted[row : row + 1]) is not None

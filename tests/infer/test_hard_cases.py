@@ -1,0 +1,78 @@
+"""Inputs that once went wrong: split characters, a vanishing top_p, a drafter that breaks, lengths within a bucket."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import setups, toy
+
+import hsd_jax
+from hsd_jax.config import NO_REUSE, TreeConfig
+from hsd_jax.infer.sampling import warp
+from hsd_jax.request import _decoder
+from hsd_jax.tokenizer import IncrementalDecoder
+from hsd_jax.types import NO_PARENT, DrawScheme, SamplingParams
+
+TEXT = "😀你好啊 x"
+
+
+class ByteFallback:
+    """Decodes as Llama 2's tokenizer does: a run of bytes that is not valid UTF-8 is spoilt as a whole."""
+
+    def __init__(self):
+        from tokenizers import decoders
+
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        self._decoder = decoders.Sequence(parts)
+
+    def decode(self, tokens):
+        return self._decoder.decode([f"<0x{t:02X}>" if t != ord(" ") else "▁" for t in tokens])
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 7])
+def test_pieces_of_a_byte_fallback_tokenizer_join(size):
+    tokens = list(f" {TEXT}".encode())
+    decoder = IncrementalDecoder(ByteFallback())
+    chunks = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+    pieces = [decoder.push(chunk, is_last=i == len(chunks) - 1) for i, chunk in enumerate(chunks)]
+    assert "".join(pieces) == TEXT
+
+
+def test_a_top_p_below_float32_keeps_the_best_token():
+    sampling = SamplingParams(jnp.ones(1), jnp.zeros(1, jnp.int32), jnp.full(1, 1e-38, jnp.float32))
+    warped = np.asarray(warp(jnp.asarray([[[0.0, 5.0, 1.0, 3.0]]]), sampling))
+    assert np.isfinite(warped[0, 0]).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_drafter_without_numbers_still_gives_a_tree(level):
+    base = np.random.default_rng(0).normal(size=(1, 3, 16)).astype(np.float32)
+    base[:, level] = np.nan
+    root = jnp.zeros(1, jnp.int32)
+    tree = toy.grow_beam(jnp.asarray(base), lambda t: jnp.zeros((*t.shape, 16)), root, TreeConfig(8, 3, 3))
+    parents, depth = np.asarray(tree.parents)[0], np.asarray(tree.depth)[0]
+    assert parents[0] == NO_PARENT and (parents[1:] < np.arange(1, 8)).all()
+    assert (depth[1:] == depth[parents[1:]] + 1).all()
+
+
+def test_lengths_within_a_bucket_compile_nothing():
+    setup = setups.setup("llama", "beam")
+    params = hsd_jax.Params(
+        setup.models["target"],
+        setup.models["drafter"],
+        setup.config,
+        setup.drafter_config,
+        max_len=128,
+        precision="exact",
+        tree=setups.TREES["beam"],
+    )
+    rng = np.random.default_rng(0)
+    _decoder.cache_clear()
+    for length, new in ((17, 20), (32, 32), (25, 17), (31, 1)):
+        hsd_jax.decode(params, rng.integers(0, 16, length), max_new_tokens=new)
+    configs = (params.target_config, params.drafter_config, params.tree)
+    rule = {"accept": "match", "scheme": DrawScheme.COUPLED, "reuse": NO_REUSE}
+    decoder = _decoder(*configs, params.precision, "float32", 1, use_native=True, **rule)
+    assert _decoder.cache_info().misses == 1
+    assert (decoder.prefill._cache_size(), decoder.loop._cache_size()) == (1, 1)

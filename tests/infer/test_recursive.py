@@ -1,0 +1,538 @@
+"""The recursive rule: its distribution by enumeration, the compiled loop against that distribution, and mutants to be
+found."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import distribution as distribution_oracle
+from oracles import recursive as oracle
+from oracles import sampling as sampling_oracle
+from scipy import stats
+from support import calls, setups, toy
+from support.rules import depths_of
+from support.texts import first_difference
+from support.tiny_pairs import NEW_TOKENS, ROWS, TINY, TREES, tiny_pair
+
+from hsd_jax.config import NO_REUSE, ReuseConfig, TreeConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.table import make_drafter
+from hsd_jax.infer import accept as accept_lib
+from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.infer.accept import check_legal, match_rule, recursion, recursive_rule
+from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.step import make_step
+from hsd_jax.infer.tree import ancestor_mask
+from hsd_jax.types import Drafter, DraftTree, DrawScheme, SamplingParams
+
+SCHEMES = {x: DrawScheme(x) for x in (oracle.INDEPENDENT, oracle.WITHOUT_REPLACEMENT)}
+
+# --- enumeration ------------------------------------------------------------------------------------------------------
+
+
+def table(vocab: int, seed: int) -> list[list[Fraction]]:
+    """A Markov table of small fractions; with a seed above 100 the first row has a token without mass."""
+    numbers = np.random.default_rng(seed).integers(1, 12, (vocab, vocab))
+    if seed > 100:
+        numbers[0, 1] = 0
+    return distribution_oracle.random_table(numbers.ravel().tolist(), vocab)
+
+
+LAYOUTS = {  # vocabulary, parents, valid
+    "chain": (5, [-1, 0, 1, 2], [True] * 4),
+    "fork": (3, [-1, 0, 0, 1, 1, 2, 2], [True] * 7),
+    "wide": (4, [-1, 0, 0, 0, 2, 2], [True] * 6),
+    "five": (5, [-1, 0, 0, 2, 2], [True] * 5),
+    "whole vocabulary": (3, [-1, 0, 0, 0, 1], [True] * 5),
+    "padding behind siblings": (4, [-1, 0, 0, 1, 0], [True, True, True, True, False]),
+    "padding between siblings": (4, [-1, 0, 0, 0, 1], [True, True, False, True, True]),
+}
+ROOT = 0
+
+
+@functools.cache
+def enumerated(layout: str, draws: str, seed: int):
+    """Both tables, and every tree that drawing can give with its probability."""
+    vocab, parents, valid = LAYOUTS[layout]
+    target, draft = table(vocab, seed), table(vocab, seed % 100 + 50)
+    return target, draft, parents, valid, list(oracle.tree_draws(draft, ROOT, parents, draws))
+
+
+def distance(target, parents, emitted) -> float | Fraction:
+    """Total variation between texts that start with `emitted` and texts of the target alone."""
+    length = max(depths_of(parents)) + 1
+    found = distribution_oracle.completed_distribution(target, emitted, length)
+    return distribution_oracle.total_variation(found, distribution_oracle.text_distribution(target, ROOT, length))
+
+
+def oracle_distance(layout: str, draws: str, judged_as: str, seed: int, prune=None) -> Fraction:
+    """The oracle's distance, in rational arithmetic, over all trees and all coins."""
+    target, draft, parents, valid, trees = enumerated(layout, draws, seed)
+    emitted: dict = defaultdict(Fraction)
+    for tokens, mass in trees:
+        kept = valid if prune is None else prune(tokens, parents, valid, draft)
+
+        def judged(node, tokens=tokens, kept=kept):
+            children = [tokens[c] for c in oracle.children_of(parents, kept, node)]
+            return oracle.judge_node(target[tokens[node]], draft[tokens[node]], children, judged_as)
+
+        for text, p in oracle.verdict_distribution(tokens, parents, kept, judged).items():
+            emitted[text] += mass * p
+    assert sum(emitted.values()) == 1
+    return distance(target, parents, emitted)
+
+
+def interior(parents) -> int:
+    return max(parents) + 1
+
+
+def jitted_recursion(tree: DraftTree, target_logp: np.ndarray):
+    """Traced anew each time, so that a mutant is seen."""
+    return jax.jit(lambda tree, target_logp: recursion(tree, target_logp, max_children=3))(tree, target_logp)
+
+
+def our_distance(layout: str, draws: str, judged_as: str, seed: int, prune=None) -> float:
+    """The same distance of the rule under test: its acceptance and residuals for all trees in one batch, in float64."""
+    target, draft, parents, valid, trees = enumerated(layout, draws, seed)
+    tokens = np.array([t for t, _ in trees], np.int32)
+    kept = np.array([valid if prune is None else prune(t, parents, valid, draft) for t, _ in trees])
+    with np.errstate(divide="ignore"):
+        logs = [np.log(np.array(t, float)) for t in (target, draft)]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        rows = functools.partial(np.broadcast_to, shape=tokens.shape)
+        tree = DraftTree(
+            jnp.asarray(tokens),
+            jnp.asarray(rows(np.array(parents, np.int32))),
+            jnp.asarray(rows(np.array(depths_of(parents), np.int32))),
+            jnp.asarray(kept),
+            jnp.asarray(logs[1][tokens[:, : interior(parents)]]),
+            SCHEMES[judged_as],
+        )
+        acceptance, residual = map(np.asarray, jitted_recursion(tree, logs[0][tokens]))
+    assert acceptance.dtype == residual.dtype == np.float64
+    residual = residual / np.maximum(residual.sum(-1, keepdims=True), 1e-300)  # as drawing by Gumbel-max does
+    emitted: dict = defaultdict(float)
+    for row, (drawn, mass) in enumerate(trees):
+
+        def judged(node, row=row, drawn=drawn):
+            if node >= interior(parents):
+                return [], [float(p) for p in target[drawn[node]]]
+            return [acceptance[row, c] for c in oracle.children_of(parents, kept[row], node)], residual[row, node]
+
+        for text, p in oracle.verdict_distribution(drawn, parents, kept[row], judged).items():
+            emitted[text] += float(mass) * p
+    return float(distance(target, parents, emitted))
+
+
+EXACT = 1e-12
+CASES = [(layout, draws, seed) for layout in LAYOUTS for draws in SCHEMES for seed in (1, 101)]
+# A sibling missing from the middle: drawn without replacement, the next one would not follow the distribution without
+# it.
+CASES = [case for case in CASES if case[:2] != ("padding between siblings", oracle.WITHOUT_REPLACEMENT)]
+
+
+@pytest.mark.parametrize(("layout", "draws", "seed"), CASES)
+def test_legal_pairs_emit_exactly_the_distribution_of_the_target(layout, draws, seed):
+    """The recursion of the papers in rational arithmetic, where the distance is zero, and ours in float64."""
+    assert oracle_distance(layout, draws, draws, seed) == 0
+    assert our_distance(layout, draws, draws, seed) < EXACT
+
+
+def prune_to_likeliest(tokens, parents, valid, draft):
+    """Of siblings only the one the drafter likes best: a choice that looks at what was drawn."""
+    kept = list(valid)
+    for node in range(1, len(tokens)):
+        distribution = draft[tokens[parents[node]]]
+        others = [n for n in oracle.children_of(parents, valid, parents[node]) if n != node]
+        if any((distribution[tokens[n]], -n) > (distribution[tokens[node]], -node) for n in others):
+            kept[node] = False
+    return [k and (p < 1 or kept[p]) for k, p in zip(kept, parents, strict=True)]
+
+
+def prune_to_first(tokens, parents, valid, draft):
+    """Of siblings only the first: a choice that does not look."""
+    return [v and parents.index(p) == n for n, (v, p) in enumerate(zip(valid, parents, strict=True))]
+
+
+@pytest.mark.parametrize("draws", SCHEMES)
+def test_enumeration_finds_swapped_distributions(draws):
+    """Children drawn under one distribution and judged under the other: off by at least 1 in 1,000, in both
+    implementations."""
+    (other,) = set(SCHEMES) - {draws}
+    for layout in ("fork", "wide", "five"):
+        assert oracle_distance(layout, draws, other, 1) > 1e-3
+        assert our_distance(layout, draws, other, 1) > 1e-3
+
+
+@pytest.mark.parametrize("draws", SCHEMES)
+@pytest.mark.parametrize("layout", ["fork", "five"])
+def test_enumeration_finds_pruned_trees(layout, draws):
+    assert our_distance(layout, draws, draws, 1, prune_to_first) < EXACT
+    assert our_distance(layout, draws, draws, 1, prune_to_likeliest) > 0.01
+
+
+RIGHT_RESIDUAL = accept_lib.after_rejection
+WRONG_RESIDUALS = {
+    "not normalised": lambda residual, proposal: jnp.maximum(residual - proposal, 0.0),
+    "the target again": lambda residual, proposal: residual,
+    "other way round": lambda residual, proposal: RIGHT_RESIDUAL(proposal, residual),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RESIDUALS)
+@pytest.mark.parametrize("draws", SCHEMES)
+def test_enumeration_finds_wrong_residuals(monkeypatch, name, draws):
+    monkeypatch.setattr(accept_lib, "after_rejection", WRONG_RESIDUALS[name])
+    for layout in ("fork", "five"):
+        assert our_distance(layout, draws, draws, 1) > 1e-3
+
+
+# --- one tree, one set of coins ---------------------------------------------------------------------------------------
+
+NUM, MAX_DEPTH, BATCH, VOCAB = 9, 3, 200, 5
+MAX_CHILDREN = 4
+
+
+def random_trees(draws: str, seed: int):
+    """Trees of any layout with distributions of any sharpness, their children truly drawn; target logits; settings."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    while len(rows) < BATCH:
+        tokens, parents, depth = [int(rng.integers(VOCAB))], [-1], [0]
+        logits = rng.normal(0, rng.choice([0.3, 1.0, 3.0]), (2, NUM, VOCAB)).astype(np.float32)
+        draft = np.exp(logits[0]) / np.exp(logits[0]).sum(-1, keepdims=True)
+        for parent in sorted(rng.integers(0, NUM - 1, NUM - 1)):
+            elder = [t for t, p in zip(tokens, parents, strict=True) if p == parent]
+            if parent < len(tokens) and depth[parent] < MAX_DEPTH and len(elder) < MAX_CHILDREN:
+                whole = draft[parent]
+                distribution = whole if draws == oracle.INDEPENDENT else oracle.without(whole, elder)
+                tokens.append(
+                    int(rng.choice(VOCAB, p=np.array(distribution, float) / np.sum(distribution, dtype=float)))
+                )
+                parents.append(int(parent))
+                depth.append(depth[parent] + 1)
+        room = NUM - len(tokens)
+        valid = [True] * len(tokens) + [False] * room
+        rows.append((tokens + [0] * room, parents + [-1] * room, depth + [0] * room, valid, logits))
+    columns = [np.array(x) for x in zip(*rows, strict=True)]
+    tokens, parents, depth = (jnp.asarray(x, jnp.int32) for x in columns[:3])
+    draft_logp = jax.nn.log_softmax(jnp.asarray(columns[4][:, 0]))
+    tree = DraftTree(tokens, parents, depth, jnp.asarray(columns[3]), draft_logp, SCHEMES[draws])
+    temperature = rng.choice([0.0, 0.5, 1.0, 1.3], BATCH)
+    sampling = SamplingParams(
+        jnp.asarray(temperature, jnp.float32),
+        jnp.asarray(rng.choice([0, 0, 2, 3], BATCH), jnp.int32),
+        jnp.asarray(rng.choice([1.0, 1.0, 0.7], BATCH), jnp.float32),
+    )
+    return rows, tree, jnp.asarray(columns[4][:, 1]), sampling
+
+
+@functools.cache
+def jitted_verify():
+    rule = recursive_rule(MAX_DEPTH, MAX_CHILDREN)
+
+    def verify(keys, tree, logits, sampling, position):
+        return rule.verify(keys, tree, ancestor_mask(tree, MAX_DEPTH), logits, sampling, position)
+
+    return jax.jit(verify)
+
+
+def settings_of(sampling: SamplingParams, row: int) -> tuple[float, int | None, float | None]:
+    top_k, top_p = int(sampling.top_k[row]), float(sampling.top_p[row])
+    return float(sampling.temperature[row]), top_k or None, None if top_p == 1.0 else top_p
+
+
+@pytest.mark.parametrize("draws", SCHEMES)
+def test_verdicts_are_those_of_plain_loops(draws):
+    """With the coins and the noise of the rule, filters and greedy rows included."""
+    rows, tree, logits, sampling = random_trees(draws, 0)
+    keys = jax.vmap(jax.random.key)(jnp.arange(BATCH, dtype=jnp.uint32))
+    position = jnp.arange(BATCH, dtype=jnp.int32) % 50
+    verdict = jax.tree.map(np.asarray, jitted_verify()(keys, tree, logits, sampling, position))
+    coin_keys = sampling_lib.round_keys(keys, position, sampling_lib.JUDGE_NOISE)
+    coins = np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (NUM,)))(coin_keys))
+    predicted = position[:, None] + jnp.arange(1, MAX_DEPTH + 2, dtype=jnp.int32)
+    noise = np.asarray(sampling_lib.position_noise(keys, predicted, VOCAB))
+    seen = set()
+    for row, (tokens, parents, _, valid, _) in enumerate(rows):
+
+        def judged(node, row=row, tokens=tokens, parents=parents, valid=valid):
+            target = sampling_oracle.distribution(np.asarray(logits)[row, node], *settings_of(sampling, row))
+            children = [tokens[c] for c in oracle.children_of(parents, valid, node)]
+            return oracle.judge_node(target, np.exp(np.float64(tree.draft_logp[row, node])), children, draws)
+
+        path, residual = oracle.walk(tokens, parents, valid, judged, coins[row])
+        with np.errstate(divide="ignore"):
+            next_token = int(np.argmax(np.log(residual) + noise[row, len(path) - 1]))
+        found = int(verdict.num_accepted[row])
+        assert verdict.path[row, : found + 1].tolist() == path
+        assert verdict.emitted[row, : found + 1].tolist() == [*(tokens[n] for n in path[1:]), next_token]
+        assert int(verdict.next_token[row]) == next_token
+        seen.add((found, not oracle.children_of(parents, valid, path[-1])))
+    assert {(0, False), (1, False), (2, False), (1, True), (2, True), (3, True)} <= seen
+
+
+def test_one_child_a_node_is_standard_speculative_sampling():
+    """min(1, p / q) and the normalised positive part of p - q (Leviathan et al., algorithm 1; Chen et al., 2)."""
+    rng = np.random.default_rng(0)
+    p, q = (rng.dirichlet(np.ones(VOCAB), (64, 3)) for _ in range(2))
+    tokens = rng.integers(0, VOCAB, (64, 4)).astype(np.int32)
+    line = np.broadcast_to(np.arange(4, dtype=np.int32), (64, 4))
+    accept = np.minimum(1.0, np.take_along_axis(p / q, tokens[:, 1:, None], 2)[..., 0])
+    rest = np.maximum(p - q, 0.0)
+    rest /= rest.sum(-1, keepdims=True)
+    target_logp = jnp.asarray(np.log(np.concatenate([p, p[:, :1]], 1)), jnp.float32)
+    for scheme in SCHEMES.values():
+        tree = DraftTree(
+            *(jnp.asarray(x, jnp.int32) for x in (tokens, line - 1, line)),
+            jnp.ones((64, 4), bool),
+            jnp.asarray(np.log(q), jnp.float32),
+            scheme,
+        )
+        acceptance, residual = jax.jit(functools.partial(recursion, max_children=1))(tree, target_logp)
+        np.testing.assert_allclose(acceptance[:, 1:], accept, rtol=1e-5)
+        np.testing.assert_allclose(residual, rest, atol=1e-5)
+        assert not np.asarray(acceptance[:, 0]).any()
+
+
+def test_twins_keep_their_own_children():
+    """Of independent siblings with one token the accepted one goes on, not the one with the longer path."""
+    tokens = jnp.array([[0, 1, 1, 2]], jnp.int32)  # two children hold 1; the second has a child
+    parents, depth = jnp.array([[-1, 0, 0, 2]], jnp.int32), jnp.array([[0, 1, 1, 2]], jnp.int32)
+    even = jnp.log(jnp.full((1, 3, 3), 1 / 3))
+    tree = DraftTree(tokens, parents, depth, jnp.ones((1, 4), bool), even, DrawScheme.INDEPENDENT)
+    ones = jnp.ones(1)
+    sampling = SamplingParams(ones, jnp.zeros(1, jnp.int32), ones)
+    rule = recursive_rule(2, 2)
+    keys = jax.vmap(jax.random.key)(jnp.zeros(1, jnp.uint32))
+
+    @jax.jit
+    def verify(tree):
+        position = jnp.zeros(1, jnp.int32)
+        return rule.verify(keys, tree, ancestor_mask(tree, 2), jnp.zeros((1, 4, 3)), sampling, position)
+
+    verdict = verify(tree)
+    assert verdict.path[0, :2].tolist() == [0, 1] and int(verdict.num_accepted[0]) == 1
+
+
+# --- noise ------------------------------------------------------------------------------------------------------------
+
+
+def test_no_noise_serves_twice():
+    """Keys of the target's draws, of drafting (a level each) and of judging, over rows and positions: all different."""
+    positions = jnp.arange(40, dtype=jnp.int32)
+    seen = []
+    for seed in range(3):
+        keys = jnp.broadcast_to(jax.random.key(seed), positions.shape)
+        drafting = sampling_lib.round_keys(keys, positions, sampling_lib.DRAFT_NOISE)
+        judging = sampling_lib.round_keys(keys, positions, sampling_lib.JUDGE_NOISE)
+        fold = jax.vmap(jax.random.fold_in)
+        levels = [fold(drafting, jnp.full_like(positions, level)) for level in range(5)]
+        seen += [fold(keys, positions), drafting, judging, *levels]
+    data = np.concatenate([np.asarray(jax.random.key_data(k)) for k in seen])
+    assert len(np.unique(data, axis=0)) == len(data)
+
+
+# --- the compiled loop ------------------------------------------------------------------------------------------------
+
+FALSE_ALARM = 1e-6
+SETTINGS = [(1.0, None, None), (0.7, 3, None), (1.3, None, 0.8), (1.0, None, None)]
+"""Of rows 0, 1, 2, 3, 4, ... in turns."""
+
+
+@functools.cache
+def tiny_small_lm():
+    """The same target, and a Markov model with a distribution of its own as small language model."""
+    config, logits, _, models = tiny_pair()
+    _, small = toy.markov_target(0.5 * logits + np.random.default_rng(4).normal(0, 1.0, (TINY, TINY)))
+    return config, logits, SmallLMConfig(**vars(config)), models | {"drafter": small}
+
+
+def tiny_texts(
+    tree: TreeConfig,
+    scheme: DrawScheme,
+    change=lambda drafter: drafter,
+    pair=tiny_pair,
+    reuse: ReuseConfig = NO_REUSE,
+) -> np.ndarray:
+    """The texts [ROWS, NEW_TOKENS] of the compiled loop, each row with a seed of its own."""
+    config, _, drafter_config, models = pair()
+    drafter = change(make_drafter(config, drafter_config, tree, scheme=scheme, reuse=reuse))
+    step = make_step(config, drafter, recursive_rule(tree.depth, tree.width))
+    decoder = Decoder(config, step, drafter, precision="highest", use_native=False)
+    per_row = [SETTINGS[row % len(SETTINGS)] for row in range(ROWS)]
+    call = calls.Call(
+        prompts=[np.array([1], np.int32)] * ROWS,
+        new_tokens=[NEW_TOKENS] * ROWS,
+        temperature=[t for t, _, _ in per_row],
+        top_k=[k or 0 for _, k, _ in per_row],
+        top_p=[p or 1.0 for _, _, p in per_row],
+        seeds=list(range(ROWS)),
+    )
+    state = call.run(decoder, models)
+    histogram = np.asarray(state.stats.accepted_histogram).sum(0)
+    assert (histogram > 0).all(), histogram
+    return np.asarray(state.tokens)[:, 1 : 1 + NEW_TOKENS]
+
+
+def p_values(texts: np.ndarray) -> list[float]:
+    """Chi-square of three tokens early and late in the text against the target's distribution, for each of SETTINGS."""
+    logits, found = tiny_pair()[1], []
+    for index, setting in enumerate(SETTINGS):
+        rows = texts[index :: len(SETTINGS)]
+        step = np.array([sampling_oracle.distribution(logits[a], *setting) for a in range(TINY)])
+        for first in (0, NEW_TOKENS - 3):
+            start = np.linalg.matrix_power(step, first)[1]  # the prompt is token 1
+            distribution = np.einsum("a,ab,bc,cd->bcd", start, step, step, step).ravel()
+            cells = np.ravel_multi_index(tuple(rows[:, first : first + 3].T), (TINY,) * 3)
+            counts, expected = np.bincount(cells, minlength=len(distribution)), distribution * len(rows)
+            if counts[distribution == 0].any():
+                found.append(0.0)
+                continue
+            is_rare = expected < 5
+            counts, expected = (np.append(x[~is_rare], x[is_rare].sum()) for x in (counts, expected))
+            keep = expected > 0
+            found.append(float(stats.chisquare(counts[keep], expected[keep]).pvalue))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tree", "draws"),
+    [
+        ("wide", oracle.WITHOUT_REPLACEMENT),
+        pytest.param("deep", oracle.INDEPENDENT, marks=pytest.mark.slow),
+        pytest.param("deep", oracle.WITHOUT_REPLACEMENT, marks=pytest.mark.slow),
+        pytest.param("wide", oracle.INDEPENDENT, marks=pytest.mark.slow),
+    ],
+)
+def test_the_compiled_loop_follows_the_distribution_of_the_target(tree, draws):
+    """Sampled trees of the hidden-state drafter through several rounds, filtered rows included.
+
+    Eight chi-squares a case, each of which fires falsely once in 10^6.
+    """
+    assert min(p_values(tiny_texts(TREES[tree], SCHEMES[draws]))) > FALSE_ALARM
+
+
+def test_standard_speculative_sampling_follows_the_distribution_of_the_target():
+    """Chains of a small language model, drawn from its own distribution; eight chi-squares as above."""
+    texts = tiny_texts(TreeConfig(nodes=4, depth=3, width=1), DrawScheme.WITHOUT_REPLACEMENT, pair=tiny_small_lm)
+    assert min(p_values(texts)) > FALSE_ALARM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["sum", "skip", "unfused"])
+def test_reuse_follows_the_distribution_of_the_target(form):
+    """What earlier rounds left changes the distributions drawn from, and which levels are drawn at all, not the text's
+    distribution."""
+    assert (
+        min(p_values(tiny_texts(TREES["deep"], DrawScheme.WITHOUT_REPLACEMENT, reuse=ReuseConfig(form)))) > FALSE_ALARM
+    )
+
+
+def pruned(drafter: Drafter) -> Drafter:
+    """Of the root's children only the one the drafter likes best."""
+
+    def draft(models, state, *rest):
+        tree, state = drafter.draft(models, state, *rest)
+        logp = jnp.take_along_axis(tree.draft_logp[:, 0], tree.tokens, 1)
+        best = jnp.argmax(jnp.where(tree.depth == 1, logp, -jnp.inf), -1)
+        is_best = jnp.arange(tree.tokens.shape[1]) == best[:, None]
+        return tree.replace(valid=tree.valid & ((tree.depth != 1) | is_best)), state
+
+    return drafter._replace(draft=draft)
+
+
+def swapped(drafter: Drafter) -> Drafter:
+    """Says that its trees were drawn under the other distribution."""
+    (other,) = set(SCHEMES.values()) - {drafter.scheme}
+
+    def draft(models, state, *rest):
+        tree, state = drafter.draft(models, state, *rest)
+        return tree.replace(scheme=other), state
+
+    return drafter._replace(draft=draft, scheme=other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", SCHEMES)
+@pytest.mark.parametrize("mutant", [pruned, swapped])
+def test_the_chi_square_finds_mutants(mutant, draws):
+    assert min(p_values(tiny_texts(TREES["wide"], SCHEMES[draws], mutant))) < FALSE_ALARM
+
+
+def forgetful(drafter: Drafter) -> Drafter:
+    """Says that the last token of the chain was drawn from the distribution behind the root."""
+
+    def draft(models, state, *rest):
+        tree, state = drafter.draft(models, state, *rest)
+        return tree.replace(draft_logp=tree.draft_logp.at[:, -1].set(tree.draft_logp[:, 0])), state
+
+    return drafter._replace(draft=draft)
+
+
+@pytest.mark.slow
+def test_the_chi_square_finds_a_chain_with_wrong_distributions():
+    tree, scheme = TreeConfig(nodes=4, depth=3, width=1), DrawScheme.WITHOUT_REPLACEMENT
+    assert min(p_values(tiny_texts(tree, scheme, forgetful, tiny_small_lm))) < FALSE_ALARM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG_RESIDUALS)
+def test_the_chi_square_finds_wrong_residuals(monkeypatch, name):
+    monkeypatch.setattr(accept_lib, "after_rejection", WRONG_RESIDUALS[name])
+    assert min(p_values(tiny_texts(TREES["wide"], DrawScheme.WITHOUT_REPLACEMENT))) < FALSE_ALARM
+
+
+# --- conformance ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "draws", [oracle.WITHOUT_REPLACEMENT, pytest.param(oracle.INDEPENDENT, marks=pytest.mark.slow)]
+)
+def test_greedy_rows_are_greedy_beside_sampled_ones(draws):
+    """Token for token, with a drafter that is often right and with one whose weights are NaN."""
+    call, setup = calls.mixed_call(), setups.sampled(SCHEMES[draws])
+    wanted = setups.expected("llama", call)[:2]
+    state = call.run(setup.decoder, setup.models)
+    assert first_difference(calls.generated(call, state)[:2], wanted) is None
+    assert (np.asarray(state.stats.accepted_histogram).sum(0)[:3] > 0).all()
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), setup.models["drafter"])
+    state = call.run(setup.decoder, setup.models | {"drafter": broken})
+    assert first_difference(calls.generated(call, state)[:2], wanted) is None
+    assert bool(state.done.all())
+
+
+def test_rows_rounds_and_buckets_do_not_show():
+    """Permuted rows, rounds one at a time and growing caches give the same texts; another seed another."""
+    call, setup, order = calls.mixed_call(), setups.sampled(DrawScheme.WITHOUT_REPLACEMENT), [4, 2, 0, 5, 3, 1]
+    wanted = calls.generated(call, call.run(setup.decoder, setup.models))
+    other = call.rows(order)
+    permuted = calls.generated(other, other.run(setup.decoder, setup.models))
+    assert first_difference(permuted, [wanted[i] for i in order]) is None
+    state = call.start(setup.decoder, setup.models, capacity=16)
+    while not bool(state.done.all()):
+        state = call.resume(setup.decoder, setup.models, state, 1)
+    assert first_difference(calls.generated(call, state), wanted) is None
+    reseeded = call.replace(seeds=[s ^ 1 for s in call.seeds])
+    texts = calls.generated(reseeded, reseeded.run(setup.decoder, setup.models))
+    assert texts[:2] == wanted[:2] and all(a != b for a, b in zip(texts[2:4], wanted[2:4], strict=True))
+
+
+def test_illegal_pairs_are_refused():
+    rule = recursive_rule(1, 1)
+    with pytest.raises(
+        ValueError, match="accept='recursive' is not lossless for draw='arbitrary'; it allows independent, with"
+    ):
+        check_legal(rule, DrawScheme.ARBITRARY)
+    setup = setups.setup("llama", "beam", DrawScheme.ARBITRARY)
+    with pytest.raises(ValueError, match="arbitrary"):
+        make_step(setup.config, setup.drafter, rule)
+    for scheme in SCHEMES.values():
+        check_legal(rule, scheme)
+        check_legal(match_rule(1), scheme)

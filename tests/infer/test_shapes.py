@@ -1,0 +1,141 @@
+"""Few programs for many calls: sizes come from buckets, and a plan is one for all calls of a size."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import calls, setups, toy
+
+import hsd_jax
+from hsd_jax import request
+from hsd_jax.config import TreeConfig
+from hsd_jax.infer.decode import GROWTH
+from hsd_jax.kernels import native
+from hsd_jax.params import Params
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+MOST_PROGRAMS = 24
+MAX_LEN = 2048
+
+
+@pytest.fixture(scope="module")
+def pair() -> Params:
+    config = toy.target_config(max_position=MAX_LEN)
+    weights = toy.make_target(config)
+    drafter_config = toy.drafter_config(config, num_steps=4)
+    drafter = toy.make_drafter(drafter_config, config, weights)
+    return Params(weights, drafter, config, drafter_config, max_len=MAX_LEN)
+
+
+@contextlib.contextmanager
+def compilations():
+    """A list that gets an entry for each program that a back end is asked to compile, in the cache on disk or not."""
+    found: list[float] = []
+
+    def listen(event: str, seconds: float, **rest) -> None:
+        if event == COMPILED:
+            found.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def random_call(rng: np.random.Generator, config, longest: int, most_new: int) -> dict:
+    batch = int(rng.integers(1, 17))
+    return {
+        "prompt": [rng.integers(0, config.vocab_size, rng.integers(1, longest + 1)) for _ in range(batch)],
+        "max_new_tokens": int(rng.integers(1, most_new + 1)),
+        "temperature": rng.choice([0.0, 0.0, 0.8], batch).tolist(),
+        "seed": int(rng.integers(0, 100)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_calls", "longest", "most_new"), [(12, 1500, 24), pytest.param(300, 1500, 400, marks=pytest.mark.slow)]
+)
+def test_calls_of_any_size_compile_few_programs(pair, num_calls, longest, most_new):
+    """Random prompt lengths, batches, new tokens and temperatures; and the same calls again compile nothing."""
+    rng = np.random.default_rng(0)
+    asked = [random_call(rng, pair.target_config, longest, most_new) for _ in range(num_calls)]
+    asked[0] = asked[0] | {
+        "prompt": [[1] * 1500] * 16,
+        "temperature": 0.0,
+    }  # every size of cache is met, few calls or many
+    for temperature in (0.0, 0.8):
+        hsd_jax.decode(pair, [1, 2, 3], max_new_tokens=4, temperature=temperature, eos=())
+    with compilations() as found:
+        for call in asked:
+            hsd_jax.decode(pair, **call, eos=())
+    assert len(found) <= MOST_PROGRAMS
+    with compilations() as again:
+        hsd_jax.decode(pair, **asked[-1] | {"seed": 77}, eos=())
+    assert not again and found
+
+
+def test_the_count_sees_a_new_size(pair):
+    hsd_jax.decode(pair, [1, 2, 3], max_new_tokens=4, speculate=False)
+    with compilations() as found:
+        hsd_jax.decode(pair, [[1, 2, 3]] * 32, max_new_tokens=4, speculate=False)
+    assert len(found) >= 2
+
+
+def test_caches_have_few_sizes():
+    sizes = {request.first_capacity(p, p + n, 16, MAX_LEN) for p in range(1, 2048, 7) for n in range(0, 2048 - p, 13)}
+    assert len(sizes) == 2
+    for prompt, total in ((1, 1), (100, 500), (1000, 1024), (2000, 2048)):
+        assert total + 16 <= request.first_capacity(prompt, total, 16, MAX_LEN)
+    first = request.first_capacity(5000, 30000, 16, 32768)
+    assert 5000 + 16 < first < 30000 and first in {512 * GROWTH**i for i in range(4)}
+    assert [request.rows_bucket(n) for n in (1, 2, 3, 5, 16, 17)] == [1, 2, 4, 8, 16, 32]
+    assert request.rows_bucket(3, 6) == 6
+
+
+def test_only_none_is_chosen(pair):
+    """A tree that `load` or `decode` was given is that tree, whatever it is equal to, and is verified whole."""
+    tree = request.default_tree(pair.drafter_config)
+    call = {"prompt": [1, 2, 3], "max_new_tokens": 8, "temperature": 0.8, "eos": ()}
+    chosen = hsd_jax.decode(pair, **call).stats.plan
+    assert chosen.is_chosen and str(chosen)
+    for params, asked in ((pair.replace(tree=tree), None), (pair, tree)):
+        plan = hsd_jax.decode(params, **call, tree=asked).stats.plan
+        assert plan.tree == tree and not plan.is_chosen
+    plain = hsd_jax.decode(pair, **call, speculate=False).stats
+    assert plain.plan.tree is None and not plain.plan.is_chosen and plain.drafted_share == 0.0
+    with pytest.raises(ValueError, match="TreeConfig"):
+        hsd_jax.decode(pair, **call, tree=5)
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the CPU kernels")
+@pytest.mark.usefixtures("fully_optimized")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_is_the_same_among_any_number_of_rows(pair, dtype):
+    """Plain or not, with more rows than a kernel's block and prompts of other lengths beside it, to the last bit."""
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map(lambda x: x.astype(dtype), (pair.target, pair.drafter))
+    params = pair.replace(target=weights[0], drafter=weights[1], dtype=dtype)
+    prompts = [rng.integers(0, toy.VOCAB, n) for n in (70, *rng.integers(1, 200, 32))]
+    settings = {"max_new_tokens": 40, "temperature": 1.2, "eos": ()}
+    alone = hsd_jax.decode(params, prompts[:1], seed=[5], speculate=False, **settings).tokens[0]
+    for num, how in ((1, {}), (17, {}), (33, {"speculate": False}), (33, {"tree": TreeConfig(5, 4, 1)})):
+        seeds = [5, *range(100, 99 + num)]
+        found = hsd_jax.decode(params, prompts[:num], seed=seeds, **settings, **how).tokens[0]
+        np.testing.assert_array_equal(found, alone)
+
+
+def test_a_cache_that_grows_frees_the_old_one(pair):
+    """Longer than the first cache: the state moves, and no buffer of the smaller one stays."""
+    decoder = setups.setup("llama", "beam").decoder_with()
+    call = calls.mixed_call().rows([1, 3])
+    state = call.start(decoder, setups.setup("llama", "beam").models)
+    old = [*state.cache.keys, *state.drafter.cache.values, state.tokens]
+    grown = decoder._grow(state, 2 * calls.CAPACITY)
+    assert grown.cache.keys[0].shape[2] == grown.drafter.cache.keys[0].shape[2] == 2 * calls.CAPACITY
+    assert all(x.is_deleted() for x in old[:-1])
+    assert int(jnp.max(grown.length)) == int(max(call.length))

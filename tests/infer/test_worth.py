@@ -1,0 +1,270 @@
+"""Which drafts are verified, when the loop goes on plainly, and how a call is planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import calls, setups, toy
+
+from hsd_jax import plan
+from hsd_jax.config import FULL, SLIDING, TreeConfig
+from hsd_jax.drafters.lookup.config import LookupConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.infer import worth
+from hsd_jax.types import Costs, DraftTree, RoundInputs, Verdict
+
+CHAIN = TreeConfig(4, 3, 1)
+
+
+def costs(num: int, batch: int, node: float = 1.0, fixed: float = 1.0, draft: float = 0.5, slot: float = 0.0) -> Costs:
+    """A pass takes `fixed` and `node` a node; plain passes likewise."""
+    numbers = fixed + node * np.arange(num + 1), fixed + node * np.arange(batch + 1), draft, slot, 0.0, 0.0, 1.0
+    return Costs(*(jnp.asarray(x, jnp.float32) for x in numbers))
+
+
+def random_tree(rng: np.random.Generator, batch: int, num: int) -> DraftTree:
+    """Any trees, scores that fall along paths, a few nodes that are not valid and their offspring."""
+    parents = np.array([[-1, *(rng.integers(0, n) for n in range(1, num))] for _ in range(batch)])
+    score, depth, valid = np.zeros((batch, num)), np.zeros((batch, num), int), np.ones((batch, num), bool)
+    for b, n in itertools.product(range(batch), range(1, num)):
+        up = parents[b, n]
+        score[b, n], depth[b, n] = score[b, up] - rng.exponential(0.5), depth[b, up] + 1
+        valid[b, n] = valid[b, up] and rng.random() < 0.9
+    ints = [jnp.asarray(x, jnp.int32) for x in (rng.integers(0, 9, (batch, num)), parents, depth)]
+    return DraftTree(*ints, jnp.asarray(valid), score=jnp.asarray(score, jnp.float32))
+
+
+@pytest.fixture
+def full_price(monkeypatch):
+    """Costs that are linear in the nodes: what is left out saves its price."""
+    monkeypatch.setattr(worth, "DISCOUNT", 0.0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_kept_approaches_the_most_tokens_a_second(seed, full_price):
+    """Against every number of nodes, in plain Python; what is kept holds each kept node's parent."""
+    rng = np.random.default_rng(seed)
+    batch, num = 3, 6
+    tree, done = random_tree(rng, batch, num), np.zeros(batch, bool)
+    node, fixed, draft = rng.uniform(0.05, 1.0), 1.0, 0.7
+    priced = costs(batch * num, batch, node=node, fixed=fixed, draft=draft)
+    seen = {"accepted": jnp.asarray([0.0, 2.0, 8.0]), "predicted": jnp.full(3, 8.0)}
+    control = dataclasses.replace(worth.first_control(batch), **seen)
+    likely = np.asarray(worth.survival(tree, control, priced))
+    best = max(
+        np.sort(likely.ravel())[::-1][:count].sum() / (fixed + node * count + draft)
+        for count in range(batch, batch * num + 1)
+    )
+    for _ in range(30):  # rounds that give what was promised
+        kept, seconds = worth.choose(tree, control, priced, jnp.full(batch, 50), jnp.asarray(done))
+        tokens = jnp.sum(jnp.where(kept, likely, 0.0))
+        assert float(seconds) == pytest.approx(fixed + node * int(kept.sum()) + draft)
+        control = dataclasses.replace(control, tokens=control.tokens + tokens, seconds=control.seconds + seconds)
+        for b, n in zip(*np.nonzero(np.asarray(kept)), strict=True):
+            assert n == 0 or kept[b, int(tree.parents[b, n])]
+    assert float(tokens / seconds) >= 0.97 * best  # the average still remembers the first rounds
+    kept, _ = worth.choose(tree, control, priced, jnp.full(batch, 50), jnp.asarray([True, False, False]))
+    assert bool(kept[0, 0])
+
+
+def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_dearer(full_price, monkeypatch):
+    tree = DraftTree(
+        jnp.zeros((2, 8), jnp.int32),
+        jnp.broadcast_to(jnp.arange(-1, 7), (2, 8)),
+        jnp.broadcast_to(jnp.arange(8), (2, 8)),
+        jnp.ones((2, 8), bool),
+        score=jnp.broadcast_to(jnp.log(0.9) * jnp.arange(8.0), (2, 8)),
+    )
+    fresh, live = worth.first_control(2), jnp.zeros(2, bool)
+    short, long = jnp.full(2, 64), jnp.asarray([64, 4000])
+    priced = costs(16, 2, node=0.3, slot=1e-3)
+    poor = dataclasses.replace(fresh, predicted=jnp.asarray([0.0, 20.0]))
+    counts = lambda *args: worth.choose(tree, *args, live)[0].sum(1).tolist()  # noqa: E731
+    assert counts(fresh, priced, short)[0] == counts(fresh, priced, short)[1] > 4
+    assert counts(poor, priced, short)[1] == 1 < counts(poor, priced, short)[0]
+    assert counts(fresh, priced, long)[1] < counts(fresh, priced, long)[0]
+    before = counts(poor, priced, short)
+    monkeypatch.setattr(worth, "DISCOUNT", 0.9)  # the same drafts, had one to reach a tenth of a node's price
+    assert counts(poor, priced, short)[1] > before[1]
+
+
+def test_rows_that_are_done_cost_nothing_and_roots_stay():
+    tree, length = random_tree(np.random.default_rng(0), 3, 4), jnp.full(3, 50)
+    priced = costs(12, 3, node=1.0, draft=0.5)
+    for done in ([False] * 3, [True, False, True], [True] * 3):
+        kept, seconds = worth.choose(tree, worth.first_control(3), priced, length, jnp.asarray(done))
+        assert float(seconds) == pytest.approx(1.5 + int(kept[~np.array(done)].sum()))
+    dear = dataclasses.replace(worth.first_control(3), tokens=jnp.asarray(1e6), seconds=jnp.asarray(1.0))
+    kept, _ = worth.choose(tree, dear, priced, length, jnp.zeros(3, bool))
+    np.testing.assert_array_equal(kept, tree.depth == 0)  # a rate that no node reaches
+
+
+def test_every_pass_pays_for_the_slots_it_reads():
+    """Two rows of 100 slots and 1000, layers of which three in four see 200."""
+    windows = {"window": jnp.asarray(200.0), "windowed_share": jnp.asarray(0.75)}
+    priced = dataclasses.replace(costs(8, 2, node=0.0, fixed=2.0, draft=0.5, slot=1e-3), **windows)
+    length, seen = jnp.asarray([100, 1000]), np.asarray([100.0, 0.25 * 1000 + 0.75 * 200])
+    np.testing.assert_allclose(worth.slots_seen(priced, length), seen)
+    nodes = worth.FREE_DEPTH + 1
+    for done in ([False, False], [True, False]):
+        reading = 1e-3 * nodes * seen[~np.array(done)].sum()
+        assert float(worth.plain_seconds(priced, length, jnp.asarray(done))) == pytest.approx(2.0 + reading)
+        tree = DraftTree(*(jnp.zeros((2, 4), jnp.int32),) * 3, jnp.ones((2, 4), bool))
+        _, seconds = worth.choose(tree, worth.first_control(2), priced, length, jnp.asarray(done))
+        assert float(seconds) == pytest.approx(2.5 + reading)
+
+
+def test_only_drafts_whose_parent_was_accepted_say_anything_of_trust():
+    """A chain of four, one draft accepted: the second was tried and refused, the third was not tried."""
+    parents, depth = jnp.asarray([[-1, 0, 1, 2]]), jnp.arange(4)[None]
+    score = jnp.log(jnp.asarray([[1.0, 0.8, 0.4, 0.1]]))
+    tree = DraftTree(jnp.zeros((1, 4), jnp.int32), parents, depth, jnp.ones((1, 4), bool), score=score)
+    path, one, live = jnp.asarray([[0, 1, 0, 0]]), jnp.ones(1, jnp.int32), jnp.zeros(1, bool)
+    verdict, fresh = Verdict(path, one, one, path), worth.first_control(1)
+    found = worth.learned(fresh, costs(4, 1), tree, verdict, one + 1, one, live, jnp.asarray(1.0))
+    assert float(found.accepted[0]) == 1.0 and float(found.predicted[0]) == pytest.approx(0.8 + 0.5)
+
+
+@pytest.mark.parametrize(("batch", "falls_back"), [(1, False), (16, True)])
+def test_many_rows_leave_less_doubt(batch, falls_back):
+    """Rounds of 0.93 times plain decoding's tokens a second: of one row that may be chance."""
+    tree = DraftTree(*(jnp.zeros((batch, 2), jnp.int32),) * 3, jnp.ones((batch, 2), bool))
+    priced, live = costs(2 * batch, batch, node=0.0), jnp.zeros(batch, bool)
+    control, two, path = worth.first_control(batch), jnp.full(batch, 2), jnp.zeros((batch, 2), jnp.int32)
+    verdict = Verdict(path, two - 1, two, path)
+    waits = []
+    for _ in range(40):
+        control = worth.learned(control, priced, tree, verdict, two, two, live, jnp.asarray(2 / 0.93))
+        waits.append(int(control.wait))
+    assert any(waits) is falls_back
+
+
+def decoded(proposer: str, priced: Costs, call: calls.Call, num_rounds: int = 2**30):
+    """A decode of which drafts are weighed at these costs."""
+    setup = setups.setup("llama", proposer)
+    models = setup.models | {"costs": priced}
+    return call.resume(setup.decoder, models, call.start(setup.decoder, models), num_rounds)
+
+
+def num_nodes(setup: setups.Setup, call: calls.Call) -> int:
+    state = call.start(setup.decoder, setup.models)
+    inputs = RoundInputs(state.length, state.length - 1, state.keys, call.arrays()[-1])
+    tree, _ = jax.eval_shape(setup.drafter.draft, setup.models, state.drafter, inputs)
+    return tree.tokens.shape[1]
+
+
+def costs_for(proposer: str, call: calls.Call, **prices) -> Costs:
+    setup = setups.setup("llama", proposer)
+    return costs(call.batch * num_nodes(setup, call), call.batch, **prices)
+
+
+PAYS = {"free": {"node": 0.0, "draft": 0.0}, "dear": {"node": 0.6, "draft": 0.3}, "never": {"node": 1.0, "draft": 50.0}}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "medusa", "hot_path", "block", "path_chain")]
+
+
+@pytest.mark.parametrize("proposer", ["steered", "decoys_oracle", "small_lm", "lookup", *SLOW])
+@pytest.mark.parametrize("prices", PAYS)
+def test_the_text_is_that_of_plain_decoding_whatever_pays(proposer, prices):
+    call = calls.mixed_call()
+    state = decoded(proposer, costs_for(proposer, call, **PAYS[prices]), call)
+    assert calls.generated(call, state) == setups.expected("llama", call)
+    passes, drafted = (np.asarray(x).sum() for x in (state.stats.num_target_passes, state.stats.num_drafted))
+    if prices == "never" and proposer != "decoys_oracle":  # an oracle has no way to follow plain rounds
+        assert drafted < 0.6 * passes  # texts are short, the first rounds have drafts
+    if prices == "free" and proposer != "lookup":  # which often finds nothing
+        assert drafted > 0.6 * passes
+
+
+@pytest.mark.parametrize("proposer", ["path_chain", "block", "small_lm", "lookup", *SLOW[:3]])
+def test_a_drafter_follows_plain_rounds(proposer):
+    """Behind them it drafts what it drafts behind a prompt of the same tokens."""
+    call = calls.mixed_call().replace(new_tokens=[40] * 6)
+    setup = setups.setup("llama", proposer)
+    state = decoded(proposer, costs_for(proposer, call, **PAYS["never"]), call, num_rounds=8)
+    assert int(state.stats.num_drafted.min()) < 8
+    length = np.asarray(state.length)
+    assert length.min() + 8 <= 64
+    tokens = jnp.where(jnp.arange(64) < length[:, None], state.tokens[:, :64], 0)
+    _, _, keys, limits, sampling = call.arrays()
+    sizes = {"capacity": calls.CAPACITY, "max_tokens": calls.MAX_TOKENS}
+    fresh = setup.decoder.prefill(setup.models, tokens, state.length, keys, limits, **sizes)
+
+    def trees(drafter_state):
+        root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
+        draft = jax.jit(setup.drafter.draft)
+        return draft(setup.models, drafter_state, RoundInputs(root, state.length - 1, state.keys, sampling))[0]
+
+    own, expected = trees(state.drafter), trees(fresh.drafter)
+    np.testing.assert_array_equal(own.valid, expected.valid)
+    np.testing.assert_array_equal(jnp.where(own.valid, own.tokens, 0), jnp.where(own.valid, expected.tokens, 0))
+
+
+def test_a_poor_drafter_is_asked_ever_less_often_and_a_good_one_in_every_round():
+    call = calls.mixed_call().rows([3]).replace(new_tokens=[44])
+    dear = decoded("path_chain", costs_for("path_chain", call, node=0.0, draft=20.0), call)
+    good = decoded("path_chain", costs_for("path_chain", call, node=0.0, draft=0.0), call)
+    assert int(dear.control.backoff) > worth.FIRST_WAIT == int(good.control.backoff)
+    assert int(good.stats.num_drafted[0]) == int(good.stats.num_target_passes[0])
+
+
+def test_nothing_compiles_anew_where_drafts_stop_paying():
+    setup, call = setups.setup("llama", "path_chain"), calls.mixed_call()
+    decoder = setup.decoder_with()
+    for prices in PAYS.values():
+        call.run(decoder, setup.models | {"costs": costs_for("path_chain", call, **prices)})
+    assert decoder.loop._cache_size() == decoder.prefill._cache_size() == 1
+
+
+def model(skips_rows: bool = True, drafter=None, **rates) -> plan.CostModel:
+    target = toy.target_config(hidden_size=512, num_layers=6, intermediate_size=1408, vocab_size=4096)
+    known = {"profile": (0.9,) * 7, "sampled_profile": (0.7,) * 7, "num_steps": 7, "rank": 128}
+    drafter = drafter or toy.drafter_config(target, intermediate_size=1024, **known)
+    return plan.CostModel(target, drafter, plan.Rates(5e10, 1.6e11, 3e-6, skips_rows=skips_rows, **rates), 2, 2)
+
+
+def test_a_plan_speculates_where_a_pass_waits_for_its_weights_and_decodes_plainly_where_it_computes():
+    alone, crowd = (plan.choose(model(), batch, 512, 0.0) for batch in (1, 64))
+    assert alone.tree is not None and crowd.tree is None and alone.is_chosen
+    assert "1 row" in alone.reason and "plain" in str(crowd)
+    cold, warm = (plan.choose(model(), 1, 512, t).tree for t in (0.0, 1.0))
+    assert warm.depth < cold.depth
+    assert plan.choose(model(), 2, 512, 0.0).tree.depth <= alone.tree.depth
+    wide = plan.choose(plan.CostModel(**{**vars(model(False)), "rates": plan.Rates(2e12, 3e14, 1e-8)}), 1, 512, 0.0)
+    assert wide.tree.width > 1 and wide.tree.nodes >= 8
+
+
+def test_rows_of_several_temperatures_share_a_tree():
+    for batch, context in ((2, 512), (2, 4096), (4, 65536)):
+        found = {plan.choose(model(), batch, context, temperature).tree for temperature in (0.0, 0.5, 1.0)}
+        assert len(found - {None}) == 1, (batch, context)
+
+
+def test_slots_behind_every_window_change_no_plan():
+    known = vars(model())
+    target = dataclasses.replace(known["target"], sliding_window=300, layer_types=(SLIDING,) * 6)
+    windowed = plan.CostModel(**known | {"target": target})
+    mixed = dataclasses.replace(target, layer_types=(SLIDING, FULL) * 3)
+    assert (windowed.seen(200), windowed.seen(1000)) == (200, 300)
+    assert plan.CostModel(**known | {"target": mixed}).seen(1000) == pytest.approx(650)
+    assert model().seen(1000) == 1000
+    gains = [
+        [some.reason.split(" times")[0] for some in (plan.choose(m, 2, c, 0.0) for c in (2048, 65536))]
+        for m in (windowed, model())
+    ]
+    assert gains[0][0] == gains[0][1] and gains[1][0] != gains[1][1]
+
+
+def test_a_drafter_without_a_profile_starts_from_a_careful_one():
+    careful = plan.profile_at(toy.drafter_config(toy.target_config()), 0.0)
+    assert careful == plan.profile_at(LookupConfig(), 0.0) == plan.UNKNOWN_PROFILE[True]
+    assert plan.first_trust(LookupConfig()) < plan.first_trust(SmallLMConfig(**vars(toy.target_config()))) == 1.0
+
+
+def test_expected_tokens_are_those_of_a_chain():
+    found = plan.expected_tokens((0.5, 0.5, 0.5), CHAIN)
+    np.testing.assert_allclose(found, [1, 1.5, 1.75, 1.875])

@@ -1,0 +1,273 @@
+"""Operations off CPU: attention backends against the formula, our GPU kernels in Pallas's interpreter, packed weights.
+
+What a GPU's compiler makes of them is counted in `test_compiled.py`; no test here needs a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import attention as oracle
+from support import toy
+
+from hsd_jax import sharding
+from hsd_jax.config import FULL, NO_REUSE, SLIDING, TreeConfig
+from hsd_jax.drafters.table import make_drafter
+from hsd_jax.infer import decode, sampling
+from hsd_jax.infer.accept import match_rule
+from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.step import make_step
+from hsd_jax.kernels import attention, check, native, ops, program, triton
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.cache import empty_cache
+from hsd_jax.models.packing import pack
+from hsd_jax.models.target import causal_mask, forward, read_chunk
+from hsd_jax.types import INVALID_TOKEN, DrawScheme, Limits, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Nodes of a pass over caches of so many slots, of which each row has `lengths`."""
+
+    name: str
+    num_nodes: int
+    num_slots: int
+    lengths: tuple[int, int]
+    window: int | None = None
+    softcap: float | None = None
+    per_group: int = 3
+
+
+CASES = (
+    Case("one node", 1, 64, (5, 40)),
+    Case("nothing committed", 3, 64, (0, 1)),
+    Case("full cache", 3, 128, (128, 127)),
+    Case("window", 5, 128, (100, 60), window=16),
+    Case("soft cap", 4, 64, (33, 64), softcap=2.0),
+    Case("more queries than a tile", 20, 64, (33, 0), per_group=5),
+    Case("one head a group", 7, 48, (17, 48), per_group=1),
+)
+
+
+def inputs(case: Case):
+    """Query, entries, masks and caches of two rows; the last node of the second row sees nothing at all."""
+    rng, num, groups, width = np.random.default_rng(0), case.num_nodes, 2, 16
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    query = normal(2, groups, num * case.per_group, width)
+    new, cached = ((normal(2, groups, n, width), normal(2, groups, n, width)) for n in (num, case.num_slots))
+    mask = np.tril(rng.random((2, num, num)) < 0.7) | np.eye(num, dtype=bool)
+    last = np.repeat(np.array(case.lengths, np.int32)[:, None], num, 1)
+    position = last + np.arange(num, dtype=np.int32)
+    first = np.zeros_like(last) if case.window is None else np.maximum(position - case.window + 1, 0).astype(np.int32)
+    mask[1, -1], last[1, -1] = False, 0
+    arrays = jax.tree.map(jnp.asarray, (query, new, mask, cached, (first, last)))
+    return *arrays, 0.3, case.softcap
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_backend_follows_the_formula(case, backend, dtype):
+    given = inputs(case)
+    to_dtype = lambda pair: jax.tree.map(lambda x: x.astype(dtype), pair)  # noqa: E731
+    given = given[0].astype(dtype).astype(jnp.float32), to_dtype(given[1]), given[2], to_dtype(given[3]), *given[4:]
+    wanted = oracle.attend(*jax.tree.map(np.asarray, given[:5]), *given[5:])
+    with triton.enabled(True, interpret=True), attention.using(backend):
+        found = attention.attend(*given)
+    # Weights are rounded to the dtype of the values before their product, and so is what a kernel returns.
+    bound = 2e-6 if dtype == "float32" else 3e-2
+    np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=bound, rtol=0)
+    is_blind = np.repeat(np.arange(case.num_nodes) == case.num_nodes - 1, case.per_group)
+    if backend == "triton":
+        assert not np.any(np.asarray(found, np.float32)[1][:, is_blind])
+
+
+def test_a_block_of_any_length_has_the_same_bits_in_the_kernel():
+    """Node by node, or all at once: what a node sees of the cache does not depend on how many nodes stand beside it."""
+    case = Case("", 6, 64, (40, 33))
+    query, new, mask, cached, seen, scale, softcap = inputs(case)
+    only_self = jnp.broadcast_to(jnp.eye(6, dtype=bool), mask.shape)
+    with triton.enabled(True, interpret=True):
+        many = attention.by_triton(query, new, only_self, cached, seen, scale, softcap)
+        for node in range(6):
+            at, own = slice(3 * node, 3 * node + 3), slice(node, node + 1)
+            alone = attention.by_triton(
+                query[:, :, at],
+                tuple(x[:, :, own] for x in new),
+                only_self[:, own, own],
+                cached,
+                tuple(x[:, own] for x in seen),
+                scale,
+                softcap,
+            )
+            np.testing.assert_allclose(alone, many[:, :, at], atol=1e-6)
+
+
+def test_an_unknown_backend_is_named(monkeypatch):
+    with pytest.raises(ValueError, match="attention='fast': allowed are auto, xla, triton"), attention.using("fast"):
+        pass
+    monkeypatch.setenv(attention.VARIABLE, "slow")
+    case = inputs(CASES[0])
+    with pytest.raises(ValueError, match="HSD_ATTENTION='slow': allowed are auto"):
+        attention.attend(*case)
+
+
+def test_rope_and_norm_kernels_follow_xla():
+    rng = np.random.default_rng(1)
+    batch, num, groups, per_group, width = 2, 3, 2, 3, 16
+    joint = jnp.asarray(rng.normal(size=(batch, num, groups, per_group + 2, width)), jnp.float32)
+    angles = rng.normal(size=(batch, num, width // 2)).astype(np.float32)
+    table = (
+        jnp.asarray(np.concatenate([np.cos(angles)] * 2, -1)),
+        jnp.asarray(np.concatenate([-np.sin(angles), np.sin(angles)], -1)),
+    )
+    x, weight = jnp.asarray(rng.normal(size=(2, 3, 40)), jnp.float32), jnp.asarray(rng.normal(size=40), jnp.float32)
+    with triton.enabled(True, interpret=True):
+        query, key, value = triton.rope(joint, table, jnp.float32)
+        normed = ops.rms_norm(x, weight, 1e-5, 1.0)
+    rotated = ops.apply_rope(joint.reshape(batch, num, -1, width), table).reshape(joint.shape).transpose(0, 2, 1, 3, 4)
+    wanted_query = rotated[:, :, :, :per_group].reshape(batch, groups, num * per_group, width)
+    np.testing.assert_allclose(query, wanted_query, atol=1e-6)
+    np.testing.assert_allclose(key, rotated[:, :, :, per_group], atol=1e-6)
+    np.testing.assert_array_equal(value, joint[:, :, :, per_group + 1].transpose(0, 2, 1, 3))
+    np.testing.assert_allclose(normed, ops.rms_norm(x, weight, 1e-5, 1.0), atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_weights_compute_the_same(bias):
+    config = toy.target_config(num_heads=4, num_kv_heads=2, qkv_bias=bias)
+    weights = toy.make_target(config)
+    packed = pack(weights, config)
+    assert {"qkv", "o"} <= packed["layer_0"]["attn"].keys() and "q" not in packed["layer_0"]["attn"]
+    assert packed["layer_0"]["mlp"].keys() == {"gate_up", "down"}
+    given = jnp.arange(6)[None] % config.vocab_size, jnp.arange(6)[None], causal_mask(1, 6)
+    one, other = (forward(w, config, *given).logits for w in (weights, packed))
+    np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_heads_that_the_devices_do_not_divide_stay_apart():
+    config = toy.target_config(num_heads=4, num_kv_heads=2)
+    packed = pack(toy.make_target(config), config, num_shards=4)
+    assert {"q", "k", "v"} <= packed["layer_0"]["attn"].keys()
+    assert "gate_up" in packed["layer_0"]["mlp"]
+
+
+@pytest.mark.parametrize("spec", [None, "data=2,model=2"])
+def test_a_pass_by_our_kernels_follows_xla(spec):
+    """Prefill and a pass over nodes, packed, with caches in bfloat16; on a mesh each device on its own heads."""
+    config = toy.target_config(num_heads=4, num_kv_heads=2, head_dim=16, tie_embeddings=False)
+    weights = pack(toy.make_target(config), config)
+    mesh = sharding.make_mesh(spec)
+    if mesh is not None:
+        weights = jax.device_put(weights, sharding.weight_shardings(mesh, weights, 4, 2))
+    tokens = jnp.arange(64).reshape(2, 32) % config.vocab_size
+    length = jnp.array([32, 9])
+
+    def run(weights):
+        cache = empty_cache((64,) * config.num_layers, 2, 2, 16, jnp.bfloat16)
+        _, cache = read_chunk(weights, config, cache, tokens, jnp.int32(0), length)
+        nodes = tokens[:, :3], cache.length[:, None] + jnp.arange(3), causal_mask(2, 3)
+        return forward(weights, config, *nodes, cache).logits
+
+    wanted = jax.jit(run)(weights)
+    with program.on_mesh(mesh), triton.enabled(True, interpret=True):
+        found = jax.jit(lambda weights: run(weights))(weights)
+    spread = float(jnp.std(wanted))
+    np.testing.assert_allclose(found, wanted, atol=0.02 * spread)
+
+
+@pytest.mark.parametrize("spec", [None, "model=4"])
+def test_the_largest_are_found_on_a_mesh(spec):
+    """With ties: of equals the first, as without a mesh; and where there is none, no token."""
+    x = jnp.asarray(np.random.default_rng(0).integers(0, 5, (2, 3, 32)), jnp.float32)
+    wanted = jax.lax.top_k(x, 9)
+    mesh = sharding.make_mesh(spec)
+    with program.on_mesh(mesh), native.compiled_for("tpu"):
+        found, index, total = jax.jit(lambda x: ops.top_k(x, 9))(x)
+        assert jnp.array_equal(found, wanted[0]) and jnp.array_equal(index, wanted[1])
+        np.testing.assert_allclose(total[..., 0], jax.nn.logsumexp(x, axis=-1), rtol=1e-6)
+        assert jnp.array_equal(jax.jit(lambda x: ops.argmax(x))(x), jnp.argmax(x, -1))
+        broken = x.at[0, 0, 3].set(jnp.nan).at[1, 1].set(-jnp.inf)
+        if mesh is not None:
+            drawn = np.asarray(jax.jit(lambda x: ops.argmax(x))(broken))
+            assert np.argwhere(drawn == INVALID_TOKEN).tolist() == [[0, 0], [1, 1]]
+
+
+def test_filters_in_eight_reads_keep_the_same_tokens():
+    logits = 3 * jax.random.normal(jax.random.key(0), (4, 2, 50))
+    settings = SamplingParams(jnp.array([1.0, 0.7, 0.0, 1.3]), jnp.array([5, 0, 0, 1]), jnp.array([1.0, 0.8, 1.0, 0.3]))
+    by_bit = sampling.warp(logits, settings)
+    with native.compiled_for("gpu"):
+        by_four = sampling.warp(logits, settings)
+    np.testing.assert_array_equal(by_bit, by_four)
+
+
+def test_a_greedy_program_has_no_branch_and_the_same_tokens():
+    logits = jax.random.normal(jax.random.key(0), (2, 1, 50))
+    keys, positions = sampling.row_keys([(0, 0), (1, 0)]), jnp.zeros((2, 1), jnp.int32)
+    some = SamplingParams(jnp.zeros(2), jnp.zeros(2, jnp.int32), jnp.ones(2))
+    greedy = dataclasses.replace(some, all_greedy=True)
+    assert jnp.array_equal(sampling.draw(keys, logits, positions, some), sampling.draw(keys, logits, positions, greedy))
+    assert "cond" in str(jax.make_jaxpr(sampling.draw)(keys, logits, positions, some))
+    assert "cond" not in str(jax.make_jaxpr(sampling.draw)(keys, logits, positions, greedy))
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+def test_rings_decode_what_whole_caches_do(monkeypatch, backend):
+    """Rows longer and shorter than a ring, a tree, growth on the way: one layer in three keeps its window only."""
+    monkeypatch.setattr(cache_lib, "RING_UNIT", 16)
+    monkeypatch.setattr(decode, "CHUNK", 16)
+    config = toy.target_config(
+        num_layers=3, head_dim=16, sliding_window=8, layer_types=(SLIDING, FULL, SLIDING), max_position=256
+    )
+    drafter_config = toy.drafter_config(config)
+    target = toy.make_target(config)
+    models = {"target": target, "drafter": toy.make_drafter(drafter_config, config, target)}
+    tokens = jax.random.randint(jax.random.key(3), (3, 64), 0, config.vocab_size)
+    length = jnp.array([60, 3, 37], jnp.int32)
+    limits = Limits(length + jnp.array([45, 60, 20], jnp.int32), jnp.array([-1], jnp.int32))
+    settings = SamplingParams(jnp.array([0.0, 1.0, 0.7]), jnp.zeros(3, jnp.int32), jnp.ones(3))
+    keys = sampling.row_keys([(0, 0), (1, 0), (2, 0)])
+    tree = TreeConfig(nodes=5, depth=3, width=2)
+
+    def run():
+        drafter = make_drafter(config, drafter_config, tree, jnp.float32, DrawScheme.ARBITRARY, NO_REUSE)
+        decoder = Decoder(config, make_step(config, drafter, match_rule(3)), drafter, use_native=False)
+        state = decoder.prefill(models, tokens, length, keys, limits, capacity=64, max_tokens=65)
+        assert state.cache.keys[0].shape[2] == slots
+        state = decoder.run(models, settings, limits, state)
+        assert state.cache.capacity == 256 and state.cache.keys[0].shape[2] == min(
+            slots * 4, 256 if slots == 64 else 32
+        )
+        return np.asarray(state.tokens)
+
+    slots = 64
+    wanted = run()
+    slots = 32
+    with native.compiled_for("gpu"), attention.using(backend), triton.enabled(True, interpret=True):
+        monkeypatch.setattr(decode.triton, "enabled", lambda on: contextlib.nullcontext())
+        np.testing.assert_array_equal(run(), wanted)
+
+
+def test_kernels_that_differ_are_left_aside_with_a_warning(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    differences = check.differences(interpret=True)
+    assert max(differences.values()) < check.MOST and len(differences) == 5
+    for broken, said in (({"attention": 0.5}, "differ from XLA: attention by 0.5"), (None, "do not run here")):
+        check._agree.cache_clear()
+        monkeypatch.setattr(check, "differences", lambda broken=broken: dict(broken))
+        with pytest.warns(UserWarning, match=said):
+            assert not check.gpu_kernels_agree()
+        assert not check.gpu_kernels_agree()  # asked once, said once
+    monkeypatch.setenv(check.VARIABLE, "none")
+    with pytest.raises(ValueError, match="HSD_GPU_KERNELS='none': allowed are on and off"):
+        check.gpu_kernels_agree()
+    check._agree.cache_clear()

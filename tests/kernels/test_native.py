@@ -1,0 +1,292 @@
+"""The CPU kernels: right, and the same to the bit whatever stands beside a row.
+
+The second is what makes speculative text equal plain text in bfloat16 too: verification of N nodes and a plain pass
+of one give the same logits.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import setups
+
+from hsd_jax.bench.replay import replay_logits
+from hsd_jax.config import RopeConfig
+from hsd_jax.kernels import native, ops
+from hsd_jax.models import layers
+from hsd_jax.models.cache import empty_cache
+from hsd_jax.models.target import read_chunk
+
+pytestmark = [
+    # Not where `available` is False: a kernel that does not build must fail here.
+    pytest.mark.skipif(native.compiler() is None or native.chosen_level() == native.OFF, reason="no kernels wanted"),
+    pytest.mark.usefixtures("fully_optimized"),
+]
+
+WIDTHS = [64, 40, 37]  # whole vectors, a vector left over, odd
+ROWS = [*range(1, 10), 63, 65, 130]
+
+
+@pytest.fixture(params=native.cpu_levels(), autouse=True)
+def level(request, monkeypatch):
+    """Every test here runs at each level that this processor has."""
+    monkeypatch.setenv(native.ISA_VARIABLE, request.param)
+    return request.param
+
+
+def on(function, *args, active=None):
+    """`function` compiled with the kernels, alone."""
+    assert native.available()
+
+    def traced(active, *args):
+        with native.enabled(True), native.only(active):
+            return function(*args)
+
+    return jax.jit(traced)(active, *args)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("outputs", [1, 6, 33])
+def test_a_product_is_right_and_a_row_keeps_its_bits(width, outputs, dtype):
+    x, kernel = normal(0, 130, width), normal(1, outputs, width).astype(dtype)
+    whole = np.asarray(on(ops.matmul, x, kernel))
+    exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
+    np.testing.assert_allclose(whole, exact, atol=2e-5)
+
+    def parts(x, kernel):  # one program: what XLA hands a kernel is an array of its own, however it was cut
+        by_rows = [ops.matmul(x[:n], kernel) for n in ROWS]
+        return by_rows, [ops.matmul(x, kernel[first:]) for first in range(outputs)]
+
+    by_rows, by_outputs = on(parts, x, kernel)
+    for n, found in zip(ROWS, by_rows, strict=True):
+        np.testing.assert_array_equal(found, whole[:n])
+    for first, found in enumerate(by_outputs):
+        np.testing.assert_array_equal(found, whole[:, first:])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_pieces_of_unlike_products_fit_together(dtype):
+    """Products so large that several pieces of each are worked on, and rows in three blocks of two sizes."""
+    width = 520
+    x, kernels = normal(0, 19, width), [normal(i, n, width).astype(dtype) for i, n in enumerate((701, 5, 130), 1)]
+
+    def parts(x, *kernels):
+        return [ops.matmuls(x[:n], kernels) for n in (1, 8, 17, 19)]
+
+    whole = [np.stack([np.asarray(on(ops.matmul, x[i : i + 1], k))[0] for i in range(19)]) for k in kernels]
+    for found in on(parts, x, *kernels):
+        for y, kernel, rows in zip(found, kernels, whole, strict=True):
+            np.testing.assert_array_equal(y, rows[: len(y)])
+            exact = np.asarray(x[: len(y)], np.float64) @ np.asarray(kernel, np.float64).T
+            np.testing.assert_allclose(y, exact, atol=2e-4)
+
+
+def test_weights_of_two_dtypes_share_a_call():
+    x, kernels = normal(0, 3, 64), (normal(1, 8, 64), normal(2, 4, 64).astype(jnp.bfloat16))
+    for found, kernel in zip(on(ops.matmuls, x, kernels), kernels, strict=True):
+        np.testing.assert_array_equal(found, on(ops.matmul, x, kernel))
+
+
+def mlp_weights(hidden: int, width: int, dtypes):
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    kernels = {name: normal(i, *shape) * shape[1] ** -0.5 for i, (name, shape) in enumerate(shapes.items())}
+    return {"params": {n: {"kernel": kernels[n].astype(dtype)} for n, dtype in zip(kernels, dtypes, strict=True)}}
+
+
+@pytest.mark.parametrize("dtypes", ["fff", "bbb", "bff", "fbb", "ffb"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("width", [1, 31, 64, 117, 2000])  # tails of a vector, of a pair, of a piece; many pieces
+def test_an_mlp_is_right_and_a_row_keeps_its_bits(width, activation, dtypes):
+    dtypes = [jnp.bfloat16 if dtype == "b" else jnp.float32 for dtype in dtypes]
+    weights, mlp = mlp_weights(40, width, dtypes), layers.MLP(width, activation)
+    x = 3 * normal(9, 130, 40)  # gates from far below zero to far above
+    whole = np.asarray(on(mlp.apply, weights, x))
+    exact = mlp.apply(jax.tree.map(lambda kernel: kernel.astype(jnp.float32), weights), x)
+    np.testing.assert_allclose(whole, exact, atol=5e-5)
+    parts = on(lambda w, x: [mlp.apply(w, x[:n]) for n in ROWS], weights, x)
+    for n, found in zip(ROWS, parts, strict=True):
+        np.testing.assert_array_equal(found, whole[:n])
+
+
+def test_an_mlp_goes_to_the_kernel_where_it_can():
+    def calls(mlp, weights, num_rows):
+        with native.enabled(True):
+            return str(jax.make_jaxpr(mlp.apply)(weights, jnp.zeros((num_rows, 40)))).count("_gated_mlp")
+
+    weights = mlp_weights(40, 64, [jnp.bfloat16] * 3)
+    assert calls(layers.MLP(64), weights, 1) == calls(layers.MLP(64), weights, 1000) == 1
+    biased = layers.MLP(64, use_bias=True)
+    assert calls(biased, biased.init(jax.random.key(0), jnp.zeros((1, 40))), 1) == 0
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_extreme_gates_are_those_of_jax(activation):
+    """A weight of 1 each: down(act(gate) * up) of one number."""
+    x = jnp.asarray([[0.0], [-0.0], [1e-30], [-90.0], [90.0], [-1e4], [1e4], [-1e30], [jnp.nan]])
+    ones = jax.tree.map(jnp.ones_like, mlp_weights(1, 1, [jnp.float32] * 3))
+    found = on(layers.MLP(1, activation).apply, ones, x)
+    np.testing.assert_allclose(found, layers.MLP(1, activation).apply(ones, x), rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.6])
+def test_rows_that_do_not_count_are_zeros_and_change_nothing(share, dtype):
+    """Few rows and many, of which the last may count or not; a flag a row of the batch stands for all its nodes."""
+    kernels = tuple(normal(i, n, 72).astype(dtype) for i, n in enumerate((37, 5), 1))
+    weights, mlp = mlp_weights(72, 130, [dtype] * 3), layers.MLP(130)
+    for num_rows in (3, 20, 150):
+        x, active = normal(0, num_rows, 72), np.random.default_rng(num_rows).random(num_rows) < share
+        for last in (False, True):
+            active[-1] = last
+            for function, args in ((ops.matmuls, (x, kernels)), (lambda x, w: mlp.apply(w, x), (x, weights))):
+                whole, some = on(function, *args), on(function, *args, active=jnp.asarray(active))
+                for every, found in zip(jax.tree.leaves(whole), jax.tree.leaves(some), strict=True):
+                    np.testing.assert_array_equal(found, np.where(active[:, None], every, 0))
+    x = normal(0, 4, 5, 72)
+    found = on(ops.matmul, x, kernels[0], active=jnp.asarray([True, False, True, False]))
+    np.testing.assert_array_equal(found[1::2], 0)
+    np.testing.assert_array_equal(found[::2], on(ops.matmul, x, kernels[0])[::2])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_norm_is_right_and_a_row_keeps_its_bits(width):
+    x, weight = 3 * normal(0, 130, width), normal(1, width)
+    whole = np.asarray(on(lambda x, w: ops.rms_norm(x, w, 1e-5), x, weight))
+    np.testing.assert_allclose(whole, ops.rms_norm(x, weight, 1e-5), rtol=2e-6)
+    parts = on(lambda x, w: [ops.rms_norm(x[:n], w, 1e-5) for n in ROWS], x, weight)
+    for n, found in zip(ROWS, parts, strict=True):
+        np.testing.assert_array_equal(found, whole[:n])
+
+
+def test_a_rotation_is_right_and_a_row_keeps_its_bits():
+    x, positions = normal(0, 2, 9, 3, 40), jnp.arange(18).reshape(2, 9) + 137
+    rotate = lambda x, p: ops.apply_rope(x, layers.rope_table(RopeConfig(), 40, p))  # noqa: E731
+    whole = np.asarray(on(rotate, x, positions))
+    np.testing.assert_allclose(whole, rotate(x, positions), atol=1e-6)
+    parts = on(lambda x, p: [rotate(x[:, :n], p[:, :n]) for n in range(1, 10)], x, positions)
+    for n, found in enumerate(parts, 1):
+        np.testing.assert_array_equal(found, whole[:, :n])
+
+
+@pytest.mark.parametrize("width", [1, 37, 64, 131, 4096])
+def test_the_first_best_is_that_of_jax(width):
+    x = np.array(normal(0, 9, 2, width))
+    x[1, 0] = np.round(x[1, 0])  # ties
+    x[2], x[3, 1], x[4, 0] = -np.inf, x[3, 1, 0], x[4, 0].max()
+    x[5, 0, width // 2] = np.inf
+    x[6, 1, :-1] = -np.inf
+    found = on(ops.argmax, jnp.asarray(x))
+    np.testing.assert_array_equal(found, np.argmax(x, -1))
+    x[7] = np.nan
+    found = np.asarray(on(ops.argmax, jnp.asarray(x)))
+    np.testing.assert_array_equal(found[:7], np.argmax(x[:7], -1))
+    assert np.all(found[7] == width - 1)
+
+
+def entries(seed: int, batch: int, groups: int, count: int, width: int):
+    return normal(seed, batch, groups, count, width), normal(seed + 1, batch, groups, count, width)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(
+    ("shape", "per_node"),
+    [((1, 2, 3, 64, 1, 128), 3), ((3, 1, 8, 40, 8, 32), 1), ((2, 2, 5, 20, 2, 16), 5), ((1, 1, 70, 16, 35, 256), 2)],
+)
+def test_attention_is_that_of_xla(shape, per_node, softcap):
+    """Any masks and any slots; a query that sees nothing gives zeros."""
+    batch, groups, n, width, seen_nodes, slots = shape
+    rng, nodes = np.random.default_rng(0), n // per_node
+    new_mask = rng.random((batch, nodes, seen_nodes)) < 0.6
+    new_mask[:, :, -1] |= ~new_mask.any(-1)
+    first = jnp.asarray(rng.integers(0, slots // 2, (batch, nodes)), jnp.int32)
+    last = jnp.asarray(rng.integers(0, slots + 1, (batch, nodes)), jnp.int32)  # some see no slot
+    query, new = normal(9, batch, groups, n, width), entries(1, batch, groups, seen_nodes, width)
+    args = (query, new, jnp.asarray(new_mask), entries(3, batch, groups, slots, width))
+    attend = lambda *a: ops.attend(*a, width**-0.5, softcap)  # noqa: E731
+    found = on(attend, *args, (first, last))
+    np.testing.assert_allclose(found, attend(*args, (first, last)), atol=2e-6)
+
+    blind = np.zeros((batch, nodes), bool)
+    blind[:, ::2] = True
+    nothing = jnp.asarray(new_mask & ~blind[:, :, None]), args[3], (first, jnp.where(blind, 0, last))
+    some = np.asarray(on(attend, query, new, *nothing))
+    hidden = np.repeat(blind, per_node, 1)[:, None]
+    assert (some[np.broadcast_to(hidden, some.shape[:3])] == 0).all()
+    np.testing.assert_array_equal(np.where(hidden[..., None], 0, found), some)
+
+
+@pytest.mark.parametrize("num", [1, 8, 21])
+def test_random_bits_are_those_of_jax(num):
+    keys = jax.random.split(jax.random.key(3), 5)
+    bits = on(lambda keys: native.random_bits(keys, num), keys)
+    np.testing.assert_array_equal(bits, jax.vmap(lambda key: jax.random.bits(key, (num,)))(keys))
+    other = jax.random.split(jax.random.key(3, impl="rbg"), 5)
+    with native.enabled(True):
+        assert native.random_bits_applies(keys) and not native.random_bits_applies(other)
+
+
+@pytest.mark.parametrize("variant", [pytest.param("llama", marks=pytest.mark.slow), "gemma"])
+def test_a_prompt_has_the_same_entries_whatever_stands_beside_it(variant):
+    """Alone, among other rows, in chunks of another size, in a longer bucket; a window shorter than the prompt too."""
+    config, weights = setups.setup(variant).config, setups.weights(variant)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (33, 96)).astype(np.int32)
+
+    def entries(tokens, chunk):
+        batch, num = tokens.shape
+        cache = empty_cache((128,) * config.num_layers, batch, config.num_kv_heads, config.head_dim, jnp.float32)
+        for start in range(0, num, chunk):
+            now = tokens[:, start : start + chunk]
+            _, cache = read_chunk(weights, config, cache, now, jnp.int32(start), jnp.full(batch, 90))
+        return [x[0, :, :90] for x in (*cache.keys, *cache.values)], cache.length
+
+    alone, length = on(lambda t: entries(t, 96), tokens[:1])
+    assert length == 90
+    for rows, chunk in ((1, 16), (33, 96), (3, 32)):
+        for found, own in zip(on(lambda t, c=chunk: entries(t, c), tokens[:rows])[0], alone, strict=True):
+            np.testing.assert_array_equal(found, own)
+
+
+def test_an_entry_counts_the_same_committed_or_not():
+    """The last of five tokens sees four in the cache, or none in the cache and four nodes before it."""
+    width, count = 40, 5
+    query = normal(0, 1, 2, 3, width)
+    keys, values = entries(1, 1, 2, count, width)
+    empty = jnp.zeros((1, 2, 16, width))
+    attend = lambda *a: ops.attend(*a, 0.3, None)  # noqa: E731
+    results = []
+    for committed in range(count):
+        cached = tuple(empty.at[:, :, :committed].set(x[:, :, :committed]) for x in (keys, values))
+        seen = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), committed, jnp.int32)
+        new = (keys[:, :, committed:], values[:, :, committed:])
+        results.append(on(attend, query, new, jnp.ones((1, 1, count - committed), bool), cached, seen))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        ("llama", "bfloat16"),
+        pytest.param("gemma", "float32", marks=pytest.mark.slow),
+        pytest.param("llama", "float32", marks=pytest.mark.slow),
+        pytest.param("gemma", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_verification_has_the_bits_of_plain_decoding(variant, dtype):
+    """Logits of a text from passes of 1 node and of N nodes; bfloat16 as in the fast configuration."""
+    config = setups.setup(variant).config
+    weights = jax.tree.map(lambda x: x.astype(dtype), setups.weights(variant))
+    text = np.random.default_rng(0).integers(0, config.vocab_size, 40).tolist()
+    plain = replay_logits(weights, config, text[:9], text[9:], dtype=jnp.float32)
+    for num_nodes in (2, 3, 8):
+        found = replay_logits(weights, config, text[:9], text[9:], num_nodes, dtype=jnp.float32)
+        np.testing.assert_array_equal(found, plain)
+    by_xla = replay_logits(weights, config, text[:9], text[9:], dtype=jnp.float32, use_native=False)
+    np.testing.assert_allclose(by_xla, plain, atol=1e-3)

@@ -1,0 +1,765 @@
+"""Files of targets and drafters: parity with transformers in torch, both styles of config.json, and bad input.
+
+The torch models are tiny and random, with large weights, random biases and random norms, so that every switch of a
+family moves the logits by far more than the tolerance. Without torch those tests are skipped (marker `hf`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.kernels import native
+from hsd_jax.models import convert
+from hsd_jax.models.cache import commit, empty_cache
+from hsd_jax.models.hf_config import format_config, parse_config
+from hsd_jax.models.target import forward, forward_sequence, init_target
+
+REPOSITORY = Path(__file__).parents[2]
+REAL = Path(__file__).parents[3] / "shared" / "models" / "tinystories-656k"
+NUM_TOKENS = 24
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GEMMA3_ROPE = {
+    FULL: {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+    SLIDING: {"rope_type": "default", "rope_theta": 30.0},
+}
+QWEN2_SIZES = {k: v for k, v in SIZES.items() if k != "head_dim"}  # has no such key; 32 / 4
+CASES = {
+    "llama": {"model_type": "llama", **SIZES, "attention_bias": True, "mlp_bias": True},
+    "llama3_rope": {"model_type": "llama", **SIZES, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", **SIZES, "sliding_window": 5},
+    "qwen2": {
+        "model_type": "qwen2",
+        **QWEN2_SIZES,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"model_type": "qwen3", **SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+    "gemma2": {
+        "model_type": "gemma2",
+        **SIZES,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 6.0,
+    },
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        **SIZES,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 24,
+        "layer_types": [SLIDING, FULL],
+        "rope_parameters": GEMMA3_ROPE,
+        "attention_bias": True,
+        "final_logit_softcapping": 6.0,
+    },
+}
+
+MODEL = ModelConfig(
+    vocab_size=61,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    max_position=64,
+    norm_eps=1e-6,
+)
+DRAFTER = HiddenConfig(
+    hidden_size=32,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    vocab_size=61,
+    rank=8,
+    target_hash="0123456789abcdef",
+)
+
+QUICK = {"xla_backend_optimization_level": 0}
+"""Compile options: these tests compile often and compute little."""
+whole_pass = jax.jit(forward_sequence, static_argnums=1, compiler_options=QUICK)
+
+
+@functools.partial(jax.jit, static_argnums=1, compiler_options=QUICK)
+def single_step(weights, config, tokens, cache):
+    return forward(weights, config, tokens, cache.length[:, None], jnp.ones((2, 1, 1), bool), cache)
+
+
+def random_weights(init, config):
+    """Weights of normal noise in the tree of `init`, without compiling it."""
+    tree = jax.eval_shape(lambda: init(jax.random.key(0), config))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape).astype(np.float32)), tree)
+
+
+def random_tokens(vocab_size: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(1, vocab_size, (2, NUM_TOKENS)).astype(np.int32)
+
+
+def torch_logits(folder: Path, tokens: np.ndarray, dtype: str = "float32", rounded: bool = False) -> np.ndarray:
+    """What transformers computes in `dtype`; `rounded`: from the weights as bfloat16 holds them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    if rounded:
+        for weight in model.parameters():
+            weight.data = weight.data.bfloat16().to(dtype)
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens).long(), use_cache=False).logits.float().numpy()
+
+
+@pytest.fixture(scope="module")
+def torch_checkpoint(tmp_path_factory):
+    """`torch_checkpoint(case)`: a folder written by transformers, tokens, and torch's logits on them; made once."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)  # more only get in each other's way on models this small
+    made = {}
+
+    def make(case: str):
+        if case not in made:
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CASES[case])).float()
+            with torch.no_grad():
+                for name, weight in model.named_parameters():
+                    if weight.ndim == 1:  # norms and biases begin as constants, which would hide mistakes
+                        weight.add_(0.3 * torch.randn_like(weight))
+                    assert weight.std() > 0.1, name
+            folder = tmp_path_factory.mktemp(case)
+            model.save_pretrained(folder)
+            tokens = random_tokens(CASES[case]["vocab_size"])
+            made[case] = folder, tokens, torch_logits(folder, tokens)
+        return made[case]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return random_weights(init_target, MODEL)
+
+
+@pytest.fixture
+def saved(tmp_path, weights):
+    """A folder with an untied target of ours."""
+    convert.save_target(tmp_path / "target", MODEL, weights)
+    return tmp_path / "target"
+
+
+def same_tree(a, b) -> bool:
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def edit_json(path: Path, **changes) -> None:
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in values.items() if v != "drop"}))
+
+
+def edit_tensors(path: Path, change) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+# Parity
+
+
+def check_parity(folder: Path, tokens: np.ndarray, expected: np.ndarray) -> None:
+    """One causal pass; then a prefill to another length in each row, and single steps through the cache."""
+    config = convert.read_config(folder)
+    weights = convert.read_weights(folder, config)
+    output = whole_pass(weights, config, tokens)
+    np.testing.assert_allclose(output.logits, expected, atol=1e-4, rtol=0)
+
+    cache = empty_cache((32,) * config.num_layers, 2, config.num_kv_heads, config.head_dim, jnp.float32)
+    cache = commit(cache, output.new_kv, None, jnp.array([12, 18]))
+    rows = np.arange(2)
+    for _ in range(6):
+        at = np.asarray(cache.length)
+        output = single_step(weights, config, tokens[rows, at][:, None], cache)
+        np.testing.assert_allclose(output.logits[:, 0], expected[rows, at], atol=1e-4, rtol=0)
+        cache = commit(cache, output.new_kv, None, jnp.ones(2, jnp.int32))
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(torch_checkpoint, case):
+    folder, tokens, expected = torch_checkpoint(case)
+    assert expected.std() > 0.3
+    check_parity(folder, tokens, expected)
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3_text"])
+def test_bfloat16_logits_equal_transformers(torch_checkpoint, case):
+    """Up to bfloat16's own noise: the distance of float32 arithmetic on the same weights from the same logits."""
+    folder, tokens, _ = torch_checkpoint(case)
+    config = convert.read_config(folder)
+    found = np.asarray(whole_pass(convert.read_weights(folder, config, "bfloat16"), config, tokens).logits)
+    expected = torch_logits(folder, tokens, "bfloat16")
+    exact = torch_logits(folder, tokens, "float32", rounded=True)
+    noise, error = (np.sqrt(np.mean((logits - expected) ** 2)) for logits in (exact, found))
+    assert noise < 0.03 * exact.std()
+    assert error < 2 * noise  # where the device multiplies in bfloat16, two roundings meet: up to 1.4
+    if native.is_emulated(jnp.bfloat16):  # our activations are float32 then: only the weights are rounded
+        np.testing.assert_allclose(found, exact, atol=1e-4, rtol=0)
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("case", CASES)
+def test_saved_target_loads_in_transformers(torch_checkpoint, tmp_path, case):
+    folder, tokens, expected = torch_checkpoint(case)
+    config = convert.read_config(folder)
+    convert.save_target(tmp_path, config, convert.read_weights(folder, config))
+    assert convert.read_config(tmp_path) == config
+    np.testing.assert_array_equal(torch_logits(tmp_path, tokens), expected)
+
+
+@pytest.mark.hf
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"no {REAL}")
+def test_real_checkpoint_equals_transformers():
+    pytest.importorskip("torch")
+    tokens = random_tokens(2048)
+    check_parity(REAL, tokens, torch_logits(REAL, tokens))
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"no {REAL}")
+def test_real_checkpoint_reads_from_its_alias():
+    config = convert.read_config(REAL)
+    weights = convert.read_weights(REAL, config, "bfloat16")
+    assert "head" not in weights and weights["embedding"].shape == (2048, 128)
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
+    assert convert.read_eos(REAL) == (2,) and convert.read_bos(REAL) == 1
+
+
+@pytest.mark.hf
+def test_sharded_checkpoint_equals_single_file(torch_checkpoint, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder, _, _ = torch_checkpoint("gemma2")
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1 and not (tmp_path / "model.safetensors").exists()
+    config = convert.read_config(folder)
+    assert convert.read_config(tmp_path) == config
+    assert same_tree(convert.read_weights(folder, config), convert.read_weights(tmp_path, config))
+
+
+def test_shards_give_the_weights_of_one_file(saved, weights):
+    """Three files and an index, in the order of the names or not."""
+    tensors = load_file(saved / "model.safetensors")
+    (saved / "model.safetensors").unlink()
+    names = {f"model-{i}-of-3.safetensors": sorted(tensors)[i::3] for i in range(3)}
+    for file, part in names.items():
+        save_file({name: tensors[name] for name in part}, saved / file, metadata={"format": "pt"})
+    index = {"weight_map": {name: file for file, part in names.items() for name in part}}
+    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert same_tree(convert.read_weights(saved, MODEL), weights)
+    assert convert.stored_hash(saved, MODEL) == convert.weights_hash(weights)
+
+
+def test_loads_where_torch_cannot_be_imported(saved, weights):
+    code = f"""
+import sys
+sys.modules["torch"] = None
+import jax, numpy as np
+from hsd_jax.models.convert import read_config, read_weights
+from hsd_jax.models.target import forward_sequence
+config = read_config({str(saved)!r})
+weights = read_weights({str(saved)!r}, config, "bfloat16")
+run = jax.jit(forward_sequence, static_argnums=1, compiler_options={QUICK})
+logits = run(weights, config, np.ones((1, 2), np.int32)).logits
+assert logits.shape == (1, 2, 61) and np.isfinite(logits).all()
+print("loaded")
+"""
+    convert.save_target(saved, MODEL, weights, "bfloat16")
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "loaded", done.stderr
+
+
+# Configurations
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+SMALL = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+}
+OLD_STYLE = {
+    "llama 2": {**SMALL, "model_type": "llama", "rope_scaling": None, "rms_norm_eps": 1e-5},
+    "llama 3.1": {
+        **LLAMA,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"},
+    },
+    "llama linear": {**SMALL, "model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "mistral 0.1": {**LLAMA, "model_type": "mistral", "sliding_window": 4096, "rope_theta": 10000.0},
+    "mistral 0.3": {**LLAMA, "model_type": "mistral", "sliding_window": None, "rope_theta": 1000000.0},
+    "mistral bare": {**SMALL, "model_type": "mistral", "num_attention_heads": 8},
+    "qwen2.5": {**SMALL, "model_type": "qwen2", "num_key_value_heads": 2, "sliding_window": 32, "max_window_layers": 4},
+    "qwen2 sliding": {
+        **SMALL,
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        "use_sliding_window": True,
+        "sliding_window": 32,
+        "max_window_layers": 4,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {**SMALL, "model_type": "qwen3", "num_key_value_heads": 2, "rope_theta": 1000000, "attention_bias": True},
+    "gemma 2": {**SMALL, "model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 144},
+    "gemma 3 1b": {
+        **SMALL,
+        "model_type": "gemma3_text",
+        "num_key_value_heads": 1,
+        "rope_local_base_freq": 10000,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    "gemma 3 bare": {"model_type": "gemma3_text"},
+    "gemma 3 4b": {
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152},
+    },
+}
+
+
+def rope_of(parameters: dict) -> RopeConfig:
+    kind, theta = parameters["rope_type"], float(parameters["rope_theta"])
+    if kind != "llama3":
+        return RopeConfig(theta, kind, parameters.get("factor", 1.0))
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return RopeConfig(theta, kind, *(parameters[n] for n in names))
+
+
+@pytest.mark.parametrize("style", ["as published", "as transformers 5 saves it", "as we save it"])
+@pytest.mark.parametrize("name", OLD_STYLE)
+def test_config_agrees_with_transformers(tmp_path, name, style):
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text(json.dumps(OLD_STYLE[name]))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    if style == "as transformers 5 saves it":
+        theirs.save_pretrained(tmp_path)
+    ours = convert.read_config(tmp_path)
+    if style == "as we save it":
+        (tmp_path / "config.json").write_text(json.dumps(format_config(ours)))
+        theirs = AutoConfig.from_pretrained(tmp_path)
+    theirs = theirs.get_text_config()
+    plain = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "intermediate_size": "intermediate_size",
+        "max_position": "max_position_embeddings",
+        "norm_eps": "rms_norm_eps",
+        "tie_embeddings": "tie_word_embeddings",
+        "model_type": "model_type",
+    }
+    assert {k: getattr(ours, k) for k in plain} == {k: getattr(theirs, v) for k, v in plain.items()}
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    is_gemma = ours.model_type.startswith("gemma")
+    assert ours.activation == (theirs.hidden_activation if is_gemma else theirs.hidden_act)
+    if is_gemma:
+        assert ours.attention_scale == theirs.query_pre_attn_scalar**-0.5
+        assert ours.logit_softcap == theirs.final_logit_softcapping
+    if ours.model_type == "gemma2":
+        assert ours.attention_softcap == theirs.attn_logit_softcapping
+    if ours.model_type == "mistral":
+        assert ours.sliding_window == theirs.sliding_window
+        assert ours.layer_types == ((SLIDING,) * ours.num_layers if theirs.sliding_window else ())
+    elif ours.model_type != "llama":
+        assert [ours.layer_type(i) for i in range(ours.num_layers)] == theirs.layer_types
+        assert ours.sliding_window == (theirs.sliding_window if SLIDING in theirs.layer_types else None)
+    if ours.model_type == "gemma3_text":
+        assert ours.rope == rope_of(theirs.rope_parameters[FULL])
+        assert ours.rope_local == rope_of(theirs.rope_parameters[SLIDING])
+    else:
+        assert ours.rope == rope_of(theirs.rope_parameters) and ours.rope_local is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "'mamba'.*llama, mistral"),
+        ({"model_type": "gemma3"}, "text_config"),
+        ({"hidden_size": "64"}, "hidden_size='64': allowed are whole numbers from 1"),
+        ({"vocab_size": "drop"}, "missing key 'vocab_size'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"head_dim": 7}, "head_dim=7"),
+        ({"hidden_act": "relu"}, "'relu'.*silu, gelu_pytorch_tanh"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*default, linear, llama3"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor=None"),
+        ({"rope_parameters": {FULL: {"rope_type": "linear"}}}, "differ by layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"model_type": "gemma2", "layer_types": [FULL, "chunked_attention"] * 4}, "'chunked_attention'"),
+        ({"model_type": "gemma2", "layer_types": [SLIDING]}, "1 entries"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "bidirectional"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ],
+)
+def test_bad_config_is_named(tmp_path, changes, message):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SMALL, "model_type": "llama"}))
+    edit_json(path, **changes)
+    with pytest.raises(ValueError, match=message) as raised:
+        convert.read_config(tmp_path)
+    assert str(path) in str(raised.value)
+
+
+def test_config_file_missing_or_damaged(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        convert.read_config(tmp_path / "meta-llama")
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        convert.read_config(tmp_path)
+    for text in ("{", "[1]", "\xff", "[" * 100_000):
+        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(ValueError, match=r"config\.json: .*(JSON|UTF-8)"):
+            convert.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"qk_norm": True}, {"model_type": "gpt2"}, {"output_bias": True}, {"model_type": "gemma2"}]
+)
+def test_inexpressible_config_is_not_saved(tmp_path, weights, changes):
+    with pytest.raises(ValueError, match=r"ModelConfig\."):
+        convert.save_target(tmp_path, dataclasses.replace(MODEL, **changes), weights)
+    assert not list(tmp_path.iterdir())
+
+
+# Weights: names
+
+
+def test_prefixes_and_foreign_tensors(saved, weights):
+    def rename(prefix):
+        def change(tensors):
+            for name in list(tensors):
+                tensors[prefix + name.removeprefix("model.")] = tensors.pop(name)
+            tensors["vision_tower.layers.0.weight"] = np.zeros(1, np.float32)
+            tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
+
+        return change
+
+    for prefix in ("", "language_model.model.", "model.language_model."):
+        convert.save_target(saved, MODEL, weights)
+        edit_tensors(saved / "model.safetensors", rename(prefix))
+        assert same_tree(convert.read_weights(saved, MODEL), weights)
+
+
+def test_tied_embedding_under_either_name(tmp_path):
+    config = dataclasses.replace(MODEL, tie_embeddings=True)
+    weights = random_weights(init_target, config)
+    path = tmp_path / "model.safetensors"
+    convert.save_target(tmp_path, config, weights)
+    assert "lm_head.weight" not in load_file(path)
+    edit_tensors(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
+    assert same_tree(convert.read_weights(tmp_path, config), weights)
+    edit_tensors(path, lambda t: t.pop("model.embed_tokens.weight"))
+    assert same_tree(convert.read_weights(tmp_path, config), weights)
+    edit_tensors(path, lambda t: t.update({"model.embed_tokens.weight": t["lm_head.weight"] + 1}))
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        convert.read_weights(tmp_path, config)
+
+
+def test_storage_dtypes(tmp_path, weights):
+    for dtype in ("bfloat16", "float16"):
+        convert.save_target(tmp_path, MODEL, weights, dtype)
+        assert {t.dtype for t in load_file(tmp_path / "model.safetensors").values()} == {jnp.dtype(dtype)}
+        rounded = jax.tree.map(lambda x, dtype=dtype: np.asarray(x).astype(dtype), weights)
+        assert same_tree(convert.read_weights(tmp_path, MODEL, dtype), rounded)
+        read = convert.read_weights(tmp_path, MODEL)
+        assert same_tree(read, jax.tree.map(lambda x: x.astype(np.float32), rounded))
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+# Weights: bad input
+
+
+def nan_in(name):
+    return lambda t: t[name].__setitem__((0, 0), np.nan)
+
+
+NORM, KEY = "model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(KEY), r"missing tensor 'layers.1.self_attn.k_proj.weight' \(1 of"),
+        (lambda t: t.update({KEY: t[KEY].T.copy()}), r"k_proj.*found shape \[32, 16\], expected \[16, 32\]"),
+        (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": t[KEY]}), r"layers\.2\.mlp.*has no place"),
+        (lambda t: t.update({"layers.1.self_attn.k_proj.weight": t[KEY].copy()}), "also stored as"),
+        (lambda t: t.update({KEY: t[KEY].astype(np.int8)}), "k_proj.*found dtype I8"),
+        (nan_in(KEY), "k_proj.*NaN"),
+        (lambda t: t[NORM].__setitem__(0, np.inf), "input_layernorm.*infinity"),
+        (lambda t: t.pop("lm_head.weight"), "missing tensor 'lm_head.weight'"),
+        (lambda t: t.clear(), "found none"),
+    ],
+)
+def test_bad_tensor_is_named(saved, change, message):
+    edit_tensors(saved / "model.safetensors", change)
+    with pytest.raises(ValueError, match=message) as raised:
+        convert.read_weights(saved, MODEL)
+    assert str(saved) in str(raised.value)
+
+
+def test_damaged_files(saved):
+    path = saved / "model.safetensors"
+    whole = path.read_bytes()
+    for data, message in [
+        (whole[:-100], "not a whole safetensors file"),
+        (whole[:20], "not a whole safetensors file"),
+        (b"", "empty"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
+        (struct.pack("<Q", 2) + b"[]", "not a whole safetensors file"),
+    ]:
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=message) as raised:
+            convert.read_weights(saved, MODEL)
+        assert str(path) in str(raised.value)
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        convert.read_weights(tmp_path / "nowhere", MODEL)
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
+        convert.read_weights(tmp_path, MODEL)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="pickles are never loaded"):
+        convert.read_weights(tmp_path, MODEL)
+
+
+def test_bad_index(saved, weights):
+    index = saved / "model.safetensors.index.json"
+    (saved / "model.safetensors").rename(saved / "a.safetensors")
+    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    assert same_tree(convert.read_weights(saved, MODEL), weights)
+    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match=r"b\.safetensors"):
+        convert.read_weights(saved, MODEL)
+    index.write_text(json.dumps({"weight_map": {"x": "../a.safetensors"}}))
+    with pytest.raises(ValueError, match="expected a file of this folder"):
+        convert.read_weights(saved, MODEL)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="weight_map"):
+        convert.read_weights(saved, MODEL)
+
+
+def test_bad_dtype_and_overflow(saved, weights):
+    for dtype in ("int8", "float64", "half-ish", None):
+        with pytest.raises(ValueError, match="allowed are float32, bfloat16, float16"):
+            convert.read_weights(saved, MODEL, dtype)
+    large = dict(weights, head=weights["head"].at[0, 0].set(1e30))
+    with pytest.raises(ValueError, match=r"'head'.*float16"):
+        convert.save_target(saved, MODEL, large, "float16")
+    assert same_tree(convert.read_weights(saved, MODEL), weights), "a failed save must leave the old file"
+
+
+def test_misfit_weights_are_not_saved(tmp_path, weights):
+    for wrong, message in [
+        ({k: v for k, v in weights.items() if k != "head"}, "missing tensor 'head'"),
+        (dict(weights, extra=weights["head"]), "'extra'.*no place"),
+        (dict(weights, head=weights["head"].T), r"'head'.*\[32, 61\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            convert.save_target(tmp_path, MODEL, wrong)
+    assert not list(tmp_path.iterdir())
+
+
+# Special tokens
+
+
+def test_special_tokens_by_precedence(tmp_path):
+    def write(name, **values):
+        (tmp_path / name).write_text(json.dumps(values))
+
+    assert convert.read_eos(tmp_path) == () and convert.read_bos(tmp_path) is None
+    write("tokenizer_config.json", eos_token={"content": "</s>"}, bos_token="<s>", added_tokens_decoder={})
+    assert convert.read_eos(tmp_path) == ()
+    write("tokenizer.json", added_tokens=[{"id": 5, "content": "<s>"}, {"id": 6, "content": "</s>"}])
+    assert convert.read_eos(tmp_path) == (6,) and convert.read_bos(tmp_path) == 5
+
+    class Tokenizer:
+        def token_to_id(self, token):
+            return {"</s>": 8}.get(token)
+
+    assert convert.read_eos(tmp_path, Tokenizer()) == (8,) and convert.read_bos(tmp_path, Tokenizer()) is None
+    write("config.json", model_type="gemma3", text_config={"eos_token_id": 1}, bos_token_id=2)
+    assert convert.read_eos(tmp_path) == (1,) and convert.read_bos(tmp_path) == 2
+    write("generation_config.json", eos_token_id=[1, 106])
+    assert convert.read_eos(tmp_path) == (1, 106) and convert.read_bos(tmp_path) == 2
+    write("generation_config.json", eos_token_id="</s>")
+    with pytest.raises(ValueError, match=r"generation_config.*eos_token_id"):
+        convert.read_eos(tmp_path)
+
+
+def test_saved_special_tokens(tmp_path, weights):
+    for eos in ((), (2,), (2, 7)):
+        convert.save_target(tmp_path, MODEL, weights, bos=1, eos=eos)
+        assert convert.read_eos(tmp_path) == eos and convert.read_bos(tmp_path) == 1
+
+
+# Fingerprint and drafters
+
+
+def test_hash_sees_weights_and_not_their_dtype(weights):
+    found = convert.weights_hash(weights)
+    assert len(found) == 64
+    weights = jax.tree.map(np.asarray, weights)
+    assert found == convert.weights_hash(weights)
+    assert found == convert.weights_hash(jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights))
+    assert found == convert.weights_hash(dict(reversed(weights.items())))
+    assert found != convert.weights_hash(dict(weights, head=weights["head"] * 1.02))
+    assert found != convert.weights_hash(dict(weights, head=weights["head"].reshape(32, 61)))
+    assert found != convert.weights_hash({k: v for k, v in weights.items() if k != "head"})
+
+
+def test_hash_is_stable_across_versions():
+    tree = {"a": {"b": np.arange(10_000, dtype=np.float32).reshape(100, 100)}, "c": np.ones(3, ml_dtypes.bfloat16)}
+    assert convert.weights_hash(tree) == "62effc5afa5614dc3ff4a294ef9df66f96c82b8de6a0a0772b9296ba34e3f427"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafter_round_trip(tmp_path, dtype):
+    weights = jax.tree.map(lambda x: np.asarray(x).astype(dtype), random_weights(init_drafter, DRAFTER))
+    drafter_files.save_drafter(tmp_path / "drafter", DRAFTER, weights, dtype)
+    config, read = drafter_files.read_drafter(tmp_path / "drafter", dtype)
+    assert config == DRAFTER and same_tree(read, weights)
+    assert sorted(p.name for p in (tmp_path / "drafter").iterdir()) == ["drafter.safetensors", "drafter_config.json"]
+
+
+@pytest.mark.parametrize("has_mix", [False, True])
+def test_drafter_folders_of_a_form_of_reuse_that_is_gone(tmp_path, has_mix):
+    """The configuration names its table, the weights may hold one: the drafter loads as if there were neither."""
+    weights = random_weights(init_drafter, DRAFTER)
+    drafter_files.save_drafter(tmp_path, DRAFTER, weights)
+    edit_json(tmp_path / "drafter_config.json", has_mix=has_mix)
+    assert drafter_files.read_drafter_config(tmp_path) == DRAFTER
+    if has_mix:
+        table = np.ones((DRAFTER.num_steps, DRAFTER.num_steps), np.float32)
+        edit_tensors(tmp_path / "drafter.safetensors", lambda t: t.update({"mix.new": table, "mix.old": 0 * table}))
+    config, read = drafter_files.read_drafter(tmp_path)
+    assert config == DRAFTER and same_tree(read, weights)
+    drafter_files.save_drafter(tmp_path / "again", config, read)
+    assert "has_mix" not in json.loads((tmp_path / "again" / "drafter_config.json").read_text())
+    edit_tensors(tmp_path / "drafter.safetensors", lambda t: t.update({"mix.other": np.ones(2, np.float32)}))
+    with pytest.raises(ValueError, match=r"mix\.other"):
+        drafter_files.read_drafter(tmp_path)
+
+
+def test_bad_drafter_files(tmp_path):
+    drafter_files.save_drafter(tmp_path, DRAFTER, random_weights(init_drafter, DRAFTER))
+    config, file = tmp_path / "drafter_config.json", tmp_path / "drafter.safetensors"
+    whole, text = file.read_bytes(), config.read_text()
+
+    def expect(message, kind=ValueError):
+        with pytest.raises(kind, match=message):
+            drafter_files.read_drafter(tmp_path)
+        file.write_bytes(whole)
+        config.write_text(text)
+
+    file.write_bytes(whole[:-10])
+    expect(r"drafter\.safetensors: not a whole")
+    edit_tensors(file, lambda t: t.pop("injector.bias"))
+    expect("missing tensor 'injector.bias'")
+    edit_tensors(file, lambda t: t["injector.bias"].__setitem__((0, 0), np.nan))
+    expect("injector.bias.*NaN")
+    edit_json(config, rank=16)
+    expect(r"injector.*found shape \[61, 8\], expected \[61, 16\] from drafter_config.json")
+    edit_json(config, rank="8")
+    expect("rank='8'")
+    edit_json(config, colour=1)
+    expect("unknown key 'colour'")
+    edit_json(config, hidden_size="drop")
+    expect("missing key 'hidden_size'")
+    file.unlink()
+    expect(r"drafter\.safetensors: no such file", FileNotFoundError)
+    config.unlink()
+    expect(r"drafter_config\.json: no such file", FileNotFoundError)
+
+
+def test_drafter_of_another_target():
+    drafter_files.check_drafter(DRAFTER, MODEL, DRAFTER.target_hash)
+    drafter_files.check_drafter(dataclasses.replace(DRAFTER, target_hash=""), MODEL, "any")
+    with pytest.raises(ValueError, match=r"trained for target 0123456789ab.*other weights"):
+        drafter_files.check_drafter(DRAFTER, MODEL, "f" * 64)
+    for name in ("hidden_size", "vocab_size"):
+        with pytest.raises(ValueError, match=f"trained for target.*this target has {name}=64"):
+            drafter_files.check_drafter(DRAFTER, dataclasses.replace(MODEL, **{name: 64}), DRAFTER.target_hash)
+
+
+def test_parse_config_leaves_its_input_alone():
+    values = {**SMALL, "model_type": "qwen2", "num_key_value_heads": 2}
+    before = json.dumps(values)
+    parse_config(values, "here")
+    assert json.dumps(values) == before

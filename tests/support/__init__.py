@@ -1,0 +1,1 @@
+"""What several test modules share: tiny models, calls, drafters that are known to be right or wrong, checkpoints."""

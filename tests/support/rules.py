@@ -1,0 +1,26 @@
+"""Rules for tests, and the depths of their trees."""
+
+from __future__ import annotations
+
+from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.infer.accept import walk
+from hsd_jax.types import NO_PARENT, AcceptRule, DrawScheme
+
+DEPTH = 3
+
+
+def depths_of(parents: list[int]) -> list[int]:
+    depth: list[int] = []
+    for parent in parents:
+        depth.append(0 if parent == NO_PARENT else depth[parent] + 1)
+    return depth
+
+
+def keyed(predicted, max_depth: int = DEPTH) -> AcceptRule:
+    """The match rule with noise taken at `predicted(root_position [B, 1], depth [B, N])`."""
+
+    def verify(keys, tree, ancestors, logits, sampling, root_position, noise=None):
+        positions = predicted(root_position[:, None], tree.depth)
+        return walk(tree, ancestors, sampling_lib.draw(keys, logits, positions, sampling), max_depth)
+
+    return AcceptRule("keyed", frozenset(DrawScheme), verify)

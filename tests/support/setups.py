@@ -1,0 +1,236 @@
+"""The table of targets and proposers, each pair compiled once for all tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, cast
+
+import numpy as np
+
+from hsd_jax.config import (
+    AHEAD,
+    FULL,
+    NO_REUSE,
+    PARALLEL,
+    REUSES,
+    SKIP,
+    SLIDING,
+    SUM,
+    ModelConfig,
+    ReuseConfig,
+    RopeConfig,
+    TreeConfig,
+)
+from hsd_jax.drafters.hidden.config import PATH
+from hsd_jax.drafters.lookup.config import LookupConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.table import make_drafter as drafter_of
+from hsd_jax.infer.accept import match_rule, recursive_rule
+from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.step import make_step
+from hsd_jax.models import draft_vocab
+from hsd_jax.types import (
+    DecodeState,
+    Drafter,
+    DrawScheme,
+)
+from support.calls import Call, cut, generated, mixed_call
+from support.oracle_drafter import CHAIN, DECOYS, ORACLE_DEPTH, oracle_drafter, oracle_table, steered
+from support.toy import VOCAB, drafter_config, make_drafter, make_small_lm, make_target, target_config
+
+VARIANTS = {
+    "llama": target_config(),
+    "untied": target_config(tie_embeddings=False, sliding_window=5, layer_types=(SLIDING, SLIDING)),
+    "qwen": target_config(qk_norm=True, qkv_bias=True, tie_embeddings=False),
+    "gemma": target_config(
+        norm_offset=1.0,
+        post_norms=True,
+        embed_scale=32**0.5,
+        query_scale=0.3,
+        attention_softcap=4.0,
+        logit_softcap=6.0,
+        sliding_window=4,
+        layer_types=(SLIDING, FULL),
+        rope_local=RopeConfig(theta=100.0),
+        activation="gelu_pytorch_tanh",
+    ),
+}
+"""Settings of the one decoder, by name."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Proposer:
+    """How a target's text is drafted in the table of `test_exact.py`."""
+
+    name: str
+    tree: TreeConfig | None = None
+    """None: no drafts, or those of the oracle."""
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of `toy.drafter_config`."""
+    reuse: ReuseConfig = NO_REUSE
+    is_restricted: bool = False
+    """Drafts from a reduced vocabulary, DRAFT_TO_TARGET."""
+    oracle: str | None = None
+    """Layout of the oracle's trees (`oracle_drafter.py`), if they stand in for the drafter's own."""
+    is_trained: bool = True
+    """Reads features of the target; else it is of another kind, `config`, or nothing but the oracle."""
+    config: Any = None
+
+    @property
+    def drafter_changes(self) -> dict[str, Any]:
+        """With the steps that its form of reuse asks for."""
+        if self.reuse.form not in (SKIP, AHEAD):
+            return self.changes
+        depth = ORACLE_DEPTH if self.oracle else cast(TreeConfig, self.tree).depth
+        return self.changes | {"num_steps": 2 * depth + 1}
+
+
+BEAM, CHAIN_OF_4 = TreeConfig(nodes=10, depth=3, width=3), TreeConfig(nodes=5, depth=4, width=1)
+SMALL, MIDDLE = TreeConfig(nodes=6, depth=2, width=2), TreeConfig(nodes=8, depth=3, width=2)
+BLOCK, PATHS = {"trunk": PARALLEL}, {"injection": PATH}
+CHAIN_ORACLE, DECOYS_ORACLE = "chain_oracle", "decoys_oracle"
+DRAFT_TO_TARGET = np.flatnonzero(np.arange(VOCAB) % 3 != 1).astype(np.int32)
+"""What a restricted proposer may draft: two thirds of the tokens, so that texts are full of cold ones."""
+WRONG_SHARE = 0.2
+
+
+def _reuses() -> list[Proposer]:
+    """Proposers that reuse spare states; shallow trees, because a recurrence of many steps is slow to compile."""
+    forms = {form: ReuseConfig(form, 1 if form == SKIP else None) for form in REUSES[1:]}
+    found = [Proposer(form, SMALL, {}, reuse) for form, reuse in forms.items()]
+    found += [Proposer(f"block_{form}", SMALL, BLOCK, reuse) for form, reuse in forms.items()]
+    found += [Proposer(f"hot_{form}", SMALL, {}, forms[form], is_restricted=True) for form in (SKIP, AHEAD, SUM)]
+    return found + [Proposer(f"path_{form}", SMALL, PATHS, forms[form]) for form in (SUM, AHEAD)]
+
+
+_READING = [
+    Proposer("beam", BEAM),
+    Proposer("chain", CHAIN_OF_4),
+    Proposer("two", TreeConfig(nodes=2, depth=1, width=1)),
+    Proposer("no_embeddings", SMALL, {"committed_embeddings": False}),
+    Proposer("layers", SMALL, {"feature_layers": (0, 1)}),
+    Proposer("hot", MIDDLE, is_restricted=True),
+    Proposer("block", BEAM, BLOCK | {"num_layers": 2}),
+    Proposer("block_layers", SMALL, BLOCK | {"feature_layers": (0, 1), "committed_embeddings": False}),
+    Proposer("eagle", BEAM, {"kind": "eagle"}),
+    Proposer("eagle_layers", SMALL, {"kind": "eagle", "feature_layers": (0, 1)}),
+    Proposer("medusa", TreeConfig(nodes=16, depth=3, width=6), {"kind": "medusa"}),
+    Proposer("path", TreeConfig(nodes=12, depth=4, width=3), PATHS),
+    Proposer("path_chain", CHAIN_OF_4, PATHS),
+    Proposer("hot_path", MIDDLE, PATHS, is_restricted=True),
+    *_reuses(),
+]
+_STEERED = [
+    Proposer(f"steered_{one.name}" if one.name else "steered", CHAIN_OF_4, one.changes, one.reuse, oracle=DECOYS)
+    for one in (
+        Proposer(""),
+        Proposer("block", None, BLOCK),
+        Proposer("eagle", None, {"kind": "eagle"}),
+        *(one for one in _READING if one.reuse.form in (SKIP, AHEAD)),
+    )
+]
+_OTHER = [
+    Proposer("lookup", CHAIN_OF_4, is_trained=False, config=LookupConfig()),
+    Proposer("small_lm", CHAIN_OF_4, is_trained=False, config=SmallLMConfig(**vars(VARIANTS["llama"]))),
+]
+PROPOSERS = {
+    one.name: one
+    for one in (
+        Proposer("plain", is_trained=False),
+        Proposer(CHAIN_ORACLE, is_trained=False, oracle=CHAIN),
+        Proposer(DECOYS_ORACLE, is_trained=False, oracle=DECOYS),
+        *_READING,
+        *_STEERED,
+        *_OTHER,
+    )
+}
+TREES = {one.name: one.tree for one in _READING}
+"""Of the drafters that read features."""
+REUSE = {one.name: one.reuse for one in _READING if one.reuse != NO_REUSE}
+STEERED = tuple(one.name for one in _STEERED)
+"""The trunk under the oracle's trees, which are deeper."""
+CHAINS = {one.name: one.config for one in _OTHER}
+"""Proposers that draft chains of their own kind, for the variant "llama"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A decoder and its weights."""
+
+    config: ModelConfig
+    drafter_config: Any
+    drafter: Drafter | None
+    models: dict[str, Any]
+    decoder: Decoder
+
+    def decoder_with(self, rule=None, use_native: bool = True) -> Decoder:
+        """Another decoder of the same pair; `rule` in place of the match rule."""
+        if self.drafter is None:
+            step = make_plain_step(self.config)
+        else:
+            step = make_step(self.config, self.drafter, rule or match_rule(self.drafter.max_depth))
+        return Decoder(self.config, step, self.drafter, precision="highest", use_native=use_native)
+
+
+@functools.cache
+def weights(variant: str) -> dict[str, Any]:
+    return make_target(VARIANTS[variant])
+
+
+@functools.cache
+def setup(variant: str = "llama", proposer: str = "plain", scheme: DrawScheme = DrawScheme.COUPLED) -> Setup:
+    """One pair of target and proposer, compiled once for all test files.
+
+    Args:
+      proposer: a name in PROPOSERS.
+      scheme: of trees judged by the match rule; oracles choose their tokens arbitrarily.
+    """
+    config, target, one = VARIANTS[variant], weights(variant), PROPOSERS[proposer]
+    wanted = drafter_config(config, **one.drafter_changes) if one.config is None else one.config
+    drafter, drafter_weights = None, None
+    if one.is_trained:
+        drafter_weights = make_drafter(wanted, config, target)
+    elif one.config is not None:
+        drafter_weights = make_small_lm(target) if one.name == "small_lm" else {}
+    if one.is_restricted:
+        wanted, drafter_weights = draft_vocab.restrict(wanted, drafter_weights, DRAFT_TO_TARGET)
+        drafter_weights = draft_vocab.attach(drafter_weights, drafter_weights["draft_to_target"], target, config)
+    if one.oracle is not None:
+        drafter = oracle_drafter(one.oracle)
+        drafter_weights = (drafter_weights or {}) | oracle_table(long_text(variant), WRONG_SHARE)
+        if one.is_trained:
+            drafter = steered(drafter_of(config, wanted, CHAIN_OF_4, reuse=one.reuse), drafter)
+    elif one.tree is not None:
+        drafter = drafter_of(
+            config, wanted, one.tree, scheme=scheme, **({"reuse": one.reuse} if one.is_trained else {})
+        )
+    found = Setup(config, wanted, drafter, {"target": target, "drafter": drafter_weights}, None)  # type: ignore
+    return dataclasses.replace(found, decoder=found.decoder_with())
+
+
+@functools.cache
+def sampled(scheme: DrawScheme) -> Setup:
+    """The pair of "beam" with trees drawn under `scheme` and judged by the recursive rule."""
+    tree, beam = TreeConfig(nodes=9, depth=3, width=3), setup("llama", "beam")
+    drafter = drafter_of(beam.config, beam.drafter_config, tree, scheme=scheme)
+    found = dataclasses.replace(beam, drafter=drafter)
+    return dataclasses.replace(found, decoder=found.decoder_with(recursive_rule(tree.depth, tree.width)))
+
+
+LONG = 60
+"""Tokens in `long_text`: what plain decoding says of `mixed_call` without end tokens."""
+
+
+@functools.cache
+def long_text(variant: str = "llama") -> DecodeState:
+    call = mixed_call()
+    plain = setup(variant, "plain")
+    return call.replace(new_tokens=[LONG] * call.batch).run(plain.decoder, plain.models)
+
+
+def expected(variant: str, call: Call) -> list[list[int]]:
+    """What plain decoding says under the limits of `call`, whose rows are those of `mixed_call`, in plain Python."""
+    texts = generated(call, long_text(variant))
+    return [cut(text, new, call.eos) for text, new in zip(texts, call.new_tokens, strict=True)]

@@ -1,0 +1,173 @@
+"""Tiny models for the tests: random targets, drafters that agree with them, a Markov target."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hsd_jax.config import (
+    DrafterConfig,
+    ModelConfig,
+    TreeConfig,
+)
+from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
+from hsd_jax.drafters.hidden.weights import inject
+from hsd_jax.drafters.table import METHODS, init_drafter
+from hsd_jax.infer.tree import Grower
+from hsd_jax.models.target import forward_sequence, init_target
+from hsd_jax.types import (
+    DrawScheme,
+    RoundInputs,
+    SamplingParams,
+)
+
+VOCAB = 24
+GAIN = 1.5
+
+
+def target_config(**changes) -> ModelConfig:
+    plain = ModelConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        tie_embeddings=True,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def random_like(init, config, seed: int, gain: float) -> dict[str, Any]:
+    """Weights of the structure of `init(key, config)`: norms of one, normal matrices. In NumPy: no compilation."""
+    rng = np.random.default_rng(seed)
+    offset = getattr(config, "norm_offset", 0.0)
+
+    def one(path, leaf):
+        if leaf.ndim == 1:
+            is_norm = path[-1].key in ("weight", "norm")
+            return jnp.asarray(np.full(leaf.shape, 1.0 - offset if is_norm else 0.1), jnp.float32)
+        std = 0.5 if path[-1].key == "embedding" else gain * leaf.shape[1] ** -0.5
+        if len(path) > 1 and path[-2].key == "o":
+            std *= 0.4  # the last token matters most, so that a drafter has something to guess from
+        return jnp.asarray(rng.normal(0.0, std, leaf.shape), jnp.float32)
+
+    shapes = jax.eval_shape(lambda: init(jax.random.key(0), config))
+    return jax.tree_util.tree_map_with_path(one, shapes)
+
+
+def make_target(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
+    """Random weights, scaled so that the text depends on the context and does not fall into a loop at once."""
+    return random_like(init_target, config, seed, GAIN)
+
+
+causal_pass = jax.jit(forward_sequence, static_argnums=1, static_argnames="taps")
+"""`forward_sequence` as one program: operation by operation it takes several times as long."""
+
+
+def drafter_config(config: ModelConfig, kind: str = HiddenConfig.kind, **changes) -> DrafterConfig:
+    made = METHODS[kind].config
+    plain = dict(
+        hidden_size=config.hidden_size,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        vocab_size=config.vocab_size,
+        num_steps=4,
+        rank=config.vocab_size,
+    )
+    own = {field.name for field in dataclasses.fields(made)}
+    return made(**{name: value for name, value in plain.items() if name in own} | changes)
+
+
+def make_drafter(config: DrafterConfig, target: ModelConfig, weights: Any, seed: int = 1) -> dict[str, Any]:
+    """Random trunk, and an injector that knows what the target says behind each single token.
+
+    So drafts agree with the target often, never always. Needs rank = vocabulary. An EAGLE drafter knows the same by
+    its trunk; heads, which see no token, know nothing.
+    """
+    drafter = random_like(init_drafter, config, seed, 1.0)
+    alone = causal_pass(weights, target, jnp.arange(config.vocab_size, dtype=jnp.int32)[:, None])
+    if config.kind == "eagle":
+        return drafter | {"trunk": knowing_trunk(drafter["trunk"], target, weights, alone.hidden[:, 0])}
+    if config.kind == "medusa":
+        return drafter
+    alone = alone.logits[:, 0]
+    one_hot = jnp.eye(config.vocab_size)
+    drafter["injector"] = {
+        "previous": one_hot,
+        "norm": jnp.ones(config.rank),
+        "bias": alone.T / config.rank**0.5,  # the norm of a one-hot row multiplies by sqrt(rank)
+    }
+    if config.injection == PATH:  # what the path says comes on top, loud enough to change trees
+        drafter["injector"]["path"] = jnp.asarray(
+            np.random.default_rng(seed).normal(0.0, 0.3 * config.rank**-0.5, (config.rank, config.rank)), jnp.float32
+        )
+    drafter["output_norm"] = {"weight": jnp.full(config.hidden_size, 0.1)}
+    return drafter
+
+
+def knowing_trunk(trunk: Any, target: ModelConfig, weights: Any, alone: Any) -> dict[str, Any]:
+    """Forgets the state and turns the embedding of each token into `alone`, the target's state behind it alone.
+
+    The layer behind adds a little noise of its own. Needs a width of at least the vocabulary.
+    """
+    embedding = np.asarray(weights["embedding"], np.float64) * target.embed_scale
+    normed = embedding / np.sqrt((embedding**2).mean(-1, keepdims=True))
+    to_alone = np.linalg.lstsq(normed, np.asarray(alone, np.float64), rcond=None)[0].T
+    kernel = np.concatenate([-np.eye(len(to_alone)), to_alone], 1)
+    layer = jax.tree.map(lambda x: x, trunk["layer_0"])
+    for module, name in (("attn", "o"), ("mlp", "down")):
+        layer[module][name]["kernel"] *= 0.3
+    return trunk | {"layer_0": layer, "pair_in": {"kernel": jnp.asarray(kernel, jnp.float32)}}
+
+
+def make_small_lm(weights: Any, noise: float = 0.15, seed: int = 2) -> dict[str, Any]:
+    """The target's own weights, each matrix off by a share `noise` of its scale: right most of the time."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, noise * float(x.std()), x.shape), jnp.float32), weights)
+
+
+def markov_target(logits: np.ndarray) -> tuple[ModelConfig, dict[str, Any]]:
+    """A transformer that reads its last token alone: `logits[a]` are the logits behind token a."""
+    vocab = len(logits)
+    config = ModelConfig(
+        vocab_size=vocab,
+        hidden_size=vocab,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        intermediate_size=2,
+        norm_eps=1e-12,
+    )
+    weights = jax.tree.map(jnp.zeros_like, random_like(init_target, config, 0, 1.0))
+    weights["embedding"] = jnp.eye(vocab)
+    weights["final_norm"] = {"weight": jnp.ones(vocab)}
+    weights["head"] = jnp.asarray(logits.T / vocab**0.5, jnp.float32)  # the norm multiplies by sqrt(V)
+    return config, weights
+
+
+def token_info(weights, config: DrafterConfig, previous):
+    """The bias of the previous token alone."""
+    return inject(weights, config, previous, None)[0]
+
+
+def of_tokens(bias):
+    """The `Bias` of a function of the previous tokens alone."""
+    return lambda tokens, above: (bias(tokens), None)
+
+
+def grow_beam(base_logits, bias, root, config: TreeConfig, draft_to_target=None, num_levels=None):
+    """The beam of a `Grower` at temperature 1, which multiplies no logit; it reads no key and no position."""
+    one, zero = jnp.ones(root.shape), jnp.zeros(root.shape, jnp.int32)
+    inputs = RoundInputs(root, zero, jax.random.key(0), SamplingParams(one, zero, one))
+    grower = Grower(config, DrawScheme.ARBITRARY, base_logits.shape[-1])
+    return grower.grow_token_free(base_logits, of_tokens(bias), inputs, draft_to_target, num_levels)

@@ -1,0 +1,690 @@
+"""The drafter's loss: the unroll is the recurrence of inference, labels and masks are counted by plain loops.
+
+Random weights at float32; nothing here is statistical. Divergences are `test_losses.py`, drafted labels
+`test_on_policy.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from oracles.divergence import log_softmax
+from support import toy
+from support.training import (
+    ALL,
+    LENGTH,
+    MODEL,
+    ROWS,
+    TARGET,
+    batch_of,
+    counted,
+    graded,
+    jit,
+    make,
+    random_rows,
+    random_weights,
+    read_rows,
+    some_mask,
+    states_of_rounds,
+)
+
+from hsd_jax.config import FULL, SLIDING, DrafterConfig, TreeConfig
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.table import init_drafter, make_drafter, method_of
+from hsd_jax.models.target import causal_mask, forward_sequence, init_target
+from hsd_jax.models.trunk import base_logits, trunk_pass
+from hsd_jax.models.unroll import unroll
+from hsd_jax.train import anchors as anchors_lib
+from hsd_jax.train import drafter, losses, target
+
+EAGLE_MODEL, MEDUSA_MODEL = ({"kind": kind, "rank": 128, "num_layers": 1} for kind in ("eagle", "medusa"))
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"num_layers": 2}, marks=pytest.mark.slow),
+        pytest.param({"committed_embeddings": False}, marks=pytest.mark.slow),
+        pytest.param({"feature_layers": (0, 1)}, marks=pytest.mark.slow),
+        {"feature_layers": (0,), "committed_embeddings": False, "num_steps": 2},
+        {"trunk": "parallel", "num_layers": 2},
+        pytest.param(
+            {"trunk": "parallel", "num_layers": 5, "num_steps": 3, "committed_embeddings": False},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"trunk": "parallel", "feature_layers": (0, 1), "num_steps": 6}, marks=pytest.mark.slow),
+        {"trunk": "parallel", "num_steps": 1},
+        EAGLE_MODEL | {"feature_layers": (0, 1)},
+        MEDUSA_MODEL,
+        {"num_steps": 3, "window": 6},
+        {"trunk": "parallel", "num_layers": 2, "num_steps": 3, "window": 7},
+        EAGLE_MODEL | {"num_steps": 3, "window": 6},
+    ],
+    ids=str,
+)
+def test_unroll_equals_inference(changes):
+    """Against the drafter's own prefill and draft on random prompts, rows with other prompts and lengths."""
+    config, weights, frozen = make(**{"num_steps": 4, **changes})
+    models, rows = {"target": frozen, "drafter": weights}, jnp.asarray(random_rows(2, seed=5))
+    anchors = jnp.asarray([[0, 1, 6, LENGTH - 1], [7, 0, 3, 4]])  # any order
+    _, features, embeddings = read_rows(models, config, rows)
+    states = jit(method_of(config).unroll, static_argnums=1)(weights, config, features, embeddings, anchors)
+    assert states.shape == (2, 4, config.num_steps, TARGET.hidden_size)
+    for i in range(anchors.shape[1]):
+        wanted = states_of_rounds(models, rows, config, 32, anchors[:, i] + 2)
+        assert float(jnp.abs(wanted).max()) > 0.1
+        np.testing.assert_allclose(states[:, i], wanted, rtol=1e-5, atol=1e-5 * float(jnp.abs(wanted).max()))
+
+
+def test_slots_of_an_anchor_stand_alone():
+    """Other anchors in other places change no bit of a state; fewer slots change no state."""
+    config, weights, frozen = make(trunk="parallel")
+    _, features, embeddings = read_rows({"target": frozen, "drafter": weights}, config, jnp.asarray(random_rows()))
+    anchors = jnp.broadcast_to(jnp.asarray([6, 0, 3, 8]), (ROWS, 4))
+    compiled = jit(method_of(config).unroll, static_argnums=1)
+    states = compiled(weights, config, features, embeddings, anchors)
+    turned = compiled(weights, config, features, embeddings, anchors[:, ::-1])
+    np.testing.assert_array_equal(turned[:, ::-1], states)
+    fewer = dataclasses.replace(config, num_steps=2)
+    weights = weights | {"trunk": weights["trunk"] | {"slots": weights["trunk"]["slots"][:1]}}
+    found = compiled(weights, fewer, features, embeddings, anchors)
+    np.testing.assert_allclose(found, states[:, :, :2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"trunk": "parallel"}, EAGLE_MODEL], ids=str)
+def test_a_window_hides_what_lies_before_it(changes):
+    """State k of an anchor sees the last 6 positions, its own among them: another feature before changes no bit."""
+    config, weights, frozen = make(window=6, **changes)
+    _, features, embeddings = read_rows({"target": frozen, "drafter": weights}, config, jnp.asarray(random_rows()))
+    anchors = jnp.full((ROWS, 1), 7)
+    compiled = jit(method_of(config).unroll, static_argnums=1)
+    states = compiled(weights, config, features, embeddings, anchors)[:, 0]
+    for at in range(LENGTH):
+        other = compiled(weights, config, features.at[:, at].add(1.0), embeddings, anchors)[:, 0]
+        moved = (np.asarray(other) != np.asarray(states)).any(-1)
+        for k in range(config.num_steps):
+            # Own states hand on what they have seen: where they are read again, later ones know of it too.
+            seen = [7 + step for step in ([k] if config.trunk == "parallel" or k == 0 else range(k + 1))]
+            assert (moved[:, k] == (at <= 7 and any(s - at < 6 for s in seen))).all(), (at, k)
+
+
+def test_a_window_that_a_round_would_leave_is_refused():
+    for window, allowed in ((5, r"2 \* num_steps = 6 and more"), (True, "whole numbers"), (6.0, "whole numbers")):
+        with pytest.raises(ValueError, match=rf"model\.window=.*: allowed are {allowed}"):
+            dataclasses.replace(MODEL, window=window)
+    with pytest.raises(ValueError, match=r"model\.window=128: kind 'medusa' has no such choice"):
+        dataclasses.replace(MODEL, window=128, **MEDUSA_MODEL)
+
+
+def test_fusion_against_numpy():
+    """Residual streams behind the layers asked for, each normalised with its own weights, then one product.
+
+    That they are those streams: the final norm of a target cut off behind the layer makes hidden states of them.
+    """
+    config, weights, frozen = make(feature_layers=(0, 1))
+    rows = jnp.asarray(random_rows())
+    output, found, _ = read_rows({"target": frozen, "drafter": weights}, config, rows)
+    final_norm, parts = np.asarray(frozen["final_norm"]["weight"]), []
+    for layer, stream in enumerate(output.features):
+        shallow = dataclasses.replace(TARGET, num_layers=layer + 1)
+        hidden = jit(forward_sequence, static_argnums=1)(frozen, shallow, rows[:, :-1]).hidden
+        x = np.asarray(stream, np.float64)
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps)
+        np.testing.assert_allclose(x * final_norm, hidden, rtol=1e-4, atol=1e-5)
+        parts.append(x * np.asarray(weights["fusion"]["norm"])[layer * 24 : (layer + 1) * 24])
+    wanted = np.concatenate(parts, -1) @ np.asarray(weights["fusion"]["kernel"], np.float64).T
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    fresh = jit(lambda key: init_drafter(key, config))(jax.random.key(0))
+    assert fresh["fusion"]["kernel"].shape == (24, 48) and (fresh["fusion"]["norm"] == 1).all()
+    assert "fusion" not in jax.eval_shape(lambda: init_drafter(jax.random.key(0), make()[0]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"feature_layers": (0, 1)},
+        {"committed_embeddings": False},
+        {"trunk": "parallel", "num_layers": 2},
+        {"num_layers": 2, "window": 4},
+    ],
+    ids=str,
+)
+def test_unroll_equals_a_prefill_to_the_bit(changes):
+    """With all positions as anchors the first states have the shapes of the trunk's pass over a prompt: the same bits.
+
+    Operation by operation; compiled as two programs they differ by what XLA fuses.
+    """
+    config, weights, frozen = make(num_steps=2, **changes)
+    models, rows = {"target": frozen, "drafter": weights}, jnp.asarray(random_rows())
+    _, features, embeddings = read_rows(models, config, rows)
+    every = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
+    states = unroll(weights, config, features, embeddings, every)
+    wanted, _ = trunk_pass(weights, config, features, embeddings, every, causal_mask(ROWS, LENGTH), None)
+    np.testing.assert_array_equal(states[:, :, 0], wanted)
+
+
+# --- packed documents -------------------------------------------------------------------------------------------------
+
+
+def packed_and_alone(lengths: tuple[int, int, int]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Three documents in one row, and each in a row of its own; both batches of three rows."""
+    documents = np.split(random_rows(1, seed=9)[0, : sum(lengths)], np.cumsum(lengths)[:-1])
+    assert sum(lengths) == LENGTH + 1
+    alone, packed = ({"tokens": np.zeros((3, LENGTH + 1), np.int32)} for _ in range(2))
+    for rows in (alone, packed):
+        rows |= {"mask": np.zeros((3, LENGTH + 1), bool), "starts": np.zeros((3, LENGTH + 1), np.int32)}
+    begin = 0
+    for row, document in enumerate(documents):
+        num = len(document)
+        alone["tokens"][row, :num], alone["mask"][row, 1:num] = document, True
+        packed["tokens"][0, begin : begin + num], packed["mask"][0, begin + 1 : begin + num] = document, True
+        packed["starts"][0, begin : begin + num] = begin
+        begin += num
+    return jax.tree.map(jnp.asarray, packed), jax.tree.map(jnp.asarray, alone)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"injection": "path"},
+        {"trunk": "parallel", "num_layers": 2, "window": 6},
+        EAGLE_MODEL | {"feature_layers": (0, 1)},
+        MEDUSA_MODEL,
+    ],
+    ids=str,
+)
+def test_a_document_learns_the_same_alone_and_packed(changes):
+    """Loss, gradient and overlap; no drafter or target sees, or drafts into, the documents before and behind."""
+    _, weights, frozen = make(**changes)
+    packed, alone = packed_and_alone((3, 5, 2))  # the last has no token to draft
+    call = graded(**changes)
+    (found, metrics), (gradient, _) = call(weights, frozen, packed)
+    (wanted, of_alone), (own_gradient, _) = call(weights, frozen, alone)
+    assert float(wanted) > 0.01
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    np.testing.assert_allclose(metrics["overlap"], of_alone["overlap"], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), gradient, own_gradient)
+
+
+def test_a_target_learns_the_same_from_a_document_alone_and_packed(standard_dtypes):
+    packed, alone = packed_and_alone((3, 5, 2))
+    loss = jit(target.make_loss(dataclasses.replace(TARGET, sliding_window=3, layer_types=(SLIDING, FULL))))
+    weights = random_weights(init_target, TARGET, 2)
+    found, wanted = (loss(weights, None, batch, None, None)[0] for batch in (packed, alone))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    blind = loss(weights, None, packed | {"starts": jnp.zeros_like(packed["starts"])}, None, None)[0]
+    assert abs(float(blind) - float(wanted)) > 1e-3
+
+
+# --- labels, masks, metrics -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        pytest.param("all", {}, marks=pytest.mark.slow),
+        ("half", {}),
+        ("few", {}),
+        pytest.param("half", {"trunk": "parallel", "num_layers": 2}, marks=pytest.mark.slow),
+        ("half", {"trunk": "parallel", "injection": "path", "num_steps": 4}),
+        ("half", EAGLE_MODEL),
+    ],
+    ids=str,
+)
+def test_loss_uses_the_labels_of_inference(kind, changes):
+    config, weights, frozen = make(**changes)
+    rows, mask = random_rows(), some_mask(kind)
+    (found, metrics), _ = graded(**changes)(weights, frozen, batch_of(rows, mask))
+    wanted, overlaps = counted({"target": frozen, "drafter": weights}, config, rows, mask)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    np.testing.assert_allclose(metrics["overlap"], overlaps, rtol=1e-5)
+
+
+def test_loss_over_feature_layers():
+    config, weights, frozen = make(feature_layers=(0, 1))
+    rows, mask = random_rows(), some_mask("half")
+    (found, _), (own, to_target) = graded(feature_layers=(0, 1))(weights, frozen, batch_of(rows, mask))
+    np.testing.assert_allclose(found, counted({"target": frozen, "drafter": weights}, config, rows, mask)[0], rtol=1e-5)
+    assert all(np.any(g) for g in jax.tree.leaves(own)) and {"norm", "kernel"} == set(own["fusion"])
+    assert not any(np.any(g) for g in jax.tree.leaves(to_target))
+
+
+def loss_without_masks(config: DrafterConfig, anchors_per_row: int):
+    """The loss as it was before it knew masks, steps and other options."""
+    weights = losses.depth_weights(config.num_steps, 0.8)
+
+    def loss(params, frozen, rows, key):
+        frozen = jax.lax.stop_gradient(frozen)
+        output = forward_sequence(frozen, TARGET, rows[:, :-1])
+        embeddings = frozen["embedding"][rows[:, 1:]].astype(jnp.float32) * TARGET.embed_scale
+        batch, length = rows.shape[0], rows.shape[1] - 1
+        _, anchors = jax.lax.top_k(jax.random.uniform(key, (batch, length - 1)), anchors_per_row)
+        anchors = jnp.sort(anchors, -1)
+        states = method_of(config).unroll(params, config, output.hidden, embeddings, anchors)
+        labels = anchors[:, :, None] + jnp.arange(1, config.num_steps + 1)
+        mask = labels < length
+        labels = jnp.minimum(labels, length - 1) + length * jnp.arange(batch)[:, None, None]
+        labels = labels.reshape(-1)
+        base = base_logits(params, config, frozen, TARGET, states.reshape(labels.shape[0], -1))
+        draft_logits = base + toy.token_info(params, config, rows[:, :-1].reshape(-1)[labels])
+        target_logits = output.logits.reshape(batch * length, -1)[labels]
+        nats = losses.forward_kl(target_logits, draft_logits).reshape(mask.shape)
+        return losses.over_depths(nats, mask, weights)
+
+    return jit(jax.value_and_grad(loss))
+
+
+def test_a_mask_without_holes_changes_no_bit():
+    config, weights, frozen = make()
+    rows = random_rows()
+    wanted, wanted_grad = loss_without_masks(config, 5)(weights, frozen, jnp.asarray(rows), jax.random.key(4))
+    (found, _), (grad, _) = graded(drafter.LossConfig(anchors_per_row=5))(weights, frozen, batch_of(rows), seed=4)
+    assert found == wanted
+    jax.tree.map(np.testing.assert_array_equal, grad, wanted_grad)
+
+
+def test_a_recurrence_of_zeros_changes_no_loss():
+    """The same loss and gradients as without; its own gradient is not zero, so it is learned."""
+    _, weights, frozen = make()
+    rank = weights["injector"]["previous"].shape[1]
+    zero = weights | {"injector": weights["injector"] | {"path": jnp.zeros((rank, rank))}}
+    batch = batch_of(random_rows(), some_mask("half"))
+    (wanted, wanted_metrics), (wanted_grad, _) = graded()(weights, frozen, batch)
+    (found, metrics), (grad, _) = graded(injection="path")(zero, frozen, batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert np.any(grad["injector"].pop("path"))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, (metrics, grad), (wanted_metrics, wanted_grad))
+
+
+def test_a_batch_without_labels():
+    _, weights, frozen = make()
+    (found, metrics), (grad, _) = graded()(weights, frozen, batch_of(random_rows(), some_mask("none")))
+    assert found == 0.0 and metrics["tau"] == 1.0
+    assert not any(np.any(np.asarray(x)) for x in jax.tree.leaves((grad, metrics["overlap"], metrics["acceptance"])))
+
+
+def test_labels_of_anchors():
+    mask = np.random.default_rng(0).random((3, 8)) < 0.5
+    found = np.asarray(anchors_lib.labels_of_anchors(jnp.asarray(mask), 4))
+    assert found.shape == (3, 6, 4)
+    for row, anchor, k in np.ndindex(found.shape):
+        label = anchor + 2 + k
+        assert found[row, anchor, k] == (label < 8 and mask[row, label])
+
+
+def test_chain_metrics_against_loops():
+    rng = np.random.default_rng(0)
+    shape = (2, 7, 4)
+    target_logits, noise, base = rng.normal(size=(3, *shape, 5)).astype(np.float32)
+    draft_logits = target_logits + noise
+    mask = np.ones(shape, bool)
+    mask[1, 5:, 2:] = False
+    mask[0, 2, 0] = mask[1, 1, 1] = False
+    flat = (jnp.asarray(x.reshape(-1, 5)) for x in (target_logits, draft_logits, base))
+    got = jax.jit(anchors_lib.chain_metrics)(*flat, jnp.asarray(mask))
+    reached, kept, with_info, without, num, tokens = np.zeros(4), np.zeros(4), 0, 0, 0, 0
+    for i in np.argwhere(mask.all(-1)):
+        agrees = (draft_logits.argmax(-1) == target_logits.argmax(-1))[tuple(i)]
+        num += 1
+        with_info += agrees[2]
+        without += base[tuple(i)][2].argmax() == target_logits[tuple(i)][2].argmax()
+        for k in range(4):
+            reached[k] += 1
+            if not agrees[k]:
+                break
+            kept[k] += 1
+            tokens += 1
+    assert num == 10
+    np.testing.assert_allclose(got["acceptance"], kept / np.maximum(reached, 1), rtol=1e-6)
+    np.testing.assert_allclose(got["tau"], 1 + tokens / num, rtol=1e-6)
+    np.testing.assert_allclose(got["agreement_3"], with_info / num, rtol=1e-6)
+    np.testing.assert_allclose(got["agreement_3_base"], without / num, rtol=1e-6)
+    overlap = np.minimum(np.exp(log_softmax(target_logits)), np.exp(log_softmax(draft_logits))).sum(-1)
+    np.testing.assert_allclose(got["overlap"], (overlap * mask).sum((0, 1)) / mask.sum((0, 1)), rtol=1e-5)
+
+
+def test_anchors_are_different_and_have_a_label():
+    has_label = jnp.ones((50, 11), bool)
+    anchors = np.asarray(anchors_lib.sample_anchors(jax.random.key(0), has_label, 5))
+    assert anchors.shape == (50, 5) and (np.diff(anchors) > 0).all()
+    assert set(anchors.ravel()) == set(range(11))
+    assert (np.asarray(anchors_lib.sample_anchors(jax.random.key(0), has_label[:2], 99)) == np.arange(11)).all()
+    has_label = np.random.default_rng(0).random((200, 11)) < 0.5
+    anchors = np.asarray(anchors_lib.sample_anchors(jax.random.key(1), jnp.asarray(has_label), 5))
+    assert (np.diff(anchors) > 0).all()
+    drawn = np.take_along_axis(has_label, anchors, 1).sum(1)
+    assert (drawn == np.minimum(has_label.sum(1), 5)).all() and (drawn < 5).any()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"trunk": "parallel", "num_layers": 2}, {"injection": "path"}, EAGLE_MODEL, MEDUSA_MODEL], ids=str
+)
+def test_gradient_reaches_all_of_the_drafter_and_none_of_the_target(changes):
+    _, weights, frozen = make(**changes)
+    _, (own, to_target) = graded(**changes)(weights, frozen, batch_of(random_rows()))
+    assert all(np.any(g) for g in jax.tree.leaves(own))
+    assert not any(np.any(g) for g in jax.tree.leaves(to_target))
+
+
+def test_new_token_information_is_zero():
+    config, _, frozen = make()
+    weights = jit(lambda key: init_drafter(key, config))(jax.random.key(0))
+    assert not np.any(toy.token_info(weights, config, jnp.arange(TARGET.vocab_size)))
+    (_, metrics), _ = graded()(weights, frozen, batch_of(random_rows()))
+    assert metrics["agreement_3"] == metrics["agreement_3_base"]
+
+
+def test_micro_batches_change_no_gradient():
+    """Rows with many labels and with none: a label counts the same in every pass."""
+    _, weights, frozen = make()
+    rows, mask = random_rows(), some_mask("few")
+    # Four copies of a row cost what the row costs: the parts of a batch, without compiling their shape.
+    copies = [batch_of(*(np.repeat(x[i : i + 1], ROWS, 0) for x in (rows, mask))) for i in range(ROWS)]
+    parts = [graded()(weights, frozen, part) for part in copies]
+    (value, _), (grad, _) = graded()(weights, frozen, batch_of(rows, mask))
+    np.testing.assert_allclose(np.mean([part[0][0] for part in parts]), value, rtol=1e-5)
+    scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grad))
+    mean = jax.tree.map(lambda *g: np.mean(g, 0), *[part[1][0] for part in parts])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale), mean, grad)
+
+
+def test_thirty_steps_reduce_the_loss(standard_dtypes):
+    config, _, frozen = make()
+    weights = jit(lambda key: init_drafter(key, config))(jax.random.key(0))
+    optimizer = optax.adam(1e-2)
+    state = optimizer.init(weights)
+
+    @jit
+    def update(weights, grad, state):
+        changes, state = optimizer.update(grad, state)
+        return optax.apply_updates(weights, changes), state
+
+    nats, tau = [], []
+    for _ in range(30):
+        (value, metrics), (grad, _) = graded()(weights, frozen, batch_of(random_rows()))
+        weights, state = update(weights, grad, state)
+        nats.append(float(value))
+        tau.append(float(metrics["tau"]))
+    assert nats[-1] < 0.8 * nats[0]
+    assert tau[-1] > tau[0]
+
+
+# --- hidden states from a cache ---------------------------------------------------------------------------------------
+
+
+def test_cached_hidden_states_stand_in_for_the_target():
+    """The same loss, from a target whose layers could not even be run."""
+    config, weights, frozen = make()
+    batch = batch_of(random_rows(), some_mask("half"))
+    output, _, _ = read_rows({"target": frozen, "drafter": weights}, config, batch["tokens"])
+    (wanted, _), (wanted_grad, _) = graded()(weights, frozen, batch)
+    broken = {k: v if k == "embedding" else jax.tree.map(lambda x: x * jnp.nan, v) for k, v in frozen.items()}
+    (found, _), (grad, _) = graded()(weights, broken, batch | {"hidden": output.hidden})
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grad))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale), grad, wanted_grad)
+
+
+def test_cached_hidden_states_are_no_feature_layers():
+    config, weights, frozen = make(feature_layers=(0, 1))
+    message = r"model\.feature_layers=\[0, 1\] with data\.cache: .* final hidden states only"
+    with pytest.raises(ValueError, match=message):
+        drafter.check_hidden_cache(config, "data.cache")
+    drafter.check_hidden_cache(make()[0], "data.cache")
+    batch = batch_of(random_rows()) | {"hidden": jnp.zeros((ROWS, LENGTH, TARGET.hidden_size))}
+    with pytest.raises(ValueError, match=r"feature_layers=\[0, 1\] with hidden states in the batch"):
+        jax.eval_shape(drafter.make_loss(TARGET, config), weights, frozen, batch, jax.random.key(0), jnp.int32(0))
+
+
+# --- what changes with the step ---------------------------------------------------------------------------------------
+
+
+def test_token_information_is_faded_in():
+    """At step 0 the loss is that of the base logits alone, at the last and later the whole; between, a mixture."""
+    _, weights, frozen = make()
+    batch = batch_of(random_rows(), some_mask("half"))
+    silent = weights | {"injector": weights["injector"] | {"bias": jnp.zeros_like(weights["injector"]["bias"])}}
+    (base, _), _ = graded()(silent, frozen, batch)
+    (whole, metrics), (whole_grad, _) = graded()(weights, frozen, batch)
+    assert abs(base - whole) > 1e-3
+    annealed = graded(dataclasses.replace(ALL, anneal_steps=8))
+    for step, share in ((0, 0.0), (2, 0.25), (6, 0.75), (8, 1.0), (100, 1.0)):
+        (found, found_metrics), (grad, _) = annealed(weights, frozen, batch, step)
+        np.testing.assert_allclose(found, (1 - share) * base + share * whole, rtol=1e-5)
+        np.testing.assert_allclose(found_metrics["overlap"], metrics["overlap"], rtol=1e-5)
+        assert any(np.any(g) for g in jax.tree.leaves(grad["injector"])) == (step > 0)
+        assert np.any(grad["output_norm"]["weight"])
+    scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grad))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale), grad, whole_grad)
+
+
+@pytest.mark.parametrize("name", losses.DIVERGENCES)
+def test_every_divergence_is_the_one_named(name):
+    target, base, draft = (jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32))
+    config = drafter.LossConfig(divergence=name, jsd_beta=0.3, anneal_steps=10)
+    of = functools.partial(losses.jensen_shannon, beta=0.3) if name == "jsd" else losses.DIVERGENCES[name]
+    found = drafter.node_loss(config, target, base, draft, jnp.int32(4))
+    np.testing.assert_allclose(found, 0.6 * of(target, base) + 0.4 * of(target, draft), rtol=1e-6)
+    config = dataclasses.replace(config, anneal_steps=0)
+    np.testing.assert_array_equal(drafter.node_loss(config, target, base, draft, jnp.int32(4)), of(target, draft))
+
+
+def test_states_are_drawn_to_the_later_hidden_states():
+    """The distance by loops; its weight falls to 0; its gradient reaches the trunk and no injector."""
+    config, weights, frozen = make()
+    models, rows, mask = {"target": frozen, "drafter": weights}, random_rows(), some_mask("half")
+    hidden = np.asarray(read_rows(models, config, jnp.asarray(rows))[0].hidden, np.float64)
+    total, depth_weights = 0.0, np.asarray(losses.depth_weights(config.num_steps, 0.8), np.float64)
+    for anchor in range(LENGTH - 1):
+        length = jnp.full(ROWS, anchor + 2, jnp.int32)
+        states = np.asarray(states_of_rounds(models, jnp.asarray(rows), config, 32, length), np.float64)
+        for k in range(config.num_steps):
+            if anchor + 2 + k > LENGTH:
+                continue
+            x = np.abs(states[:, k] - hidden[:, anchor + 1 + k])
+            distance = np.where(x < 1, x * x / 2, x - 0.5).mean(-1)
+            total += depth_weights[k] * (distance * mask[:, anchor + 2 + k]).sum()
+    total /= ROWS * (LENGTH - 1)
+    (plain, _), (plain_grad, _) = graded()(weights, frozen, batch_of(rows, mask))
+    drawn = graded(dataclasses.replace(ALL, feature_weight=0.5, feature_steps=8))
+    for step, weight in ((0, 0.5), (2, 0.375), (8, 0.0), (50, 0.0)):
+        (found, metrics), (grad, to_target) = drawn(weights, frozen, batch_of(rows, mask), step)
+        np.testing.assert_allclose(metrics["feature_distance"], total, rtol=1e-5)
+        np.testing.assert_allclose(found, plain + weight * total, rtol=1e-5)
+        assert not any(np.any(g) for g in jax.tree.leaves(to_target))
+        moved = np.abs(grad["trunk"]["layer_0"]["mlp"]["down"]["kernel"] - _down(plain_grad)).max()
+        assert (moved > 1e-5) == (weight > 0)
+        np.testing.assert_allclose(grad["injector"]["bias"], plain_grad["injector"]["bias"], rtol=1e-4, atol=1e-7)
+    forever = drafter.make_loss(TARGET, config, dataclasses.replace(ALL, feature_weight=0.5))
+    found, _ = jit(forever)(weights, frozen, batch_of(rows, mask), jax.random.key(0), jnp.int32(50))
+    np.testing.assert_allclose(found, plain + 0.5 * total, rtol=1e-5)
+
+
+def _down(grad) -> np.ndarray:
+    return np.asarray(grad["trunk"]["layer_0"]["mlp"]["down"]["kernel"])
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "section, values, message",
+    [
+        ("loss", {"divergence": "l2"}, r"loss\.divergence='l2': allowed are kl, rkl, jsd, tv, ce, ce_tv"),
+        ("loss", {"jsd_beta": 1.0}, r"loss\.jsd_beta=1\.0: allowed are finite numbers above 0 and below 1"),
+        ("loss", {"jsd_beta": float("nan")}, r"loss\.jsd_beta=nan: allowed are"),
+        ("loss", {"jsd_beta": "half"}, r"loss\.jsd_beta='half': allowed are finite numbers"),
+        ("loss", {"decay": 0}, r"loss\.decay=0\.0: allowed are finite numbers above 0 to 1"),
+        ("loss", {"anchors_per_row": 0}, r"loss\.anchors_per_row=0: allowed are whole numbers from 1"),
+        ("loss", {"anneal_steps": -1}, r"loss\.anneal_steps=-1: allowed are whole numbers from 0"),
+        ("loss", {"anneal_steps": 0.5}, r"loss\.anneal_steps=0\.5: allowed are whole numbers"),
+        ("loss", {"feature_weight": -0.1}, r"loss\.feature_weight=-0\.1: allowed are finite numbers from 0"),
+        ("loss", {"feature_weight": float("inf")}, r"loss\.feature_weight=inf: allowed are finite numbers from 0"),
+        ("loss", {"feature_steps": -5}, r"loss\.feature_steps=-5: allowed are whole numbers from 0"),
+        ("loss", {"on_policy": 1.0}, r"loss\.on_policy=1\.0: allowed are finite numbers from 0 and below 1"),
+        ("loss", {"on_policy": -0.1}, r"loss\.on_policy=-0\.1: allowed are"),
+        ("loss", {"on_policy_anchors": 0}, r"loss\.on_policy_anchors=0: allowed are whole numbers from 1"),
+        ("loss", {"beta": 0.1}, r"loss: unknown key 'beta'; valid keys are .*jsd_beta"),
+        (
+            "model",
+            {"feature_layers": "all"},
+            r"model\.feature_layers='all': allowed are lists of whole numbers .*, and low_mid_high",
+        ),
+        ("model", {"trunk": "block"}, r"model\.trunk='block': allowed are recurrent, parallel"),
+        ("model", {"kind": "feature"}, r"model\.kind='feature': allowed are hidden, eagle, medusa"),
+        ("model", {"kind": "eagle", "rank": 64}, r"model\.rank=64: kind 'eagle' has no such choice"),
+        ("model", {"kind": "medusa", "num_layers": 2}, r"model\.num_layers=2: kind 'medusa' has no such choice"),
+        ("model", {"injection": "gru"}, r"model\.injection='gru': allowed are previous, path"),
+        (
+            "model",
+            {"kind": "eagle", "injection": "path"},
+            r"model\.injection='path': kind 'eagle' has no such choice",
+        ),
+        ("model", {"trunk": 1}, r"model\.trunk=1: allowed are recurrent, parallel"),
+        ("model", {"feature_layers": 2}, r"model\.feature_layers=2: allowed are"),
+        ("model", {"feature_layers": [2, 1]}, r"model\.feature_layers=\[2, 1\]: allowed are .* ascending"),
+        ("model", {"feature_layers": [1, 1]}, r"model\.feature_layers=\[1, 1\]: allowed are"),
+        ("model", {"feature_layers": [-1]}, r"model\.feature_layers=\[-1\]: allowed are"),
+        ("model", {"feature_layers": [True]}, r"model\.feature_layers=\[True\]: allowed are"),
+        ("model", {"feature_layers": ["2"]}, r"model\.feature_layers=\['2'\]: allowed are"),
+    ],
+    ids=str,
+)
+def test_recipe_errors(section, values, message):
+    with pytest.raises(ValueError, match=message):
+        drafter.DrafterRecipe.from_dict({section: values}, "r.yaml")
+
+
+def test_recipe_of_everything():
+    values = {
+        "model": {"feature_layers": [0, 1], "trunk": "parallel", "num_layers": 3, "window": 64},
+        "loss": {"divergence": "jsd", "jsd_beta": 0.1, "feature_weight": 1, "feature_steps": 10, "on_policy": 0.25},
+    }
+    recipe = drafter.DrafterRecipe.from_dict(values, "r.yaml")
+    assert recipe.model.feature_layers == (0, 1) and recipe.loss.on_policy == 0.25
+    config = drafter.drafter_config(recipe.model, TARGET)
+    assert config.feature_layers == (0, 1) and (config.trunk, config.num_layers, config.window) == ("parallel", 3, 64)
+
+
+def test_feature_layers_of_a_target():
+    model = dataclasses.replace(MODEL, feature_layers=drafter.LOW_MID_HIGH)
+    for num_layers, wanted in ((32, (2, 16, 29)), (7, (2, 3, 4))):
+        found = drafter.drafter_config(model, dataclasses.replace(TARGET, num_layers=num_layers))
+        assert found.feature_layers == wanted
+    message = "model.feature_layers=low_mid_high: a target of 6 layers is too small for [2, 3, 3]"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        drafter.drafter_config(model, dataclasses.replace(TARGET, num_layers=6))
+    with pytest.raises(ValueError, match=r"feature_layers=\[1, 2\]: this target has layers 0 to 1"):
+        drafter.drafter_config(dataclasses.replace(MODEL, feature_layers=(1, 2)), TARGET)
+    too_deep = dataclasses.replace(make()[0], feature_layers=(1, 2))
+    for build in (drafter.make_loss, lambda *args: make_drafter(*args, TreeConfig(nodes=2, depth=1, width=1))):
+        with pytest.raises(ValueError, match=r"feature_layers=\[1, 2\]: this target has layers 0 to 1"):
+            build(TARGET, too_deep)
+    for layers in ((1, 0), (0, 0), (-1,), [0, 1], "low", (True,)):
+        with pytest.raises(ValueError, match=r"DrafterConfig\.feature_layers=.*: (expected|allowed are) "):
+            dataclasses.replace(too_deep, feature_layers=layers)
+
+
+def test_a_drafter_with_feature_layers_is_stored(tmp_path):
+    config, weights, _ = make(feature_layers=(0, 1))
+    drafter_files.save_drafter(tmp_path, config, weights)
+    found, read = drafter_files.read_drafter(tmp_path)
+    assert found == config and found.feature_layers == (0, 1)
+    jax.tree.map(np.testing.assert_array_equal, read, weights)
+    file = tmp_path / "drafter_config.json"
+    text = file.read_text()
+    changed = re.sub(r'"feature_layers": \[[^]]*\]', '"feature_layers": [1]', text)
+    assert changed != text
+    file.write_text(changed)
+    with pytest.raises(ValueError, match=r"fusion.*found shape"):
+        drafter_files.read_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_drafter_with_a_block_trunk_is_stored(num_steps, tmp_path):
+    """Its slots too, one a depth behind the first; a configuration that names no trunk is of a recurrent one."""
+    config, weights, _ = make(trunk="parallel", num_layers=2, num_steps=num_steps)
+    drafter_files.save_drafter(tmp_path, config, weights)
+    found, read = drafter_files.read_drafter(tmp_path)
+    assert found == config and found.trunk == "parallel"
+    assert ("slots" in read["trunk"]) == (num_steps > 1)
+    jax.tree.map(np.testing.assert_array_equal, read, weights)
+    file = tmp_path / "drafter_config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"trunk": "deep"}))
+    with pytest.raises(ValueError, match=r"trunk='deep': allowed are recurrent, parallel"):
+        drafter_files.read_drafter(tmp_path)
+    file.write_text(json.dumps(values | {"trunk": "recurrent"}))
+    with pytest.raises(ValueError, match=r"no_token"):
+        drafter_files.read_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [EAGLE_MODEL | {"feature_layers": (0, 1)}, MEDUSA_MODEL], ids=str)
+def test_a_drafter_of_another_kind_is_stored(changes, tmp_path):
+    config, weights, _ = make(**changes)
+    drafter_files.save_drafter(tmp_path, config, weights)
+    found, read = drafter_files.read_drafter(tmp_path)
+    assert found == config and found.kind == changes["kind"]
+    jax.tree.map(np.testing.assert_array_equal, read, weights)
+    file = tmp_path / "drafter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"kind": "hidden"}))
+    with pytest.raises(ValueError, match=r"injector|embedding_in|num_layers|pair_in"):
+        drafter_files.read_drafter(tmp_path)
+
+
+OLD_KEYS = {"rank": 128, "trunk": "recurrent", "injection": "previous", "committed_embeddings": True, "window": None}
+OLD_SIZES = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "old"),
+    [
+        ({"trunk": "parallel"}, {"trunk": "block", "has_mix": True}),
+        (EAGLE_MODEL, {**OLD_KEYS, "kind": "feature"}),
+        (MEDUSA_MODEL, {**OLD_KEYS, **OLD_SIZES, "kind": "block"}),
+    ],
+    ids=["parallel", "eagle", "medusa"],
+)
+def test_folders_of_older_versions_load(changes, old, tmp_path):
+    """Their configurations named kinds and trunks otherwise, and every kind had the keys of all."""
+    config, weights, _ = make(**changes)
+    drafter_files.save_drafter(tmp_path, config, weights)
+    file = tmp_path / "drafter_config.json"
+    values = json.loads(file.read_text()) | old
+    file.write_text(json.dumps(values))
+    found, read = drafter_files.read_drafter(tmp_path)
+    assert found == config
+    jax.tree.map(np.testing.assert_array_equal, read, weights)
+    if config.kind != "hidden":
+        file.write_text(json.dumps(values | {"rank": 5}))
+        with pytest.raises(ValueError, match=rf"rank=5: kind '{config.kind}' has no such choice"):
+            drafter_files.read_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["on_policy", "anneal_steps"])
+def test_losses_about_token_information_need_some(name):
+    config = drafter.drafter_config(dataclasses.replace(MODEL, **EAGLE_MODEL), TARGET)
+    with pytest.raises(ValueError, match=rf"loss\.{name}=.*model\.kind=eagle"):
+        drafter.make_loss(TARGET, config, drafter.LossConfig(**{name: {"on_policy": 0.5, "anneal_steps": 9}[name]}))
+
+
+def test_a_drafter_from_before_there_was_a_choice_of_trunk_and_kind(tmp_path):
+    config, weights, _ = make()
+    drafter_files.save_drafter(tmp_path, config, weights)
+    file = tmp_path / "drafter_config.json"
+    values = json.loads(file.read_text())
+    assert values.pop("trunk") == "recurrent" and values.pop("kind") == "hidden"
+    file.write_text(json.dumps(values))
+    assert drafter_files.read_drafter(tmp_path)[0] == config

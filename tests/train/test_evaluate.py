@@ -1,0 +1,187 @@
+"""Simulated tau is the tau of real decoding, round by round, for greedy and for sampled texts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import setups, toy
+
+import hsd_jax
+from hsd_jax.config import PARALLEL, ReuseConfig, TreeConfig
+from hsd_jax.params import Params
+from hsd_jax.train import evaluate
+from hsd_jax.types import DraftTree
+
+TREE = TreeConfig(nodes=6, depth=3, width=2)
+PROMPTS = [np.arange(3, 3 + n) % toy.VOCAB for n in (2, 5, 9, 4)]
+"""The same in all tests, in batches of two: what decodes and simulates them compiles once."""
+
+
+def make_params(**changes) -> Params:
+    config = setups.VARIANTS["llama"]
+    weights = setups.weights("llama")
+    drafter_config = toy.drafter_config(config, **changes)
+    drafter = toy.make_drafter(drafter_config, config, weights)
+    return Params(weights, drafter, config, drafter_config, max_len=128, precision="exact")
+
+
+def make_telling_params(**changes) -> Params:
+    """A pair in which drafts are often right and depend on the states: attention counts for less, states for more."""
+
+    def less(path, x):
+        return x * 0.3 if any(getattr(key, "key", None) == "o" for key in path) else x
+
+    config = setups.VARIANTS["llama"]
+    weights = jax.tree_util.tree_map_with_path(less, setups.weights("llama"))
+    drafter_config = toy.drafter_config(config, **changes)
+    drafter = toy.make_drafter(drafter_config, config, weights)
+    drafter["output_norm"] = {"weight": jnp.full(config.hidden_size, 0.5)}
+    return Params(weights, drafter, config, drafter_config, max_len=128, precision="exact")
+
+
+@pytest.mark.parametrize(
+    "temperature, changes, is_hot",
+    [
+        (0.0, {}, False),
+        (1.0, {}, True),
+        pytest.param(1.0, {}, False, marks=pytest.mark.slow),
+        pytest.param(0.0, {"trunk": PARALLEL}, False, marks=pytest.mark.slow),
+        pytest.param(1.0, {"kind": "eagle"}, False, marks=pytest.mark.slow),
+        pytest.param(0.0, {"kind": "eagle"}, True, marks=pytest.mark.slow),
+        pytest.param(1.0, {"kind": "medusa"}, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
+    params = make_params(**changes)
+    if is_hot:
+        params = hsd_jax.restrict(params, setups.DRAFT_TO_TARGET)
+    options = {"max_new_tokens": 24, "temperature": temperature}
+    texts = evaluate.write_texts(params, PROMPTS, seed=5, batch=2, **options)
+    models = params.drafter, params.drafter_config, params.target, params.target_config
+    found = evaluate.simulate(*models, texts, TREE, temperature)
+    out = hsd_jax.decode(params, PROMPTS, seed=[5, 6, 7, 8], tree=TREE, accept="match", **options)
+    assert found["tau"] == pytest.approx(out.stats.tau)
+    reached = np.cumsum(out.stats.accepted_histogram[::-1])[::-1]
+    np.testing.assert_allclose(found["acceptance"], reached[1:] / np.maximum(reached[:-1], 1))
+    assert 1 < found["tau"] < TREE.depth + 1  # else the test would say nothing
+
+
+SLOW_FORMS = ("sum", "skip", "unfused")
+FORMS = ["skip:1", *(pytest.param(form, marks=pytest.mark.slow) for form in SLOW_FORMS)]
+RUNS_IN_EVERY_ROUND = ("sum", "ahead")
+
+
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", [*FORMS, pytest.param("ahead", marks=pytest.mark.slow)])
+def test_simulated_tau_with_reuse_is_that_of_decoding(form, temperature):
+    """Round by round, from states of every age, and another text than without reuse: else nothing would be shown."""
+    params = make_telling_params(num_steps=5)
+    prompts = [np.arange(3, 3 + n) % toy.VOCAB for n in (2, 5, 9)]
+    options = {"max_new_tokens": 24, "temperature": temperature}
+    texts = evaluate.write_texts(params, prompts, seed=5, batch=3, **options)
+    models = params.drafter, params.drafter_config, params.target, params.target_config
+    tree = TreeConfig(nodes=6, depth=2, width=2) if form == "ahead" else TREE
+    drafts = [(tree, ReuseConfig.parse(form)), (tree, ReuseConfig())]
+    (found, without), _ = evaluate.accepted_lengths(*models, texts, drafts, temperature)
+    out = hsd_jax.decode(params, prompts, seed=[5, 6, 7], tree=tree, reuse=form, accept="match", **options)
+    assert found.histogram == tuple(out.stats.accepted_histogram.tolist())
+    assert [len(runs) for runs in found.trunk_runs] == out.stats.per_row.num_target_passes.tolist()
+    assert found.tau == pytest.approx(out.stats.tau)
+    assert found != without
+    runs = [ran for row in found.trunk_runs for ran in row]
+    assert all(runs) == (form in RUNS_IN_EVERY_ROUND) and all(row[0] for row in found.trunk_runs)
+
+
+@pytest.mark.parametrize("proposer", ["lookup", pytest.param("small_lm", marks=pytest.mark.slow)])
+def test_drafters_that_were_not_trained_are_simulated_too(proposer):
+    setup = setups.setup("llama", proposer)
+    params = Params(setup.models["target"], setup.models["drafter"], setup.config, setups.CHAINS[proposer], max_len=128)
+    prompts = [np.arange(3, 12) % 4, np.arange(5, 7)]
+    texts = evaluate.write_texts(params, prompts, 24, 0.0, seed=0)
+    models = params.drafter, params.drafter_config, params.target, params.target_config
+    drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4)]
+    found, overlap = evaluate.accepted_lengths(*models, texts, drafts, 0.0)
+    assert overlap is None
+    for (tree, _), fate in zip(drafts, found, strict=True):
+        out = hsd_jax.decode(params, prompts, max_new_tokens=24, tree=tree)
+        assert fate.histogram == tuple(out.stats.accepted_histogram.tolist())
+        assert fate.tau > 1
+
+
+def test_chains_are_read_off_the_longest():
+    params = make_telling_params()
+    texts = evaluate.write_texts(params, [np.arange(4, 10)], 24, 0.0, seed=0)
+    models = params.drafter, params.drafter_config, params.target, params.target_config
+    drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4, 1)]
+    together, _ = evaluate.accepted_lengths(*models, texts, drafts, 0.0)
+    assert together == [evaluate.accepted_lengths(*models, texts, [draft], 0.0)[0][0] for draft in drafts]
+    assert len({fate.tau for fate in together}) == 3
+
+
+def test_a_chain_is_judged_too():
+    params = make_params()
+    texts = evaluate.write_texts(params, PROMPTS, 24, 0.0, seed=0, batch=2)
+    models = params.drafter, params.drafter_config, params.target, params.target_config
+    found = evaluate.simulate(*models, texts, TREE, 0.0)
+    steps = params.drafter_config.num_steps
+    out = hsd_jax.decode(params, PROMPTS, max_new_tokens=24, tree=TreeConfig(steps + 1, steps, 1))
+    assert found["chain_tau"] == pytest.approx(out.stats.tau)
+    assert 0 < found["overlap"] < 1
+
+
+def test_a_child_of_a_wrong_node_counts_for_nothing():
+    """Text 5 6 7 8; the tree of root 5 holds 6, a wrong 9, and behind the wrong one a 7."""
+    tree = DraftTree(
+        tokens=jnp.array([[5, 9, 6, 7, 7, 8]]),
+        parents=jnp.array([[-1, 0, 0, 1, 2, 4]]),
+        depth=jnp.array([[0, 1, 1, 2, 2, 3]]),
+        valid=jnp.ones((1, 6), bool),
+    )
+    text = jnp.array([[5, 6, 7, 8, 0]])
+    follow = lambda tree, length: int(evaluate.accepted_nodes(tree, text, jnp.array([0]), jnp.array([length]), 3)[0])  # noqa: E731
+    assert follow(tree, 4) == 3
+    assert follow(tree, 3) == 2  # the text ends
+    assert follow(tree.replace(parents=jnp.array([[-1, 0, 0, 1, 1, 4]])), 4) == 1
+    assert follow(tree.replace(valid=jnp.array([[True, True, False, True, True, True]])), 4) == 0
+
+
+def test_a_walk_counts_what_decoding_counts():
+    """Prompt of 2, text of 9: rounds of 3 + 1 tokens, 0 + 1, and one cut by the end."""
+    texts = evaluate.Texts(np.zeros((1, 9), np.int32), np.array([2]), np.array([9]), np.zeros(1, np.uint32))
+    counts = np.array([[[3, 9, 9, 9, 0, 3, 9]]])  # at the last token of the prompt and those behind it
+    fate = evaluate.walk(counts, texts, depth=3)
+    assert (fate.num_passes, fate.histogram, fate.tau) == (3, (1, 1, 0, 1), pytest.approx(7 / 3))
+    assert fate.acceptance == [pytest.approx(2 / 3), 0.5, 1.0]
+    assert fate.trunk_runs == ((True, True, True),)
+
+
+def test_a_walk_follows_the_age_of_spares():
+    """Three states: a run, a round on spares of age 2, and, since 2 + 1 leaves none, a run again."""
+    texts = evaluate.Texts(np.zeros((1, 8), np.int32), np.array([2]), np.array([8]), np.zeros(1, np.uint32))
+    counts = np.full((1, 4, 6), 9)
+    counts[0, 3, 0], counts[0, 2, 2], counts[0, 3, 3] = 1, 0, 1
+    fate = evaluate.walk(counts, texts, depth=2, age_behind=[0, 1, 2, 0], first_age=3)
+    assert fate.histogram == (2, 2, 0)  # the last round is cut by the end
+    assert fate.trunk_runs == ((True, False, True, False),)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"prompts": 0}, r"eval\.prompts=0: allowed are whole numbers from 1"),
+        ({"temperature": 0.0}, r"eval\.temperature=0\.0: allowed are finite numbers above 0"),
+    ],
+)
+def test_eval_section_errors(change, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate.EvalConfig(**change)
+
+
+def test_texts_survive_a_file(tmp_path):
+    rows, seeds = np.arange(6, dtype=np.int32).reshape(2, 3), np.array([7, 2**32 - 1], np.uint32)
+    texts = evaluate.Texts(rows, np.array([2, 2]), np.array([3, 2]), seeds)
+    texts.save(tmp_path / "texts.npz")
+    jax.tree.map(np.testing.assert_array_equal, vars(evaluate.Texts.load(tmp_path / "texts.npz")), vars(texts))

@@ -1,0 +1,194 @@
+"""The cache of hidden states holds what a pass of the target gives, and is refused where it would be something else."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import shutil
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import setups
+
+from hsd_jax.models.target import forward_sequence
+from hsd_jax.train import data, features
+from hsd_jax.train.features import FeatureConfig, open_features
+from hsd_jax.train.rows import Rows
+
+NUM, LENGTH, BATCH = 11, 6, 4
+CONFIG = setups.VARIANTS["llama"]
+ROW_BYTES = LENGTH * CONFIG.hidden_size * 4
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch):
+    """Five rows of float32 a file: three files, the last with one row."""
+    monkeypatch.setattr(features, "FILE_BYTES", 5 * ROW_BYTES)
+
+
+def make_rows(seed: int = 0) -> Rows:
+    tokens = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (NUM, LENGTH + 1)).astype(np.int32)
+    return Rows(tokens, np.ones_like(tokens, bool), NUM, tokens.size)
+
+
+def build(folder, rows=None, dtype: str = "float32", target_hash: str = "t", weights=None, **options):
+    lines = []
+    config = FeatureConfig(str(folder), dtype=dtype, **options)
+    weights = setups.weights("llama") if weights is None else weights
+    made = open_features(config, rows or make_rows(), weights, CONFIG, target_hash, BATCH, lines.append)
+    return made, lines
+
+
+@jax.jit
+def hidden_states(weights, tokens, starts=None):
+    return forward_sequence(weights, CONFIG, tokens, starts).hidden
+
+
+def test_cached_features_are_those_of_a_pass(tmp_path):
+    starts = np.array([0, 0, 0, 3, 3, 3, 3], np.int32) * np.arange(NUM, dtype=np.int32)[:, None].clip(0, 1)
+    rows = dataclasses.replace(make_rows(), starts=starts)  # two documents in each row but the first
+    cached, lines = build(tmp_path / "cache", rows)
+    assert cached.shape == (NUM, LENGTH, CONFIG.hidden_size)
+    stream = data.Batches(rows, BATCH, seed=0, features=cached)
+    for _ in range(4):  # two epochs: every row, in places that differ from those of the build
+        batch = next(stream)
+        want = np.asarray(hidden_states(setups.weights("llama"), batch["tokens"][:, :-1], batch["starts"][:, :-1]))
+        assert batch["hidden"].dtype == want.dtype
+        np.testing.assert_array_equal(batch["hidden"], want)
+    stream.close()
+    assert lines[0].startswith(f"features: {NUM} rows x {LENGTH} tokens x 32 numbers in float32 = 8.45 KB in ")
+    assert "(limit 20GB, free on the disk " in lines[0]
+    assert lines[1].startswith(f"features: {NUM} rows written, ")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_round_once(tmp_path, dtype):
+    rows = make_rows()
+    cached, _ = build(tmp_path, rows, dtype)
+    index = np.array([10, 0, 6, 6])
+    want = hidden_states(setups.weights("llama"), rows.tokens[index, :-1]).astype(dtype)
+    assert cached.take(index).dtype == want.dtype
+    np.testing.assert_array_equal(cached.take(index), np.asarray(want))
+    assert {p.name for p in tmp_path.iterdir()} == {"manifest.json", "features-00000.npy", "features-00001.npy"}
+
+
+def test_no_cache_is_none():
+    assert open_features(FeatureConfig(), make_rows(), {}, CONFIG, "t", BATCH) is None
+
+
+def test_a_build_that_broke_off_continues(tmp_path, monkeypatch):
+    whole, _ = build(tmp_path / "whole")
+    folder = tmp_path / "broken"
+    num_files, fsync = [], features.os.fsync
+
+    def full(descriptor):
+        num_files.append(1)
+        if len(num_files) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(features, "os", types.SimpleNamespace(fsync=full))
+    with pytest.raises(ValueError, match=r"broken: cannot be written .*No space left.*complete files stay"):
+        build(folder)
+    assert {p.name for p in folder.iterdir()} == {"manifest.json", "features-00000.npy"}
+    (folder / f".features-00001.npy.{2**30}.tmp").write_bytes(b"half a file")  # as a kill leaves it
+    first = (folder / "features-00000.npy").stat().st_mtime_ns
+    resumed, lines = build(folder)
+    assert "3.84 KB of it are there" in lines[0] and lines[-1].startswith("features: 6 rows written")
+    assert (folder / "features-00000.npy").stat().st_mtime_ns == first
+    every = np.arange(NUM)
+    np.testing.assert_array_equal(resumed.take(every), whole.take(every))
+    assert build(folder)[1] == []  # complete: nothing is computed, nothing is said
+    assert not list(folder.glob(".*.tmp"))
+
+
+def test_the_limit_holds_before_anything_is_written(tmp_path):
+    lines = []
+    config = FeatureConfig(str(tmp_path / "cache"), limit="8 KB", dtype="float32")
+    with pytest.raises(ValueError, match=r"features\.limit=8 KB: the cache would take 8\.45 KB \(11 rows x 6 tokens"):
+        open_features(config, make_rows(), {"embedding": jnp.zeros(1)}, CONFIG, "t", BATCH, lines.append)
+    assert len(lines) == 1 and "= 8.45 KB" in lines[0]  # said before it was refused
+    assert not (tmp_path / "cache").exists()
+    build(tmp_path / "cache", limit="8.448KB")
+
+
+def test_a_disk_without_room_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=8447))
+    with pytest.raises(ValueError, match=r"the cache needs 8\.45 KB more, the disk has 8\.45 KB"):
+        build(tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=8448))
+    build(tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"target_hash": "u"}, r"holds features with another target, t there and u here; set features\.cache"),
+        ({"rows": make_rows(1)}, r"with another rows, "),
+        ({"dtype": "float16"}, r"with another dtype, float32 there and float16 here"),
+        (
+            {"weights": {**setups.weights("llama"), "embedding": jnp.zeros((1, 1), jnp.bfloat16)}},
+            r"with another weights_dtype, float32 there and bfloat16 here",
+        ),
+    ],
+)
+def test_other_features_are_refused(tmp_path, changes, message):
+    build(tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, **changes)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_folders_and_files_that_are_no_cache(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "thesis.txt").write_text("!")
+    with pytest.raises(ValueError, match=r"own: is not empty and holds no manifest\.json"):
+        build(tmp_path / "own")
+    build(tmp_path / "cache")
+    path = tmp_path / "cache" / "features-00001.npy"
+    for content in (path.read_bytes()[:-1], b"", b"no array"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"features-00001\.npy: damaged \(.*\); delete it"):
+            build(tmp_path / "cache")
+    path.unlink()
+    assert build(tmp_path / "cache")[1][-1].startswith("features: 5 rows written")
+    manifest = tmp_path / "cache" / "manifest.json"
+    for content in ("{", json.dumps({"target": "t"}), "[1]"):
+        manifest.write_text(content)
+        with pytest.raises(ValueError, match=r"manifest\.json: not a manifest of features"):
+            build(tmp_path / "cache")
+
+
+def test_states_that_are_not_finite_are_refused(tmp_path):
+    weights = setups.weights("llama")
+    loud = {**weights, "final_norm": {"weight": weights["final_norm"]["weight"] * 1e6}}
+    with pytest.raises(ValueError, match=r"hidden states of row 0 are not finite; features\.dtype=bfloat16 has more"):
+        build(tmp_path / "half", dtype="float16", weights=loud)
+    build(tmp_path / "whole", dtype="bfloat16", weights=loud)
+
+
+@pytest.mark.parametrize(
+    "limit, num_bytes", [("20GB", 20 * 10**9), ("1.5 tb", 1.5 * 10**12), ("7B", 7), ("8kB", 8000), ("2MB", 2 * 10**6)]
+)
+def test_limits_are_read(limit, num_bytes):
+    assert FeatureConfig(limit=limit).limit_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"limit": "20"}, r"features\.limit='20': expected a size, for example 20GB"),
+        ({"limit": 20}, r"features\.limit=20: allowed are texts"),
+        ({"dtype": "int8"}, r"features\.dtype='int8': allowed are bfloat16, float32, float16"),
+        ({"cache": True}, r"features\.cache=True: allowed are texts, and null"),
+    ],
+)
+def test_options_that_are_wrong(values, message):
+    with pytest.raises(ValueError, match=message):
+        FeatureConfig(**values)

@@ -1,0 +1,371 @@
+"""A target's own responses: what is asked, who answers at which temperature, and a file that a kill does not change.
+
+The target is random and in float32, where a row's text does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import types
+
+import pytest
+from support import toy
+
+import hsd_jax
+from hsd_jax.cli import main as main_lib
+from hsd_jax.cli import options
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.models import convert
+from hsd_jax.train import data, generate
+from hsd_jax.train.documents import load_documents
+from hsd_jax.train.prompts import GenerateConfig, Prompt, read_prompts
+from hsd_jax.train.rows import make_rows
+from hsd_jax.train.tokenizer import train_tokenizer
+
+RECORDS = [
+    {"question": "the cat ", "answer": "the dog"},
+    {"prompt": "a dog and ", "response": "a cat"},
+    {"turns": [["U", "the hill?"], ["S", "the hill is green"], ["U", "a dog?"], ["S", "a cat"]]},
+    {"text": "the cat sat on the mat and the dog ran to the cat"},
+    {"turns": ["the red house", "a second turn"]},
+    {"prompt": "the cat sat on the mat"},
+]
+SHORT = ["--max-new-tokens", "10", "--batch", "4", "--temperatures", "0,0.9", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target with tokenizer and chat template, a drafter, and a file of prompts."""
+    root = tmp_path_factory.mktemp("own")
+    words = (
+        "the cat sat on the mat and the dog ran to the red house on the green hill\nUser: Question: Assistant: Answer: "
+    )
+    (root / "words.txt").write_text(words * 9)
+    (root / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
+    tokenizer = train_tokenizer([str(root / "words.txt")], 330, root / "target")
+    config = toy.target_config(vocab_size=tokenizer.get_vocab_size(), max_position=64)
+    weights = toy.make_target(config)
+    eos = tokenizer.token_to_id("</s>")
+    convert.save_target(root / "target", config, weights, bos=tokenizer.token_to_id("<s>"), eos=[eos])
+    drafter_config = toy.drafter_config(config, target_hash=convert.weights_hash(weights))
+    drafter_files.save_drafter(root / "drafter", drafter_config, toy.make_drafter(drafter_config, config, weights))
+    return root
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """No compilation cache in the home directory."""
+    monkeypatch.setenv("HSD_CACHE", "off")
+    monkeypatch.delenv("HSD_DEBUG", raising=False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return data.read_tokenizer(folder / "target")[0]
+
+
+def hsd(folder, out, *argv) -> int:
+    target = ["--target", folder / "target", "--prompts", folder / "prompts.jsonl", "--out", out]
+    return main_lib.main(["generate-data", *map(str, [*target, *SHORT, *argv])])
+
+
+def lines_of(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """The result of a run that nobody disturbed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HSD_CACHE", "off")
+        assert hsd(folder, folder / "whole.jsonl", "--samples-per-prompt", "2") == 0
+    return folder / "whole.jsonl"
+
+
+def prompts_of(folder, tokenizer, records, template=None, bos=0, room=64, report=print, **changes) -> list[Prompt]:
+    path = folder / "some.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    config = GenerateConfig(**{"max_new_tokens": 4, "prefix_tokens": 4, **changes})
+    return read_prompts([path], tokenizer, bos, template, room, config, report)
+
+
+def test_prompts_of_every_kind_of_record(folder, tokenizer):
+    found = prompts_of(folder, tokenizer, RECORDS, all_turns=True)
+    assert [p.text for p in found] == [
+        "Question: the cat\nAnswer:",
+        "a dog and ",
+        "User: the hill?\nAssistant:",
+        "User: the hill?\nAssistant: the hill is green\nUser: a dog?\nAssistant:",
+        "the cat sat on",
+        "User: the red house\nAssistant:",
+        "the cat sat on the mat",
+    ]
+    assert [p.source for p in found] == [f"some.jsonl:{i}" for i in (1, 2, 3, 3, 4, 5, 6)]
+    for p in found:
+        assert p.tokens == (0, *tokenizer.encode(p.text, add_special_tokens=False).ids)
+    template = data.read_chat_template(folder / "target")
+    chat = prompts_of(folder, tokenizer, RECORDS[2:3], template, all_turns=True)
+    assert [p.text for p in chat] == [
+        "User: the hill?\nAssistant:",
+        "User: the hill?\nAssistant: the hill is green\nUser: a dog?\nAssistant:",
+    ]
+    assert [p.tokens.count(0) for p in chat] == [1, 1]  # the template brings the start token
+    bare = prompts_of(folder, tokenizer, RECORDS[2:3], template, bos=None, all_turns=True)
+    assert bare[0].text.startswith("<s>User:") and bare[0].tokens == chat[0].tokens
+
+
+def test_texts_give_a_prompt_every_few_tokens(folder, tokenizer):
+    text = "the cat sat on the mat and the dog ran to the red house on the green hill é☃"
+    found = prompts_of(folder, tokenizer, [{"text": text}], stride=5)
+    assert [p.text for p in found][:2] == ["the cat sat on", "mat and the dog"]
+    for p in found:  # whole words, and the tokens of the prompt by itself
+        assert p.tokens == (0, *tokenizer.encode(p.text, add_special_tokens=False).ids)
+        assert f" {p.text} " in text.join("  ") and 1 < len(p.tokens) <= 5
+    assert found[-1].text == "the green hill"  # a blank alone ends no prompt
+    short = prompts_of(folder, tokenizer, [{"text": "the cat"}, {"text": ""}, {"text": "the cat sat"}])
+    assert [p.text for p in short] == ["the", "the"]  # at most half
+    (snow,) = prompts_of(folder, tokenizer, [{"text": "☃☃☃☃"}])  # of twelve tokens; four would end in a character
+    assert (snow.text, len(snow.tokens)) == ("☃", 4)
+
+
+def test_conversations_give_one_prompt_by_seed(folder, tokenizer):
+    many = [RECORDS[2]] * 40
+
+    def lengths(seed: int) -> list[int]:
+        return [len(p.tokens) for p in prompts_of(folder, tokenizer, many, seed=seed)]
+
+    assert len(lengths(0)) == 40 and len(set(lengths(0))) == 2
+    assert lengths(0) == lengths(0) != lengths(1)
+
+
+def test_long_prompts_are_left_out(folder, tokenizer):
+    said = []
+    found = prompts_of(folder, tokenizer, RECORDS, prompt_tokens=7, report=said.append)
+    assert found and all(len(p.tokens) <= 7 for p in found)
+    (line,) = said
+    assert line.endswith("records left out: their prompts are longer than 7 tokens")
+    assert prompts_of(folder, tokenizer, RECORDS, limit=2) == prompts_of(folder, tokenizer, RECORDS)[:2]
+    with pytest.raises(ValueError, match=r"some\.jsonl: holds no prompt of at most 1 tokens"):
+        prompts_of(folder, tokenizer, RECORDS, prompt_tokens=1, report=said.append)
+    with pytest.raises(ValueError, match=r"max_new_tokens=64: the model has 64 positions"):
+        prompts_of(folder, tokenizer, RECORDS, max_new_tokens=64)
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        ({"words": "a"}, r"some\.jsonl:1: fields \['words'\]; expected text, turns, messages, question or prompt"),
+        ({"question": None}, r"some\.jsonl:1: question is null: expected a text"),
+        ({"prompt": " "}, r"some\.jsonl:1: prompt is empty"),
+        ({"turns": [["U", 3]]}, r"some\.jsonl:1: turn 1 of turns"),
+        ({"turns": [["S", "a dog"]]}, r"some\.jsonl: holds no prompt"),
+    ],
+)
+def test_records_without_a_prompt(folder, tokenizer, record, message):
+    with pytest.raises(ValueError, match=message):
+        prompts_of(folder, tokenizer, [record])
+
+
+def plan_of(num: int = 60, **changes) -> list[list[generate.Job]]:
+    prompts = [Prompt(tuple(range(1 + i * 7 % 13)), str(i), f"f:{i}") for i in range(num)]
+    return generate.make_plan(prompts, GenerateConfig(**{"batch": 8, **changes}))
+
+
+def test_the_plan_mixes_temperatures_by_prompt_and_seed():
+    temperatures = (0.0, 0.7, 1.0)
+    jobs = {job.prompt.text: job for job in itertools.chain(*plan_of())}
+    shares = [sum(j.temperature == t for j in jobs.values()) for t in temperatures]
+    assert len(jobs) == sum(shares) == 60 and min(shares) >= 10
+    assert len({j.seed for j in jobs.values()}) == 60
+    fewer = {job.prompt.text: job for job in itertools.chain(*plan_of(20, batch=3))}
+    assert all(jobs[text] == job for text, job in fewer.items())  # neither batch nor other prompts matter
+    assert plan_of() == plan_of() != plan_of(seed=1)
+    by_prompt: dict[str, list] = {}
+    for job in itertools.chain(*plan_of(samples_per_prompt=5)):
+        by_prompt.setdefault(job.prompt.text, []).append(job)
+    for samples in by_prompt.values():
+        assert [sum(j.temperature == t for j in samples) for t in temperatures] == [1, 2, 2]  # one greedy answer
+        assert len({j.seed for j in samples}) == 5
+        assert jobs[samples[0].prompt.text] in samples
+
+
+def test_batches_hold_prompts_of_like_length():
+    plan = plan_of()
+    spans = sorted((min(lengths), max(lengths)) for lengths in ([len(j.prompt.tokens) for j in b] for b in plan))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    assert [len(b) for b in plan].count(8) == 7 and sum(map(len, plan)) == 60
+    assert [max(len(j.prompt.tokens) for j in b) for b in plan] != [b for _, b in spans]  # not the short ones first
+
+
+def test_a_response_does_not_depend_on_its_batch(folder, whole):
+    params = hsd_jax.load(target=folder / "target", dtype="float32")
+    records = lines_of(whole)
+    fields = {"prompt", "response", "temperature", "seed", "source", "prompt_tokens", "response_tokens"}
+    assert len(records) == 12 and set(records[0]) == fields
+    for start in range(3):
+        others = records[start::3]  # one of each batch and one more, of all lengths
+        again = hsd_jax.decode(
+            params,
+            [r["prompt_tokens"] for r in others],
+            max_new_tokens=10,
+            temperature=[r["temperature"] for r in others],
+            seed=[r["seed"] for r in others],
+            speculate=False,
+        )
+        for row, r in enumerate(others):
+            assert again.tokens[row, : again.num_tokens[row]].tolist() == r["response_tokens"]
+    by_source: dict[str, set] = {}
+    for r in records:
+        by_source.setdefault(r["source"], set()).add(r["temperature"])
+    assert list(by_source.values()) == [{0.0, 0.9}] * 6
+    settings = json.loads(generate.settings_path(whole).read_text())
+    assert settings["target"] == convert.weights_hash(params.target) and settings["drafter"] is None
+    assert settings["temperatures"] == [0.0, 0.9] and settings["prompts"][0].startswith("prompts.jsonl ")
+
+
+def test_the_result_is_training_data_of_the_same_tokens(folder, whole, tokenizer):
+    records = lines_of(whole)
+    documents = load_documents(whole)
+    for record, document in zip(records, documents, strict=True):
+        assert document.text == record["prompt"] + record["response"]
+        rows = make_rows([document], tokenizer, 63, 0, 1, 0, 330, packing="padded", loss_on="responses")
+        ids = [*record["prompt_tokens"], *record["response_tokens"]]
+        assert rows.tokens[0, : len(ids)].tolist() == ids
+        assert rows.mask[0].nonzero()[0].tolist() == list(range(len(record["prompt_tokens"]), len(ids)))
+    config = data.DataConfig(loss_on="responses")
+    rows = data.read_rows([whole], folder / "target", 16, 0, 330, config)
+    assert rows.num_documents == 12
+
+
+@pytest.mark.parametrize("place", ["in the first line", "between lines", "in the middle", "at the last byte"])
+def test_a_run_that_broke_off_ends_with_the_same_file(folder, whole, tmp_path, monkeypatch, place):
+    content = whole.read_bytes()
+    ends = [i + 1 for i, c in enumerate(content) if c == ord("\n")]
+    kept, done = {
+        "in the first line": (ends[0] - 5, 0),
+        "between lines": (ends[3], 4),
+        "in the middle": (ends[5] + 20, 6),
+        "at the last byte": (ends[-1] - 1, 11),
+    }[place]
+    out = tmp_path / "own.jsonl"
+    out.write_bytes(content[:kept])
+    generate.settings_path(out).write_bytes(generate.settings_path(whole).read_bytes())
+    calls, decode = [], generate.decode
+    monkeypatch.setattr(generate, "decode", lambda *a, **k: calls.append(1) or decode(*a, **k))
+    assert hsd(folder, out, "--samples-per-prompt", "2") == 0
+    assert out.read_bytes() == content
+    assert len(calls) == 3 - done // 4  # batches of four that are complete are not decoded again
+
+
+def test_an_interrupt_leaves_whole_lines(folder, whole, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "own.jsonl"
+    calls, decode = [], generate.decode
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return decode(*args, **kwargs)
+
+    monkeypatch.setattr(generate, "decode", interrupted)
+    assert hsd(folder, out, "--samples-per-prompt", "2") == 130
+    assert whole.read_bytes().startswith(out.read_bytes()) and len(lines_of(out)) == 4
+    monkeypatch.setattr(generate, "REPORT_SECONDS", 0.0)
+    capsys.readouterr()
+    assert hsd(folder, out, "--samples-per-prompt", "2") == 0
+    assert out.read_bytes() == whole.read_bytes()
+    said = capsys.readouterr()
+    assert "4 of 12 lines are there" in said.err and "8 of 12 lines, " in said.err and " min left" in said.err
+    assert said.out == ""
+    assert hsd(folder, out, "--samples-per-prompt", "2") == 0  # complete: nothing is decoded
+    assert len(calls) == 4 and "12 of 12 lines are there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (["--seed", "1"], "whole.jsonl was begun with other settings: seed is 0 there and 1 here"),
+        (["--batch", "5"], "batch is 4 there and 5 here"),
+        (["--temperatures", "0.5"], "temperatures is [0.0, 0.9] there and [0.5] here"),
+        (["--max-len", "50"], "max_len is None there and 50 here"),
+    ],
+)
+def test_other_settings_are_refused_before_anything_is_loaded(folder, whole, monkeypatch, capsys, changes, message):
+    monkeypatch.setattr(options, "load_params", None)
+    before = whole.read_bytes()
+    assert hsd(folder, whole, "--samples-per-prompt", "2", *changes) == 2
+    error = capsys.readouterr().err
+    assert message in error and "choose another name" in error
+    assert whole.read_bytes() == before
+
+
+def test_another_target_is_refused(folder, whole, capsys):
+    settings = json.loads(generate.settings_path(whole).read_text())
+    with pytest.raises(ValueError, match=r"target is '[0-9a-f]+' there and 'other' here"):
+        generate.check_settings(whole, settings | {"target": "other"})
+    assert hsd(folder, whole, "--samples-per-prompt", "2", "--dtype", "bfloat16") == 2
+    assert "dtype is 'float32' there and 'bfloat16' here" in capsys.readouterr().err
+
+
+def test_files_of_others_are_not_touched(folder, whole, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(generate, "decode", None)
+    out = tmp_path / "own.jsonl"
+    out.write_text("my thesis\n")
+    assert hsd(folder, out) == 2
+    assert "own.jsonl: is there, but own.jsonl.settings.json is not" in capsys.readouterr().err
+    generate.settings_path(out).write_bytes(generate.settings_path(whole).read_bytes())
+    swapped = whole.read_text().split("\n")
+    for content in ("my thesis\n", "\n".join(swapped[1:4]) + "\n", whole.read_text() + swapped[0] + "\n"):
+        out.write_text(content)
+        assert hsd(folder, out, "--samples-per-prompt", "2") == 2
+        assert "not a line of this run" in capsys.readouterr().err
+        assert out.read_text() == content
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--out", "own.txt"], "own.txt: expected a name that ends in .jsonl"),
+        (["--out", "none/own.jsonl"], "there is no folder none"),
+        (["--prompts", "none.jsonl"], "none.jsonl: no such data file"),
+        (["--target", "none"], "none"),
+        (["--top-p", "1.5"], "'1.5': allowed are finite numbers above 0 to 1"),
+        (["--temperatures", "0,-1"], "temperatures=[0.0, -1.0]: allowed are lists of finite numbers from 0"),
+        (["--temperatures", "warm"], "'warm': expected numbers, for example 0,0.7,1.0"),
+        (["--temperatures", "0", "--samples-per-prompt", "2"], "greedy samples of a prompt are all alike"),
+        (["--max-new-tokens", "64"], "max_new_tokens=64: the model has 64 positions"),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_loaded(folder, tmp_path, monkeypatch, capsys, argv, message):
+    monkeypatch.setattr(options, "load_params", None)
+    monkeypatch.chdir(tmp_path)
+    assert hsd(folder, "own.jsonl", *argv) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_keeps_whole_lines(folder, tmp_path, monkeypatch, capsys):
+    def full(descriptor):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(generate, "os", types.SimpleNamespace(fsync=full))
+    assert hsd(folder, tmp_path / "own.jsonl") == 2
+    assert "own.jsonl: cannot be written (No space left on device)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_with_a_drafter_the_text_is_the_same(folder, tmp_path):
+    exact = ["--precision", "exact", "--limit", "4", "--temperatures", "0.9"]  # no cold row: what auto would draw
+    assert hsd(folder, tmp_path / "plain.jsonl", *exact) == 0
+    tree = ["--drafter", folder / "drafter", "--nodes", "5", "--depth", "3", "--width", "2"]
+    assert hsd(folder, tmp_path / "drafted.jsonl", *exact, *tree) == 0
+    assert (tmp_path / "plain.jsonl").read_bytes() == (tmp_path / "drafted.jsonl").read_bytes()
+    settings = json.loads((tmp_path / "drafted.jsonl.settings.json").read_text())
+    assert settings["tree"] == "5x3x2" and len(settings["drafter"]) == 64
+
+
+def test_help(capsys):
+    assert main_lib.main(["generate-data", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: hsd generate-data") and "examples:\n  hsd generate-data --target DIR" in text

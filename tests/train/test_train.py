@@ -1,0 +1,481 @@
+"""Training runs: a step is its passes, a killed run resumes bit for bit, errors name what is wrong.
+
+The drafter's loss is `test_drafter_training.py`, divergences are `test_losses.py`. Nothing here is statistical.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import shutil
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+from rich.console import Console
+from support.recipes import DRAFTER_VALUES, LOOP, TARGET_VALUES, TEXT
+from tokenizers import Tokenizer
+
+import hsd_jax
+from hsd_jax import checkpoint, sharding
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.models import convert
+from hsd_jax.train import data, drafter, journal, loop, manifest, run, target, trained
+from hsd_jax.train.rows import _one_document
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def test_passes_of_a_step_are_averaged(monkeypatch, standard_dtypes):
+    def loss(params, frozen, batch, key, step):
+        rows = batch["rows"]
+        return jnp.mean((rows @ params - frozen) ** 2), {"largest": rows.max(), "step": step + 0.0}
+
+    monkeypatch.setattr(loop, "make_optimizer", lambda config: optax.sgd(1.0))
+    rows = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+    params = jnp.ones(3)
+    grad = jax.grad(lambda p: loss(p, 2.0, {"rows": rows}, None, 0)[0])(params)
+    for passes in (1, 3):
+        step = loop.make_train_step(loss, loop.LoopConfig(batch=6, micro_batch=6 // passes))
+        state = {"params": params + 0, "opt_state": optax.sgd(1.0).init(params)}
+        state |= {"step": jnp.full((), 4, jnp.int32), "seed": jnp.zeros((), jnp.int32)}
+        state, metrics = step(state, 2.0, {"rows": rows})
+        np.testing.assert_allclose(params - state["params"], grad, rtol=1e-5)
+        np.testing.assert_allclose(metrics["largest"], rows.reshape(passes, -1).max(1).mean(), rtol=1e-6)
+        assert int(state["step"]) == 5 and float(metrics["step"]) == 4
+
+
+def test_bfloat16_compute_keeps_float32_masters(standard_dtypes):
+    """The loss sees matrices in bfloat16 and vectors as they are; weights and optimizer stay float32."""
+    seen = {}
+
+    def loss(params, frozen, batch, key, step):
+        seen.update(jax.tree.map(lambda p: p.dtype.name, params))
+        return sum(jnp.sum(p.astype(jnp.float32) ** 2) for p in jax.tree.leaves(params)), {}
+
+    config = loop.LoopConfig(batch=1, compute="bfloat16", warmup=0)
+    params = {"kernel": jnp.ones((2, 2)), "norm": jnp.ones(2)}
+    state = {"params": params, "opt_state": loop.make_optimizer(config).init(params)}
+    state |= {"step": jnp.zeros((), jnp.int32), "seed": jnp.zeros((), jnp.int32)}
+    state, _ = loop.make_train_step(loss, config)(state, None, {"rows": jnp.zeros((1, 1))})
+    assert seen == {"kernel": "bfloat16", "norm": "float32"}
+    floats = [x.dtype for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert set(floats) == {jnp.dtype("float32")}
+
+
+# Whole runs, from text to folders.
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A data file, and a target trained on it."""
+    folder = tmp_path_factory.mktemp("runs")
+    lines = TEXT.splitlines(keepends=True)
+    documents = ["".join(lines[i : i + 24]) for i in range(0, len(lines), 24)]  # so that rows pack several
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    recipe = target.TargetRecipe.from_dict(TARGET_VALUES, "recipe")
+    with jax.numpy_dtype_promotion("standard"):
+        run.train_target([folder / "text.jsonl"], folder / "target", recipe, report=lambda line: None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(files, tmp_path_factory):
+    """The folder of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("finished")
+    recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
+    with jax.numpy_dtype_promotion("standard"):
+        run.train_drafter(files / "target", [files / "text.jsonl"], folder, recipe, report=lambda line: None)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "is_said"),
+    [(512, None, True), (2048, None, False), (512, 512, False), (512, 513, True), (2048, 4096, False)],
+)
+def test_attention_that_no_row_trains_is_named(length, window, is_said):
+    lines = []
+    run._say_reach(lines.append, length, window, 2048, "do this")
+    assert [line.endswith("may have 2048; do this") for line in lines] == [True] * is_said
+
+
+def test_prompts_to_judge_by_are_of_one_document():
+    row = np.arange(10)
+    cases = {(0,) * 10: [0, 1, 2, 3], (0,) * 3 + (3,) * 7: [3, 4, 5, 6], (0,) * 5 + (5,) * 5: [0, 1, 2, 3]}
+    for begins, wanted in cases.items():
+        assert _one_document(row, np.array(begins), 4).tolist() == wanted
+
+
+def test_target_run_leaves_a_folder_that_loads(files):
+    folder = files / "target"
+    config = convert.read_config(folder)
+    assert (config.vocab_size, config.hidden_size) == (300, 16)
+    convert.read_weights(folder, config)
+    assert convert.read_eos(folder) == (1,) and convert.read_bos(folder) == 0
+    assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": 1}
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("Question").ids
+    assert ids[0] == 0 and max(ids) < 300
+
+
+def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path, standard_dtypes):
+    recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
+    args = files / "target", [files / "text.jsonl"]
+
+    class Killed(Exception):
+        pass
+
+    def kill(line):
+        if line.startswith("step 3/"):
+            raise Killed
+
+    (tmp_path / "killed").mkdir()  # what a run leaves that was killed before its first checkpoint
+    (tmp_path / "killed" / "metrics.jsonl").write_text('{"step": 1, "tokens": 32}\n')
+    with pytest.raises(Killed):
+        run.train_drafter(*args, tmp_path / "killed", recipe, report=kill)
+    wait_for(tmp_path / "killed" / "checkpoints" / "2")
+    lines = []
+    resumed = run.train_drafter(*args, tmp_path / "killed", recipe, report=lines.append)
+    assert "resuming at step 2 of 4" in lines
+    name = "drafter.safetensors"
+    assert (finished / "drafter" / name).read_bytes() == (resumed / name).read_bytes()
+    log = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
+    there = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    untimed = lambda entries: [{k: v for k, v in e.items() if k != "tokens_per_s"} for e in entries]  # noqa: E731
+    assert untimed(log) == untimed(there)
+    assert [("eval" in e, e["step"]) for e in log] == [(0, 1), (0, 2), (1, 2), (0, 3), (0, 4), (1, 4)]
+    assert len(log[0]["acceptance"]) == 3 and (tmp_path / "killed" / "curves.png").stat().st_size > 1000
+    assert list((tmp_path / "killed" / "tensorboard").iterdir())
+    config, _ = drafter_files.read_drafter(resumed)
+    target_config = convert.read_config(args[0])
+    drafter_files.check_drafter(
+        config, target_config, convert.weights_hash(convert.read_weights(args[0], target_config))
+    )
+
+
+@pytest.mark.slow
+def test_a_run_with_a_reduced_vocabulary(files, tmp_path, standard_dtypes):
+    """From text to a folder that loads; coverage is reported of the labels and of the held-out texts."""
+    values = DRAFTER_VALUES | {"model": DRAFTER_VALUES["model"] | {"draft_vocab": 0.1}}
+    recipe, lines = drafter.DrafterRecipe.from_dict(values, "recipe"), []
+    args = files / "target", [files / "text.jsonl"], tmp_path, recipe
+    folder = run.train_drafter(*args, report=lines.append)
+    said = [
+        line.partition(";")[0] for line in lines if line.startswith("reduced draft vocabulary of 30 tokens: covers ")
+    ]
+    assert [" ".join(line.split()[10:]) for line in said] == [
+        "labels to train on",
+        "tokens of the held-out greedy texts",
+        "tokens of the held-out sampled texts",
+    ]
+    config, weights = drafter_files.read_drafter(folder)
+    assert config.reduced_vocab_size == 30 and weights["injector"]["bias"].shape == (30, 4)
+    ids = json.loads((tmp_path / "draft_to_target.json").read_text())
+    assert weights["draft_to_target"].tolist() == ids and 1 in ids  # the end token
+    params = hsd_jax.load(target=files / "target", drafter=folder, precision="exact")  # whose drafter is float32 too
+    np.testing.assert_array_equal(params.drafter["head"], params.target["embedding"][np.array(ids)])
+
+
+def test_the_best_drafter_is_kept(files, tmp_path, standard_dtypes, monkeypatch):
+    """Scores 3, 1: the folder holds the weights of the first judgement, the checkpoint those of the last step."""
+    kept = []
+    monkeypatch.setattr(run.evaluate, "simulate", lambda params, *rest: {"tau": next(scores)})
+    monkeypatch.setattr(run.drafter_files, "save_drafter", lambda folder, *rest: (folder.mkdir(), kept.append(folder)))
+    recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
+    scores = iter([3.0, 0.0, 1.0, 0.0])  # greedy and sampled texts of each judgement
+    folder = run.train_drafter(
+        files / "target", [files / "text.jsonl"], tmp_path / "run", recipe, report=lambda line: None
+    )
+    assert len(kept) == 1 and json.loads((folder / "judged.json").read_text())["tau"] == 3.0
+
+
+def test_a_loss_that_is_not_finite_names_step_and_batch(files, tmp_path, standard_dtypes):
+    """Found although nobody looks at that step, and before a checkpoint could hold it."""
+    rows = data.Rows(np.zeros((8, 5), np.int32), np.ones((8, 5), bool), 1, 40)
+
+    def loss(params, frozen, batch, key, step):
+        return jnp.where(step == 2, jnp.nan, 1.0) * jnp.sum(params**2), {}
+
+    config = loop.LoopConfig(steps=9, batch=2, length=4, warmup=1, log_every=9, checkpoint_every=2)
+    with pytest.raises(
+        FloatingPointError, match=r"loss is nan at step 3 \(batch 2 of 2 rows.*last checkpoint is step 2"
+    ):
+        loop.fit(loss, jnp.ones(2), None, data.Batches(rows, 2, 0), config, tmp_path, quiet_journal(tmp_path))
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == ["2"]
+
+
+def quiet_journal(out: Path) -> journal.Journal:
+    return journal.Journal(out, 9, lambda line: None)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, standard_dtypes, monkeypatch):
+    rows = data.Rows(np.zeros((8, 5), np.int32), np.ones((8, 5), bool), 1, 40)
+    config = loop.LoopConfig(steps=6, batch=2, length=4, warmup=1, checkpoint_every=2)
+    save = checkpoint.ocp.CheckpointManager.save
+
+    def full(self, step, **options):
+        if step == 4:
+            raise OSError(28, "No space left on device")
+        return save(self, step, **options)
+
+    monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "save", full)
+    run_it = lambda: loop.fit(  # noqa: E731
+        lambda p, *rest: (jnp.sum(p**2), {}),
+        jnp.ones(2),
+        None,
+        data.Batches(rows, 2, 0),
+        config,
+        tmp_path,
+        quiet_journal(tmp_path),
+    )
+    with pytest.raises(OSError, match=r"step 4.*No space left.*that of step 2 is complete\. Free room"):
+        run_it()
+    monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "save", save)
+    assert np.isfinite(run_it()).all()
+
+
+def test_force_continues_with_another_recipe(files, finished, tmp_path, standard_dtypes):
+    args = files / "target", [files / "text.jsonl"], tmp_path / "run"
+    shutil.copytree(finished, tmp_path / "run")
+    longer = drafter.DrafterRecipe.from_dict(dict(DRAFTER_VALUES, train=dict(LOOP, steps=6)), "recipe")
+    with pytest.raises(ValueError, match=r"train\.steps is 4 there and 6 here.*--force"):
+        run.train_drafter(*args, longer, report=lambda line: None)
+    lines = []
+    run.train_drafter(*args, longer, report=lines.append, force=True)
+    assert "resuming at step 4 of 6" in lines
+    note = checkpoint.Checkpointer(tmp_path / "run" / "checkpoints").read_note()
+    assert note["recipe"]["train"]["steps"] == 6 and note["recipe"]["target"] and note["revision"] and note["rows"]
+
+
+def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard_dtypes):
+    """A parallel trunk begins as the recurrent one it is given; what that lacks, its slots, begins as in any run."""
+    model = dict(DRAFTER_VALUES["model"], trunk="parallel", num_steps=4)
+    values = dict(
+        DRAFTER_VALUES, model=model, eval={"every": 0}, train=dict(LOOP, learning_rate=0.0, steps=1, warmup=0)
+    )
+    recipe = drafter.DrafterRecipe.from_dict(values, "recipe")
+    args, lines = (files / "target", [files / "text.jsonl"], tmp_path / "run", recipe), []
+    start = finished / "drafter"
+    run.train_drafter(*args, report=lines.append, start_dir=start)
+    changes = "; dropped: ['trunk']['no_token']; fresh: ['trunk']['slots']"
+    assert any("starting from" in line and line.endswith(changes) for line in lines)
+    config, weights = drafter_files.read_drafter(tmp_path / "run" / "drafter")
+    given = drafter_files.read_drafter(start)[1]
+    assert config.trunk == "parallel" and weights["trunk"].pop("slots").shape == (3, 16)
+    given["trunk"].pop("no_token")
+    jax.tree.map(np.testing.assert_array_equal, weights, given)
+    lines.clear()
+    run.train_drafter(*args, report=lines.append)  # it has begun: where from does not matter any more
+    assert not any("starting from" in line for line in lines)
+    fresh = init_drafter(jax.random.key(0), dataclasses.replace(config, reduced_vocab_size=3))
+    begun = trained.started_from(fresh, given, jnp.array([1, 7, 9])).weights
+    np.testing.assert_array_equal(begun["injector"]["bias"], given["injector"]["bias"][np.array([1, 7, 9])])
+    hot = {**given, "draft_to_target": jnp.array([1, 7, 9]), "injector": begun["injector"]}
+    again, _, dropped = trained.started_from(fresh, hot, jnp.array([2, 7, 9]))
+    assert not dropped  # what follows from the target and the `draft_to_target` ids is made anew
+    rows = [np.zeros(4), *given["injector"]["bias"][np.array([7, 9])]]
+    np.testing.assert_array_equal(again["injector"]["bias"], rows)
+    with pytest.raises(FileNotFoundError, match=r"drafter_config\.json"):
+        run.train_drafter(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path)
+    config, weights = drafter_files.read_drafter(start)
+    drafter_files.save_drafter(tmp_path / "strange", dataclasses.replace(config, target_hash="0" * 64), weights)
+    with pytest.raises(ValueError, match="trained for target 000000000000"):
+        run.train_drafter(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path / "strange")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_recipe_of_an_older_version_is_continued(tmp_path):
+    """A key it does not know yet has its default; another value of it is another recipe."""
+    values = dict(DRAFTER_VALUES, model=dict(DRAFTER_VALUES["model"], draft_vocab=0.5))
+    plain, changed = (drafter.DrafterRecipe.from_dict(v, "recipe") for v in (DRAFTER_VALUES, values))
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    manifest.write(tmp_path, manifest.check(tmp_path, True, plain, kind="drafter"))
+    stored = json.loads((tmp_path / "recipe.json").read_text())
+    del stored["model"]["draft_vocab"]
+    (tmp_path / "recipe.json").write_text(json.dumps(stored))
+    assert manifest.check(tmp_path, False, plain, kind="drafter")["model"]["draft_vocab"] is None
+    with pytest.raises(ValueError, match=r"another recipe: model\.draft_vocab is None there and 0\.5 here"):
+        manifest.check(tmp_path, False, changed, kind="drafter")
+    with pytest.raises(ValueError, match=r"kind is 'drafter' there and 'target' here"):
+        manifest.check(tmp_path, False, plain, kind="target")
+
+
+def wait_for(folder: Path) -> None:
+    """Checkpoints are written beside the training."""
+    end = time.monotonic() + 30
+    while not folder.is_dir():
+        assert time.monotonic() < end, f"{folder} did not appear"
+        time.sleep(0.02)
+
+
+def test_a_folder_with_another_recipe_is_refused(files):
+    recipe = target.TargetRecipe.from_dict(dict(TARGET_VALUES, train=dict(LOOP, seed=7)), "recipe")
+    with pytest.raises(ValueError, match=r"another recipe: train\.seed is 0 there and 7 here"):
+        run.train_target([files / "text.jsonl"], files / "target", recipe, report=lambda line: None)
+    (files / "other").mkdir()
+    (files / "other" / "text.jsonl").write_text(json.dumps({"text": TEXT + "!"}))
+    recipe = target.TargetRecipe.from_dict(TARGET_VALUES, "recipe")
+    with pytest.raises(ValueError, match=r"another recipe: files\.0"):
+        run.train_target([files / "other" / "text.jsonl"], files / "target", recipe, report=lambda line: None)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"train": dict(LOOP, length=3)}, r"train\.length=3: must be greater than model\.num_steps=3"),
+        ({"train": dict(LOOP, length=4096)}, r"train\.length=4096: the model has 2048 positions"),
+        ({"train": dict(LOOP, length=1024)}, r"fewer than one batch of 4|fewer than one row"),
+        ({"model": {"num_heads": 3, "num_kv_heads": 2}}, r"model\.num_heads=3: must be a multiple"),
+    ],
+)
+def test_recipes_that_do_not_fit(files, tmp_path, change, message):
+    recipe = drafter.DrafterRecipe.from_dict({**DRAFTER_VALUES, **change}, "recipe")
+    with pytest.raises(ValueError, match=message):
+        run.train_drafter(files / "target", [files / "text.jsonl"], tmp_path / "out", recipe)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_without_tokenizer_is_refused(files, tmp_path):
+    recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((files / "target" / name).read_bytes())
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json: training needs"):
+        run.train_drafter(tmp_path, [files / "text.jsonl"], tmp_path / "out", recipe)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"modle": {}}, r"r\.yaml: unknown key 'modle'; valid keys are data, eval, features, loss, model, train"),
+        ({"model": {"depth": 3}}, r"r\.yaml: model: unknown key 'depth'; valid keys are .*num_steps"),
+        (
+            {"train": {"learning_rate": "2e-3"}},
+            r"train\.learning_rate='2e-3': allowed are finite numbers from 0 \(YAML reads 2e-3",
+        ),
+        ({"train": {"steps": 1.5}}, r"train\.steps=1\.5: allowed are whole numbers from 1"),
+        ({"train": None}, r"train=None: expected keys and values"),
+        ({"train": {"steps": 0}}, r"train\.steps=0: allowed are whole numbers from 1"),
+        ({"train": {"batch": 4, "micro_batch": 3}}, r"train\.micro_batch=3: must divide"),
+        ([1], r"r\.yaml: expected keys and values, found \[1\]"),
+    ],
+)
+def test_drafter_recipe_errors(values, message):
+    with pytest.raises(ValueError, match=message):
+        drafter.DrafterRecipe.from_dict(values, "r.yaml")
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({}, r"missing key 'model'"),
+        ({"model": {"hidden_size": 8}}, r"model: missing key"),
+        ({"model": {"vocab_size": 8}}, r"write vocab_size outside of model"),
+        ({"model": dict(TARGET_VALUES["model"], rope={"base": 1.0})}, r"model\.rope: unknown key 'base'"),
+        (dict(TARGET_VALUES, vocab_size="many"), r"vocab_size='many': allowed are whole numbers from 2"),
+    ],
+)
+def test_target_recipe_errors(values, message):
+    with pytest.raises(ValueError, match=message):
+        target.TargetRecipe.from_dict(values, "r.yaml")
+
+
+def test_shipped_recipes_are_valid():
+    read = lambda name: yaml.safe_load((REPO / "configs" / name).read_text())  # noqa: E731
+    made = target.TargetRecipe.from_dict(read("demo_target.yaml"), "demo_target.yaml")
+    recipe = drafter.DrafterRecipe.from_dict(read("demo_drafter.yaml"), "demo_drafter.yaml")
+    assert drafter.drafter_config(recipe.model, made.model).num_heads == 8
+    assert drafter.DrafterRecipe.from_dict({}, "-") == drafter.DrafterRecipe()
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("empty.jsonl", b"", r"empty\.jsonl: holds no document"),
+        ("blank.txt", b" \n", r"blank\.txt: holds no document"),
+        ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', r"bad\.jsonl:3: not JSON"),
+        ("fields.jsonl", b'{"words": "a"}\n', r"fields\.jsonl:1: fields \['words'\]; expected text"),
+        ("latin.txt", b"caf\xe9", r"latin\.txt: not UTF-8 text \(.* at byte 3\)"),
+        ("null.jsonl", b'{"text": "a"}\n{"text": null}\n', r"null\.jsonl:2: text is null: expected a text"),
+        ("number.jsonl", b'{"prompt": "a", "response": 3}\n', r"number\.jsonl:1: response is 3: expected a text"),
+        ("sum.jsonl", b'{"question": ["a"], "answer": ""}\n', r'sum\.jsonl:1: question is \["a"\]: expected a text'),
+        ("turns.jsonl", b'{"turns": "hello"}\n', r'turns\.jsonl:1: turns is "hello": expected a list'),
+        (
+            "chat.jsonl",
+            b'{"messages": [["a", "b"], {"role": "c"}]}\n',
+            r'chat\.jsonl:1: turn 2 of messages is {"role": "c"}',
+        ),
+        (
+            "parts.jsonl",
+            b'{"turns": [{"role": "a", "content": [1]}]}\n',
+            r"turn 1 of turns .* expected the texts \[speaker",
+        ),
+        ("three.jsonl", b'{"turns": [["a", "b", "c"]]}\n', r'three\.jsonl:1: turn 1 of turns is \["a", "b", "c"\]'),
+    ],
+)
+def test_data_errors(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        data.read_documents(tmp_path / name)
+
+
+@pytest.mark.parametrize("field", ["turns", "messages"])
+def test_turns_in_every_form(tmp_path, field):
+    """Pairs, and the objects of two widespread chat formats; a line may mix them."""
+    turns = [["user", "Hi."], {"role": "assistant", "content": "Hello,\nyou."}, {"from": "human", "value": "Bye."}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({field: turns}) + "\n")
+    assert data.read_documents(tmp_path / "chat.jsonl") == ["User: Hi.\nAssistant: Hello, you.\nUser: Bye."]
+
+
+def test_missing_data_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.jsonl: no such data file"):
+        data.read_documents(tmp_path / "none.jsonl")
+
+
+def test_a_terminal_shows_a_bar(tmp_path):
+    """Steps and time left in place of lines; what is reported still appears."""
+    screen, lines = io.StringIO(), []
+    console = Console(file=screen, force_terminal=True, width=120)
+    with contextlib.closing(journal.Journal(tmp_path, 8, lines.append, console)) as shown:
+        shown.resume(2)
+        for step in (3, 4):
+            shown.advance(step)
+        shown.step(4, 400, 100.0, {"loss": 1.5})
+        shown.judged(4, 400, {"tau": 2.5}, True)
+    text = screen.getvalue()
+    assert "step 4/8" in text and "left, loss 1.500, 100 tokens/s" in text and "━" in text
+    assert lines == ["resuming at step 2 of 8", "held out at step 4: tau 2.500 (best so far)"]
+    assert [record["step"] for record in journal.read_metrics(tmp_path)] == [4, 4]
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
+@pytest.mark.parametrize(
+    ("spec", "changes"),
+    [
+        ("data=2,model=2", {}),
+        pytest.param("data=8", {"batch": 8, "micro_batch": None}, marks=pytest.mark.slow),
+        pytest.param("data=4,model=2", {"batch": 8, "micro_batch": None}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_mesh_trains_as_one_device_does(files, finished, tmp_path, standard_dtypes, spec, changes):
+    """Losses, acceptance and judgements of every step, within what sums in another order make of float32."""
+    values = dict(DRAFTER_VALUES, train=dict(LOOP, **changes))
+    recipe = drafter.DrafterRecipe.from_dict(values, "recipe")
+    args = files / "target", [files / "text.jsonl"]
+    folders = {"one": tmp_path / "one" if changes else finished, "mesh": tmp_path / "mesh"}
+    if changes:
+        run.train_drafter(*args, folders["one"], recipe, report=lambda line: None)
+    run.train_drafter(*args, folders["mesh"], recipe, sharding.make_mesh(spec), report=lambda line: None)
+    one, mesh = (journal.read_metrics(folder) for folder in folders.values())
+    assert [r["step"] for r in one] == [r["step"] for r in mesh] and one
+    for here, there in zip(one, mesh, strict=True):
+        untimed = [{k: v for k, v in r.items() if k != "tokens_per_s"} for r in (here, there)]
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), *untimed)
