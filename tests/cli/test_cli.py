@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import command_line
 from support.command_line import SHORT, TEXTS, TREE, both, hsd
 
 import hsd_jax
@@ -23,6 +24,8 @@ from hsd_jax import programs
 from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.train import recipe
+
+folders, own_cache = command_line.folders, command_line.own_cache
 
 COMMANDS = ["generate", "demo", "show", "tune", "bench", "identity", "info", "generate-data"]
 COMMANDS += ["bench compare", "bench ablate"]
