@@ -440,7 +440,7 @@ def test_round_trip(tmp_path, dtype):
 
 
 def test_bad_files(tmp_path):
-    from test_convert import edit_json, edit_tensors
+    from support.checkpoints import edit_json, edit_tensors
 
     config, weights = draft_vocab.restrict(*make()[:2], SOME)
     file, text = tmp_path / "drafter.safetensors", tmp_path / "drafter_config.json"
@@ -479,7 +479,7 @@ def test_bad_files(tmp_path):
 
 
 def test_old_configurations_have_the_full_vocabulary(tmp_path):
-    from test_convert import edit_json
+    from support.checkpoints import edit_json
 
     config, weights, _ = make()
     drafter_files.save_drafter(tmp_path, config, weights)

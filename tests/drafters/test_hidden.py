@@ -263,7 +263,7 @@ def test_base_logits_go_through_the_target_head():
 
 
 def test_trees_are_closed_and_without_twins():
-    from test_tree import assert_well_formed
+    from support.trees import assert_well_formed
 
     models, state, root, position = mid_state()
     tree, _ = jitted_draft()(models, state.drafter, root, position)

@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.checkpoints import edit_json, edit_tensors
 
 from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
 from hsd_jax.drafters import files as drafter_files
@@ -194,17 +195,6 @@ def same_tree(a, b) -> bool:
     return jax.tree.structure(a) == jax.tree.structure(b) and all(
         x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     )
-
-
-def edit_json(path: Path, **changes) -> None:
-    values = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in values.items() if v != "drop"}))
-
-
-def edit_tensors(path: Path, change) -> None:
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
 
 
 # Parity
