@@ -182,7 +182,7 @@ def load(
         quantize or jnp.dtype(weights_dtype).name,
         None if loaded is None else (loaded.hash, drafter_hash(drafter_config, drafter_weights)),
     )
-    return place(params, mesh)
+    return place(arranged(params, mesh, frees=True), mesh)
 
 
 def default_tree(config: Any) -> TreeConfig:
@@ -268,15 +268,19 @@ def place(params: Params, mesh: Mesh | None) -> Params:
     return placed
 
 
-def arranged(params: Params, mesh: Mesh | None) -> Params:
-    """The same weights as the devices of this process, or of a mesh, multiply them fastest (`models/packing.py`)."""
+def arranged(params: Params, mesh: Mesh | None, frees: bool = False) -> Params:
+    """The same weights as the devices of this process, or of a mesh, multiply them fastest (`models/packing.py`).
+
+    Args:
+      frees: the weights that change are gone afterwards.
+    """
     packs = native.traced_platform() != "cpu"
     num_shards = 1 if mesh is None else mesh.shape.get("model", 1)
-    target, config = packing.arranged(params.target, params.target_config, num_shards, packs)
+    target, config = packing.arranged(params.target, params.target_config, num_shards, packs, frees)
     params = dataclasses.replace(params, target=target, target_config=config)
     if not params.drafter:
         return params
-    drafter, config = packing.arranged(params.drafter, params.drafter_config, num_shards, packs)
+    drafter, config = packing.arranged(params.drafter, params.drafter_config, num_shards, packs, frees)
     return dataclasses.replace(params, drafter=drafter, drafter_config=config)
 
 

@@ -18,7 +18,9 @@ from jaxtyping import Array
 from hsd_jax.types import Weights
 
 
-def arranged(weights: Weights, config: Any, num_shards: int = 1, packs: bool = True) -> tuple[Weights, Any]:
+def arranged(
+    weights: Weights, config: Any, num_shards: int = 1, packs: bool = True, frees: bool = False
+) -> tuple[Weights, Any]:
     """The weights of a target or a drafter for so many devices, and the configuration that reads them.
 
     Fewer key/value heads than devices are repeated until each device has one: its query heads then need no other, and
@@ -28,6 +30,7 @@ def arranged(weights: Weights, config: Any, num_shards: int = 1, packs: bool = T
       config: where it has no heads, nothing changes.
       num_shards: devices that share the heads, those of the mesh axis "model".
       packs: whether to pack projections.
+      frees: as in `pack`.
     """
     groups = getattr(config, "num_kv_heads", None)
     if groups is None:
@@ -36,7 +39,7 @@ def arranged(weights: Weights, config: Any, num_shards: int = 1, packs: bool = T
         times = num_shards // groups
         weights = _mapped(weights, lambda node: _repeated(node, groups, times))
         config = dataclasses.replace(config, num_kv_heads=num_shards)
-    return pack(weights, config, num_shards) if packs else weights, config
+    return pack(weights, config, num_shards, frees) if packs else weights, config
 
 
 def _mapped(node: Any, change: Callable[[dict], dict]) -> Any:
@@ -57,12 +60,13 @@ def _repeated(node: dict, groups: int, times: int) -> dict:
     return {name: jax.tree.map(repeat, part) if name in ("k", "v") else part for name, part in node.items()}
 
 
-def pack(weights: Weights, config: Any, num_shards: int = 1) -> Weights:
+def pack(weights: Weights, config: Any, num_shards: int = 1, frees: bool = False) -> Weights:
     """The weights with `q`, `k`, `v` as `qkv` and `gate`, `up` as `gate_up`.
 
     Args:
       config: its configuration; where it has no heads, nothing is packed.
       num_shards: devices that share the heads. Heads that they do not divide stay apart, as they would be cut.
+      frees: each weight is gone once it is packed: a device need not hold all of them twice.
     """
     groups = getattr(config, "num_kv_heads", None)
     if groups is None:
@@ -70,16 +74,20 @@ def pack(weights: Weights, config: Any, num_shards: int = 1) -> Weights:
 
     def join(node: dict) -> dict:
         if groups % num_shards == 0 and {"q", "k", "v"} <= node.keys():
-            node["qkv"] = _joined([node.pop(name) for name in "qkv"], lambda parts: _by_group(parts, groups))
+            node["qkv"] = _joined([node.pop(name) for name in "qkv"], lambda parts: _by_group(parts, groups), frees)
         if {"gate", "up", "down"} <= node.keys():
-            node["gate_up"] = _joined([node.pop("gate"), node.pop("up")], jnp.stack)
+            node["gate_up"] = _joined([node.pop("gate"), node.pop("up")], jnp.stack, frees)
         return node
 
     return _mapped(weights, join)
 
 
-def _joined(parts: list[dict[str, Any]], join: Any) -> dict[str, Any]:
-    return jax.tree.map(lambda *arrays: join(list(arrays)), *parts)  # of a kernel in 8 bits its scales too
+def _joined(parts: list[dict[str, Any]], join: Any, frees: bool) -> dict[str, Any]:
+    joined = jax.tree.map(lambda *arrays: join(list(arrays)), *parts)  # of a kernel in 8 bits its scales too
+    if frees:
+        jax.block_until_ready(joined)
+        jax.tree.map(lambda array: array.delete(), parts)
+    return joined
 
 
 def _by_group(parts: list[Array], groups: int) -> Array:

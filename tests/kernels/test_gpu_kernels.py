@@ -149,8 +149,13 @@ def test_packed_weights_compute_the_same(bias):
     assert {"qkv", "o"} <= packed["layer_0"]["attn"].keys() and "q" not in packed["layer_0"]["attn"]
     assert packed["layer_0"]["mlp"].keys() == {"gate_up", "down"}
     given = jnp.arange(6)[None] % config.vocab_size, jnp.arange(6)[None], causal_mask(1, 6)
-    one, other = (forward(w, config, *given).logits for w in (weights, packed))
-    np.testing.assert_allclose(one, other, atol=1e-5)
+    wanted = forward(weights, config, *given).logits
+    np.testing.assert_allclose(forward(packed, config, *given).logits, wanted, atol=1e-5)
+    copies = jax.tree.map(jnp.copy, weights)
+    freed = pack(copies, config, frees=True)
+    assert copies["layer_0"]["attn"]["q"]["kernel"].is_deleted()
+    assert not copies["layer_0"]["attn"]["o"]["kernel"].is_deleted()
+    np.testing.assert_array_equal(forward(freed, config, *given).logits, forward(packed, config, *given).logits)
 
 
 def test_heads_that_the_devices_do_not_divide_stay_apart():
