@@ -244,10 +244,6 @@ class Drafter(NamedTuple):
     max_depth: int
     aux_layers: tuple[int, ...] = ()
     """Layers whose residual streams `init` and `commit` read in `ModelOutput.features`."""
-    node_logp: Callable[..., Array] | None = None
-    """`node_logp(params, state, tree, sampling) -> [B, N]`: the drafter's log-probability of each node given its
-    parent, without the noise of COUPLED trees; 0 for the root. For trees grown from `state` and not drawn,
-    and for pictures: no decode calls it. None: there is none."""
     lookahead: int = 0
     """Slots behind the committed tokens that a round may write in the drafter's own cache, if more than `max_depth`."""
     ready: Callable[..., Any] | None = None
@@ -256,9 +252,6 @@ class Drafter(NamedTuple):
     """`follow(params, state, verdict, output, num_committed) -> state`: behind up to max_depth + 1 plain passes, for
     which nothing was drafted; the verdict's path are their nodes in order. Rows that committed none keep their state.
     None: the drafter must draft in every round."""
-    node_origins: Callable[..., Any] | None = None
-    """`node_origins(state, tree) -> Origins` (`drafters/hidden/reuse.py`): which nodes of such a tree reuse what
-    earlier rounds left over. For pictures, as `node_logp` is. None: nothing is reused."""
 
 
 class AcceptRule(NamedTuple):

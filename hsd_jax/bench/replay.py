@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from hsd_jax.config import ModelConfig, bucket
+from hsd_jax.drafters.method import Pictures
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
 from hsd_jax.kernels import native
@@ -63,7 +64,7 @@ class Round:
         return len(self.emitted) == len(self.path)
 
 
-def make_watched_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Callable:
+def make_watched_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule, pictures: Pictures) -> Callable:
     """`watched(models, sampling, limits, state) -> (state, tree, verdict, logp, origins)`: the step, and what it saw.
 
     `logp` [B, N] is None for drafters that know none of their trees, `origins` (`Origins`) for those without reuse.
@@ -85,19 +86,19 @@ def make_watched_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -
         # Made anew for each trace, so that the two lists hold tracers of this trace only.
         step = make_step(config, drafter._replace(draft=draft), rule._replace(verify=verify))
         after = step(models, sampling, limits, state)
-        origins = None if drafter.node_origins is None else drafter.node_origins(state.drafter, trees[0])
-        return after, trees[0], verdicts[0], tree_logp(drafter, models, state, trees[0], sampling), origins
+        origins = None if pictures.node_origins is None else pictures.node_origins(state.drafter, trees[0])
+        return after, trees[0], verdicts[0], tree_logp(pictures, models, state, trees[0], sampling), origins
 
     return watched
 
 
 def tree_logp(
-    drafter: Drafter, models: dict, state: DecodeState, tree: DraftTree, sampling: SamplingParams
+    pictures: Pictures, models: dict, state: DecodeState, tree: DraftTree, sampling: SamplingParams
 ) -> Float[Array, "B N"] | None:
     """Log-probability of each node given its parent, under the distribution by which the tree was grown; None:
     unknown."""
     if tree.draft_logp is None:
-        return None if drafter.node_logp is None else drafter.node_logp(models, state.drafter, tree, sampling)
+        return None if pictures.node_logp is None else pictures.node_logp(models, state.drafter, tree, sampling)
     parents = jnp.maximum(tree.parents, 0)[:, :, None]
     distributions = jnp.take_along_axis(tree.draft_logp, parents, 1)
     return jnp.where(tree.depth > 0, jnp.take_along_axis(distributions, tree.tokens[:, :, None], 2)[:, :, 0], 0.0)
@@ -107,6 +108,7 @@ def replay(
     decoder: Decoder,
     config: ModelConfig,
     rule: AcceptRule,
+    pictures: Pictures,
     models: dict,
     sampling: SamplingParams,
     limits: Limits,
@@ -117,9 +119,10 @@ def replay(
     Args:
       decoder: of a drafter; it moves the state between cache buckets as in a decode.
       rule: that of the decoder's step.
+      pictures: of the decoder's drafter.
     """
     assert decoder.drafter is not None
-    watched = decoder.compile(make_watched_step(config, decoder.drafter, rule))
+    watched = decoder.compile(make_watched_step(config, decoder.drafter, rule, pictures))
     rounds = []
     while not bool(np.asarray(state.done)[0]):
         state = decoder.run(models, sampling, limits, state, num_rounds=0)  # no round, but a larger cache if need be

@@ -20,6 +20,17 @@ class TokenInformation(NamedTuple):
     """`bias(weights, config, read [..., r]) -> [..., C]`."""
 
 
+class Pictures(NamedTuple):
+    """What pictures show of a drafter's trees; no decode calls it."""
+
+    node_logp: Callable[..., Any] | None = None
+    """`node_logp(models, state, tree, sampling) -> [B, N]`: the drafter's log-probability of each node given its
+    parent, without the noise of COUPLED trees; 0 for the root. Of trees that grew from `state` and were not drawn."""
+    node_origins: Callable[..., Any] | None = None
+    """`node_origins(state, tree) -> Origins` (`drafters/hidden/reuse.py`): which nodes of such a tree reuse what
+    earlier rounds left over. None: nothing is reused."""
+
+
 class Method(NamedTuple):
     """A kind of drafter. Its name is `config.kind`."""
 
@@ -55,3 +66,5 @@ class Method(NamedTuple):
     aged: Callable[..., Any] | None = None
     """`aged(models, target_config, config, num_states, state) -> (age -> state)`: states with spares of any age, for
     simulation. None: nothing is reused."""
+    pictures: Callable[..., Pictures] | None = None
+    """`pictures(target_config, config, tree, reuse)`. None: it knows no probabilities of its nodes."""

@@ -13,6 +13,7 @@ from hsd_jax import api
 from hsd_jax.api import DecodeResult
 from hsd_jax.bench.replay import Round, replay
 from hsd_jax.bench.tables import say
+from hsd_jax.drafters.table import pictures_of
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.request import prepare, records, rule_and_scheme
 from hsd_jax.tokenizer import UNFINISHED, IncrementalDecoder, Tokenizer
@@ -65,6 +66,7 @@ def make_page(params, prompt, settings: dict, command: str) -> Page:
         request.decoder,
         params.target_config,
         rule,
+        pictures_of(params.target_config, params.drafter_config, settings["tree"], request.plan.reuse),
         request.models,
         request.sampling,
         request.limits,

@@ -24,7 +24,7 @@ from hsd_jax.drafters.hidden.config import PATH, PREVIOUS
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.hidden.weights import inject, read_paths, read_tree, token_bias
-from hsd_jax.drafters.table import init_drafter
+from hsd_jax.drafters.table import init_drafter, pictures_of
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.train.trained import started_from
 from hsd_jax.types import DrawScheme, RoundInputs
@@ -97,6 +97,7 @@ def drawn(scheme: DrawScheme, tree: TreeConfig, config: DrafterConfig, injector=
     """The trees that these drafters draw at temperature 1, one greedily so, and `node_logp` of them."""
     setup, state, root, position, _ = mid_state()
     drafter = hidden_drafter(setup.config, config, tree, scheme=scheme)
+    shown = pictures_of(setup.config, config, tree)
     models = setup.models
     if injector is not None:
         models = models | {"drafter": models["drafter"] | {"injector": injector}}
@@ -106,7 +107,7 @@ def drawn(scheme: DrawScheme, tree: TreeConfig, config: DrafterConfig, injector=
     @jax.jit
     def grown(models, state):
         tree, _ = drafter.draft(models, state, RoundInputs(root, position, keys, sampling))
-        return tree, drafter.node_logp(models, state, tree, sampling)
+        return tree, shown.node_logp(models, state, tree, sampling)
 
     return jax.tree.map(np.asarray, grown(models, state.drafter))
 

@@ -57,7 +57,7 @@ def test_drafts_are_the_best_guesses_of_each_head(scheme):
     setup, call = setups.setup("llama", "medusa", scheme), calls.mixed_call().replace(top_k=[0] * 6, top_p=[1.0] * 6)
     shape = static_tree(setups.TREES["medusa"])
     state = call.start(setup.decoder, setup.models)
-    draft, node_logp = jax.jit(setup.drafter.draft), jax.jit(setup.drafter.node_logp)
+    draft, node_logp = jax.jit(setup.drafter.draft), jax.jit(setup.pictures.node_logp)
     target_pass = jax.jit(lambda tokens: forward_sequence(setup.models["target"], setup.config, tokens).hidden)
     _, _, keys, _, sampling = call.arrays()
     for _ in range(3):

@@ -306,7 +306,7 @@ def test_nodes_have_the_probabilities_they_were_chosen_by(proposer):
     @setup.decoder.compile
     def drafted(models, state, sampling):
         tree, _ = setup.drafter.draft(models, state.drafter, RoundInputs(root, state.length - 1, state.keys, sampling))
-        return tree, setup.drafter.node_logp(models, state.drafter, tree, sampling)
+        return tree, setup.pictures.node_logp(models, state.drafter, tree, sampling)
 
     tree, logp = jax.tree.map(np.asarray, drafted(setup.models, state, call.arrays()[-1]))
     for row in range(call.batch):

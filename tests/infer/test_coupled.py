@@ -453,7 +453,7 @@ def test_tokens_without_a_distribution_are_found():
     logits[2, 1] = -np.inf
     logits[3, :, 2] = -np.inf  # one token of no mass is a distribution
     emitted, path = jnp.full((4, 3), 1, jnp.int32), jnp.array([[0, 1, 2]] * 4, jnp.int32)
-    found = jax.jit(or_invalid)(emitted, path, output_of(logits, hidden))
+    found = jax.jit(or_invalid, static_argnums=3)(emitted, path, output_of(logits, hidden), False)
     wrong = INVALID_TOKEN
     assert found.tolist() == [[1, 1, wrong], [wrong] * 3, [1, wrong, 1], [1, 1, 1]]
 

@@ -24,8 +24,10 @@ from hsd_jax.config import (
 )
 from hsd_jax.drafters.hidden.config import PATH
 from hsd_jax.drafters.lookup.config import LookupConfig
+from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import make_drafter as drafter_of
+from hsd_jax.drafters.table import pictures_of
 from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
@@ -164,6 +166,7 @@ class Setup:
     drafter: Drafter | None
     models: dict[str, Any]
     decoder: Decoder
+    pictures: Pictures = Pictures()
 
     def decoder_with(self, rule=None, use_native: bool = True) -> Decoder:
         """Another decoder of the same pair; `rule` in place of the match rule."""
@@ -206,7 +209,10 @@ def setup(variant: str = "llama", proposer: str = "plain", scheme: DrawScheme = 
         drafter = drafter_of(
             config, wanted, one.tree, scheme=scheme, **({"reuse": one.reuse} if one.is_trained else {})
         )
-    found = Setup(config, wanted, drafter, {"target": target, "drafter": drafter_weights}, None)  # type: ignore
+    shows = one.tree is not None and one.oracle is None
+    pictures = pictures_of(config, wanted, one.tree, one.reuse) if shows else Pictures()
+    models = {"target": target, "drafter": drafter_weights}
+    found = Setup(config, wanted, drafter, models, None, pictures)  # type: ignore
     return dataclasses.replace(found, decoder=found.decoder_with())
 
 

@@ -47,9 +47,10 @@ def one_row(new_tokens: int = 40, temperature: float = 0.0) -> calls.Call:
     return calls.mixed_call().rows([1]).replace(new_tokens=[new_tokens], temperature=[temperature], seeds=[5])
 
 
-def replayed(call: calls.Call, decoder, config, rule, models, capacity: int = calls.CAPACITY) -> list[Round]:
+def replayed(call: calls.Call, setup: setups.Setup, rule, capacity: int = calls.CAPACITY) -> list[Round]:
     *_, limits, sampling = call.arrays()
-    return replay(decoder, config, rule, models, sampling, limits, call.start(decoder, models, capacity))
+    state = call.start(setup.decoder, setup.models, capacity)
+    return replay(setup.decoder, setup.config, rule, setup.pictures, setup.models, sampling, limits, state)
 
 
 @functools.cache
@@ -58,7 +59,7 @@ def rounds_of(proposer: str) -> tuple[calls.Call, list[Round]]:
     setup = setups.setup("llama", proposer)
     call = calls.mixed_call() if proposer == setups.DECOYS_ORACLE else one_row()
     rule, capacity = match_rule(setup.drafter.max_depth), 32 if proposer == "beam" else calls.CAPACITY
-    return call, replayed(call, setup.decoder, setup.config, rule, setup.models, capacity)
+    return call, replayed(call, setup, rule, capacity)
 
 
 PROPOSERS = ["beam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hot", "block"))]
@@ -76,7 +77,7 @@ def test_replay_is_the_decode(proposer):
     assert counts[1:].any(), "no draft was ever accepted: this test would see nothing"
     for drafted in rounds:
         check_round(drafted)
-    if setup.drafter.node_logp is None:
+    if setup.pictures.node_logp is None:
         assert all(drafted.logp is None for drafted in rounds)
     assert all(drafted.origins is None and not layout.reused_words(drafted) for drafted in rounds), "no reuse"
 
@@ -87,7 +88,7 @@ def test_replay_is_the_decode(proposer):
 def test_replay_of_sampled_trees(scheme):
     setup = setups.sampled(scheme)
     call, rule = one_row(30, temperature=1.0), recursive_rule(3, 3)
-    rounds = replayed(call, setup.decoder, setup.config, rule, setup.models)
+    rounds = replayed(call, setup, rule)
     wanted = calls.generated(call, call.run(setup.decoder, setup.models))[0]
     assert [token for drafted in rounds for token in drafted.emitted] == wanted
     for drafted in rounds:
@@ -116,7 +117,7 @@ def test_probabilities_are_those_of_the_beam(proposer, monkeypatch):
     @setup.decoder.compile
     def drafted(models, state, sampling):
         tree, _ = setup.drafter.draft(models, state.drafter, RoundInputs(root, state.length - 1, state.keys, sampling))
-        logp = setup.drafter.node_logp(models, state.drafter, tree, sampling)
+        logp = setup.pictures.node_logp(models, state.drafter, tree, sampling)
         return logp, tree.parents, scores[-1]  # the last choice is among all levels
 
     logp, parents, wanted = map(np.asarray, drafted(setup.models, state, call.arrays()[-1]))
@@ -134,12 +135,12 @@ def watched_reuse(proposer: str) -> tuple[list[Round], list[tuple[bool, int]], l
     """Replayed rounds; of the compiled loop, round by round: whether the trunk's cache grew, the tokens since it did;
     and the probabilities that the replayed nodes have with the spares of that round taken away."""
     setup, call = setups.setup("llama", proposer), one_row(24, temperature=1.0)
-    rounds = replayed(call, setup.decoder, setup.config, match_rule(setup.drafter.max_depth), setup.models)
+    rounds = replayed(call, setup, match_rule(setup.drafter.max_depth))
 
     @setup.decoder.compile
     def logp_without_spares(drafter_state, tree, sampling):
         spares = drafter_state.spares.replace(num=jnp.zeros_like(drafter_state.spares.num))
-        return setup.drafter.node_logp(setup.models, drafter_state.replace(spares=spares), tree, sampling)
+        return setup.pictures.node_logp(setup.models, drafter_state.replace(spares=spares), tree, sampling)
 
     state, runs, logps, age = call.start(setup.decoder, setup.models), [], [], 0
     for drafted in rounds:

@@ -3,7 +3,7 @@
 The state behind a node is what the trunk makes of its parent's state and the embedding of its own token, so siblings
 differ and a tree is grown level by level (EAGLE, arXiv:2401.15077); its shape follows the drafter's confidence, and the
 best nodes over all levels are verified (EAGLE-2, arXiv:2406.16858, section 4). What it keeps between rounds, and which
-layers of the target it reads, is as in `hidden/draft.py`. Read that first.
+layers of the target it reads, is in `drafters/trunk_state.py`. Read that first.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.eagle.config import EagleConfig
-from hsd_jax.drafters.hidden.draft import hidden_drafter
-from hsd_jax.drafters.hidden.schedule import HiddenState
+from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask
@@ -36,7 +35,7 @@ class Level(NamedTuple):
     """Keys and values of the X drafted nodes so far; None at the root, which is committed."""
 
 
-def root_level(models, target_config: ModelConfig, config: EagleConfig, state: HiddenState) -> tuple[Level, KVCache]:
+def root_level(models, target_config: ModelConfig, config: EagleConfig, state: TrunkState) -> tuple[Level, KVCache]:
     """The state behind the root, in one pass over the pending features, and the cache that has taken them in."""
     batch, num = state.pending.shape[:2]
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
@@ -92,12 +91,12 @@ def eagle_drafter(
     LM head.
 
     Raises:
-      ValueError: as `hidden_drafter`.
+      ValueError: as `trunk_drafter`.
     """
 
     grower = Grower(tree, scheme, config.vocab_size)
 
-    def draft(models, state: HiddenState, inputs: RoundInputs):
+    def draft(models, state: TrunkState, inputs: RoundInputs):
         with jax.named_scope("trunk"):
             first, cache = root_level(models, target_config, config, state)
 
@@ -111,6 +110,4 @@ def eagle_drafter(
             drafted, _ = grower.grow(expand, first, inputs, draft_to_target)
         return drafted, dataclasses.replace(state, cache=cache)
 
-    # All but drafting is the same: which features are pending, when the trunk's cache takes them in, how it grows.
-    hidden = hidden_drafter(target_config, config, tree, cache_dtype, scheme)
-    return hidden._replace(draft=draft, node_logp=None)
+    return trunk_drafter(target_config, config, tree, draft, cache_dtype, scheme)

@@ -8,11 +8,9 @@ rounds. Read next: `draft.py`, which grows trees from them.
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,27 +19,10 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import AHEAD, NONE, SKIP, SUM, UNFUSED, ModelConfig, ReuseConfig, TreeConfig, TrunkConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.reuse import Spares
+from hsd_jax.drafters.trunk_state import TrunkState
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.trunk import STATES, base_logits, embed_committed
 from hsd_jax.types import KVCache, NewKV
-
-
-@typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
-@flax.struct.dataclass
-class HiddenState:
-    """What the drafter carries between rounds.
-
-    `pending` are the features the target computed in the last round, fused if the drafter reads several layers; the
-    trunk has not read them yet. Cached plus pending features = committed tokens - 1.
-    """
-
-    cache: KVCache
-    pending: Float[Array, "B M H"]
-    next_tokens: Int[Array, "B M"]
-    """The committed token behind each pending feature."""
-    num_pending: Int[Array, "B"]
-    spares: Spares | None = None
-    """What earlier trunk runs left for the positions ahead; None where nothing is reused."""
 
 
 class Levels(NamedTuple):
@@ -53,7 +34,7 @@ class Levels(NamedTuple):
 
 
 def run_trunk(
-    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: HiddenState
+    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
 ) -> tuple[Float[Array, "B K H"], NewKV]:
     """K = `num_states` token-free states, and keys and values of the pending features."""
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
@@ -62,7 +43,7 @@ def run_trunk(
 
 
 def trunk_states(
-    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: HiddenState
+    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
 ) -> tuple[Float[Array, "B K H"], KVCache]:
     """K = `num_states` token-free states, and the trunk's cache with the pending features committed."""
     states, kv = run_trunk(models, target_config, config, num_states, state)
@@ -70,8 +51,8 @@ def trunk_states(
 
 
 def aged(
-    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: HiddenState
-) -> Callable[[Array], HiddenState]:
+    models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
+) -> Callable[[Array], TrunkState]:
     """`state_at(age)`: the state of every row with the spares that a trunk run `age` rows earlier would have left.
 
     Args:
@@ -81,21 +62,21 @@ def aged(
     logits = base_logits(models["drafter"], config, models["target"], target_config, states)
     rows = jnp.arange(logits.shape[0])
 
-    def state_at(age: Array) -> HiddenState:
+    def state_at(age: Array) -> TrunkState:
         made = reuse_lib.fresh_spares(logits[jnp.maximum(rows - age, 0)])
         return dataclasses.replace(state, spares=reuse_lib.advance(made, jnp.broadcast_to(age, rows.shape)))
 
     return state_at
 
 
-def _spares(state: HiddenState) -> Spares:
+def _spares(state: TrunkState) -> Spares:
     assert state.spares is not None, "the state was made without reuse"
     return state.spares
 
 
 def append_pending(
-    state: HiddenState, features: Float[Array, "B M2 H"], tokens: Int[Array, "B M2"], num_new: Int[Array, "B"]
-) -> HiddenState:
+    state: TrunkState, features: Float[Array, "B M2 H"], tokens: Int[Array, "B M2"], num_new: Int[Array, "B"]
+) -> TrunkState:
     """The state with `num_new` features and the tokens behind them, after those of each row that still wait.
 
     The caller guarantees room for them; what does not count is cut off.
@@ -117,10 +98,10 @@ def append_pending(
 
 def make_schedule(
     target_config: ModelConfig, config: TrunkConfig, tree: TreeConfig, reuse: ReuseConfig, num_states: int
-) -> Callable[[Any, HiddenState], tuple[Levels, HiddenState]]:
+) -> Callable[[Any, TrunkState], tuple[Levels, TrunkState]]:
     """`levels_of_round(models, state) -> (levels, state)`: what a round drafts from, and when the trunk runs for it."""
 
-    def read_pending(models, state: HiddenState) -> tuple[Float[Array, "B K C"], HiddenState]:
+    def read_pending(models, state: TrunkState) -> tuple[Float[Array, "B K C"], TrunkState]:
         """Base logits of a trunk run for every row, and the state with the pending features committed."""
         with jax.named_scope("trunk"):
             states, cache = trunk_states(models, target_config, config, num_states, state)
@@ -128,11 +109,11 @@ def make_schedule(
             logits = base_logits(models["drafter"], config, models["target"], target_config, states)
         return logits, dataclasses.replace(state, cache=cache)
 
-    def drop(models, state: HiddenState):
+    def drop(models, state: TrunkState):
         logits, state = read_pending(models, state)
         return Levels(logits), state
 
-    def fuse(models, state: HiddenState):
+    def fuse(models, state: TrunkState):
         """SUM: old and new states take part in one tree, so one target pass judges both."""
         fresh, after = read_pending(models, state)
         with jax.named_scope("reuse"):
@@ -140,13 +121,13 @@ def make_schedule(
         # Only what a trunk says itself is kept, so no state counts in more than two rounds (methods.md, A8).
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
-    def run_ahead(models, state: HiddenState):
+    def run_ahead(models, state: TrunkState):
         """AHEAD: the tree reads nothing of this round's trunk run, nor that anything of this round's target pass."""
         fresh, after = read_pending(models, state)
         levels = Levels(_spares(state).logits[:, : tree.depth])
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
-    def run_if_needed(models, state: HiddenState):
+    def run_if_needed(models, state: TrunkState):
         """SKIP and UNFUSED: rows with spares enough draft from these; the trunk runs if any other row is left.
 
         Which states a row drafts from does not depend on the other rows: one with spares enough uses them even where

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.schedule import HiddenState, trunk_states
+from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.hidden.weights import inject
+from hsd_jax.drafters.trunk_state import TrunkState
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.types import DraftTree, DrawScheme, RoundInputs
@@ -25,7 +26,7 @@ def stages(
 
     grower = Grower(tree, scheme, config.vocab_size)
 
-    def trunk(models, state: HiddenState, num_states: int = tree.depth):
+    def trunk(models, state: TrunkState, num_states: int = tree.depth):
         states, cache = trunk_states(models, target_config, config, num_states, state)
         cache = dataclasses.replace(cache, length=state.cache.length)
         return states, dataclasses.replace(state, cache=cache)

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.config import ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.medusa.config import MedusaConfig
 from hsd_jax.drafters.medusa.weights import head_states
+from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.shared import check_tree, last_feature
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.tree import Grower
@@ -142,15 +143,6 @@ def medusa_drafter(
         tokens = jnp.concatenate([inputs.root[:, None], drafted], 1).astype(jnp.int32)
         return DraftTree(tokens, parents, depths, jnp.ones(nodes, bool), scheme=scheme), state
 
-    def node_logp(models, state: MedusaState, drafted: DraftTree, sampling: SamplingParams):
-        states = head_states(models["drafter"], config, state.feature, tree.depth)
-        logits = base_logits(models["drafter"], config, models["target"], target_config, states)
-        logp = jax.nn.log_softmax(logits, -1)
-        columns, _ = to_columns(models["drafter"].get("draft_to_target"), drafted.tokens)
-        own = jnp.take_along_axis(logp, jnp.maximum(drafted.depth - 1, 0)[:, :, None], 1)
-        chosen = jnp.take_along_axis(own, columns[:, :, None], 2)[:, :, 0]
-        return jnp.where(drafted.depth > 0, chosen, 0.0)
-
     def commit(models, state: MedusaState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         features = trunk_features(models["drafter"], config, output.hidden, output.features)
         last = jnp.take_along_axis(verdict.path, jnp.maximum(num_committed - 1, 0)[:, None], 1)
@@ -169,6 +161,20 @@ def medusa_drafter(
         scheme,
         tree.depth,
         config.feature_layers,
-        node_logp,
         follow=commit,
     )
+
+
+def pictures(target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig, reuse: ReuseConfig) -> Pictures:
+    """What pictures show of the trees of `medusa_drafter`."""
+
+    def node_logp(models, state: MedusaState, drafted: DraftTree, sampling: SamplingParams):
+        states = head_states(models["drafter"], config, state.feature, tree.depth)
+        logits = base_logits(models["drafter"], config, models["target"], target_config, states)
+        logp = jax.nn.log_softmax(logits, -1)
+        columns, _ = to_columns(models["drafter"].get("draft_to_target"), drafted.tokens)
+        own = jnp.take_along_axis(logp, jnp.maximum(drafted.depth - 1, 0)[:, :, None], 1)
+        chosen = jnp.take_along_axis(own, columns[:, :, None], 2)[:, :, 0]
+        return jnp.where(drafted.depth > 0, chosen, 0.0)
+
+    return Pictures(node_logp)

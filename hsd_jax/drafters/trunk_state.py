@@ -1,0 +1,166 @@
+"""What a drafter with a trunk carries from round to round, and all of its record but drafting.
+
+The target's features of committed positions wait in `TrunkState.pending` until the trunk reads them and its cache takes
+them in. Whether that trunk is token-free (`hidden/`) or reads drafted tokens (`eagle/`) makes no difference here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from hsd_jax.config import ModelConfig, TreeConfig, TrunkConfig
+from hsd_jax.drafters.shared import check_tree, last_feature
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.target import causal_mask
+from hsd_jax.models.trunk import embed_committed, trunk_features, trunk_pass
+from hsd_jax.types import Drafter, DrawScheme, KVCache, ModelOutput, Verdict
+
+
+@typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
+@flax.struct.dataclass
+class TrunkState:
+    """What the drafter carries between rounds.
+
+    `pending` are the features the target computed in the last round, fused if the drafter reads several layers; the
+    trunk has not read them yet. Cached plus pending features = committed tokens - 1.
+    """
+
+    cache: KVCache
+    pending: Float[Array, "B M H"]
+    next_tokens: Int[Array, "B M"]
+    """The committed token behind each pending feature."""
+    num_pending: Int[Array, "B"]
+    spares: Any = None
+    """What a drafter keeps of earlier trunk runs for the positions ahead (`hidden/reuse.py`); None: nothing."""
+
+
+def trunk_drafter(
+    target_config: ModelConfig,
+    config: TrunkConfig,
+    tree: TreeConfig,
+    draft: Callable[..., Any],
+    cache_dtype: Any = jnp.float32,
+    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    max_pending: int | None = None,
+) -> Drafter:
+    """A `Drafter` over `TrunkState` that runs the trunk in every round.
+
+    Args:
+      draft: `Drafter.draft`; it leaves the pending features in the trunk's cache.
+      max_pending: features that may wait; None: those of a round.
+    Raises:
+      ValueError: if the tree is deeper than the trunk was trained for, or the target lacks a layer the drafter reads.
+    """
+    check_tree(target_config, config, tree, scheme)
+    most = tree.depth + 1 if max_pending is None else max_pending
+
+    def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
+        return _unread(target_config, config, tokens, length, capacity, most, cache_dtype)
+
+    def read(models, state: TrunkState, output: ModelOutput, tokens: Int[Array, "B C"], *where):
+        """Takes in all features of the prompt but the last one, which becomes the pending query."""
+        return _read_chunk(models, target_config, config, state, output, *where)
+
+    def commit(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
+        # XLA drops the final states where the trunk reads layers below.
+        read = (output.hidden, output.features)
+        path = jax.tree.map(lambda x: cache_lib.take_nodes(x, verdict.path, axis=1), read)
+        pending = trunk_features(models["drafter"], config, *path)
+        return TrunkState(state.cache, pending, verdict.emitted, num_committed)
+
+    def follow(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
+        after = commit(models, _absorb(models, target_config, config, state), verdict, output, num_committed)
+        return cache_lib.keep_idle(num_committed, state, after)
+
+    def resize(state: TrunkState, capacity: int):
+        return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
+
+    return Drafter(
+        init,
+        read,
+        draft,
+        commit,
+        resize,
+        scheme,
+        tree.depth,
+        config.feature_layers,
+        lookahead=most - 1,
+        follow=follow,
+    )
+
+
+def _unread(
+    target_config: ModelConfig,
+    config: TrunkConfig,
+    tokens: Int[Array, "B P"],
+    length: Int[Array, "B"],
+    capacity: int,
+    max_pending: int,
+    cache_dtype: Any,
+) -> TrunkState:
+    """The state before a prompt is read; one of a single token leaves nothing to read but its embedding."""
+    batch = len(length)
+    slots = (capacity,) * config.num_layers
+    cache = cache_lib.empty_cache(slots, batch, config.num_kv_heads, config.head_dim, cache_dtype)
+    root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
+    return TrunkState(
+        cache,
+        jnp.zeros((batch, max_pending, target_config.hidden_size)),
+        jnp.pad(root, ((0, 0), (0, max_pending - 1))),
+        jnp.where(length >= 2, 1, 0).astype(jnp.int32),
+    )
+
+
+def _read_chunk(
+    models,
+    target_config: ModelConfig,
+    config: TrunkConfig,
+    state: TrunkState,
+    output: ModelOutput,
+    following: Int[Array, "B C"],
+    start: Int[Array, ""] | int,
+    length: Int[Array, "B"],
+) -> TrunkState:
+    """The state with the features of a prompt's positions from `start` on read, but for the prompt's last feature."""
+    batch, num = following.shape
+    positions = jnp.broadcast_to(start + jnp.arange(num), (batch, num))
+    num_entries = jnp.maximum(length - 2, 0)
+    embeddings = embed_committed(models["target"], target_config, config, following)
+    features = trunk_features(models["drafter"], config, output.hidden, output.features)
+    active = positions < num_entries[:, None]
+    before = dataclasses.replace(state.cache, length=jnp.full(batch, start, jnp.int32))
+    states, kv = trunk_pass(
+        models["drafter"],
+        config,
+        features,
+        embeddings,
+        positions,
+        causal_mask(batch, num),
+        None if type(start) is int and start == 0 else before,
+        active=active,
+    )
+    cache = cache_lib.commit(before, kv, None, length * 0, after=states, start=start)
+    cache = dataclasses.replace(cache, length=jnp.minimum(num_entries, start + num))
+    feature = last_feature(features, start, length, state.pending[:, 0])
+    return dataclasses.replace(state, cache=cache, pending=state.pending.at[:, 0].set(feature))
+
+
+def _absorb(models, target_config: ModelConfig, config: TrunkConfig, state: TrunkState) -> TrunkState:
+    """The state with the pending features in the trunk's cache, as drafting would leave it."""
+    batch, num = state.pending.shape[:2]
+    embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
+    positions = state.cache.length[:, None] + jnp.arange(num)
+    states, kv = trunk_pass(
+        models["drafter"], config, state.pending, embeddings, positions, causal_mask(batch, num), state.cache
+    )
+    # Keys and values of a single layer do not read the cache, but those of more do: only then wait for the pass.
+    after = states if config.num_layers > 1 else None
+    return dataclasses.replace(state, cache=cache_lib.commit(state.cache, kv, None, state.num_pending, after=after))
