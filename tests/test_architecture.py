@@ -27,6 +27,7 @@ LAYERS = [
     "api params plan request tokenizer tuned",
     "train",
     "bench",
+    "aot",
     "viz",
     "cli",
 ]

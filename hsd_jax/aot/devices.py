@@ -21,6 +21,14 @@ from hsd_jax.sharding import MESH_AXES, mesh_sizes
 
 GPU, TPU = "gpu", "tpu"
 MOST_GPUS = 8
+QUIET = {
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "none",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+"""Environment in which the compilers do not look for devices, nor say that they found none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +160,10 @@ def mesh_of(devices: Devices, spec: str | None) -> dict[str, int]:
 
 def prepare_process() -> None:
     """Keeps this process off its own devices, and the compilers from asking for theirs. Before anything runs."""
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # what is read from it cannot be loaded without a device
 
 
 def check_compiler(devices: Devices) -> None:

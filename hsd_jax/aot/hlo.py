@@ -16,14 +16,17 @@ import numpy as np
 
 BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 """Of element types whose name does not end in their bits, or not in these alone."""
-MOVES = frozenset({"copy", "copy-start", "convert", "concatenate", "transpose", "pad", "broadcast", "select", "reshape"})
+MOVES = frozenset(
+    {"copy", "copy-start", "convert", "concatenate", "transpose", "pad", "broadcast", "select", "reshape"}
+)
 """Instructions that, standing alone, write their whole result without computing much."""
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 NO_WORK = frozenset(
-    "parameter constant get-tuple-element tuple bitcast after-all partition-id replica-id opt-barrier"
-    " add-dependency domain".split()
+    ["parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier", "add-dependency", "domain"]
 )
-NO_KERNELS = frozenset({"ConcatBitcast", "AllocateBuffer", "Sharding", "SPMDFullToShardShape", "AssumeGatherIndicesInBound"})
+NO_KERNELS = frozenset(
+    {"ConcatBitcast", "AllocateBuffer", "Sharding", "SPMDFullToShardShape", "AssumeGatherIndicesInBound"}
+)
 """Targets of custom calls that say something to the compiler and compute nothing."""
 
 _SHAPE = re.compile(r"([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
@@ -257,9 +260,7 @@ def _writes_whole(module: Module, x: Instruction, caches: Sequence[CacheShape]) 
     inside = module.results[x.called["calls"]]
     root = next(y for y in inside.values() if y.is_root)
     results = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    return any(
-        not _is_in_place(inside, y) for y in results if any(c.fits(s) for c in caches for s in y.shapes)
-    )
+    return any(not _is_in_place(inside, y) for y in results if any(c.fits(s) for c in caches for s in y.shapes))
 
 
 def _is_in_place(inside: dict[str, Instruction], x: Instruction) -> bool:

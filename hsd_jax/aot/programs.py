@@ -12,11 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hsd_jax import sharding
-from hsd_jax.config import TreeConfig, ModelConfig
+from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.table import init_drafter, make_drafter
 from hsd_jax.infer.accept import RULES, make_rule
 from hsd_jax.infer.decode import Decoder
@@ -41,6 +40,8 @@ END_TOKENS = 4
 class Job:
     """What is to be compiled."""
 
+    name: str
+    """Of the target, as it was asked for."""
     target: ModelConfig
     drafter: Any
     tree: TreeConfig = TreeConfig(nodes=8, depth=7, width=1)
@@ -96,28 +97,53 @@ def placed(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
-def lower(job: Job, what: str, mesh: Mesh, platform: str) -> jax.stages.Lowered:
-    """A program of PROGRAMS, traced for a platform ("gpu", "tpu") and lowered for the devices of a mesh."""
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function of `decode` or of training, with the shapes of its arguments on a mesh."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    held: dict[str, Any]
+    """What lies on the devices while it runs, by what it is: "target", "drafter", "caches", "state", "batch"."""
+
+    def lower(self, platform: str, by_name: str | None = None) -> jax.stages.Lowered:
+        """The program traced for a platform ("gpu", "tpu") and lowered for the devices of its mesh.
+
+        Args:
+          by_name: lowered for this platform of jax ("cuda", "tpu") instead, whatever the devices are.
+        """
+        with native.compiled_for(platform):
+            traced = self.function.trace(*self.arguments, **self.options)
+            return traced.lower() if by_name is None else traced.lower(lowering_platforms=(by_name,))
+
+
+def make_program(job: Job, what: str, mesh: Mesh, platform: str) -> Program:
+    """A program of PROGRAMS; tracing it for another platform than this one is another program."""
     with native.compiled_for(platform):
-        if what == TRAIN:
-            return _training_step(job, mesh).lower(*_training_arguments(job, mesh))
-        decoder = _decoder(job, what, mesh)
-        models, tokens, length, keys, limits, sampling = _decode_arguments(job, what, mesh)
-        sizes = {"capacity": job.slots, "max_tokens": job.slots + 1}
-        prefilled = models, tokens, length, keys, limits
-        if what == PREFILL:
-            return decoder.prefill.lower(*prefilled, **sizes)
-        state = jax.eval_shape(lambda *args: decoder.prefill(*args, **sizes), *prefilled)
-        state = placed(state, sharding.row_shardings(mesh, state, job.batch))
-        rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-        return decoder.loop.lower(models, sampling, limits, rounds, state)
+        return _training_step(job, mesh) if what == TRAIN else _of_decode(job, what, mesh)
+
+
+def _of_decode(job: Job, what: str, mesh: Mesh) -> Program:
+    decoder, sizes = _decoder(job, what, mesh), {"capacity": job.slots, "max_tokens": job.slots + 1}
+    models, tokens, length, keys, limits, sampling = _decode_arguments(job, what, mesh)
+    prefilled = models, tokens, length, keys, limits
+    state = jax.eval_shape(lambda *args: decoder.prefill(*args, **sizes), *prefilled)
+    state = placed(state, sharding.row_shardings(mesh, state, job.batch))
+    held = {**models, "caches": (state.cache, state.drafter)}
+    if what == PREFILL:
+        return Program(decoder.prefill, prefilled, sizes, held)
+    rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    return Program(decoder.loop, (models, sampling, limits, rounds, state), {}, held)
 
 
 def _decoder(job: Job, what: str, mesh: Mesh) -> Decoder:
     """As `request._decoder` makes it; prefill reads for the drafter, too."""
     cache_dtype = cache_lib.fastest_dtype(DTYPE)
     is_one = mesh.size == 1
-    options = {"mesh": None if is_one else mesh} if "mesh" in inspect.signature(Decoder).parameters else {"use_native": is_one}
+    options = {"use_native": is_one}
+    if "mesh" in inspect.signature(Decoder).parameters:
+        options = {"mesh": None if is_one else mesh}
     if what == PLAIN:
         return Decoder(job.target, make_plain_step(job.target), None, cache_dtype, **options)
     drafter = make_drafter(job.target, job.drafter, job.tree, cache_dtype, RULES["match"].scheme)
@@ -139,29 +165,25 @@ def _decode_arguments(job: Job, what: str, mesh: Mesh) -> tuple[Any, ...]:
     return models, *placed(per_row, sharding.row_shardings(mesh, per_row, job.batch))
 
 
-def _training_step(job: Job, mesh: Mesh) -> Any:
-    num = job.drafter.reduced_vocab_size
-    draft_to_target = None if num is None else np.arange(num, dtype=np.int32)
-    loss = training.make_loss(job.target, job.drafter, draft_to_target=draft_to_target)
-    state = _training_state(job, mesh)
-    return make_train_step(loss, job.train, jax.tree.map(lambda x: x.sharding, state))
+def _training_step(job: Job, mesh: Mesh) -> Program:
+    """The step of `fit` for a frozen target, as `train.run.train_drafter` calls it."""
+    num, target = job.drafter.reduced_vocab_size, job.target
+    draft_to_target = None if num is None else jnp.arange(num, dtype=jnp.int32)
+    loss = training.make_loss(target, job.drafter, draft_to_target=draft_to_target)
 
-
-def _training_state(job: Job, mesh: Mesh) -> Any:
     def begin() -> dict[str, Any]:
-        params = init_drafter(jax.random.key(0), job.drafter)
-        zero = jnp.zeros((), jnp.int32)
+        params, zero = init_drafter(jax.random.key(0), job.drafter), jnp.zeros((), jnp.int32)
         return {"params": params, "opt_state": make_optimizer(job.train).init(params), "step": zero, "seed": zero}
 
     state = jax.eval_shape(begin)
-    return placed(state, sharding.weight_shardings(mesh, state, job.drafter.num_heads, job.drafter.num_kv_heads))
-
-
-def _training_arguments(job: Job, mesh: Mesh) -> tuple[Any, Any, Any]:
-    target = _cast(jax.eval_shape(lambda: init_target(jax.random.key(0), job.target)))
-    heads = job.target.num_heads, job.target.num_kv_heads
-    frozen = placed(target, sharding.weight_shardings(mesh, target, *heads))
+    heads = getattr(job.drafter, "num_heads", 1), getattr(job.drafter, "num_kv_heads", 1)
+    shardings = sharding.weight_shardings(mesh, state, *heads)
+    frozen = _cast(jax.eval_shape(lambda: init_target(jax.random.key(0), target)))
+    frozen = placed(frozen, sharding.weight_shardings(mesh, frozen, target.num_heads, target.num_kv_heads))
     shape = job.train.batch, job.train.length + 1
     dtypes = {"tokens": jnp.int32, "mask": jnp.bool_, "starts": jnp.int32}
     batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
-    return _training_state(job, mesh), frozen, placed(batch, sharding.row_shardings(mesh, batch, shape[0]))
+    batch = placed(batch, sharding.row_shardings(mesh, batch, shape[0]))
+    state = placed(state, shardings)
+    held = {"target": frozen, "state": state, "batch": batch}
+    return Program(make_train_step(loss, job.train, shardings), (state, frozen, batch), {}, held)
