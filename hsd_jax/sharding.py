@@ -81,7 +81,7 @@ def mesh_sizes(spec: str) -> dict[str, int]:
     """
     if not isinstance(spec, str):
         raise ValueError(f"mesh={shown(spec)}: expected a text of data=N, model=N, or a Mesh")
-    sizes = dict.fromkeys(MESH_AXES, 1)
+    sizes: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
     for part in spec.split(","):
         name, _, size = part.strip().partition("=")
         if name not in sizes or not size.isdigit() or int(size) < 1:

@@ -1,7 +1,7 @@
-"""What stands in the text of an optimised HLO module: its loop, the kernels in it, copies, reads and collectives.
+"""What stands in the text of an optimised HLO module: its loop, the kernels in it, copies and reads.
 
 Knows no model and no device; works on the text that `compiled.as_text()` gives. docs/accelerators.md says what is
-counted and how. Read next: `report.py`.
+counted and how. Read next: `transfers.py`, for what goes between devices.
 """
 
 from __future__ import annotations
@@ -12,17 +12,13 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 """Of element types whose name does not end in their bits, or not in these alone."""
-MOVES = frozenset(
-    {"copy", "copy-start", "convert", "concatenate", "transpose", "pad", "broadcast", "select", "reshape"}
-)
-"""Instructions that, standing alone, write their whole result without computing much."""
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+MOVES = frozenset({"copy", "copy-start", "convert", "concatenate", "transpose", "pad", "broadcast", "reshape"})
+"""Instructions that write their whole result and compute nothing."""
 NO_WORK = frozenset(
-    ["parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier", "add-dependency", "domain"]
+    {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "add-dependency", "domain"}
+    | {"partition-id", "replica-id", "opt-barrier"}
 )
 NO_KERNELS = frozenset(
     {"ConcatBitcast", "AllocateBuffer", "Sharding", "SPMDFullToShardShape", "AssumeGatherIndicesInBound"}
@@ -180,6 +176,8 @@ class Work:
     computation: str
     times: int
     """The known trip counts of the inner loops it stands in, multiplied; 1 where they are not known."""
+    is_inner: bool = False
+    """Whether it stands in an inner loop."""
 
     @property
     def is_kernel(self) -> bool:
@@ -196,20 +194,20 @@ def loop_body(module: Module) -> str:
     return max(loops, key=lambda body: len(work_of(module, body)), default=module.entry)
 
 
-def work_of(module: Module, computation: str, times: int = 1) -> list[Work]:
+def work_of(module: Module, computation: str, times: int = 1, is_inner: bool = False) -> list[Work]:
     """What runs in one execution of a computation: calls and inner loops opened, of a conditional the longer branch."""
     found: list[Work] = []
     for x in module.computations[computation]:
         if x.opcode == "while":
             trips = _TRIPS.search(x.attributes)
-            found += work_of(module, x.called["body"], times * (int(trips.group(1)) if trips else 1))
+            found += work_of(module, x.called["body"], times * (int(trips.group(1)) if trips else 1), True)
         elif x.opcode == "conditional":
-            branches = [work_of(module, branch, times) for branch in x.branches]
-            found += max(branches, key=lambda work: (num_launches(work), len(work)))
+            branches = [work_of(module, branch, times, is_inner) for branch in x.branches]
+            found += max(branches, key=lambda work: (num_kernels(work), len(work)))
         elif x.opcode == "call" or (x.opcode == "async-start" and "calls" in x.called):
-            found += work_of(module, x.called.get("to_apply") or x.called["calls"], times)
+            found += work_of(module, x.called.get("to_apply") or x.called["calls"], times, is_inner)
         elif x.opcode not in NO_WORK and not x.opcode.endswith(("-done", "-update")):
-            found.append(Work(x, computation, times))
+            found.append(Work(x, computation, times, is_inner))
     return found
 
 
@@ -270,6 +268,19 @@ def _is_in_place(inside: dict[str, Instruction], x: Instruction) -> bool:
     return x.opcode == "parameter"
 
 
+def large_moves(module: Module, work: Sequence[Work], least: int) -> dict[str, int]:
+    """How often results of at least so many bytes are written that are only moved, alone or by a fusion."""
+    found: dict[str, int] = {}
+    for x in work:
+        inside = module.computations[x.instruction.called["calls"]] if x.instruction.opcode == "fusion" else ()
+        move = next((y for y in inside if y.is_root), x.instruction)
+        written = [shape for shape in move.shapes[:1] if shape.in_main_memory and shape.num_bytes >= least]
+        if move.opcode in MOVES and written:
+            name = f"{move.opcode} {written[0]}"
+            found[name] = found.get(name, 0) + x.times
+    return found
+
+
 def cache_converts(module: Module, work: Sequence[Work], caches: Sequence[CacheShape]) -> int:
     """Converts of whole caches to another dtype, those inside of fusions too."""
     found = 0
@@ -291,8 +302,8 @@ def bytes_read(module: Module, work: Sequence[Work]) -> int:
 
 def _operand_bytes(module: Module, work: Work) -> int:
     x, here = work.instruction, module.results[work.computation]
-    if x.opcode.endswith("-start"):  # asynchronous copies and slices: what arrives is what was read
-        return x.shapes[0].num_bytes
+    if x.opcode.endswith("-start"):  # asynchronous copies and slices into the core: what arrives is what was read
+        return sum(shape.num_bytes for shape in x.shapes if not shape.in_main_memory and shape.size > 1)
     if x.opcode in ("dynamic-slice", "slice", "gather"):
         return sum(shape.num_bytes for shape in x.shapes)
     read: dict[int, int] = {}
@@ -332,92 +343,3 @@ def _parameter_bytes(module: Module, computation: str) -> dict[int, int]:
 
     sizes = {int(x.argument): read(x.name) for x in body if x.opcode == "parameter"}
     return {index: size for index, size in sizes.items() if size is not None}
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """A transfer between devices."""
-
-    kind: str
-    axis: str
-    """The mesh axes it goes over, as "model" or "data,model"; "?" if its groups are none of the mesh."""
-    num_bytes: int
-    """Of its result on one device."""
-    times: int
-    shape: str
-    origin: str
-
-
-def collectives(work: Sequence[Work], mesh: dict[str, int]) -> list[Collective]:
-    """The transfers of a round.
-
-    Args:
-      mesh: sizes of its axes, the last of which counts fastest.
-    """
-    found = []
-    for one in work:
-        x = one.instruction
-        kind = x.opcode.removesuffix("-start")
-        if kind not in COLLECTIVES:
-            continue
-        # A start gives what it was given, too.
-        results = x.shapes[len(x.shapes) // 2 :] if x.opcode == "all-gather-start" else x.shapes
-        if x.opcode == "collective-permute-start":
-            results = x.shapes[1:2]
-        num_bytes = sum(shape.num_bytes for shape in results)
-        shown = " ".join(map(str, results))
-        found.append(Collective(kind, _axis(x.attributes, mesh), num_bytes, one.times, shown, x.origin))
-    return found
-
-
-def _axis(attributes: str, mesh: dict[str, int]) -> str:
-    """The axes of the mesh over which the groups of a collective go."""
-    groups = _groups(attributes, math.prod(mesh.values()))
-    if groups is None:
-        return "?"
-    ids = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
-    names, sizes = list(mesh), list(mesh.values())
-    for chosen in range(1, 2 ** len(names)):
-        over = [i for i in range(len(names)) if chosen >> i & 1]
-        if any(sizes[i] == 1 for i in over):
-            continue
-        rest = [i for i in range(len(names)) if i not in over]
-        expected = ids.transpose(*rest, *over).reshape(-1, math.prod(sizes[i] for i in over))
-        if {frozenset(row) for row in expected.tolist()} == groups:
-            return ",".join(names[i] for i in over)
-    return "?"
-
-
-def _groups(attributes: str, num_devices: int) -> set[frozenset[int]] | None:
-    """The devices that take part together, from any of the three ways to write them."""
-    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
-    if pairs:
-        return _joined([set(map(int, p.split(","))) for p in re.findall(r"\{(\d+,\d+)\}", pairs.group(1))])
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", attributes)
-    if named:
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", named.group(1))}
-        over = re.findall(r"'([^']+)'", named.group(2))
-        if set(over) - set(sizes) or math.prod(sizes.values()) != num_devices or ":" in named.group(2):
-            return None
-        ids, axes = np.arange(num_devices).reshape(tuple(sizes.values())), list(sizes)
-        moved = ids.transpose(*(axes.index(a) for a in axes if a not in over), *(axes.index(a) for a in over))
-        return {frozenset(row) for row in moved.reshape(-1, math.prod(sizes[a] for a in over)).tolist()}
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
-    if iota:
-        shape, reshaped, order = ([int(n) for n in (part or "").split(",") if n] for part in iota.groups())
-        ids = np.arange(math.prod(shape)).reshape(reshaped)
-        return {frozenset(row) for row in (ids.transpose(order) if order else ids).reshape(shape).tolist()}
-    listed = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attributes)
-    if listed is None:
-        return None
-    rows = [frozenset(int(n) for n in row.split(",")) for row in re.findall(r"\{([\d,]+)\}", listed.group(1))]
-    return set(rows) or {frozenset(range(num_devices))}
-
-
-def _joined(pairs: list[set[int]]) -> set[frozenset[int]]:
-    """Pairs that share a device, as groups."""
-    groups: list[set[int]] = []
-    for pair in pairs:
-        near = [group for group in groups if group & pair]
-        groups = [group for group in groups if not group & pair] + [pair.union(*near)]
-    return {frozenset(group) for group in groups}

@@ -141,7 +141,7 @@ def _decoder(job: Job, what: str, mesh: Mesh) -> Decoder:
     """As `request._decoder` makes it; prefill reads for the drafter, too."""
     cache_dtype = cache_lib.fastest_dtype(DTYPE)
     is_one = mesh.size == 1
-    options = {"use_native": is_one}
+    options: dict[str, Any] = {"use_native": is_one}
     if "mesh" in inspect.signature(Decoder).parameters:
         options = {"mesh": None if is_one else mesh}
     if what == PLAIN:
@@ -154,12 +154,13 @@ def _decoder(job: Job, what: str, mesh: Mesh) -> Decoder:
 def _decode_arguments(job: Job, what: str, mesh: Mesh) -> tuple[Any, ...]:
     models = weights_of(job, mesh) if what != PLAIN else weights_of(job, mesh) | {"drafter": None}
 
-    def rows(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    def rows(*shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct((job.batch, *shape), dtype)
 
     keys = jax.eval_shape(lambda: row_keys([(0, 0)] * job.batch))
-    limits = Limits(rows(), jax.ShapeDtypeStruct((END_TOKENS,), jnp.int32))
-    greedy = {"all_greedy": job.temperature == 0} if "all_greedy" in SamplingParams.__dataclass_fields__ else {}
+    end_tokens: Any = jax.ShapeDtypeStruct((END_TOKENS,), jnp.int32)
+    limits = Limits(rows(), end_tokens)
+    greedy: Any = {"all_greedy": job.temperature == 0} if "all_greedy" in SamplingParams.__dataclass_fields__ else {}
     sampling = SamplingParams(rows(dtype=jnp.float32), rows(), rows(dtype=jnp.float32), **greedy)
     per_row = rows(job.slots), rows(), keys, limits, sampling
     return models, *placed(per_row, sharding.row_shardings(mesh, per_row, job.batch))

@@ -1,6 +1,7 @@
 """Compiles the programs of a job, counts what the compiler made of them, and says what it means.
 
-Every figure but the estimate is the compiler's; the estimate names what it assumes. Read first: `programs.py`, `hlo.py`.
+Every figure but the estimate is the compiler's; the estimate names what it assumes. Read first: `programs.py` and
+`hlo.py`.
 """
 
 from __future__ import annotations
@@ -9,54 +10,30 @@ import collections
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from hsd_jax.aot import hlo, programs
-from hsd_jax.aot.devices import Devices, make_mesh
+from hsd_jax.aot import hlo, programs, transfers
+from hsd_jax.aot.devices import make_mesh
+from hsd_jax.aot.kinds import Devices
 from hsd_jax.aot.programs import DTYPE, PLAIN, PREFILL, PROGRAMS, TRAIN, Job, Program, default_drafter
+from hsd_jax.aot.targets import read_target
 from hsd_jax.bench.tables import make_console, make_table
-from hsd_jax.config import SLIDING, ModelConfig, TreeConfig
+from hsd_jax.config import SLIDING, TreeConfig
 from hsd_jax.drafters.files import check_drafter, read_drafter_config
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import RULES
 from hsd_jax.infer.decode import CHUNK
-from hsd_jax.models.hf_config import parse_config, read_config, read_json
 from hsd_jax.request import CAPACITY_UNIT
-from hsd_jax.settings import shown
 from hsd_jax.train.loop import LoopConfig
 
-CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 KERNEL_SECONDS = {"gpu": 2e-6, "tpu": 1e-6}
 """What a kernel is assumed to cost besides its work, and a transfer between devices besides its bytes."""
 COLLECTIVE_SECONDS = {"gpu": 1e-5, "tpu": 2e-6}
 LARGE = 2**20
 """Bytes of a result that is worth naming if it is only moved."""
-
-
-def known_targets() -> list[str]:
-    """Names of the shipped configurations."""
-    return sorted(path.parent.name for path in CONFIGS.glob("*/config.json"))
-
-
-def read_target(name: str) -> ModelConfig:
-    """The configuration of a shipped name, a folder with a `config.json`, or such a file.
-
-    Raises:
-      ValueError, FileNotFoundError: naming what is wrong with it, and the shipped names if there is none.
-    """
-    path = Path(name)
-    if name in known_targets():
-        return read_config(CONFIGS / name)
-    if path.is_dir():
-        return read_config(path)
-    if path.is_file():
-        return parse_config(read_json(path), str(path))
-    raise ValueError(
-        f"target={shown(name)}: expected a folder with a config.json, such a file, or one of {', '.join(known_targets())}"
-    )
 
 
 def compile_job(
@@ -116,7 +93,7 @@ def bytes_on_device(tree: Any) -> int:
     """Of placed shapes, what one device holds."""
 
     def one(leaf: Any) -> int:
-        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         return math.prod(leaf.sharding.shard_shape(leaf.shape)) * (8 if is_key else leaf.dtype.itemsize)
 
     return sum(map(one, jax.tree.leaves(tree)))
@@ -132,10 +109,11 @@ def _compiled(job: Job, name: str, program: Program, devices: Devices, mesh_size
         held = sum(map(bytes_on_device, program.held.values()))
         return {"fits": False, "argument_bytes": held, "why": str(error).partition("\n")[0]}
     seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None, "the compilers for accelerators say both"
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     total += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    module = hlo.parse(compiled.as_text())
+    module = hlo.parse(text)
     body = module.entry if name == TRAIN else hlo.loop_body(module)
     record = {
         "fits": total <= devices.kind.memory,
@@ -168,24 +146,21 @@ def counted(
     work = hlo.work_of(module, body)
     opcodes = collections.Counter(x.instruction.opcode for x in work)
     around = [x for x in hlo.work_of(module, module.entry) if x.computation == module.entry != body]
-    moved = [
-        (x.instruction, shape) for x in work if x.instruction.opcode in hlo.MOVES for shape in x.instruction.shapes[:1]
-    ]
-    large = [f"{x.opcode} {shape}" for x, shape in moved if shape.num_bytes >= LARGE and shape.in_main_memory]
     return {
         "kernels": hlo.num_kernels(work),
         "launches": hlo.num_launches(work),
+        "inner_kernels": sum(x.is_kernel and x.is_inner for x in work),
         "instructions": dict(opcodes.most_common()),
         "cache_copies": len(hlo.cache_copies(module, work, caches)),
         "cache_converts": hlo.cache_converts(module, work, caches),
-        "large_moves": dict(collections.Counter(large)),
+        "large_moves": hlo.large_moves(module, work, LARGE),
         "read_bytes": hlo.bytes_read(module, work),
-        "collectives": _by_kind(hlo.collectives(work, mesh_sizes)),
-        "collectives_around": _by_kind(hlo.collectives(around, mesh_sizes)),
+        "collectives": _by_kind(transfers.collectives(work, mesh_sizes)),
+        "collectives_around": _by_kind(transfers.collectives(around, mesh_sizes)),
     }
 
 
-def _by_kind(found: Sequence[hlo.Collective]) -> dict[str, Any]:
+def _by_kind(found: Sequence[transfers.Collective]) -> dict[str, Any]:
     kinds: dict[str, Any] = {}
     for x in found:
         one = kinds.setdefault(x.kind, {"count": 0, "bytes": 0, "largest": 0, "axes": {}, "shapes": {}})
@@ -215,10 +190,10 @@ def _estimate(job: Job, name: str, program: Program, record: dict[str, Any], dev
     must = weights + drafter + used + bytes_on_device(drafter_state)
     rows = job.batch * {PREFILL: min(CHUNK, job.slots), PLAIN: 1}.get(name, job.tree.nodes)
     rates, platform = devices.kind, devices.kind.platform
-    flops = 2 * rows * weights / jax.numpy.dtype(DTYPE).itemsize
+    flops = 2 * rows * weights / jnp.dtype(DTYPE).itemsize
     busy = max(record["read_bytes"] / rates.bytes_per_second, flops / rates.flops_per_second)
-    transfers = sum(kind["count"] for kind in record["collectives"].values())
-    overhead = record["launches"] * KERNEL_SECONDS[platform] + transfers * COLLECTIVE_SECONDS[platform]
+    num_transfers = sum(kind["count"] for kind in record["collectives"].values())
+    overhead = record["launches"] * KERNEL_SECONDS[platform] + num_transfers * COLLECTIVE_SECONDS[platform]
     return {
         "must_read_bytes": must,
         "estimate": {"seconds": busy + overhead, "floor_seconds": must / rates.bytes_per_second},
@@ -315,7 +290,7 @@ ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "instructions read": lambda p: _gb(p["read_bytes"]),
     "compiler says accessed": lambda p: _gb(p["cost_analysis_bytes"]) if "cost_analysis_bytes" in p else "not said",
     "copies, converts of caches": lambda p: f"{p['cache_copies']}, {p['cache_converts']}",
-    "large results only moved": lambda p: "\n".join(f"{n} x {what}" for what, n in p["large_moves"].items()) or "none",
+    "moves of 1 MB and more": lambda p: str(sum(p["large_moves"].values())),
     "transfers": lambda p: _transfers(p, "collectives"),
     "transfers around the loop": lambda p: _transfers(p, "collectives_around"),
     "compile seconds": lambda p: f"{p['compile_seconds']:.1f}",

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 
+from hsd_jax.aot.kinds import allowed_devices
+from hsd_jax.aot.targets import known_targets
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, NEW_FILE, TEMPERATURE, add_value
 
 WHAT = ("prefill", "plain", "speculative", "train")
-TARGETS = "llama-3.2-1b, llama-3-8b, llama-3-70b, qwen3-8b, gemma-3-4b"
 
 
 def add_parser(commands) -> None:
@@ -31,11 +32,11 @@ hsd compile --target DIR --drafter DIR --device v5e:2x4 --mesh model=8 --json co
 hsd compile --target llama-3-8b --device h100 --batch 4 --context 32768 --what plain speculative
 """,
     )
-    what = f"a folder with a config.json, such a file, or {TARGETS}"
+    what = f"a folder with a config.json, such a file, or one of {', '.join(known_targets())}"
     parser.add_argument("--target", metavar="DIR", required=True, help=what)
     without = "a hidden drafter of one layer, parallel trunk, a quarter of the vocabulary"
     add_value(parser, "--drafter DIR", str, "a folder with a drafter_config.json", without=without)
-    what = "h100, h100:2, h200, a100, v5e:2x4, v6e:1x1, v5p:2x2x1: a GPU and how many, or a TPU slice"
+    what = f"a GPU and how many, or a TPU slice: {allowed_devices()}"
     parser.add_argument("--device", metavar="NAME", required=True, help=what)
     add_value(parser, "--mesh SPEC", str, 'for example "data=2,model=4"', without="model over all devices")
     add_value(parser, "--batch B", COUNT, "rows", 1)
@@ -48,11 +49,11 @@ hsd compile --target llama-3-8b --device h100 --batch 4 --context 32768 --what p
 
 def run(args: argparse.Namespace) -> int:
     """Compiles, prints the table, writes the record; 1 if a program does not fit."""
-    from hsd_jax.aot import devices, report
+    from hsd_jax.aot import devices, kinds, report
     from hsd_jax.bench.measure import parse_tree
 
     devices.prepare_process()
-    found = devices.parse_devices(args.device)
+    found = kinds.parse_devices(args.device)
     mesh = devices.mesh_of(found, args.mesh)
     job = report.make_job(
         args.target, args.drafter, parse_tree(args.tree), args.batch, args.context, args.temperature, mesh
