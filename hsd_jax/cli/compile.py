@@ -24,8 +24,7 @@ def add_parser(commands) -> None:
         "compile for a GPU or TPU that is not there: memory, kernels, bytes, collectives",
         "Compile the programs of a decode and of a drafter's training for an accelerator that this machine does not\n"
         "have, from a config.json alone, and say of each: whether it fits into the device's memory, kernels a round,\n"
-        "bytes it reads, copies of caches, transfers between devices. Needs the compiler of the device:\n"
-        "pip install 'hsd_jax[aot-cuda]' or 'hsd_jax[aot-tpu]'.",
+        "bytes it reads, copies of caches, transfers. Needs pip install 'hsd_jax[aot-cuda]' or 'hsd_jax[aot-tpu]'.",
         """
 hsd compile --target llama-3-8b --device h100
 hsd compile --target DIR --drafter DIR --device v5e:2x4 --mesh model=8 --json compiled.json
@@ -34,10 +33,9 @@ hsd compile --target llama-3-8b --device h100 --batch 4 --context 32768 --what p
     )
     what = f"a folder with a config.json, such a file, or one of {', '.join(known_targets())}"
     parser.add_argument("--target", metavar="DIR", required=True, help=what)
-    without = "a hidden drafter of one layer, parallel trunk, a quarter of the vocabulary"
+    without = "one layer, parallel trunk, a quarter of the vocabulary"
     add_value(parser, "--drafter DIR", str, "a folder with a drafter_config.json", without=without)
-    what = f"a GPU and how many, or a TPU slice: {allowed_devices()}"
-    parser.add_argument("--device", metavar="NAME", required=True, help=what)
+    parser.add_argument("--device", metavar="NAME", required=True, help=f"GPUs or a TPU slice: {allowed_devices()}")
     add_value(parser, "--mesh SPEC", str, 'for example "data=2,model=4"', without="model over all devices")
     add_value(parser, "--batch B", COUNT, "rows", 1)
     add_value(parser, "--context TOKENS", COUNT, "slots of the caches, all of them in use", 4096)

@@ -28,6 +28,7 @@ examples:
   hsd train drafter --target DIR --data own.jsonl --out runs/drafter
   hsd bench --demo --prompts dev.jsonl --half report --json bench.json --plot bench.png
   hsd identity --demo --prompts dev.jsonl --half report --precision exact
+  hsd compile --target llama-3-8b --device h100
 
 environment:
   HSD_CACHE=off       do not keep compiled programs in ~/.cache/hsd_jax
