@@ -22,8 +22,9 @@ QUIET = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_MIN_LOG_LEVEL": "3",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Environment in which the compilers do not look for devices, nor say that they found none."""
+"""Environment in which the compilers do not look for devices, nor say that they found none, nor lock any."""
 
 
 def mesh_of(devices: Devices, spec: str | None) -> dict[str, int]:

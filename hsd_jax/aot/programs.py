@@ -7,7 +7,6 @@ configuration. The functions are those that `decode` and `fit` run. Read next: `
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import Any
 
 import jax
@@ -15,16 +14,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hsd_jax import sharding
-from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.table import init_drafter, make_drafter
-from hsd_jax.infer.accept import RULES, make_rule
-from hsd_jax.infer.decode import Decoder
-from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.config import NO_REUSE, ModelConfig, TreeConfig
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.infer.accept import RULES
 from hsd_jax.infer.sampling import row_keys
-from hsd_jax.infer.step import make_step
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import init_target
+from hsd_jax.params import Params, arranged
+from hsd_jax.request import make_decoder
 from hsd_jax.train import drafter as training
 from hsd_jax.train.loop import LoopConfig, make_optimizer, make_train_step
 from hsd_jax.types import Limits, SamplingParams
@@ -58,24 +56,23 @@ def default_drafter(target: ModelConfig, depth: int) -> Any:
     return training.drafter_config(model, target)
 
 
-def weights_of(job: Job, mesh: Mesh) -> dict[str, Any]:
-    """The shapes of both models' weights, placed as `params.place` does."""
+def params_of(job: Job, mesh: Mesh) -> Params:
+    """The shapes of both models' weights, arranged and placed as `load` leaves them."""
     target = _cast(jax.eval_shape(lambda: init_target(jax.random.key(0), job.target)))
     drafter = _cast(jax.eval_shape(lambda: _drafter_weights(job)))
-    try:
-        from hsd_jax.models.packing import pack
+    params = jax.eval_shape(
+        lambda t, d: arranged(Params(t, d, job.target, job.drafter), _mesh_or_none(mesh)), target, drafter
+    )
+    c, d = params.target_config, params.drafter_config
+    heads = getattr(d, "num_heads", 1), getattr(d, "num_kv_heads", 1)
+    target = placed(params.target, sharding.weight_shardings(mesh, params.target, c.num_heads, c.num_kv_heads))
+    drafter = placed(params.drafter, sharding.weight_shardings(mesh, params.drafter, *heads))
+    return dataclasses.replace(params, target=target, drafter=drafter)
 
-        parts = mesh.shape["model"]
-        target = jax.eval_shape(lambda w: pack(w, job.target, parts), target)
-        drafter = jax.eval_shape(lambda w: pack(w, job.drafter, parts), drafter)
-    except ImportError:
-        pass
-    heads = job.target.num_heads, job.target.num_kv_heads
-    drafter_heads = getattr(job.drafter, "num_heads", 1), getattr(job.drafter, "num_kv_heads", 1)
-    return {
-        "target": placed(target, sharding.weight_shardings(mesh, target, *heads)),
-        "drafter": placed(drafter, sharding.weight_shardings(mesh, drafter, *drafter_heads)),
-    }
+
+def _mesh_or_none(mesh: Mesh) -> Mesh | None:
+    """What `load` is given: no mesh for one device."""
+    return None if mesh.size == 1 else mesh
 
 
 def _drafter_weights(job: Job) -> Any:
@@ -125,9 +122,22 @@ def make_program(job: Job, what: str, mesh: Mesh, platform: str) -> Program:
 
 
 def _of_decode(job: Job, what: str, mesh: Mesh) -> Program:
-    decoder, sizes = _decoder(job, what, mesh), {"capacity": job.slots, "max_tokens": job.slots + 1}
-    models, tokens, length, keys, limits, sampling = _decode_arguments(job, what, mesh)
-    prefilled = models, tokens, length, keys, limits
+    params, is_plain = params_of(job, mesh), what == PLAIN
+    decoder = make_decoder(
+        params.target_config,
+        None if is_plain else params.drafter_config,
+        None if is_plain else job.tree,
+        "fast",
+        cache_lib.fastest_dtype(DTYPE).name,
+        pad_rows=1,
+        mesh=_mesh_or_none(mesh),
+        accept="match",
+        scheme=RULES["match"].scheme,
+        reuse=NO_REUSE,
+    )
+    models = {"target": params.target, "drafter": None if is_plain else params.drafter}
+    tokens, length, keys, limits, sampling = _rows_of_decode(job, mesh)
+    prefilled, sizes = (models, tokens, length, keys, limits), {"capacity": job.slots, "max_tokens": job.slots + 1}
     state = jax.eval_shape(lambda *args: decoder.prefill(*args, **sizes), *prefilled)
     state = placed(state, sharding.row_shardings(mesh, state, job.batch))
     held = {**models, "caches": (state.cache, state.drafter)}
@@ -137,33 +147,18 @@ def _of_decode(job: Job, what: str, mesh: Mesh) -> Program:
     return Program(decoder.loop, (models, sampling, limits, rounds, state), {}, held)
 
 
-def _decoder(job: Job, what: str, mesh: Mesh) -> Decoder:
-    """As `request._decoder` makes it; prefill reads for the drafter, too."""
-    cache_dtype = cache_lib.fastest_dtype(DTYPE)
-    is_one = mesh.size == 1
-    options: dict[str, Any] = {"use_native": is_one}
-    if "mesh" in inspect.signature(Decoder).parameters:
-        options = {"mesh": None if is_one else mesh}
-    if what == PLAIN:
-        return Decoder(job.target, make_plain_step(job.target), None, cache_dtype, **options)
-    drafter = make_drafter(job.target, job.drafter, job.tree, cache_dtype, RULES["match"].scheme)
-    step = make_step(job.target, drafter, make_rule("match", job.tree))
-    return Decoder(job.target, step, drafter, cache_dtype, **options)
-
-
-def _decode_arguments(job: Job, what: str, mesh: Mesh) -> tuple[Any, ...]:
-    models = weights_of(job, mesh) if what != PLAIN else weights_of(job, mesh) | {"drafter": None}
+def _rows_of_decode(job: Job, mesh: Mesh) -> tuple[Any, ...]:
+    """Tokens, lengths, keys, limits and settings of the rows, as `request.prepare` makes them."""
 
     def rows(*shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct((job.batch, *shape), dtype)
 
     keys = jax.eval_shape(lambda: row_keys([(0, 0)] * job.batch))
     end_tokens: Any = jax.ShapeDtypeStruct((END_TOKENS,), jnp.int32)
-    limits = Limits(rows(), end_tokens)
-    greedy: Any = {"all_greedy": job.temperature == 0} if "all_greedy" in SamplingParams.__dataclass_fields__ else {}
-    sampling = SamplingParams(rows(dtype=jnp.float32), rows(), rows(dtype=jnp.float32), **greedy)
-    per_row = rows(job.slots), rows(), keys, limits, sampling
-    return models, *placed(per_row, sharding.row_shardings(mesh, per_row, job.batch))
+    all_greedy = job.temperature == 0 and native.traced_platform() != "cpu"
+    sampling = SamplingParams(rows(dtype=jnp.float32), rows(), rows(dtype=jnp.float32), all_greedy)
+    per_row = rows(job.slots), rows(), keys, Limits(rows(), end_tokens), sampling
+    return placed(per_row, sharding.row_shardings(mesh, per_row, job.batch))
 
 
 def _training_step(job: Job, mesh: Mesh) -> Program:
