@@ -18,8 +18,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import toy
 from jax.sharding import AxisType, Mesh
+from support import toy
 
 from hsd_jax.aot import devices, hlo, kinds, programs, report, targets, transfers
 from hsd_jax.cli import compile as command
@@ -27,7 +27,7 @@ from hsd_jax.cli.main import main
 from hsd_jax.config import TreeConfig, layer_numbers
 from hsd_jax.train.loop import LoopConfig
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 
 GPU_TEXT = """\
 HloModule jit_loop, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias) }, num_partitions=1
