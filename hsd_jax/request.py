@@ -104,8 +104,7 @@ class Request:
     plan: Plan
 
 
-@functools.lru_cache(maxsize=64)
-def _decoder(
+def make_decoder(
     config: ModelConfig,
     drafter_config: Any,
     tree: TreeConfig | None,
@@ -117,13 +116,16 @@ def _decoder(
     scheme: DrawScheme,
     reuse: ReuseConfig,
 ) -> Decoder:
-    """One set of compiled functions for each static configuration of this process."""
+    """The compiled functions of a static configuration; `_decoder` keeps those of this process."""
     matmul_precision = "highest" if precision == "exact" else None
     if drafter_config is None or tree is None:
         return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, mesh=mesh)
     drafter = make_drafter(config, drafter_config, tree, cache_dtype, scheme, reuse)
     step = make_step(config, drafter, make_rule(accept, tree))
     return Decoder(config, step, drafter, cache_dtype, matmul_precision, mesh=mesh)
+
+
+_decoder = functools.lru_cache(maxsize=64)(make_decoder)
 
 
 def prepare(

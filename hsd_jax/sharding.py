@@ -64,20 +64,30 @@ def make_mesh(spec: str | Mesh | None) -> Mesh | None:
         if not set(spec.axis_names) <= set(MESH_AXES):
             raise ValueError(f"mesh axes {spec.axis_names}: allowed are {MESH_AXES}")
         return Mesh(spec.devices, spec.axis_names, axis_types=(AxisType.Auto,) * len(spec.axis_names))
-    if not isinstance(spec, str):
-        raise ValueError(f"mesh={shown(spec)}: expected a text of data=N, model=N, or a Mesh")
-    sizes = dict.fromkeys(MESH_AXES, 1)
-    for part in spec.split(","):
-        name, _, size = part.strip().partition("=")
-        if name not in sizes or not size.isdigit() or int(size) < 1:
-            raise ValueError(f"mesh={spec!r}: {part.strip()!r} is not one of data=N, model=N with N >= 1")
-        sizes[name] = int(size)
+    sizes = mesh_sizes(spec)
     needed, there = int(np.prod(list(sizes.values()))), jax.device_count()
     if needed > there:
         raise ValueError(f"mesh={spec!r} needs {needed} devices; there are {there}")
     return jax.make_mesh(
         tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:needed]
     )
+
+
+def mesh_sizes(spec: str) -> dict[str, int]:
+    """Devices along each axis of a mesh, from "data=2,model=4".
+
+    Raises:
+      ValueError: naming the wrong part and the allowed axes.
+    """
+    if not isinstance(spec, str):
+        raise ValueError(f"mesh={shown(spec)}: expected a text of data=N, model=N, or a Mesh")
+    sizes: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
+    for part in spec.split(","):
+        name, _, size = part.strip().partition("=")
+        if name not in sizes or not size.isdigit() or int(size) < 1:
+            raise ValueError(f"mesh={spec!r}: {part.strip()!r} is not one of data=N, model=N with N >= 1")
+        sizes[name] = int(size)
+    return sizes
 
 
 def _sharding(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...], units: dict) -> NamedSharding:

@@ -28,6 +28,7 @@ examples:
   hsd train drafter --target DIR --data own.jsonl --out runs/drafter
   hsd bench --demo --prompts dev.jsonl --half report --json bench.json --plot bench.png
   hsd identity --demo --prompts dev.jsonl --half report --precision exact
+  hsd compile --target llama-3-8b --device h100
 
 environment:
   HSD_CACHE=off       do not keep compiled programs in ~/.cache/hsd_jax
@@ -41,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; imports no jax."""
     import argparse
 
-    from hsd_jax.cli import bench, demo, generate, generate_data, identity, info, show, train, tune
+    from hsd_jax.cli import bench, compile, demo, generate, generate_data, identity, info, show, train, tune
 
     parser = argparse.ArgumentParser(
         prog="hsd",
@@ -50,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (generate, demo, show, tune, bench, identity, train, generate_data, info):
+    for module in (generate, demo, show, tune, bench, identity, train, generate_data, compile, info):
         module.add_parser(commands)
     return parser
 

@@ -1,0 +1,1 @@
+"""Programs compiled for devices that are not there: what `hsd compile` counts."""

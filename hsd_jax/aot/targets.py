@@ -1,0 +1,38 @@
+"""The targets of `hsd compile`: shapes of public models that ship with the package, and everybody's own files.
+
+Imports no jax, so that help is immediate.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hsd_jax.config import ModelConfig
+from hsd_jax.models.hf_config import parse_config, read_config, read_json
+from hsd_jax.settings import shown
+
+CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
+
+
+def known_targets() -> list[str]:
+    """Names of the shipped configurations."""
+    return sorted(path.parent.name for path in CONFIGS.glob("*/config.json"))
+
+
+def read_target(name: str) -> ModelConfig:
+    """The configuration of a shipped name, a folder with a `config.json`, or such a file.
+
+    Raises:
+      ValueError, FileNotFoundError: naming what is wrong with it, and the shipped names if there is none.
+    """
+    path = Path(name)
+    if name in known_targets():
+        return read_config(CONFIGS / name)
+    if path.is_dir():
+        return read_config(path)
+    if path.is_file():
+        return parse_config(read_json(path), str(path))
+    raise ValueError(
+        f"target={shown(name)}: expected a folder with a config.json, such a file, or one of"
+        f" {', '.join(known_targets())}"
+    )

@@ -1,0 +1,62 @@
+"""`hsd compile`: what a decode and a training step will be on an accelerator, without one.
+
+Read next: `aot/report.py`, which does it.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from hsd_jax.aot.kinds import allowed_devices
+from hsd_jax.aot.targets import known_targets
+from hsd_jax.cli import options
+from hsd_jax.cli.options import COUNT, NEW_FILE, TEMPERATURE, add_value
+
+WHAT = ("prefill", "plain", "speculative", "train")
+
+
+def add_parser(commands) -> None:
+    """Declares `hsd compile`."""
+    parser = options.add_command(
+        commands,
+        "compile",
+        run,
+        "compile for a GPU or TPU that is not there: memory, kernels, bytes, collectives",
+        "Compile the programs of a decode and of a drafter's training for an accelerator that this machine does not\n"
+        "have, from a config.json alone, and say of each: whether it fits into the device's memory, kernels a round,\n"
+        "bytes it reads, copies of caches, transfers. Needs pip install 'hsd_jax[aot-cuda]' or 'hsd_jax[aot-tpu]'.",
+        """
+hsd compile --target llama-3-8b --device h100
+hsd compile --target DIR --drafter DIR --device v5e:2x4 --mesh model=8 --json compiled.json
+hsd compile --target llama-3-8b --device h100 --batch 4 --context 32768 --what plain speculative
+""",
+    )
+    what = f"a folder with a config.json, such a file, or one of {', '.join(known_targets())}"
+    parser.add_argument("--target", metavar="DIR", required=True, help=what)
+    without = "one layer, parallel trunk, a quarter of the vocabulary"
+    add_value(parser, "--drafter DIR", str, "a folder with a drafter_config.json", without=without)
+    parser.add_argument("--device", metavar="NAME", required=True, help=f"GPUs or a TPU slice: {allowed_devices()}")
+    add_value(parser, "--mesh SPEC", str, 'for example "data=2,model=4"', without="model over all devices")
+    add_value(parser, "--batch B", COUNT, "rows", 1)
+    add_value(parser, "--context TOKENS", COUNT, "slots of the caches, all of them in use", 4096)
+    add_value(parser, "--tree NxDxW", str, "nodes, depth and width of the draft tree", "8x7x1", "8x7x1")
+    add_value(parser, "--temperature T", TEMPERATURE, "0: greedy rows alone", 0.0)
+    parser.add_argument("--what", choices=WHAT, nargs="+", default=list(WHAT), help="programs (default: all)")
+    add_value(parser, "--json OUT", NEW_FILE, "write the record")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compiles, prints the table, writes the record; 1 if a program does not fit."""
+    from hsd_jax.aot import devices, kinds, report
+    from hsd_jax.bench.measure import parse_tree
+
+    devices.prepare_process()
+    found = kinds.parse_devices(args.device)
+    mesh = devices.mesh_of(found, args.mesh)
+    job = report.make_job(
+        args.target, args.drafter, parse_tree(args.tree), args.batch, args.context, args.temperature, mesh
+    )
+    record = report.compile_job(job, found, mesh, args.what, options.say)
+    report.print_record(record)
+    options.write_record(args.json, record)
+    return 0 if all(program["fits"] for program in record["programs"].values()) else 1
