@@ -1,7 +1,4 @@
-"""`hsd compile`: what a decode and a training step will be on an accelerator, without one.
-
-Read next: `aot/report.py`, which does it.
-"""
+"""`hsd compile`: what a decode and a training step will be on an accelerator, without one (`aot/report.py`)."""
 
 from __future__ import annotations
 

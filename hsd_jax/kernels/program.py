@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -44,3 +45,17 @@ def placed(x: Array, *axes: str | None) -> Array:
         axis if axis is not None and shards(axis, size) > 1 else None for axis, size in zip(axes, x.shape, strict=True)
     )
     return jax.lax.with_sharding_constraint(x, NamedSharding(here, PartitionSpec(*spec)))
+
+
+def on_each_device(function: Callable, ins: list[tuple], outs: Any, batch: int, groups: int) -> Callable:
+    """`function` on each device's part. Axes are "data" for rows and "model" for key/value heads, where they divide."""
+    here = _mesh.get()
+    if here is None:
+        return function
+    shared = {"data": shards("data", batch) > 1, "model": shards("model", groups) > 1}
+
+    def spec(axes: tuple) -> PartitionSpec:
+        return PartitionSpec(*(axis if shared.get(axis) else None for axis in axes))
+
+    out_specs = jax.tree.map(spec, outs, is_leaf=lambda x: type(x) is tuple and all(type(a) is not tuple for a in x))
+    return jax.shard_map(function, mesh=here, in_specs=tuple(map(spec, ins)), out_specs=out_specs, check_vma=False)

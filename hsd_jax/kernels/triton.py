@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from hsd_jax.kernels import program
@@ -67,20 +66,6 @@ def _power_of_two(n: int) -> int:
     return 1 << math.ceil(math.log2(max(n, 1)))
 
 
-def _on_each_device(function: Callable, ins: list[tuple], outs: Any, batch: int, groups: int) -> Callable:
-    """`function` on each device's part. Axes are "data" for rows and "model" for key/value heads, where they divide."""
-    mesh = program.mesh()
-    if mesh is None:
-        return function
-    shared = {"data": program.shards("data", batch) > 1, "model": program.shards("model", groups) > 1}
-
-    def spec(axes: tuple) -> PartitionSpec:
-        return PartitionSpec(*(axis if shared.get(axis) else None for axis in axes))
-
-    out_specs = jax.tree.map(spec, outs, is_leaf=lambda x: type(x) is tuple and all(type(a) is not tuple for a in x))
-    return jax.shard_map(function, mesh=mesh, in_specs=tuple(map(spec, ins)), out_specs=out_specs, check_vma=False)
-
-
 def rms_norm(
     x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float, offset: float, dtype: Any
 ) -> Float[Array, "... H"]:
@@ -108,7 +93,7 @@ def rms_norm(
         return out.reshape(x.shape)
 
     rows = ("data", *[None] * (x.ndim - 1))
-    return _on_each_device(norm, [rows, (None,)], rows, x.shape[0], 1)(x, weight)
+    return program.on_each_device(norm, [rows, (None,)], rows, x.shape[0], 1)(x, weight)
 
 
 def rope_applies(joint: Array) -> bool:
@@ -162,7 +147,7 @@ def rope(
 
     heads, nodes = ("data", "model", None, None), ("data", None, None)
     ins = [("data", None, "model", None, None), nodes, nodes]
-    return _on_each_device(rotate, ins, (heads, heads, heads), joint.shape[0], joint.shape[2])(joint, *table)
+    return program.on_each_device(rotate, ins, (heads, heads, heads), joint.shape[0], joint.shape[2])(joint, *table)
 
 
 def attend_applies(query: Array, cached: tuple[Array, Array]) -> bool:
@@ -187,7 +172,7 @@ def attend(query, new, new_mask, cached, seen, scale: float, softcap: float | No
     heads, rows = ("data", "model", None, None), ("data", None)
     ins = [heads, heads, heads, ("data", None, None), heads, heads, rows, rows]
     arrays = query.astype(cached[0].dtype), *new, new_mask.astype(jnp.int8), *cached, *seen
-    return _on_each_device(both, ins, heads, query.shape[0], query.shape[1])(*arrays)
+    return program.on_each_device(both, ins, heads, query.shape[0], query.shape[1])(*arrays)
 
 
 def _splits(query, new, new_mask, cached, first, last, scale, softcap):

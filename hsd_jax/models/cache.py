@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from hsd_jax.config import SLIDING, ModelConfig
+from hsd_jax.kernels import program
 from hsd_jax.kernels.native import traced_platform
 from hsd_jax.types import KVCache, NewKV
 
@@ -63,9 +64,19 @@ def write_rows(buffer: Array, rows: Array, start: Int[Array, "B"] | Int[Array, "
     The caller guarantees room: XLA would otherwise shift the write to the left, over committed entries.
     """
     rows = rows.astype(buffer.dtype)
-    if start.ndim == 0 or buffer.shape[0] == 1:  # an update in place; the batched form below is a scatter
-        return lax.dynamic_update_slice_in_dim(buffer, rows, start.reshape(-1)[0], axis)
-    return jax.vmap(lambda b, r, s: lax.dynamic_update_slice_in_dim(b, r, s, axis - 1))(buffer, rows, start)
+    if start.ndim == 0:
+        return lax.dynamic_update_slice_in_dim(buffer, rows, start, axis)
+
+    def write(buffer: Array, rows: Array, start: Array) -> Array:
+        if buffer.shape[0] == 1:  # an update in place; the batched form below is a scatter
+            return lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis)
+        return jax.vmap(lambda b, r, s: lax.dynamic_update_slice_in_dim(b, r, s, axis - 1))(buffer, rows, start)
+
+    # Each device its own rows: XLA for TPUs would copy a cache that rows of several devices are scattered into.
+    whole = ("data", "model", None, None) if buffer.ndim == 4 else ("data", *[None] * (buffer.ndim - 1))
+    groups = buffer.shape[1] if buffer.ndim == 4 else 1
+    ins = [whole, whole, ("data",)]
+    return program.on_each_device(write, ins, whole, buffer.shape[0], groups)(buffer, rows, start)
 
 
 def _write_ring(
