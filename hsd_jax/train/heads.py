@@ -1,8 +1,8 @@
 """What a pass of training drafts, and both models' logits there, for a few anchors at once.
 
-A node is a depth of an anchor. Its logits are the largest thing a step makes, the vocabulary times four bytes, and all
-that is kept of them is a few numbers. So at size anchors go through both heads in chunks, and the backward pass computes
-the logits of a chunk again. Knows no divergence. Read next: `drafter.py`, which gives the function of a chunk.
+A node is a depth of an anchor. Its logits are the largest thing a step makes, and all that is kept of them is a few
+numbers. So at size anchors go through both heads in chunks, and the backward pass computes the logits of a chunk again.
+Knows no divergence. Read next: `drafter.py`, which gives the function of a chunk.
 """
 
 from __future__ import annotations
