@@ -167,7 +167,7 @@ def test_draws_in_chunks():
 
 
 def test_layers_that_are_computed_again_keep_less():
-    config, weights, frozen = make(num_layers=2)
+    config, weights, frozen = make(trunk="parallel")
     batch, rest = batch_of(random_rows()), (jax.random.key(0), jnp.int32(0))
 
     def of(remat: bool):
@@ -253,7 +253,7 @@ def test_a_state_in_parts_trains_as_a_whole_one(spec, standard_dtypes):
     target = jax.device_put(frozen, sharding.weight_shardings(mesh, frozen, TARGET.num_heads, TARGET.num_kv_heads))
     for batch, value in zip(rows, wanted, strict=True):
         placed = place(batch)
-        assert len({shard.index[0] for shard in placed["tokens"].addressable_shards}) == 4
+        assert len({str(shard.index[0]) for shard in placed["tokens"].addressable_shards}) == 4
         state, metrics = step(state, target, placed)
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     # Adam divides by the root of squares that may be as small as rounding.
@@ -290,16 +290,16 @@ def test_a_step_from_configurations_alone(standard_dtypes):
     found = abstract.abstract_step(TARGET, config, train, mesh, CHUNKED, jnp.float32)
     compiled = found.step.lower(found.state, found.frozen, found.batch).compile()
     assert compiled.memory_analysis().argument_size_in_bytes > 0
-    rows = random_rows()
+    rows, ids = random_rows(), jnp.arange(config.reduced_vocab_size, dtype=jnp.int32)
     batch = {"tokens": rows, "mask": np.ones(rows.shape, bool), "starts": np.zeros_like(rows)}
     state = first_state(jax.tree.map(jnp.copy, weights), train)
+    _, wanted = make_train_step(drafter.make_loss(TARGET, config, CHUNKED, ids), train)(state, frozen, batch)
+    state = first_state(weights, train)
     placed = [
-        jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), values, like)
+        jax.tree.map(lambda x, like: jax.device_put(np.asarray(x), like.sharding), values, like)
         for values, like in zip((state, frozen, batch), found[1:], strict=True)
     ]
     _, metrics = compiled(*placed)
-    ids = jnp.arange(config.reduced_vocab_size, dtype=jnp.int32)
-    _, wanted = make_train_step(drafter.make_loss(TARGET, config, CHUNKED, ids), train)(state, frozen, batch)
     np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-5)
     with pytest.raises(ValueError, match="needs a multiple of 2"):
         abstract.abstract_step(TARGET, config, LoopConfig(batch=3), mesh)

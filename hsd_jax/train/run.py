@@ -329,7 +329,6 @@ def _placement(mesh: Mesh | None, train: LoopConfig, config: Any) -> tuple[Calla
 
     A process brings the rows that its devices hold.
 
-
     Raises:
       ValueError: if a pass has too few rows for the mesh.
     """
