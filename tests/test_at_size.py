@@ -28,7 +28,7 @@ from test_drafter_training import (
 
 from hsd_jax import sharding
 from hsd_jax.kernels import native
-from hsd_jax.kernels.ops import matmul
+from hsd_jax.kernels.ops import matmuls
 from hsd_jax.train import abstract, drafter, heads, losses, run
 from hsd_jax.train.anchors import agreement
 from hsd_jax.train.loop import LoopConfig, first_state, make_train_step
@@ -190,7 +190,7 @@ def test_products_of_narrow_weights_stay_narrow_backwards():
 
     def loss(x, kernel):
         with native.compiled_for("gpu"):
-            return jnp.sum(matmul(x, kernel) * weights)
+            return jnp.sum(matmuls(x, (kernel,))[0] * weights)
 
     narrow = kernel.astype(jnp.bfloat16)
     products = [e for e in jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, narrow).eqns if e.primitive.name == "dot_general"]
