@@ -6,6 +6,7 @@ inserts the collectives (Auto axes). Changing the parallelism means editing `RUL
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -15,17 +16,21 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from hsd_jax.settings import shown
 
 MESH_AXES = ("data", "model")
+FSDP = "fsdp"
+TRAINING_AXES = ("data", FSDP, "model")
+"""In training "fsdp" splits rows as "data" does, and weights and optimizer state too, along an axis that it divides;
+XLA gathers a weight where a product needs it. A decode reads every weight in every round, so it has no such axis."""
 
-RULES: dict[str | None, str | None] = {
-    "rows": "data",
-    "vocab": "model",
-    "heads": "model",
-    "kv_heads": "model",
-    "mlp": "model",
-    "embed": None,
-    None: None,
+RULES: dict[str | None, tuple[str, ...]] = {
+    "rows": ("data", FSDP),
+    "vocab": ("model",),
+    "heads": ("model",),
+    "kv_heads": ("model",),
+    "mlp": ("model",),
+    "embed": (),
+    None: (),
 }
-"""Which mesh axis splits each logical axis."""
+"""Which mesh axes split each logical axis; those that a mesh lacks do not."""
 
 WEIGHT_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
     ("q", "kernel"): ("heads", "embed"),
@@ -52,42 +57,52 @@ WEIGHT_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
 """Logical axes of each weight by the last two names of its path; weights that are not listed are replicated."""
 
 
-def make_mesh(spec: str | Mesh | None) -> Mesh | None:
+def make_mesh(spec: str | Mesh | None, axes: tuple[str, ...] = MESH_AXES) -> Mesh | None:
     """A mesh from "data=2,model=4"; a `Mesh` and None pass through.
 
+    Args:
+      axes: that it may have; TRAINING_AXES in training.
     Raises:
       ValueError: naming the wrong part, the allowed axes, or the devices there are.
     """
     if spec is None:
         return None
     if isinstance(spec, Mesh):
-        if not set(spec.axis_names) <= set(MESH_AXES):
-            raise ValueError(f"mesh axes {spec.axis_names}: allowed are {MESH_AXES}")
+        if not set(spec.axis_names) <= set(axes):
+            raise ValueError(f"mesh axes {spec.axis_names}: allowed are {axes}{_why_not(spec.axis_names, axes)}")
         return Mesh(spec.devices, spec.axis_names, axis_types=(AxisType.Auto,) * len(spec.axis_names))
-    sizes = mesh_sizes(spec)
+    sizes = mesh_sizes(spec, axes)
     needed, there = int(np.prod(list(sizes.values()))), jax.device_count()
     if needed > there:
         raise ValueError(f"mesh={spec!r} needs {needed} devices; there are {there}")
     return jax.make_mesh(
-        tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:needed]
+        tuple(sizes.values()), axes, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[:needed]
     )
 
 
-def mesh_sizes(spec: str) -> dict[str, int]:
+def mesh_sizes(spec: str, axes: tuple[str, ...] = MESH_AXES) -> dict[str, int]:
     """Devices along each axis of a mesh, from "data=2,model=4".
 
+    Args:
+      axes: as in `make_mesh`.
     Raises:
       ValueError: naming the wrong part and the allowed axes.
     """
+    allowed = ", ".join(f"{name}=N" for name in axes)
     if not isinstance(spec, str):
-        raise ValueError(f"mesh={shown(spec)}: expected a text of data=N, model=N, or a Mesh")
-    sizes: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
+        raise ValueError(f"mesh={shown(spec)}: expected a text of {allowed}, or a Mesh")
+    sizes: dict[str, int] = dict.fromkeys(axes, 1)
     for part in spec.split(","):
         name, _, size = part.strip().partition("=")
         if name not in sizes or not size.isdigit() or int(size) < 1:
-            raise ValueError(f"mesh={spec!r}: {part.strip()!r} is not one of data=N, model=N with N >= 1")
+            why = _why_not((name,), axes)
+            raise ValueError(f"mesh={spec!r}: {part.strip()!r} is not one of {allowed} with N >= 1{why}")
         sizes[name] = int(size)
     return sizes
+
+
+def _why_not(names: tuple[str, ...], axes: tuple[str, ...]) -> str:
+    return f"; {FSDP} is for training alone" if FSDP in names and FSDP not in axes else ""
 
 
 def _sharding(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...], units: dict) -> NamedSharding:
@@ -95,30 +110,44 @@ def _sharding(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...], 
 
     `units` counts the whole heads of an axis: a head is never cut in two.
     """
-    spec = []
+    return NamedSharding(mesh, PartitionSpec(*_split(mesh, shape, axes, units)))
+
+
+def _split(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...], units: dict) -> list[Any]:
+    """The mesh axes over which each axis of an array is split."""
+    spec: list[Any] = []
     for size, axis in zip(shape, axes, strict=True):
-        mesh_axis = RULES[axis]
-        if mesh_axis is not None and mesh_axis not in mesh.axis_names:
-            mesh_axis = None
-        count = units.get(axis, size)
-        spec.append(mesh_axis if mesh_axis is not None and count % mesh.shape[mesh_axis] == 0 else None)
-    return NamedSharding(mesh, PartitionSpec(*spec))
+        names = tuple(name for name in RULES[axis] if name in mesh.axis_names)
+        divides = names and units.get(axis, size) % _devices(mesh, names) == 0
+        spec.append((names[0] if len(names) == 1 else names) if divides else None)
+    return spec
+
+
+def _devices(mesh: Mesh, names: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def weight_shardings(mesh: Mesh, weights: Any, num_heads: int, num_kv_heads: int) -> Any:
-    """A sharding for every weight of a target or drafter, by `WEIGHT_AXES`."""
+    """A sharding for every weight of a target or drafter, by `WEIGHT_AXES`.
+
+    On a mesh with an axis "fsdp" that also splits a matrix, along the first axis left that it divides.
+    """
     units = {"heads": num_heads, "kv_heads": num_kv_heads}
 
     def one(path, leaf):
         names = ["", *(p.key for p in path if isinstance(p, jax.tree_util.DictKey))]
         axes = WEIGHT_AXES.get((names[-2], names[-1])) or WEIGHT_AXES.get(("", names[-1])) or (None,) * leaf.ndim
-        return _sharding(mesh, leaf.shape, axes[: leaf.ndim], units)  # scales lie as the outputs of their kernel
+        spec = _split(mesh, leaf.shape, axes[: leaf.ndim], units)  # scales lie as the outputs of their kernel
+        if FSDP in mesh.axis_names and leaf.ndim > 1:
+            free = [i for i, size in enumerate(leaf.shape) if spec[i] is None and size % mesh.shape[FSDP] == 0]
+            spec = [FSDP if [i] == free[:1] else split for i, split in enumerate(spec)]
+        return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree_util.tree_map_with_path(one, weights)
 
 
 def row_shardings(mesh: Mesh, tree: Any, batch: int) -> Any:
-    """Shardings of per-row arrays: the leading axis over "data"; cache buffers also over key/value heads."""
+    """Shardings of per-row arrays: the leading axis over "data" and "fsdp"; caches also over key/value heads."""
 
     def one(leaf):
         if leaf.ndim == 0 or leaf.shape[0] != batch:
@@ -129,6 +158,20 @@ def row_shardings(mesh: Mesh, tree: Any, batch: int) -> Any:
     return jax.tree.map(one, tree)
 
 
+def check_rows(mesh: Mesh, num_rows: int) -> None:
+    """Refuses a pass of training whose rows the mesh does not divide.
+
+    Raises:
+      ValueError: naming the axes and the rows.
+    """
+    if num_rows % (multiple := rows_multiple(mesh)):
+        axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if name in RULES["rows"] and size > 1)
+        raise ValueError(
+            f"a pass has {num_rows} rows; mesh axis {axes} needs a multiple of {multiple} (train.batch,"
+            " train.micro_batch)"
+        )
+
+
 def rows_multiple(mesh: Mesh | None) -> int:
     """Rows must come in multiples of this."""
-    return 1 if mesh is None or "data" not in mesh.axis_names else mesh.shape["data"]
+    return 1 if mesh is None else _devices(mesh, tuple(name for name in RULES["rows"] if name in mesh.axis_names))

@@ -24,7 +24,8 @@ from hsd_jax.models.target import init_target
 from hsd_jax.params import Params, arranged
 from hsd_jax.request import make_decoder
 from hsd_jax.train import drafter as training
-from hsd_jax.train.loop import LoopConfig, make_optimizer, make_train_step
+from hsd_jax.train.abstract import abstract_step
+from hsd_jax.train.loop import LoopConfig
 from hsd_jax.types import Limits, SamplingParams
 
 PREFILL, PLAIN, SPECULATIVE, TRAIN = PROGRAMS = ("prefill", "plain", "speculative", "train")
@@ -163,23 +164,6 @@ def _rows_of_decode(job: Job, mesh: Mesh) -> tuple[Any, ...]:
 
 def _training_step(job: Job, mesh: Mesh) -> Program:
     """The step of `fit` for a frozen target, as `train.run.train_drafter` calls it."""
-    num, target = job.drafter.reduced_vocab_size, job.target
-    draft_to_target = None if num is None else jnp.arange(num, dtype=jnp.int32)
-    loss = training.make_loss(target, job.drafter, draft_to_target=draft_to_target)
-
-    def begin() -> dict[str, Any]:
-        params, zero = init_drafter(jax.random.key(0), job.drafter), jnp.zeros((), jnp.int32)
-        return {"params": params, "opt_state": make_optimizer(job.train).init(params), "step": zero, "seed": zero}
-
-    state = jax.eval_shape(begin)
-    heads = getattr(job.drafter, "num_heads", 1), getattr(job.drafter, "num_kv_heads", 1)
-    shardings = sharding.weight_shardings(mesh, state, *heads)
-    frozen = _cast(jax.eval_shape(lambda: init_target(jax.random.key(0), target)))
-    frozen = placed(frozen, sharding.weight_shardings(mesh, frozen, target.num_heads, target.num_kv_heads))
-    shape = job.train.batch, job.train.length + 1
-    dtypes = {"tokens": jnp.int32, "mask": jnp.bool_, "starts": jnp.int32}
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
-    batch = placed(batch, sharding.row_shardings(mesh, batch, shape[0]))
-    state = placed(state, shardings)
-    held = {"target": frozen, "state": state, "batch": batch}
-    return Program(make_train_step(loss, job.train, shardings), (state, frozen, batch), {}, held)
+    made = abstract_step(job.target, job.drafter, job.train, mesh, target_dtype=DTYPE)
+    held = {"target": made.frozen, "state": made.state, "batch": made.batch}
+    return Program(made.step, (made.state, made.frozen, made.batch), {}, held)

@@ -139,14 +139,14 @@ def _recipe_of(kind: str) -> tuple[Any, Callable]:
 
 def run_recipe(args: argparse.Namespace) -> int:
     """Trains a drafter or a target by a recipe."""
-    from hsd_jax.sharding import make_mesh
+    from hsd_jax.sharding import TRAINING_AXES, make_mesh
 
     recipe, train = _recipe_of(args.kind)
     required, optional = PATHS[args.kind]
     values = read_recipe(args.config, args.set)
     paths = take_paths(values, args, *required, optional=optional)
     recipe = recipe.from_dict(values, args.config or "--set")
-    train(**paths, recipe=recipe, mesh=make_mesh(args.mesh), report=options.say, force=args.force)
+    train(**paths, recipe=recipe, mesh=make_mesh(args.mesh, TRAINING_AXES), report=options.say, force=args.force)
     return 0
 
 

@@ -40,12 +40,36 @@ def matmuls(x: Float[Array, "... in"], kernels: tuple[Kernel, ...]) -> list[Arra
             return one(kernel.values.astype(kernel.dtype)) * kernel.scale
         if native.is_emulated(kernel.dtype):
             kernel = kernel.astype(jnp.float32)
-        return lax.dot_general(
-            x.astype(kernel.dtype), kernel, (((x.ndim - 1,), (kernel.ndim - 1,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )  # fmt: skip
+        product = _product if kernel.dtype == jnp.float32 else _narrow_product
+        return product(x.astype(kernel.dtype), kernel)
 
     return [one(kernel) for kernel in kernels]
+
+
+def _product(x: Array, kernel: Array) -> Array:
+    dimensions = ((x.ndim - 1,), (kernel.ndim - 1,)), ((), ())
+    return lax.dot_general(x, kernel, dimensions, preferred_element_type=jnp.float32)
+
+
+_narrow_product = jax.custom_vjp(_product)
+"""`_product` whose backward products are in the kernel's dtype too: XLA would widen the kernel to multiply it with a
+gradient in float32, which for an LM head are gigabytes."""
+
+
+def _narrow_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product(x, kernel), (x, kernel)
+
+
+def _narrow_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, kernel = saved
+    gradient, rows = gradient.astype(kernel.dtype), tuple(range(x.ndim - 1))
+    outputs = tuple(range(len(rows), gradient.ndim)), tuple(range(kernel.ndim - 1))
+    to_x = lax.dot_general(gradient, kernel, (outputs, ((), ())), preferred_element_type=jnp.float32)
+    to_kernel = lax.dot_general(gradient, x, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
+    return to_x.astype(x.dtype), to_kernel.astype(kernel.dtype)
+
+
+_narrow_product.defvjp(_narrow_forward, _narrow_backward)
 
 
 def activate(x: Float[Array, "..."], name: str) -> Float[Array, "..."]:

@@ -6,6 +6,8 @@ no model. Read next: `drafter.py`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -50,19 +52,54 @@ def sample_anchors(key: jax.Array, has_label: Bool[Array, "B T-1"], count: int) 
     return jnp.sort(chosen, -1)
 
 
-def chain_metrics(
+class Agreement(NamedTuple):
+    """What is kept of both models' logits at every node."""
+
+    agreed: Bool[Array, "B A K"]
+    """Whether the drafter's argmax is the target's."""
+    base_agreed: Bool[Array, "B A"]
+    """The same at ABLATED_DEPTH, without token information."""
+    overlap: Float[Array, "B A K"]
+    """The sum of min(p, q)."""
+
+
+def agreement(
     target_logits: Float[Array, "BAK V"],
     draft_logits: Float[Array, "BAK C"],
     base: Float[Array, "BAK C"],
-    mask: Bool[Array, "B A K"],
+    shape: tuple[int, int, int],
     draft_to_target: losses.DraftToTarget = None,
-) -> dict[str, Array]:
+) -> Agreement:
+    """Where both models agree; no gradient comes back.
+
+    Args:
+      shape: B, A, K.
+      draft_to_target: the tokens of the drafter's columns; where the target says a cold one the drafter never agrees.
+    """
+    target_logits, draft_logits, base = lax.stop_gradient((target_logits, draft_logits, base))
+    best, is_hot = to_columns(draft_to_target, jnp.argmax(target_logits, -1))
+
+    def agrees(logits: Array, best: Array) -> Array:
+        # A maximum costs a tenth of an argmax on CPU; exact ties count as agreement.
+        return jnp.take_along_axis(logits, best[:, None], -1)[:, 0] >= jnp.max(logits, -1)
+
+    ablated = slice(_ablated(shape[2]), None, shape[2])
+    base_agreed = agrees(base[ablated], best[ablated]) & is_hot[ablated]
+    overlap = 1.0 - losses.total_variation(target_logits, draft_logits, draft_to_target)
+    agreed = agrees(draft_logits, best) & is_hot
+    return Agreement(agreed.reshape(shape), base_agreed.reshape(shape[:2]), overlap.reshape(shape))
+
+
+def _ablated(num_steps: int) -> int:
+    """The index of ABLATED_DEPTH, or of the last depth."""
+    return min(ABLATED_DEPTH, num_steps) - 1
+
+
+def chain_metrics(found: Agreement, mask: Bool[Array, "B A K"]) -> dict[str, Array]:
     """How a greedy chain would fare, over the anchors all of whose tokens are labels.
 
     A proxy: the target's argmax is taken given the row's text, not given its own.
 
-    Args:
-      draft_to_target: the tokens of the drafter's columns; where the target says a cold one the drafter never agrees.
     Returns:
       acceptance: [K], agreement with the target's argmax at a depth, of the anchors that agreed at all before it.
       tau: one plus the mean number of leading agreements.
@@ -70,30 +107,22 @@ def chain_metrics(
       overlap: [K], sum of min(p, q) at a depth, the chance that a sampled draft token is accepted there; the mean of
         all labels of that depth.
     """
-    target_logits, draft_logits, base = lax.stop_gradient((target_logits, draft_logits, base))
     num_steps = mask.shape[2]
-    whole = mask.all(-1).reshape(-1)
-    best, is_hot = to_columns(draft_to_target, jnp.argmax(target_logits, -1))
-
-    def agrees(logits: Array, best: Array) -> Array:
-        # A maximum costs a tenth of an argmax on CPU; exact ties count as agreement.
-        return jnp.take_along_axis(logits, best[:, None], -1)[:, 0] >= jnp.max(logits, -1)
+    depth, labels = _ablated(num_steps), mask.reshape(-1, num_steps)
+    whole = labels.all(-1)
 
     def total(hits: Array) -> Array:
         return hits.astype(jnp.float32).sum(0)
 
     count = jnp.maximum(total(whole), 1.0)
-    agreed = (agrees(draft_logits, best) & is_hot).reshape(-1, num_steps) & whole[:, None]
+    agreed = found.agreed.reshape(-1, num_steps) & whole[:, None]
     kept = total(jnp.cumprod(agreed.astype(jnp.int32), 1))
     before = jnp.concatenate([count[None], kept[:-1]])
-    depth = min(ABLATED_DEPTH, num_steps) - 1
-    base_agreed = agrees(base[depth::num_steps], best[depth::num_steps]) & is_hot[depth::num_steps] & whole
-    labels = mask.reshape(-1, num_steps)
-    overlap = 1.0 - losses.total_variation(target_logits, draft_logits, draft_to_target).reshape(-1, num_steps)
+    overlap = jnp.where(labels, found.overlap.reshape(-1, num_steps), 0.0)
     return {
         "acceptance": kept / jnp.maximum(before, 1.0),
         "tau": 1.0 + kept.sum() / count,
         f"agreement_{depth + 1}": total(agreed[:, depth]) / count,
-        f"agreement_{depth + 1}_base": total(base_agreed) / count,
-        "overlap": jnp.where(labels, overlap, 0.0).sum(0) / jnp.maximum(total(labels), 1.0),
+        f"agreement_{depth + 1}_base": total(found.base_agreed.reshape(-1) & whole) / count,
+        "overlap": overlap.sum(0) / jnp.maximum(total(labels), 1.0),
     }

@@ -33,13 +33,12 @@ from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig
 from hsd_jax.drafters.table import METHODS, method_of
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import attach
-from hsd_jax.models.target import forward_sequence, lm_head
+from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import embed_committed, trunk_features
 from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Whole, Within
-from hsd_jax.train import losses, on_policy
-from hsd_jax.train.anchors import chain_metrics, labels_of_anchors, sample_anchors
+from hsd_jax.train import heads, losses, on_policy
+from hsd_jax.train.anchors import agreement, chain_metrics, labels_of_anchors, sample_anchors
 from hsd_jax.train.data import DataConfig
-from hsd_jax.train.drafts import Drafts, logits_of_draws, logits_of_text
 from hsd_jax.train.evaluate import EvalConfig
 from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
@@ -126,6 +125,9 @@ class LossConfig:
     """Share of passes, at random, whose previous tokens the drafter draws itself and the target judges."""
     on_policy_anchors: Count = 16
     """Anchors a row in such a pass; each costs the target num_steps - 1 nodes."""
+    chunk: Count | None = None
+    """Anchors a row whose logits are there at once; the backward pass computes them again. null: all, where the logits
+    of a pass take no more than 512 MB, else as many as that allows."""
 
     def __post_init__(self):
         settings.check(self, "loss")
@@ -211,15 +213,17 @@ def check_hidden_cache(config: DrafterConfig, cache: str) -> None:
 
 def read_target(
     frozen: Weights, target_config: ModelConfig, config: DrafterConfig, batch: dict[str, Array]
-) -> tuple[Float[Array, "B T H"], tuple[Float[Array, "B T H"], ...], Float[Array, "B T V"]]:
-    """The target's final states, the residual streams behind the layers the drafter reads, and the target's logits."""
+) -> tuple[Float[Array, "B T H"], tuple[Float[Array, "B T H"], ...]]:
+    """The target's final states, and the residual streams behind the layers the drafter reads.
+
+    XLA drops the logits of the pass: `heads.py` computes those that a loss is about.
+    """
     if "hidden" not in batch:
         tokens = batch["tokens"][:, :-1]
         output = forward_sequence(frozen, target_config, tokens, starts_of(batch), aux_layers=config.feature_layers)
-        return output.hidden, output.features, output.logits
+        return output.hidden, output.features
     check_hidden_cache(config, "hidden states in the batch")
-    hidden = batch["hidden"].astype(jnp.float32)
-    return hidden, (), lm_head(frozen, target_config, hidden)
+    return batch["hidden"].astype(jnp.float32), ()
 
 
 def node_loss(
@@ -248,12 +252,13 @@ def make_loss(
     config: DrafterConfig,
     loss_config: LossConfig = LossConfig(),
     draft_to_target: losses.DraftToTarget = None,
+    remat: bool = False,
 ) -> Loss:
     """The drafter's loss for `loop.fit`: `params` are the drafter's weights, `frozen` the target's.
 
     A batch holds `tokens` [B, T+1] and `mask` [B, T+1], True where a token is a label worth learning (a document's
     first two never are: no anchor drafts them). It may hold `starts` [B, T+1], where the document of each token begins,
-    and `hidden` [B, T, H], the target's final states, of which then only the LM head is computed. Labels are the
+    and `hidden` [B, T, H], the target's final states, behind which then only the LM head is computed. Labels are the
     target's distributions given the row's text, and the previous token of a depth is the row's, which is exact on
     accepted paths; in passes on policy both follow the drafter's own draws.
 
@@ -262,6 +267,7 @@ def make_loss(
 
     Args:
       draft_to_target: of a drafter with a reduced draft vocabulary; `losses.py` says what becomes of the cold tokens.
+      remat: compute the drafter's layers again in the backward pass. The frozen target has none to keep anything for.
     Raises:
       ValueError: if the target lacks a layer the drafter reads, a single depth is to be trained on policy, the loss is
         about token information and the drafter has none, trees are to start from states older than the drafter makes,
@@ -290,46 +296,62 @@ def make_loss(
         )
     weights = losses.depth_weights(config.num_steps, loss_config.decay, loss_config.max_age)
 
+    def states_of(params, hidden, features, embeddings, anchors, starts):
+        read = trunk_features(params, config, hidden, features)
+        return unroll(params, config, read, embeddings, anchors, starts)
+
     def loss(params, frozen, batch, key, step):
         frozen = lax.stop_gradient(frozen)  # the LM head and the embeddings too
         params = attach(params, draft_to_target, frozen, target_config)
+        models = heads.Models(params, config, frozen, target_config)
         tokens, starts = batch["tokens"][:, :-1], starts_of(batch)
         with jax.named_scope("target"):
-            hidden, features, logits = read_target(frozen, target_config, config, batch)
+            hidden, features = read_target(frozen, target_config, config, batch)
         labels = labels_of_anchors(batch["mask"], config.num_steps, batch.get("starts"))
         anchors = sample_anchors(key, labels.any(-1), loss_config.anchors_per_row)
         with jax.named_scope("unroll"):
             embeddings = embed_committed(frozen, target_config, config, batch["tokens"][:, 1:])
-            read = trunk_features(params, config, hidden, features)
-            states = unroll(params, config, read, embeddings, anchors, starts)
+            unrolled = jax.checkpoint(states_of) if remat else states_of
+            states = unrolled(params, hidden, features, embeddings, anchors, starts)
         positions = jnp.minimum(anchors[:, :, None] + jnp.arange(1, config.num_steps + 1), tokens.shape[1] - 1)
-        drafts = Drafts(anchors, states, positions, take_nodes(labels, anchors, axis=1))
+        previous = take_nodes(tokens, positions.reshape(len(tokens), -1), axis=1).reshape(positions.shape)
+        drafts = heads.Drafts(anchors, states, positions, previous, take_nodes(labels, anchors, axis=1))
 
-        def judged(drafts: Drafts, draw_key: jax.Array | None):
-            models = params, config, frozen, target_config
-            with jax.named_scope("head"):
-                target_logits, base, draft_logits = logits_of_text(*models, drafts, tokens, logits)
-            metrics = chain_metrics(target_logits, draft_logits, base, drafts.mask, draft_to_target)
-            if draw_key is not None:
-                with jax.named_scope("on_policy"):
-                    target_logits, draft_logits = logits_of_draws(
-                        draw_key, *models, drafts, tokens, logits, base, starts
-                    )
-            with jax.named_scope("divergence"):
-                values = node_loss(loss_config, target_logits, base, draft_logits, step, draft_to_target)
-            return losses.over_depths(values.reshape(drafts.mask.shape), drafts.mask, weights), metrics
+        def judged(drafts: heads.Drafts, hidden: Array):
+            """The divergence of every node, and where both models agree."""
+            chunk = heads.chunk_of(loss_config.chunk, drafts, target_config.vocab_size)
+            teacher = heads.taught(models, drafts, hidden, chunk)
+
+            def of_some(some: heads.Drafts):
+                with jax.named_scope("head"):
+                    target_logits, base, draft_logits = heads.logits_of(models, some, teacher)
+                found = agreement(target_logits, draft_logits, base, some.mask.shape, draft_to_target)
+                with jax.named_scope("divergence"):
+                    values = node_loss(loss_config, target_logits, base, draft_logits, step, draft_to_target)
+                return values.reshape(some.mask.shape), found
+
+            return heads.in_chunks(of_some, drafts, chunk)
+
+        def of_text():
+            values, found = judged(drafts, hidden)
+            return losses.over_depths(values, drafts.mask, weights), chain_metrics(found, drafts.mask)
 
         def of_draws():
             choice, draw_key = jax.random.split(jax.random.fold_in(key, 1))
             few = on_policy.choose_anchors(choice, drafts.mask.any(-1), loss_config.on_policy_anchors)
-            return judged(jax.tree.map(lambda x: take_nodes(x, few, axis=1), drafts), draw_key)
+            some = jax.tree.map(lambda x: take_nodes(x, few, axis=1), drafts)
+            _, found = judged(some, hidden)
+            with jax.named_scope("on_policy"):
+                drawn = heads.on_draws(draw_key, models, some, tokens, hidden, starts)
+            values, _ = judged(*drawn)
+            return losses.over_depths(values, some.mask, weights), chain_metrics(found, some.mask)
 
         if loss_config.on_policy:
             is_on_policy = jax.random.uniform(jax.random.fold_in(key, 0)) < loss_config.on_policy
-            value, metrics = lax.cond(is_on_policy, of_draws, lambda: judged(drafts, None))
+            value, metrics = lax.cond(is_on_policy, of_draws, of_text)
             metrics["on_policy"] = is_on_policy.astype(jnp.float32)
         else:
-            value, metrics = judged(drafts, None)
+            value, metrics = of_text()
         if loss_config.feature_weight:
             later = take_nodes(hidden, positions.reshape(len(tokens), -1), axis=1).reshape(states.shape)
             metrics["feature_distance"] = losses.over_depths(

@@ -20,6 +20,7 @@ import optax
 
 from hsd_jax import settings
 from hsd_jax.checkpoint import Checkpointer
+from hsd_jax.kernels import native
 from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Positive, Share, Whole, Within
 from hsd_jax.train.journal import Journal
 
@@ -50,10 +51,11 @@ class LoopConfig:
     weight_decay: NotNegative = 0.1
     clip: Positive = 1.0
     """Global gradient norm."""
-    compute: Annotated[str, OneOf(COMPUTE)] = "float32"
-    """Dtype of the weights in products; master weights and optimizer stay float32. bfloat16 pays on accelerators."""
+    compute: Annotated[str, OneOf(COMPUTE)] | None = None
+    """Dtype of the weights in products; master weights and optimizer stay float32. null: float32 on CPU, else
+    bfloat16."""
     remat: bool = False
-    """Compute a target's layers again in the backward pass and keep no activations (`hsd train target`)."""
+    """Compute the layers that are trained again in the backward pass and keep no activations of them."""
     seed: Whole = 0
     log_every: Count = 10
     checkpoint_every: Count = 100
@@ -66,6 +68,11 @@ class LoopConfig:
     @property
     def num_passes(self) -> int:
         return self.batch // (self.micro_batch or self.batch)
+
+    def on_platform(self) -> LoopConfig:
+        """The same with the dtype of products that the platform of the program asks for, where none is named."""
+        default = "float32" if native.traced_platform() == "cpu" else "bfloat16"
+        return dataclasses.replace(self, compute=self.compute or default)
 
 
 def learning_rate(config: LoopConfig) -> optax.Schedule:
@@ -100,10 +107,10 @@ def make_train_step(loss: Loss, config: LoopConfig, shardings: Any = None) -> Ca
       shardings: of the state on a mesh, where the step returns it too: left to itself, XLA may choose another place,
         which is another call to compile.
     """
-    optimizer, num_passes = make_optimizer(config), config.num_passes
+    optimizer, num_passes, dtype = make_optimizer(config), config.num_passes, config.on_platform().compute
 
     def computed(params, frozen, batch, key, step):
-        if config.compute == "bfloat16":  # norms and biases stay float32
+        if dtype == "bfloat16":  # norms and biases stay float32
             params = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.ndim > 1 else p, params)
         return loss(params, frozen, batch, key, step)
 
@@ -127,6 +134,16 @@ def make_train_step(loss: Loss, config: LoopConfig, shardings: Any = None) -> Ca
         return dict(state, params=params, opt_state=opt_state, step=state["step"] + 1), metrics
 
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def first_state(params: Any, config: LoopConfig) -> dict[str, Any]:
+    """What a step takes and returns, before the first one."""
+    return {
+        "params": params,
+        "opt_state": make_optimizer(config).init(params),
+        "step": jnp.zeros((), jnp.int32),
+        "seed": jnp.asarray(config.seed, jnp.int32),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,12 +186,7 @@ def fit(
         it.
       OSError: if a checkpoint cannot be written; the last complete one stays.
     """
-    state = {
-        "params": params,
-        "opt_state": make_optimizer(config).init(params),
-        "step": jnp.zeros((), jnp.int32),
-        "seed": jnp.asarray(config.seed, jnp.int32),
-    }
+    state = first_state(params, config)
     placement = shardings(state)
     state = jax.device_put(state, placement)
     checkpoints = Checkpointer(Path(out) / "checkpoints")

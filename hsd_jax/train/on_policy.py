@@ -17,7 +17,7 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.infer.tree import Bias
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import to_tokens
-from hsd_jax.models.target import forward, lm_head, sequence_layout
+from hsd_jax.models.target import forward, sequence_layout
 from hsd_jax.types import Weights
 
 
@@ -54,15 +54,15 @@ def sample_chains(
     return jnp.stack(chain, 2)
 
 
-def score_chains(
+def read_chains(
     weights: Weights,
     config: ModelConfig,
     tokens: Int[Array, "B T"],
     anchors: Int[Array, "B n"],
     chains: Int[Array, "B n D"],
     starts: Int[Array, "B T"] | None = None,
-) -> Float[Array, "B n D V"]:
-    """The target's logits behind every drafted token, from one pass over the row and all chains.
+) -> Float[Array, "B n D H"]:
+    """The target's final states behind every drafted token, from one pass over the row and all chains.
 
     Row tokens see their document's past. The k-th token of the chain of anchor a stands k places behind the root a + 1;
     it sees what the root sees, the root, and its own chain up to itself.
@@ -85,5 +85,4 @@ def score_chains(
         jnp.concatenate([row_positions, positions.reshape(batch, nodes)], 1),
         jnp.concatenate([of_rows, of_nodes], 1),
     )
-    # XLA drops the pass's own logits: those of the row are not wanted.
-    return lm_head(weights, config, output.hidden[:, length:]).reshape(batch, num, depth, -1)
+    return output.hidden[:, length:].reshape(batch, num, depth, -1)  # XLA drops the logits

@@ -68,6 +68,7 @@ def train_drafter(
       FloatingPointError, OSError: see `loop.fit`.
     """
     out, target_dir = Path(out), Path(target_dir)
+    recipe = dataclasses.replace(recipe, train=recipe.train.on_platform())
     train = recipe.train
     config = convert.read_config(target_dir)
     rows = _read_rows(data_files, target_dir, train, recipe.data, config)
@@ -122,7 +123,7 @@ def train_drafter(
     if recipe.eval.every:
         target_params = Params(frozen, None, config, eos=eos, max_len=config.max_position)
         judge = _judge(recipe.eval, out, target_params, drafter_config, draft_to_target, prompts, folder, report)
-    loss = drafter.make_loss(config, drafter_config, recipe.loss, draft_to_target)
+    loss = drafter.make_loss(config, drafter_config, recipe.loss, draft_to_target, train.remat)
     with _batches(rows, train, recipe.data, cached) as batches, _journal(out, train, report) as journal:
         note, begin = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
         params = fit(loss, params, frozen, batches, train, out, journal, shardings, place, judge, note, begin)
@@ -156,6 +157,7 @@ def train_target(
       FloatingPointError, OSError: see `loop.fit`.
     """
     out = Path(out)
+    recipe = dataclasses.replace(recipe, train=recipe.train.on_platform())
     format_config(recipe.model)  # what cannot be written must not be trained
     _check_length(recipe.train, recipe.model)
     if tokenizer_dir is None:
@@ -323,21 +325,26 @@ def _say_reach(report: Report, length: int, window: int | None, max_position: in
 
 
 def _placement(mesh: Mesh | None, train: LoopConfig, config: Any) -> tuple[Callable, Callable]:
-    """Where the state of `fit` lies on a mesh, and how a batch is split over the mesh's data axis.
+    """Where the state of `fit` lies on a mesh, and how a batch is split over the axes of rows.
+
+    A process brings the rows that its devices hold.
 
     Raises:
       ValueError: if a pass has too few rows for the mesh.
     """
     if mesh is None:
         return lambda state: None, lambda batch: batch
-    per_pass, multiple = train.batch // train.num_passes, sharding.rows_multiple(mesh)
-    if per_pass % multiple:
-        raise ValueError(f"a pass has {per_pass} rows; mesh axis data={multiple} needs a multiple (train.micro_batch)")
+    sharding.check_rows(mesh, train.batch // train.num_passes)
 
     def shardings(state):
         return sharding.weight_shardings(mesh, state, config.num_heads, config.num_kv_heads)
 
     def place(batch):
-        return jax.device_put(batch, sharding.row_shardings(mesh, batch, len(batch["tokens"])))
+        whole = {name: jax.ShapeDtypeStruct((train.batch, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+        places = sharding.row_shardings(mesh, whole, train.batch)
+        return {
+            name: jax.make_array_from_process_local_data(places[name], x, whole[name].shape)
+            for name, x in batch.items()
+        }
 
     return shardings, place

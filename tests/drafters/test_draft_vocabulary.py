@@ -403,7 +403,8 @@ def test_a_greedy_chain_ends_at_a_cold_token():
     target_logits = jnp.eye(5)[jnp.array([3, 2, 3, 4])]  # hot, cold, hot, cold behind all
     draft_logits = jnp.array([[0.0, 1.0]] * 4)
     mask = jnp.ones((1, 1, 4), bool)
-    found = jax.jit(anchors_lib.chain_metrics)(target_logits, draft_logits, draft_logits, mask, draft_to_target)
+    logits = target_logits, draft_logits, draft_logits
+    found = anchors_lib.chain_metrics(anchors_lib.agreement(*logits, mask.shape, draft_to_target), mask)
     assert found["acceptance"].tolist() == [1.0, 0.0, 0.0, 0.0] and found["tau"] == 2.0
     assert found["agreement_3"] == found["agreement_3_base"] == 1.0
 

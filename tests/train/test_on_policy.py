@@ -27,7 +27,7 @@ from support.training import (
 )
 
 from hsd_jax.models import draft_vocab
-from hsd_jax.models.target import forward_sequence
+from hsd_jax.models.target import forward_sequence, lm_head
 from hsd_jax.train import drafter, on_policy
 from hsd_jax.train.loop import LoopConfig, make_optimizer, make_train_step
 
@@ -41,9 +41,9 @@ def test_chains_are_scored_one_by_one(variant):
     anchors = np.array([[0, 4, 7], [5, 5, 2]])  # 7 is the last with its root in the row; two chains share an anchor
     starts = np.array([[0] * 3 + [3] * 6, [0] * 9], np.int32)  # two documents in the first row
     arrays = (jnp.asarray(x, jnp.int32) for x in (tokens, anchors, chains))
-    found = jit(functools.partial(on_policy.score_chains, config=config))(
-        weights, tokens=next(arrays), anchors=next(arrays), chains=next(arrays), starts=jnp.asarray(starts)
-    )
+    read = jit(functools.partial(on_policy.read_chains, config=config))
+    states = read(weights, tokens=next(arrays), anchors=next(arrays), chains=next(arrays), starts=jnp.asarray(starts))
+    found = lm_head(weights, config, states)
     assert found.shape == (2, 3, 2, toy.VOCAB)
     causal = jit(lambda tokens: forward_sequence(weights, config, tokens).logits[0])
     for row, i in np.ndindex(2, 3):

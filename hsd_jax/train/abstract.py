@@ -1,0 +1,76 @@
+"""The compiled step of a drafter's training from configurations alone: shapes with their places, and no weights.
+
+What `hsd compile` counts, for devices that need not be there. Read next: `run.py`, which makes the same step for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from hsd_jax import sharding
+from hsd_jax.config import DrafterConfig, ModelConfig
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.models.target import init_target
+from hsd_jax.train import drafter
+from hsd_jax.train.loop import LoopConfig, first_state, make_train_step
+
+
+class AbstractStep(NamedTuple):
+    """`step.lower(state, frozen, batch)` lowers the step of `fit`; all leaves are shapes with a place on the mesh."""
+
+    step: Callable
+    state: dict[str, Any]
+    """The drafter's float32 weights, the optimizer's state, step and seed."""
+    frozen: Any
+    """The target."""
+    batch: dict[str, Any]
+
+
+def abstract_step(
+    target_config: ModelConfig,
+    config: DrafterConfig,
+    train: LoopConfig,
+    mesh: Mesh,
+    loss: drafter.LossConfig | None = None,
+    target_dtype: Any = jnp.bfloat16,
+) -> AbstractStep:
+    """The step of `train_drafter` on packed rows, lowered nowhere yet.
+
+    A reduced draft vocabulary holds the first tokens, which costs what any others do. `train.compute=None` means the
+    platform of the program: call this and lower inside `native.compiled_for`.
+
+    Args:
+      mesh: its axes among `sharding.TRAINING_AXES`, its devices real or described.
+    Raises:
+      ValueError: as `drafter.make_loss`, or if a pass has too few rows for the mesh.
+    """
+    sharding.check_rows(mesh, train.batch // train.num_passes)
+    num_hot = config.reduced_vocab_size
+    ids = None if num_hot is None else jnp.arange(num_hot, dtype=jnp.int32)
+    of_loss = drafter.make_loss(target_config, config, loss or drafter.LossConfig(), ids, train.remat)
+    state = jax.eval_shape(lambda key: first_state(init_drafter(key, config), train), jax.random.key(0))
+    heads = getattr(config, "num_heads", 1), getattr(config, "num_kv_heads", 1)
+    shardings = sharding.weight_shardings(mesh, state, *heads)
+    frozen = jax.eval_shape(lambda key: init_target(key, target_config), jax.random.key(0))
+    frozen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, target_dtype), frozen)
+    rows = train.batch, train.length + 1
+    batch = {
+        name: jax.ShapeDtypeStruct(rows, dtype)
+        for name, dtype in {"tokens": jnp.int32, "mask": jnp.bool_, "starts": jnp.int32}.items()
+    }
+    places = sharding.weight_shardings(mesh, frozen, target_config.num_heads, target_config.num_kv_heads)
+    return AbstractStep(
+        make_train_step(of_loss, train, shardings),
+        _placed(state, shardings),
+        _placed(frozen, places),
+        _placed(batch, sharding.row_shardings(mesh, batch, train.batch)),
+    )
+
+
+def _placed(shapes: Any, places: Any) -> Any:
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, places)

@@ -1,0 +1,143 @@
+"""What a pass of training drafts, and both models' logits there, for a few anchors at once.
+
+A node is a depth of an anchor. Its logits are the largest thing a step makes, and all that is kept of them is a few
+numbers. So at size anchors go through both heads in chunks, and the backward pass computes the logits of a chunk again.
+Knows no divergence. Read next: `drafter.py`, which gives the function of a chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from hsd_jax.config import DrafterConfig, ModelConfig
+from hsd_jax.drafters.table import method_of
+from hsd_jax.models.cache import take_nodes
+from hsd_jax.models.target import lm_head
+from hsd_jax.models.trunk import base_logits
+from hsd_jax.train import on_policy
+from hsd_jax.types import Weights
+
+LARGEST_WHOLE = 2**27
+"""Logits of one model, over nodes and vocabulary, that a pass may hold without being asked: 512 MB in float32."""
+
+
+class Drafts(NamedTuple):
+    """What is drafted from each anchor. Anchor a has root a + 1; the token of depth k stands at a + 1 + k."""
+
+    anchors: Int[Array, "B A"]
+    states: Float[Array, "B A K H"]
+    positions: Int[Array, "B A K"]
+    """Where the target's final states have the distribution of depth k: a + k of the row, kept inside it."""
+    previous: Int[Array, "B A K"]
+    """The token before that of each depth."""
+    mask: Bool[Array, "B A K"]
+    """Whether the row holds the token of that depth, and it is worth learning."""
+
+
+class Models(NamedTuple):
+    """Both models of a pass, as the heads read them."""
+
+    params: Weights
+    config: DrafterConfig
+    frozen: Weights
+    target_config: ModelConfig
+
+
+Taught = tuple[Float[Array, "B P H"], Float[Array, "B P V"] | None]
+"""The target's final states at P places of each row, and their logits where all are wanted at once."""
+
+
+def taught(models: Models, drafts: Drafts, hidden: Float[Array, "B P H"], chunk: int) -> Taught:
+    """The states with their logits, if these are fewer than those of the nodes and no chunk is to bound them."""
+    num_anchors, num_steps = drafts.mask.shape[1:]
+    if chunk < num_anchors or num_anchors * num_steps < hidden.shape[1]:
+        return hidden, None
+    return hidden, lm_head(models.frozen, models.target_config, hidden)
+
+
+def logits_of(
+    models: Models, drafts: Drafts, teacher: Taught
+) -> tuple[Float[Array, "BAK V"], Float[Array, "BAK C"], Float[Array, "BAK C"]]:
+    """The target's logits, the base logits, and those with token information, if any.
+
+    The drafter's have a column for each of the C tokens it may draft.
+    """
+    params, config, frozen, target_config = models
+    hidden, logits = teacher
+    # Two axes only: XLA on CPU needs twice the time for the same gradients over [B, A, K, V].
+    num = drafts.mask.size
+    base = base_logits(params, config, frozen, target_config, drafts.states.reshape(num, -1))
+    draft_logits = base
+    if (told := method_of(config).token_information) is not None:
+        read = told.read_paths(params, config, drafts.previous)
+        draft_logits = base + told.bias(params, config, read.reshape(num, -1))
+    if logits is None:
+        at_nodes = take_nodes(hidden, drafts.positions.reshape(len(hidden), -1), axis=1)
+        return lm_head(frozen, target_config, at_nodes.reshape(num, -1)), base, draft_logits
+    batch, length = hidden.shape[:2]
+    at = (drafts.positions + length * jnp.arange(batch)[:, None, None]).reshape(-1)
+    return logits.reshape(batch * length, -1)[at], base, draft_logits
+
+
+def on_draws(
+    key: jax.Array,
+    models: Models,
+    drafts: Drafts,
+    tokens: Int[Array, "B T"],
+    hidden: Float[Array, "B T H"],
+    starts: Int[Array, "B T"] | None = None,
+) -> tuple[Drafts, Float[Array, "B AK H"]]:
+    """The same drafts behind the drafter's own draws, and the target's final states given these."""
+    params, config, frozen, target_config = models
+    told = method_of(config).token_information
+    assert told is not None, "other drafters are refused"
+    root = take_nodes(tokens, drafts.anchors + 1, axis=1)
+    bias = functools.partial(told.inject, params, config)
+    base = base_logits(params, config, frozen, target_config, drafts.states.reshape(drafts.mask.size, -1))
+    chains = on_policy.sample_chains(
+        key, base.reshape(*drafts.mask.shape, -1), root, bias, params.get("draft_to_target")
+    )
+    behind_chains = on_policy.read_chains(frozen, target_config, tokens, drafts.anchors, chains, starts)
+    behind_root = take_nodes(hidden, drafts.anchors + 1, axis=1)[:, :, None]
+    states = jnp.concatenate([behind_root, behind_chains], 2)
+    batch, num_anchors, num_steps = drafts.mask.shape
+    places = jnp.arange(num_anchors * num_steps).reshape(num_anchors, num_steps)
+    drawn = drafts._replace(
+        positions=jnp.broadcast_to(places, drafts.mask.shape),
+        previous=jnp.concatenate([root[:, :, None], chains], 2),
+    )
+    return drawn, states.reshape(batch, num_anchors * num_steps, -1)
+
+
+def chunk_of(asked: int | None, drafts: Drafts, vocab_size: int) -> int:
+    """Anchors a row whose logits are there at once: as many as asked for; else all, or as LARGEST_WHOLE allows."""
+    batch, num_anchors, num_steps = drafts.mask.shape
+    return min(num_anchors, asked or max(1, LARGEST_WHOLE // (batch * num_steps * vocab_size)))
+
+
+def in_chunks(function: Callable[[Drafts], Any], drafts: Drafts, chunk: int) -> Any:
+    """`function` of drafts, whose results have axes [B, A, ...], for `chunk` anchors of every row at a time.
+
+    The backward pass calls it again, so nothing of what it computes is kept. All anchors in one chunk are computed
+    once, and kept.
+    """
+    num_anchors = drafts.mask.shape[1]
+    if chunk >= num_anchors:
+        return function(drafts)
+    num = -(-num_anchors // chunk)
+
+    def cut(x: Array) -> Array:
+        x = jnp.pad(x, [(0, 0), (0, num * chunk - num_anchors)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], num, chunk, *x.shape[2:]), 1, 0)
+
+    def joined(x: Array) -> Array:
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], num * chunk, *x.shape[3:])[:, :num_anchors]
+
+    return jax.tree.map(joined, jax.lax.map(jax.checkpoint(function), jax.tree.map(cut, drafts)))

@@ -1,0 +1,305 @@
+"""Training at size: chunks of the loss, products in bfloat16, weights in parts over "fsdp"; the numbers stay the same.
+
+What a loss is about is `test_drafter_training.py`. Nothing here is statistical.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from support.training import (
+    ALL,
+    LENGTH,
+    ROWS,
+    TARGET,
+    batch_of,
+    graded,
+    jit,
+    make,
+    random_rows,
+    some_mask,
+)
+
+from hsd_jax import sharding
+from hsd_jax.kernels import native
+from hsd_jax.kernels.ops import matmuls
+from hsd_jax.train import abstract, drafter, heads, losses, run
+from hsd_jax.train.anchors import agreement
+from hsd_jax.train.loop import LoopConfig, first_state, make_train_step
+
+needs_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 (fake) devices: XLA_FLAGS in conftest.py")
+HOT = tuple(range(0, 29, 2))
+CHUNKED = dataclasses.replace(ALL, chunk=3)
+"""Of 8 anchors a row: two whole chunks and one of two anchors."""
+
+
+def assert_close(found, wanted, relative: float) -> None:
+    """Every array within `relative` of the largest number of all."""
+    scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=relative, atol=relative * scale), found, wanted)
+
+
+# --- chunks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hot", [None, HOT], ids=["all", "hot"])
+@pytest.mark.parametrize("name", losses.DIVERGENCES)
+def test_a_loss_in_chunks_is_that_of_all_nodes_at_once(name, hot):
+    """Value, agreement and gradients of both heads, to 1e-6; five anchors, two at a time."""
+    config, params, frozen = make()
+    ids = None if hot is None else jnp.asarray(hot)
+    if hot is not None:
+        config = dataclasses.replace(config, reduced_vocab_size=len(hot))
+        params["injector"]["bias"] = params["injector"]["bias"][ids]
+        params |= {"draft_to_target": ids, "head": frozen["embedding"][ids]}
+    rng = np.random.default_rng(0)
+    shape = 2, 5, config.num_steps
+    states, hidden = (jnp.asarray(rng.normal(size=(*s, 24)), jnp.float32) for s in (shape, (2, LENGTH)))
+    places, previous = rng.integers(0, LENGTH, shape), rng.integers(0, TARGET.vocab_size, shape)
+    mask = jnp.asarray(rng.random(shape) < 0.7)
+    loss_config = drafter.LossConfig(divergence=name, jsd_beta=0.3, anneal_steps=8)
+
+    def loss(learned, chunk: int):
+        states, output_norm, injector = learned
+        models = heads.Models(params | {"output_norm": output_norm, "injector": injector}, config, frozen, TARGET)
+        drafts = heads.Drafts(jnp.zeros(shape[:2], int), states, jnp.asarray(places), jnp.asarray(previous), mask)
+        teacher = heads.taught(models, drafts, hidden, chunk)
+
+        def of_some(some):
+            logits = heads.logits_of(models, some, teacher)
+            values = drafter.node_loss(loss_config, *logits, jnp.int32(3), ids)
+            return values.reshape(some.mask.shape), agreement(logits[0], logits[2], logits[1], some.mask.shape, ids)
+
+        values, found = heads.in_chunks(of_some, drafts, chunk)
+        return losses.over_depths(values, mask, losses.depth_weights(config.num_steps, 0.8)), found
+
+    learned = states, params["output_norm"], params["injector"]
+    both = [jit(jax.value_and_grad(functools.partial(loss, chunk=n), has_aux=True))(learned) for n in (5, 2)]
+    ((wanted, agreed), wanted_grad), ((found, chunked), grad) = both
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert_close(grad, wanted_grad, 1e-6)
+    assert all(np.any(g) for g in jax.tree.leaves(grad))
+    np.testing.assert_array_equal(chunked.agreed, agreed.agreed)
+    np.testing.assert_array_equal(chunked.base_agreed, agreed.base_agreed)
+    np.testing.assert_allclose(chunked.overlap, agreed.overlap, rtol=1e-6)
+
+
+def test_a_chunk_is_chosen_by_what_logits_take():
+    mask = np.ones((4, 128, 8), bool)
+    drafts = heads.Drafts(*[None] * 4, mask)
+    assert heads.chunk_of(None, drafts, 4096) == 128
+    assert heads.chunk_of(None, drafts, 128_256) == 32
+    assert heads.chunk_of(None, drafts, 10**9) == 1
+    assert heads.chunk_of(7, drafts, 4096) == 7 and heads.chunk_of(999, drafts, 4096) == 128
+
+
+def shapes_in(jaxpr) -> set[tuple[int, ...]]:
+    """The shapes of all results, those of inner programs too."""
+    found = set()
+    for equation in jaxpr.eqns:
+        found |= {var.aval.shape for var in equation.outvars}
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                found |= shapes_in(inner) if hasattr(inner, "eqns") else set()
+    return found
+
+
+@pytest.mark.parametrize("changes", [{}, {"on_policy": 0.5, "on_policy_anchors": 4}], ids=str)
+def test_no_logits_of_all_nodes(changes):
+    """In chunks no array holds the vocabulary of all nodes, nor any of every position but what XLA drops."""
+    config, weights, frozen = make()
+
+    def largest(loss_config) -> int:
+        """Nodes whose logits are in one array of the loss and its gradient, the target's own pass aside."""
+        loss = drafter.make_loss(TARGET, config, loss_config)
+        batch = batch_of(random_rows()) | {"hidden": jnp.ones((ROWS, LENGTH, TARGET.hidden_size))}
+        args = weights, frozen, batch, jax.random.key(0), jnp.int32(0)
+        shapes = shapes_in(jax.make_jaxpr(jax.value_and_grad(loss, has_aux=True))(*args).jaxpr)
+        return max(np.prod(shape[:-1], dtype=int) for shape in shapes if shape[-1:] == (TARGET.vocab_size,))
+
+    num_nodes = ROWS * (LENGTH - 1) * config.num_steps
+    assert largest(ALL) == num_nodes
+    of_draws = ROWS * 4 * config.num_steps if changes else 0  # the base logits that chains are drawn from
+    in_pass = ROWS * (LENGTH + 4 * (config.num_steps - 1)) if changes else 0  # the target's, which XLA drops
+    assert largest(dataclasses.replace(CHUNKED, **changes)) <= max(ROWS * 3 * config.num_steps, of_draws, in_pass)
+
+
+@pytest.mark.parametrize(
+    ("hot", "changes"),
+    [
+        (HOT, {}),
+        pytest.param(None, {"injection": "path", "trunk": "parallel"}, marks=pytest.mark.slow),
+        pytest.param(None, {"kind": "medusa", "rank": 128}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_whole_loss_in_chunks(hot, changes):
+    _, weights, frozen = make(**changes)
+    if hot is not None:
+        weights["injector"]["bias"] = weights["injector"]["bias"][jnp.asarray(hot)]
+    batch = batch_of(random_rows(), some_mask("half"))
+    (wanted, metrics), (wanted_grad, _) = graded(ALL, hot, **changes)(weights, frozen, batch)
+    (found, chunked), (grad, _) = graded(CHUNKED, hot, **changes)(weights, frozen, batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert_close(grad, wanted_grad, 2e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), chunked, metrics)
+
+
+@pytest.mark.slow
+def test_draws_in_chunks():
+    _, weights, frozen = make()
+    batch = batch_of(random_rows(), some_mask("half"))
+    options = [dataclasses.replace(c, on_policy=0.99, on_policy_anchors=5) for c in (ALL, CHUNKED)]
+    (wanted, found) = (graded(option)(weights, frozen, batch) for option in options)
+    assert found[0][1]["on_policy"] == 1.0
+    np.testing.assert_allclose(found[0][0], wanted[0][0], rtol=1e-6)
+    assert_close(found[1][0], wanted[1][0], 2e-6)
+
+
+# --- recomputation and precision --------------------------------------------------------------------------------------
+
+
+def test_layers_that_are_computed_again_keep_less():
+    config, weights, frozen = make(trunk="parallel")
+    batch, rest = batch_of(random_rows()), (jax.random.key(0), jnp.int32(0))
+
+    def of(remat: bool):
+        loss = drafter.make_loss(TARGET, config, ALL, remat=remat)
+        return lambda params: loss(params, frozen, batch, *rest)[0]
+
+    def kept(function) -> int:
+        return sum(x.size for x in jax.tree.leaves(jax.eval_shape(lambda p: jax.vjp(function, p)[1], weights)))
+
+    assert kept(of(True)) < 0.7 * kept(of(False))
+    again, once = (jit(jax.grad(of(remat)))(weights) for remat in (True, False))
+    assert_close(again, once, 1e-5)
+
+
+def test_products_of_narrow_weights_stay_narrow_backwards():
+    """Off CPU: both operands of every product in bfloat16, sums in float32; close to the gradients in float32."""
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 5, 16), (3, 7, 16)))
+    weights = jnp.asarray(rng.normal(size=(2, 5, 3, 7)), jnp.float32)
+
+    def loss(x, kernel):
+        with native.compiled_for("gpu"):
+            return jnp.sum(matmuls(x, (kernel,))[0] * weights)
+
+    narrow = kernel.astype(jnp.bfloat16)
+    products = [e for e in jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, narrow).eqns if e.primitive.name == "dot_general"]
+    assert products
+    for product in products:
+        assert {var.aval.dtype.name for var in product.invars} == {"bfloat16"}
+        assert product.outvars[0].aval.dtype == jnp.float32
+    found, wanted = jax.grad(loss, (0, 1))(x, narrow), jax.grad(loss, (0, 1))(x, kernel)
+    assert [g.dtype.name for g in found] == ["float32", "bfloat16"]
+    assert_close(jax.tree.map(lambda g: g.astype(jnp.float32), found), wanted, 0.02)
+
+
+def test_precision_follows_the_platform_unless_named():
+    assert LoopConfig().on_platform().compute == "float32"
+    with native.compiled_for("tpu"):
+        assert LoopConfig().on_platform().compute == "bfloat16"
+        assert LoopConfig(compute="float32").on_platform().compute == "float32"
+
+
+def test_steps_in_bfloat16_follow_those_in_float32(standard_dtypes):
+    _, weights, frozen = make()
+    batch = batch_of(random_rows())
+    history = {}
+    for compute in ("float32", "bfloat16"):
+        config = LoopConfig(steps=4, batch=ROWS, length=LENGTH, warmup=1, compute=compute)
+        step = make_train_step(drafter.make_loss(TARGET, make()[0], ALL), config)
+        state, values = first_state(jax.tree.map(jnp.copy, weights), config), []
+        for _ in range(3):
+            state, metrics = step(state, frozen, batch)
+            values.append(float(metrics["loss"]))
+        assert {p.dtype.name for p in jax.tree.leaves(state["params"])} == {"float32"}
+        history[compute] = values
+    np.testing.assert_allclose(history["bfloat16"], history["float32"], rtol=0.05)
+    assert history["bfloat16"] != history["float32"]
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+@needs_devices
+@pytest.mark.parametrize("spec", ["fsdp=4,model=2", pytest.param("data=2,fsdp=2,model=2", marks=pytest.mark.slow)])
+def test_a_state_in_parts_trains_as_a_whole_one(spec, standard_dtypes):
+    """Two steps; every matrix of weights and optimizer that the axis divides is held in parts, before and after."""
+    config, weights, frozen = make(num_layers=1)
+    mesh = sharding.make_mesh(spec, sharding.TRAINING_AXES)
+    train = LoopConfig(steps=2, batch=ROWS, length=LENGTH, warmup=1, learning_rate=1e-2)
+    loss, batches = drafter.make_loss(TARGET, config, CHUNKED), [random_rows(seed=s) for s in (3, 4)]
+    rows = [{"tokens": x, "mask": np.ones(x.shape, bool)} for x in batches]
+
+    one, step = first_state(jax.tree.map(jnp.copy, weights), train), make_train_step(loss, train)
+    wanted = []
+    for batch in rows:
+        one, metrics = step(one, frozen, batch)
+        wanted.append(metrics["loss"])
+
+    shardings, place = run._placement(mesh, train, config)
+    state = first_state(weights, train)
+    placement = shardings(state)
+    state, step = jax.device_put(state, placement), make_train_step(loss, train, placement)
+    target = jax.device_put(frozen, sharding.weight_shardings(mesh, frozen, TARGET.num_heads, TARGET.num_kv_heads))
+    for batch, value in zip(rows, wanted, strict=True):
+        placed = place(batch)
+        assert len({str(shard.index[0]) for shard in placed["tokens"].addressable_shards}) == 4
+        state, metrics = step(state, target, placed)
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    # Adam divides by the root of squares that may be as small as rounding.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), state["params"], one["params"])
+
+    parts = mesh.shape["fsdp"]
+    for leaf in jax.tree.leaves((target, state["params"], state["opt_state"])):
+        held = {shard.data.size for shard in leaf.addressable_shards}
+        is_split = leaf.ndim > 1 and any(size % (8 // mesh.shape["data"]) == 0 for size in leaf.shape)
+        assert max(held) <= (leaf.size // parts if is_split else leaf.size)
+    kernel = state["params"]["trunk"]["layer_0"]["mlp"]["up"]["kernel"]
+    moment = state["opt_state"][1][0].mu["trunk"]["layer_0"]["mlp"]["up"]["kernel"]
+    assert kernel.sharding.spec == moment.sharding.spec == PartitionSpec("model", "fsdp")
+    assert {shard.data.size for shard in moment.addressable_shards} == {kernel.size // (2 * parts)}
+
+
+@needs_devices
+def test_axes_of_rows_and_their_numbers():
+    mesh = sharding.make_mesh("data=2,fsdp=4", sharding.TRAINING_AXES)
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 4, "model": 1} and sharding.rows_multiple(mesh) == 8
+    with pytest.raises(ValueError, match=r"a pass has 4 rows; mesh axis data=2, fsdp=4 needs a multiple of 8"):
+        run._placement(mesh, LoopConfig(batch=8, micro_batch=4), make()[0])
+    for spec in ("fsdp=2", mesh):
+        with pytest.raises(ValueError, match="fsdp is for training alone"):
+            sharding.make_mesh(spec)
+
+
+@needs_devices
+def test_a_step_from_configurations_alone(standard_dtypes):
+    """It compiles without a weight, and is the step that `fit` runs: real arrays in the same places give its loss."""
+    config, weights, frozen = make(draft_vocab=0.5)
+    mesh = sharding.make_mesh("fsdp=2", sharding.TRAINING_AXES)
+    train = LoopConfig(steps=2, batch=ROWS, length=LENGTH, warmup=1)
+    found = abstract.abstract_step(TARGET, config, train, mesh, CHUNKED, jnp.float32)
+    compiled = found.step.lower(found.state, found.frozen, found.batch).compile()
+    assert compiled.memory_analysis().argument_size_in_bytes > 0
+    rows, ids = random_rows(), jnp.arange(config.reduced_vocab_size, dtype=jnp.int32)
+    batch = {"tokens": rows, "mask": np.ones(rows.shape, bool), "starts": np.zeros_like(rows)}
+    state = first_state(jax.tree.map(jnp.copy, weights), train)
+    _, wanted = make_train_step(drafter.make_loss(TARGET, config, CHUNKED, ids), train)(state, frozen, batch)
+    state = first_state(weights, train)
+    placed = [
+        jax.tree.map(lambda x, like: jax.device_put(np.asarray(x), like.sharding), values, like)
+        for values, like in zip((state, frozen, batch), found[1:], strict=True)
+    ]
+    _, metrics = compiled(*placed)
+    np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-5)
+    with pytest.raises(ValueError, match="needs a multiple of 2"):
+        abstract.abstract_step(TARGET, config, LoopConfig(batch=3), mesh)
