@@ -67,7 +67,7 @@ def agreement(
     target_logits: Float[Array, "BAK V"],
     draft_logits: Float[Array, "BAK C"],
     base: Float[Array, "BAK C"],
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     draft_to_target: losses.DraftToTarget = None,
 ) -> Agreement:
     """Where both models agree; no gradient comes back.

@@ -247,6 +247,34 @@ def node_loss(
     return (1 - share) * divergence(target_logits, base) + share * divergence(target_logits, draft_logits)
 
 
+def _check_loss(
+    target_config: ModelConfig,
+    config: DrafterConfig,
+    loss_config: LossConfig,
+    draft_to_target: losses.DraftToTarget,
+) -> None:
+    """Raises what `make_loss` says."""
+    method = method_of(config)
+    config.check_feature_layers(target_config.num_layers)
+    if loss_config.on_policy and config.num_steps < 2:
+        raise ValueError(f"loss.on_policy={loss_config.on_policy}: needs model.num_steps of at least 2")
+    for name in ("on_policy", "anneal_steps"):
+        if method.token_information is None and getattr(loss_config, name):
+            raise ValueError(
+                f"loss.{name}={getattr(loss_config, name)}: is about token information, which model.kind={config.kind}"
+                " does without"
+            )
+    num_kept = None if draft_to_target is None else len(draft_to_target)
+    if num_kept != config.reduced_vocab_size:
+        raise ValueError(
+            f"draft_to_target: {num_kept} for a drafter with reduced_vocab_size={config.reduced_vocab_size}"
+        )
+    if loss_config.max_age >= config.num_steps:
+        raise ValueError(
+            f"loss.max_age={loss_config.max_age}: allowed are 0 to model.num_steps - 1, {config.num_steps - 1}"
+        )
+
+
 def make_loss(
     target_config: ModelConfig,
     config: DrafterConfig,
@@ -273,27 +301,9 @@ def make_loss(
         about token information and the drafter has none, trees are to start from states older than the drafter makes,
         or there are not as many `draft_to_target` as it has hot tokens.
     """
-    method = method_of(config)
-    unroll = method.unroll
+    unroll = method_of(config).unroll
     assert unroll is not None, "recipes name trained kinds only"
-    config.check_feature_layers(target_config.num_layers)
-    if loss_config.on_policy and config.num_steps < 2:
-        raise ValueError(f"loss.on_policy={loss_config.on_policy}: needs model.num_steps of at least 2")
-    for name in ("on_policy", "anneal_steps"):
-        if method.token_information is None and getattr(loss_config, name):
-            raise ValueError(
-                f"loss.{name}={getattr(loss_config, name)}: is about token information, which model.kind={config.kind}"
-                " does without"
-            )
-    num_kept = None if draft_to_target is None else len(draft_to_target)
-    if num_kept != config.reduced_vocab_size:
-        raise ValueError(
-            f"draft_to_target: {num_kept} for a drafter with reduced_vocab_size={config.reduced_vocab_size}"
-        )
-    if loss_config.max_age >= config.num_steps:
-        raise ValueError(
-            f"loss.max_age={loss_config.max_age}: allowed are 0 to model.num_steps - 1, {config.num_steps - 1}"
-        )
+    _check_loss(target_config, config, loss_config, draft_to_target)
     weights = losses.depth_weights(config.num_steps, loss_config.decay, loss_config.max_age)
 
     def states_of(params, hidden, features, embeddings, anchors, starts):
