@@ -42,6 +42,8 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+pytest.register_assert_rewrite("support")  # whose asserts then show their values, as those of tests do
+
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_dtype_promotion", "strict")  # tests that run optax ask for `standard_dtypes`
 # jax_numpy_rank_promotion stays "allow": the layers add [H] biases and norm weights to [B, N, H] activations on

@@ -33,9 +33,9 @@ LAYERS = [
 ]
 INFER_LAYERS = [
     "sampling draw tree",
-    "accept length ngram",
+    "accept",
     "worth",
-    "step overlap",
+    "step",
     "plain decode",
 ]
 MAX_MODULE_LINES = 400
@@ -241,20 +241,29 @@ def test_check_finds_fault(clean_package, check, file, code, expected):
     assert expected in violations[0]
 
 
+def test_layers_name_what_exists():
+    """A name that is left behind by a module would give the next module of that name a place nobody chose."""
+    for folder, layers in ((PACKAGE, LAYERS), (PACKAGE / "infer", INFER_LAYERS)):
+        there = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+        assert there - {"__init__"} == set(" ".join(layers).split())
+
+
 TESTS = Path(__file__).resolve().parent
 SHARED = {"support", "oracles"}
-"""What tests may import of each other's folder."""
+"""The folders of `tests/` whose modules others may import."""
 
 
 def crossed_tests(tests: Path) -> list[str]:
-    """Test modules that another imports, and folders of tests that mirror none of the package."""
+    """Test modules that another module imports, and folders of tests that mirror none of the package."""
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
     found = [f"{path.name}: no folder of the package" for path in tests.iterdir() if is_stray(path, rooms)]
-    for path in sorted(tests.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            found += [f"{path.name}: imports {name}" for name in names if re.search(r"(^|\.)test_", name)]
+    for path, name, tree in modules(tests):
+        for line, imported in imports(path, name, tree):
+            inner = imported.removeprefix(f"{tests.name}.")
+            if re.search(r"(^|\.)test_", inner) or is_below(inner, *rooms):
+                found.append(
+                    at(tests, path, line, f"imports {imported}: only {' and '.join(sorted(SHARED))} are shared")
+                )
     return found
 
 
@@ -262,10 +271,30 @@ def is_stray(path: Path, rooms: set[str]) -> bool:
     return path.is_dir() and path.name not in rooms | SHARED and any(path.glob("*.py"))
 
 
-def test_tests_mirror_the_package_and_share_through_support(tmp_path):
+def test_tests_mirror_the_package_and_share_through_support():
     assert crossed_tests(TESTS) == []
-    for name, code in (("infer/test_one.py", "from test_two import x"), ("odd/test_two.py", ""), ("support/a.py", "")):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(code)
-    assert crossed_tests(tmp_path) == ["odd: no folder of the package", "test_one.py: imports test_two"]
+
+
+CROSSED = [
+    ("odd/test_two.py", "", "odd: no folder of the package"),
+    ("infer/test_one.py", "from test_two import x", "test_one.py:1: imports test_two.x"),
+    ("infer/test_one.py", "from . import test_two", "test_one.py:1: imports tests.infer.test_two"),
+    (
+        "infer/test_one.py",
+        "def f():\n    from tests.infer import test_two",
+        "test_one.py:2: imports tests.infer.test_two",
+    ),
+    ("infer/test_one.py", "from train.helpers import x", "test_one.py:1: imports train.helpers.x"),
+    ("support/one.py", "import infer.test_two as two", "one.py:1: imports infer.test_two"),
+]
+
+
+@pytest.mark.parametrize("file, code, expected", CROSSED)
+def test_crossed_tests_are_found(tmp_path, file, code, expected):
+    (tmp_path / "tests/infer").mkdir(parents=True)
+    (tmp_path / "tests/infer/test_two.py").write_text("from oracles import tree\nfrom support.toy import VOCAB\n")
+    assert crossed_tests(tmp_path / "tests") == []
+    (tmp_path / "tests" / file).parent.mkdir(exist_ok=True)
+    (tmp_path / "tests" / file).write_text(code)
+    (violation,) = crossed_tests(tmp_path / "tests")
+    assert expected in violation

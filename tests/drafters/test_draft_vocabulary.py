@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from oracles import divergence as oracle
 from support import calls, meshes, setups, toy
+from support.checkpoints import edit_json, edit_tensors
 from support.training import (
     ALL,
     TARGET,
@@ -441,8 +442,6 @@ def test_round_trip(tmp_path, dtype):
 
 
 def test_bad_files(tmp_path):
-    from support.checkpoints import edit_json, edit_tensors
-
     config, weights = draft_vocab.restrict(*make()[:2], SOME)
     file, text = tmp_path / "drafter.safetensors", tmp_path / "drafter_config.json"
     drafter_files.save_drafter(tmp_path, config, weights)
@@ -480,8 +479,6 @@ def test_bad_files(tmp_path):
 
 
 def test_old_configurations_have_the_full_vocabulary(tmp_path):
-    from support.checkpoints import edit_json
-
     config, weights, _ = make()
     drafter_files.save_drafter(tmp_path, config, weights)
     edit_json(tmp_path / "drafter_config.json", reduced_vocab_size="drop")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import calls, setups, toy
+from support.trees import assert_well_formed
 
 from hsd_jax.config import RECURRENT, TreeConfig
 from hsd_jax.drafters import files as drafter_files
@@ -263,8 +264,6 @@ def test_base_logits_go_through_the_target_head():
 
 
 def test_trees_are_closed_and_without_twins():
-    from support.trees import assert_well_formed
-
     models, state, root, position = mid_state()
     tree, _ = jitted_draft()(models, state.drafter, root, position)
     assert tree.tokens[:, 0].tolist() == root.tolist()

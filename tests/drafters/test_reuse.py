@@ -18,7 +18,7 @@ from oracles import tree as tree_oracle
 from support import calls, setups, toy
 
 import hsd_jax
-from hsd_jax.config import REUSES, ReuseConfig, TreeConfig
+from hsd_jax.config import REUSES, SKIP, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.reuse import Spares
@@ -175,7 +175,7 @@ def test_spares_are_the_states_of_earlier_trunk_runs(proposer):
         state = call.resume(setup.decoder, setup.models, state, 1)
         spares = jax.tree.map(np.asarray, state.drafter.spares)
         for row in np.flatnonzero(~np.asarray(state.done)):
-            if needs[row] or not proposer.endswith("skip"):
+            if needs[row] or setups.REUSE[proposer].form != SKIP:
                 forecasts[row] = {int(root[row]) + 1 + k: x for k, x in enumerate(logits[row])}
             new_root, num = int(state.length[row]) - 1, int(spares.num[row])
             wanted = [new_root + j for j in range(1, 99) if new_root + j in forecasts[row]]

@@ -12,13 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.types import (
-    NO_TOKEN,
-    DecodeState,
-    Limits,
-    RoundInputs,
-    SamplingParams,
-)
+from hsd_jax.types import NO_TOKEN, DecodeState, Limits, SamplingParams
 from support.toy import VOCAB
 
 PROMPT_BUCKET = 16
@@ -54,7 +48,7 @@ class Call:
     def replace(self, **changes) -> Call:
         return dataclasses.replace(self, **changes)
 
-    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array, Limits, RoundInputs, SamplingParams]:
+    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array, Limits, SamplingParams]:
         tokens = np.zeros((self.batch, PROMPT_BUCKET), np.int32)
         for row, prompt in enumerate(self.prompts):
             tokens[row, : len(prompt)] = prompt

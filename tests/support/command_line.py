@@ -19,9 +19,7 @@ TEXTS = [
     "the red house is on the hill and the hill is green",
 ]
 
-
 SHORT = ["--max-new-tokens", "12"]
-
 
 TREE = ["--nodes", "5", "--depth", "3", "--width", "2"]
 

@@ -14,10 +14,8 @@ from support import toy
 
 TREE = hsd_jax.TreeConfig(nodes=6, depth=2, width=2)
 
-
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]
 """Three rows: no mesh with a data axis divides them, so rows that fill it up are added."""
-
 
 CALL = {
     "seed": [0, 1, 2],

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 TEXT = "".join(f"Question: {i} plus {i + 1}?\nAnswer: {2 * i + 1}.\n" for i in range(120))
 
-
 LOOP = {"steps": 4, "batch": 4, "micro_batch": 2, "length": 16, "warmup": 1, "log_every": 1, "checkpoint_every": 2}
-
 
 DRAFTER_VALUES = {
     "model": {"num_steps": 3, "rank": 4, "intermediate_size": 16},
@@ -14,7 +12,6 @@ DRAFTER_VALUES = {
     "eval": {"every": 2, "prompts": 2, "prompt_tokens": 6, "max_new_tokens": 8, "nodes": 4, "depth": 3, "width": 2},
     "train": LOOP,
 }
-
 
 TARGET_VALUES = {
     "model": {

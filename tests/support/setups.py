@@ -33,11 +33,7 @@ from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import draft_vocab
-from hsd_jax.types import (
-    DecodeState,
-    Drafter,
-    DrawScheme,
-)
+from hsd_jax.types import DecodeState, Drafter, DrawScheme
 from support.calls import Call, cut, generated, mixed_call
 from support.oracle_drafter import CHAIN, DECOYS, ORACLE_DEPTH, oracle_drafter, oracle_table, steered
 from support.toy import VOCAB, drafter_config, make_drafter, make_small_lm, make_target, target_config
@@ -124,7 +120,7 @@ _READING = [
     Proposer("hot_path", MIDDLE, PATHS, is_restricted=True),
     *_reuses(),
 ]
-_STEERED = [
+_STEERED = [  # the trunk under the oracle's trees, which are deeper
     Proposer(f"steered_{one.name}" if one.name else "steered", CHAIN_OF_4, one.changes, one.reuse, oracle=DECOYS)
     for one in (
         Proposer(""),
@@ -151,8 +147,6 @@ PROPOSERS = {
 TREES = {one.name: one.tree for one in _READING}
 """Of the drafters that read features."""
 REUSE = {one.name: one.reuse for one in _READING if one.reuse != NO_REUSE}
-STEERED = tuple(one.name for one in _STEERED)
-"""The trunk under the oracle's trees, which are deeper."""
 CHAINS = {one.name: one.config for one in _OTHER}
 """Proposers that draft chains of their own kind, for the variant "llama"."""
 
