@@ -63,12 +63,15 @@ def warp(logits: Float[Array, "B M V"], sampling: SamplingParams) -> Float[Array
     if sampling.all_greedy:
         return logits
     is_greedy = (sampling.temperature <= 0.0)[:, None, None]
-    scaled = logits / jnp.where(is_greedy, 1.0, sampling.temperature[:, None, None])
     vocab_size = logits.shape[-1]
     top_k = jnp.where(sampling.top_k > 0, sampling.top_k, vocab_size)[:, None, None]
     top_p = sampling.top_p[:, None, None]
 
-    def filtered(scaled: Array) -> Array:
+    def scale(logits: Array) -> Array:  # within each branch: no array of its own in between
+        return logits / jnp.where(is_greedy, 1.0, sampling.temperature[:, None, None])
+
+    def filtered(logits: Array) -> Array:
+        scaled = scale(logits)
         bits = _ordered_bits(scaled)
         # The largest threshold that keeps at least k tokens.
         kth = _bisect(scaled, lambda t: jnp.sum(bits >= t, -1, keepdims=True) >= top_k)
@@ -81,7 +84,7 @@ def warp(logits: Float[Array, "B M V"], sampling: SamplingParams) -> Float[Array
         return jnp.where(in_top_k & ((bits >= edge) | (top_p >= 1.0)), scaled, REMOVED)
 
     is_filtered = jnp.any(~is_greedy[:, 0, 0] & ((sampling.top_k > 0) | (sampling.top_p < 1.0)))
-    warped = lax.cond(is_filtered, filtered, lambda x: x, scaled)
+    warped = lax.cond(is_filtered, filtered, scale, logits)
     return jnp.where(is_greedy, logits, warped)
 
 
