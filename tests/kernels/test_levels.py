@@ -84,12 +84,9 @@ def test_the_platform_is_that_of_the_program():
     """On a CPU bfloat16 is multiplied in float32 or by our kernels; a program for a GPU multiplies it as it is."""
     x, kernel = jnp.ones((2, 8)), jnp.ones((4, 8), jnp.bfloat16)
 
-    def products():
-        (equation,) = (
-            e for e in jax.make_jaxpr(lambda *a: ops.matmul(*a))(x, kernel).eqns if e.primitive.name == "dot_general"
-        )
-        return equation.invars[0].aval.dtype
+    def is_multiplied_as_it_is() -> bool:
+        return "bf16[2,8]" in str(jax.make_jaxpr(lambda *a: ops.matmul(*a))(x, kernel))
 
-    assert products() == jnp.float32
+    assert not is_multiplied_as_it_is()
     with native.compiled_for("gpu"), native.enabled(True):
-        assert products() == jnp.bfloat16 and not native.is_on()
+        assert is_multiplied_as_it_is() and not native.is_on()
