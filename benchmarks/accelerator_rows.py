@@ -128,26 +128,26 @@ def attention_rows(
     rest = tuple(entries[:2]), causal_mask(1, num), tuple(entries[2:]), (first, last)
     options = {"scale": width**-0.5, "softcap": softcap}
 
-    def by_backend(name: str, models: Any, query: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def by_backend(name: str, models: dict, query: jax.Array) -> tuple[jax.Array, jax.Array]:
         interpret = traced_platform() == "cpu"
         with triton.enabled(True, interpret), attention.using(name):
-            return attention.attend(query, *models, **options), query
+            return attention.attend(query, *models["rest"], **options), query
 
-    def by_cudnn(models: Any, query: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.nn.dot_product_attention(query, *models, implementation="cudnn"), query
+    def by_cudnn(models: dict, query: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.nn.dot_product_attention(query, *models["cached"], implementation="cudnn"), query
 
     wanted = jax.jit(functools.partial(attended, **options))(query, *rest)
-    runs: dict[str, tuple] = {name: (functools.partial(by_backend, name), rest, query) for name in backends}
+    runs: dict[str, tuple] = {name: (functools.partial(by_backend, name), {"rest": rest}, query) for name in backends}
     if window is None and softcap is None:
         heads_last = [x.transpose(0, 2, 1, 3) for x in rest[2]]
         nodes = query.reshape(1, groups, num, -1, width).transpose(0, 2, 1, 3, 4).reshape(1, num, -1, width)
-        runs["cudnn, prefix alone"] = by_cudnn, heads_last, nodes
+        runs["cudnn, prefix alone"] = by_cudnn, {"cached": heads_last}, nodes
     rows, timers = {}, {}
     for name, (run, models, given) in runs.items():
         rows[name] = {"backend": name}
         try:
             timer = loop_timer(run, models, given, iterations, None, True)
-            timer()
+            rows[name]["compile and run s"] = wall(timer)
             if name in backends:
                 found = jax.jit(run)(models, given)[0].astype(jnp.float32)
                 rows[name]["largest error"] = float(jnp.max(jnp.abs(found - wanted)))
@@ -155,7 +155,9 @@ def attention_rows(
         except Exception as error:  # whatever a compiler or a driver raises: the others are still of interest
             rows[name]["failure"] = describe(error)
     timed = interleaved(timers, repeats) if timers else {}
-    return [row | timed.get(name, {}) for name, row in rows.items()]
+    for name, figures in timed.items():
+        rows[name] |= {"ms": figures["ms"], "seconds": figures["seconds"]}
+    return list(rows.values())
 
 
 def describe(error: Exception) -> str:

@@ -81,14 +81,14 @@ TINY = Sizes(
     targets=("toy",),
     num_bytes=2**20,
     matmul=64,
-    batches=(1, 2),
+    batches=(2,),
     nodes=(1, 4),
     prefixes=(64,),
     queries=(3,),
     prompt=64,
     new=16,
     acceptance=(0.8,),
-    prompts=(256, 512),
+    prompts=(256,),
     training=((2, 32),),
     texts=("toy",),
     num_texts=2,
@@ -243,13 +243,14 @@ def tau(sizes: Sizes, record: Row) -> Iterator[Item]:
             "for nothing": start(*call, replaying(DEPTH, config.vocab_size)),
             "by a drafter": start(*call, replaying(DEPTH, config.vocab_size, drafter)),
         }
-        timers, counts = {("none", 0.0): plain.seconds}, {("none", 0.0): 1.0}
-        for (drafts, decode), right in itertools.product(decodes.items(), sizes.acceptance):
-            table = replay_table(text, right)
-            timers[drafts, right] = functools.partial(decode.seconds, replay=table)
-            after = decode.go(decode.fresh(), replay=table)
-            counts[drafts, right] = sizes.new / int(after.stats.num_target_passes[0])
-        rows = interleaved(timers, sizes.repeats)
+        tables = {right: replay_table(text, right) for right in sizes.acceptance}
+        ways = list(itertools.product(decodes, tables))
+        timers = {(how, right): functools.partial(decodes[how].seconds, replay=tables[right]) for how, right in ways}
+        rows = interleaved({("none", 0.0): plain.seconds, **timers}, sizes.repeats)
+        counts = {("none", 0.0): 1.0}
+        for how, right in ways:
+            after = decodes[how].go(decodes[how].fresh(), replay=tables[right])
+            counts[how, right] = sizes.new / int(after.stats.num_target_passes[0])
         one = rows["none", 0.0]["ms"]
         return [
             {"target": name, "drafts": drafts, "right": right, "tau": counts[drafts, right], **row}
@@ -288,10 +289,8 @@ def agreement(sizes: Sizes, record: Row) -> Iterator[Item]:
             )
         else:
             config, weights = target(name, is_certain=False)
-            models, given = (
-                {"target": weights, "drafter": None},
-                prompts(config, sizes.num_texts, sizes.prompt).tolist(),
-            )
+            models = {"target": weights, "drafter": None}
+            given = prompts(config, sizes.num_texts, sizes.prompt).tolist()
             drafter = replaying(DEPTH, config.vocab_size)
         call = config, models, given, sizes.new
         ways = {"plain": {}, f"plain, {DEPTH + 1} rows": {"pad_rows": DEPTH + 1}, "drafted": {"drafter": drafter}}
