@@ -5,7 +5,6 @@ Nothing here is part of a decode. Read first: `infer/step.py`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
 import time
@@ -23,8 +22,8 @@ from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer import step
 from hsd_jax.infer.accept import make_rule
+from hsd_jax.infer.decode import traced_with
 from hsd_jax.infer.sampling import round_noise
-from hsd_jax.kernels import native
 from hsd_jax.types import DecodeState, DrawScheme, KVCache, Limits, RoundInputs, SamplingParams
 
 
@@ -137,7 +136,7 @@ def loop_timer(
     run: Callable, models: dict, inputs: Any, iterations: int, precision: str | None, use_native: bool
 ) -> Callable[[], float]:
     """Times `run(models, inputs) -> outputs, inputs` in seconds, in a compiled loop; the first call compiles."""
-    repeated = jax.jit(_repeated(run, iterations, precision, use_native))
+    repeated = jax.jit(traced_with(precision, use_native, None, _repeated(run, iterations)))
     zero = jnp.zeros((), jnp.float32)
 
     def timed() -> float:
@@ -225,7 +224,7 @@ def _with_counts_of(new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: b if b.ndim == 1 else a, new, old)
 
 
-def _repeated(run: Callable, iterations: int, precision: str | None, use_native: bool) -> Callable:
+def _repeated(run: Callable, iterations: int) -> Callable:
     """`run` in a compiled loop whose every iteration reads the last one's outputs, so that XLA can hoist nothing.
 
     `zero` is traced: XLA cannot know that the touched inputs keep their values.
@@ -237,11 +236,9 @@ def _repeated(run: Callable, iterations: int, precision: str | None, use_native:
             outputs, inputs = run(models, _touch(inputs, zero * _first_number(outputs)))
             return inputs, outputs
 
-        matmul_precision = jax.default_matmul_precision(precision) if precision else contextlib.nullcontext()
-        with matmul_precision, native.enabled(use_native):
-            like = jax.eval_shape(lambda: run(models, inputs)[0])
-            outputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-            return lax.fori_loop(0, iterations, body, (inputs, outputs))
+        like = jax.eval_shape(lambda: run(models, inputs)[0])
+        outputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return lax.fori_loop(0, iterations, body, (inputs, outputs))
 
     return repeated
 

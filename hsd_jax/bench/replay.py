@@ -20,9 +20,8 @@ from jaxtyping import Array, Float
 
 from hsd_jax.config import ModelConfig, bucket
 from hsd_jax.drafters.method import Pictures
-from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.decode import Decoder, traced_with
 from hsd_jax.infer.step import make_step
-from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk
 from hsd_jax.types import AcceptRule, DecodeState, Drafter, DraftTree, Limits, SamplingParams, Verdict
@@ -183,14 +182,13 @@ def replay_logits(
 def _replay(weights, config, text, prompt_length, prompt_bucket, num_chunks, num_nodes, dtype, use_native):
     capacity = max(text.shape[0], prompt_bucket + num_nodes)
     cache = cache_lib.empty_cache((capacity,) * config.num_layers, 1, config.num_kv_heads, config.head_dim, dtype)
-    with native.enabled(use_native):
-        _, cache = read_chunk(weights, config, cache, text[None, :prompt_bucket], 0, (prompt_length - 1)[None])
+    read, run = (traced_with(None, use_native, None, function) for function in (read_chunk, forward))
+    _, cache = read(weights, config, cache, text[None, :prompt_bucket], 0, (prompt_length - 1)[None])
 
     def chunk(cache, _):
         nodes = lax.dynamic_slice(text, (cache.length[0],), (num_nodes,))[None]
         positions = cache.length[:, None] + jnp.arange(num_nodes)
-        with native.enabled(use_native):
-            output = forward(weights, config, nodes, positions, causal_mask(1, num_nodes), cache)
+        output = run(weights, config, nodes, positions, causal_mask(1, num_nodes), cache)
         return cache_lib.commit(cache, output.new_kv, None, jnp.full(1, num_nodes)), output.logits[0]
 
     logits = lax.scan(chunk, cache, None, length=num_chunks)[1]

@@ -211,7 +211,7 @@ class Decoder:
 
     def compile(self, function: Callable, **options) -> Callable:
         """`function` jitted as the loop is: with the same matmul precision and the same kernels."""
-        return jax.jit(_traced_with(*self._tracing, function), **options)
+        return jax.jit(traced_with(*self._tracing, function), **options)
 
     def _grow(self, state: DecodeState, capacity: int) -> DecodeState:
         """The same state with room for `capacity` slots; the old buffers are freed one by one."""
@@ -243,7 +243,7 @@ class Decoder:
             state = self._grow(state, GROWTH * capacity)
 
 
-def _traced_with(precision: str | None, use_native: bool, mesh: Mesh | None, function: Callable) -> Callable:
+def traced_with(precision: str | None, use_native: bool, mesh: Mesh | None, function: Callable) -> Callable:
     """`function` traced under a matmul precision and with the kernels that apply there."""
 
     @functools.wraps(function)

@@ -1,0 +1,202 @@
+"""Random pairs made on the device, a drafter that knows the text, and decodes of them: for `accelerator.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hsd_jax.config import PARALLEL, ModelConfig, RopeConfig, TreeConfig
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.infer.accept import make_rule
+from hsd_jax.infer.decode import UNBOUNDED, Decoder
+from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.sampling import row_keys
+from hsd_jax.infer.step import make_step
+from hsd_jax.kernels.native import traced_platform
+from hsd_jax.models import packing
+from hsd_jax.models.cache import fastest_dtype
+from hsd_jax.models.draft_vocab import attach
+from hsd_jax.models.target import init_target
+from hsd_jax.train.drafter import DrafterModel, drafter_config
+from hsd_jax.types import (
+    NO_TOKEN,
+    DecodeState,
+    Drafter,
+    DraftTree,
+    DrawScheme,
+    Limits,
+    RoundInputs,
+    SamplingParams,
+    Weights,
+)
+
+LLAMA3 = RopeConfig(theta=500_000.0, kind="llama3", factor=32.0)
+TARGETS = {
+    "1B": ModelConfig(128_256, 2048, 16, 32, 8, 64, 8192, max_position=131_072, tie_embeddings=True, rope=LLAMA3),
+    "8B": ModelConfig(128_256, 4096, 32, 32, 8, 128, 14_336, max_position=8192, rope=RopeConfig(theta=500_000.0)),
+    "toy": ModelConfig(256, 64, 2, 4, 2, 16, 128, max_position=2048),
+}
+"""Llama 3.2 1B, Llama 3 8B, and what the benchmark tests itself with."""
+CHUNK = 256
+"""Prompts are padded to a multiple, which prefill reads at once."""
+ROOM = 16
+"""Slots behind the last token of a row, for what a round may write."""
+
+
+def random_weights(init: Callable, config: Any, dtype: Any = jnp.bfloat16, seed: int = 0) -> Weights:
+    """Random weights of the shapes of `init(key, config)`, made on the device, one array at a time.
+
+    The embedding outweighs what the layers add to it, as in `random_target`.
+    """
+    shapes = jax.eval_shape(lambda: init(jax.random.key(0), config))
+    num_layers = getattr(config, "num_layers", 1)
+
+    def one(path: tuple, leaf: Any) -> jax.Array:
+        names = [part.key for part in path]
+        if leaf.ndim == 1:
+            return jnp.ones(leaf.shape, dtype)
+        scale = 1.0 if names[-1] == "embedding" else leaf.shape[-1] ** -0.5
+        if names[-2:-1] in (["o"], ["down"]):
+            scale *= (2 * num_layers) ** -0.5
+        nonlocal seed
+        seed += 1
+        return _normal(jax.random.key(seed), leaf.shape, scale, dtype)
+
+    return jax.tree_util.tree_map_with_path(one, shapes)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _normal(key: jax.Array, shape: tuple[int, ...], scale: float, dtype: Any) -> jax.Array:
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
+
+
+def random_target(config: ModelConfig, is_certain: bool = True) -> Weights:
+    """A target as the device multiplies it fastest.
+
+    Args:
+      is_certain: its text is known and never a near tie, so that it replays whatever the arithmetic: behind a token
+        stands the same one (tied embeddings) or the next of the vocabulary. False: like any random model, unsure;
+        needs embeddings that are not tied.
+    """
+    weights = random_weights(init_target, config)
+    if is_certain and not config.tie_embeddings:
+        weights["head"] = jnp.roll(weights["embedding"], 1, 0)
+    return packing.arranged(weights, config, packs=traced_platform() != "cpu")[0]
+
+
+def random_drafter(config: ModelConfig, target: Weights, steps: int) -> tuple[Any, Weights]:
+    """One layer at the target's widths, parallel trunk, a quarter of the vocabulary: its configuration and weights."""
+    own = drafter_config(DrafterModel(trunk=PARALLEL, num_steps=steps, draft_vocab=0.25), config)
+    weights = random_weights(init_drafter, own, seed=1000)
+    assert own.reduced_vocab_size is not None
+    weights = attach(weights, jnp.arange(own.reduced_vocab_size, dtype=jnp.int32), target, config)
+    return own, packing.arranged(weights, own, packs=traced_platform() != "cpu")[0]
+
+
+def replaying(depth: int, vocab_size: int, working: Drafter | None = None) -> Drafter:
+    """A chain of `models["replay"]`: the text, and where it is right; elsewhere it drafts the token behind.
+
+    Args:
+      working: a drafter of such chains that does all its work each round, for nothing: what drafting costs. None:
+        drafts cost nothing.
+    """
+
+    def draft(models: dict, state: Any, inputs: RoundInputs) -> tuple[DraftTree, Any]:
+        line = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32), (len(inputs.root), depth + 1))
+        positions = inputs.position[:, None] + line
+        text, is_right = (jnp.take_along_axis(x, positions, 1, mode="clip") for x in models["replay"])
+        tokens = jnp.where(is_right, text, (text + 1) % vocab_size).at[:, 0].set(inputs.root)
+        valid = jnp.ones(tokens.shape, bool)
+        if working is not None:
+            own, state = working.draft(models, state, inputs)
+            valid = valid & jnp.all(own.tokens >= NO_TOKEN)  # always so, which XLA cannot know
+        return DraftTree(tokens, line - 1, line, valid), state
+
+    if working is not None:
+        return working._replace(draft=draft, node_logp=None)
+
+    def keep(models: dict, state: Any, *rest: Any) -> Any:
+        return state
+
+    return Drafter(lambda *_: (), keep, draft, keep, lambda state, _: state, DrawScheme.ARBITRARY, depth)
+
+
+def replay_table(tokens: jax.Array, acceptance: float, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    """The `models["replay"]` of a decoded buffer [B, T], each draft right with this probability."""
+    is_right = np.random.default_rng(seed).random(tokens.shape) < acceptance
+    return jnp.maximum(tokens, 0), jnp.asarray(is_right)
+
+
+@dataclasses.dataclass
+class Decode:
+    """A greedy decode behind its prefill, to be run as often as wanted."""
+
+    decoder: Decoder
+    models: dict
+    sampling: SamplingParams
+    limits: Limits
+    state: DecodeState
+
+    def fresh(self) -> DecodeState:
+        """A copy of the state, which `go` uses up."""
+        return jax.block_until_ready(jax.tree.map(jnp.copy, self.state))
+
+    def go(self, state: DecodeState, num_rounds: int = UNBOUNDED, **models: Any) -> DecodeState:
+        """The state behind so many rounds, or at the end; `models` stand beside those of the decode."""
+        after = self.decoder.loop(self.models | models, self.sampling, self.limits, jnp.int32(num_rounds), state)
+        return jax.block_until_ready(after)
+
+    def seconds(self, **models: Any) -> float:
+        """Of a whole decode without its prefill."""
+        state = self.fresh()
+        begun = time.perf_counter()
+        self.go(state, **models)
+        return time.perf_counter() - begun
+
+
+def call_of(prompts: Sequence[Sequence[int]], new: int) -> tuple[tuple, dict[str, int]]:
+    """The arguments of a prefill behind the models, for rows that are to have `new` more tokens, end tokens or not."""
+    length = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), -(-int(length.max()) // CHUNK) * CHUNK), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    capacity = -(-(tokens.shape[1] + new + ROOM) // CHUNK) * CHUNK
+    limits = Limits(jnp.asarray(length + new), jnp.full(4, NO_TOKEN, jnp.int32))
+    keys = row_keys([(0, row) for row in range(len(prompts))])
+    return (jnp.asarray(tokens), jnp.asarray(length), keys, limits), {"capacity": capacity, "max_tokens": capacity + 1}
+
+
+def start(
+    config: ModelConfig,
+    models: dict,
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    drafter: Drafter | None = None,
+    pad_rows: int = 1,
+) -> Decode:
+    """Prefills prompts for a decode of `new` tokens each.
+
+    Args:
+      drafter: of chains; None: plain decoding, in passes of `pad_rows` rows.
+    """
+    step = make_plain_step(config, pad_rows)
+    if drafter is not None:
+        step = make_step(config, drafter, make_rule("match", chain_of(drafter.max_depth)))
+    decoder = Decoder(config, step, drafter, fastest_dtype(models["target"]["embedding"].dtype))
+    arrays, sizes = call_of(prompts, new)
+    zeros, is_greedy = jnp.zeros(len(prompts), jnp.int32), traced_platform() != "cpu"  # as in `hsd_jax/request.py`
+    sampling = SamplingParams(zeros.astype(jnp.float32), zeros, jnp.ones(len(prompts)), all_greedy=is_greedy)
+    state = decoder.prefill(models, *arrays, **sizes)
+    return Decode(decoder, models, sampling, arrays[-1], jax.block_until_ready(state))
+
+
+def chain_of(depth: int) -> TreeConfig:
+    """A chain of so many drafts."""
+    return TreeConfig(depth + 1, depth, 1)
