@@ -172,6 +172,19 @@ def check_rows(mesh: Mesh, num_rows: int) -> None:
         )
 
 
+def rows_here(mesh: Mesh | None) -> tuple[int, int]:
+    """Which part of the rows of a batch lies on this process's devices, and of how many parts; (0, 1) is all."""
+    if mesh is None:
+        return 0, 1
+    of_rows = [mesh.axis_names.index(name) for name in RULES["rows"] if name in mesh.axis_names]
+    others = [axis for axis in range(mesh.devices.ndim) if axis not in of_rows]
+    is_here = np.vectorize(lambda device: device.process_index == jax.process_index())(mesh.devices)
+    here = np.flatnonzero(is_here.transpose(*of_rows, *others).reshape(rows_multiple(mesh), -1).any(1))
+    first, num = here[0], len(here)
+    is_whole_part = rows_multiple(mesh) % num == first % num == 0 and here[-1] == first + num - 1
+    return (int(first) // num, rows_multiple(mesh) // num) if is_whole_part else (0, 1)
+
+
 def rows_multiple(mesh: Mesh | None) -> int:
     """Rows must come in multiples of this."""
     return 1 if mesh is None else _devices(mesh, tuple(name for name in RULES["rows"] if name in mesh.axis_names))
