@@ -74,7 +74,8 @@ def make_mesh(spec: str | Mesh | None, axes: tuple[str, ...] = MESH_AXES) -> Mes
     sizes = mesh_sizes(spec, axes)
     needed, there = int(np.prod(list(sizes.values()))), jax.device_count()
     if needed > there:
-        raise ValueError(f"mesh={spec!r} needs {needed} devices; there are {there}")
+        of = f", of {jax.process_count()} processes together" if jax.process_count() > 1 else ""
+        raise ValueError(f"mesh={spec!r} needs {needed} devices; there are {there}{of}")
     return jax.make_mesh(
         tuple(sizes.values()), axes, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[:needed]
     )

@@ -130,8 +130,8 @@ def open_features(
       batch: rows per pass. XLA may round otherwise at another shape: take the trainer's for the same bits.
     Raises:
       ValueError: if the folder holds other features, several processes find it incomplete, the size is over the limit,
-        the disk has too little room or gets full (complete files stay), another process is building it, a file is damaged, or the target's states are not
-        finite.
+        the disk has too little room or gets full (complete files stay), another process is building it, a file is
+        damaged, or the target's states are not finite.
     """
     if config.cache is None:
         return None
