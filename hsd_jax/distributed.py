@@ -48,8 +48,17 @@ def initialize(
       ConnectionError: if not all processes came in time.
     """
     given = _checked({"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id})
-    if given["num_processes"] == 1 or jax.distributed.is_initialized():
+    if given["num_processes"] == 1 or Watch.here is not None:
         return
+    if not jax.distributed.is_initialized():
+        _connect(given, timeout_seconds)
+    watch = Watch()
+    files.set_writer(watch.process == 0)
+    if watch.num_processes > 1:
+        watch.begin(timeout_seconds)
+
+
+def _connect(given: dict[str, Any], timeout_seconds: int) -> None:
     # jax would catch SIGTERM for itself, and a process that is told to end would go on.
     jax.config.update("jax_enable_preemption_service", False)
     where = given["coordinator"] or "the cluster's coordinator"
@@ -70,10 +79,6 @@ def initialize(
         raise ConnectionError(f"{where}: not all processes came within {timeout_seconds} s ({reason})") from error
     except RuntimeError as error:  # jax.distributed wants to come first
         raise ValueError(f"initialize() comes after jax has been used: call it first ({error})") from error
-    watch = Watch()
-    files.set_writer(watch.process == 0)
-    if watch.num_processes > 1:
-        watch.begin(timeout_seconds)
 
 
 def _names() -> str:
@@ -83,13 +88,12 @@ def _names() -> str:
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments, filled up from the environment: all three or none."""
-    names = dict(VARIABLES)
+    names = {name: name for name in VARIABLES}
     for name, variable in VARIABLES.items():
-        if given[name] is not None:
-            names[name] = name
-        elif text := os.environ.get(variable):
+        if given[name] is None and (text := os.environ.get(variable)):
+            names[name] = variable
             given[name] = int(text) if name != "coordinator" and text.isdecimal() else text
-    missing = [names[name] for name, value in given.items() if value is None]
+    missing = [f"{name} ({VARIABLES[name]})" for name, value in given.items() if value is None]
     there = [names[name] for name, value in given.items() if value is not None]
     coordinator, num, index = given.values()
     if coordinator is not None:

@@ -34,6 +34,7 @@ KEY, GONE = "hsd/alive/", -1
 def fail(error: BaseException) -> None:
     """Ends this process, whose error has been shown, and with it the others; without others it returns."""
     if Watch.here is not None:
+        Watch.here.await_verdict(error)
         Watch.here.exit(f"{type(error).__name__}: {error}")
 
 
@@ -68,8 +69,7 @@ class Watch(threading.Thread):
         plain = sys.excepthook
 
         def excepthook(kind, error, trace):
-            if isinstance(error, jax.errors.JaxRuntimeError):  # of a collective, perhaps: time to see whose end it was
-                self.join(SILENCE_SECONDS + 2 * BEAT_SECONDS)
+            self.await_verdict(error)
             plain(kind, error, trace)
             fail(error)
 
@@ -84,7 +84,7 @@ class Watch(threading.Thread):
                 self._tell(count)
                 others = self._others()
             except jax.errors.JaxRuntimeError:
-                self._end(f"{self._first} has died: {self._coordinator} does not answer")
+                self._end_without_first()
             for process, (about, count_there, failure) in others.items():
                 before, since = self._seen[process]
                 if failure:
@@ -108,10 +108,23 @@ class Watch(threading.Thread):
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._tell(GONE)
 
+    def await_verdict(self, error: BaseException | None) -> None:
+        """Where a collective may have failed, waits as long as it takes to see whose end it was."""
+        while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
+            error = error.__cause__ or error.__context__
+        if error is not None:
+            self.join(SILENCE_SECONDS + 2 * BEAT_SECONDS)
+
     def _end(self, reason: str) -> None:
         """Never returns."""
         os.write(2, f"hsd: error: {reason}; this process, {self.process}, ends\n".encode())
         self.exit(reason)
+
+    def _end_without_first(self) -> None:
+        """Never returns; says nothing to the others, whom there is no way to reach."""
+        reason = f"{self._first} has died: {self._coordinator} does not answer"
+        os.write(2, f"hsd: error: {reason}; this process, {self.process}, ends\n".encode())
+        os._exit(FAILED)
 
     def exit(self, reason: str) -> None:
         """Never returns: says why this process ends to those that still listen."""
@@ -130,7 +143,7 @@ class Watch(threading.Thread):
             try:
                 socket.create_connection((host.strip("[]"), int(port)), 5).close()
             except OSError:
-                self._end(f"{self._first} has died: {self._coordinator} does not answer")
+                self._end_without_first()
 
         if self.process and os.name == "posix":
             self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)  # Python's own handlers would come too late
