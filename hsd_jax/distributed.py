@@ -6,6 +6,7 @@ writes (`files.set_writer`). Read next: `watch.py` for what ends them, `sharding
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from typing import Any
@@ -153,6 +154,21 @@ def wait_for_all(name: str) -> None:
     """Returns when every process is here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def check_same(what: str, value: str) -> None:
+    """Refuses, on all processes, to go on where one of them has another `value`: they would wait for ever.
+
+    Raises:
+      ValueError: naming the processes that differ from process 0.
+    """
+    if jax.process_count() == 1:
+        return
+    own = np.frombuffer(hashlib.sha256(value.encode()).digest()[:8], np.uint32)
+    found = np.asarray(multihost_utils.process_allgather(own))
+    others = np.flatnonzero((found != found[0]).any(1)).tolist()
+    if others:
+        raise ValueError(f"{what}: process 0 has another than process {', '.join(map(str, others))}; give all the same")
 
 
 def join(command: str) -> None:

@@ -26,7 +26,7 @@ from hsd_jax.config import (
     TreeConfig,
     bucket,
 )
-from hsd_jax.distributed import check_mesh, put
+from hsd_jax.distributed import check_mesh, check_same, put
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import RULES, make_rule
 from hsd_jax.infer.decode import GROWTH, Decoder
@@ -155,6 +155,7 @@ def prepare(
     longest = max(len(ids) + new for ids, new in zip(rows, new_tokens, strict=True))
     sizes = max(map(len, rows)), longest, MOST_LOOKAHEAD, params.max_len
     plan, rule, scheme = _plan(params, speculation, num_rows, first_capacity(*sizes), float(max(settings[0])))
+    check_same("prompts and settings of the call", repr((rows, sampling, plan.tree, plan.reuse, rule, scheme)))
     tree, is_plain = plan.tree, plan.tree is None
     decoder = _decoder(
         params.target_config,

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 import hsd_jax
 from hsd_jax import distributed, sharding
@@ -60,6 +62,11 @@ def main(folder: Path, *what: str) -> None:
             found[name] = train(mesh, folder / "run")
         elif name == f"die{jax.process_index()}":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif name == "gather":  # a process that has died is missed by those in the midst of a collective
+            multihost_utils.process_allgather(np.zeros(1))
+        elif name == "differ":
+            params = hsd_jax.load("demo", precision="exact", mesh=mesh)
+            hsd_jax.decode(params, f"Process {jax.process_index()}", **CALL)
         elif name == f"raise{jax.process_index()}":
             raise OSError("disk on fire")
         elif name == "wait":

@@ -128,6 +128,23 @@ def test_a_process_that_ends_ends_the_others_with_its_name(tmp_path, what, victi
         assert words in said
 
 
+@slow
+def test_a_collective_that_a_dead_process_left_names_it(tmp_path):
+    """What Gloo says of a closed connection is not the error of the process that was connected."""
+    processes = started(tmp_path, 2, 1, "gather", "die1", "gather")
+    pid, statuses = processes[1].pid, ended(processes, tmp_path, 240)
+    said = (tmp_path / "err-0").read_text()
+    assert statuses[0] == 2 and f"hsd: error: process 1 (pid {pid} on" in said and "has died" in said
+
+
+@slow
+def test_another_prompt_in_one_process_is_an_error_in_all(tmp_path):
+    processes = started(tmp_path, 2, 2, "differ")
+    assert ended(processes, tmp_path, 240) == [2, 2]
+    words = "prompts and settings of the call: process 0 has another than process 1"
+    assert all(words in (tmp_path / f"err-{process}").read_text() for process in range(2))
+
+
 def test_one_process_alone_needs_nothing():
     before = jax.device_count()
     hsd_jax.initialize(num_processes=1)

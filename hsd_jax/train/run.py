@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from hsd_jax import lock, sharding
 from hsd_jax.config import SLIDING, DrafterConfig, ModelConfig, TrunkConfig
-from hsd_jax.distributed import check_mesh, fetch, put, wait_for_all
+from hsd_jax.distributed import check_mesh, check_same, fetch, put, wait_for_all
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.files import is_writer, replace_folder, write_json
@@ -209,6 +209,7 @@ def _batches(
 ) -> Iterator[data.Batches]:
     """The part of the batches that lies on the devices of this process."""
     seed = train.seed if config.seed is None else config.seed
+    check_same("recipe and data of the run", f"{rows.fingerprint} {train} {config}")
     index, count = sharding.rows_here(mesh)
     part = data.Batches(rows, train.batch, seed, features=cached, process_index=index, process_count=count)
     with contextlib.closing(part) as batches:
