@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hsd_jax.api import DecodeResult, Piece, Stats, decode, stream
     from hsd_jax.bench.tune import tune
     from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+    from hsd_jax.distributed import initialize, is_writer
     from hsd_jax.drafters.lookup.config import LookupConfig
     from hsd_jax.params import Params, load, place, restrict
     from hsd_jax.programs import compilation_cache
@@ -29,6 +30,8 @@ __all__ = [
     "Tuned",
     "compilation_cache",
     "decode",
+    "initialize",
+    "is_writer",
     "load",
     "place",
     "restrict",
@@ -40,6 +43,7 @@ _MODULES = {
     "hsd_jax.api": ("DecodeResult", "Piece", "Stats", "decode", "stream"),
     "hsd_jax.bench.tune": ("tune",),
     "hsd_jax.config": ("DrafterConfig", "ModelConfig", "TreeConfig"),
+    "hsd_jax.distributed": ("initialize", "is_writer"),
     "hsd_jax.drafters.lookup.config": ("LookupConfig",),
     "hsd_jax.params": ("Params", "load", "place", "restrict"),
     "hsd_jax.programs": ("compilation_cache",),

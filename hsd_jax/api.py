@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from hsd_jax.config import TreeConfig
+from hsd_jax.distributed import fetch
 from hsd_jax.params import Params
 from hsd_jax.plan import Plan
 from hsd_jax.request import AUTO, Prompt, Request, Sampling, Speculation, prepare
@@ -145,7 +146,7 @@ def decode(
     jax.block_until_ready(state.length)
     seconds = time.perf_counter() - start
     rows = len(request.prompt_length)
-    tokens, length = np.asarray(state.tokens)[:rows], np.asarray(state.length)[:rows]
+    tokens, length = fetch(state.tokens)[:rows], fetch(state.length)[:rows]
     check_valid(tokens, length, request.prompt_length)
     num_tokens = length - request.prompt_length
     out = np.full((rows, int(num_tokens.max(initial=0))), NO_TOKEN, np.int32)
@@ -199,9 +200,9 @@ def _stream(params: Params, request: Request, rounds: int) -> Generator[Piece, N
     while not finished.all():
         start = time.perf_counter()
         state = request.decoder.run(request.models, request.sampling, request.limits, state, rounds)
-        length, done = np.asarray(state.length)[:rows], np.asarray(state.done)[:rows]
+        length, done = fetch(state.length)[:rows], fetch(state.done)[:rows]
         seconds += time.perf_counter() - start
-        tokens = np.array(state.tokens)[:rows]  # a copy: the buffer is donated to the next rounds
+        tokens = np.array(fetch(state.tokens))[:rows]  # a copy: the buffer is donated to the next rounds
         check_valid(tokens, length, request.prompt_length)
         for row in np.flatnonzero(~finished):
             new = tokens[row, shown[row] : length[row]]
@@ -231,8 +232,8 @@ def check_valid(tokens: np.ndarray, length: np.ndarray, prompt_length: np.ndarra
 
 def _stats(state: DecodeState, num_tokens: np.ndarray, request: Request, seconds: float) -> Stats:
     rows = len(num_tokens)
-    passes = np.asarray(state.stats.num_target_passes)[:rows]
-    histogram = np.asarray(state.stats.accepted_histogram)[:rows]
+    passes = fetch(state.stats.num_target_passes)[:rows]
+    histogram = fetch(state.stats.accepted_histogram)[:rows]
     per_row = RowStats(num_tokens / np.maximum(passes, 1), passes, histogram)
     return Stats(
         tau=float(num_tokens.sum() / max(passes.sum(), 1)),
@@ -242,5 +243,5 @@ def _stats(state: DecodeState, num_tokens: np.ndarray, request: Request, seconds
         prefill_seconds=request.prefill_seconds,
         decode_seconds=seconds,
         plan=request.plan,
-        drafted_share=float(np.asarray(state.stats.num_drafted)[:rows].sum() / max(passes.sum(), 1)),
+        drafted_share=float(fetch(state.stats.num_drafted)[:rows].sum() / max(passes.sum(), 1)),
     )

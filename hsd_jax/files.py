@@ -12,9 +12,23 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+_writes = True
+
+
+def set_writer(is_one: bool) -> None:
+    """Lets this process write results, or not: of several processes of a run the first does (`distributed.py`)."""
+    global _writes
+    _writes = is_one
+
+
+def is_writer() -> bool:
+    """Whether this process writes results, says what it does and prints tables."""
+    return _writes
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
@@ -111,12 +125,16 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """A temporary path beside `path`: put in its place if the block ends well, removed if not.
 
     What a killed process left of its own is removed, too. A device or a FIFO, /dev/stdout for example, is given as it
-    is.
+    is. A process that is no writer gets a path elsewhere, which is removed.
 
     Raises:
       OSError: of the block's kind, naming `path`, if it cannot be written.
     """
     path = Path(path)
+    if not is_writer():
+        with tempfile.TemporaryDirectory(prefix="hsd-") as folder:
+            yield Path(folder) / path.name
+        return
     if path.exists() and not path.is_file():
         yield path
         return
@@ -165,8 +183,10 @@ def write_json(path: str | Path, value: Any) -> None:
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Puts a freshly written folder in the place of `folder`; a kill leaves the old one, the new one, or both.
 
-    What `write` leaves where it fails is removed.
+    What `write` leaves where it fails is removed. A process that is no writer does nothing.
     """
+    if not is_writer():
+        return
     new, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)

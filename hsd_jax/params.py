@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.distributed import check_mesh, put
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import METHODS, method_of, parse
 from hsd_jax.kernels import native
@@ -153,6 +154,7 @@ def load(
         raise ValueError(f"tree={shown(tree)}: expected a hsd_jax.TreeConfig")
     assert target is not None
     mesh = sharding_lib.make_mesh(mesh)
+    check_mesh(mesh)
     wanted_dtype = _check_dtype(dtype, precision)
     config = convert.read_config(target)
     weights_dtype = DTYPES[convert.weights_dtype(target)] if wanted_dtype is None else wanted_dtype
@@ -260,11 +262,11 @@ def place(params: Params, mesh: Mesh | None) -> Params:
         return jax.device_put(params)
     c, d = params.target_config, params.drafter_config
     target = sharding_lib.weight_shardings(mesh, params.target, c.num_heads, c.num_kv_heads)
-    placed = dataclasses.replace(params, target=jax.device_put(params.target, target), mesh=mesh)
+    placed = dataclasses.replace(params, target=put(params.target, target), mesh=mesh)
     if params.drafter:
         heads = getattr(d, "num_heads", 1), getattr(d, "num_kv_heads", 1)
         drafter = sharding_lib.weight_shardings(mesh, params.drafter, *heads)
-        placed = dataclasses.replace(placed, drafter=jax.device_put(params.drafter, drafter))
+        placed = dataclasses.replace(placed, drafter=put(params.drafter, drafter))
     return placed
 
 

@@ -26,6 +26,7 @@ from hsd_jax.config import (
     TreeConfig,
     bucket,
 )
+from hsd_jax.distributed import check_mesh, check_same, put
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import RULES, make_rule
 from hsd_jax.infer.decode import GROWTH, Decoder
@@ -139,6 +140,7 @@ def prepare(
     Raises:
       ValueError: naming the wrong value and the allowed ones, before anything compiles.
     """
+    check_mesh(params.mesh)
     rows = encode(params, prompt)
     batch = len(rows)
     settings = _sampling(batch, sampling.temperature, sampling.top_k, sampling.top_p)
@@ -153,6 +155,7 @@ def prepare(
     longest = max(len(ids) + new for ids, new in zip(rows, new_tokens, strict=True))
     sizes = max(map(len, rows)), longest, MOST_LOOKAHEAD, params.max_len
     plan, rule, scheme = _plan(params, speculation, num_rows, first_capacity(*sizes), float(max(settings[0])))
+    check_same("prompts and settings of the call", repr((rows, sampling, plan.tree, plan.reuse, rule, scheme)))
     tree, is_plain = plan.tree, plan.tree is None
     decoder = _decoder(
         params.target_config,
@@ -184,7 +187,7 @@ def prepare(
     limits = Limits(jnp.asarray(max_length), jnp.asarray(_eos(params, sampling.eos)))
     arrays = (jnp.asarray(tokens), jnp.asarray(length), keys, limits, per_row)
     if params.mesh is not None:
-        arrays = jax.device_put(arrays, sharding_lib.row_shardings(params.mesh, arrays, len(rows)))
+        arrays = put(arrays, sharding_lib.row_shardings(params.mesh, arrays, len(rows)))
     tokens, lengths, keys, limits, per_row = arrays
     models = {"target": params.target, "drafter": None if is_plain else params.drafter}
     if plan.is_chosen and tree is not None:
@@ -192,7 +195,7 @@ def prepare(
     start = time.perf_counter()
     state = decoder.prefill(models, tokens, lengths, keys, limits, capacity=capacity, max_tokens=capacity + 1)
     if params.mesh is not None:
-        state = jax.device_put(state, sharding_lib.row_shardings(params.mesh, state, len(rows)))
+        state = put(state, sharding_lib.row_shardings(params.mesh, state, len(rows)))
     jax.block_until_ready(state.length)
     seconds = time.perf_counter() - start
     return Request(decoder, models, per_row, limits, state, prompts, length[:batch].copy(), seconds, plan)

@@ -74,7 +74,8 @@ def make_mesh(spec: str | Mesh | None, axes: tuple[str, ...] = MESH_AXES) -> Mes
     sizes = mesh_sizes(spec, axes)
     needed, there = int(np.prod(list(sizes.values()))), jax.device_count()
     if needed > there:
-        raise ValueError(f"mesh={spec!r} needs {needed} devices; there are {there}")
+        of = f", of {jax.process_count()} processes together" if jax.process_count() > 1 else ""
+        raise ValueError(f"mesh={spec!r} needs {needed} devices; there are {there}{of}")
     return jax.make_mesh(
         tuple(sizes.values()), axes, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[:needed]
     )
@@ -170,6 +171,19 @@ def check_rows(mesh: Mesh, num_rows: int) -> None:
             f"a pass has {num_rows} rows; mesh axis {axes} needs a multiple of {multiple} (train.batch,"
             " train.micro_batch)"
         )
+
+
+def rows_here(mesh: Mesh | None) -> tuple[int, int]:
+    """Which part of the rows of a batch lies on this process's devices, and of how many parts; (0, 1) is all."""
+    if mesh is None:
+        return 0, 1
+    of_rows = [mesh.axis_names.index(name) for name in RULES["rows"] if name in mesh.axis_names]
+    others = [axis for axis in range(mesh.devices.ndim) if axis not in of_rows]
+    is_here = np.vectorize(lambda device: device.process_index == jax.process_index())(mesh.devices)
+    here = np.flatnonzero(is_here.transpose(*of_rows, *others).reshape(rows_multiple(mesh), -1).any(1))
+    first, num = here[0], len(here)
+    is_whole_part = rows_multiple(mesh) % num == first % num == 0 and here[-1] == first + num - 1
+    return (int(first) // num, rows_multiple(mesh) // num) if is_whole_part else (0, 1)
 
 
 def rows_multiple(mesh: Mesh | None) -> int:

@@ -236,12 +236,12 @@ _read_before: dict[Path, tuple[tuple[int, int], Tuned | None]] = {}
 
 
 def kept(params: Params) -> Tuned | None:
-    """The record that was kept for such params on this machine.
+    """The record that was kept for such params on this machine; none for several processes, which must all agree.
 
     Looked for at every call, so that one kept a moment ago is found. One that cannot be read is named in a warning,
     once.
     """
-    if params.pair is None:
+    if params.pair is None or jax.process_count() > 1:
         return None
     path = kept_path(Conditions.of(params))
     return None if path is None else _kept(path)

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hsd_jax"
 
 # A module imports only from its own layer and from those before it.
 LAYERS = [
-    "settings files programs interrupts",
+    "settings files programs interrupts watch distributed",
     "types config lock",
     "kernels",
     "sharding checkpoint",
@@ -40,7 +40,7 @@ INFER_LAYERS = [
 ]
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 100
-MAX_CLI_LINES = 1460  # all of cli/ together: it is arguments and printing
+MAX_CLI_LINES = 1470  # all of cli/ together: it is arguments and printing
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from hsd_jax.config import ModelConfig, bucket
+from hsd_jax.distributed import fetch
 from hsd_jax.drafters.method import Pictures
 from hsd_jax.infer.decode import Decoder, traced_with
 from hsd_jax.infer.step import make_step
@@ -173,7 +174,7 @@ def replay_logits(
     dtype = cache_lib.fastest_dtype(weights["embedding"].dtype) if dtype is None else dtype
     text, num_prompt = jnp.asarray(padded), len(prompt)
     logits = _replay(weights, config, text, num_prompt, bucket(num_prompt), num_chunks, num_nodes, dtype, use_native)
-    return np.asarray(logits)[: len(tokens)]
+    return fetch(logits)[: len(tokens)]
 
 
 @functools.partial(

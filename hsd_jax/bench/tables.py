@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from hsd_jax.files import is_writer
+
 STAGES = {"trunk": "draft"} | {name: name for name in ("head", "tree", "verify", "commit", "rest")}
 """Of a round, as `bench/profile.py` calls them and as they are shown."""
 
 
 def say(text: str) -> None:
-    """One line of progress, on stderr: stdout carries results only."""
-    print(text, file=sys.stderr, flush=True)
+    """One line of progress, on stderr: stdout carries results only. Of several processes one speaks."""
+    if is_writer():
+        print(text, file=sys.stderr, flush=True)
 
 
 def make_console():

@@ -6,6 +6,7 @@ Read next: the file of a command.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
@@ -90,6 +91,8 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
         args = build_parser().parse_args(argv)
         args.command_line = " ".join(["hsd", *argv])
         use_setting()
+        if getattr(args, "distributed", False) or ("distributed" in args and os.environ.get("HSD_COORDINATOR")):
+            importlib.import_module("hsd_jax.distributed").join(args.command)
         code = args.run(args) or 0
         sys.stdout.flush()
         return code
@@ -106,6 +109,8 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
             sys.stdout.flush()
         except (OSError, ValueError):  # a full disk: the interpreter would try again, and say so
             _drop_output()
+        if watch := sys.modules.get("hsd_jax.watch"):  # one of several processes
+            watch.fail(error)
         return ERROR
 
 

@@ -121,8 +121,10 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
 
 
 def add_mesh_argument(group: Group) -> None:
-    """Declares --mesh."""
+    """Declares --mesh and --distributed."""
     group.add_argument("--mesh", metavar="SPEC", help='devices, for example "data=2,model=4" (default: one device)')
+    what = "one of several processes, see docs/multihost.md (default: where HSD_COORDINATOR is set)"
+    group.add_argument("--distributed", action="store_true", help=what)
 
 
 def add_dtype_argument(group: Group) -> None:

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig
+from hsd_jax.distributed import fetch
 from hsd_jax.infer.plain import make_block
 from hsd_jax.infer.step import Step
 from hsd_jax.infer.worth import first_control
@@ -238,7 +239,7 @@ class Decoder:
         while True:
             state = self.loop(models, sampling, limits, jnp.int32(num_rounds), state)
             capacity = state.cache.capacity
-            if not is_full(np.asarray(state.length), np.asarray(state.done), capacity, self.lookahead):
+            if not is_full(fetch(state.length), fetch(state.done), capacity, self.lookahead):
                 return state
             state = self._grow(state, GROWTH * capacity)
 

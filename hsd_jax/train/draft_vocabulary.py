@@ -86,9 +86,12 @@ def of_run(
     path = out / FILE
     if is_begun and not path.is_file():
         raise ValueError(f"{out} holds checkpoints without their {FILE}; choose another folder")
-    if not is_begun:
-        write_json(path, choose(labels, config.draft_vocab_size, config.vocab_size, eos).tolist())
-    draft_to_target = draft_vocab.checked_ids(read_json(path), config.vocab_size, str(path))
+    if is_begun:
+        ids = read_json(path)
+    else:
+        ids = choose(labels, config.draft_vocab_size, config.vocab_size, eos).tolist()
+        write_json(path, ids)
+    draft_to_target = draft_vocab.checked_ids(ids, config.vocab_size, str(path))
     if len(draft_to_target) != config.reduced_vocab_size:
         raise ValueError(
             f"{path} holds {len(draft_to_target)} tokens, model.draft_vocab now asks for {config.reduced_vocab_size}:"

@@ -34,6 +34,7 @@ from hsd_jax.config import (
     ReuseConfig,
     TreeConfig,
 )
+from hsd_jax.distributed import fetch
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.files import replacing
 from hsd_jax.infer.accept import RULES
@@ -323,7 +324,7 @@ def accepted_lengths(
     keys = row_keys([(int(seed), 0) for seed in texts.seeds])
     rows = texts.tokens, texts.length, texts.prompt_length - 1, keys, np.float32(temperature)
     found, overlap = follow(*models, asked, int(written.max()), *rows)
-    of = dict(zip(asked, jax.tree.map(np.asarray, found), strict=True))
+    of = dict(zip(asked, jax.tree.map(fetch, found), strict=True))
 
     def fate(draft: Draft) -> AcceptedLengths:
         (tree, reuse), (counts, age) = draft, of[source[draft]]
@@ -332,7 +333,7 @@ def accepted_lengths(
         return walk(np.minimum(counts, tree.depth), texts, tree.depth, age[0], first_age)
 
     if overlap is not None:
-        overlap = float(np.asarray(overlap)[np.arange(written.max()) < written[:, None]].mean())
+        overlap = float(fetch(overlap)[np.arange(written.max()) < written[:, None]].mean())
     return [fate(draft) for draft in drafts], overlap
 
 

@@ -129,9 +129,9 @@ def open_features(
       weights: of the target, in the dtype and place of training.
       batch: rows per pass. XLA may round otherwise at another shape: take the trainer's for the same bits.
     Raises:
-      ValueError: if the folder holds other features, the size is over the limit, the disk has too little room or gets
-        full (complete files stay), another process is building it, a file is damaged, or the target's states are not
-        finite.
+      ValueError: if the folder holds other features, several processes find it incomplete, the size is over the limit,
+        the disk has too little room or gets full (complete files stay), another process is building it, a file is
+        damaged, or the target's states are not finite.
     """
     if config.cache is None:
         return None
@@ -148,6 +148,8 @@ def open_features(
     layout = _claimed(folder, layout)
     missing = [file for file in range(layout.num_files) if not _path(folder, file).is_file()]
     if missing:
+        if jax.process_count() > 1:
+            raise ValueError(f"{folder}: {len(missing)} files are missing; build the cache with one process first")
         _check_size(config, folder, layout, missing, report)
         try:
             with lock.held(lock.of_folder(folder)):

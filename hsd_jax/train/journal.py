@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from hsd_jax.files import parse_json, write_text
+from hsd_jax.files import is_writer, parse_json, write_text
 
 Report = Callable[[str], None]
 METRICS = "metrics.jsonl"
@@ -22,7 +22,7 @@ TASK = TaskID(0)
 
 
 class Journal:
-    """Writes down the steps of the run in `out`.
+    """Writes down the steps of the run in `out`; of several processes only that which writes.
 
     Args:
       report: takes the lines.
@@ -31,6 +31,9 @@ class Journal:
 
     def __init__(self, out: str | Path, steps: int, report: Report = print, console: Console | None = None):
         self._path, self._steps, self.report = Path(out) / METRICS, steps, report
+        self._bar = self._writer = None
+        if not is_writer():
+            return
         self._bar = _bar(console or Console(stderr=True), steps)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._writer = _tensorboard(Path(out) / "tensorboard", report)
@@ -40,7 +43,7 @@ class Journal:
 
         At step 0, too: that process may have been killed before its first checkpoint.
         """
-        if self._path.is_file():
+        if is_writer() and self._path.is_file():
             lines = [line for line in self._path.read_text().split("\n") if line.strip()]
             kept = [line for line in lines if _step_of(line) <= step]
             write_text(self._path, "".join(f"{line}\n" for line in kept))
@@ -76,6 +79,8 @@ class Journal:
             self._writer.close()
 
     def _write(self, record: dict[str, Any], kind: str) -> None:
+        if not is_writer():
+            return
         try:
             with self._path.open("a") as file:
                 file.write(json.dumps(record) + "\n")

@@ -20,6 +20,7 @@ import optax
 
 from hsd_jax import settings
 from hsd_jax.checkpoint import Checkpointer
+from hsd_jax.distributed import fetch, put
 from hsd_jax.kernels import native
 from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Positive, Share, Whole, Within
 from hsd_jax.train.journal import Journal
@@ -188,7 +189,7 @@ def fit(
     """
     state = first_state(params, config)
     placement = shardings(state)
-    state = jax.device_put(state, placement)
+    state = put(state, placement)
     checkpoints = Checkpointer(Path(out) / "checkpoints")
     best: dict[str, Any] = {}
     if checkpoints.latest_step() is not None:
@@ -214,7 +215,7 @@ def fit(
             unchecked = None if is_due else (done, metrics)
             journal.advance(done)
             if done % config.log_every == 0 or done == config.steps:
-                values = {k: np.asarray(v).tolist() for k, v in metrics.items()}
+                values = {k: fetch(v).tolist() for k, v in metrics.items()}
                 now = time.perf_counter()
                 speed = tokens_per_step * (done - last) / (now - clock)
                 clock, last = now, done

@@ -16,11 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from hsd_jax import lock
 from hsd_jax.config import to_dict
-from hsd_jax.files import read_json, write_json
+from hsd_jax.files import is_writer, read_json, write_json
 
 RECIPE = "recipe.json"
 
@@ -37,7 +35,7 @@ def alone(lock_of: Callable[[str | Path], Path]) -> Callable[[Callable[..., Any]
         @functools.wraps(function)
         def locked(*args: Any, **kwargs: Any) -> Any:
             out = signature.bind(*args, **kwargs).arguments["out"]
-            with contextlib.nullcontext() if jax.process_index() else lock.held(lock_of(out)):
+            with lock.held(lock_of(out)) if is_writer() else contextlib.nullcontext():
                 return function(*args, **kwargs)
 
         return locked

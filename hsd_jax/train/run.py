@@ -22,9 +22,10 @@ from jax.sharding import Mesh
 
 from hsd_jax import lock, sharding
 from hsd_jax.config import SLIDING, DrafterConfig, ModelConfig, TrunkConfig
+from hsd_jax.distributed import check_mesh, check_same, fetch, put, wait_for_all
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import init_drafter
-from hsd_jax.files import replace_folder, write_json
+from hsd_jax.files import is_writer, replace_folder, write_json
 from hsd_jax.models import convert, draft_vocab
 from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.target import init_target
@@ -67,7 +68,8 @@ def train_drafter(
         another recipe or is being written by another process. Nothing is left of a run that is refused.
       FloatingPointError, OSError: see `loop.fit`.
     """
-    out, target_dir = Path(out), Path(target_dir)
+    check_mesh(mesh)
+    out, target_dir, report = Path(out), Path(target_dir), _of_writer(report)
     recipe = dataclasses.replace(recipe, train=recipe.train.on_platform())
     train = recipe.train
     config = convert.read_config(target_dir)
@@ -114,21 +116,22 @@ def train_drafter(
         report(f"starting from {start_dir}; dropped: {dropped}; fresh: {fresh}")
     shardings, place = _placement(mesh, train, drafter_config)
     if mesh is not None:
-        frozen = jax.device_put(frozen, sharding.weight_shardings(mesh, frozen, config.num_heads, config.num_kv_heads))
+        frozen = put(frozen, sharding.weight_shardings(mesh, frozen, config.num_heads, config.num_kv_heads))
     pass_rows = train.batch // train.num_passes
     cached = features.open_features(
         recipe.features, rows, frozen, config, drafter_config.target_hash, pass_rows, report
     )
     judge = None
     if recipe.eval.every:
-        target_params = Params(frozen, None, config, eos=eos, max_len=config.max_position)
+        target_params = Params(frozen, None, config, eos=eos, max_len=config.max_position, mesh=mesh)
         judge = _judge(recipe.eval, out, target_params, drafter_config, draft_to_target, prompts, folder, report)
     loss = drafter.make_loss(config, drafter_config, recipe.loss, draft_to_target, train.remat)
-    with _batches(rows, train, recipe.data, cached) as batches, _journal(out, train, report) as journal:
+    with _batches(rows, train, recipe.data, mesh, cached) as batches, _journal(out, train, report) as journal:
         note, begin = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
         params = fit(loss, params, frozen, batches, train, out, journal, shardings, place, judge, note, begin)
     if judge is None:
         _save(folder, drafter_config, params, draft_to_target)
+    wait_for_all(f"{folder} is written")
     report(f"wrote {folder}")
     return folder
 
@@ -156,15 +159,17 @@ def train_target(
         describe, or an `out` that holds checkpoints of another recipe or is being written by another process.
       FloatingPointError, OSError: see `loop.fit`.
     """
-    out = Path(out)
+    check_mesh(mesh)
+    out, report = Path(out), _of_writer(report)
     recipe = dataclasses.replace(recipe, train=recipe.train.on_platform())
     format_config(recipe.model)  # what cannot be written must not be trained
     _check_length(recipe.train, recipe.model)
     if tokenizer_dir is None:
         tokenizer_dir = out
-        if not all((out / name).is_file() for name in TOKENIZER_FILES[:2]):
+        if is_writer() and not all((out / name).is_file() for name in TOKENIZER_FILES[:2]):
             report(f"learning {recipe.vocab_size} tokens")
             train_tokenizer([str(f) for f in data_files], recipe.vocab_size, out)
+        wait_for_all("the tokenizer is there")
     tokenizer_dir = Path(tokenizer_dir)
     tokenizer, bos, eos = data.read_tokenizer(tokenizer_dir)
     if tokenizer.get_vocab_size() > recipe.vocab_size:
@@ -183,24 +188,31 @@ def train_target(
     _say_reach(report, recipe.train.length, window, recipe.model.max_position, remedy)
     shardings, place = _placement(mesh, recipe.train, recipe.model)
     loss = target.make_loss(recipe.model, recipe.train.remat)
-    with _batches(rows, recipe.train, recipe.data) as batches, _journal(out, recipe.train, report) as journal:
+    with _batches(rows, recipe.train, recipe.data, mesh) as batches, _journal(out, recipe.train, report) as journal:
         note, begin = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
         params = fit(loss, params, None, batches, recipe.train, out, journal, shardings, place, None, note, begin)
-    for name in TOKENIZER_FILES:
-        if tokenizer_dir.resolve() != out.resolve() and (tokenizer_dir / name).is_file():
-            shutil.copyfile(tokenizer_dir / name, out / name)
-    convert.save_target(out, recipe.model, params, bos=bos, eos=(eos,))
-    write_json(out / "generation_config.json", {"bos_token_id": bos, "eos_token_id": eos})
+    params = jax.tree.map(fetch, params)
+    if is_writer():
+        for name in TOKENIZER_FILES:
+            if tokenizer_dir.resolve() != out.resolve() and (tokenizer_dir / name).is_file():
+                shutil.copyfile(tokenizer_dir / name, out / name)
+        convert.save_target(out, recipe.model, params, bos=bos, eos=(eos,))
+        write_json(out / "generation_config.json", {"bos_token_id": bos, "eos_token_id": eos})
+    wait_for_all(f"{out} is written")
     report(f"wrote {out}")
     return out
 
 
 @contextlib.contextmanager
-def _batches(rows: data.Rows, train: LoopConfig, config: data.DataConfig, cached: Any = None) -> Iterator[data.Batches]:
-    """The batches of this process."""
+def _batches(
+    rows: data.Rows, train: LoopConfig, config: data.DataConfig, mesh: Mesh | None, cached: Any = None
+) -> Iterator[data.Batches]:
+    """The part of the batches that lies on the devices of this process."""
     seed = train.seed if config.seed is None else config.seed
-    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    with contextlib.closing(data.Batches(rows, train.batch, seed, features=cached, **process)) as batches:
+    check_same("recipe and data of the run", f"{rows.fingerprint} {train} {config}")
+    index, count = sharding.rows_here(mesh)
+    part = data.Batches(rows, train.batch, seed, features=cached, process_index=index, process_count=count)
+    with contextlib.closing(part) as batches:
         yield batches
 
 
@@ -212,6 +224,8 @@ def _journal(out: Path, train: LoopConfig, report: Report) -> Iterator[Journal]:
         yield journal
     finally:
         journal.close()
+    if not is_writer():
+        return
     try:
         report(f"wrote {draw_curves(out)}")
     except ImportError:
@@ -290,6 +304,7 @@ def _save(
     """Puts a drafter, its `draft_to_target` ids and its scores, if there are any, in the place of the one in
     `folder`."""
 
+    params = jax.tree.map(fetch, params)
     if judged is not None:
         config = dataclasses.replace(config, **_profiles(judged))
 
@@ -322,6 +337,11 @@ def _say_reach(report: Report, length: int, window: int | None, max_position: in
     if min(window or max_position, max_position) > length:
         reach = f"attention further back is not trained, contexts may have {max_position}"
         report(f"rows of {length} tokens: {reach}; {remedy}")
+
+
+def _of_writer(report: Report) -> Report:
+    """`report`, or in processes that do not write what says nothing."""
+    return report if is_writer() else lambda line: None
 
 
 def _placement(mesh: Mesh | None, train: LoopConfig, config: Any) -> tuple[Callable, Callable]:
