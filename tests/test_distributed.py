@@ -1,6 +1,6 @@
 """Several processes over loopback do what one does, one of them writes, and none outlives another that dies.
 
-What a process does stands in `hosts.py`.
+What a process does stands in `support/hosts.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import hosts
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 from safetensors.numpy import load_file
+from support import hosts
 
 import hsd_jax
 from hsd_jax import distributed, files, sharding
@@ -54,7 +54,7 @@ def started(folder: Path, num: int, devices: int, *what: str) -> list[subprocess
     found = []
     for process in range(num):
         with (folder / f"out-{process}").open("w") as out, (folder / f"err-{process}").open("w") as err:
-            command = [sys.executable, str(REPO / "tests" / "hosts.py"), str(folder), *what]
+            command = [sys.executable, str(REPO / "tests" / "support" / "hosts.py"), str(folder), *what]
             environment = {**os.environ, **shared, "HSD_PROCESS_ID": str(process)}
             found.append(subprocess.Popen(command, stdout=out, stderr=err, env=environment))
     return found
@@ -228,11 +228,11 @@ def test_a_mesh_must_be_of_all_devices(monkeypatch):
 def test_rows_are_read_where_they_lie(monkeypatch, processes, process, part):
     devices = np.vectorize(lambda index: SimpleNamespace(process_index=index), otypes=[object])(np.array(processes))
     mesh = SimpleNamespace(devices=devices, axis_names=("data", "model"), shape={"data": len(processes)})
+    rows_are_missing = Mesh(np.array(jax.devices()[:2]), ("model",), axis_types=(AxisType.Auto,))
+    assert sharding.rows_here(rows_are_missing) == (0, 1)
     monkeypatch.setattr(jax, "process_index", lambda: process)
     assert sharding.rows_here(mesh) == part
     assert sharding.rows_here(None) == (0, 1)
-    rows_are_missing = Mesh(np.array(jax.devices()[:2]), ("model",), axis_types=(AxisType.Auto,))
-    assert sharding.rows_here(rows_are_missing) == (0, 1)
 
 
 def test_who_is_no_writer_leaves_no_file(tmp_path, monkeypatch, capsys):

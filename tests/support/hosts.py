@@ -1,6 +1,6 @@
 """One of several processes, started by test_distributed.py: decodes demo prompts, trains, and may die on the way.
 
-    python tests/hosts.py FOLDER WHAT...
+    python tests/support/hosts.py FOLDER WHAT...
 
 Process p writes FOLDER/WHAT-p.json: what it has seen must be what the others and one process alone see.
 """
