@@ -120,7 +120,7 @@ def replaying(depth: int, vocab_size: int, working: Drafter | None = None) -> Dr
         return DraftTree(tokens, line - 1, line, valid), state
 
     if working is not None:
-        return working._replace(draft=draft, node_logp=None)
+        return working._replace(draft=draft)
 
     def keep(models: dict, state: Any, *rest: Any) -> Any:
         return state
