@@ -25,8 +25,9 @@ import hsd_jax
 from hsd_jax.bench.machine import hardware
 from hsd_jax.bench.profile import interleaved_medians, loop_timer
 from hsd_jax.config import PARALLEL, RECURRENT, DrafterConfig, TreeConfig
-from hsd_jax.drafters.hidden.schedule import HiddenState, trunk_states
+from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.table import init_drafter, make_drafter
+from hsd_jax.drafters.trunk_state import TrunkState
 from hsd_jax.kernels.ops import argmax
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask
@@ -37,7 +38,7 @@ CACHED = 200
 """Committed tokens of the row, in a cache of 512 slots."""
 
 
-def recurrence(models, target_config, config: DrafterConfig, steps: int, width: int, state: HiddenState):
+def recurrence(models, target_config, config: DrafterConfig, steps: int, width: int, state: TrunkState):
     """K steps of the trunk's layer that read the token drafted before: what an EAGLE-style chain costs."""
     weights, cache = models["drafter"], state.cache
     batch, num = state.pending.shape[:2]
@@ -69,7 +70,7 @@ def stages(params: hsd_jax.Params, steps: int, width: int) -> dict:
     row = jnp.zeros(1, jnp.int32)
     greedy, keys = SamplingParams(jnp.zeros(1), row, jnp.ones(1)), jax.random.split(jax.random.key(0), 1)
 
-    def restored(state: HiddenState, cache) -> HiddenState:
+    def restored(state: TrunkState, cache) -> TrunkState:
         return dataclasses.replace(state, cache=dataclasses.replace(cache, length=state.cache.length))
 
     for trunk in (PARALLEL, RECURRENT):
@@ -81,7 +82,7 @@ def stages(params: hsd_jax.Params, steps: int, width: int) -> dict:
         )
         cache = dataclasses.replace(cache, length=row + CACHED)
         pending = jax.random.normal(jax.random.key(1), (1, steps + 1, config.hidden_size))
-        state = HiddenState(cache, pending, jnp.zeros((1, steps + 1), jnp.int32), row + steps - 1)
+        state = TrunkState(cache, pending, jnp.zeros((1, steps + 1), jnp.int32), row + steps - 1)
         tree = TreeConfig(nodes=steps + 1, depth=steps, width=1)
         drafting = make_drafter(target_config, config, tree, cache.keys[0].dtype)
 

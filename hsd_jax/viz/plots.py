@@ -9,9 +9,14 @@ from hsd_jax.bench.compare_report import by_setting, title_of
 from hsd_jax.bench.tables import STAGES, say
 from hsd_jax.files import replacing
 
+OVER_PLAIN = "tokens/s over plain decoding"
+PLAIN_LINE = {"color": "black", "linewidth": 1.0, "linestyle": "--", "label": "plain decoding"}
+"""At a ratio of 1."""
+BESIDE = {"textcoords": "offset points", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0}}
 
-def make_figure(panels: int):
-    """A matplotlib figure and axes, or None where it is not installed."""
+
+def make_figure(panels: int, height: float = 4.2):
+    """A matplotlib figure and its axes, three in a row of this height; None where it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -20,7 +25,14 @@ def make_figure(panels: int):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt.subplots(1, panels, figsize=(4.6 * panels, 4.2), layout="constrained")
+    columns = min(panels, 3)
+    rows = -(-panels // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(4.6 * columns, height * rows), layout="constrained", squeeze=False
+    )
+    for unused in axes.flat[panels:]:
+        unused.remove()
+    return figure, list(axes.flat[:panels])
 
 
 def save_figure(figure, path: str | Path) -> None:
@@ -97,37 +109,65 @@ def plot_demo(rows: list[dict[str, Any]], seconds: dict[str, float], path: str |
 
 
 def plot_compare(record: dict[str, Any], path: Path) -> None:
-    """Speed by method and setting, acceptance by depth, speed against the nodes of a tree."""
-    made = make_figure(3)
+    """Speed over plain decoding, a panel a setting; of the last one also acceptance by depth and speed by nodes."""
+    settings = list(by_setting(record))
+    methods = list(dict.fromkeys(row["method"] for row in record["rows"] if row["kind"] == "speculative"))
+    colors = {method: f"C{place % 10}" for place, method in enumerate(methods)}
+    made = make_figure(len(settings) + 2, height=max(3.6, 1.6 + 0.34 * len(methods)))
     if made is None:
         return
-    figure, (speed, depth, nodes) = made
-    settings = list(by_setting(record))
-    methods = list(dict.fromkeys(row["method"] for row in record["rows"]))
-    height = 0.8 / len(methods)
-    for place, method in enumerate(methods):
-        rows = [next(r for r in found if r["method"] == method) for _, found in settings]
-        offsets = [i + (place - (len(methods) - 1) / 2) * height for i in range(len(rows))]
-        medians = [r["tokens_per_second"]["median"] for r in rows]
-        speed.barh(offsets, medians, height=height, color=f"C{place}", label=method)
-    speed.set_yticks(range(len(settings)), [title_of(setting) for setting, _ in settings])
-    speed.invert_yaxis()
-    speed.set(title="Speed", xlabel="tokens/s (median)")
-    figure.legend(fontsize=8, loc="outside lower center", ncols=min(6, len(methods)))
-    (_, last) = settings[-1]
-    for row in last:
-        if row["kind"] == "speculative":
-            acceptance, color = row["conditional_acceptance"], f"C{methods.index(row['method'])}"
-            depth.plot(range(1, len(acceptance) + 1), acceptance, marker="o", color=color)
-            nodes.plot(row["tree"]["nodes"], row["tokens_per_second"]["median"], "o", color=color)
-    depth.set(
-        title=f"Acceptance by depth: {title_of(settings[-1][0])}",
-        xlabel="depth",
-        ylabel="P(accepted | reached)",
-        ylim=(0, 1),
+    figure, axes = made
+    for axis, (setting, rows) in zip(axes, settings, strict=False):
+        _draw_ratios(axis, title_of(setting), rows, colors)
+    widest = 1.15 * max(axis.get_xlim()[1] for axis in axes[: len(settings)])
+    for axis in axes[: len(settings)]:
+        axis.set_xlim(0, widest)  # the same in all, so that bars of two settings can be compared
+    depth, nodes = axes[-2:]
+    setting, last = settings[-1]
+    for row in (row for row in last if row["kind"] == "speculative"):
+        color, acceptance, place = colors[row["method"]], row["conditional_acceptance"], row["over_plain"]
+        depth.plot(range(1, len(acceptance) + 1), acceptance, marker="o", color=color, label=row["method"])
+        nodes.errorbar(row["tree"]["nodes"], place["value"], yerr=_whiskers([place]), fmt="o", color=color, capsize=3)
+    depth.set(title=f"Acceptance by depth\n{title_of(setting)}", xlabel="depth", ylabel="P(accepted | reached)")
+    nodes.set(title=f"Speed by size of the tree\n{title_of(setting)}", xlabel="nodes, root included", ylabel=OVER_PLAIN)
+    nodes.axhline(1.0, **PLAIN_LINE)
+    depth.set_ylim(0, 1)
+    nodes.set_ylim(bottom=0)
+    for axis in (depth, nodes):
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    figure.suptitle(
+        f"Decoding speed against plain decoding: {record['dtype']} target of"
+        f" {record['target']['parameters'] / 1e6:.2f}M parameters, {record['hardware']['cpu']},"
+        f" {record['max_new_tokens']} new tokens, median of {record['repeats']} repeats.\n"
+        "Whiskers: 95 % interval over batches of prompts, where there are 8 or more."
     )
-    nodes.set(title="Speed against nodes, root included", xlabel="nodes", ylabel="tokens/s")
+    lines = [*depth.lines, nodes.lines[-1]]
+    figure.legend(handles=lines, loc="outside lower center", ncols=min(6, len(lines)))
     save_figure(figure, path)
+
+
+def _draw_ratios(axis, title: str, rows: list[dict[str, Any]], colors: dict[str, str]) -> None:
+    """Bars of one setting, the fastest on top, with tokens/s beside their names."""
+    plain = next(row for row in rows if row["kind"] == "plain")
+    rows = sorted((row for row in rows if row is not plain), key=lambda row: -row["over_plain"]["value"])
+    ratios = [row["over_plain"] for row in rows]
+    values, places = [ratio["value"] for ratio in ratios], range(len(rows))
+    axis.barh(places, values, xerr=_whiskers(ratios), capsize=3, color=[colors[row["method"]] for row in rows])
+    for place, ratio in zip(places, ratios, strict=True):
+        end = ratio["high"] or ratio["value"]
+        axis.annotate(f"{ratio['value']:.2f}", (end, place), (6, 0), **BESIDE, va="center")
+    axis.axvline(1.0, **PLAIN_LINE)
+    names = [f"{row['method']}\n{row['tokens_per_second']['median']:.0f} tokens/s" for row in rows]
+    axis.set_yticks(places, names, fontsize=8)
+    axis.invert_yaxis()
+    axis.set(title=title, xlabel=f"{OVER_PLAIN} ({plain['tokens_per_second']['median']:.0f} tokens/s)")
+
+
+def _whiskers(ratios: list[dict[str, Any]]) -> list[list[float]] | None:
+    """Lengths of the intervals below and above; None where there are none."""
+    if any(ratio["low"] is None for ratio in ratios):
+        return None
+    return [[r["value"] - r["low"] for r in ratios], [r["high"] - r["value"] for r in ratios]]
 
 
 def plot_ablate(record: dict[str, Any], path: Path) -> None:
@@ -141,12 +181,8 @@ def plot_ablate(record: dict[str, Any], path: Path) -> None:
     rows = [row for row in record["rows"] if all(row[k] == v for k, v in setting.items()) and "tree" in row]
     changed = [row for row in rows if row["over_reference"] is not None]
     middles = [row["over_reference"]["value"] for row in changed]
-    has_intervals = all(row["over_reference"]["low"] is not None for row in changed)
-    errors = has_intervals and [
-        [m - row["over_reference"]["low"] for m, row in zip(middles, changed, strict=True)],
-        [row["over_reference"]["high"] - m for m, row in zip(middles, changed, strict=True)],
-    ]
-    ratio.errorbar(middles, range(len(changed)), xerr=errors or None, fmt="o", color="tab:orange")
+    whiskers = _whiskers([row["over_reference"] for row in changed])
+    ratio.errorbar(middles, range(len(changed)), xerr=whiskers, fmt="o", color="tab:orange")
     ratio.axvline(1.0, color="tab:gray", linewidth=0.8)
     ratio.set_yticks(range(len(changed)), [row["method"] for row in changed], fontsize=8)
     ratio.invert_yaxis()
