@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
+from jax.experimental import multihost_utils
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.files import write_json
@@ -206,7 +207,10 @@ def weights_hash(weights: Weights) -> str:
             array = np.asarray(array)  # else every shape compiles a gather
         index = np.arange(0, array.size, _stride(array.size))
         index = tuple(i.astype(np.int32) for i in np.unravel_index(index, array.shape))
-        return tuple(array.shape), np.asarray(array[index])
+        found = array[index]
+        if isinstance(found, jax.Array) and not found.is_fully_addressable:  # parts of it lie in other processes
+            found = multihost_utils.process_allgather(found, tiled=True)
+        return tuple(array.shape), np.asarray(found)
 
     flat: dict[str, Any] = flatten_dict(weights, sep=".")
     return _hash((path, *of(array)) for path, weight in flat.items() for array in jax.tree.leaves(weight))
