@@ -139,7 +139,7 @@ class Watch(threading.Thread):
     def _speak_before_abort(self) -> None:
         """Names process 0 where jax's own client, which loses it first, ends this process by abort()."""
 
-        def on_abort(_: int) -> None:
+        def on_abort(_) -> None:
             host, _, port = self._coordinator.rpartition(":")
             try:
                 socket.create_connection((host.strip("[]"), int(port)), 5).close()
