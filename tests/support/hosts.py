@@ -66,7 +66,7 @@ def main(folder: Path, *what: str) -> None:
             multihost_utils.process_allgather(np.zeros(1))
         elif name == "differ":
             params = hsd_jax.load("demo", precision="exact", mesh=mesh)
-            hsd_jax.decode(params, f"Process {jax.process_index()}", **CALL)
+            hsd_jax.decode(params, ["Of all", f"Of {jax.process_index()}"], **CALL)
         elif name == f"raise{jax.process_index()}":
             raise OSError("disk on fire")
         elif name == "wait":
