@@ -243,7 +243,7 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
     """The same models with a drafter that may draft the tokens `draft_to_target` alone; what is decoded stays the same.
 
     Args:
-      draft_to_target: ascending token ids, for example of `train.draft_vocabulary.choose`.
+      draft_to_target: ascending token ids, for example of `train.frequent_tokens.choose`.
     Raises:
       ValueError: without a trained drafter, or for ids that are not ascending, outside the vocabulary or cold already.
     """

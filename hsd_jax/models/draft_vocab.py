@@ -3,7 +3,7 @@
 Only the last product of the drafter is restricted, to H hot tokens out of V: its rows of the target's LM head and
 `injector/bias`. Previous tokens, features and trees stay those of the whole vocabulary. A cold token is never drafted;
 where the target says one, the draft is rejected and the round emits it all the same, so no text changes.
-Read first: `hidden.py`. Which tokens are hot is chosen in `train/draft_vocabulary.py`.
+Which tokens are hot is chosen in `train/frequent_tokens.py`.
 """
 
 from __future__ import annotations
