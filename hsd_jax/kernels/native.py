@@ -14,7 +14,6 @@ import contextlib
 import contextvars
 import ctypes
 import functools
-import hashlib
 import os
 import platform
 import shutil
@@ -31,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from hsd_jax.files import user_cache
+from hsd_jax.files import sha256, user_cache
 from hsd_jax.kernels.build import verified, write_with_checksum
 from hsd_jax.kernels.int8 import Int8, Kernel
 
@@ -331,7 +330,7 @@ def _build(compiler: str, level: str) -> Path:
     flags = (*FLAGS, *LEVELS[level].flags)
     identity = "\n".join([*sources, compiler, *flags, jax.__version__, *cpu[:2]])
     cache = user_cache()
-    library = cache / f"native-{level}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    library = cache / f"native-{level}-{sha256(identity)[:16]}.so"
     if not verified(library):
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:

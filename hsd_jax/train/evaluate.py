@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import zipfile
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ from hsd_jax.config import (
 )
 from hsd_jax.distributed import fetch
 from hsd_jax.drafters.table import make_drafter, method_of
-from hsd_jax.files import replacing
+from hsd_jax.files import replacing, sha256
 from hsd_jax.infer.accept import RULES
 from hsd_jax.infer.accept import walk as walk_tree
 from hsd_jax.infer.decode import drafter_after
@@ -378,11 +377,9 @@ def stored_texts(
 
     The file is named after `name` and a hash of everything the texts depend on, the end tokens included.
     """
-    digest = hashlib.sha256(target_hash.encode())
-    for prompt in prompts:
-        digest.update(np.asarray([len(prompt), *prompt], "<i4").tobytes())
-    digest.update(repr((max_new_tokens, temperature, params.eos, "with seeds")).encode())
-    path = Path(folder) / f"{name}-{digest.hexdigest()[:16]}.npz"
+    asked = (np.asarray([len(prompt), *prompt], "<i4").tobytes() for prompt in prompts)
+    identity = sha256(target_hash, *asked, repr((max_new_tokens, temperature, params.eos, "with seeds")))
+    path = Path(folder) / f"{name}-{identity[:16]}.npz"
     try:
         return Texts.load(path)
     except FileNotFoundError:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hsd_jax.files import sha256
 from hsd_jax.train.documents import Document
 
 if TYPE_CHECKING:
@@ -68,11 +68,8 @@ class Rows:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of tokens and documents, in 64 hexadecimal digits; features depend on nothing else of the data."""
-        digest = hashlib.sha256(str(self.tokens.shape).encode())
-        digest.update(np.ascontiguousarray(self.tokens, "<i4").tobytes())
-        if self.starts is not None:
-            digest.update(np.ascontiguousarray(self.starts, "<i4").tobytes())
-        return digest.hexdigest()
+        arrays = [self.tokens] if self.starts is None else [self.tokens, self.starts]
+        return sha256(str(self.tokens.shape), *(np.ascontiguousarray(array, "<i4").tobytes() for array in arrays))
 
     def take(self, at: slice | np.ndarray) -> dict[str, np.ndarray]:
         """Some rows as a batch: `tokens`, `mask` and, where rows pack several documents, `starts`."""
