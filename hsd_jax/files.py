@@ -33,7 +33,7 @@ def is_writer() -> bool:
 
 
 def sha256(*parts: str | bytes) -> str:
-    """The digest of these parts one behind another, in 64 hexadecimal digits; text counts as UTF-8."""
+    """The digest of these parts one after another, in 64 hexadecimal digits; text counts as UTF-8."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.encode() if isinstance(part, str) else part)

@@ -1,6 +1,6 @@
 """Any drafters, trees, rules, temperatures, batch sizes and tasks, side by side in one process.
 
-Every method decodes the same prompts as plain decoding does, interleaved with it. What a method is stands in a YAML
+Every method decodes the same prompts as plain decoding does, interleaved with it. Methods are described in a YAML
 file; the rest is the product of the lists on the command line. Read first: `measure.py`; next:
 `compare_report.py`.
 """

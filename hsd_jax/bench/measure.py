@@ -149,7 +149,7 @@ def time_modes(
 ) -> Runs:
     """Decodes all prompts by all modes, 1 + `repeats` times; prefill is not timed, end tokens are honoured.
 
-    The first time compiles, and keeps what was said. Behind it mode follows mode on every batch of prompts, in an order
+    The first time compiles, and keeps what was said. After it mode follows mode on every batch of prompts, in an order
     that rotates, so that a change of the machine's pace and what the mode before left in the caches meet all alike.
 
     Args:

@@ -3,7 +3,7 @@
 XLA's CPU product of a few rows packs the weights on every call; `cpu/rows_matmul.cc` does not, and it reads bfloat16
 and 8-bit weights without rounding the activations. `cpu/gated_mlp.cc` is the MLP in one call, `cpu/attend.cc`
 attention in one call a layer instead of ten (docs/LOG.md has the measurements). A row's bits depend on the row alone:
-not on how many rows stand beside it, nor on which tree verified it. Without a compiler, on another platform, or with
+not on how many rows are beside it, nor on which tree verified it. Without a compiler, on another platform, or with
 HSD_NATIVE_ISA=off, `ops` uses XLA, in float32.
 The kernels have no gradient and know no mesh, so they are switched on only while a decode loop is traced.
 """
@@ -188,7 +188,7 @@ def _flags(num_rows: int) -> Bool[Array, "_"]:
 
 
 def _operands(*kernels: Kernel) -> list[Array]:
-    """Kernels as a call takes them: behind one in 8 bits stand its scales."""
+    """Kernels as a call takes them: one in 8 bits is followed by its scales."""
     parts = [(k.values, k.scale) if isinstance(k, Int8) else (k,) for k in kernels]
     return [array for part in parts for array in part]
 
@@ -232,7 +232,7 @@ def attend(
 ) -> Float[Array, "B G n E"]:
     """`ops.attend` over a cache, in one call.
 
-    A query's result depends on the entries it sees and their order alone: slots first, nodes of this pass behind them.
+    A query's result depends on the entries it sees and their order alone: slots first, nodes of this pass after them.
     A query that sees nothing gives zeros and costs nothing.
     """
     out = jax.ShapeDtypeStruct(query.shape, jnp.float32)

@@ -93,7 +93,7 @@ def read_weights(
 ) -> Weights:
     """A target's weights from `model.safetensors` or its shards, in `dtype`, in the tree of `init_target`.
 
-    Names may stand with or without the prefixes `model.` and `language_model.`; a tied checkpoint may hold the
+    Names may have the prefixes `model.` and `language_model.`; a tied checkpoint may hold the
     embedding as `embed_tokens`, as `lm_head` or as both.
 
     Args:

@@ -84,7 +84,7 @@ def checked_ids(
     falls = np.flatnonzero(np.diff(ids) <= 0)
     if falls.size:
         one, other = ids[falls[0]], ids[falls[0] + 1]
-        raise ValueError(f"{where} holds {other} behind {one}: expected ascending ids, each once")
+        raise ValueError(f"{where} holds {other} after {one}: expected ascending ids, each once")
     return ids.astype(np.int32)
 
 

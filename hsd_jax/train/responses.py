@@ -60,7 +60,7 @@ def make_plan(prompts: Sequence[Prompt], config: GenerateConfig) -> list[list[Jo
 
 
 def settings_path(out: str | Path) -> Path:
-    """Where the settings of a run stand beside its result."""
+    """The file of a run's settings, beside its result."""
     return Path(f"{out}.settings.json")
 
 
@@ -97,7 +97,7 @@ def check_settings(out: str | Path, settings: dict[str, Any]) -> None:
 
 
 def lines_done(out: Path, jobs: Sequence[Job]) -> int:
-    """Whole lines of a result that broke off, after dropping what stands behind the last of them.
+    """Whole lines of a result that broke off, after dropping what comes after the last of them.
 
     Raises:
       ValueError: naming the line that is not of this plan.

@@ -93,7 +93,7 @@ def make_rows(
     Args:
       length: tokens of a row, less the last label.
       bos: put before each text; None: nothing.
-      eos: put behind each text that does not end in a special token of its own.
+      eos: put after each text that does not end in a special token of its own.
       vocab_size: of the model.
       packing, loss_on: see `data.DataConfig`.
     Raises:
@@ -179,7 +179,7 @@ def _of_text(document: Document, encoding, bos, eos: int, special: dict[int, str
 
 
 def _as_sampled(tokens: tuple[list[int], list[int]], eos: int, special: dict[int, str], on_responses: bool):
-    """The tokens a target wrote behind its prompt. A response that was cut off gets its end token, but no label."""
+    """The tokens a target wrote after its prompt. A response that was cut off gets its end token, but no label."""
     prompt, response = tokens
     ids = [*prompt, *response]
     tail = [] if ids[-1:] and ids[-1] in special else [eos]
@@ -211,7 +211,7 @@ def _packed(encoded: list[_Encoded], length: int) -> Rows:
     tokens, labels = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
     lengths = [len(ids) for ids, _ in encoded]
     begins = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)  # where in `tokens` the document of each one begins
-    labels = labels & (begins != np.arange(len(tokens)))  # nothing of its document stands before it
+    labels = labels & (begins != np.arange(len(tokens)))  # its document begins here
     num = (len(tokens) - 1) // length
     if num < 1:
         raise ValueError(f"the data hold {len(tokens)} tokens: fewer than one row of {length + 1}")

@@ -77,8 +77,8 @@ def test_without_a_reduced_vocabulary_columns_are_tokens():
 @pytest.mark.parametrize(
     "ids, message",
     [
-        ([3, 1], r"draft_to_target holds 1 behind 3: expected ascending ids, each once"),
-        ([1, 1], r"holds 1 behind 1"),
+        ([3, 1], r"draft_to_target holds 1 after 3: expected ascending ids, each once"),
+        ([1, 1], r"holds 1 after 1"),
         ([0, 24], r"holds token 24: allowed are 0 to 23"),
         ([-1, 2], r"holds token -1"),
         ([], r"shape \[0\]"),
