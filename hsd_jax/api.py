@@ -225,7 +225,7 @@ def check_valid(tokens: np.ndarray, length: np.ndarray, prompt_length: np.ndarra
     for row, (last, first) in enumerate(zip(length, prompt_length, strict=True)):
         if last > first and tokens[row, last - 1] == INVALID_TOKEN:
             raise ValueError(
-                f"row {row}: the target gave NaN logits, or none but -inf, behind {last - 1} tokens, {first} of them"
+                f"row {row}: the target gave NaN logits, or none but -inf, after {last - 1} tokens, {first} of them"
                 " the prompt; its weights are damaged, or too large for the dtype they are computed in"
             )
 

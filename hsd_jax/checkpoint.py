@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 class Checkpointer:
     """Saves and restores states in `folder`, each with a JSON note, keeping the newest two.
 
-    Writing goes on behind the training; an error of it is raised by the next call.
+    Writing goes on in the background; an error of it is raised by the next call.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2):

@@ -1,6 +1,6 @@
 """Frozen, hashable configuration: what is static in every compiled function.
 
-Nothing here touches an array. What a field may hold stands in its annotation (`settings.py`). Read next:
+No array is touched here. A field's annotation says what it may hold (`settings.py`). Read next:
 `models/target.py` for what the fields of `ModelConfig` switch.
 """
 
@@ -77,7 +77,7 @@ class ModelConfig:
     norm_offset: float = 0.0
     """Added to every norm weight: Gemma stores weight - 1."""
     post_norms: bool = False
-    """Gemma's second norm behind attention and behind the MLP."""
+    """Gemma's second norm after attention and after the MLP."""
     embed_scale: Positive = 1.0
     query_scale: Positive | None = None
     """None: head_dim ** -0.5."""
@@ -295,7 +295,7 @@ class ReuseConfig:
         if not colon:
             return cls(form)
         if not number.isdecimal():
-            raise ValueError(f"reuse={text!r}: behind the colon stands a number of spare states, as in {SKIP}:2")
+            raise ValueError(f"reuse={text!r}: expected a number of spare states after the colon, as in {SKIP}:2")
         return cls(form, int(number))
 
     def __str__(self) -> str:

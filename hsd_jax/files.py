@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import json
 import os
 import shutil
@@ -29,6 +30,14 @@ def set_writer(is_one: bool) -> None:
 def is_writer() -> bool:
     """Whether this process writes results, says what it does and prints tables."""
     return _writes
+
+
+def sha256(*parts: str | bytes) -> str:
+    """The digest of these parts one after another, in 64 hexadecimal digits; text counts as UTF-8."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else part)
+    return digest.hexdigest()
 
 
 def parse_json(text: str | bytes, where: str) -> Any:

@@ -6,7 +6,6 @@ Everything that can be wrong with a checkpoint is checked here, before anything 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.distributed import check_mesh, put
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import METHODS, method_of, parse
+from hsd_jax.files import sha256
 from hsd_jax.kernels import native
 from hsd_jax.kernels.int8 import Int8
 from hsd_jax.models import convert, draft_vocab, packing
@@ -76,9 +76,7 @@ class Params:
 
 def drafter_hash(config: Any, weights: Weights | None) -> str:
     """Fingerprint of a drafter's configuration and weights."""
-    digest = hashlib.sha256(repr(config).encode())
-    digest.update(convert.weights_hash(weights or {}).encode())
-    return digest.hexdigest()
+    return sha256(repr(config), convert.weights_hash(weights or {}))
 
 
 def describe_arithmetic(dtype: str, has_kernels: bool = True) -> str:
@@ -243,7 +241,7 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
     """The same models with a drafter that may draft the tokens `draft_to_target` alone; what is decoded stays the same.
 
     Args:
-      draft_to_target: ascending token ids, for example of `train.draft_vocabulary.choose`.
+      draft_to_target: ascending token ids, for example of `train.frequent_tokens.choose`.
     Raises:
       ValueError: without a trained drafter, or for ids that are not ascending, outside the vocabulary or cold already.
     """

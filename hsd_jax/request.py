@@ -44,7 +44,7 @@ from hsd_jax.types import NO_TOKEN, DecodeState, DrawScheme, Limits, SamplingPar
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
 """Slots of the smallest caches, the next GROWTH times as many; and what every capacity is a multiple of."""
 MOST_LOOKAHEAD = 16
-"""Slots that are kept free behind a row for what a round may write, whatever tree it has: one size for all plans."""
+"""Slots that are kept free after a row for what a round may write, whatever tree it has: one size for all plans."""
 LARGEST_FIRST = 2048
 """Caches up to this size are made for all tokens a call may give, larger ones for the prompt: they grow when full."""
 COLDEST = 1e-6
@@ -244,7 +244,7 @@ def first_capacity(prompt: int, total: int, lookahead: int, max_len: int) -> int
 
     Args:
       prompt, total: tokens of the longest prompt, and of the longest row with all it may be given.
-      reach: slots that a round may write behind the committed ones.
+      reach: slots that a round may write after the committed ones.
       max_len: tokens that no row exceeds.
     """
     most = -(-(max_len + lookahead) // CAPACITY_UNIT) * CAPACITY_UNIT
@@ -275,7 +275,7 @@ def rule_and_scheme(accept: str, draw: str | None) -> tuple[str, DrawScheme]:
 
 
 def check_length(params: Params, row: int, num_tokens: int, new: int) -> None:
-    """Refuses a prompt of so many tokens whose `new` ones would not fit behind it.
+    """Refuses a prompt of so many tokens whose `new` ones would not fit after it.
 
     Raises:
       ValueError: naming the row.

@@ -94,7 +94,7 @@ def fits(hint: Any, value: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """What an annotation allows, as it stands behind "allowed are"."""
+    """What an annotation allows, in the words that follow "allowed are"."""
     kind, arguments = typing.get_origin(hint), typing.get_args(hint)
     if kind is Annotated:
         rules = " ".join(map(str, arguments[1:]))

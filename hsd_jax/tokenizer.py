@@ -5,7 +5,6 @@ A checkpoint without tokenizer works with token ids; only text needs this. Torch
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hsd_jax.files import check_regular
+from hsd_jax.files import check_regular, sha256
 
 Tokens = Sequence[int] | np.ndarray
 
@@ -100,11 +99,8 @@ class Tokenizer:
 
 def _fingerprint(folder: Path) -> str:
     """Of the names and contents of all files a tokenizer may be read from: vocabularies, settings, templates."""
-    digest = hashlib.sha256()
-    for path in _files_of(folder):
-        content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)} ".encode() + content)
-    return digest.hexdigest()
+    contents = {path.name: path.read_bytes() for path in _files_of(folder)}
+    return sha256(*(part for name, content in contents.items() for part in (f"{name} {len(content)} ", content)))
 
 
 def _files_of(folder: Path) -> list[Path]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import os
 import platform
 import warnings
@@ -18,7 +17,7 @@ from pathlib import Path
 import jax
 
 from hsd_jax.config import NONE, ReuseConfig, TreeConfig, from_dict
-from hsd_jax.files import check_new_folder, read_json, user_cache, write_json
+from hsd_jax.files import check_new_folder, read_json, sha256, user_cache, write_json
 from hsd_jax.kernels import native
 from hsd_jax.params import Params
 from hsd_jax.settings import Count, NotNegative, Temperature
@@ -217,7 +216,7 @@ def kept_path(conditions: Conditions) -> Path | None:
         folder = Path(setting).expanduser() if setting else user_cache() / "tuned"
     except RuntimeError:  # neither HOME nor an entry of this user
         return None
-    return folder / f"{hashlib.sha256(repr(conditions).encode()).hexdigest()[:16]}.json"
+    return folder / f"{sha256(repr(conditions))[:16]}.json"
 
 
 def check_keeping(params: Params) -> None:

@@ -23,8 +23,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 NO_PARENT = -1
 """Parent of the root and of padding nodes."""
-ROOT_INDEX = 0
-"""Node index of the last committed token."""
 NO_TOKEN = -1
 """Fills token slots that hold nothing, in results and in the list of end tokens."""
 INVALID_TOKEN = -2
@@ -92,7 +90,7 @@ class ModelOutput:
 
 @flax.struct.dataclass
 class DraftTree:
-    """Padded draft trees, one a row. `parents[n] < n`; siblings stand in draw order."""
+    """Padded draft trees, one a row. `parents[n] < n`; siblings are in draw order."""
 
     tokens: Int[Array, "B N"]
     parents: Int[Array, "B N"]
@@ -111,8 +109,8 @@ class DraftTree:
 class Verdict:
     """The outcome of one verification.
 
-    `emitted[:, :num_accepted + 1]` are the accepted draft tokens followed by `next_token`; what stands
-    behind is meaningless.
+    `emitted[:, :num_accepted + 1]` are the accepted draft tokens followed by `next_token`; what follows
+    is meaningless.
     """
 
     path: Int[Array, "B D+1"]
@@ -233,7 +231,7 @@ class Drafter(NamedTuple):
     """`init(tokens, length, capacity) -> state`, before any of the prompts [B, P] is read."""
     read: Callable[..., Any]
     """`read(params, state, output, tokens, following, start, length) -> state`: the prompt's tokens [B, C] from
-    position `start` on, the token behind each, and what the target said of them. Chunks come in order."""
+    position `start` on, the token after each, and what the target said of them. Chunks come in order."""
     draft: Callable[..., tuple[DraftTree, Any]]
     """`draft(params, state, inputs: RoundInputs) -> (tree, state)`."""
     commit: Callable[..., Any]
@@ -245,11 +243,11 @@ class Drafter(NamedTuple):
     aux_layers: tuple[int, ...] = ()
     """Layers whose residual streams `init` and `commit` read in `ModelOutput.features`."""
     lookahead: int = 0
-    """Slots behind the committed tokens that a round may write in the drafter's own cache, if more than `max_depth`."""
+    """Slots after the committed tokens that a round may write in the drafter's own cache, if more than `max_depth`."""
     ready: Callable[..., Any] | None = None
     """`ready(params, state) -> state`, once the prompt is read; None: nothing is left to do."""
     follow: Callable[..., Any] | None = None
-    """`follow(params, state, verdict, output, num_committed) -> state`: behind up to max_depth + 1 plain passes, for
+    """`follow(params, state, verdict, output, num_committed) -> state`: after up to max_depth + 1 plain passes, for
     which nothing was drafted; the verdict's path are their nodes in order. Rows that committed none keep their state.
     None: the drafter must draft in every round."""
 

@@ -263,7 +263,7 @@ def test_nan_logits_name_their_row(speculate, temperature):
     token = next(token for token in range(toy.VOCAB) if token not in said)
     damaged = {**pair.target, "embedding": pair.target["embedding"].at[token].set(jnp.nan)}
     broken, prompts = pair.replace(target=damaged), [ONE, ONE, [2, token]]
-    with pytest.raises(ValueError, match="row 2: the target gave NaN logits, or none but -inf, behind 2 tokens"):
+    with pytest.raises(ValueError, match="row 2: the target gave NaN logits, or none but -inf, after 2 tokens"):
         hsd_jax.decode(broken, prompts, **how)
     with pytest.raises(ValueError, match="row 2: the target gave NaN logits"):
         list(hsd_jax.stream(broken, prompts, **how))

@@ -1,4 +1,4 @@
-"""What stands in the text of an optimised HLO module: its loop, the kernels in it, copies and reads.
+"""What the text of an optimised HLO module holds: its loop, the kernels in it, copies and reads.
 
 Knows no model and no device; works on the text that `compiled.as_text()` gives. docs/accelerators.md says what is
 counted and how. Read next: `transfers.py`, for what goes between devices.
@@ -69,7 +69,7 @@ class Instruction:
     """Of its result; several of a tuple."""
     operands: tuple[str, ...]
     argument: str
-    """What stands between the parentheses: the number of a parameter."""
+    """The text between the parentheses: the number of a parameter."""
     attributes: str
     is_root: bool
 
@@ -152,7 +152,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str) -> int:
-    """The place behind the parenthesis that closes the first."""
+    """The place after the parenthesis that closes the first."""
     depth = 0
     for found in re.finditer(r"[()]", text):
         depth += 1 if found.group() == "(" else -1
@@ -175,9 +175,9 @@ class Work:
     instruction: Instruction
     computation: str
     times: int
-    """The known trip counts of the inner loops it stands in, multiplied; 1 where they are not known."""
+    """The known trip counts of the inner loops around it, multiplied; 1 where they are not known."""
     is_inner: bool = False
-    """Whether it stands in an inner loop."""
+    """Whether it is in an inner loop."""
 
     @property
     def is_kernel(self) -> bool:
@@ -212,7 +212,7 @@ def work_of(module: Module, computation: str, times: int = 1, is_inner: bool = F
 
 
 def num_kernels(work: Sequence[Work]) -> int:
-    """Kernels that stand there; one in an inner loop counts once."""
+    """Kernels that are there; one in an inner loop counts once."""
     return sum(x.is_kernel for x in work)
 
 
@@ -223,14 +223,14 @@ def num_launches(work: Sequence[Work]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class CacheShape:
-    """The key or value cache of a layer on one device, in whatever order its axes stand."""
+    """The key or value cache of a layer on one device, in whatever order of axes."""
 
     slots: int
     slot_size: int
     """Elements a slot: rows x key/value heads x head width."""
     head_dim: int
     MOST_MORE = 512
-    """Slots that a cache with the entries of a pass behind it has more."""
+    """Slots that a cache with the entries of a pass after it has more."""
 
     def fits(self, shape: Shape) -> bool:
         """Whether an array has at least as many slots of this size, and little more."""

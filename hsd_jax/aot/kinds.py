@@ -101,7 +101,7 @@ class Devices:
 
 
 def parse_devices(name: str) -> Devices:
-    """The devices of a name: a GPU with its number behind a colon, a TPU with its slice.
+    """The devices of a name: a GPU with its number after a colon, a TPU with its slice.
 
     Raises:
       ValueError: naming the allowed ones.

@@ -13,7 +13,7 @@ from typing import Any
 
 from hsd_jax.bench import prompts
 from hsd_jax.bench.machine import hardware
-from hsd_jax.bench.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
+from hsd_jax.bench.measure import Mode, Runs, Workload, fastest, mode_record, speedup, time_modes
 from hsd_jax.bench.profile import RoundProfile, profile_round
 from hsd_jax.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share
 from hsd_jax.bench.tables import say
@@ -24,29 +24,35 @@ PLAIN_DTYPES = ("float32", "bfloat16")
 PLAIN_PAD_ROWS = (1, 4)
 
 
-def make_modes(args: Any, params, trees: Sequence[TreeConfig]) -> list[Mode]:
-    """A mode for each tree, rule and form of reuse that `args`, the options of `hsd bench`, name."""
+def make_modes(
+    params, trees: Sequence[TreeConfig], accept: Sequence[str], draw: str | None, reuse: Sequence[str]
+) -> list[Mode]:
+    """A mode for each tree, rule and form of reuse."""
     modes = []
-    rules = [rule_and_scheme(rule, args.draw)[0] for rule in args.accept]
-    for tree, accept, reuse in dict.fromkeys(itertools.product(trees, rules, args.reuse or ["none"])):
-        name = f"tree {tree.name}" + ("" if accept == "match" else f" {accept}")
-        name += "" if reuse == "none" else f" {reuse}"
-        modes.append(Mode(name, params, tree, accept=accept, draw=args.draw, reuse=reuse))
+    rules = [rule_and_scheme(rule, draw)[0] for rule in accept]
+    for tree, rule, form in dict.fromkeys(itertools.product(trees, rules, reuse)):
+        name = f"tree {tree.name}" + ("" if rule == "match" else f" {rule}")
+        name += "" if form == "none" else f" {form}"
+        modes.append(Mode(name, params, tree, accept=rule, draw=draw, reuse=form))
     return modes
 
 
-def tuned_modes(args: Any, params, record) -> list[Mode]:
-    """The ways to draft that a record of `hsd tune` names for single rows at this temperature, whatever the caches."""
-    found = record.alike(1, args.temperature)
+def tuned_modes(params, record, temperature: float, name: str) -> list[Mode]:
+    """The ways to draft that a record of `hsd tune` names for single rows at this temperature, whatever the caches.
+
+    Raises:
+      ValueError: with the `name` of the record, if there are none.
+    """
+    found = record.alike(1, temperature)
     drafting = {choice.name: choice for choice in found if choice.tree is not None}
     if not drafting:
         what = "plain decoding was the fastest" if found else "it says nothing of single rows at such a temperature"
-        raise ValueError(f"--tuned {args.tuned}: {what}; there is nothing to compare plain decoding with")
+        raise ValueError(f"--tuned {name}: {what}; there is nothing to compare plain decoding with")
     return [
-        Mode(f"tree {name}", params, choice.tree, reuse=choice.reuse)
+        Mode(f"tree {way}", params, choice.tree, reuse=choice.reuse)
         if choice.is_whole
-        else Mode(f"tree {name}", params, choice.tree, tuned=record.only(choice))
-        for name, choice in drafting.items()
+        else Mode(f"tree {way}", params, choice.tree, tuned=record.only(choice))
+        for way, choice in drafting.items()
     ]
 
 
@@ -62,15 +68,18 @@ def plain_variants(params, load: Callable[[str], Any]) -> list[Mode]:
     return modes
 
 
-def measure(args: Any, params, modes: list[Mode], found: list[prompts.BenchPrompt]) -> dict:
-    """Runs every mode on every prompt and returns the whole record."""
+def measure(
+    work: Workload, temperature: float, modes: list[Mode], found: list[prompts.BenchPrompt], with_stages: bool
+) -> dict:
+    """Runs every mode, the first of them plain, on every prompt and returns the whole record."""
+    params = modes[0].params
     runs = time_modes(
         modes,
         [prompt.text for prompt in found],
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-        repeats=args.repeats,
+        max_new_tokens=work.max_new_tokens,
+        temperature=temperature,
+        seed=work.seed,
+        repeats=work.repeats,
         progress=_progress,
     )
     plain = modes[0].name
@@ -79,11 +88,12 @@ def measure(args: Any, params, modes: list[Mode], found: list[prompts.BenchPromp
         if mode.tree is not None:
             records[mode.name] |= _speedups(mode, modes, runs)
             # With reuse a round may run no trunk, so stages timed one by one would not add up to it.
-            is_timed = mode.reuse == "none" and not args.no_stages
-            records[mode.name]["stages"] = _stages(args, mode, found[0].text) if is_timed else None
+            is_timed = mode.reuse == "none" and with_stages
+            how = (found[0].text, work.max_new_tokens, temperature)
+            records[mode.name]["stages"] = _stages(mode, *how) if is_timed else None
     return {
-        "command": args.command_line,
-        "settings": _settings(args, params, found),
+        "command": work.command_line,
+        "settings": _settings(work, temperature, params, found),
         "hardware": hardware(),
         "target": model_record(params.target),
         "drafter": model_record(params.drafter),
@@ -109,9 +119,8 @@ def _speedups(mode: Mode, modes: list[Mode], runs: Runs) -> dict[str, dict]:
     }
 
 
-def _stages(args: Any, mode: Mode, text: str) -> dict | None:
-    how = (args.temperature, mode.accept, mode.draw)
-    profile = profile_mode(mode.params, mode.tree, text, args.max_new_tokens, *how)
+def _stages(mode: Mode, text: str, max_new_tokens: int, temperature: float) -> dict:
+    profile = profile_mode(mode.params, mode.tree, text, max_new_tokens, temperature, mode.accept, mode.draw)
     return {"seconds": {"whole": profile.whole, **profile.seconds()}, "shares": profile.shares()}
 
 
@@ -137,18 +146,18 @@ def profile_mode(
     )
 
 
-def _settings(args: Any, params, found) -> dict[str, Any]:
+def _settings(work: Workload, temperature: float, params, found) -> dict[str, Any]:
     lengths = sorted(len(params.tokenizer.encode(p.text)) for p in found)
     return {
         "batch": 1,
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.temperature,
-        "seed": args.seed,
-        "repeats": args.repeats,
+        "max_new_tokens": work.max_new_tokens,
+        "temperature": temperature,
+        "seed": work.seed,
+        "repeats": work.repeats,
         "dtype": params.dtype,
         "precision": params.precision,
-        "prompt_files": [str(p) for p in args.prompts or ["the demo's own"]],
-        "half": args.half,
+        "prompt_files": work.prompt_files,
+        "half": work.half,
         "num_prompts": len(found),
         "prompt_tokens": {"min": lengths[0], "median": statistics.median(lengths), "max": lengths[-1]},
         "prefill": "excluded",

@@ -1,6 +1,6 @@
 """Any drafters, trees, rules, temperatures, batch sizes and tasks, side by side in one process.
 
-Every method decodes the same prompts as plain decoding does, interleaved with it. What a method is stands in a YAML
+Every method decodes the same prompts as plain decoding does, interleaved with it. Methods are described in a YAML
 file; the rest is the product of the lists on the command line. Read first: `measure.py`; next:
 `compare_report.py`.
 """
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from hsd_jax import lock
 from hsd_jax.bench import prompts
 from hsd_jax.bench.machine import hardware
-from hsd_jax.bench.measure import Mode, Runs, mode_record, parse_tree, speedup, time_modes
+from hsd_jax.bench.measure import Mode, Runs, Workload, mode_record, parse_tree, speedup, time_modes
 from hsd_jax.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share
 from hsd_jax.bench.tables import say
 from hsd_jax.drafters.table import method_of
@@ -42,18 +42,17 @@ class Setting:
 
 
 @contextlib.contextmanager
-def folder_of(args: Any) -> Iterator[Path]:
-    """The folder of --out, for this run alone, after the settings that can be wrong before anything is loaded.
+def alone_in(out: Path, **settings: Sequence[Any]) -> Iterator[None]:
+    """Keeps the folder of --out for this run, after a look at lists of settings that must name each value once.
 
     Raises:
-      ValueError, OSError: if it cannot be made, another process writes to it, or a setting is given twice.
+      ValueError, OSError: if it cannot be made, another process writes to it, or a value is there twice.
     """
-    for name in ("temperatures", "batch"):
-        values = getattr(args, name, [])
+    for name, values in settings.items():
         if len(set(values)) < len(values):
             raise ValueError(f"--{name} {' '.join(map(str, values))}: each once")
-    with lock.held(lock.of_folder(args.out)):
-        yield args.out
+    with lock.held(lock.of_folder(out)):
+        yield
 
 
 def status(record: dict[str, Any]) -> int:
@@ -135,37 +134,33 @@ def without_token_info(params):
     return dataclasses.replace(params, drafter=drafter)
 
 
-def read_tasks(args: Any, params) -> dict[str, list[prompts.BenchPrompt]]:
+def read_tasks(work: Workload, params) -> dict[str, list[prompts.BenchPrompt]]:
     """The prompts of every task, short enough for `max_len`."""
-
-    def read(files: list[str] | None) -> list[prompts.BenchPrompt]:
-        return prompts.for_checkpoint(params, files, args.half, args.limit, args.max_new_tokens)
-
-    if not args.prompts:
-        return {"demo": read(None)}
+    if not work.prompts:
+        return {"demo": work.read(params, None)}
     tasks = {}
-    for named in args.prompts:
+    for named in work.prompts:
         task, _, file = named.rpartition("=")
         task = task or Path(file).stem
         if task in tasks or task == ALL:
             raise ValueError(f"--prompts {named}: there is a task {task!r} already; write NAME={file}")
-        tasks[task] = read([file])
+        tasks[task] = work.read(params, [file])
     return tasks
 
 
 def measure(
-    args: Any,
+    work: Workload,
     modes: Sequence[Mode],
     about: dict[str, dict[str, Any]],
     references: dict[str, str],
     tasks: dict[str, list[prompts.BenchPrompt]],
+    temperatures: Sequence[float],
     batches: Sequence[int],
     path: Path,
 ) -> dict[str, Any]:
     """Runs every setting and returns the whole record; `rows` are its figures, one a setting and method.
 
     Args:
-      args: the options of the command.
       references: the method that others are also divided by.
       path: gets the record after each setting, so that a run that breaks off leaves what it has measured.
     Raises:
@@ -176,7 +171,7 @@ def measure(
         raise ValueError(f"--batch {max(batches)}: a task has {fewest} prompts; allowed are batches that these fill")
     params = modes[0].params
     record = {
-        "command": args.command_line,
+        "command": work.command_line,
         "hardware": hardware(),
         "target": model_record(params.target),
         "drafters": {mode.name: model_record(mode.params.drafter) for mode in modes[1:]},
@@ -184,16 +179,16 @@ def measure(
         "repeated_4gram_share": {},
         "dtype": modes[0].dtype,
         "precision": params.precision,
-        "max_new_tokens": args.max_new_tokens,
-        "repeats": args.repeats,
+        "max_new_tokens": work.max_new_tokens,
+        "repeats": work.repeats,
         "num_prompts": {task: len(found) for task, found in tasks.items()},
-        "half": args.half,
+        "half": work.half,
         "references": references,
         "methods": about,
         "kind_of_figures": "measured; prefill excluded; end tokens honoured",
         "rows": [],
     }
-    settings = [Setting(task, t, b) for t in args.temperatures for b in batches for task in tasks]
+    settings = [Setting(task, t, b) for t in temperatures for b in batches for task in tasks]
     rows, runs = record["rows"], {}
     for number, setting in enumerate(settings, 1):
         full = len(tasks[setting.task]) // setting.batch * setting.batch
@@ -205,10 +200,10 @@ def measure(
             modes,
             [prompt.text for prompt in tasks[setting.task][:full]],
             batch=setting.batch,
-            max_new_tokens=args.max_new_tokens,
+            max_new_tokens=work.max_new_tokens,
             temperature=setting.temperature,
-            seed=args.seed,
-            repeats=args.repeats,
+            seed=work.seed,
+            repeats=work.repeats,
             progress=_progress,
         )
         rows += _rows(setting, modes, runs[setting], references)
@@ -216,7 +211,7 @@ def measure(
             record["repeated_4gram_share"][setting.task] = pooled_repeated_ngram_share(runs[setting].texts(PLAIN))
         write_json(path, record)
     if len(tasks) > 1:
-        for t in args.temperatures:
+        for t in temperatures:
             for b in batches:
                 pooled = _pooled([runs[Setting(task, t, b)] for task in tasks])
                 rows += _rows(Setting(ALL, t, b), modes, pooled, references)

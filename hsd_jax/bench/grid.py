@@ -14,6 +14,7 @@ from typing import Any
 from hsd_jax import api
 from hsd_jax.bench import prompts
 from hsd_jax.bench.machine import hardware
+from hsd_jax.bench.measure import Workload
 from hsd_jax.bench.tables import say
 
 FEWEST_ROWS = 6
@@ -54,54 +55,62 @@ def joined_contexts(params, found: Sequence[prompts.BenchPrompt], length: int, n
     return contexts
 
 
-def measure(args: Any, params, found: Sequence[prompts.BenchPrompt], tuned: Any) -> dict[str, Any]:
+def measure(
+    work: Workload,
+    params,
+    found: Sequence[prompts.BenchPrompt],
+    tuned: Any,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    temperatures: Sequence[float],
+) -> dict[str, Any]:
     """Every cell, and what it was measured on.
 
     Args:
-      args: the options of `hsd bench`.
       tuned: as `decode` takes it.
+      contexts: lengths of the prompts, in tokens.
     Raises:
       ValueError: if prompt and answer have no room together.
     """
-    longest = max(args.contexts) + args.max_new_tokens
+    longest = max(contexts) + work.max_new_tokens
     if longest > params.max_len:
         raise ValueError(
-            f"--contexts {max(args.contexts)} and --max-new-tokens {args.max_new_tokens}: together more than"
+            f"--contexts {max(contexts)} and --max-new-tokens {work.max_new_tokens}: together more than"
             f" max_len={params.max_len}"
         )
     cells = []
-    for context in args.contexts:
-        for batch in args.batches:
+    for context in contexts:
+        for batch in batches:
             rows = joined_contexts(params, found, context, max(batch, FEWEST_ROWS // batch * batch))
-            batches = [rows[first : first + batch] for first in range(0, len(rows), batch)]
-            for temperature in args.temperatures:
-                cells.append(_cell(params, batches, context, temperature, tuned, args))
+            parts = [rows[first : first + batch] for first in range(0, len(rows), batch)]
+            for temperature in temperatures:
+                cells.append(_cell(params, parts, context, temperature, tuned, work))
                 say(line_of(cells[-1]))
     return {
-        "command": args.command_line,
+        "command": work.command_line,
         "hardware": hardware(),
         "arithmetic": params.arithmetic,
-        "max_new_tokens": args.max_new_tokens,
-        "pairs": args.repeats,
-        "prompt_files": [str(p) for p in args.prompts or ["the demo's own"]],
-        "half": args.half,
+        "max_new_tokens": work.max_new_tokens,
+        "pairs": work.repeats,
+        "prompt_files": work.prompt_files,
+        "half": work.half,
         "prefill": "excluded",
         "kind_of_figures": "measured",
         "cells": [dataclasses.asdict(cell) for cell in cells],
     }
 
 
-def _cell(params, batches: list[list[list[int]]], context: int, temperature: float, tuned, args) -> Cell:
-    new = args.max_new_tokens
+def _cell(params, batches: list[list[list[int]]], context: int, temperature: float, tuned, work: Workload) -> Cell:
+    new = work.max_new_tokens
 
     def timed(speculate: bool) -> list:
-        how = {"temperature": temperature, "seed": args.seed, "speculate": speculate, "eos": (), "tuned": tuned}
+        how = {"temperature": temperature, "seed": work.seed, "speculate": speculate, "eos": (), "tuned": tuned}
         return [api.decode(params, rows, new, **how) for rows in batches]
 
     results = {is_default: timed(is_default) for is_default in (False, True)}  # compiles
     rates: dict[bool, list[float]] = {False: [], True: []}
     num_tokens = sum(map(len, batches)) * new
-    for pair in range(args.repeats):
+    for pair in range(work.repeats):
         for is_default in (bool(pair % 2), not pair % 2):
             rates[is_default].append(num_tokens / sum(out.stats.decode_seconds for out in timed(is_default)))
     ratios = [a / b for a, b in zip(rates[True], rates[False], strict=True)]

@@ -1,6 +1,6 @@
 """Does speculation ever change a token? Plain against speculative, token for token.
 
-Only the first difference of a row counts, for behind it the two texts have different prefixes. Each is replayed
+Only the first difference of a row counts, for after it the two texts have different prefixes. Each is replayed
 through plain decoding's own passes. Where the library promises the same text (`is_promised`) none is excused; elsewhere
 one is where the arithmetic cannot tell the two tokens apart.
 """

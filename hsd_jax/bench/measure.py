@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hsd_jax import api
+from hsd_jax.bench.prompts import BenchPrompt, for_checkpoint
 from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import check_legal, make_rule
@@ -23,6 +24,35 @@ RESAMPLES = 2000
 CONFIDENCE = 0.95
 FEWEST_BATCHES = 8
 """Of fewer batches of prompts no interval is given: it would be narrow by accident."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is decoded to be timed, and how often; the options of that name on the command line."""
+
+    prompts: Sequence[str] | None
+    """Files; None: the demo's own."""
+    half: str | None
+    limit: int | None
+    """Prompts of each file."""
+    max_new_tokens: int
+    seed: int
+    repeats: int
+    command_line: str
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Workload:
+        """Takes its fields from among more options."""
+        return cls(**{field.name: options[field.name] for field in dataclasses.fields(cls)})
+
+    @property
+    def prompt_files(self) -> list[str]:
+        """The files, for records."""
+        return [str(path) for path in self.prompts or ["the demo's own"]]
+
+    def read(self, params, files: Sequence[str] | None) -> list[BenchPrompt]:
+        """The prompts of some files; raises as `for_checkpoint`."""
+        return for_checkpoint(params, files, self.half, self.limit, self.max_new_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +149,7 @@ def time_modes(
 ) -> Runs:
     """Decodes all prompts by all modes, 1 + `repeats` times; prefill is not timed, end tokens are honoured.
 
-    The first time compiles, and keeps what was said. Behind it mode follows mode on every batch of prompts, in an order
+    The first time compiles, and keeps what was said. After it mode follows mode on every batch of prompts, in an order
     that rotates, so that a change of the machine's pace and what the mode before left in the caches meet all alike.
 
     Args:

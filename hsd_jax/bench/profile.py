@@ -109,7 +109,7 @@ def trunk_seconds(
     iterations: int = 20,
     repeats: int = 5,
 ) -> list[float]:
-    """Seconds of a trunk run and of the head behind it, for each of the numbers of states in `num_states`.
+    """Seconds of a trunk run and of the head after it, for each of the numbers of states in `num_states`.
 
     This is what a round saves that drafts from spare states alone. The arguments are those of `profile_round`.
 
@@ -159,7 +159,7 @@ def interleaved_medians(timers: dict[str, Callable[[], float]], repeats: int) ->
 
 
 def _stages(models, config, drafter_config, tree, sampling, limits, state, accept, scheme):
-    """For each stage `run(models, inputs) -> outputs` and its inputs, as they stand in a real round.
+    """For each stage `run(models, inputs) -> outputs` and its inputs, as they are in a real round.
 
     A stage that moves a cache puts the lengths back, so that every iteration does the same work.
     """

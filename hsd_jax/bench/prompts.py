@@ -158,7 +158,7 @@ def dialogue_prompt(
     full = render_turns(turns)
     cuts = [i for i, (speaker, _) in enumerate(turns) if i and speaker.lower() in ("s", "assistant", "gpt")]
     if not cuts:
-        raise ValueError(f"{where}: no turn of the assistant behind one of the user")
+        raise ValueError(f"{where}: no turn of the assistant after one of the user")
     best = None
     for cut in cuts:
         text = render_turns(turns[:cut], open_for="Assistant")

@@ -79,7 +79,7 @@ def _nats(weights, config: ModelConfig, tokens: Int[Array, "1 T"], first: Array,
 
 
 def text_nats(weights, config: ModelConfig, tokens: Sequence[int], first: int) -> float:
-    """Negative log-likelihood in nats of `tokens[first:]`, given what stands before each (first >= 1)."""
+    """Negative log-likelihood in nats of `tokens[first:]`, given the tokens before each (first >= 1)."""
     padded = np.zeros((1, bucket(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
     return float(_nats(weights, config, padded, first, len(tokens)))

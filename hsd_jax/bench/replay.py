@@ -43,7 +43,7 @@ class Round:
     path: list[int]
     """Nodes of the accepted path, the root first."""
     next_token: int
-    """What the target gave behind the accepted path."""
+    """What the target gave after the accepted path."""
     emitted: list[int]
     """Tokens committed: the accepted drafts and `next_token`, cut at an end token and at the length limit."""
     origins: np.ndarray | None = None

@@ -33,20 +33,21 @@ hsd bench ablate --target DIR --drafter DIR --drafters medusa=DIR eagle=DIR --pr
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
-    from hsd_jax.bench import ablate, compare_report
+    from hsd_jax.bench import ablate, compare_report, measure
     from hsd_jax.bench import compare as compare_lib
     from hsd_jax.viz import plots
 
     sizes, drafters = ablate.parse_sizes(args.nodes), ablate.parse_drafters(args.drafters)
-    with compare_lib.folder_of(args) as out:
+    out, work = args.out, measure.Workload.of(vars(args))
+    with compare_lib.alone_in(out, temperatures=args.temperatures):
         params = options.load_params(args)
         options.need_drafter(params, "bench ablate")
         if params.drafter_config.kind != "hidden":
             raise ValueError(f"a {params.drafter_config.kind} drafter: ablations are of hidden-state drafters")
         about, references = ablate.make_methods(params.drafter_config, sizes, drafters)
         modes = compare_lib.make_modes(params, about, lambda drafter: options.load_params(args, drafter=drafter))
-        tasks = compare_lib.read_tasks(args, params)
-        record = compare_lib.measure(args, modes, about, references, tasks, [1], out / "ablate.json")
+        tasks = compare_lib.read_tasks(work, params)
+        record = compare_lib.measure(work, modes, about, references, tasks, args.temperatures, [1], out / "ablate.json")
         compare_report.write(record, out, "ablate")
         plots.plot_ablate(record, out / "ablate.png")
     return compare_lib.status(record)

@@ -53,25 +53,25 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes what was asked for."""
-    from hsd_jax.bench import against_plain, grid, prompts, tables
-    from hsd_jax.bench.measure import Mode, parse_trees
+    from hsd_jax.bench import against_plain, grid, tables
+    from hsd_jax.bench.measure import Mode, Workload, parse_trees
 
     params = options.load_params(args)
     options.need_drafter(params, "bench")
     tuned = options.tuned_of(args, params)
-    found = prompts.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
+    work = Workload.of(vars(args))
+    found = work.read(params, args.prompts)
     if args.batches or args.contexts:
-        args.batches, args.contexts = args.batches or [1], args.contexts or [64]
-        record = grid.measure(args, params, found, tuned)
+        record = grid.measure(work, params, found, tuned, args.batches or [1], args.contexts or [64], args.temperatures)
         for cell in record["cells"]:
             print(grid.line_of(grid.Cell(**cell)))
         options.write_record(args.json, record)
         return 0
     if isinstance(tuned, bool):
         trees = parse_trees(args.trees) if args.trees else [options.tree_of(args, params)]
-        ways = against_plain.make_modes(args, params, trees)
+        ways = against_plain.make_modes(params, trees, args.accept, args.draw, args.reuse or ["none"])
     else:
-        ways = against_plain.tuned_modes(args, params, tuned)
+        ways = against_plain.tuned_modes(params, tuned, args.temperature, args.tuned)
     if args.plain_variants:
         drafter = args.drafter if args.demo else None
         ways += against_plain.plain_variants(
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         )
     modes = [Mode(f"plain {params.dtype}", params), *ways]
     options.say(f"{len(found)} prompts, {', '.join(m.name for m in modes)}")
-    record = against_plain.measure(args, params, modes, found)
+    record = against_plain.measure(work, args.temperature, modes, found, not args.no_stages)
     tables.print_bench(record)
     options.write_record(args.json, record)
     if args.plot:

@@ -58,17 +58,18 @@ def add_out_argument(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
-    from hsd_jax.bench import compare, compare_report
+    from hsd_jax.bench import compare, compare_report, measure
     from hsd_jax.viz import plots
 
-    with compare.folder_of(args) as out:
+    out, work = args.out, measure.Workload.of(vars(args))
+    with compare.alone_in(out, temperatures=args.temperatures, batch=args.batch):
         about = compare.read_methods(args.methods) if args.methods else {"drafter": {}}
         params = options.load_params(args)
         modes = compare.make_modes(params, about, lambda drafter: options.load_params(args, drafter=drafter))
-        tasks = compare.read_tasks(args, params)
+        tasks = compare.read_tasks(work, params)
         reference = next((name for name, method in about.items() if method.get("reference")), None)
-        references = {} if reference is None else {name: reference for name in about if name != reference}
-        record = compare.measure(args, modes, about, references, tasks, args.batch, out / "compare.json")
+        rivals = {} if reference is None else {name: reference for name in about if name != reference}
+        record = compare.measure(work, modes, about, rivals, tasks, args.temperatures, args.batch, out / "compare.json")
         compare_report.write(record, out, "compare")
         plots.plot_compare(record, out / "compare.png")
     return compare.status(record)

@@ -1,6 +1,6 @@
 """`hsd generate-data`: a target's own responses to given prompts, as training data for its drafter.
 
-What is asked of whom, and the file that resumes, are `train/prompts.py` and `train/generate.py`.
+What is asked of whom, and the file that resumes, are `train/response_prompts.py` and `train/responses.py`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _temperatures(text: str) -> tuple[float, ...]:
 def run(args: argparse.Namespace) -> int:
     """Writes the responses, after all checks that need no target."""
     from hsd_jax import params as params_lib
-    from hsd_jax.train import generate
-    from hsd_jax.train.prompts import GenerateConfig
+    from hsd_jax.train import responses
+    from hsd_jax.train.response_prompts import GenerateConfig
 
     named = {f.name: getattr(args, f.name) for f in dataclasses.fields(GenerateConfig) if hasattr(args, f.name)}
     config = GenerateConfig(**named, chat_template=not args.no_chat_template)
@@ -83,6 +83,6 @@ def run(args: argparse.Namespace) -> int:
         params = options.load_params(args)
         return params, options.tree_of(args, params) if args.drafter else None
 
-    num = generate.run(args.prompts, args.out, folder, config, settings, load, options.say)
+    num = responses.run(args.prompts, args.out, folder, config, settings, load, options.say)
     options.say(f"wrote {args.out}: {num:,} responses")
     return 0

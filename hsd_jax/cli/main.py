@@ -72,11 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 interrupts.is_over = True
             if interrupts.seen:
                 code = EXIT_CODE
-    except KeyboardInterrupt:  # before or behind the command
+    except KeyboardInterrupt:  # before or after the command
         pass
     if code == EXIT_CODE:
         print(LINE, file=sys.stderr, flush=True)
-        if argv is None:  # as a program: all that had to be written is; nothing behind this line may say more
+        if argv is None:  # as a program: all that had to be written is; nothing after this line may say more
             os._exit(EXIT_CODE)
     return code
 

@@ -69,14 +69,14 @@ def add_value(
 
 
 class OwnOptions(argparse._SubParsersAction):
-    """Commands of a command that has options itself: these must not stand before them, where they would be dropped."""
+    """Commands of a command that has options itself: these must not come before them, where they would be dropped."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         command = next(iter(values or ()))
         for action in parser._actions:
             if action.option_strings and getattr(namespace, action.dest, action.default) != action.default:
                 option = action.option_strings[0]
-                parser.error(f"{option} before {command!r}: {command} has options of its own, give them behind it")
+                parser.error(f"{option} before {command!r}: {command} has options of its own, give them after it")
         super().__call__(parser, namespace, values, option_string)
 
 

@@ -23,8 +23,8 @@ def add_parser(commands) -> None:
         "draw one decode: trees, accepted paths, tokens by pass",
         "Decode one prompt and draw it, round by round: the draft tree with the drafter's probability of each node,\n"
         "the accepted path, the token the target added; and the text, coloured by how many tokens each pass of the\n"
-        "target gave. With --reuse, drafts from trunk states of earlier rounds are marked. HTML stands alone and\n"
-        "loads nothing; PNG needs matplotlib.",
+        "target gave. With --reuse, drafts from trunk states of earlier rounds are marked. HTML is one file\n"
+        "that loads nothing; PNG needs matplotlib.",
         """
 hsd show --demo --out round.html
 hsd show --demo --out round.html --out round.png --nodes 8 --depth 5 --width 2 "User: Is there a concert tonight?"

@@ -152,7 +152,7 @@ def run_recipe(args: argparse.Namespace) -> int:
 
 def run_restrict(args: argparse.Namespace) -> int:
     """Cuts a drafter down to a reduced draft vocabulary."""
-    from hsd_jax.train.draft_vocabulary import restrict_drafter
+    from hsd_jax.train.frequent_tokens import restrict_drafter
 
     restrict_drafter(args.target, args.drafter, args.data, args.out, args.draft_vocab, args.loss_on, options.say)
     return 0

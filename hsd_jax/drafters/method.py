@@ -13,7 +13,7 @@ class TokenInformation(NamedTuple):
     """What a drafter adds to the logits of token-free states, as functions of its weights and configuration."""
 
     inject: Callable[..., Any]
-    """`inject(weights, config, tokens, above) -> (bias, above)`: behind each token, node by node of a tree."""
+    """`inject(weights, config, tokens, above) -> (bias, above)`: after each token, node by node of a tree."""
     read_paths: Callable[..., Any]
     """`read_paths(weights, config, paths [..., K]) -> [..., K, r]`: of whole paths at once."""
     bias: Callable[..., Any]

@@ -24,7 +24,7 @@ from hsd_jax.models.trunk import embed_committed, trunk_features, trunk_pass
 from hsd_jax.types import Drafter, DrawScheme, KVCache, ModelOutput, Verdict
 
 
-@typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
+@typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
 @flax.struct.dataclass
 class TrunkState:
     """What the drafter carries between rounds.
@@ -36,7 +36,7 @@ class TrunkState:
     cache: KVCache
     pending: Float[Array, "B M H"]
     next_tokens: Int[Array, "B M"]
-    """The committed token behind each pending feature."""
+    """The committed token after each pending feature."""
     num_pending: Int[Array, "B"]
     spares: Any = None
     """What a drafter keeps of earlier trunk runs for the positions ahead (`hidden/reuse.py`); None: nothing."""

@@ -37,7 +37,7 @@ def follow(
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Int[Array, "B"]]:
     """The path from the root through chosen nodes, its number of edges and its last node.
 
-    Loop-free: a node survives if it and all its ancestors are chosen; the deepest survivor ends the path. Behind the
+    Loop-free: a node survives if it and all its ancestors are chosen; the deepest survivor ends the path. After the
     end the path holds the root.
     """
     chosen = ((tree.depth == 0) | is_chosen) & tree.valid
@@ -182,7 +182,7 @@ def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
         coins = jax.vmap(lambda key: jax.random.uniform(key, acceptance.shape[1:]))(coin_keys)
         path, num_accepted, end = follow(tree, ancestors, first_accepted(tree, coins < acceptance), max_depth)
 
-        # Behind the last accepted token: the residual of its rejected children, or the target's distribution at a leaf.
+        # After the last accepted token: the residual of its rejected children, or the target's distribution at a leaf.
         # No other round draws at this position, so the target's own noise is still fresh.
         last_distribution = jnp.minimum(end, residual.shape[1] - 1)[:, None, None]
         rejected_all = jnp.log(jnp.take_along_axis(residual, last_distribution, 1))

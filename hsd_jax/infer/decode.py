@@ -38,8 +38,8 @@ UNBOUNDED = 2**30
 
 
 CHUNK, CHUNK_OF_KERNELS = 256, 64
-"""Tokens of a prompt that prefill reads in a pass, at most. The kernels are as fast with few; what is behind the end of
-a prompt costs them nothing."""
+"""Tokens of a prompt that prefill reads in a pass, at most. The kernels are as fast with few; what comes after the end
+of a prompt costs them nothing."""
 
 
 def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.float32) -> Callable:
@@ -110,7 +110,7 @@ def drafter_after(
     length: Int[Array, "B"],
     capacity: int,
 ) -> Any:
-    """The drafter's state behind prompts of which one causal pass of the target, `output`, is at hand."""
+    """The drafter's state after prompts of which one causal pass of the target, `output`, is at hand."""
     state = drafter.init(tokens, length, capacity)
     state = drafter.read(models, state, output, tokens, jnp.roll(tokens, -1, 1), 0, length)
     return state if drafter.ready is None else drafter.ready(models, state)
@@ -119,11 +119,11 @@ def drafter_after(
 def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahead: int) -> Callable:
     """`loop(models, sampling, limits, num_rounds, state) -> state`: rounds until nothing is left to do.
 
-    Where `worth` says that drafts do not pay, blocks of plain rounds stand between those of `step`. Both are inner
+    Where `worth` says that drafts do not pay, blocks of plain rounds come between those of `step`. Both are inner
     loops of one program and not branches of one round: XLA would copy the caches at a branch.
 
     Args:
-      reach: slots behind its committed tokens that a row may write in a round.
+      reach: slots after its committed tokens that a row may write in a round.
     """
 
     def loop(
@@ -177,7 +177,7 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
 
 
 def is_full(length: Int[Array | np.ndarray, "B"], done: Array | np.ndarray, capacity: int, lookahead: int) -> Any:
-    """Whether the next round might write behind the last cache slot of an unfinished row; NumPy stays NumPy."""
+    """Whether the next round might write after the last cache slot of an unfinished row; NumPy stays NumPy."""
     return (length * (~done).astype(length.dtype) + lookahead > capacity).any()
 
 

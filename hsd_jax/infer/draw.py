@@ -77,7 +77,7 @@ def stochastic_beam(
       is_sampled: rows that draw.
     """
     batch, _, vocab_size = draft_logp.shape
-    # Siblings are chosen by their own distribution: behind a path of probability e^-1e6, float32 sums would lose it.
+    # Siblings are chosen by their own distribution: after a path of probability e^-1e6, float32 sums would lose it.
     own, tokens, _ = ops.top_k(draft_logp + noise, min(width, vocab_size))
     top = above.logp[:, :, None] + own
     top_logp = above.logp[:, :, None] + jnp.take_along_axis(draft_logp, tokens, 2)

@@ -25,7 +25,7 @@ def make_plain_step(config: ModelConfig, pad_rows: int = 1) -> Step:
     """The transition that decodes one token a row.
 
     Args:
-      pad_rows: nodes per row in the pass; those behind the first repeat it and are dropped. Some CPUs multiply 4 rows
+      pad_rows: nodes per row in the pass; those after the first repeat it and are dropped. Some CPUs multiply 4 rows
         of bfloat16 faster than 1.
     """
 

@@ -114,7 +114,7 @@ def target_distribution(logits: Float[Array, "B M V"], sampling: SamplingParams)
 def round_noise(
     keys: jax.Array, root_position: Int[Array, "B"], num: int, vocab_size: int, sampling: SamplingParams
 ) -> Float[Array, "B num V"]:
-    """The target's noise at the `num` positions behind each root; zeros, for nothing, where every row is greedy.
+    """The target's noise at the `num` positions after each root; zeros, for nothing, where every row is greedy.
 
     A decode computes it once a round: `match` draws with it, and COUPLED drafts are chosen by it. Its bits at a
     position do not depend on `num`, so plain decoding, which asks for one position, sees the same.

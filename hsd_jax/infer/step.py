@@ -1,8 +1,8 @@
 """One round, in a straight line: draft, target, judge, commit. The only file where drafters and rules meet.
 
 `make_step` closes over what is static and returns a pure transition of `DecodeState`; `decode.py` runs it in one
-`lax.while_loop`, `plain.py` has the transition without speculation. The stages stand apart, so that `bench/profile.py`
-can time them.
+`lax.while_loop`, `plain.py` has the transition without speculation. The stages are functions of their own, so that
+`bench/profile.py` can time them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
 def draft(
     models: dict, drafter: Drafter, sampling: SamplingParams, state: DecodeState, noise: Any
 ) -> tuple[DraftTree, Any]:
-    """The tree of a round and the drafter's state behind it; only coupled drafts may see the noise of the target."""
+    """The tree of a round and the drafter's state after it; only coupled drafts may see the noise of the target."""
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
     shown = noise if drafter.scheme is DrawScheme.COUPLED else None
@@ -111,7 +111,7 @@ def commit(
     ancestors: Bool[Array, "B N N"],
     noise: Any,
 ) -> tuple[DecodeState, Verdict, Int[Array, "B"]]:
-    """Judges a tree and commits what is accepted: the state behind the round, the verdict, tokens committed."""
+    """Judges a tree and commits what is accepted: the state after the round, the verdict, tokens committed."""
     with jax.named_scope("judge"):
         verdict = rule.verify(state.keys, tree, ancestors, output.logits, sampling, state.length - 1, noise)
         emitted = or_invalid(verdict.emitted, verdict.path, output, rule.draws)

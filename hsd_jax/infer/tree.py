@@ -25,12 +25,12 @@ from hsd_jax.models.draft_vocab import draft_columns, to_tokens, to_vocabulary
 from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, RoundInputs, SamplingParams
 
 Bias = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w V"], Any]]
-"""`bias(tokens, above) -> (added, read)`: what drafted tokens add to the base logits behind them.
+"""`bias(tokens, above) -> (added, read)`: what drafted tokens add to the base logits after them.
 
 `read` [B, w, ...] is the proposer's own, handed on to the children as `above`, one a child; None at the root.
 """
 Expand = Callable[[int, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Float[Array, "B w V"], Any]]
-"""`expand(level, tokens, parents, carry) -> (logits, carry)`: what the drafter says behind the nodes of a level.
+"""`expand(level, tokens, parents, carry) -> (logits, carry)`: what the drafter says after the nodes of a level.
 
 Called once a level, from the root (level 0) down. `parents` are the places of the nodes' parents among the nodes of the
 call before, 0 for the root; `carry` is the drafter's own, for example the keys and values of the nodes so far.
@@ -203,7 +203,7 @@ def _beam(
     Args:
       draft_to_target: the token of each of the V columns; None: the columns are the tokens. `expand` gets tokens, and
         the tree holds tokens.
-      num_levels: as in `grow`; nodes below a row's levels stand last.
+      num_levels: as in `grow`; nodes below a row's levels come last.
     """
     batch, width = root.shape[0], config.width
     frontier_tokens, frontier_scores = root[:, None], jnp.zeros((batch, 1))
@@ -265,7 +265,7 @@ def _sampled(
 ) -> tuple[DraftTree, Any]:
     """Grows trees by drawing from the drafter's distribution under the row's settings.
 
-    The nodes stand level by level, as many as `config.sampled_widths()` says. INDEPENDENT gives chains that part at
+    The nodes are in order of level, as many as `config.sampled_widths()` says. INDEPENDENT gives chains that part at
     the root (SpecInfer, arXiv:2305.09781), WITHOUT_REPLACEMENT a stochastic beam (RSD-S, arXiv:2402.14160). Rows at
     temperature 0 grow without noise.
 

@@ -26,7 +26,7 @@ the kernels in tiles, so that the last nodes saved save nothing, while their tok
 FEWEST_ROUNDS = 6
 """Rounds with drafts before their speed is judged."""
 FIRST_WAIT, LONGEST_WAIT = 2, 32
-"""Blocks of plain rounds behind drafts that did not pay; twice as many each time."""
+"""Blocks of plain rounds after drafts that did not pay; twice as many each time."""
 FREE_DEPTH = 3
 """Drafts of a row whose attention costs nothing: the kernel's vectors hold the queries of a few nodes at once."""
 

@@ -57,7 +57,7 @@ def _known(backend: str, where: str) -> str:
 
 
 def widen(mask: Array, query: Float[Array, "B G n E"]) -> Array:
-    """A mask [B, N, X] over nodes as one over their queries, [B, 1, n, X]: a node's query heads stand together."""
+    """A mask [B, N, X] over nodes as one over their queries, [B, 1, n, X]: a node's query heads are together."""
     return jnp.repeat(mask, query.shape[2] // mask.shape[1], axis=1)[:, None]
 
 

@@ -6,10 +6,9 @@ not fit its checksum counts as not there. Read next: `native.py`, which compiles
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
-from hsd_jax.files import replacing, write_text
+from hsd_jax.files import replacing, sha256, write_text
 
 
 def checksum_path(library: Path) -> Path:
@@ -21,7 +20,7 @@ def verified(library: Path) -> bool:
     """Whether the library is there as `write_with_checksum` wrote it; False where either file cannot be read."""
     try:
         wanted = checksum_path(library).read_text(encoding="ascii").strip()
-        return library.is_file() and hashlib.sha256(library.read_bytes()).hexdigest() == wanted
+        return library.is_file() and sha256(library.read_bytes()) == wanted
     except (OSError, ValueError):
         return False
 
@@ -36,4 +35,4 @@ def write_with_checksum(built: Path, library: Path) -> None:
     with replacing(library) as temporary:
         temporary.write_bytes(content)
         temporary.chmod(0o755)
-    write_text(checksum_path(library), hashlib.sha256(content).hexdigest() + "\n")
+    write_text(checksum_path(library), sha256(content) + "\n")

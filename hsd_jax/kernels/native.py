@@ -3,7 +3,7 @@
 XLA's CPU product of a few rows packs the weights on every call; `cpu/rows_matmul.cc` does not, and it reads bfloat16
 and 8-bit weights without rounding the activations. `cpu/gated_mlp.cc` is the MLP in one call, `cpu/attend.cc`
 attention in one call a layer instead of ten (docs/LOG.md has the measurements). A row's bits depend on the row alone:
-not on how many rows stand beside it, nor on which tree verified it. Without a compiler, on another platform, or with
+not on how many rows are beside it, nor on which tree verified it. Without a compiler, on another platform, or with
 HSD_NATIVE_ISA=off, `ops` uses XLA, in float32.
 The kernels have no gradient and know no mesh, so they are switched on only while a decode loop is traced.
 """
@@ -14,7 +14,6 @@ import contextlib
 import contextvars
 import ctypes
 import functools
-import hashlib
 import os
 import platform
 import shutil
@@ -31,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from hsd_jax.files import user_cache
+from hsd_jax.files import sha256, user_cache
 from hsd_jax.kernels.build import verified, write_with_checksum
 from hsd_jax.kernels.int8 import Int8, Kernel
 
@@ -189,7 +188,7 @@ def _flags(num_rows: int) -> Bool[Array, "_"]:
 
 
 def _operands(*kernels: Kernel) -> list[Array]:
-    """Kernels as a call takes them: behind one in 8 bits stand its scales."""
+    """Kernels as a call takes them: one in 8 bits is followed by its scales."""
     parts = [(k.values, k.scale) if isinstance(k, Int8) else (k,) for k in kernels]
     return [array for part in parts for array in part]
 
@@ -233,7 +232,7 @@ def attend(
 ) -> Float[Array, "B G n E"]:
     """`ops.attend` over a cache, in one call.
 
-    A query's result depends on the entries it sees and their order alone: slots first, nodes of this pass behind them.
+    A query's result depends on the entries it sees and their order alone: slots first, nodes of this pass after them.
     A query that sees nothing gives zeros and costs nothing.
     """
     out = jax.ShapeDtypeStruct(query.shape, jnp.float32)
@@ -331,7 +330,7 @@ def _build(compiler: str, level: str) -> Path:
     flags = (*FLAGS, *LEVELS[level].flags)
     identity = "\n".join([*sources, compiler, *flags, jax.__version__, *cpu[:2]])
     cache = user_cache()
-    library = cache / f"native-{level}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    library = cache / f"native-{level}-{sha256(identity)[:16]}.so"
     if not verified(library):
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:

@@ -156,7 +156,7 @@ def attend(
 ) -> Float[Array, "B G n E"]:
     """Attention over committed slots and over the nodes of this pass, in one softmax.
 
-    `query` already stands grouped by key/value head: n = nodes x (query heads per key/value head).
+    `query` is already grouped by key/value head: n = nodes x (query heads per key/value head).
 
     Args:
       new_mask: which entries of this pass each node sees.

@@ -106,7 +106,7 @@ def rope(
 ) -> tuple[Float[Array, "B G n E"], Float[Array, "B G N E"], Float[Array, "B G N E"]]:
     """Queries, keys and values of packed heads, for each key/value head its queries, its key and its value.
 
-    Queries and keys are rotated by the table; all are rounded to `dtype` and stand as attention reads them.
+    Queries and keys are rotated by the table; all are rounded to `dtype`, in the layout that attention reads.
     """
 
     def rotate(joint, cos, sin):

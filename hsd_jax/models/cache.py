@@ -30,7 +30,7 @@ def fastest_dtype(weights_dtype) -> jnp.dtype:
 
 RING_UNIT = 256
 """What a ring has more than its window, rounded up to a multiple of it: room for the largest tree, so that nothing that
-is written behind the committed tokens takes the place of what is still seen; and whole chunks of a prompt."""
+is written after the committed tokens takes the place of what is still seen; and whole chunks of a prompt."""
 
 
 def layer_slots(config: ModelConfig, capacity: int) -> tuple[int, ...]:
@@ -106,7 +106,7 @@ def commit(
     start: Int[Array, ""] | int | None = None,
     valid: Bool[Array, "B M"] | None = None,
 ) -> KVCache:
-    """Writes the nodes of `path` contiguously behind each row's committed slots.
+    """Writes the nodes of `path` contiguously after each row's committed slots.
 
     All M nodes are written, so that shapes are static; only `num_committed` count, and the next commit overwrites
     the rest. Needs `length + M <= capacity`. `path=None` commits the nodes in their order (prefill).
@@ -140,7 +140,7 @@ def _zero_known_after(x: Array) -> Int[Array, "B"]:
 def keep_idle(num_committed: Int[Array, "B"], before: Any, after: Any) -> Any:
     """A drafter's state `after` a block of rounds, but `before` in rows that committed nothing in it.
 
-    Of cache buffers nothing is put back: what was written stands behind the length that counts.
+    Of cache buffers nothing is put back: what was written lies past the length that counts.
     """
 
     def one(old: Array, new: Array) -> Array:

@@ -8,7 +8,6 @@ for `config.json`, `tensor_files.py` for the files themselves.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,7 +20,7 @@ from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
 from hsd_jax.config import ModelConfig
-from hsd_jax.files import write_json
+from hsd_jax.files import sha256, write_json
 from hsd_jax.models.hf_config import format_config, read_config, read_json
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.target import init_target
@@ -94,7 +93,7 @@ def read_weights(
 ) -> Weights:
     """A target's weights from `model.safetensors` or its shards, in `dtype`, in the tree of `init_target`.
 
-    Names may stand with or without the prefixes `model.` and `language_model.`; a tied checkpoint may hold the
+    Names may have the prefixes `model.` and `language_model.`; a tied checkpoint may hold the
     embedding as `embed_tokens`, as `lm_head` or as both.
 
     Args:
@@ -221,11 +220,10 @@ def _stride(size: int) -> int:
 
 
 def _hash(samples: Iterable[tuple[str, tuple[int, ...], np.ndarray]]) -> str:
-    digest = hashlib.sha256()
+    parts = []
     for path, shape, numbers in sorted(samples, key=lambda one: one[:2]):
-        digest.update(f"{path}{shape}".encode())
-        digest.update(numbers.astype(jnp.bfloat16).view(np.uint16).astype("<u2").tobytes())
-    return digest.hexdigest()
+        parts += [f"{path}{shape}", numbers.astype(jnp.bfloat16).view(np.uint16).astype("<u2").tobytes()]
+    return sha256(*parts)
 
 
 def check_num_layers(num_layers: int, stored: dict[str, Stored], folder: Path, config: str) -> None:

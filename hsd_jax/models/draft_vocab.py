@@ -3,7 +3,7 @@
 Only the last product of the drafter is restricted, to H hot tokens out of V: its rows of the target's LM head and
 `injector/bias`. Previous tokens, features and trees stay those of the whole vocabulary. A cold token is never drafted;
 where the target says one, the draft is rejected and the round emits it all the same, so no text changes.
-Read first: `hidden.py`. Which tokens are hot is chosen in `train/draft_vocabulary.py`.
+Which tokens are hot is chosen in `train/frequent_tokens.py`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def checked_ids(
     falls = np.flatnonzero(np.diff(ids) <= 0)
     if falls.size:
         one, other = ids[falls[0]], ids[falls[0] + 1]
-        raise ValueError(f"{where} holds {other} behind {one}: expected ascending ids, each once")
+        raise ValueError(f"{where} holds {other} after {one}: expected ascending ids, each once")
     return ids.astype(np.int32)
 
 

@@ -1,6 +1,6 @@
 """Weights as devices multiply them fastest: projections of one input packed, key/value heads repeated over a mesh.
 
-Packed, queries, keys and values stand together by key/value head, so that a mesh splits a packed kernel as it splits
+Packed, queries, keys and values are grouped by key/value head, so that a mesh splits a packed kernel as it splits
 heads. The layers (`layers.py`) read either form; training and the CPU kernels, which take several kernels in a call,
 keep them apart. Read next: `sharding.py`, which has a row for each packed weight.
 """

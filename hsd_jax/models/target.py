@@ -58,7 +58,7 @@ class Target(nn.Module):
 
 
 Seen = tuple[Int[Array, "B N"], Int[Array, "B N"]]
-"""The first cache slot that each node sees, and the one behind the last."""
+"""The first cache slot that each node sees, and the one after the last."""
 
 
 def layer_masks(
@@ -105,7 +105,7 @@ def head_rows(weights: Weights, config: ModelConfig) -> Kernel:
 
 
 def lm_head(weights: Weights, config: ModelConfig, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
-    """Logits in float32 from states behind a final norm; serves the target and every drafter of it."""
+    """Logits in float32 from states after a final norm; serves the target and every drafter of it."""
     return logits_of_rows(head_rows(weights, config), config, hidden)
 
 
@@ -153,7 +153,7 @@ def causal_mask(batch: int, num: int) -> Bool[Array, "B N N"]:
 def sequence_layout(
     batch: int, num: int, starts: Int[Array, "B T"] | None = None
 ) -> tuple[Int[Array, "B T"], Bool[Array, "B T T"]]:
-    """Positions in rows of T tokens, and who sees whom: what stands before, in the same document.
+    """Positions in rows of T tokens, and who sees whom: what comes before, in the same document.
 
     Args:
       starts: the place in the row where the document of each token begins, from which positions count. None: rows of
@@ -197,7 +197,7 @@ def read_chunk(
     Needs room for C slots from `start` on.
 
     Args:
-      num_read: tokens of each row that are to be read in all, whatever the chunk; behind them nothing counts.
+      num_read: tokens of each row that are to be read in all, whatever the chunk; after them nothing counts.
     """
     batch, num = tokens.shape
     positions = jnp.broadcast_to(start + jnp.arange(num), (batch, num))

@@ -27,7 +27,7 @@ from hsd_jax.types import KVCache, NewKV, Weights
 class Trunk(nn.Module):
     """Decoder layers over states. `embeddings` are those of committed tokens; drafted positions have none.
 
-    In a parallel trunk `num_slots` slots follow the states of a pass; `slots_behind` [B] says behind which state they
+    In a parallel trunk `num_slots` slots follow the states of a pass; `slots_behind` [B] says after which state they
     stand. `positions` and `new_mask` then cover both. `asking` [B, Q] are the nodes whose states are wanted: of the
     others the last layer makes keys and values only.
     """
@@ -60,7 +60,7 @@ class Trunk(nn.Module):
         return states + linears(self.embedding_norm(embeddings), self.embedding_in)[0]
 
     def slot_inputs(self, last, num_slots):
-        """What it reads at the slots [..., S, H] behind the committed position whose input is `last` [..., H]."""
+        """What it reads at the slots [..., S, H] after the committed position whose input is `last` [..., H]."""
         return last[..., None, :] + self.slots[:num_slots].astype(jnp.float32)
 
     def __call__(
@@ -120,7 +120,7 @@ def trunk_pass(
       embeddings: the target's embedding of the token that follows each position, where that token is committed;
         None for the trunk's own states. Ignored when the configuration has no committed embeddings. An EAGLE
         drafter reads those of drafted tokens too.
-      new_mask: which of the `earlier` entries, and behind them of the N states, each state sees.
+      new_mask: which of the `earlier` entries, and after them of the N states, each state sees.
       earlier: keys and values of earlier passes of the same round.
       asking: the nodes whose next states are wanted; None: all N.
       active: as in `target.forward`, without `asking`.
@@ -156,7 +156,7 @@ def trunk_inputs(
 def slot_inputs(
     weights: Weights, config: TrunkConfig, last: Float[Array, "B A H"], num_slots: int
 ) -> Float[Array, "B A S H"]:
-    """What it reads at the S slots behind committed positions whose own inputs are `last`."""
+    """What it reads at the S slots after committed positions whose own inputs are `last`."""
     return cast(Array, Trunk(config).apply({"params": weights["trunk"]}, last, num_slots, method="slot_inputs"))
 
 
@@ -172,7 +172,7 @@ def recurrent_states(
     """K = `num_states` states of the recurrent trunk: one pass over the features, then K - 1 over the state before.
 
     Args:
-      features: those of committed positions behind the cache, of which `num_features` a row count.
+      features: those of committed positions after the cache, of which `num_features` a row count.
     Returns:
       The states, before the output norm, and keys and values of the features; those of the states are dropped.
     """
@@ -200,10 +200,10 @@ def parallel_states(
     num_states: int,
     cache: KVCache,
 ) -> tuple[Float[Array, "B K H"], NewKV]:
-    """K = `num_states` states of the parallel trunk, in one pass over the features and K - 1 slots behind them.
+    """K = `num_states` states of the parallel trunk, in one pass over the features and K - 1 slots after them.
 
     The first state is what the trunk makes of the last feature, as in the recurrence: that node is the first slot.
-    The slot of depth k stands k - 1 positions further. It starts as the last feature does, its embedding included,
+    The slot of depth k is k - 1 positions further. It starts as the last feature does, its embedding included,
     plus a vector learned for its depth, and sees the features and the slots up to itself. Features see no slot, so
     what is committed of them does not depend on K; nor do the states of the lower depths.
 

@@ -1,7 +1,7 @@
 """The trunk's K states from many anchors at once, as a round would compute them: training sees what inference sees.
 
 An anchor a is the position of the last committed feature of a round whose root is token a + 1. Its first state reads
-the committed entries 0..a; state k + 1 stands at position a + k and also sees what stands between, of the same anchor.
+the committed entries 0..a; state k + 1 is at position a + k and also sees what is between, of the same anchor.
 The recurrent trunk feeds it state k (EAGLE-3's training-time test, with no token in the recurrence), an EAGLE
 drafter's also the row's token there (EAGLE-3's own, and HASS), the parallel trunk slot k, all slots at once. Equal to a
 round's states, which a test holds it to. Read next: `train/drafter.py`.
@@ -129,9 +129,9 @@ def unroll(
 
     Args:
       features: the target's hidden states of positions 0..T-1.
-      embeddings: the target's embedding of the token behind each position; None without committed embeddings.
+      embeddings: the target's embedding of the token after each position; None without committed embeddings.
       anchors: places in the row, 0..T-1, in any order.
-      starts: where the document of each token begins; no state sees what stands before. None: rows of one document.
+      starts: where the document of each token begins; no state sees what comes before. None: rows of one document.
     """
     batch, num = features.shape[:2]
     positions, causal = sequence_layout(batch, num, starts)
@@ -190,7 +190,7 @@ def _recurrence(
     """g_2..g_K of every anchor, each from the one before; `state` is g_1.
 
     Args:
-      embeddings: of the token behind each position, where states read drafted tokens: in training those of the row.
+      embeddings: of the token after each position, where states read drafted tokens: in training those of the row.
     """
     states: list[Array] = []
     own: list[tuple[KV, ...]] = [()] * config.num_layers

@@ -53,7 +53,7 @@ class DataConfig:
     """How documents become rows; section `data` of a recipe."""
 
     packing: Annotated[str, OneOf((PACKED, PADDED))] = PACKED
-    """packed: documents behind one another, cut into rows without padding; none sees another, and what a row's end cuts
+    """packed: documents one after another, cut into rows without padding; none sees another, and what a row's end cuts
     off begins anew in the next; padded: one document a row, cut at the row's length, the rest of the row padded."""
     loss_on: Annotated[str, OneOf((ALL, RESPONSES))] = ALL
     """all, or responses: what an assistant says, and the end of its turn."""
@@ -189,7 +189,7 @@ class Batches:
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """Where the iterator stands, ready for JSON: `step` batches have been given out."""
+        """The iterator's position, ready for JSON: `step` batches have been given out."""
         return {"step": self._iterator.get_state()["next_index"], **self._setting}
 
     def set_state(self, state: dict[str, Any]) -> None:

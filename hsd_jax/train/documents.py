@@ -1,4 +1,4 @@
-"""From files to documents: reading records, rendering conversations, and where in a text the responses stand.
+"""From files to documents: reading records, rendering conversations, and where in a text the responses are.
 
 Files are plain text (one document a file), or JSON lines whose objects hold `text`, `prompt` and `response`,
 `question` and `answer`, or a conversation as `turns` or `messages` (see `conversation`); each may be gzipped. Knows
@@ -84,7 +84,7 @@ def conversation(record: dict, field: str, where: str) -> list[tuple[str, str]]:
 
 
 def _shown(value: Any) -> str:
-    """A value as it stands in the file, not too long for an error."""
+    """A value as it is in the file, not too long for an error."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
@@ -144,7 +144,7 @@ def to_document(
 
 
 def question_prompt(question: str) -> str:
-    """A question as it stands before its answer."""
+    """A question without its answer."""
     return f"Question: {question.strip()}\nAnswer:"
 
 
@@ -165,7 +165,7 @@ def _sampled(record: dict, where: str) -> tuple[list[int], list[int]] | None:
 
 
 def _rendered(turns: Turns, where: str) -> Document:
-    """`render_turns`; a response begins behind the colon, and the line's end closes it."""
+    """`render_turns`; a response begins after the colon, and the line's end closes it."""
     text = render_turns(turns)
     responses, start = [], 0
     for who, said in turns:
@@ -191,7 +191,7 @@ def _templated(turns: Turns, template: ChatTemplate, where: str, find_responses:
 
 
 def _response(text: str, before: str, through: str, said: str, turn: str) -> tuple[int, int]:
-    """Where a turn stands in the whole conversation, from the conversation up to it and through it.
+    """A turn's place in the whole conversation, from the conversation up to it and through it.
 
     Some templates (Qwen3's) write the last turn otherwise than those before it: then the words themselves and what
     closes them must follow what came before.

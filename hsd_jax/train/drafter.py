@@ -49,7 +49,7 @@ TRAINED = tuple(name for name, method in METHODS.items() if method.init_weights 
 CHOICES = ("trunk", "num_layers", "rank", "injection", "committed_embeddings", "window")
 """Settings of a recipe that not every kind of drafter has."""
 LOW_MID_HIGH = "low_mid_high"
-"""Three feature layers: 2, half of all, the third from the last. EAGLE-3 reads in front of them, we behind."""
+"""Three feature layers: 2, half of all, the third from the last. EAGLE-3 reads before them, we after."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class DrafterModel:
     the rank's width along the tree."""
     committed_embeddings: bool = True
     feature_layers: tuple[Whole, ...] | Annotated[str, OneOf((LOW_MID_HIGH,))] = ()
-    """Layers of the target, from 0, behind which the trunk reads; low_mid_high for 2, L // 2 and L - 3; empty for the
+    """Layers of the target, from 0, after which the trunk reads; low_mid_high for 2, L // 2 and L - 3; empty for the
     final hidden state."""
     window: Annotated[int, Within(2, MOST)] | None = None
     """Committed positions the trunk sees, in training and decoding, train.length at best; null for all. Long contexts
@@ -186,7 +186,7 @@ def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = 
 
 
 def _feature_layers(layers: tuple[int, ...] | str, num_layers: int) -> tuple[int, ...]:
-    """Layer numbers; those of LOW_MID_HIGH, if that is what stands there."""
+    """Layer numbers; those of LOW_MID_HIGH, if that is the value."""
     if isinstance(layers, tuple):
         return layers
     found = (2, num_layers // 2, num_layers - 3)
@@ -214,7 +214,7 @@ def check_hidden_cache(config: DrafterConfig, cache: str) -> None:
 def read_target(
     frozen: Weights, target_config: ModelConfig, config: DrafterConfig, batch: dict[str, Array]
 ) -> tuple[Float[Array, "B T H"], tuple[Float[Array, "B T H"], ...]]:
-    """The target's final states, and the residual streams behind the layers the drafter reads.
+    """The target's final states, and the residual streams after the layers the drafter reads.
 
     XLA drops the logits of the pass: `heads.py` computes those that a loss is about.
     """
@@ -286,7 +286,7 @@ def make_loss(
 
     A batch holds `tokens` [B, T+1] and `mask` [B, T+1], True where a token is a label worth learning (a document's
     first two never are: no anchor drafts them). It may hold `starts` [B, T+1], where the document of each token begins,
-    and `hidden` [B, T, H], the target's final states, behind which then only the LM head is computed. Labels are the
+    and `hidden` [B, T, H], the target's final states, after which then only the LM head is computed. Labels are the
     target's distributions given the row's text, and the previous token of a depth is the row's, which is exact on
     accepted paths; in passes on policy both follow the drafter's own draws.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import zipfile
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ from hsd_jax.config import (
 )
 from hsd_jax.distributed import fetch
 from hsd_jax.drafters.table import make_drafter, method_of
-from hsd_jax.files import replacing
+from hsd_jax.files import replacing, sha256
 from hsd_jax.infer.accept import RULES
 from hsd_jax.infer.accept import walk as walk_tree
 from hsd_jax.infer.decode import drafter_after
@@ -78,7 +77,7 @@ Tokens = Sequence[int] | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Prompts and what the target wrote behind them, padded."""
+    """Prompts and what the target wrote after them, padded."""
 
     tokens: np.ndarray
     """int32 [R, T]."""
@@ -91,7 +90,7 @@ class Texts:
 
     @property
     def written(self) -> np.ndarray:
-        """What the target wrote, all rows behind one another."""
+        """What the target wrote, all rows one after another."""
         at = np.arange(self.tokens.shape[1])
         return self.tokens[(at >= self.prompt_length[:, None]) & (at < self.length[:, None])]
 
@@ -102,7 +101,7 @@ class Texts:
         written: Sequence[Sequence[int] | np.ndarray],
         seeds: Sequence[int] | None = None,
     ) -> Texts:
-        """Of prompts, what was written behind each, and the seeds it was drawn with; None: it was not drawn.
+        """Of prompts, what was written after each, and the seeds it was drawn with; None: it was not drawn.
 
         Raises:
           ValueError: for a prompt of fewer than two tokens.
@@ -165,10 +164,10 @@ class AcceptedByAge(NamedTuple):
 def accepted_nodes(
     tree: DraftTree, text: Int[Array, "A T"], root: Int[Array, "A"], length: Int[Array, "A"], max_depth: int
 ) -> Int[Array, "A"]:
-    """How many tokens of each tree the text follows; the root stands at position `root` of its text."""
+    """How many tokens of each tree the text follows; the root is at position `root` of its text."""
     behind = root[:, None] + tree.depth + 1
     draws = jnp.take_along_axis(text, jnp.minimum(behind, text.shape[1] - 1), 1)
-    draws = jnp.where(behind < length[:, None], draws, -1)  # no node holds what stands behind the end
+    draws = jnp.where(behind < length[:, None], draws, -1)  # no node holds what comes after the end
     return walk_tree(tree, ancestor_mask(tree, max_depth), draws, max_depth).num_accepted
 
 
@@ -328,7 +327,7 @@ def accepted_lengths(
 
     def fate(draft: Draft) -> AcceptedLengths:
         (tree, reuse), (counts, age) = draft, of[source[draft]]
-        starts_fresh = reuse.form in (NONE, AHEAD)  # AHEAD runs its trunk behind the prompt, the others have no spares
+        starts_fresh = reuse.form in (NONE, AHEAD)  # AHEAD runs its trunk after the prompt, the others have no spares
         first_age = 0 if starts_fresh else counts.shape[1] - 1
         return walk(np.minimum(counts, tree.depth), texts, tree.depth, age[0], first_age)
 
@@ -374,15 +373,13 @@ def stored_texts(
     temperature: float,
     report: Callable[[str], None],
 ) -> Texts:
-    """What the target writes behind `prompts`, decoded once and kept in a file of `folder`.
+    """What the target writes after `prompts`, decoded once and kept in a file of `folder`.
 
     The file is named after `name` and a hash of everything the texts depend on, the end tokens included.
     """
-    digest = hashlib.sha256(target_hash.encode())
-    for prompt in prompts:
-        digest.update(np.asarray([len(prompt), *prompt], "<i4").tobytes())
-    digest.update(repr((max_new_tokens, temperature, params.eos, "with seeds")).encode())
-    path = Path(folder) / f"{name}-{digest.hexdigest()[:16]}.npz"
+    asked = (np.asarray([len(prompt), *prompt], "<i4").tobytes() for prompt in prompts)
+    identity = sha256(target_hash, *asked, repr((max_new_tokens, temperature, params.eos, "with seeds")))
+    path = Path(folder) / f"{name}-{identity[:16]}.npz"
     try:
         return Texts.load(path)
     except FileNotFoundError:

@@ -28,7 +28,7 @@ LARGEST_WHOLE = 2**27
 
 
 class Drafts(NamedTuple):
-    """What is drafted from each anchor. Anchor a has root a + 1; the token of depth k stands at a + 1 + k."""
+    """What is drafted from each anchor. Anchor a has root a + 1; the token of depth k is at a + 1 + k."""
 
     anchors: Int[Array, "B A"]
     states: Float[Array, "B A K H"]
@@ -93,7 +93,7 @@ def on_draws(
     hidden: Float[Array, "B T H"],
     starts: Int[Array, "B T"] | None = None,
 ) -> tuple[Drafts, Float[Array, "B AK H"]]:
-    """The same drafts behind the drafter's own draws, and the target's final states given these."""
+    """The same drafts after the drafter's own draws, and the target's final states given these."""
     params, config, frozen, target_config = models
     told = method_of(config).token_information
     assert told is not None, "other drafters are refused"

@@ -39,7 +39,7 @@ class Journal:
         self._writer = _tensorboard(Path(out) / "tensorboard", report)
 
     def resume(self, step: int) -> None:
-        """Drops what an earlier process wrote behind `step`: these steps come again.
+        """Drops what an earlier process wrote after `step`: these steps come again.
 
         At step 0, too: that process may have been killed before its first checkpoint.
         """

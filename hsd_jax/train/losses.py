@@ -15,7 +15,6 @@ Renormalising p would give it full weight, on the tail of a distribution.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +23,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 DraftToTarget = Int[Array, "C"] | None
 """The token of each column of the drafter's logits; None: the columns are the tokens, C = V."""
-Divergence = Callable[..., Float[Array, "..."]]
-"""`divergence(target_logits [..., V], draft_logits [..., C], draft_to_target=None)`, one value a node; smallest where
-both distributions are one."""
 
 
 def _log_distributions(
@@ -129,7 +125,7 @@ def feature_distance(states: Float[Array, "... H"], features: Float[Array, "... 
 
 
 def progress(step: Int[Array, ""], num_steps: int) -> Float[Array, ""]:
-    """The share of `num_steps` that lies behind a step: 0 at step 0, 1 from step `num_steps` on."""
+    """The share of `num_steps` that lies before a step: 0 at step 0, 1 from step `num_steps` on."""
     return jnp.minimum(step.astype(jnp.float32) / num_steps, 1.0)
 
 
@@ -151,6 +147,6 @@ def over_depths(
     """The weighted sum over depths of the mean over anchors.
 
     Divides by all anchors, masked ones too: so the mean over parts of a batch is the loss of the whole, and a label
-    counts the same in whichever row it stands.
+    counts the same in whichever row it is.
     """
     return jnp.sum(jnp.where(mask, values, 0.0) * weights) / (values.shape[0] * values.shape[1])

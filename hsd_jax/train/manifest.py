@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import inspect
 import json
 import subprocess
@@ -18,7 +17,7 @@ from typing import Any
 
 from hsd_jax import lock
 from hsd_jax.config import to_dict
-from hsd_jax.files import is_writer, read_json, write_json
+from hsd_jax.files import is_writer, read_json, sha256, write_json
 
 RECIPE = "recipe.json"
 
@@ -99,7 +98,7 @@ def note(values: dict[str, Any], rows: str) -> dict[str, Any]:
 
 def fingerprints(files: Sequence[str | Path]) -> list[str]:
     """Name and content of each file, so that a folder may move but its data may not change."""
-    return [f"{Path(f).name} {hashlib.sha256(Path(f).read_bytes()).hexdigest()[:16]}" for f in files]
+    return [f"{Path(f).name} {sha256(Path(f).read_bytes())[:16]}" for f in files]
 
 
 def _revision() -> str:

@@ -37,7 +37,7 @@ def sample_chains(
     bias: Bias,
     draft_to_target: Int[Array, "C"] | None = None,
 ) -> Int[Array, "B n D"]:
-    """d_1 .. d_D behind each root, D = K - 1, drawn at temperature 1 from base logits plus token information.
+    """d_1 .. d_D after each root, D = K - 1, drawn at temperature 1 from base logits plus token information.
 
     Consumes the key. The token of depth K is not drawn: no depth follows whose distribution it could change.
 
@@ -62,9 +62,9 @@ def read_chains(
     chains: Int[Array, "B n D"],
     starts: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B n D H"]:
-    """The target's final states behind every drafted token, from one pass over the row and all chains.
+    """The target's final states after every drafted token, from one pass over the row and all chains.
 
-    Row tokens see their document's past. The k-th token of the chain of anchor a stands k places behind the root a + 1;
+    Row tokens see their document's past. The k-th token of the chain of anchor a is k places after the root a + 1;
     it sees what the root sees, the root, and its own chain up to itself.
 
     Args:

@@ -59,7 +59,7 @@ def _type_name(hint: Any) -> str:
 
 
 def _notes(kind: type) -> dict[str, str]:
-    """The string that stands below each field."""
+    """The string below each field."""
     body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]).body
     notes = {}
     for field, below in itertools.pairwise(body):
@@ -73,7 +73,7 @@ def _notes(kind: type) -> dict[str, str]:
 def take_paths(values: dict[str, Any], args: Any, *required: str, optional: Sequence[str] = ()) -> dict[str, Any]:
     """Takes section `paths` out of a recipe's values; the command line goes before it.
 
-    They stand outside the recipe proper: a run may move, and its folder knows files and target by content.
+    They are no part of the recipe proper: a run may move, and its folder knows files and target by content.
 
     Returns:
       What the trainers call `target_dir`, `data_files`, `out`, `tokenizer_dir`.

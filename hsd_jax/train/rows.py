@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hsd_jax.files import sha256
 from hsd_jax.train.documents import Document
 
 if TYPE_CHECKING:
@@ -68,11 +68,8 @@ class Rows:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of tokens and documents, in 64 hexadecimal digits; features depend on nothing else of the data."""
-        digest = hashlib.sha256(str(self.tokens.shape).encode())
-        digest.update(np.ascontiguousarray(self.tokens, "<i4").tobytes())
-        if self.starts is not None:
-            digest.update(np.ascontiguousarray(self.starts, "<i4").tobytes())
-        return digest.hexdigest()
+        arrays = [self.tokens] if self.starts is None else [self.tokens, self.starts]
+        return sha256(str(self.tokens.shape), *(np.ascontiguousarray(array, "<i4").tobytes() for array in arrays))
 
     def take(self, at: slice | np.ndarray) -> dict[str, np.ndarray]:
         """Some rows as a batch: `tokens`, `mask` and, where rows pack several documents, `starts`."""
@@ -96,7 +93,7 @@ def make_rows(
     Args:
       length: tokens of a row, less the last label.
       bos: put before each text; None: nothing.
-      eos: put behind each text that does not end in a special token of its own.
+      eos: put after each text that does not end in a special token of its own.
       vocab_size: of the model.
       packing, loss_on: see `data.DataConfig`.
     Raises:
@@ -182,7 +179,7 @@ def _of_text(document: Document, encoding, bos, eos: int, special: dict[int, str
 
 
 def _as_sampled(tokens: tuple[list[int], list[int]], eos: int, special: dict[int, str], on_responses: bool):
-    """The tokens a target wrote behind its prompt. A response that was cut off gets its end token, but no label."""
+    """The tokens a target wrote after its prompt. A response that was cut off gets its end token, but no label."""
     prompt, response = tokens
     ids = [*prompt, *response]
     tail = [] if ids[-1:] and ids[-1] in special else [eos]
@@ -214,7 +211,7 @@ def _packed(encoded: list[_Encoded], length: int) -> Rows:
     tokens, labels = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
     lengths = [len(ids) for ids, _ in encoded]
     begins = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)  # where in `tokens` the document of each one begins
-    labels = labels & (begins != np.arange(len(tokens)))  # nothing of its document stands before it
+    labels = labels & (begins != np.arange(len(tokens)))  # its document begins here
     num = (len(tokens) - 1) // length
     if num < 1:
         raise ValueError(f"the data hold {len(tokens)} tokens: fewer than one row of {length + 1}")

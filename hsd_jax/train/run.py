@@ -30,7 +30,7 @@ from hsd_jax.models import convert, draft_vocab
 from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.target import init_target
 from hsd_jax.params import Params, end_tokens
-from hsd_jax.train import data, draft_vocabulary, drafter, evaluate, features, manifest, target
+from hsd_jax.train import data, drafter, evaluate, features, frequent_tokens, manifest, target
 from hsd_jax.train.curves import draw_curves
 from hsd_jax.train.journal import Journal
 from hsd_jax.train.loop import Judge, LoopConfig, fit
@@ -108,7 +108,7 @@ def train_drafter(
         _say_reach(report, train.length, drafter_config.window, drafter_config.max_position, remedy)
     draft_to_target = None
     if drafter_config.reduced_vocab_size is not None:
-        draft_to_target = draft_vocabulary.of_run(out, is_begun, rows.tokens[rows.mask], drafter_config, eos, report)
+        draft_to_target = frequent_tokens.of_run(out, is_begun, rows.tokens[rows.mask], drafter_config, eos, report)
     if start is not None:
         begun = started_from(params, start[1], draft_to_target)
         params = begun.weights
@@ -277,7 +277,7 @@ def _judge(
         text = evaluate.stored_texts(out, f"held-out-{name}", target, target_hash, prompts, *settings)
         texts[name] = text, temperature
         if draft_to_target is not None:
-            report(draft_vocabulary.describe(draft_to_target, text.written, f"tokens of the held-out {name} texts"))
+            report(frequent_tokens.describe(draft_to_target, text.written, f"tokens of the held-out {name} texts"))
     tree = config.tree(drafter_config.num_steps)
 
     def judged(params: Any) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class TargetRecipe:
             if "vocab_size" in model:
                 raise ValueError(f"{where}: model.vocab_size: write vocab_size outside of model")
             vocab_size = values.get("vocab_size", cls.vocab_size)
-            if fits(Count, vocab_size):  # if not, it is named where it stands
+            if fits(Count, vocab_size):  # if not, it is named with its file
                 model = dict(model, vocab_size=vocab_size)
             values = {"vocab_size": vocab_size} | values | {"model": model}
         return from_dict(cls, values, where)

@@ -1,6 +1,6 @@
 """A drafter that is trained already, its target, and text to count: what changing it afterwards starts from.
 
-Read next: `draft_vocabulary.py`, which does the changing.
+Read next: `frequent_tokens.py`, which does the changing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The page of `hsd show` as HTML: one file, its style inside, its trees as SVG, no script and nothing to load.
 
-It is also well-formed XML, so that a test can read it. What it looks like stands in `page.html.jinja`. Read first:
+It is also well-formed XML, so that a test can read it. Its looks are in `page.html.jinja`. Read first:
 `layout.py`.
 """
 

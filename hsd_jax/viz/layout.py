@@ -1,4 +1,4 @@
-"""Where the nodes of a round stand in its picture, and what they are called; the page itself is drawn elsewhere.
+"""Where the nodes of a round are in its picture, and what they are called; the page itself is drawn elsewhere.
 
 Lengths are in CSS pixels, for a monospaced font. Read next: `html.py` and `png.py`, which draw these boxes.
 """
@@ -17,7 +17,7 @@ KINDS = {
     "root": "last token so far",
     "accepted": "draft, accepted",
     "rejected": "draft, rejected",
-    "cut": "accepted, behind the end",
+    "cut": "accepted, after the end",
     "target": "token of the target",
 }
 """What a node may be, with its words in the legend; each kind has its colours in both pictures."""
@@ -108,7 +108,7 @@ def shortened(label: str, limit: int = MAX_LABEL) -> str:
 
 
 def percent(logp: float) -> str:
-    """A probability as it stands beside a node."""
+    """A probability as written beside a node."""
     if not math.isfinite(logp):
         return "?" if math.isnan(logp) else "0%"
     share = 100.0 * math.exp(logp)
@@ -145,7 +145,7 @@ def draw(drafted: Round, labels: Sequence[str], next_label: str) -> Drawing:
     for node in range(1, len(drafted.tokens)):
         if drafted.valid[node]:
             children.setdefault(int(drafted.parents[node]), []).append(node)
-    target = len(drafted.tokens)  # the target's token stands as one more node behind the end of the path
+    target = len(drafted.tokens)  # the target's token is one more node after the end of the path
     if drafted.has_next:
         children.setdefault(drafted.path[-1], []).append(target)
     on_way = {*drafted.path, target}
@@ -158,7 +158,7 @@ def draw(drafted: Round, labels: Sequence[str], next_label: str) -> Drawing:
         depths[node] = depth
         below = sorted(children.get(node, []), key=lambda n: n not in on_way)
         waiting.extend((child, depth + 1) for child in reversed(below))
-        if not below:  # a leaf opens a row; every node stands in the row of its first leaf
+        if not below:  # a leaf opens a row; every node is in the row of its first leaf
             rows[node], num_rows = num_rows, num_rows + 1
     for node in sorted(depths, key=lambda n: -depths[n]):
         if node in children:
@@ -199,7 +199,7 @@ def draw(drafted: Round, labels: Sequence[str], next_label: str) -> Drawing:
 
 
 def mark_of(drafted: Round, node: int) -> int:
-    """FRESH, KEPT or MIXED; the target's token, which stands behind the nodes, grew from no state."""
+    """FRESH, KEPT or MIXED; the target's token, which comes after the nodes, grew from no state."""
     return FRESH if drafted.origins is None or node == len(drafted.tokens) else int(drafted.origins[node])
 
 
@@ -233,7 +233,7 @@ def _title(drafted: Round, node: int, label: str, kind: str) -> str:
         logp, whole, up = float(drafted.logp[node]), 0.0, node
         while up > 0:
             whole, up = whole + float(drafted.logp[up]), int(drafted.parents[up])
-        text += f"; drafter: {math.exp(logp):.4f} behind its parent ({logp:.3f} nats), {math.exp(whole):.4f} as a path"
+        text += f"; drafter: {math.exp(logp):.4f} after its parent ({logp:.3f} nats), {math.exp(whole):.4f} as a path"
     if mark_of(drafted, node) != FRESH:
         how = "mixed with the logits of" if mark_of(drafted, node) == MIXED else "from"
         text += f"; {how} a state {_age(drafted)} old"

@@ -118,7 +118,7 @@ def _labels(tokenizer: Tokenizer | None, text: Sequence[int], drafted: Round) ->
 
 
 def label_of(tokenizer: Tokenizer | None, before: Sequence[int], token: int) -> str:
-    """Visible text of one token behind others; its spelling where it has no text, its id without a tokenizer."""
+    """Visible text of one token after others; its spelling where it has no text, its id without a tokenizer."""
     if tokenizer is None:
         return str(token)
     text = IncrementalDecoder(tokenizer, before).push([token], is_last=True)

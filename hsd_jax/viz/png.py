@@ -208,7 +208,7 @@ def _legend(axes: Any, y: float, marks: dict[int, str]) -> None:
         _rectangle(axes, x, y - 7, 14, 14, kind)
         _write(axes, x + 20, y, words, 11, color=MUTED)
         x += 20 + 5.9 * len(words) + 22
-    _write(axes, x, y, "%: probability behind its parent, by the drafter", 11, color=MUTED)
+    _write(axes, x, y, "%: probability after its parent, by the drafter", 11, color=MUTED)
     x, y = MARGIN, y + LINE
     for mark, words in marks.items():
         _rectangle(axes, x, y - 7, 14, 14, "rejected")

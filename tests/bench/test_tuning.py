@@ -571,13 +571,11 @@ def test_bench_measures_the_ways_of_a_record(folders, record):
     params = hsd_jax.load(**vars_of(folders))
     part = make_choice(CHAIN, "none", temperature=0.0, is_whole=False, slots=2048)
     found = make_record(params, make_choice(temperature=0.0), part, make_choice(WIDE, "none", rows=2))
-    args = types.SimpleNamespace(temperature=0.0, tuned="x.json")
-    whole, adaptive = against_plain.tuned_modes(args, params, found)
+    whole, adaptive = against_plain.tuned_modes(params, found, 0.0, "x.json")
     assert (whole.name, whole.tree, whole.reuse, whole.tuned) == ("tree 3x2x1 skip:2", SMALL, "skip:2", None)
     assert (adaptive.name, adaptive.tree, adaptive.tuned) == ("tree up to 5x4x1", CHAIN, found.only(part))
-    args.temperature = 1.0
     with pytest.raises(ValueError, match="says nothing of single rows at such a temperature"):
-        against_plain.tuned_modes(args, params, found)
+        against_plain.tuned_modes(params, found, 1.0, "x.json")
 
 
 @pytest.mark.parametrize(

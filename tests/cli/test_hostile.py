@@ -38,7 +38,7 @@ from hsd_jax.kernels import build as native_build
 from hsd_jax.models import convert
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.tokenizer import Tokenizer
-from hsd_jax.train import documents, evaluate, generate, manifest, run
+from hsd_jax.train import documents, evaluate, manifest, responses, run
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.target import TargetRecipe
 from hsd_jax.train.tokenizer import train_tokenizer
@@ -527,11 +527,11 @@ def test_a_refused_recipe_leaves_no_claim(folders, tmp_path, monkeypatch):
 
 def test_settings_without_a_line_bind_nobody(tmp_path):
     out = tmp_path / "own.jsonl"
-    files.write_json(generate.settings_path(out), {"seed": 1})
-    generate.check_settings(out, {"seed": 2})
+    files.write_json(responses.settings_path(out), {"seed": 1})
+    responses.check_settings(out, {"seed": 2})
     out.write_text("{}\n")
     with pytest.raises(ValueError, match="seed is 1 there and 2 here"):
-        generate.check_settings(out, {"seed": 2})
+        responses.check_settings(out, {"seed": 2})
 
 
 # --- one writer -------------------------------------------------------------------------------------------------------
@@ -597,7 +597,7 @@ def test_generate_data_into_a_file_that_is_being_written(folders, tmp_path, monk
         assert hsd("generate-data", *arguments) == 2
         assert f"own.jsonl: is being written by process {os.getpid()}" in capsys.readouterr().err
         with pytest.raises(ValueError, match="is being written"):
-            generate.generate(None, None, [], out, {}, None)
+            responses.generate(None, None, [], out, {}, None)
     assert list(tmp_path.iterdir()) == []
 
 

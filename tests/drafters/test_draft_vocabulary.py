@@ -42,7 +42,7 @@ from hsd_jax.kernels.attention import MASKED
 from hsd_jax.models import draft_vocab
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.train import anchors as anchors_lib
-from hsd_jax.train import draft_vocabulary, drafter, losses, on_policy
+from hsd_jax.train import drafter, frequent_tokens, losses, on_policy
 from hsd_jax.types import DrawScheme, RoundInputs, SamplingParams
 
 HOT = setups.DRAFT_TO_TARGET
@@ -77,8 +77,8 @@ def test_without_a_reduced_vocabulary_columns_are_tokens():
 @pytest.mark.parametrize(
     "ids, message",
     [
-        ([3, 1], r"draft_to_target holds 1 behind 3: expected ascending ids, each once"),
-        ([1, 1], r"holds 1 behind 1"),
+        ([3, 1], r"draft_to_target holds 1 after 3: expected ascending ids, each once"),
+        ([1, 1], r"holds 1 after 1"),
         ([0, 24], r"holds token 24: allowed are 0 to 23"),
         ([-1, 2], r"holds token -1"),
         ([], r"shape \[0\]"),
@@ -98,14 +98,14 @@ def test_ids_that_are_refused(ids, message):
 
 def test_the_most_frequent_tokens_are_hot():
     tokens = np.array([[7, 7, 7, 2], [5, 5, 2, 9]])
-    assert draft_vocabulary.choose(tokens, 1, 12, []).tolist() == [7]
-    assert draft_vocabulary.choose(tokens, 2, 12, []).tolist() == [2, 7]  # 2 and 5 are equals
-    assert draft_vocabulary.choose(tokens, 3, 12, [11]).tolist() == [2, 7, 11]  # an end token nobody has seen
-    found = draft_vocabulary.choose(tokens, 6, 12, [9, 99])  # an end token outside the vocabulary ends nothing
+    assert frequent_tokens.choose(tokens, 1, 12, []).tolist() == [7]
+    assert frequent_tokens.choose(tokens, 2, 12, []).tolist() == [2, 7]  # 2 and 5 are equals
+    assert frequent_tokens.choose(tokens, 3, 12, [11]).tolist() == [2, 7, 11]  # an end token nobody has seen
+    found = frequent_tokens.choose(tokens, 6, 12, [9, 99])  # an end token outside the vocabulary ends nothing
     assert found.tolist() == [0, 1, 2, 5, 7, 9] and found.dtype == np.int32
-    assert draft_vocabulary.coverage(np.array([2, 7]), tokens) == 5 / 8
-    assert draft_vocabulary.coverage(jnp.array([3]), tokens) == draft_vocabulary.coverage(found, tokens[:0]) == 0
-    said = draft_vocabulary.describe(np.array([2, 7]), tokens, "words")
+    assert frequent_tokens.coverage(np.array([2, 7]), tokens) == 5 / 8
+    assert frequent_tokens.coverage(jnp.array([3]), tokens) == frequent_tokens.coverage(found, tokens[:0]) == 0
+    said = frequent_tokens.describe(np.array([2, 7]), tokens, "words")
     assert said.startswith("reduced draft vocabulary of 2 tokens: covers 62.5% of the 8 words; below 94%")
 
 
@@ -115,32 +115,32 @@ def test_coverage_is_the_best_there_is():
 
     tokens = np.random.default_rng(0).zipf(1.5, 200) % 8
     best = max(np.isin(tokens, ids).mean() for ids in combinations(range(8), 3))
-    assert draft_vocabulary.coverage(draft_vocabulary.choose(tokens, 3, 8, []), tokens) == best
+    assert frequent_tokens.coverage(frequent_tokens.choose(tokens, 3, 8, []), tokens) == best
 
 
 @pytest.mark.parametrize("num, ends", [(0, []), (13, []), (1, [3, 4])])
 def test_sizes_that_are_refused(num, ends):
     with pytest.raises(ValueError, match=f"reduced draft vocabulary of {num} tokens: allowed are"):
-        draft_vocabulary.choose(np.arange(5), num, 12, ends)
+        frequent_tokens.choose(np.arange(5), num, 12, ends)
     with pytest.raises(ValueError, match="there are none"):
-        draft_vocabulary.choose(np.arange(0), 3, 12, [])
+        frequent_tokens.choose(np.arange(0), 3, 12, [])
 
 
 def test_a_run_keeps_its_ids(tmp_path):
     """Other labels, as after --force, do not change which token a row of the injector belongs to."""
     config, lines = toy.drafter_config(toy.target_config(), reduced_vocab_size=3), []
     with pytest.raises(ValueError, match=r"holds checkpoints without their draft_to_target\.json"):
-        draft_vocabulary.of_run(tmp_path, True, np.arange(9), config, [1], lines.append)
-    draft_vocabulary.of_run(
+        frequent_tokens.of_run(tmp_path, True, np.arange(9), config, [1], lines.append)
+    frequent_tokens.of_run(
         tmp_path, False, np.array([8, 9]), config, [1], lambda line: None
     )  # killed before it learned
-    first = draft_vocabulary.of_run(tmp_path, False, np.array([5, 5, 6, 6, 7]), config, [1], lines.append)
-    again = draft_vocabulary.of_run(tmp_path, True, np.array([8, 9]), config, [1], lines.append)
+    first = frequent_tokens.of_run(tmp_path, False, np.array([5, 5, 6, 6, 7]), config, [1], lines.append)
+    again = frequent_tokens.of_run(tmp_path, True, np.array([8, 9]), config, [1], lines.append)
     assert first.tolist() == again.tolist() == [1, 5, 6] and first.dtype == jnp.int32
     assert "covers 80.0% of the 5 labels to train on" in lines[0] and "covers 0.0% of the 2" in lines[1]
     with pytest.raises(ValueError, match=r"draft_to_target\.json holds 3 tokens, model\.draft_vocab now asks for 4"):
         four = dataclasses.replace(config, reduced_vocab_size=4)
-        draft_vocabulary.of_run(tmp_path, True, np.arange(9), four, [1], lines.append)
+        frequent_tokens.of_run(tmp_path, True, np.arange(9), four, [1], lines.append)
 
 
 # --- drafting ---------------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from hsd_jax.cli import main as main_lib
 from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.models import convert
-from hsd_jax.train import data, generate
+from hsd_jax.train import data, responses
 from hsd_jax.train.documents import load_documents
-from hsd_jax.train.prompts import GenerateConfig, Prompt, read_prompts
+from hsd_jax.train.response_prompts import GenerateConfig, Prompt, read_prompts
 from hsd_jax.train.rows import make_rows
 from hsd_jax.train.tokenizer import train_tokenizer
 
@@ -167,9 +167,9 @@ def test_records_without_a_prompt(folder, tokenizer, record, message):
         prompts_of(folder, tokenizer, [record])
 
 
-def plan_of(num: int = 60, **changes) -> list[list[generate.Job]]:
+def plan_of(num: int = 60, **changes) -> list[list[responses.Job]]:
     prompts = [Prompt(tuple(range(1 + i * 7 % 13)), str(i), f"f:{i}") for i in range(num)]
-    return generate.make_plan(prompts, GenerateConfig(**{"batch": 8, **changes}))
+    return responses.make_plan(prompts, GenerateConfig(**{"batch": 8, **changes}))
 
 
 def test_the_plan_mixes_temperatures_by_prompt_and_seed():
@@ -219,7 +219,7 @@ def test_a_response_does_not_depend_on_its_batch(folder, whole):
     for r in records:
         by_source.setdefault(r["source"], set()).add(r["temperature"])
     assert list(by_source.values()) == [{0.0, 0.9}] * 6
-    settings = json.loads(generate.settings_path(whole).read_text())
+    settings = json.loads(responses.settings_path(whole).read_text())
     assert settings["target"] == convert.weights_hash(params.target) and settings["drafter"] is None
     assert settings["temperatures"] == [0.0, 0.9] and settings["prompts"][0].startswith("prompts.jsonl ")
 
@@ -250,9 +250,9 @@ def test_a_run_that_broke_off_ends_with_the_same_file(folder, whole, tmp_path, m
     }[place]
     out = tmp_path / "own.jsonl"
     out.write_bytes(content[:kept])
-    generate.settings_path(out).write_bytes(generate.settings_path(whole).read_bytes())
-    calls, decode = [], generate.decode
-    monkeypatch.setattr(generate, "decode", lambda *a, **k: calls.append(1) or decode(*a, **k))
+    responses.settings_path(out).write_bytes(responses.settings_path(whole).read_bytes())
+    calls, decode = [], responses.decode
+    monkeypatch.setattr(responses, "decode", lambda *a, **k: calls.append(1) or decode(*a, **k))
     assert hsd(folder, out, "--samples-per-prompt", "2") == 0
     assert out.read_bytes() == content
     assert len(calls) == 3 - done // 4  # batches of four that are complete are not decoded again
@@ -260,7 +260,7 @@ def test_a_run_that_broke_off_ends_with_the_same_file(folder, whole, tmp_path, m
 
 def test_an_interrupt_leaves_whole_lines(folder, whole, tmp_path, monkeypatch, capsys):
     out = tmp_path / "own.jsonl"
-    calls, decode = [], generate.decode
+    calls, decode = [], responses.decode
 
     def interrupted(*args, **kwargs):
         calls.append(1)
@@ -268,10 +268,10 @@ def test_an_interrupt_leaves_whole_lines(folder, whole, tmp_path, monkeypatch, c
             raise KeyboardInterrupt
         return decode(*args, **kwargs)
 
-    monkeypatch.setattr(generate, "decode", interrupted)
+    monkeypatch.setattr(responses, "decode", interrupted)
     assert hsd(folder, out, "--samples-per-prompt", "2") == 130
     assert whole.read_bytes().startswith(out.read_bytes()) and len(lines_of(out)) == 4
-    monkeypatch.setattr(generate, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(responses, "REPORT_SECONDS", 0.0)
     capsys.readouterr()
     assert hsd(folder, out, "--samples-per-prompt", "2") == 0
     assert out.read_bytes() == whole.read_bytes()
@@ -301,20 +301,20 @@ def test_other_settings_are_refused_before_anything_is_loaded(folder, whole, mon
 
 
 def test_another_target_is_refused(folder, whole, capsys):
-    settings = json.loads(generate.settings_path(whole).read_text())
+    settings = json.loads(responses.settings_path(whole).read_text())
     with pytest.raises(ValueError, match=r"target is '[0-9a-f]+' there and 'other' here"):
-        generate.check_settings(whole, settings | {"target": "other"})
+        responses.check_settings(whole, settings | {"target": "other"})
     assert hsd(folder, whole, "--samples-per-prompt", "2", "--dtype", "bfloat16") == 2
     assert "dtype is 'float32' there and 'bfloat16' here" in capsys.readouterr().err
 
 
 def test_files_of_others_are_not_touched(folder, whole, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(generate, "decode", None)
+    monkeypatch.setattr(responses, "decode", None)
     out = tmp_path / "own.jsonl"
     out.write_text("my thesis\n")
     assert hsd(folder, out) == 2
     assert "own.jsonl: is there, but own.jsonl.settings.json is not" in capsys.readouterr().err
-    generate.settings_path(out).write_bytes(generate.settings_path(whole).read_bytes())
+    responses.settings_path(out).write_bytes(responses.settings_path(whole).read_bytes())
     swapped = whole.read_text().split("\n")
     for content in ("my thesis\n", "\n".join(swapped[1:4]) + "\n", whole.read_text() + swapped[0] + "\n"):
         out.write_text(content)
@@ -349,7 +349,7 @@ def test_a_full_disk_keeps_whole_lines(folder, tmp_path, monkeypatch, capsys):
     def full(descriptor):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(generate, "os", types.SimpleNamespace(fsync=full))
+    monkeypatch.setattr(responses, "os", types.SimpleNamespace(fsync=full))
     assert hsd(folder, tmp_path / "own.jsonl") == 2
     assert "own.jsonl: cannot be written (No space left on device)" in capsys.readouterr().err
 

@@ -1,6 +1,6 @@
 """The EAGLE drafter: a recurrence, which reads the drafted tokens, one trunk pass and one head a level.
 
-The state behind a node is what the trunk makes of its parent's state and the embedding of its own token, so siblings
+The state after a node is what the trunk makes of its parent's state and the embedding of its own token, so siblings
 differ and a tree is grown level by level (EAGLE, arXiv:2401.15077); its shape follows the drafter's confidence, and the
 best nodes over all levels are verified (EAGLE-2, arXiv:2406.16858, section 4). What it keeps between rounds, and which
 layers of the target it reads, is in `drafters/trunk_state.py`. Read that first.
@@ -36,7 +36,7 @@ class Level(NamedTuple):
 
 
 def root_level(models, target_config: ModelConfig, config: EagleConfig, state: TrunkState) -> tuple[Level, KVCache]:
-    """The state behind the root, in one pass over the pending features, and the cache that has taken them in."""
+    """The state after the root, in one pass over the pending features, and the cache that has taken them in."""
     batch, num = state.pending.shape[:2]
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
     positions = state.cache.length[:, None] + jnp.arange(num)
@@ -59,7 +59,7 @@ def next_level(
     parents: Int[Array, "B w"],
     above: Level,
 ) -> Level:
-    """The states behind the nodes of a level, from their tokens and their parents' states.
+    """The states after the nodes of a level, from their tokens and their parents' states.
 
     Args:
       cache: of `root_level`.

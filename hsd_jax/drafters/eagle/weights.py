@@ -1,4 +1,4 @@
-"""The weights of an EAGLE drafter: a trunk that reads tokens needs no token information behind it."""
+"""The weights of an EAGLE drafter: a trunk that reads tokens needs no token information after it."""
 
 from __future__ import annotations
 

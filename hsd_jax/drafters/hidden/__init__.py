@@ -1,4 +1,4 @@
-"""Hidden-state drafting: K token-free states, token information behind the head (Lyanna, arXiv:2602.21224)."""
+"""Hidden-state drafting: K token-free states, token information after the head (Lyanna, arXiv:2602.21224)."""
 
 from __future__ import annotations
 

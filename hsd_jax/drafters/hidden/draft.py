@@ -1,7 +1,7 @@
 """The hidden-state drafter: K token-free trunk states, one batched head, a tree with token information.
 
 The trunk reads the target's features and its own states only; drafted tokens first appear in the `Grower` (Lyanna,
-arXiv:2602.21224; methods.md 1.5). When the trunk runs, and what becomes of states a round did not use, stands in
+arXiv:2602.21224; methods.md 1.5). When the trunk runs, and what becomes of states a round did not use, is in
 `schedule.py`. The trunk is `models/trunk.py`, token information `weights.py`.
 """
 

@@ -1,6 +1,6 @@
 """Spare states: what a trunk run has forecast beyond the tokens a round committed, and how later rounds use it.
 
-A trunk state reads no drafted token, so a rejected draft does not spoil the states behind it: they still forecast the
+A trunk state reads no drafted token, so a rejected draft does not spoil the states after it: they still forecast the
 same absolute positions (Lyanna, arXiv:2602.21224; methods.md 1.5, 6). Kept are their base logits, since a state serves
 the tree through nothing else. Knows neither trunks nor targets. Read next: `schedule.py`, where the forms differ
 in when the trunk runs.
@@ -30,12 +30,12 @@ FRESH, KEPT, MIXED = range(3)
 """What a drafted node grew from: a state of this round's trunk run, a spare of an earlier one, or logits of both."""
 
 
-@typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
+@typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
 @flax.struct.dataclass
 class Spares:
-    """Base logits of the states of one trunk run that stand ahead of each row's root.
+    """Base logits of the states of one trunk run that are ahead of each row's root.
 
-    `logits[:, j - 1]` forecast the token j places behind the root, for j up to `num`; what stands behind is
+    `logits[:, j - 1]` forecast the token j places after the root, for j up to `num`; what follows is
     meaningless. A row that has committed c tokens since its trunk ran has `num` = K - c.
     """
 

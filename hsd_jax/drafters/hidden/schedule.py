@@ -77,7 +77,7 @@ def _spares(state: TrunkState) -> Spares:
 def append_pending(
     state: TrunkState, features: Float[Array, "B M2 H"], tokens: Int[Array, "B M2"], num_new: Int[Array, "B"]
 ) -> TrunkState:
-    """The state with `num_new` features and the tokens behind them, after those of each row that still wait.
+    """The state with `num_new` features and the tokens after them, after those of each row that still wait.
 
     The caller guarantees room for them; what does not count is cut off.
     """

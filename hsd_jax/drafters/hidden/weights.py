@@ -1,6 +1,6 @@
 """Token information: what drafted tokens add to the logits of token-free states, and the weights of the whole drafter.
 
-The injector adds a low-rank bias behind the LM head, from the previous token or from the path up to it. The trunk is
+The injector adds a low-rank bias after the LM head, from the previous token or from the path up to it. The trunk is
 `models/trunk.py`. Read next: `draft.py`.
 """
 
@@ -39,7 +39,7 @@ def init_weights(key: jax.Array, config: HiddenConfig) -> Weights:
 def read_token(
     weights: Weights, config: HiddenConfig, token: Int[Array, "..."], above: Float[Array, "... r"] | None = None
 ) -> Float[Array, "... r"]:
-    """What the injector has read when it stands on a token: RMSNorm(W1[token] + R . above) of the token's `rank`.
+    """What the injector has read at a token: RMSNorm(W1[token] + R . above) of the token's `rank`.
 
     Args:
       token: any token, cold ones too (methods.md, A10).
@@ -54,7 +54,7 @@ def read_token(
 
 
 def token_bias(weights: Weights, config: HiddenConfig, read: Float[Array, "... r"]) -> Float[Array, "... V"]:
-    """The bias behind a token: what the injector has read . W2; V are the tokens that may be drafted.
+    """The bias after a token: what the injector has read . W2; V are the tokens that may be drafted.
 
     A drafter of rank 0 was trained without token information.
     """
@@ -66,7 +66,7 @@ def token_bias(weights: Weights, config: HiddenConfig, read: Float[Array, "... r
 def inject(
     weights: Weights, config: HiddenConfig, tokens: Int[Array, "..."], above: Float[Array, "... r"] | None
 ) -> tuple[Float[Array, "... V"], Float[Array, "... r"] | None]:
-    """The bias behind each token, and what its children need of it: `above` of their own call, None without a path.
+    """The bias after each token, and what its children need of it: `above` of their own call, None without a path.
 
     The bias is zero at initialisation (methods.md 1.5, 3).
     """

@@ -12,7 +12,7 @@ from hsd_jax.settings import Within
 
 @dataclasses.dataclass(frozen=True)
 class LookupConfig:
-    """Prompt lookup: drafts what stood behind the longest n-gram of the context that ends it once more.
+    """Prompt lookup: drafts what followed the longest n-gram of the context that ends it once more.
 
     Args:
       max_ngram: longest n-gram, in tokens; longer repetitions count as this long.

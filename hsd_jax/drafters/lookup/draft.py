@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts what stood behind an earlier occurrence of the last tokens. No weights.
+"""Prompt lookup: drafts what followed an earlier occurrence of the last tokens. No weights.
 
 Good where an answer repeats its prompt (summaries, edits, code). Drafting costs next to nothing, but the target's pass
 over all nodes is paid where nothing is found, too. It looks on the device, in a copy of the context of its own. Prompt
@@ -20,10 +20,10 @@ from hsd_jax.models import cache as cache_lib
 from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict
 
 
-@typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
+@typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
 @flax.struct.dataclass
 class LookupState:
-    """The committed tokens of each row; what stands behind `length` is meaningless."""
+    """The committed tokens of each row; what comes after `length` is meaningless."""
 
     tokens: Int[Array, "B T"]
     length: Int[Array, "B"]
@@ -32,7 +32,7 @@ class LookupState:
 def find_repetition(
     tokens: Int[Array, "B T"], length: Int[Array, "B"], config: LookupConfig
 ) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
-    """Where the context goes on behind its longest earlier occurrence of its own end, and whether there is one.
+    """Where the context goes on after its longest earlier occurrence of its own end, and whether there is one.
 
     An occurrence is at most `max_ngram` tokens long; of equally long ones the latest counts.
     """

@@ -45,7 +45,7 @@ FIRST_RANK, NEXT_RANK = 0.6, 0.3
 shapes the tree and nothing else."""
 
 
-@typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
+@typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
 @flax.struct.dataclass
 class MedusaState:
     """The feature of the last committed token but one: of the last position the target has seen."""

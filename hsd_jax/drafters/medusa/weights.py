@@ -25,7 +25,7 @@ def head_states(
     """States of the first K heads : f + SiLU(W_k f + b_k) of one feature f each.
 
     References:
-      Medusa (arXiv:2401.10774, section 2.1.1), with the target's own LM head behind all heads as in blockwise parallel
+      Medusa (arXiv:2401.10774, section 2.1.1), with the target's own LM head after all heads as in blockwise parallel
       decoding (Stern et al., arXiv:1811.03115).
     """
     width = num_states * config.hidden_size

@@ -25,7 +25,7 @@ MAX_PENDING = 2
 """The root, and before it the last draft of a round that was accepted whole: the model never read that one."""
 
 
-@typing.no_type_check  # tree.map puts shapes and shardings where the arrays stand
+@typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
 @flax.struct.dataclass
 class SmallLMState:
     """Cached plus pending tokens = committed tokens.
@@ -89,7 +89,7 @@ def small_lm_drafter(
         return drafted, dataclasses.replace(state, cache=cache)
 
     def commit(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        """Forgets the rejected drafts. The drafts read are the first depth - 1, behind the root."""
+        """Forgets the rejected drafts. The drafts read are the first depth - 1, after the root."""
         root_position = state.cache.length - depth
         root = jnp.take_along_axis(state.pending, state.num_pending[:, None] - 1, 1)
         # Of a round that commits n tokens the model has read the root and n - 1 accepted drafts, but never the last

@@ -1,7 +1,7 @@
 """Which tokens are hot: the most frequent ones of text the target wrote, and how much of such text they cover.
 
-Counting only; what a drafter does with the ids stands in `models/hot.py`. Read next: `run.py`, which chooses once for a
-run, and `cli/train.py`, where `hsd train restrict` does so for a drafter that is trained already.
+Counting only; what a drafter does with the ids is in `models/draft_vocab.py`. Read next: `run.py`, which chooses once
+for a run, and `cli/train.py`, where `hsd train restrict` does so for a drafter that is trained already.
 """
 
 from __future__ import annotations

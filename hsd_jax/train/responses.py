@@ -3,7 +3,7 @@
 A drafter learns best from text the target wrote. Every row has a temperature and a seed of its own, which depend on
 the number of its prompt alone, and the plan fixes which rows are decoded together: a run that broke off ends with the
 very file of one that did not. Called by `hsd generate-data`; the file is read back by `documents.py`. Read first:
-`prompts.py`.
+`response_prompts.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hsd_jax.files import check_new_file, parse_json, read_json, write_json
 from hsd_jax.models import convert
 from hsd_jax.params import Params
 from hsd_jax.train import data, manifest
-from hsd_jax.train.prompts import GenerateConfig, Prompt, Report, draw, read_prompts
+from hsd_jax.train.response_prompts import GenerateConfig, Prompt, Report, draw, read_prompts
 from hsd_jax.train.rows import spoken
 
 REPORT_SECONDS = 5.0
@@ -60,7 +60,7 @@ def make_plan(prompts: Sequence[Prompt], config: GenerateConfig) -> list[list[Jo
 
 
 def settings_path(out: str | Path) -> Path:
-    """Where the settings of a run stand beside its result."""
+    """The file of a run's settings, beside its result."""
     return Path(f"{out}.settings.json")
 
 
@@ -97,7 +97,7 @@ def check_settings(out: str | Path, settings: dict[str, Any]) -> None:
 
 
 def lines_done(out: Path, jobs: Sequence[Job]) -> int:
-    """Whole lines of a result that broke off, after dropping what stands behind the last of them.
+    """Whole lines of a result that broke off, after dropping what comes after the last of them.
 
     Raises:
       ValueError: naming the line that is not of this plan.
@@ -189,28 +189,29 @@ def generate(
     out = Path(out)
     check_settings(out, settings)
     with lock.held(lock.beside(out)):
-        return _generate(params, tokenizer, plan, out, settings, config, tree, report)
+        check_settings(out, settings)  # again: the holder of the lock may have changed them
+        jobs = [job for batch in plan for job in batch]
+        done = lines_done(out, jobs)
+        write_json(settings_path(out), settings)
+        if done:
+            report(f"{out}: {done:,} of {len(jobs):,} lines are there")
+        if done < len(jobs):
+            _write_lines(params, tokenizer, plan, out, done, config, tree, report)
+    return len(jobs)
 
 
-def _generate(
+def _write_lines(
     params: Params,
     tokenizer: Tokenizer,
     plan: Sequence[Sequence[Job]],
     out: Path,
-    settings: dict[str, Any],
+    done: int,
     config: GenerateConfig,
     tree: TreeConfig | None,
     report: Report,
-) -> int:
-    check_settings(out, settings)  # again: the holder of the lock may have changed them
-    jobs = [job for batch in plan for job in batch]
-    done = lines_done(out, jobs)
-    write_json(settings_path(out), settings)
-    if done:
-        report(f"{out}: {done:,} of {len(jobs):,} lines are there")
-    if done == len(jobs):
-        return done
-    progress = _Progress(len(jobs), report)
+) -> None:
+    """Appends the lines of the plan from number `done` on, a batch at a time."""
+    progress = _Progress(sum(map(len, plan)), report)
     size = max(map(len, plan))
     end = 0
     with out.open("ab") as file:
@@ -228,7 +229,6 @@ def _generate(
                 raise ValueError(f"{out}: cannot be written ({error}); the same command continues later") from error
             progress.add(len(records), num_tokens, end)
     progress.close()
-    return len(jobs)
 
 
 def _decoded(
