@@ -193,7 +193,7 @@ def prepare(
     if plan.is_chosen and tree is not None:
         models["costs"] = costs_of(params, num_rows, tree)
     start = time.perf_counter()
-    state = decoder.prefill(models, tokens, lengths, keys, limits, capacity=capacity, max_tokens=capacity + 1)
+    state = decoder.read(models, tokens, lengths, keys, limits, capacity=capacity, max_tokens=capacity + 1)
     if params.mesh is not None:
         state = put(state, sharding_lib.row_shardings(params.mesh, state, len(rows)))
     jax.block_until_ready(state.length)
@@ -244,7 +244,7 @@ def first_capacity(prompt: int, total: int, lookahead: int, max_len: int) -> int
 
     Args:
       prompt, total: tokens of the longest prompt, and of the longest row with all it may be given.
-      reach: slots that a round may write after the committed ones.
+      lookahead: slots that a round may write after the committed ones.
       max_len: tokens that no row exceeds.
     """
     most = -(-(max_len + lookahead) // CAPACITY_UNIT) * CAPACITY_UNIT

@@ -245,7 +245,8 @@ class Drafter(NamedTuple):
     lookahead: int = 0
     """Slots after the committed tokens that a round may write in the drafter's own cache, if more than `max_depth`."""
     ready: Callable[..., Any] | None = None
-    """`ready(params, state) -> state`, once the prompt is read; None: nothing is left to do."""
+    """`ready(params, state) -> state`, whenever prefill has read some of the prompt; what it adds to the state
+    counts for drafting, not for reading on. None: nothing is left to do."""
     follow: Callable[..., Any] | None = None
     """`follow(params, state, verdict, output, num_committed) -> state`: after up to max_depth + 1 plain passes, for
     which nothing was drafted; the verdict's path are their nodes in order. Rows that committed none keep their state.

@@ -164,6 +164,22 @@ def missing_docstrings(package: Path) -> list[str]:
     return found
 
 
+def wrong_arguments(package: Path) -> list[str]:
+    """Arguments that a docstring explains and the function, or the class it is of, does not take."""
+    found = []
+    for path, _, tree in modules(package):
+        for node in ast.walk(tree):
+            if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+                continue
+            explained = re.search(r"^Args:\n((?:  .*\n|\n)*)", (ast.get_docstring(node) or "") + "\n", re.MULTILINE)
+            names = re.findall(r"^  (\w+(?:, \w+)*):", explained[1], re.MULTILINE) if explained else []
+            taken = {arg.arg for arg in ast.walk(node) if isinstance(arg, ast.arg)}
+            taken |= {ast.unparse(field.target) for field in node.body if isinstance(field, ast.AnnAssign)}
+            wrong = set(", ".join(names).split(", ")) - taken if names else set()
+            found += [at(package, path, node.lineno, f"{node.name} takes no {name}") for name in sorted(wrong)]
+    return found
+
+
 def unfinished(package: Path) -> list[str]:
     """Notes to do something later."""
     return [
@@ -174,7 +190,7 @@ def unfinished(package: Path) -> list[str]:
     ]
 
 
-CHECKS = [wrong_directions, foreign_imports, long_code, long_cli, missing_docstrings, unfinished]
+CHECKS = [wrong_directions, foreign_imports, long_code, long_cli, missing_docstrings, wrong_arguments, unfinished]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -183,6 +199,9 @@ def test_package(check):
     assert not violations, "\n" + "\n".join(violations)
 
 
+WRONG_ARGUMENT = (
+    'def f(x):\n    """Does.\n\n    Args:\n      x, reach: how far.\n    Raises:\n      ValueError: no.\n    """'
+)
 FAULTS = [
     (wrong_directions, "types.py", "from hsd_jax.models import target", "types.py:2: hsd_jax.types imports"),
     (wrong_directions, "models/target.py", "import hsd_jax.infer.step", "target.py:2: hsd_jax.models.target imports"),
@@ -209,6 +228,7 @@ FAULTS = [
     (long_cli, "cli/main.py", "x = 1\n" * MAX_CLI_LINES, "cli:1: 14"),
     (missing_docstrings, "config.py", "def f():\n    pass", "config.py:2: f has no docstring"),
     (missing_docstrings, "config.py", "class C:\n    pass", "config.py:2: C has no docstring"),
+    (wrong_arguments, "config.py", WRONG_ARGUMENT, "config.py:2: f takes no reach"),
     (unfinished, "config.py", "# TO" + "DO: later", "config.py:2: "),
 ]
 

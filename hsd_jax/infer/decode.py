@@ -40,13 +40,16 @@ UNBOUNDED = 2**30
 CHUNK, CHUNK_OF_KERNELS = 256, 64
 """Tokens of a prompt that prefill reads in a pass, at most. The kernels are as fast with few; what comes after the end
 of a prompt costs them nothing."""
+STRETCH = 32
+"""Chunks that a call of prefill reads of a long prompt."""
 
 
 def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.float32) -> Callable:
-    """`prefill(models, tokens [B, P], length [B], keys, limits, capacity=, max_tokens=) -> DecodeState`.
+    """`prefill(models, tokens [B, P], length [B], keys, limits, num_chunks, state, capacity=, max_tokens=)`.
 
     Prompts are read in chunks against the cache, so memory is linear in P and the time follows the longest prompt, not
-    P. A prompt's last token stays out of the cache: it is the root of the first round. So nothing is sampled here,
+    P. A call reads so many chunks and returns a `DecodeState`; a call that is given it as `state` goes on from there.
+    A prompt's last token stays out of the cache: it is the root of the first round. So nothing is sampled here,
     and the invariant cached positions = committed tokens - 1 holds from the start.
     """
 
@@ -56,6 +59,8 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
         length: Int[Array, "B"],
         keys: jax.Array,
         limits: Limits,
+        num_chunks: Int[Array, ""] | int = UNBOUNDED,
+        state: DecodeState | None = None,
         *,
         capacity: int,
         max_tokens: int,
@@ -65,25 +70,31 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
         if num % chunk:
             raise ValueError(f"prompts padded to {num} tokens: expected a multiple of {chunk}")
         aux_layers = () if drafter is None else drafter.aux_layers
-        slots = cache_lib.layer_slots(config, capacity)
-        cache = cache_lib.empty_cache(slots, batch, config.num_kv_heads, config.head_dim, cache_dtype, capacity)
-        behind = jnp.roll(tokens, -1, 1)
+        next_tokens = jnp.roll(tokens, -1, 1)
 
         def read(index: Array, carry):
             cache, drafter_state = carry
             start = index * chunk
-            now, following = (lax.dynamic_slice_in_dim(x, start, chunk, 1) for x in (tokens, behind))
+            now, following = (lax.dynamic_slice_in_dim(x, start, chunk, 1) for x in (tokens, next_tokens))
             # XLA drops the logits, which nobody reads.
             output, cache = read_chunk(models["target"], config, cache, now, start, length - 1, aux_layers=aux_layers)
             if drafter is not None:
                 drafter_state = drafter.read(models, drafter_state, output, now, following, start, length)
             return cache, drafter_state
 
-        drafter_state = None if drafter is None else drafter.init(tokens, length, capacity)
-        num_chunks = (jnp.max(length) + chunk - 2) // chunk
-        cache, drafter_state = lax.fori_loop(0, num_chunks, read, (cache, drafter_state))
+        if state is None:
+            slots = cache_lib.layer_slots(config, capacity)
+            cache = cache_lib.empty_cache(slots, batch, config.num_kv_heads, config.head_dim, cache_dtype, capacity)
+            before = cache, None if drafter is None else drafter.init(tokens, length, capacity)
+        else:
+            before = state.cache, state.drafter
+        begin, after_last = (-(-jnp.max(num_read) // chunk) for num_read in (before[0].length, length - 1))
+        end = jnp.minimum(begin + num_chunks, after_last)
+        cache, drafter_state = lax.fori_loop(begin, end, read, before)
         if drafter is not None and drafter.ready is not None:
             drafter_state = drafter.ready(models, drafter_state)
+        if state is not None:
+            return dataclasses.replace(state, cache=cache, drafter=drafter_state)
         depth = 0 if drafter is None else drafter.max_depth
         is_prompt, zeros = jnp.arange(num) < length[:, None], jnp.zeros(batch, jnp.int32)
         return DecodeState(
@@ -123,7 +134,7 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
     loops of one program and not branches of one round: XLA would copy the caches at a branch.
 
     Args:
-      reach: slots after its committed tokens that a row may write in a round.
+      lookahead: slots after its committed tokens that a row may write in a round.
     """
 
     def loop(
@@ -206,13 +217,22 @@ class Decoder:
         self._slots = functools.partial(cache_lib.layer_slots, config)
         self._tracing = precision, use_native, mesh
         self.prefill = self.compile(
-            make_prefill(config, drafter, cache_dtype), static_argnames=("capacity", "max_tokens")
+            make_prefill(config, drafter, cache_dtype),
+            static_argnames=("capacity", "max_tokens"),
+            donate_argnames="state",
         )
         self.loop = self.compile(make_loop(config, step, drafter, self.lookahead), donate_argnums=4)
 
     def compile(self, function: Callable, **options) -> Callable:
         """`function` jitted as the loop is: with the same matmul precision and the same kernels."""
         return jax.jit(traced_with(*self._tracing, function), **options)
+
+    def read(self, models: dict, tokens: Array, length: Int[Array, "B"], keys, limits: Limits, **sizes) -> DecodeState:
+        """Prompts read to their ends, a stretch at a time: the host can be interrupted between any two."""
+        longest, state = int(fetch(length).max()) - 1, None
+        while state is None or fetch(state.cache.length).max() < longest:
+            state = self.prefill(models, tokens, length, keys, limits, jnp.int32(STRETCH), state, **sizes)
+        return state
 
     def _grow(self, state: DecodeState, capacity: int) -> DecodeState:
         """The same state with room for `capacity` slots; the old buffers are freed one by one."""

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import FULL, SLIDING, ModelConfig
 from hsd_jax.kernels import native
+from hsd_jax.kernels.attention import Seen
 from hsd_jax.kernels.int8 import Kernel
 from hsd_jax.kernels.ops import matmul, rows_of
 from hsd_jax.models.cache import commit
@@ -55,10 +56,6 @@ class Target(nn.Module):
             self.param("head", nn.initializers.normal(c.hidden_size**-0.5), (c.vocab_size, c.hidden_size))
         logits = lm_head(dict(self.variables["params"]), c, hidden)
         return ModelOutput(logits, hidden, tuple(features), NewKV(tuple(keys), tuple(values)))
-
-
-Seen = tuple[Int[Array, "B N"], Int[Array, "B N"]]
-"""The first cache slot that each node sees, and the one after the last."""
 
 
 def layer_masks(
@@ -135,7 +132,7 @@ def forward(
       positions: absolute positions; in a tree they follow depth, not node index.
       new_mask: `new_mask[b, i, j]`: node i sees node j; must be reflexive.
       cache: committed slots, all of which every node sees (up to a sliding window).
-      taps: layers whose residual stream is returned in `features`.
+      aux_layers: layers whose residual stream is returned in `features`.
       active: nodes that count, None: all. What is returned of the others means nothing; the CPU kernels skip them.
     """
     with native.only(active):
