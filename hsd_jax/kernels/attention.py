@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.kernels import triton
 from hsd_jax.kernels.native import traced_platform
-from hsd_jax.kernels.triton import MASKED
+from hsd_jax.kernels.triton import MASKED, visible
 
 VARIABLE = "HSD_ATTENTION"
 """Environment variable that names a backend; "auto", the default, takes the first that applies."""
@@ -119,16 +119,6 @@ def finish(found: Partial) -> Float[Array, "... n E"]:
     """The output of a softmax over all entries."""
     out, _, total = found
     return out / jnp.where(total > 0, total, 1.0)[..., None]
-
-
-def visible(slots: Array, first: Array, last: Array, num_slots: int) -> Array:
-    """Whether slots hold positions from `first` to before `last`.
-
-    A slot holds the last position before `last` that is its own number modulo the slots: where there are as many slots
-    as positions, its own number; in a ring of fewer, what was written there last.
-    """
-    rounds = (jnp.maximum(last - 1 - slots, 0)) // num_slots
-    return (slots < last) & (slots + rounds * num_slots >= first)
 
 
 def by_xla(query, new, new_mask, cached, seen, scale, softcap):

@@ -17,6 +17,13 @@ VARIABLE = "HSD_GPU_KERNELS"
 MOST = 0.02
 """Largest difference from XLA, of values around 1 in bfloat16, that counts as the same."""
 
+ATTENTIONS = (
+    ("attention", 64, 5, 512, 30.0),
+    ("attention of 64 nodes to a ring", 128, 64, 256, None),
+    ("attention of wide heads", 256, 5, 512, None),
+)
+"""What attention is asked for: width of a head, nodes, slots (of rows with up to 500 tokens), soft cap."""
+
 
 def gpu_kernels_agree() -> bool:
     """Whether programs may use `triton.py`. Where it computes something else, or nothing, a warning says so, once.
@@ -58,16 +65,9 @@ def differences(interpret: bool = False) -> dict[str, float]:
     x, weight = normal(3, 5, 192), normal(192)
     joint, angles = normal(2, 5, 2, 6, 64), normal(2, 5, 32)
     table = jnp.concatenate([jnp.cos(angles)] * 2, -1), jnp.concatenate([-jnp.sin(angles), jnp.sin(angles)], -1)
-    entries = [normal(2, 2, n, 64).astype(jnp.bfloat16) for n in (5, 5, 512, 512)]
-    last = jnp.broadcast_to(jnp.array([[500], [70]], jnp.int32), (2, 5))
-    seen = jnp.maximum(last - 300, 0), last
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((5, 5), bool)), (2, 5, 5))
-    rest = (entries[0], entries[1]), mask, (entries[2], entries[3]), seen, 0.125, 30.0
-
     with triton.enabled(True, interpret):
         normed = ops.rms_norm(x, weight, 1e-5)
         query, key, value = triton.rope(joint, table, jnp.bfloat16)
-        attended = attention.by_triton(query, *rest)
     with triton.enabled(False):
         rotated = ops.apply_rope(joint[:, :, :, :5].reshape(2, 5, 10, 64), table).reshape(2, 5, 2, 5, 64)
         heads = rotated.transpose(0, 2, 1, 3, 4)
@@ -76,6 +76,17 @@ def differences(interpret: bool = False) -> dict[str, float]:
             "rope, queries": (query, heads[:, :, :, :4].reshape(2, 2, 20, 64)),
             "rope, keys": (key, heads[:, :, :, 4]),
             "rope, values": (value, joint[:, :, :, 5].transpose(0, 2, 1, 3)),
-            "attention": (attended, attention.by_xla(query.astype(jnp.float32), *rest)),
         }
+    for name, width, nodes, slots, softcap in ATTENTIONS:
+        asked = normal(2, 2, 4 * nodes, width).astype(jnp.bfloat16)
+        entries = [normal(2, 2, n, width).astype(jnp.bfloat16) for n in (nodes, nodes, slots, slots)]
+        sees = jnp.arange(nodes) < nodes - 1  # the last node nothing, as those that pad a tree
+        last = jnp.array([[500], [70]], jnp.int32) * sees
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)) & sees[:, None], (2, nodes, nodes))
+        seen = jnp.maximum(last - 200, 0), last
+        rest = (entries[0], entries[1]), mask, (entries[2], entries[3]), seen, width**-0.5, softcap
+        with triton.enabled(True, interpret):
+            attended = attention.by_triton(asked, *rest)
+        with triton.enabled(False):
+            pairs[name] = attended, attention.by_xla(asked.astype(jnp.float32), *rest)
     return {name: float(jnp.max(jnp.abs(a.astype(jnp.float32) - b))) for name, (a, b) in pairs.items()}

@@ -28,7 +28,9 @@ from hsd_jax.kernels.native import traced_platform
 MASKED = -1e30
 """Score of what is not seen; finite, so that a row with nothing to see gives no NaN."""
 PROGRAMS = 256
-"""Programs of the attention kernel that are wanted at least: about two for each multiprocessor of an H100."""
+"""Programs of the attention kernel that are wanted at most: about two for each multiprocessor of an H100."""
+MOST_PARTS = 64
+"""Parts that the merge holds in registers. It pads them to a power of two, so the splits and the nodes are one."""
 
 _scope: contextvars.ContextVar[tuple[bool, bool]] = contextvars.ContextVar("hsd_triton", default=(False, False))
 
@@ -50,7 +52,7 @@ def enabled(on: bool, interpret: bool = False) -> Iterator[None]:
 def is_on() -> bool:
     """Whether what is traced here and now may use these kernels."""
     on, interpret = _scope.get()
-    return on and (interpret or traced_platform() in ("gpu", "cuda"))
+    return on and (interpret or traced_platform() == "gpu")
 
 
 def is_alone() -> bool:
@@ -150,6 +152,16 @@ def rope(
     return program.on_each_device(rotate, ins, (heads, heads, heads), joint.shape[0], joint.shape[2])(joint, *table)
 
 
+def visible(slots: Array, first: Array, last: Array, num_slots: int) -> Array:
+    """Whether slots hold positions from `first` to before `last`.
+
+    A slot holds the last position before `last` that is its own number modulo the slots: where there are as many slots
+    as positions, its own number; in a ring of fewer, what was written there last.
+    """
+    rounds = (jnp.maximum(last - 1 - slots, 0)) // num_slots
+    return (slots < last) & (slots + rounds * num_slots >= first)
+
+
 def attend_applies(query: Array, cached: tuple[Array, Array]) -> bool:
     """Whether `attend` can: 16-bit caches, widths and numbers of slots that its tiles divide."""
     num_slots, width = cached[0].shape[2:]
@@ -181,7 +193,8 @@ def _splits(query, new, new_mask, cached, first, last, scale, softcap):
     num_slots, num_new = cached[0].shape[2], new[0].shape[2]
     block_q, block_k = min(64, max(16, _power_of_two(num))), min(64, num_slots & -num_slots)
     blocks = pl.cdiv(num, block_q)
-    splits = max(1, min(PROGRAMS // (batch * groups * blocks), num_slots // block_k))
+    parts = min(PROGRAMS // (batch * groups * blocks), num_slots // block_k, MOST_PARTS - 1) + 1
+    splits = max(1, (1 << parts.bit_length() - 1) - 1)
 
     def whole(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, *shape), lambda b, g, i, s: (b, g, 0, 0))
@@ -241,9 +254,8 @@ def _flash(
 
         def block(i, found):
             slots, at = i * block_k + jnp.arange(block_k), pl.ds(i * block_k, block_k)
-            ahead = last[:, None] - 1 - slots[None, :]  # as `attention.visible`
-            position = slots[None, :] + jnp.maximum(ahead, 0) // num_slots * num_slots
-            return add(keys_ref[at, :], values_ref[at, :], (ahead >= 0) & (position >= first[:, None]), found)
+            seen = visible(slots[None, :], first[:, None], last[:, None], num_slots)
+            return add(keys_ref[at, :], values_ref[at, :], seen, found)
 
         return lax.fori_loop(start, jnp.minimum(start + share, end), block, found)
 

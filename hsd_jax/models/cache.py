@@ -7,8 +7,7 @@ position modulo the ring's slots. Knows nothing about trees or acceptance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -72,24 +71,28 @@ def write_rows(buffer: Array, rows: Array, start: Int[Array, "B"] | Int[Array, "
             return lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis)
         return jax.vmap(lambda b, r, s: lax.dynamic_update_slice_in_dim(b, r, s, axis - 1))(buffer, rows, start)
 
-    # Each device its own rows: XLA for TPUs would copy a cache that rows of several devices are scattered into.
-    whole = ("data", "model", None, None) if buffer.ndim == 4 else ("data", *[None] * (buffer.ndim - 1))
-    groups = buffer.shape[1] if buffer.ndim == 4 else 1
-    ins = [whole, whole, ("data",)]
-    return program.on_each_device(write, ins, whole, buffer.shape[0], groups)(buffer, rows, start)
+    return _on_own_rows(write, buffer, rows, start)
 
 
 def _write_ring(
-    buffer: Array, rows: Array, start: Int[Array, "B"] | Int[Array, ""], axis: int, valid: Bool[Array, "B M"] | None
+    buffer: Array, rows: Array, start: Int[Array, "B"] | Int[Array, ""], valid: Bool[Array, "B M"] | None
 ) -> Array:
-    """`write_rows` where the slots go round."""
-    assert axis == 2
+    """`write_rows` along the slots of a cache, where they go round."""
     num, rows = buffer.shape[2], rows.astype(buffer.dtype)
     slots = (start.reshape(-1, 1) + jnp.arange(rows.shape[2])) % num
     slots = jnp.broadcast_to(slots, (buffer.shape[0], rows.shape[2]))
     if valid is not None:
         slots = jnp.where(valid, slots, num)  # out of bounds: dropped
-    return jax.vmap(lambda b, r, s: b.at[:, s].set(r, mode="drop", unique_indices=valid is None))(buffer, rows, slots)
+    write = jax.vmap(lambda b, r, s: b.at[:, s].set(r, mode="drop", unique_indices=valid is None))
+    return _on_own_rows(write, buffer, rows, slots)
+
+
+def _on_own_rows(write: Callable[..., Array], buffer: Array, rows: Array, where: Array) -> Array:
+    """Each device writes its own rows: XLA for TPUs would copy a cache that rows of several are scattered into."""
+    whole = ("data", "model", None, None) if buffer.ndim == 4 else ("data", *[None] * (buffer.ndim - 1))
+    groups = buffer.shape[1] if buffer.ndim == 4 else 1
+    ins = [whole, whole, ("data", *[None] * (where.ndim - 1))]
+    return program.on_each_device(write, ins, whole, buffer.shape[0], groups)(buffer, rows, where)
 
 
 def take_nodes(values: Array, index: Int[Array, "B M"], axis: int) -> Array:
@@ -125,8 +128,10 @@ def commit(
     def move(buffers, rows):
         if path is not None:
             rows = tuple(take_nodes(r, path, axis=2) for r in rows)
-        write = [write_rows if b.shape[2] == cache.capacity else partial(_write_ring, valid=valid) for b in buffers]
-        return tuple(put(b, r, first, axis=2) for put, b, r in zip(write, buffers, rows, strict=True))
+        return tuple(
+            write_rows(b, r, first, axis=2) if b.shape[2] == cache.capacity else _write_ring(b, r, first, valid)
+            for b, r in zip(buffers, rows, strict=True)
+        )
 
     keys, values = move(cache.keys, new.keys), move(cache.values, new.values)
     return KVCache(keys, values, cache.length + num_committed, cache.capacity)

@@ -169,18 +169,17 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
-        if self.has_variable("params", "gate_up"):
-            joint = Weight((2, self.intermediate_size), x.shape[-1], self.use_bias, name="gate_up")
+        width, wider = x.shape[-1], self.intermediate_size
+        down_weight = Weight(width, wider, self.use_bias, self.output_std, name="down")
+        if self.has_variable("params", "gate_up"):  # `packing.py`
+            joint = Weight((2, wider), width, self.use_bias, name="gate_up")
             gate, up = jnp.moveaxis(linears(x, joint)[0], -2, 0)
-            down = Weight(x.shape[-1], self.intermediate_size, self.use_bias, self.output_std, name="down")
-            return linears(activate(gate, self.activation) * up, down)[0]
-        width = (self.intermediate_size, x.shape[-1], self.use_bias)
-        gate_weight, up_weight = Weight(*width, name="gate"), Weight(*width, name="up")
-        down_weight = Weight(x.shape[-1], self.intermediate_size, self.use_bias, self.output_std, name="down")
-        if not self.use_bias:
-            kernels = [weight()[0] for weight in (gate_weight, up_weight, down_weight)]
-            return gated_mlp(x, kernels[0], kernels[1], kernels[2], self.activation)
-        gate, up = linears(x, gate_weight, up_weight)
+        else:
+            gate_weight, up_weight = (Weight(wider, width, self.use_bias, name=name) for name in ("gate", "up"))
+            if not self.use_bias:
+                gate, up, down = (weight()[0] for weight in (gate_weight, up_weight, down_weight))
+                return gated_mlp(x, gate, up, down, self.activation)
+            gate, up = linears(x, gate_weight, up_weight)
         return linears(activate(gate, self.activation) * up, down_weight)[0]
 
 

@@ -64,13 +64,11 @@ def pack(weights: Weights, config: Any, num_shards: int = 1, frees: bool = False
     """The weights with `q`, `k`, `v` as `qkv` and `gate`, `up` as `gate_up`.
 
     Args:
-      config: its configuration; where it has no heads, nothing is packed.
+      config: theirs, with heads.
       num_shards: devices that share the heads. Heads that they do not divide stay apart, as they would be cut.
       frees: each weight is gone once it is packed: a device need not hold all of them twice.
     """
-    groups = getattr(config, "num_kv_heads", None)
-    if groups is None:
-        return weights
+    groups = config.num_kv_heads
 
     def join(node: dict) -> dict:
         if groups % num_shards == 0 and {"q", "k", "v"} <= node.keys():
