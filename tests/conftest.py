@@ -93,6 +93,7 @@ def pytest_collection_finish() -> None:
     """What is imported stays: the garbage collector need not look through it again in every test."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_report_header() -> str:

@@ -73,16 +73,27 @@ def ended(processes: list[subprocess.Popen], folder: Path, seconds: float) -> li
             process.wait()
 
 
-def assert_as_one(folder: Path, num: int, devices: int) -> None:
-    """So many processes decode and train as this one does alone, and the first of them has written."""
-    processes = started(folder, num, devices, "decode", "train")
+def assert_decode_as_one(folder: Path, num: int, devices: int, *more: str) -> None:
+    """So many processes decode as this one does alone, and the first of them may write; `more` is done after it."""
+    processes = started(folder, num, devices, "decode", *more)
     wanted = hosts.decode(None)
-    hosts.train(None, folder / "alone")
     assert ended(processes, folder, 600) == [0] * num, (folder / "err-0").read_text()[-3000:]
     found = [json.loads((folder / f"found-{i}.json").read_text()) for i in range(num)]
     assert [x["is_writer"] for x in found] == [True] + [False] * (num - 1)
-    assert [x["devices"] for x in found] == [4] * num
+    assert [x["devices"] for x in found] == [num * devices] * num
     assert all(x["decode"] == wanted for x in found)
+
+
+def test_two_processes_decode_as_one(tmp_path):
+    assert_decode_as_one(tmp_path / "two", 2, 1)
+
+
+@slow
+@pytest.mark.parametrize(("num", "devices"), [(2, 2), (4, 1)])
+def test_processes_decode_and_train_as_one(tmp_path, standard_dtypes, num, devices):
+    folder = tmp_path / "many"
+    assert_decode_as_one(folder, num, devices, "train")
+    hosts.train(None, folder / "alone")
     said = [(folder / f"out-{i}").read_text() for i in range(num)]
     assert ["step 2/2" in text for text in said] == [True] + [False] * (num - 1)
     one, many = folder / "alone", folder / "run"
@@ -94,15 +105,6 @@ def assert_as_one(folder: Path, num: int, devices: int) -> None:
     assert weights[0].keys() == weights[1].keys()
     for name, array in weights[0].items():  # Adam's first step follows the sign even of a gradient of noise
         assert np.mean(np.abs(weights[1][name] - array)) < 1e-5, name
-
-
-def test_two_processes_are_as_one(tmp_path, standard_dtypes):
-    assert_as_one(tmp_path / "two", 2, 2)
-
-
-@slow
-def test_four_processes_are_as_one(tmp_path, standard_dtypes):
-    assert_as_one(tmp_path / "four", 4, 1)
 
 
 @slow

@@ -244,7 +244,7 @@ def test_lookup_has_no_distribution_to_couple():
     assert setups.setup("llama", "lookup").drafter.scheme is DrawScheme.ARBITRARY
 
 
-ROWS = 4096
+ROWS = 1024
 
 
 def tiny_call(rows: int = ROWS) -> calls.Call:
@@ -295,7 +295,7 @@ def estranged(drafter):
 
 
 @pytest.mark.parametrize("tree", ["wide", pytest.param("deep", marks=pytest.mark.slow), "chain"])
-def test_thousands_of_seeds_and_any_tree_give_one_text(tree):
+def test_a_thousand_seeds_and_any_tree_give_one_text(tree):
     tree = {**tiny_pairs.TREES, "chain": TreeConfig(4, 3, 1)}[tree]
     np.testing.assert_array_equal(np.asarray(tiny_state(tree=tree).tokens)[:, :9], tiny_plain()[:, :9])
 
@@ -324,7 +324,7 @@ def pair_of_distributions(number: int) -> tuple[np.ndarray, np.ndarray, oracle.S
     return target.astype(np.float32), draft.astype(np.float32), PAIRS[number]
 
 
-NUM = 20_000
+NUM = 8_000
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -225,8 +226,7 @@ def test_a_greedy_program_has_no_branch_and_the_same_tokens():
     assert "cond" not in str(jax.make_jaxpr(sampling.draw)(keys, logits, positions, greedy))
 
 
-@pytest.mark.parametrize("backend", ["xla", "triton"])
-def test_rings_decode_what_whole_caches_do(monkeypatch, backend):
+def test_rings_decode_what_whole_caches_do(monkeypatch):
     """Rows longer and shorter than a ring, a tree, growth on the way: one layer in three keeps its window only."""
     monkeypatch.setattr(cache_lib, "RING_UNIT", 16)
     monkeypatch.setattr(decode, "CHUNK", 16)
@@ -238,7 +238,7 @@ def test_rings_decode_what_whole_caches_do(monkeypatch, backend):
     models = {"target": target, "drafter": toy.make_drafter(drafter_config, config, target)}
     tokens = jax.random.randint(jax.random.key(3), (3, 64), 0, config.vocab_size)
     length = jnp.array([60, 3, 37], jnp.int32)
-    limits = Limits(length + jnp.array([45, 60, 20], jnp.int32), jnp.array([-1], jnp.int32))
+    limits = Limits(length + jnp.array([9, 30, 6], jnp.int32), jnp.array([-1], jnp.int32))
     settings = SamplingParams(jnp.array([0.0, 1.0, 0.7]), jnp.zeros(3, jnp.int32), jnp.ones(3))
     keys = sampling.row_keys([(0, 0), (1, 0), (2, 0)])
     tree = TreeConfig(nodes=5, depth=3, width=2)
@@ -257,9 +257,11 @@ def test_rings_decode_what_whole_caches_do(monkeypatch, backend):
     slots = 64
     wanted = run()
     slots = 32
-    with native.compiled_for("gpu"), attention.using(backend), triton.enabled(True, interpret=True):
-        monkeypatch.setattr(decode.triton, "enabled", lambda on: contextlib.nullcontext())
-        np.testing.assert_array_equal(run(), wanted)
+    interpreted = functools.partial(triton.enabled, True, interpret=True)
+    monkeypatch.setattr(decode.triton, "enabled", lambda on: contextlib.nullcontext())
+    for backend in ("xla", "triton"):
+        with native.compiled_for("gpu"), attention.using(backend), interpreted():
+            np.testing.assert_array_equal(run(), wanted)
 
 
 def test_kernels_that_differ_are_left_aside_with_a_warning(monkeypatch):
