@@ -77,6 +77,13 @@ def differences(interpret: bool = False) -> dict[str, float]:
             "rope, keys": (key, heads[:, :, :, 4]),
             "rope, values": (value, joint[:, :, :, 5].transpose(0, 2, 1, 3)),
         }
+    cache, rows = normal(2, 2, 64, 64).astype(jnp.bfloat16), normal(2, 2, 5, 64)
+    path, start, wanted = np.array([[0, 3, 4], [0, 1, 2]], np.int32), (61, 7), cache.astype(jnp.float32)
+    with triton.enabled(True, interpret):
+        (written,) = triton.write([cache], [rows], jnp.asarray(path), jnp.array(start, jnp.int32), 64, None)
+    for row, first in enumerate(start):
+        wanted = wanted.at[row, :, first : first + 3].set(rows[row][:, path[row]])
+    pairs["writes"] = written, wanted
     for name, width, nodes, slots, softcap in ATTENTIONS:
         asked = normal(2, 2, 4 * nodes, width).astype(jnp.bfloat16)
         entries = [normal(2, 2, n, width).astype(jnp.bfloat16) for n in (nodes, nodes, slots, slots)]

@@ -57,5 +57,8 @@ def on_each_device(function: Callable, ins: list[tuple], outs: Any, batch: int, 
     def spec(axes: tuple) -> PartitionSpec:
         return PartitionSpec(*(axis if shared.get(axis) else None for axis in axes))
 
-    out_specs = jax.tree.map(spec, outs, is_leaf=lambda x: type(x) is tuple and all(type(a) is not tuple for a in x))
-    return jax.shard_map(function, mesh=here, in_specs=tuple(map(spec, ins)), out_specs=out_specs, check_vma=False)
+    def is_axes(x: Any) -> bool:
+        return type(x) is tuple and all(type(axis) is not tuple for axis in x)
+
+    in_specs, out_specs = (jax.tree.map(spec, tree, is_leaf=is_axes) for tree in (tuple(ins), outs))
+    return jax.shard_map(function, mesh=here, in_specs=in_specs, out_specs=out_specs, check_vma=False)

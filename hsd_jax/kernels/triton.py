@@ -1,9 +1,10 @@
 """Pallas kernels for NVIDIA GPUs: what XLA would make several launches of, in one.
 
 A round of one row is bound by launches as much as by bytes: each kernel costs microseconds, each layer of a decoder is
-two dozen. These four take the place of a dozen: a norm with its rounding, rotation and rounding of queries, keys and
-values, attention over slots and nodes, and the merge of its splits. They have no gradient, so they are on only while a
-decode is traced (`enabled`). On a mesh each device runs them on its own heads and rows. Read next: `attention.py`.
+two dozen. These take the place of a dozen: a norm with its rounding, rotation and rounding of queries, keys and values,
+attention over slots and nodes, and the merge of its splits; and one write for the caches of all layers. They have no
+gradient, so they are on only while a decode is traced (`enabled`). On a mesh each device runs them on its own heads and
+rows. Read next: `attention.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.kernels import program
 from hsd_jax.kernels.native import traced_platform
@@ -29,6 +30,8 @@ MASKED = -1e30
 """Score of what is not seen; finite, so that a row with nothing to see gives no NaN."""
 PROGRAMS = 256
 """Programs of the attention kernel that are wanted at most: about two for each multiprocessor of an H100."""
+AT_ONCE = 64
+"""Caches that a kernel writes: each is a pointer among its arguments, and so are the entries."""
 MOST_PARTS = 64
 """Parts that the merge holds in registers. It pads them to a power of two, so the splits and the nodes are one."""
 
@@ -300,6 +303,70 @@ def _merged(outs: Array, tops: Array, totals: Array, dtype: Any) -> Float[Array,
         out_shape=jax.ShapeDtypeStruct((batch, groups, num, width), dtype),
         name="merge_splits",
     )(outs, tops, totals)
+
+
+def write_applies(buffers: Sequence[Array]) -> bool:
+    """Whether `write` can take caches of such heads."""
+    return is_on() and all(_is_tile(buffer.shape[3]) for buffer in buffers)
+
+
+def write(
+    buffers: Sequence[Float[Array, "B G _ E"]],
+    rows: Sequence[Float[Array, "B G N E"]],
+    nodes: Int[Array, "B M"],
+    start: Int[Array, "B"],
+    capacity: int,
+    valid: Bool[Array, "B M"] | None,
+) -> list[Float[Array, "B G _ E"]]:
+    """The caches of all layers with `nodes` of `rows` in the slots from `start` on, in a launch for `AT_ONCE` caches.
+
+    Args:
+      capacity: tokens of a row; in a cache of fewer slots these go round.
+      valid: nodes that such a cache takes in; None: all.
+    """
+    batch, groups = buffers[0].shape[:2]
+    takes = jnp.ones_like(nodes) if valid is None else valid.astype(jnp.int32)
+    heads, row = ("data", "model", None, None), ("data", None)
+
+    def put(buffers, rows, *where):
+        return _written(buffers, rows, *where, capacity)
+
+    found = []
+    for first in range(0, len(buffers), AT_ONCE):
+        some = [tuple(x[first : first + AT_ONCE]) for x in (buffers, rows)]
+        whole = (heads,) * len(some[0])
+        ins = [whole, whole, row, row, row]
+        found += program.on_each_device(put, ins, whole, batch, groups)(*some, nodes, start[:, None], takes)
+    return found
+
+
+def _written(buffers, rows, nodes, start, valid, capacity: int):
+    num = len(buffers)
+    batch, groups, _, width = buffers[0].shape
+
+    def kernel(*refs):
+        rows_refs, (nodes_ref, start_ref, valid_ref), out_refs = refs[num : 2 * num], refs[-3 - num : -num], refs[-num:]
+        place = pl.program_id(2)
+        node, slot, is_valid = nodes_ref[place], start_ref[0] + place, valid_ref[place] != 0
+        for row_ref, out_ref in zip(rows_refs, out_refs, strict=True):
+            slots = out_ref.shape[0]
+            takes = is_valid if slots < capacity else True
+            mask = jnp.broadcast_to(jnp.asarray(takes), (width,))
+            plgpu.store(out_ref.at[slot % slots, :], row_ref[node, :].astype(out_ref.dtype), mask=mask)
+
+    def whole(x: Array) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *x.shape[2:]), lambda b, g, m: (b, g, 0, 0))
+
+    row = pl.BlockSpec((None, nodes.shape[1]), lambda b, g, m: (b, 0))
+    return _call(
+        kernel,
+        grid=(batch, groups, nodes.shape[1]),
+        in_specs=[*map(whole, buffers), *map(whole, rows), row, pl.BlockSpec((None, 1), lambda b, g, m: (b, 0)), row],
+        out_specs=[*map(whole, buffers)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in buffers],
+        input_output_aliases={i: i for i in range(num)},
+        name="write_caches",
+    )(*buffers, *rows, nodes, start, valid)
 
 
 def _call(kernel: Callable, **options: Any) -> Callable:

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from hsd_jax.config import SLIDING, ModelConfig
-from hsd_jax.kernels import program
+from hsd_jax.kernels import program, triton
 from hsd_jax.kernels.native import traced_platform
 from hsd_jax.types import KVCache, NewKV
 
@@ -125,16 +125,20 @@ def commit(
         waited = _zero_known_after(after)
         first = first + (waited if start is None else waited[0])
 
-    def move(buffers, rows):
+    buffers, rows = (*cache.keys, *cache.values), (*new.keys, *new.values)
+    if triton.write_applies(buffers):
+        nodes = jnp.arange(rows[0].shape[2]) if path is None else path
+        nodes = jnp.broadcast_to(nodes, (len(cache.length), nodes.shape[-1]))
+        written = triton.write(buffers, rows, nodes, jnp.broadcast_to(first, cache.length.shape), cache.capacity, valid)
+    else:
         if path is not None:
-            rows = tuple(take_nodes(r, path, axis=2) for r in rows)
-        return tuple(
+            rows = [take_nodes(r, path, axis=2) for r in rows]
+        written = [
             write_rows(b, r, first, axis=2) if b.shape[2] == cache.capacity else _write_ring(b, r, first, valid)
             for b, r in zip(buffers, rows, strict=True)
-        )
-
-    keys, values = move(cache.keys, new.keys), move(cache.values, new.values)
-    return KVCache(keys, values, cache.length + num_committed, cache.capacity)
+        ]
+    num = len(cache.keys)
+    return KVCache(tuple(written[:num]), tuple(written[num:]), cache.length + num_committed, cache.capacity)
 
 
 def _zero_known_after(x: Array) -> Int[Array, "B"]:

@@ -25,10 +25,10 @@ from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
 from hsd_jax.kernels import attention, check, native, ops, program, triton
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.cache import empty_cache
+from hsd_jax.models.cache import commit, empty_cache
 from hsd_jax.models.packing import pack
 from hsd_jax.models.target import causal_mask, forward, read_chunk
-from hsd_jax.types import INVALID_TOKEN, DrawScheme, Limits, SamplingParams
+from hsd_jax.types import INVALID_TOKEN, DrawScheme, KVCache, Limits, NewKV, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +140,32 @@ def test_rope_and_norm_kernels_follow_xla():
     np.testing.assert_allclose(key, rotated[:, :, :, per_group], atol=1e-6)
     np.testing.assert_array_equal(value, joint[:, :, :, per_group + 1].transpose(0, 2, 1, 3))
     np.testing.assert_allclose(normed, ops.rms_norm(x, weight, 1e-5, 1.0), atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [None, "data=2,model=2"])
+@pytest.mark.parametrize("at_once", [64, 3])
+def test_one_write_of_all_caches_is_a_write_of_each(monkeypatch, spec, at_once):
+    """Of a path, of nodes in their order, at one place and at each row's own; whole caches and a ring."""
+    monkeypatch.setattr(triton, "AT_ONCE", at_once)
+    rng, mesh = np.random.default_rng(0), sharding.make_mesh(spec)
+
+    def normal(n: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=(2, 2, n, 16)), jnp.float32)
+
+    slots = 48, 16, 48
+    keys, values = (tuple(normal(n).astype(jnp.bfloat16) for n in slots) for _ in range(2))
+    cache = KVCache(keys, values, jnp.array([30, 5], jnp.int32), 48)
+    new = NewKV(tuple(normal(6) for _ in slots), tuple(normal(6) for _ in slots))
+    path, valid = jnp.array([[0, 2, 5], [0, 1, 1]], jnp.int32), jnp.arange(6) < jnp.array([[6], [2]])
+    calls = [(path, None, None), (None, None, valid), (None, jnp.int32(28), valid), (None, None, None)]
+    for path, start, valid in calls:
+
+        def write(path=path, start=start, valid=valid):
+            return jax.jit(lambda: commit(cache, new, path, cache.length, start=start, valid=valid))()
+
+        with program.on_mesh(mesh), triton.enabled(True, interpret=True):
+            found = write()
+        jax.tree.map(np.testing.assert_array_equal, found, write())
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -267,7 +293,7 @@ def test_rings_decode_what_whole_caches_do(monkeypatch):
 def test_kernels_that_differ_are_left_aside_with_a_warning(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     differences = check.differences(interpret=True)
-    assert max(differences.values()) < check.MOST and len(differences) == 7
+    assert max(differences.values()) < check.MOST and len(differences) == 8
     for broken, said in (({"attention": 0.5}, "differ from XLA: attention by 0.5"), (None, "do not run here")):
         check._agree.cache_clear()
         monkeypatch.setattr(check, "differences", lambda broken=broken: dict(broken))
