@@ -34,16 +34,16 @@ def matmuls(x: Float[Array, "... in"], kernels: tuple[Kernel, ...]) -> list[Arra
         num_rows = math.prod(x.shape[:-1])
         products = native.rows_matmul(x.reshape(num_rows, x.shape[-1]), kernels)
         return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in products]
+    return [_matmul(x, kernel) for kernel in kernels]
 
-    def one(kernel: Kernel) -> Array:
-        if isinstance(kernel, Int8):
-            return one(kernel.values.astype(kernel.dtype)) * kernel.scale
-        if native.is_emulated(kernel.dtype):
-            kernel = kernel.astype(jnp.float32)
-        product = _product if kernel.dtype == jnp.float32 else _narrow_product
-        return product(x.astype(kernel.dtype), kernel)
 
-    return [one(kernel) for kernel in kernels]
+def _matmul(x: Float[Array, "... in"], kernel: Kernel) -> Array:
+    if isinstance(kernel, Int8):
+        return _matmul(x, kernel.values.astype(kernel.dtype)) * kernel.scale
+    if native.is_emulated(kernel.dtype):
+        kernel = kernel.astype(jnp.float32)
+    product = _product if kernel.dtype == jnp.float32 else _narrow_product
+    return product(x.astype(kernel.dtype), kernel)
 
 
 def _product(x: Array, kernel: Array) -> Array:

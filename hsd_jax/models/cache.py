@@ -7,6 +7,7 @@ position modulo the ring's slots. Knows nothing about trees or acceptance.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,12 +67,13 @@ def write_rows(buffer: Array, rows: Array, start: Int[Array, "B"] | Int[Array, "
     if start.ndim == 0:
         return lax.dynamic_update_slice_in_dim(buffer, rows, start, axis)
 
-    def write(buffer: Array, rows: Array, start: Array) -> Array:
-        if buffer.shape[0] == 1:  # an update in place; the batched form below is a scatter
-            return lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis)
-        return jax.vmap(lambda b, r, s: lax.dynamic_update_slice_in_dim(b, r, s, axis - 1))(buffer, rows, start)
+    return _on_own_rows(functools.partial(_write_rows, axis=axis), buffer, rows, start)
 
-    return _on_own_rows(write, buffer, rows, start)
+
+def _write_rows(buffer: Array, rows: Array, start: Int[Array, "B"], axis: int) -> Array:
+    if buffer.shape[0] == 1:  # an update in place; the batched form below is a scatter
+        return lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis)
+    return jax.vmap(lambda b, r, s: lax.dynamic_update_slice_in_dim(b, r, s, axis - 1))(buffer, rows, start)
 
 
 def _write_ring(

@@ -6,6 +6,7 @@ Read next: `target.py`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -196,9 +197,7 @@ class Block(nn.Module):
         offset, post_norms = get("norm_offset", 0.0), get("post_norms", False)
         output_std = (2 * c.num_layers * c.hidden_size) ** -0.5
 
-        def norm(name: str, y: Array, feeds_product: bool = False) -> Array:
-            return RMSNorm(c.norm_eps, offset, feeds_product, name=name)(y)
-
+        norm = functools.partial(RMSNorm, c.norm_eps, offset)
         attended, kv = Attention(
             c.num_heads,
             c.num_kv_heads,
@@ -213,10 +212,10 @@ class Block(nn.Module):
             get("attention_softcap", None),
             output_std,
             name="attn",
-        )(norm("attn_norm", x, True), table, new_mask, cached, seen, attend_fn, asking)
+        )(norm(feeds_product=True, name="attn_norm")(x), table, new_mask, cached, seen, attend_fn, asking)
         x = x if asking is None else take_nodes(x, asking, 1)
-        x = x + (norm("attn_post_norm", attended) if post_norms else attended)
+        x = x + (norm(name="attn_post_norm")(attended) if post_norms else attended)
         mlp = MLP(c.intermediate_size, get("activation", "silu"), get("mlp_bias", False), output_std, name="mlp")(
-            norm("mlp_norm", x, True)
+            norm(feeds_product=True, name="mlp_norm")(x)
         )
-        return x + (norm("mlp_post_norm", mlp) if post_norms else mlp), kv
+        return x + (norm(name="mlp_post_norm")(mlp) if post_norms else mlp), kv
