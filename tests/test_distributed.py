@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 from safetensors.numpy import load_file
-from support import hosts
+from support import hosts, toy
 
 import hsd_jax
 from hsd_jax import distributed, files, sharding
 from hsd_jax.cli.main import main
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.models import convert
 
 REPO = Path(__file__).resolve().parent.parent
 LINE = "User: I need {0} tickets to Oakland.\nAssistant: There are {0} seats left at nine, shall I book them?"
@@ -73,26 +75,31 @@ def ended(processes: list[subprocess.Popen], folder: Path, seconds: float) -> li
             process.wait()
 
 
-def assert_decode_as_one(folder: Path, num: int, devices: int, *more: str) -> None:
-    """So many processes decode as this one does alone, and the first of them may write; `more` is done after it."""
-    processes = started(folder, num, devices, "decode", *more)
-    wanted = hosts.decode(None)
+def assert_as_one(folder: Path, num: int, devices: int, wanted: dict, what: str, *more: str) -> None:
+    """So many processes find what is wanted, and the first of them may write; `more` is done after it."""
+    processes = started(folder, num, devices, what, *more)
     assert ended(processes, folder, 600) == [0] * num, (folder / "err-0").read_text()[-3000:]
     found = [json.loads((folder / f"found-{i}.json").read_text()) for i in range(num)]
     assert [x["is_writer"] for x in found] == [True] + [False] * (num - 1)
     assert [x["devices"] for x in found] == [num * devices] * num
-    assert all(x["decode"] == wanted for x in found)
+    assert all(x[what] == wanted for x in found)
 
 
 def test_two_processes_decode_as_one(tmp_path):
-    assert_decode_as_one(tmp_path / "two", 2, 1)
+    pair = tmp_path / "pair"
+    config = toy.target_config()
+    target = toy.make_target(config)
+    convert.save_target(pair / "target", config, target)
+    drafter_config = toy.drafter_config(config, target_hash=convert.weights_hash(target))
+    drafter_files.save_drafter(pair / "drafter", drafter_config, toy.make_drafter(drafter_config, config, target))
+    assert_as_one(tmp_path, 2, 1, hosts.decode(None, pair), "pair")
 
 
 @slow
 @pytest.mark.parametrize(("num", "devices"), [(2, 2), (4, 1)])
 def test_processes_decode_and_train_as_one(tmp_path, standard_dtypes, num, devices):
     folder = tmp_path / "many"
-    assert_decode_as_one(folder, num, devices, "train")
+    assert_as_one(folder, num, devices, hosts.decode(None), "decode", "train")
     hosts.train(None, folder / "alone")
     said = [(folder / f"out-{i}").read_text() for i in range(num)]
     assert ["step 2/2" in text for text in said] == [True] + [False] * (num - 1)

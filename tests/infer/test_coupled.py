@@ -294,7 +294,7 @@ def estranged(drafter):
     return drafter._replace(draft=draft)
 
 
-@pytest.mark.parametrize("tree", ["wide", pytest.param("deep", marks=pytest.mark.slow), "chain"])
+@pytest.mark.parametrize("tree", ["wide", *(pytest.param(tree, marks=pytest.mark.slow) for tree in ("deep", "chain"))])
 def test_a_thousand_seeds_and_any_tree_give_one_text(tree):
     tree = {**tiny_pairs.TREES, "chain": TreeConfig(4, 3, 1)}[tree]
     np.testing.assert_array_equal(np.asarray(tiny_state(tree=tree).tokens)[:, :9], tiny_plain()[:, :9])

@@ -114,7 +114,7 @@ def test_only_none_is_chosen(pair):
 
 @pytest.mark.skipif(not native.available(), reason="needs the CPU kernels")
 @pytest.mark.usefixtures("fully_optimized")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_row_is_the_same_among_any_number_of_rows(pair, dtype):
     """Plain or not, with more rows than a kernel's block and prompts of other lengths beside it, to the last bit."""
     rng = np.random.default_rng(0)

@@ -36,11 +36,12 @@ RECIPE = {
 }
 
 
-def decode(mesh: str | None) -> dict[str, Any]:
-    """Two demo prompts, one greedy and one sampled."""
-    params = hsd_jax.load("demo", precision="exact", mesh=mesh)
-    out = hsd_jax.decode(params, [prompt.text for prompt in demo_prompts()[:2]], **CALL)
-    return {"text": out.text, "histogram": out.stats.accepted_histogram.tolist()}
+def decode(mesh: str | None, pair: Path | None = None) -> dict[str, Any]:
+    """Two prompts, one greedy and one sampled: of the demo, or of the models in the folder of a pair."""
+    prompts: list[Any] = [prompt.text for prompt in demo_prompts()[:2]] if pair is None else [[1, 2, 3], [4]]
+    names = {"name": "demo"} if pair is None else {"target": pair / "target", "drafter": pair / "drafter"}
+    out = hsd_jax.decode(hsd_jax.load(**names, precision="exact", mesh=mesh), prompts, **CALL)
+    return {"tokens": out.tokens.tolist(), "histogram": out.stats.accepted_histogram.tolist()}
 
 
 def train(mesh: str | None, out: Path) -> dict[str, Any]:
@@ -58,6 +59,8 @@ def main(folder: Path, *what: str) -> None:
     for name in what:
         if name == "decode":
             found[name] = decode(mesh)
+        elif name == "pair":
+            found[name] = decode(mesh, folder / "pair")
         elif name == "train":
             found[name] = train(mesh, folder / "run")
         elif name == f"die{jax.process_index()}":
