@@ -26,7 +26,7 @@ from hsd_jax.params import Params
 from hsd_jax.tuned import WARM, Choice, Tuned, is_warm, kept
 from hsd_jax.types import Costs
 
-LEAST_GAIN = 1.03
+LEAST_GAIN = 1.0
 """A tree is chosen if it promises so many times the tokens a second of plain decoding."""
 NEARLY = 0.98
 """Of the best rate that is promised: the model knows it no better."""
@@ -281,9 +281,8 @@ def plan_for(params: Params, batch: int, capacity: int, temperature: float, tune
             return Plan(None, f"`tune` found nothing faster {size}", is_chosen=False)
         reason = f"{choice.speedup:.2f} times as fast as plain decoding when `tune` measured it {size}"
         return Plan(choice.tree, reason, not choice.is_whole, ReuseConfig.parse(choice.reuse))
-    # Two plans by temperature where a tree can be deep, one where it is short anyway: each is a program.
-    counted = float(is_warm(temperature)) if batch == 1 else 0.0
-    return _choose(_cost_model(params), batch, capacity, counted)
+    # Two plans by temperature where a tree can be deep; one tree, or none, where it is short: each is a program.
+    return _choose(_cost_model(params), batch, capacity, float(is_warm(temperature)))
 
 
 @functools.lru_cache(maxsize=256)
