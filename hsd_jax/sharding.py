@@ -128,6 +128,11 @@ def _devices(mesh: Mesh, names: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
+def heads_of(config: Any) -> tuple[int, int]:
+    """Query heads and key/value heads of a model, as `weight_shardings` asks for them; 1 and 1 without attention."""
+    return getattr(config, "num_heads", 1), getattr(config, "num_kv_heads", 1)
+
+
 def weight_shardings(mesh: Mesh, weights: Any, num_heads: int, num_kv_heads: int) -> Any:
     """A sharding for every weight of a target or drafter, by `WEIGHT_AXES`.
 
