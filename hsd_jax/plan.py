@@ -26,17 +26,17 @@ from hsd_jax.params import Params
 from hsd_jax.tuned import WARM, Choice, Tuned, is_warm, kept
 from hsd_jax.types import Costs
 
-LEAST_GAIN = 1.03
+LEAST_PROMISE = 1.03
 """A tree is chosen if it promises so many times the tokens a second of plain decoding."""
 NEARLY = 0.98
 """Of the best rate that is promised: the model knows it no better."""
-LONGEST_CHAIN = 8
+LONGEST_PLANNED = 8
 """Nodes of the longest chain that is considered."""
-WIDE_TREES = ((8, 4, 2), (16, 6, 4))
+WIDE_PLANNED = ((8, 4, 2), (16, 6, 4))
 """Nodes, depth and width of the trees that are considered, where a drafter can grow them."""
 BETWEEN = 0.4
 """Temperature for which the tree of several rows is chosen: they share one plan, greedy or sampled."""
-UNKNOWN_PROFILE = {True: (0.75,) * LONGEST_CHAIN, False: (0.55,) * LONGEST_CHAIN}
+UNKNOWN_PROFILE = {True: (0.75,) * LONGEST_PLANNED, False: (0.55,) * LONGEST_PLANNED}
 """Of a drafter without one, greedy (True) and at temperature 1: conservative, the call learns the rest."""
 
 
@@ -202,10 +202,10 @@ def candidates(config: Any, skips_rows: bool) -> list[TreeConfig]:
     """
     method = method_of(config)
     steps = method.max_depth(config)
-    found = [TreeConfig(depth + 1, depth, 1) for depth in range(1, min(steps, LONGEST_CHAIN - 1) + 1)]
+    found = [TreeConfig(depth + 1, depth, 1) for depth in range(1, min(steps, LONGEST_PLANNED - 1) + 1)]
     if method.grows_wide and not skips_rows:
         widest = config.draft_vocab_size
-        found += [TreeConfig(*tree) for tree in WIDE_TREES if tree[1] <= steps and tree[2] <= widest]
+        found += [TreeConfig(*tree) for tree in WIDE_PLANNED if tree[1] <= steps and tree[2] <= widest]
     return found
 
 
@@ -253,7 +253,7 @@ def choose(model: CostModel, batch: int, context: int, temperature: float) -> Pl
     best = max((tree for tree in trees if rates[tree] >= NEARLY * max(rates.values())), key=lambda tree: tree.depth)
     gain = rate(best, temperature) / plain
     what = f"{batch} row{'s' if batch > 1 else ''}, up to {context} slots, temperature {temperature:g}"
-    if gain < LEAST_GAIN:
+    if gain < LEAST_PROMISE:
         return Plan(None, f"drafts should not pay here ({gain:.2f} times plain decoding with {best.name}; {what})")
     return Plan(best, f"should be {gain:.2f} times as fast as plain decoding ({what})")
 

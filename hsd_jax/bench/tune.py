@@ -42,9 +42,9 @@ TREES_PER_FORM = 2
 """Trees on which a form of reuse is tried: those that are predicted to be the fastest without it."""
 LEAST_SPEEDUP = 1.02
 """Over plain decoding, measured: what gains less may as well lose."""
-SHORTEST_CHAIN, LONGEST_CHAIN = 4, 16
+SHORTEST_CANDIDATE, LONGEST_CANDIDATE = 4, 16
 """Nodes of the chains that are candidates."""
-WIDE_TREES = ((8, 5, 2), (12, 6, 3), (16, 6, 4))
+WIDE_CANDIDATES = ((8, 5, 2), (12, 6, 3), (16, 6, 4))
 """Nodes, depth and width of the trees that are candidates, as far as a drafter's steps allow."""
 
 
@@ -217,10 +217,10 @@ def default_trees(config: Any) -> list[TreeConfig]:
     """The candidates for a drafter: chains, and trees unless it drafts chains only."""
     method = method_of(config)
     most = method.max_depth(config)
-    last = min(most + 1, LONGEST_CHAIN)
-    trees = [TreeConfig(nodes, nodes - 1, 1) for nodes in range(min(SHORTEST_CHAIN, last), last + 1)]
+    last = min(most + 1, LONGEST_CANDIDATE)
+    trees = [TreeConfig(nodes, nodes - 1, 1) for nodes in range(min(SHORTEST_CANDIDATE, last), last + 1)]
     if method.grows_wide:
-        for nodes, depth, width in WIDE_TREES:
+        for nodes, depth, width in WIDE_CANDIDATES:
             depth, width = min(depth, most), min(width, config.draft_vocab_size)
             nodes = min(nodes, 1 + width + (depth - 1) * width**2)
             trees.append(TreeConfig(nodes, depth, width))

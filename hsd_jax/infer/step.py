@@ -63,7 +63,7 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
             with jax.named_scope("worth"):
                 kept, seconds = worth.choose(tree, control, costs, state.length, state.done)
                 tree = dataclasses.replace(tree, valid=kept)
-        output, ancestors = verify(models, config, drafter, state, tree)
+        output, ancestors = target_pass(models, config, drafter, state, tree)
         after, verdict, count = commit(models, drafter, rule, sampling, limits, state, tree, output, ancestors, noise)
         if costs is None or control is None:
             return after
@@ -86,7 +86,7 @@ def draft(
         return drafter.draft(models, state.drafter, inputs)
 
 
-def verify(
+def target_pass(
     models: dict, config: ModelConfig, drafter: Drafter, state: DecodeState, tree: DraftTree
 ) -> tuple[ModelOutput, Bool[Array, "B N N"]]:
     """The target's pass over the nodes of a tree, and which of them are ancestors of which."""

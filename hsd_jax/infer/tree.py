@@ -24,8 +24,8 @@ from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import draft_columns, to_tokens, to_vocabulary
 from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, RoundInputs, SamplingParams
 
-Bias = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w V"], Any]]
-"""`bias(tokens, above) -> (added, read)`: what drafted tokens add to the base logits after them.
+Inject = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w V"], Any]]
+"""`inject(tokens, above) -> (added, read)`: what drafted tokens add to the base logits after them.
 
 `read` [B, w, ...] is the proposer's own, handed on to the children as `above`, one a child; None at the root.
 """
@@ -90,11 +90,11 @@ def coupled(
     return expand_coupled
 
 
-def token_free(base_logits: Float[Array, "B D V"], bias: Bias) -> Expand:
-    """The `Expand` of a drafter whose states do not read drafted tokens: a level's base logits plus the bias."""
+def token_free(base_logits: Float[Array, "B D V"], inject: Inject) -> Expand:
+    """The `Expand` of a drafter whose states do not read drafted tokens: a level's base logits and what tokens add."""
 
     def expand(level: int, tokens: Array, parents: Array, carry: Any):
-        added, read = bias(tokens, jax.tree.map(lambda x: take_nodes(x, parents, axis=1), carry))
+        added, read = inject(tokens, jax.tree.map(lambda x: take_nodes(x, parents, axis=1), carry))
         return base_logits[:, level, None, :] + added, read
 
     return expand
@@ -146,13 +146,13 @@ class Grower(NamedTuple):
     def grow_token_free(
         self,
         base_logits: Float[Array, "B D V"],
-        bias: Bias,
+        inject: Inject,
         inputs: RoundInputs,
         draft_to_target: Int[Array, "hot"] | None = None,
         num_levels: Int[Array, "B"] | None = None,
     ) -> DraftTree:
         """The tree of `grow` for states that do not read drafted tokens."""
-        return self.grow(token_free(base_logits, bias), None, inputs, draft_to_target, num_levels)[0]
+        return self.grow(token_free(base_logits, inject), None, inputs, draft_to_target, num_levels)[0]
 
 
 def _chain(

@@ -98,10 +98,10 @@ def on_draws(
     told = method_of(config).token_information
     assert told is not None, "other drafters are refused"
     root = take_nodes(tokens, drafts.anchors + 1, axis=1)
-    bias = functools.partial(told.inject, params, config)
+    added_by = functools.partial(told.inject, params, config)
     base = base_logits(params, config, frozen, target_config, drafts.states.reshape(drafts.mask.size, -1))
     chains = on_policy.sample_chains(
-        key, base.reshape(*drafts.mask.shape, -1), root, bias, params.get("draft_to_target")
+        key, base.reshape(*drafts.mask.shape, -1), root, added_by, params.get("draft_to_target")
     )
     behind_chains = on_policy.read_chains(frozen, target_config, tokens, drafts.anchors, chains, starts)
     behind_root = take_nodes(hidden, drafts.anchors + 1, axis=1)[:, :, None]

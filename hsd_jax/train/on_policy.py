@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import ModelConfig
-from hsd_jax.infer.tree import Bias
+from hsd_jax.infer.tree import Inject
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import to_tokens
 from hsd_jax.models.target import forward, sequence_layout
@@ -34,7 +34,7 @@ def sample_chains(
     key: jax.Array,
     base: Float[Array, "B n K C"],
     root: Int[Array, "B n"],
-    bias: Bias,
+    inject: Inject,
     draft_to_target: Int[Array, "C"] | None = None,
 ) -> Int[Array, "B n D"]:
     """d_1 .. d_D after each root, D = K - 1, drawn at temperature 1 from base logits plus token information.
@@ -46,7 +46,7 @@ def sample_chains(
     """
     chain, previous, above = [], root, None
     for depth in range(base.shape[2] - 1):
-        added, above = bias(previous, above)
+        added, above = inject(previous, above)
         logits = lax.stop_gradient(base[:, :, depth] + added)
         drawn = jax.random.categorical(jax.random.fold_in(key, depth), logits)
         previous = to_tokens(draft_to_target, drawn).astype(root.dtype)
