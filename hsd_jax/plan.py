@@ -215,12 +215,12 @@ def expected_tokens(profile: Sequence[float], tree: TreeConfig) -> np.ndarray:
     Of a level's siblings the first is worth the profile, all W together 1 - (1 - a)^(1 + (W - 1) / 2): a guess; the
     tuner measures.
     """
-    gains, lookahead = [], 1.0
+    gains, reached = [], 1.0  # the probability that a round gets to the level above
     for a in profile[: tree.depth]:
-        best = lookahead * a
-        together = lookahead * (1 - (1 - a) ** (1 + (tree.width - 1) / 2))
+        best = reached * a
+        together = reached * (1 - (1 - a) ** (1 + (tree.width - 1) / 2))
         gains += [best] + [(together - best) / max(tree.width - 1, 1)] * (tree.width - 1)
-        lookahead = together
+        reached = together
     gains = np.sort(gains)[::-1][: tree.nodes - 1]
     return 1 + np.concatenate([[0.0], np.cumsum(gains)])
 

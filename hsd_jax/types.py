@@ -49,7 +49,7 @@ class DrawScheme(enum.Enum):
 
 
 DRAWN_SCHEMES = frozenset({DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT})
-"""Distributions whose trees are drawn with noise of their own and carry `DraftTree.draft_logp`; the others grow
+"""Schemes whose trees are drawn with noise of their own and carry `DraftTree.draft_logp`; the others grow
 beams."""
 
 
@@ -84,7 +84,7 @@ class ModelOutput:
     hidden: Float[Array, "B N H"]
     """After the final norm: what the LM head reads."""
     features: tuple[Float[Array, "B N H"], ...]
-    """Residual stream after each tapped layer, in the order of the layers."""
+    """Residual stream after each layer that was asked for (`aux_layers`), in ascending order."""
     new_kv: NewKV
 
 
@@ -97,7 +97,7 @@ class DraftTree:
     depth: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
     draft_logp: Float[Array, "B I V"] | None = None
-    """Log-probabilities the children of each node were drawn from; None unless the distribution is one of
+    """Log-probabilities the children of each node were drawn from; None unless the scheme is one of
     DRAWN_SCHEMES."""
     scheme: DrawScheme = flax.struct.field(pytree_node=False, default=DrawScheme.ARBITRARY)
     score: Float[Array, "B N"] | None = None

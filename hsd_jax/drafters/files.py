@@ -126,6 +126,6 @@ def check_drafter(drafter_config: DrafterConfig, target_config: ModelConfig, tar
 
 
 def _shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """`_shapes` of what is stored of a drafter: the learned weights and the `draft_to_target` ids, if there are any."""
+    """Shapes of what a file holds of a drafter: the learned weights and the `draft_to_target` ids, if there are any."""
     shapes = shapes_of(init_drafter, config)
     return shapes if config.reduced_vocab_size is None else {**shapes, _DRAFT_TO_TARGET: (config.reduced_vocab_size,)}

@@ -234,13 +234,13 @@ def trunk_features(
     hidden: Float[Array, "... H"],
     features: tuple[Float[Array, "... H"], ...],
 ) -> Float[Array, "... H"]:
-    """What the trunk reads of a pass of the target: the final hidden states, or the tapped layers fused.
+    """What the trunk reads of a pass of the target: the final hidden states, or the residual streams of several layers fused.
 
     Fusion is one linear layer over the residual streams, each normalised with its own weights, side by side. It sees
     committed positions only, so the recurrence stays token-free (methods.md, A2).
 
     Args:
-      hidden, features: of a `ModelOutput` with `config.feature_layers` tapped.
+      hidden, features: of a pass of the target whose `aux_layers` are `config.feature_layers`.
     """
     if not config.feature_layers:
         return hidden

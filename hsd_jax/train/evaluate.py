@@ -165,9 +165,9 @@ def accepted_nodes(
     tree: DraftTree, text: Int[Array, "A T"], root: Int[Array, "A"], length: Int[Array, "A"], max_depth: int
 ) -> Int[Array, "A"]:
     """How many tokens of each tree the text follows; the root is at position `root` of its text."""
-    behind = root[:, None] + tree.depth + 1
-    draws = jnp.take_along_axis(text, jnp.minimum(behind, text.shape[1] - 1), 1)
-    draws = jnp.where(behind < length[:, None], draws, -1)  # no node holds what comes after the end
+    following = root[:, None] + tree.depth + 1
+    draws = jnp.take_along_axis(text, jnp.minimum(following, text.shape[1] - 1), 1)
+    draws = jnp.where(following < length[:, None], draws, -1)  # no node holds what comes after the end
     return walk_tree(tree, ancestor_mask(tree, max_depth), draws, max_depth).num_accepted
 
 
@@ -270,13 +270,13 @@ class AcceptedLengths:
 
 
 def walk(
-    counts: np.ndarray, texts: Texts, depth: int, age_behind: Sequence[int] = (0,), first_age: int = 0
+    counts: np.ndarray, texts: Texts, depth: int, age_after: Sequence[int] = (0,), first_age: int = 0
 ) -> AcceptedLengths:
     """The rounds a decode of `texts` would take, given what `follow` counted.
 
     Args:
       counts: [R, A, n], tokens accepted at each age and root, root 0 the last token of a prompt.
-      age_behind: [A], how old spares of each age are when their round has drafted: 0 where the trunk ran in it.
+      age_after: [A], how old spares of each age are when their round has drafted: 0 where the trunk ran in it.
       first_age: of the first round.
     """
     histogram, runs, emitted = np.zeros(depth + 1, int), [], 0
@@ -286,9 +286,9 @@ def walk(
         while root < to_emit:
             num = min(int(counts[row, age, root]) + 1, int(to_emit) - root)
             histogram[num - 1] += 1  # as in decoding: a round cut by the end counts what it emitted
-            behind = int(age_behind[age])
-            ran.append(behind == 0)
-            root, age = root + num, min(behind + num, oldest)
+            after = int(age_after[age])
+            ran.append(after == 0)
+            root, age = root + num, min(after + num, oldest)
         runs.append(tuple(ran))
         emitted += root
     passes = int(histogram.sum())
