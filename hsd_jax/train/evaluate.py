@@ -80,13 +80,13 @@ class Texts:
     """Prompts and what the target wrote after them, padded."""
 
     tokens: np.ndarray
-    """int32 [R, T]."""
+    """int32 [texts, T]."""
     prompt_length: np.ndarray
-    """int32 [R], at least 2."""
+    """int32 [texts], at least 2."""
     length: np.ndarray
-    """int32 [R], prompt included."""
+    """int32 [texts], prompt included."""
     seeds: np.ndarray
-    """uint32 [R]: each row was decoded alone with this seed, so COUPLED drafts see its noise. Greedy text has none."""
+    """uint32 [texts]: each was decoded alone with this seed, so COUPLED drafts see its noise. Greedy text has none."""
 
     @property
     def written(self) -> np.ndarray:
@@ -155,15 +155,15 @@ class AcceptedByAge(NamedTuple):
     Spares of age a come from a trunk run a tokens before the root; of the largest age none is left.
     """
 
-    counts: Int[Array, "*R A n"]
+    counts: Int[Array, "*texts ages roots"]
     """Tokens of the text that the tree of each root gets right."""
-    age: Int[Array, "*R A"]
+    age: Int[Array, "*texts ages"]
     """How old they are when the round has drafted: 0 if the trunk ran in it."""
 
 
 def accepted_nodes(
-    tree: DraftTree, text: Int[Array, "A T"], root: Int[Array, "A"], length: Int[Array, "A"], max_depth: int
-) -> Int[Array, "A"]:
+    tree: DraftTree, text: Int[Array, "B T"], root: Int[Array, "B"], length: Int[Array, "B"], max_depth: int
+) -> Int[Array, "B"]:
     """How many tokens of each tree the text follows; the root is at position `root` of its text."""
     following = root[:, None] + tree.depth + 1
     draws = jnp.take_along_axis(text, jnp.minimum(following, text.shape[1] - 1), 1)
@@ -179,16 +179,16 @@ def follow(
     config: Any,
     drafts: tuple[Draft, ...],
     num_roots: int,
-    tokens: Int[Array, "R T"],
-    length: Int[Array, "R"],
-    first: Int[Array, "R"],
+    tokens: Int[Array, "texts T"],
+    length: Int[Array, "texts"],
+    first: Int[Array, "texts"],
     keys: jax.Array,
     temperature: Float[Array, ""],
-) -> tuple[list[AcceptedByAge], Float[Array, "R n"] | None]:
-    """Drafts from n = `num_roots` positions of every text, from `first` on, which was drawn at `temperature`.
+) -> tuple[list[AcceptedByAge], Float[Array, "texts roots"] | None]:
+    """Drafts from `num_roots` positions of every text, from `first` on, which was drawn at `temperature`.
 
     Args:
-      keys: of the rows [R], with which the texts were drawn: COUPLED drafts, which are decoded, depend on them.
+      keys: of the rows [texts], with which the texts were drawn: COUPLED drafts, which are decoded, depend on them.
     Returns:
       What each of `drafts` would have got right.
       For each root: sum of min(p, q) at depth 1, p and q at temperature 1; None for drafters that were not trained.
@@ -275,8 +275,8 @@ def walk(
     """The rounds a decode of `texts` would take, given what `follow` counted.
 
     Args:
-      counts: [R, A, n], tokens accepted at each age and root, root 0 the last token of a prompt.
-      age_after: [A], how old spares of each age are when their round has drafted: 0 where the trunk ran in it.
+      counts: [texts, ages, roots], tokens accepted at each age and root, root 0 the last token of a prompt.
+      age_after: [ages], how old spares of each age are when their round has drafted: 0 where the trunk ran in it.
       first_age: of the first round.
     """
     histogram, runs, emitted = np.zeros(depth + 1, int), [], 0

@@ -49,11 +49,11 @@ class Models(NamedTuple):
     target_config: ModelConfig
 
 
-Taught = tuple[Float[Array, "B P H"], Float[Array, "B P V"] | None]
-"""The target's final states at P places of each row, and their logits where all are wanted at once."""
+Taught = tuple[Float[Array, "B M H"], Float[Array, "B M V"] | None]
+"""The target's final states at M places of each row, and their logits where all are wanted at once."""
 
 
-def taught(models: Models, drafts: Drafts, hidden: Float[Array, "B P H"], chunk: int) -> Taught:
+def taught(models: Models, drafts: Drafts, hidden: Float[Array, "B M H"], chunk: int) -> Taught:
     """The states with their logits, if these are fewer than those of the nodes and no chunk is to bound them."""
     num_anchors, num_steps = drafts.mask.shape[1:]
     if chunk < num_anchors or num_anchors * num_steps < hidden.shape[1]:

@@ -21,7 +21,7 @@ from hsd_jax.models.target import forward, sequence_layout
 from hsd_jax.types import Weights
 
 
-def choose_anchors(key: jax.Array, has_label: Bool[Array, "B A"], count: int) -> Int[Array, "B n"]:
+def choose_anchors(key: jax.Array, has_label: Bool[Array, "B A"], count: int) -> Int[Array, "B picked"]:
     """Indices of `count` anchors a row at random, those without a label last; of all of them if there are fewer.
 
     Consumes the key.
@@ -32,11 +32,11 @@ def choose_anchors(key: jax.Array, has_label: Bool[Array, "B A"], count: int) ->
 
 def sample_chains(
     key: jax.Array,
-    base: Float[Array, "B n K C"],
-    root: Int[Array, "B n"],
+    base: Float[Array, "B A K C"],
+    root: Int[Array, "B A"],
     inject: Inject,
     draft_to_target: Int[Array, "C"] | None = None,
-) -> Int[Array, "B n D"]:
+) -> Int[Array, "B A D"]:
     """d_1 .. d_D after each root, D = K - 1, drawn at temperature 1 from base logits plus token information.
 
     Consumes the key. The token of depth K is not drawn: no depth follows whose distribution it could change.
@@ -58,10 +58,10 @@ def read_chains(
     weights: Weights,
     config: ModelConfig,
     tokens: Int[Array, "B T"],
-    anchors: Int[Array, "B n"],
-    chains: Int[Array, "B n D"],
+    anchors: Int[Array, "B A"],
+    chains: Int[Array, "B A D"],
     starts: Int[Array, "B T"] | None = None,
-) -> Float[Array, "B n D H"]:
+) -> Float[Array, "B A D H"]:
     """The target's final states after every drafted token, from one pass over the row and all chains.
 
     Row tokens see their document's past. The k-th token of the chain of anchor a is k places after the root a + 1;
