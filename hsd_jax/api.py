@@ -1,7 +1,7 @@
 """What users call: `decode` and `stream`, and the records they return.
 
-The arguments are checked and padded in `request.py`; the work is done by the pure functions of `infer/decode.py`.
-Read next: `infer/step.py` for one round.
+Calls are checked in `arguments.py`, planned and padded in `request.py`; the work is done by the pure functions of
+`infer/decode.py`. Read next: `request.py`; or `infer/step.py`, one round.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Generator, Sequence
 import jax
 import numpy as np
 
+from hsd_jax.arguments import Prompt
 from hsd_jax.config import TreeConfig
 from hsd_jax.distributed import fetch
 from hsd_jax.params import Params
 from hsd_jax.plan import Plan
-from hsd_jax.request import AUTO, Prompt, Request, Sampling, Speculation, prepare
+from hsd_jax.request import AUTO, Request, Sampling, Speculation, prepare
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.tuned import Tuned
 from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState

@@ -3,7 +3,7 @@
 Nothing is measured here. Seconds are computed from the sizes of the models and from a few rates of the platform, and
 what drafts are worth from the drafter's profile, the share of its drafts that were accepted when it was trained. Inside
 the call `infer/worth.py` then verifies the drafts that pay. Where `hsd_jax.tune` has measured (`tuned.py`), its record
-counts instead. Read next: `request.py`.
+counts instead. Read next: `infer/worth.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from hsd_jax.types import Costs
 LEAST_PROMISE = 1.03
 """A tree is chosen if it promises so many times the tokens a second of plain decoding."""
 NEARLY = 0.98
-"""Of the best rate that is promised: the model knows it no better."""
+"""Trees whose predicted rate is at least this fraction of the best one count as equally good: the model of costs is no
+more exact than that."""
 LONGEST_PLANNED = 8
 """Nodes of the longest chain that is considered."""
 WIDE_PLANNED = ((8, 4, 2), (16, 6, 4))
@@ -190,7 +191,7 @@ def profile_at(config: Any, temperature: float) -> tuple[float, ...]:
 
 
 def first_trust(config: Any) -> float:
-    """What an edge that a drafter is sure of is worth at first: less where it has no opinion of its own."""
+    """`Costs.first_trust`: 1 for a drafter that scores its nodes, less for one to which all of them are equally sure."""
     return 1.0 if method_of(config).has_score else 0.6
 
 
@@ -283,12 +284,10 @@ def plan_for(params: Params, batch: int, capacity: int, temperature: float, tune
         return Plan(choice.tree, reason, not choice.is_whole, ReuseConfig.parse(choice.reuse))
     # Two plans by temperature where a tree can be deep, one where it is short anyway: each is a program.
     counted = float(is_warm(temperature)) if batch == 1 else 0.0
-    return _choose(_cost_model(params), batch, capacity, counted)
+    return _chosen_before(_cost_model(params), batch, capacity, counted)
 
 
-@functools.lru_cache(maxsize=256)
-def _choose(model: CostModel, batch: int, capacity: int, temperature: float) -> Plan:
-    return choose(model, batch, capacity, temperature)
+_chosen_before = functools.lru_cache(maxsize=256)(choose)
 
 
 def _can_grow(params: Params, choice: Choice) -> bool:

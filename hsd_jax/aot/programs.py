@@ -32,7 +32,7 @@ PREFILL, PLAIN, SPECULATIVE, TRAIN = PROGRAMS = ("prefill", "plain", "speculativ
 DTYPE = jnp.bfloat16
 """Of the weights of target and drafter, in which most checkpoints come."""
 END_TOKENS = 4
-"""Places for end tokens, as many as `request.py` makes at least."""
+"""Places for end tokens, as many as `arguments.py` makes at least."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hsd_jax import sharding
+from hsd_jax.arguments import Prompt, check_length, encode
 from hsd_jax.bench.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.bench.predict import Prediction, RoundCost, best_of, sample_of
 from hsd_jax.bench.profile import trunk_seconds
@@ -22,17 +23,7 @@ from hsd_jax.config import NO_REUSE, NONE, ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.params import Params
 from hsd_jax.plan import plan_for
-from hsd_jax.request import (
-    MOST_LOOKAHEAD,
-    Prompt,
-    Sampling,
-    Speculation,
-    check_length,
-    encode,
-    first_capacity,
-    prepare,
-    rows_bucket,
-)
+from hsd_jax.request import MOST_LOOKAHEAD, Sampling, Speculation, first_capacity, prepare, rows_bucket
 from hsd_jax.settings import HOTTEST, Count, Temperature, fits, shown
 from hsd_jax.train.evaluate import Draft, Texts, accepted_lengths
 from hsd_jax.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping

@@ -39,7 +39,11 @@ from hsd_jax.types import (
 )
 
 Step = Callable[[dict, SamplingParams, Limits, DecodeState], DecodeState]
-"""`step(models, sampling, limits, state) -> state`; `models` holds the weights, "target" and "drafter"."""
+"""`step(models, sampling, limits, state) -> state`.
+
+`models` has the weights of "target" and "drafter" (None for plain decoding), and where the tree was chosen "costs": the
+`Costs` by which a round drops drafts that do not pay.
+"""
 
 
 def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
