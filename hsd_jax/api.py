@@ -1,7 +1,7 @@
 """What users call: `decode` and `stream`, and the records they return.
 
-The arguments are checked and padded in `request.py`; the work is done by the pure functions of `infer/decode.py`.
-Read next: `infer/step.py` for one round.
+Calls are checked in `arguments.py`, planned and padded in `request.py`; the work is done by the pure functions of
+`infer/decode.py`. Read next: `request.py`; or `infer/step.py`, one round.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Generator, Sequence
 import jax
 import numpy as np
 
+from hsd_jax.arguments import Prompt
 from hsd_jax.config import TreeConfig
 from hsd_jax.distributed import fetch
 from hsd_jax.params import Params
 from hsd_jax.plan import Plan
-from hsd_jax.request import AUTO, Prompt, Request, Sampling, Speculation, prepare
+from hsd_jax.request import AUTO, Request, Sampling, Speculation, prepare
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.tuned import Tuned
 from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState
@@ -25,7 +26,7 @@ from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState
 
 @dataclasses.dataclass(frozen=True)
 class RowStats:
-    """Counts of every row."""
+    """Statistics per row; each array has the shape [B], the histogram [B, D+1]."""
 
     tau: np.ndarray
     num_target_passes: np.ndarray
@@ -103,18 +104,21 @@ def decode(
 ) -> DecodeResult:
     """Continues prompts; with speculation the text is that of plain decoding, sooner.
 
-    Every setting of the text may be one value or one per row. None compiles anything but `max_new_tokens`, once for
-    each power of two. A row's tokens depend on its prompt, settings and seed alone: not on the other rows, and, greedy
-    or sampled, not on the tree, nor on whether there is one. Only under `accept="recursive"` sampled text depends on
-    the tree, too; it is as likely as under plain decoding.
+    Every setting of the text may be one value or one per row. A program is compiled for each number of rows (a power of
+    two), size of the caches (512 slots, or that times 4, 16, .., up to what `max_len` takes; the longest prompt with
+    its `max_new_tokens` decides) and plan. Where the tree is chosen, the plan depends on these sizes and on whether any
+    row has a temperature of 0.3 or more. Off the CPU, calls whose rows are all greedy have programs of their own. Other
+    settings of the text compile nothing, up to 4 end tokens. A row's tokens depend on its prompt, settings and seed
+    alone: not on the other rows, and, greedy or sampled, not on the tree, nor on whether there is one. Only under
+    `accept="recursive"` sampled text depends on the tree, too; it is as likely as under plain decoding.
 
     Args:
       prompt: a text, token ids, or a list of either (ragged lengths are fine).
       max_new_tokens: per row; the end token counts.
       temperature: 0 is greedy.
       top_k, top_p: None switches the filter off.
-      seed: of one for all, row i draws with the key `fold_in(key(seed), i)`; of a list with `fold_in(key(seed[i]), 0)`,
-        as if it were decoded alone.
+      seed: one number, or one per row. With one number, row i draws with the key `fold_in(key(seed), i)`; with a list,
+        row i draws with `fold_in(key(seed[i]), 0)`, which is the key it has when it is decoded alone.
       tree: shape of the draft tree, which is then verified whole in every round. None: `params.tree`; and if that is
         None too, what should be the fastest for so many rows, such lengths and temperatures is chosen, plain decoding
         included; `stats.plan` says what. Of a chosen tree only the drafts that pay are verified, and where none do, the
@@ -128,9 +132,10 @@ def decode(
         "without_replacement" (drawn with noise of their own); None: "coupled" for "match", "without_replacement" for
         "recursive", which is lossless for drawn trees only.
       reuse: what becomes of trunk states that a round did not use: "none", "sum", "skip" or "skip:N", "ahead" or
-        "unfused" (docs/architecture.md, "Reuse"). Like the tree it changes speed alone.
-      tuned: what chooses where `tree` is None: True, the record that `tune` kept for this pair and machine, if there is
-        one for such sizes; a record; False, or where there is none, the shipped model of costs.
+        "unfused" (docs/design.md, "Reuse"). Like the tree it changes speed alone.
+      tuned: how the tree is chosen where `tree` is None. True: by the record that `tune` kept for this pair and
+        machine. A `Tuned`: by that record. False: by the shipped model of costs, as also where the record has no choice
+        for calls of this size.
     Raises:
       ValueError: naming the wrong value and the allowed ones, before anything compiles; and naming the row, if the
         target gives NaN logits, or none but -inf.

@@ -258,11 +258,10 @@ def place(params: Params, mesh: Mesh | None) -> Params:
     params = arranged(params, mesh)
     if mesh is None:
         return jax.device_put(params)
-    c, d = params.target_config, params.drafter_config
-    target = sharding_lib.weight_shardings(mesh, params.target, c.num_heads, c.num_kv_heads)
+    target = sharding_lib.weight_shardings(mesh, params.target, *sharding_lib.heads_of(params.target_config))
     placed = dataclasses.replace(params, target=put(params.target, target), mesh=mesh)
     if params.drafter:
-        heads = getattr(d, "num_heads", 1), getattr(d, "num_kv_heads", 1)
+        heads = sharding_lib.heads_of(params.drafter_config)
         drafter = sharding_lib.weight_shardings(mesh, params.drafter, *heads)
         placed = dataclasses.replace(placed, drafter=put(params.drafter, drafter))
     return placed

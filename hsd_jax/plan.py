@@ -3,7 +3,7 @@
 Nothing is measured here. Seconds are computed from the sizes of the models and from a few rates of the platform, and
 what drafts are worth from the drafter's profile, the share of its drafts that were accepted when it was trained. Inside
 the call `infer/worth.py` then verifies the drafts that pay. Where `hsd_jax.tune` has measured (`tuned.py`), its record
-counts instead. Read next: `request.py`.
+counts instead. Read next: `infer/worth.py`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from hsd_jax.params import Params
 from hsd_jax.tuned import WARM, Choice, Tuned, is_warm, kept
 from hsd_jax.types import Costs
 
-LEAST_GAIN = 1.0
+LEAST_PROMISE = 1.0
 """A tree is chosen if it promises so many times the tokens a second of plain decoding."""
 NEARLY = 0.98
-"""Of the best rate that is promised: the model knows it no better."""
-LONGEST_CHAIN = 8
+"""Trees whose predicted rate is at least this fraction of the best one count as equally good: the model of costs is no
+more exact than that."""
+LONGEST_PLANNED = 8
 """Nodes of the longest chain that is considered."""
-WIDE_TREES = ((8, 4, 2), (16, 6, 4))
+WIDE_PLANNED = ((8, 4, 2), (16, 6, 4))
 """Nodes, depth and width of the trees that are considered, where a drafter can grow them."""
 BETWEEN = 0.4
 """Temperature for which the tree of several rows is chosen: they share one plan, greedy or sampled."""
-UNKNOWN_PROFILE = {True: (0.75,) * LONGEST_CHAIN, False: (0.55,) * LONGEST_CHAIN}
+UNKNOWN_PROFILE = {True: (0.75,) * LONGEST_PLANNED, False: (0.55,) * LONGEST_PLANNED}
 """Of a drafter without one, greedy (True) and at temperature 1: conservative, the call learns the rest."""
 
 
@@ -190,7 +191,7 @@ def profile_at(config: Any, temperature: float) -> tuple[float, ...]:
 
 
 def first_trust(config: Any) -> float:
-    """What an edge that a drafter is sure of is worth at first: less where it has no opinion of its own."""
+    """`Costs.first_trust`: 1 for a drafter that scores its nodes, less for one to which all of them are equally sure."""
     return 1.0 if method_of(config).has_score else 0.6
 
 
@@ -202,10 +203,10 @@ def candidates(config: Any, skips_rows: bool) -> list[TreeConfig]:
     """
     method = method_of(config)
     steps = method.max_depth(config)
-    found = [TreeConfig(depth + 1, depth, 1) for depth in range(1, min(steps, LONGEST_CHAIN - 1) + 1)]
+    found = [TreeConfig(depth + 1, depth, 1) for depth in range(1, min(steps, LONGEST_PLANNED - 1) + 1)]
     if method.grows_wide and not skips_rows:
         widest = config.draft_vocab_size
-        found += [TreeConfig(*tree) for tree in WIDE_TREES if tree[1] <= steps and tree[2] <= widest]
+        found += [TreeConfig(*tree) for tree in WIDE_PLANNED if tree[1] <= steps and tree[2] <= widest]
     return found
 
 
@@ -215,12 +216,12 @@ def expected_tokens(profile: Sequence[float], tree: TreeConfig) -> np.ndarray:
     Of a level's siblings the first is worth the profile, all W together 1 - (1 - a)^(1 + (W - 1) / 2): a guess; the
     tuner measures.
     """
-    gains, lookahead = [], 1.0
+    gains, reached = [], 1.0  # the probability that a round gets to the level above
     for a in profile[: tree.depth]:
-        best = lookahead * a
-        together = lookahead * (1 - (1 - a) ** (1 + (tree.width - 1) / 2))
+        best = reached * a
+        together = reached * (1 - (1 - a) ** (1 + (tree.width - 1) / 2))
         gains += [best] + [(together - best) / max(tree.width - 1, 1)] * (tree.width - 1)
-        lookahead = together
+        reached = together
     gains = np.sort(gains)[::-1][: tree.nodes - 1]
     return 1 + np.concatenate([[0.0], np.cumsum(gains)])
 
@@ -253,7 +254,7 @@ def choose(model: CostModel, batch: int, context: int, temperature: float) -> Pl
     best = max((tree for tree in trees if rates[tree] >= NEARLY * max(rates.values())), key=lambda tree: tree.depth)
     gain = rate(best, temperature) / plain
     what = f"{batch} row{'s' if batch > 1 else ''}, up to {context} slots, temperature {temperature:g}"
-    if gain < LEAST_GAIN:
+    if gain < LEAST_PROMISE:
         return Plan(None, f"drafts should not pay here ({gain:.2f} times plain decoding with {best.name}; {what})")
     return Plan(best, f"should be {gain:.2f} times as fast as plain decoding ({what})")
 
@@ -282,12 +283,10 @@ def plan_for(params: Params, batch: int, capacity: int, temperature: float, tune
         reason = f"{choice.speedup:.2f} times as fast as plain decoding when `tune` measured it {size}"
         return Plan(choice.tree, reason, not choice.is_whole, ReuseConfig.parse(choice.reuse))
     # Two plans by temperature where a tree can be deep; one tree, or none, where it is short: each is a program.
-    return _choose(_cost_model(params), batch, capacity, float(is_warm(temperature)))
+    return _chosen_before(_cost_model(params), batch, capacity, float(is_warm(temperature)))
 
 
-@functools.lru_cache(maxsize=256)
-def _choose(model: CostModel, batch: int, capacity: int, temperature: float) -> Plan:
-    return choose(model, batch, capacity, temperature)
+_chosen_before = functools.lru_cache(maxsize=256)(choose)
 
 
 def _can_grow(params: Params, choice: Choice) -> bool:

@@ -1,13 +1,13 @@
 """From the arguments of a call to checked, padded arrays: prompts, settings per row, buckets, prefill.
 
-Everything that can be wrong with a call is found here, before anything compiles. Read next: `api.py`.
+Everything that can be wrong with a call is found here or in `arguments.py`, before anything compiles. Read next:
+`plan.py`, which chooses the tree, and `infer/decode.py`, which decodes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -18,14 +18,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hsd_jax import sharding as sharding_lib
-from hsd_jax.config import (
-    NO_REUSE,
-    NONE,
-    ModelConfig,
-    ReuseConfig,
-    TreeConfig,
-    bucket,
+from hsd_jax.arguments import (
+    Prompt,
+    checked_new_tokens,
+    encode,
+    end_tokens_of,
+    sampling_of_rows,
+    seeds_of_rows,
 )
+from hsd_jax.config import NO_REUSE, NONE, ModelConfig, ReuseConfig, TreeConfig, bucket
 from hsd_jax.distributed import check_mesh, check_same, put
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import RULES, make_rule
@@ -37,9 +38,9 @@ from hsd_jax.kernels.native import traced_platform
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree
 from hsd_jax.plan import Plan, costs_of, plan_for
-from hsd_jax.settings import HOTTEST, Temperature, Within, fits, shown
+from hsd_jax.settings import Within, fits, shown
 from hsd_jax.tuned import Tuned
-from hsd_jax.types import NO_TOKEN, DecodeState, DrawScheme, Limits, SamplingParams
+from hsd_jax.types import DecodeState, DrawScheme, Limits, SamplingParams
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
 """Slots of the smallest caches, the next GROWTH times as many; and what every capacity is a multiple of."""
@@ -47,15 +48,11 @@ MOST_LOOKAHEAD = 16
 """Slots that are kept free after a row for what a round may write, whatever tree it has: one size for all plans."""
 LARGEST_FIRST = 2048
 """Caches up to this size are made for all tokens a call may give, larger ones for the prompt: they grow when full."""
-COLDEST = 1e-6
-"""Smaller temperatures are greedy: dividing by them would overflow float32."""
 MOST_PAD_ROWS = 256
 """Rows that plain decoding may be padded to: as many as a tree has nodes."""
 
 AUTO = "auto"
 """The rule `match` for every row: a row's tokens depend on its prompt, settings and seed alone."""
-
-Prompt = str | Sequence[int] | np.ndarray | jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +69,10 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Speculation:
-    """How it is decoded: the arguments of `decode` of the same names. None of them changes the text of a match."""
+    """How the call is decoded: the arguments of `decode` of the same names.
+
+    Under the rule `match` none of them changes a text; `accept="recursive"` draws another one of the same distribution.
+    """
 
     tree: TreeConfig | None = None
     accept: str = AUTO
@@ -135,32 +135,35 @@ def prepare(
     sampling: Sampling = Sampling(),
     speculation: Speculation = Speculation(),
 ) -> Request:
-    """Checks a call, pads it to its bucket and runs the prefill.
+    """A checked call with its prompts read, ready for `Decoder.run`.
+
+    1. Prompts become token ids; lengths and settings are checked, a value a row.
+    2. The call is planned: rows and slots of the program, the tree, the rule that judges.
+    3. The decoder of that plan is looked up, or made.
+    4. Rows are padded to those of the program, and put where the mesh wants them.
+    5. The prefill reads the prompts. Only here anything compiles.
 
     Raises:
       ValueError: naming the wrong value and the allowed ones, before anything compiles.
     """
     check_mesh(params.mesh)
-    rows = encode(params, prompt)
-    batch = len(rows)
-    settings = _sampling(batch, sampling.temperature, sampling.top_k, sampling.top_p)
-    new_tokens = _per_row("max_new_tokens", sampling.max_new_tokens, batch, int)
-    for new in new_tokens:
-        if new is None or new < 0:
-            raise ValueError(f"max_new_tokens={shown(new)}: allowed are 0 and more")
-    for row, (ids, new) in enumerate(zip(rows, new_tokens, strict=True)):
-        check_length(params, row, len(ids), new)
-    seeds = _seeds(sampling.seed, batch)
-    num_rows = rows_bucket(batch, sharding_lib.rows_multiple(params.mesh))
-    longest = max(len(ids) + new for ids, new in zip(rows, new_tokens, strict=True))
-    sizes = max(map(len, rows)), longest, MOST_LOOKAHEAD, params.max_len
-    plan, rule, scheme = _plan(params, speculation, num_rows, first_capacity(*sizes), float(max(settings[0])))
-    check_same("prompts and settings of the call", repr((rows, sampling, plan.tree, plan.reuse, rule, scheme)))
-    tree, is_plain = plan.tree, plan.tree is None
+    prompts = encode(params, prompt)
+    new_tokens = checked_new_tokens(params, prompts, sampling.max_new_tokens)
+    settings = sampling_of_rows(len(prompts), sampling.temperature, sampling.top_k, sampling.top_p)
+    seeds, eos = seeds_of_rows(sampling.seed, len(prompts)), end_tokens_of(params, sampling.eos)
+
+    num_rows = rows_bucket(len(prompts), sharding_lib.rows_multiple(params.mesh))
+    longest_prompt = max(map(len, prompts))
+    longest_row = max(len(ids) + new for ids, new in zip(prompts, new_tokens, strict=True))
+    capacity = first_capacity(longest_prompt, longest_row, MOST_LOOKAHEAD, params.max_len)
+    plan, rule, scheme = _plan_and_rule(params, speculation, num_rows, capacity, float(max(settings[0])))
+    check_same("prompts and settings of the call", repr((prompts, sampling, plan.tree, plan.reuse, rule, scheme)))
+
+    is_plain = plan.tree is None
     decoder = _decoder(
         params.target_config,
         None if is_plain else params.drafter_config,
-        tree,
+        plan.tree,
         params.precision,
         cache_lib.fastest_dtype(params.target["embedding"].dtype).name,
         speculation.pad_rows if is_plain else 1,
@@ -169,39 +172,58 @@ def prepare(
         scheme=DrawScheme.ARBITRARY if is_plain else scheme,
         reuse=plan.reuse,
     )
+    if decoder.lookahead > MOST_LOOKAHEAD:  # a tree that was asked for, deeper than any that is chosen
+        capacity = first_capacity(longest_prompt, longest_row, decoder.lookahead, params.max_len)
 
-    # Rows that only fill a bucket or the mesh are born finished: one token, no room for another.
-    fill = num_rows - batch
-    prompts, rows = rows, rows + [[0]] * fill
-    length = np.array([len(r) for r in rows], np.int32)
+    tokens, lengths, keys, limits, per_row = _arrays(
+        params, prompts, new_tokens, settings, seeds, eos, num_rows, capacity
+    )
+    models = {"target": params.target, "drafter": None if is_plain else params.drafter}
+    if plan.is_chosen and plan.tree is not None:
+        models["costs"] = costs_of(params, num_rows, plan.tree)
+    start = time.perf_counter()
+    state = decoder.read(models, tokens, lengths, keys, limits, capacity=capacity, max_tokens=capacity + 1)
+    if params.mesh is not None:
+        state = put(state, sharding_lib.row_shardings(params.mesh, state, num_rows))
+    jax.block_until_ready(state.length)
+    seconds = time.perf_counter() - start
+    prompt_length = np.array([len(ids) for ids in prompts], np.int32)
+    return Request(decoder, models, per_row, limits, state, prompts, prompt_length, seconds, plan)
+
+
+def _arrays(
+    params: Params,
+    prompts: list[list[int]],
+    new_tokens: list[int],
+    settings: tuple[np.ndarray, np.ndarray, np.ndarray],
+    seeds: list[tuple[int, int]],
+    eos: np.ndarray,
+    num_rows: int,
+    capacity: int,
+) -> tuple[jax.Array, jax.Array, jax.Array, Limits, SamplingParams]:
+    """Tokens [B, capacity], lengths [B], keys [B], limits and settings of B = `num_rows` rows, where they are to lie.
+
+    Rows that only fill a bucket or the mesh are born finished: one token, no room for another.
+    """
+    fill = num_rows - len(prompts)
+    filled = prompts + [[0]] * fill
+    length = np.array([len(ids) for ids in filled], np.int32)
     max_length = length + np.array([*new_tokens, *[0] * fill], np.int32)
-    capacity = first_capacity(sizes[0], sizes[1], max(decoder.lookahead, MOST_LOOKAHEAD), params.max_len)
-    tokens = np.zeros((len(rows), capacity), np.int32)
-    for i, ids in enumerate(rows):
-        tokens[i, : len(ids)] = ids
+    tokens = np.zeros((num_rows, capacity), np.int32)
+    for row, ids in zip(tokens, filled, strict=True):
+        row[: len(ids)] = ids
     temperature, top_k, top_p = (jnp.asarray(np.pad(x, (0, fill), mode="edge")) for x in settings)
     per_row = SamplingParams(temperature, top_k, top_p)
     if traced_platform() != "cpu":
         per_row = dataclasses.replace(per_row, all_greedy=bool((settings[0] == 0.0).all()))
-    keys = row_keys([*seeds, *[(0, 0)] * fill])
-    limits = Limits(jnp.asarray(max_length), jnp.asarray(_eos(params, sampling.eos)))
-    arrays = (jnp.asarray(tokens), jnp.asarray(length), keys, limits, per_row)
-    if params.mesh is not None:
-        arrays = put(arrays, sharding_lib.row_shardings(params.mesh, arrays, len(rows)))
-    tokens, lengths, keys, limits, per_row = arrays
-    models = {"target": params.target, "drafter": None if is_plain else params.drafter}
-    if plan.is_chosen and tree is not None:
-        models["costs"] = costs_of(params, num_rows, tree)
-    start = time.perf_counter()
-    state = decoder.read(models, tokens, lengths, keys, limits, capacity=capacity, max_tokens=capacity + 1)
-    if params.mesh is not None:
-        state = put(state, sharding_lib.row_shardings(params.mesh, state, len(rows)))
-    jax.block_until_ready(state.length)
-    seconds = time.perf_counter() - start
-    return Request(decoder, models, per_row, limits, state, prompts, length[:batch].copy(), seconds, plan)
+    limits = Limits(jnp.asarray(max_length), jnp.asarray(eos))
+    arrays = (jnp.asarray(tokens), jnp.asarray(length), row_keys([*seeds, *[(0, 0)] * fill]), limits, per_row)
+    if params.mesh is None:
+        return arrays
+    return put(arrays, sharding_lib.row_shardings(params.mesh, arrays, num_rows))
 
 
-def _plan(
+def _plan_and_rule(
     params: Params, asked: Speculation, rows: int, capacity: int, temperature: float
 ) -> tuple[Plan, str, DrawScheme]:
     """How the call is decoded, and the rule and the scheme of its trees, if there are any.
@@ -272,126 +294,3 @@ def rule_and_scheme(accept: str, draw: str | None) -> tuple[str, DrawScheme]:
         return rule, DrawScheme(draw)
     except ValueError:
         raise ValueError(f"draw={draw!r}: allowed are {', '.join(x.value for x in DrawScheme)}, or None") from None
-
-
-def check_length(params: Params, row: int, num_tokens: int, new: int) -> None:
-    """Refuses a prompt of so many tokens whose `new` ones would not fit after it.
-
-    Raises:
-      ValueError: naming the row.
-    """
-    if num_tokens + new > params.max_len:
-        raise ValueError(
-            f"prompt {row} has {num_tokens} tokens and max_new_tokens is {shown(new)}: together more than"
-            f" max_len={params.max_len}; shorten one or load with a larger max_len (at most"
-            f" {params.target_config.max_position})"
-        )
-
-
-def encode(params: Params, prompt) -> list[list[int]]:
-    """Prompts as lists of token ids.
-
-    Raises:
-      ValueError: for empty prompts, text without a tokenizer, text that is not UTF-8, ids outside the vocabulary.
-    """
-    if isinstance(prompt, (str, bytes)):
-        prompts: list = [prompt]
-    elif isinstance(prompt, (np.ndarray, jax.Array)) and prompt.ndim > 0:
-        prompts = [prompt] if prompt.ndim == 1 and prompt.dtype.kind != "U" else list(prompt)
-    elif isinstance(prompt, Sequence):
-        is_ids = len(prompt) > 0 and all(isinstance(x, (int, np.integer)) for x in prompt)
-        prompts = [prompt] if is_ids else list(prompt)
-    else:
-        raise ValueError(f"prompt of type {type(prompt).__name__}: expected a text, token ids, or a list of either")
-    if not prompts:
-        raise ValueError("prompt is an empty list: give at least one text or one token id")
-    return [_encode_one(params, p, i) for i, p in enumerate(prompts)]
-
-
-def _encode_one(params: Params, prompt, row: int) -> list[int]:
-    if isinstance(prompt, bytes):
-        try:
-            prompt = prompt.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"prompt {row} is not UTF-8 ({error.reason} at byte {error.start})") from error
-    if isinstance(prompt, str):
-        if params.tokenizer is None:
-            raise ValueError(f"prompt {row} is text, but the checkpoint has no tokenizer: give token ids")
-        try:
-            prompt.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(f"prompt {row} is not UTF-8 text (lone surrogate at character {error.start})") from error
-        if not prompt:
-            raise ValueError(f"prompt {row} is empty: give at least one token")
-        prompt = params.tokenizer.encode(prompt)
-    try:
-        ids = np.asarray(prompt)
-    except (ValueError, OverflowError):  # lists of several lengths
-        raise ValueError(f"prompt {row} is {shown(prompt)}: expected a row of integers") from None
-    if ids.size == 0:
-        raise ValueError(f"prompt {row} is empty: give at least one token")
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"prompt {row} has shape {ids.shape} and dtype {ids.dtype}: expected a row of integers")
-    vocab_size = params.target_config.vocab_size
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"prompt {row} holds token {wrong}: allowed are 0 to {vocab_size - 1}")
-    return [int(x) for x in ids]
-
-
-def _per_row(name: str, value, batch: int, kind: type) -> list:
-    try:
-        values = list(value) if np.ndim(value) else [value] * batch
-    except ValueError:  # lists of several lengths
-        raise ValueError(f"{name}={shown(value)}: expected one {kind.__name__}, or one a row") from None
-    if len(values) != batch:
-        raise ValueError(f"{name} has {len(values)} values for {batch} rows")
-    convert = operator.index if kind is int else kind  # int() would cut 10.7 down without a word
-    try:
-        return [None if v is None else convert(v) for v in values]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name}={shown(value)}: expected {kind.__name__} values") from error
-
-
-def _seeds(seed, batch: int) -> list[tuple[int, int]]:
-    """What makes the key of each row: its seed, and its number under a single seed, 0 under a list."""
-    is_single = np.ndim(seed) == 0
-    seeds = _per_row("seed", seed, 1 if is_single else batch, int)
-    for value in seeds:
-        if value is None or not 0 <= value < 2**32:
-            raise ValueError(f"seed={shown(value)}: allowed are 0 to {2**32 - 1}")
-    return [(seeds[0], row) for row in range(batch)] if is_single else [(seed, 0) for seed in seeds]
-
-
-def _sampling(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The fields of `SamplingParams`, a value a row."""
-    temperatures = _per_row("temperature", temperature, batch, float)
-    ks = [0 if k is None else k for k in _per_row("top_k", top_k, batch, int)]
-    ps = [1.0 if p is None else p for p in _per_row("top_p", top_p, batch, float)]
-    for t in temperatures:
-        if not fits(Temperature, t):
-            raise ValueError(f"temperature={t}: allowed are 0 (greedy) and positive numbers up to {HOTTEST:g}")
-    for k, given in zip(ks, _per_row("top_k", top_k, batch, int), strict=True):
-        if given is not None and k < 1:
-            raise ValueError(f"top_k={k}: allowed are 1 and more, or None")
-    for p in ps:
-        if not 0.0 < p <= 1.0:
-            raise ValueError(f"top_p={p}: allowed are numbers in (0, 1], or None")
-    temperatures = [t if t >= COLDEST else 0.0 for t in temperatures]
-    ks = [min(k, 2**31 - 1) for k in ks]
-    return np.array(temperatures, np.float32), np.array(ks, np.int32), np.array(ps, np.float32)
-
-
-def _eos(params: Params, eos) -> np.ndarray:
-    """End tokens in a bucket of their own, so that their number never compiles anything."""
-    if isinstance(eos, (str, bytes, dict)):
-        raise ValueError(f"eos={eos}: expected a token id, or several")
-    try:
-        ids = params.eos if eos is None else ((int(eos),) if isinstance(eos, (int, np.integer)) else tuple(eos))
-    except TypeError:
-        raise ValueError(f"eos={shown(eos)}: expected a token id, or several") from None
-    vocab_size = params.target_config.vocab_size
-    for token in ids:
-        if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
-            raise ValueError(f"eos={shown(token)}: allowed are 0 to {vocab_size - 1}")
-    return np.array([*ids, *[NO_TOKEN] * (bucket(len(ids), 4) - len(ids))], np.int32)

@@ -1,7 +1,7 @@
 """The mesh and one table: logical axis name -> mesh axis.
 
 Weights and decode states are placed from outside; the program is the same on one device and on many, and XLA
-inserts the collectives (Auto axes). Changing the parallelism means editing `RULES`.
+inserts the collectives (Auto axes). Changing the parallelism means editing `SPLITS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRAINING_AXES = ("data", FSDP, "model")
 """In training "fsdp" splits rows as "data" does, and weights and optimizer state too, along an axis that it divides;
 XLA gathers a weight where a product needs it. A decode reads every weight in every round, so it has no such axis."""
 
-RULES: dict[str | None, tuple[str, ...]] = {
+SPLITS: dict[str | None, tuple[str, ...]] = {
     "rows": ("data", FSDP),
     "vocab": ("model",),
     "heads": ("model",),
@@ -118,7 +118,7 @@ def _split(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...], uni
     """The mesh axes over which each axis of an array is split."""
     spec: list[Any] = []
     for size, axis in zip(shape, axes, strict=True):
-        names = tuple(name for name in RULES[axis] if name in mesh.axis_names)
+        names = tuple(name for name in SPLITS[axis] if name in mesh.axis_names)
         divides = names and units.get(axis, size) % _devices(mesh, names) == 0
         spec.append((names[0] if len(names) == 1 else names) if divides else None)
     return spec
@@ -126,6 +126,11 @@ def _split(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...], uni
 
 def _devices(mesh: Mesh, names: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[name] for name in names)
+
+
+def heads_of(config: Any) -> tuple[int, int]:
+    """Query heads and key/value heads of a model, as `weight_shardings` asks for them; 1 and 1 without attention."""
+    return getattr(config, "num_heads", 1), getattr(config, "num_kv_heads", 1)
 
 
 def weight_shardings(mesh: Mesh, weights: Any, num_heads: int, num_kv_heads: int) -> Any:
@@ -166,7 +171,7 @@ def check_rows(mesh: Mesh, num_rows: int) -> None:
       ValueError: naming the axes and the rows.
     """
     if num_rows % (multiple := rows_multiple(mesh)):
-        axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if name in RULES["rows"] and size > 1)
+        axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if name in SPLITS["rows"] and size > 1)
         raise ValueError(
             f"a pass has {num_rows} rows; mesh axis {axes} needs a multiple of {multiple} (train.batch,"
             " train.micro_batch)"
@@ -177,7 +182,7 @@ def rows_here(mesh: Mesh | None) -> tuple[int, int]:
     """Which part of the rows of a batch lies on this process's devices, and of how many parts; (0, 1) is all."""
     if mesh is None:
         return 0, 1
-    of_rows = [mesh.axis_names.index(name) for name in RULES["rows"] if name in mesh.axis_names]
+    of_rows = [mesh.axis_names.index(name) for name in SPLITS["rows"] if name in mesh.axis_names]
     others = [axis for axis in range(mesh.devices.ndim) if axis not in of_rows]
     is_here = np.vectorize(lambda device: device.process_index == jax.process_index())(mesh.devices)
     here = np.flatnonzero(is_here.transpose(*of_rows, *others).reshape(rows_multiple(mesh), -1).any(1))
@@ -188,4 +193,4 @@ def rows_here(mesh: Mesh | None) -> tuple[int, int]:
 
 def rows_multiple(mesh: Mesh | None) -> int:
     """Rows must come in multiples of this."""
-    return 1 if mesh is None else _devices(mesh, tuple(name for name in RULES["rows"] if name in mesh.axis_names))
+    return 1 if mesh is None else _devices(mesh, tuple(name for name in SPLITS["rows"] if name in mesh.axis_names))

@@ -1,7 +1,7 @@
 """What `tune` found: for calls of each size it measured the fastest way to decode, and all that this was chosen from.
 
 A record is kept in a folder of this user, where `decode` finds it by the fingerprints of both models and the name of
-the machine, or in a file. Read next: `bench/tune.py`, which makes it, and `plan.py`, which reads it.
+the machine, or in a file. `plan.py` reads it. Read next: `bench/tune.py`, which makes it.
 """
 
 from __future__ import annotations

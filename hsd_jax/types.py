@@ -2,13 +2,18 @@
 
 Read next: `infer/step.py`, where these types meet, and `config.py` for the static configuration.
 
-Dimension legend
-    B  rows of a batch           T  tokens of a buffer        V  vocabulary
-    N  draft-tree nodes, padded, root included                D  maximum draft depth
-    K  trunk states of a round   S  cache slots               H  hidden width
+Dimension legend, for shapes and docstrings of the whole package; one that is a word is explained where it is used
+    B  rows of a batch           T  tokens of a buffer        P  tokens of padded prompts
+    V  vocabulary                C  columns of a drafter's logits: the tokens that may be drafted
+    N  nodes of a draft tree, padded, root included; or of any other pass of a model
+    I  those that may have children, always the first I of the N
+    D  maximum draft depth       w  nodes of one level of a growing tree, v of the level above
+    K  trunk states of a round   M  nodes or positions of a call, where none of the others says how many
+    X  entries of this round that a node may see: those of earlier passes, then those of its own
+    S  cache slots               n  queries of a key/value head: N times the query heads that share it
     G  key/value heads           Q  query heads               E  head width
-    P  prompt bucket             R  token-info rank           L  layers
-    I  draft-tree nodes that may have children, always the first I of the N
+    H  hidden width              F  width of an MLP           L  layers
+    r  rank of token information A  anchors of a row in training
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ class DrawScheme(enum.Enum):
 
 
 DRAWN_SCHEMES = frozenset({DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT})
-"""Distributions whose trees are drawn with noise of their own and carry `DraftTree.draft_logp`; the others grow
+"""Schemes whose trees are drawn with noise of their own and carry `DraftTree.draft_logp`; the others grow
 beams."""
 
 
@@ -84,7 +89,7 @@ class ModelOutput:
     hidden: Float[Array, "B N H"]
     """After the final norm: what the LM head reads."""
     features: tuple[Float[Array, "B N H"], ...]
-    """Residual stream after each tapped layer, in the order of the layers."""
+    """Residual stream after each layer that was asked for (`aux_layers`), in ascending order."""
     new_kv: NewKV
 
 
@@ -97,7 +102,7 @@ class DraftTree:
     depth: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
     draft_logp: Float[Array, "B I V"] | None = None
-    """Log-probabilities the children of each node were drawn from; None unless the distribution is one of
+    """Log-probabilities the children of each node were drawn from; None unless the scheme is one of
     DRAWN_SCHEMES."""
     scheme: DrawScheme = flax.struct.field(pytree_node=False, default=DrawScheme.ARBITRARY)
     score: Float[Array, "B N"] | None = None
@@ -158,34 +163,39 @@ class DecodeStats:
 class Costs:
     """What passes should cost on this machine, traced: `infer/worth.py` weighs drafts by it."""
 
-    pass_seconds: Float[Array, "R"]
-    """Of a verification of 0, 1, ... nodes, all rows of the batch together, without attention to the cache."""
-    plain_seconds: Float[Array, "B1"]
-    """Of a plain pass over 0, 1, ... rows."""
+    pass_seconds: Float[Array, "B*N+1"]
+    """Seconds to verify 0, 1, ... nodes, all rows of the batch together, without attention to the cache."""
+    plain_seconds: Float[Array, "B+1"]
+    """Seconds of a plain pass over 0, 1, ... rows."""
     draft_seconds: Float[Array, ""]
-    """Of drafting, whatever is verified of it."""
+    """Seconds to draft a full tree for every row, however many of its nodes are verified."""
     slot_seconds: Float[Array, ""]
-    """Of one more node's attention, a cache slot."""
+    """Seconds that the attention of one node takes for each cache slot it sees."""
     window: Float[Array, ""]
     """Slots that layers with a sliding window see at most."""
     windowed_share: Float[Array, ""]
-    """Of the layers, those."""
+    """The fraction of the layers that have a sliding window."""
     first_trust: Float[Array, ""]
     """What an edge that the drafter is sure of is taken to be worth before any was tried."""
 
 
 @flax.struct.dataclass
 class Control:
-    """What a decode has learned about its drafts: sums in which a round counts less the older it is."""
+    """What a decode has learned about its drafts, in sums over the rounds so far.
+
+    The first four decay exponentially: each round multiplies them by `worth.MEMORY` before its own numbers are added.
+    """
 
     accepted: Float[Array, "B"]
-    """Accepted drafts, and what the edges that were tried predicted."""
+    """Drafts that were accepted."""
     predicted: Float[Array, "B"]
+    """How many the drafter expected: the sum of its own probabilities of the drafts that were tried."""
     tokens: Float[Array, ""]
-    """Tokens of rounds with drafts, and the seconds that they should have taken."""
+    """Tokens that rounds with drafts committed, all rows together."""
     seconds: Float[Array, ""]
+    """Seconds that these rounds should have taken by `Costs`."""
     rounds: Int[Array, ""]
-    """Rounds in these two sums."""
+    """Rounds with drafts since these were last given up; does not decay."""
     wait: Int[Array, ""]
     """Blocks of plain rounds before drafts are tried again; 0: rounds have drafts."""
     backoff: Int[Array, ""]
@@ -219,36 +229,41 @@ class RoundInputs:
     keys: jax.Array
     """The row keys; what a drafter draws, it draws with `sampling.round_keys`, never with these themselves."""
     sampling: SamplingParams
-    noise: Float[Array, "B M vocab"] | None = None
+    noise: Float[Array, "B M V"] | None = None
     """The target's own noise at the next positions, `sampling.round_noise`: COUPLED drafts alone read it, and compute
     it where it is None."""
 
 
 class Drafter(NamedTuple):
-    """A proposer as pure functions; `state` is the drafter's own pytree and opaque to everybody else."""
+    """A proposer as pure functions.
+
+    `models` holds the weights of both models, "target" and "drafter"; `state` is the drafter's own pytree and opaque to
+    everybody else.
+    """
 
     init: Callable[..., Any]
     """`init(tokens, length, capacity) -> state`, before any of the prompts [B, P] is read."""
     read: Callable[..., Any]
-    """`read(params, state, output, tokens, following, start, length) -> state`: the prompt's tokens [B, C] from
-    position `start` on, the token after each, and what the target said of them. Chunks come in order."""
+    """`read(models, state, output, tokens, following, start, length) -> state`: a chunk of the prompt's tokens
+    [B, chunk] from position `start` on, the token after each, and what the target said of them. Chunks come in order.
+    """
     draft: Callable[..., tuple[DraftTree, Any]]
-    """`draft(params, state, inputs: RoundInputs) -> (tree, state)`."""
+    """`draft(models, state, inputs: RoundInputs) -> (tree, state)`."""
     commit: Callable[..., Any]
-    """`commit(params, state, verdict, output, num_committed) -> state`."""
+    """`commit(models, state, verdict, output, num_committed) -> state`."""
     resize: Callable[..., Any]
     """`resize(state, capacity) -> state`, when the decode loop moves to a larger cache."""
     scheme: DrawScheme
     max_depth: int
     aux_layers: tuple[int, ...] = ()
-    """Layers whose residual streams `init` and `commit` read in `ModelOutput.features`."""
+    """Layers whose residual streams `read`, `commit` and `follow` find in `ModelOutput.features`."""
     lookahead: int = 0
     """Slots after the committed tokens that a round may write in the drafter's own cache, if more than `max_depth`."""
     ready: Callable[..., Any] | None = None
-    """`ready(params, state) -> state`, whenever prefill has read some of the prompt; what it adds to the state
+    """`ready(models, state) -> state`, whenever prefill has read some of the prompt; what it adds to the state
     counts for drafting, not for reading on. None: nothing is left to do."""
     follow: Callable[..., Any] | None = None
-    """`follow(params, state, verdict, output, num_committed) -> state`: after up to max_depth + 1 plain passes, for
+    """`follow(models, state, verdict, output, num_committed) -> state`: after up to max_depth + 1 plain passes, for
     which nothing was drafted; the verdict's path are their nodes in order. Rows that committed none keep their state.
     None: the drafter must draft in every round."""
 

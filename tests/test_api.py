@@ -17,11 +17,12 @@ from support import setups, toy
 
 import hsd_jax
 from hsd_jax import params as params_lib
+from hsd_jax.arguments import seeds_of_rows
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.models import convert
 from hsd_jax.models.placement import Placement
-from hsd_jax.request import _decoder, _seeds, rule_and_scheme
+from hsd_jax.request import _decoder, rule_and_scheme
 from hsd_jax.types import NO_TOKEN, DrawScheme
 
 CYCLE = "aé€😀 "
@@ -204,7 +205,7 @@ def test_keys_fold_the_number_of_a_row_into_the_key_of_its_seed():
     assert jax.random.key_impl(found) == jax.random.key_impl(wanted[0])
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(jax.random.key_data(one), jax.random.key_data(other))
-    assert _seeds(5, 3) == [(5, 0), (5, 1), (5, 2)] and _seeds([5, 6, 5], 3) == [(5, 0), (6, 0), (5, 0)]
+    assert seeds_of_rows(5, 3) == [(5, 0), (5, 1), (5, 2)] and seeds_of_rows([5, 6, 5], 3) == [(5, 0), (6, 0), (5, 0)]
 
 
 @pytest.mark.parametrize("speculate", [True, False])

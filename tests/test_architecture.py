@@ -24,7 +24,7 @@ LAYERS = [
     "models",
     "infer",
     "drafters",
-    "api params plan request tokenizer tuned",
+    "api arguments params plan request tokenizer tuned",
     "train",
     "bench",
     "aot",

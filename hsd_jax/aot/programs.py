@@ -32,7 +32,7 @@ PREFILL, PLAIN, SPECULATIVE, TRAIN = PROGRAMS = ("prefill", "plain", "speculativ
 DTYPE = jnp.bfloat16
 """Of the weights of target and drafter, in which most checkpoints come."""
 END_TOKENS = 4
-"""Places for end tokens, as many as `request.py` makes at least."""
+"""Places for end tokens, as many as `arguments.py` makes at least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +64,9 @@ def params_of(job: Job, mesh: Mesh) -> Params:
     params = jax.eval_shape(
         lambda t, d: arranged(Params(t, d, job.target, job.drafter), _mesh_or_none(mesh)), target, drafter
     )
-    c, d = params.target_config, params.drafter_config
-    heads = getattr(d, "num_heads", 1), getattr(d, "num_kv_heads", 1)
-    target = placed(params.target, sharding.weight_shardings(mesh, params.target, c.num_heads, c.num_kv_heads))
-    drafter = placed(params.drafter, sharding.weight_shardings(mesh, params.drafter, *heads))
+    heads = sharding.heads_of(params.target_config), sharding.heads_of(params.drafter_config)
+    target = placed(params.target, sharding.weight_shardings(mesh, params.target, *heads[0]))
+    drafter = placed(params.drafter, sharding.weight_shardings(mesh, params.drafter, *heads[1]))
     return dataclasses.replace(params, target=target, drafter=drafter)
 
 

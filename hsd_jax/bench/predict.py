@@ -14,7 +14,7 @@ import numpy as np
 from hsd_jax.config import NO_REUSE, TreeConfig
 from hsd_jax.train.evaluate import AcceptedLengths, Draft
 
-LEAST_GAIN = 1.01
+LEAST_GAIN_OF_REUSE = 1.01
 """A form of reuse is a candidate where it is predicted to be so many times as fast as none in the same tree."""
 
 
@@ -93,7 +93,7 @@ def best_of(predictions: Mapping[Draft, Prediction], count: int) -> list[Draft]:
         without = predictions.get((draft[0], NO_REUSE))
         if draft[1] == NO_REUSE or without is None:
             return True
-        return predictions[draft].tokens_per_second > LEAST_GAIN * without.tokens_per_second
+        return predictions[draft].tokens_per_second > LEAST_GAIN_OF_REUSE * without.tokens_per_second
 
     ranked = sorted(predictions, key=lambda draft: -predictions[draft].tokens_per_second)
     return [draft for draft in ranked if is_worth_it(draft)][:count]

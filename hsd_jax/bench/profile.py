@@ -181,7 +181,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
 
     def verify(models, inputs):
         tree_, cache = inputs
-        return step.verify(models, config, drafter, dataclasses.replace(state, cache=cache), tree_), inputs
+        return step.target_pass(models, config, drafter, dataclasses.replace(state, cache=cache), tree_), inputs
 
     def commit(models, inputs):
         tree_, ancestors, output, before = inputs

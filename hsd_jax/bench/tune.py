@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hsd_jax import sharding
+from hsd_jax.arguments import Prompt, check_length, encode
 from hsd_jax.bench.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.bench.predict import Prediction, RoundCost, best_of, sample_of
 from hsd_jax.bench.profile import trunk_seconds
@@ -22,17 +23,7 @@ from hsd_jax.config import NO_REUSE, NONE, ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.params import Params
 from hsd_jax.plan import plan_for
-from hsd_jax.request import (
-    MOST_LOOKAHEAD,
-    Prompt,
-    Sampling,
-    Speculation,
-    check_length,
-    encode,
-    first_capacity,
-    prepare,
-    rows_bucket,
-)
+from hsd_jax.request import MOST_LOOKAHEAD, Sampling, Speculation, first_capacity, prepare, rows_bucket
 from hsd_jax.settings import HOTTEST, Count, Temperature, fits, shown
 from hsd_jax.train.evaluate import Draft, Texts, accepted_lengths
 from hsd_jax.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
@@ -42,9 +33,9 @@ TREES_PER_FORM = 2
 """Trees on which a form of reuse is tried: those that are predicted to be the fastest without it."""
 LEAST_SPEEDUP = 1.02
 """Over plain decoding, measured: what gains less may as well lose."""
-SHORTEST_CHAIN, LONGEST_CHAIN = 4, 16
+SHORTEST_CANDIDATE, LONGEST_CANDIDATE = 4, 16
 """Nodes of the chains that are candidates."""
-WIDE_TREES = ((8, 5, 2), (12, 6, 3), (16, 6, 4))
+WIDE_CANDIDATES = ((8, 5, 2), (12, 6, 3), (16, 6, 4))
 """Nodes, depth and width of the trees that are candidates, as far as a drafter's steps allow."""
 
 
@@ -217,10 +208,10 @@ def default_trees(config: Any) -> list[TreeConfig]:
     """The candidates for a drafter: chains, and trees unless it drafts chains only."""
     method = method_of(config)
     most = method.max_depth(config)
-    last = min(most + 1, LONGEST_CHAIN)
-    trees = [TreeConfig(nodes, nodes - 1, 1) for nodes in range(min(SHORTEST_CHAIN, last), last + 1)]
+    last = min(most + 1, LONGEST_CANDIDATE)
+    trees = [TreeConfig(nodes, nodes - 1, 1) for nodes in range(min(SHORTEST_CANDIDATE, last), last + 1)]
     if method.grows_wide:
-        for nodes, depth, width in WIDE_TREES:
+        for nodes, depth, width in WIDE_CANDIDATES:
             depth, width = min(depth, most), min(width, config.draft_vocab_size)
             nodes = min(nodes, 1 + width + (depth - 1) * width**2)
             trees.append(TreeConfig(nodes, depth, width))

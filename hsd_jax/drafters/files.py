@@ -11,6 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from hsd_jax import sharding
 from hsd_jax.config import PARALLEL, DrafterConfig, ModelConfig, from_dict, to_dict
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.table import METHODS, init_drafter
@@ -92,7 +93,7 @@ def read_drafter(
         check_num_layers(getattr(config, "num_layers", 1), stored, folder, DRAFTER_CONFIG)
         shapes = _shapes(config)
         names = {path: path for path in shapes}
-        heads = getattr(config, "num_heads", 1), getattr(config, "num_kv_heads", 1)
+        heads = sharding.heads_of(config)
         weights = load_tree(stored, names, shapes, dtype, folder, DRAFTER_CONFIG, (_DRAFT_TO_TARGET,), placement, heads)
     if config.reduced_vocab_size is not None:
         checked_ids(
@@ -125,6 +126,6 @@ def check_drafter(drafter_config: DrafterConfig, target_config: ModelConfig, tar
 
 
 def _shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """`_shapes` of what is stored of a drafter: the learned weights and the `draft_to_target` ids, if there are any."""
+    """Shapes of what a file holds of a drafter: the learned weights and the `draft_to_target` ids, if there are any."""
     shapes = shapes_of(init_drafter, config)
     return shapes if config.reduced_vocab_size is None else {**shapes, _DRAFT_TO_TARGET: (config.reduced_vocab_size,)}

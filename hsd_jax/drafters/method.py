@@ -37,7 +37,7 @@ class Method(NamedTuple):
     config: type
     """The frozen dataclass of what is static."""
     make: Callable[..., Drafter]
-    """`make(target_config, config, tree, cache_dtype, distribution) -> Drafter`, and `reuse=` where `reuses` lists more
+    """`make(target_config, config, tree, cache_dtype, scheme) -> Drafter`, and `reuse=` where `reuses` lists more
     than NONE. Raises a ValueError for trees that it cannot draft."""
     default_tree: Callable[[Any], TreeConfig]
     """`default_tree(config)`: for calls that neither ask for a tree nor let `plan.py` choose."""
@@ -61,7 +61,7 @@ class Method(NamedTuple):
     """`load(folder, target_config, tokenizer, dtype, placement)`: a drafter from a folder that is none of ours."""
     token_information: TokenInformation | None = None
     stages: Callable[..., Any] | None = None
-    """`stages(target_config, config, tree, distribution)`: the parts of drafting, for profiles. None: it is timed as a
+    """`stages(target_config, config, tree, scheme)`: the parts of drafting, for profiles. None: it is timed as a
     whole."""
     aged: Callable[..., Any] | None = None
     """`aged(models, target_config, config, num_states, state) -> (age -> state)`: states with spares of any age, for

@@ -22,7 +22,10 @@ def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConf
 
 
 def last_feature(
-    features: Float[Array, "B C H"], start: Int[Array, ""] | int, length: Int[Array, "B"], before: Float[Array, "B H"]
+    features: Float[Array, "B chunk H"],
+    start: Int[Array, ""] | int,
+    length: Int[Array, "B"],
+    before: Float[Array, "B H"],
 ) -> Float[Array, "B H"]:
     """The feature of each prompt's last token but one, if it is of this chunk, else `before`."""
     last, num = length - 2 - start, features.shape[1]

@@ -65,7 +65,7 @@ def trunk_drafter(
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         return _unread(target_config, config, tokens, length, capacity, most, cache_dtype)
 
-    def read(models, state: TrunkState, output: ModelOutput, tokens: Int[Array, "B C"], *where):
+    def read(models, state: TrunkState, output: ModelOutput, tokens: Int[Array, "B chunk"], *where):
         """Takes in all features of the prompt but the last one, which becomes the pending query."""
         return _read_chunk(models, target_config, config, state, output, *where)
 
@@ -125,7 +125,7 @@ def _read_chunk(
     config: TrunkConfig,
     state: TrunkState,
     output: ModelOutput,
-    following: Int[Array, "B C"],
+    following: Int[Array, "B chunk"],
     start: Int[Array, ""] | int,
     length: Int[Array, "B"],
 ) -> TrunkState:

@@ -39,7 +39,11 @@ from hsd_jax.types import (
 )
 
 Step = Callable[[dict, SamplingParams, Limits, DecodeState], DecodeState]
-"""`step(models, sampling, limits, state) -> state`; `models` holds the weights, "target" and "drafter"."""
+"""`step(models, sampling, limits, state) -> state`.
+
+`models` has the weights of "target" and "drafter" (None for plain decoding), and where the tree was chosen "costs": the
+`Costs` by which a round drops drafts that do not pay.
+"""
 
 
 def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
@@ -63,7 +67,7 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
             with jax.named_scope("worth"):
                 kept, seconds = worth.choose(tree, control, costs, state.length, state.done)
                 tree = dataclasses.replace(tree, valid=kept)
-        output, ancestors = verify(models, config, drafter, state, tree)
+        output, ancestors = target_pass(models, config, drafter, state, tree)
         after, verdict, count = commit(models, drafter, rule, sampling, limits, state, tree, output, ancestors, noise)
         if costs is None or control is None:
             return after
@@ -86,7 +90,7 @@ def draft(
         return drafter.draft(models, state.drafter, inputs)
 
 
-def verify(
+def target_pass(
     models: dict, config: ModelConfig, drafter: Drafter, state: DecodeState, tree: DraftTree
 ) -> tuple[ModelOutput, Bool[Array, "B N N"]]:
     """The target's pass over the nodes of a tree, and which of them are ancestors of which."""

@@ -1,4 +1,4 @@
-"""Draft trees: growing one level by level, by beam or by drawing, its ancestor mask and positions.
+"""Draft trees: growing one level by level, by beam or by drawing, and its ancestor mask.
 
 All shapes are static. Written over a whole batch; nothing here knows the target or an acceptance rule.
 Read next: `accept.py`, which walks these trees.
@@ -24,12 +24,12 @@ from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import draft_columns, to_tokens, to_vocabulary
 from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, RoundInputs, SamplingParams
 
-Bias = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w V"], Any]]
-"""`bias(tokens, above) -> (added, read)`: what drafted tokens add to the base logits after them.
+Inject = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w C"], Any]]
+"""`inject(tokens, above) -> (added, read)`: what drafted tokens add to the base logits after them.
 
 `read` [B, w, ...] is the proposer's own, handed on to the children as `above`, one a child; None at the root.
 """
-Expand = Callable[[int, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Float[Array, "B w V"], Any]]
+Expand = Callable[[int, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Float[Array, "B w C"], Any]]
 """`expand(level, tokens, parents, carry) -> (logits, carry)`: what the drafter says after the nodes of a level.
 
 Called once a level, from the root (level 0) down. `parents` are the places of the nodes' parents among the nodes of the
@@ -38,8 +38,8 @@ call before, 0 for the root; `carry` is the drafter's own, for example the keys 
 
 
 SHARPEST = 3.0
-"""Most a beam multiplies logits by. Measured on greedy text of the demo pair (docs/LOG.md): tau of 16 nodes 4.49, 4.96,
-5.15, 5.18, 5.18 with 1, 1.5, 2, 3, 4."""
+"""Most a beam multiplies logits by. Measured on greedy text of the demo pair (docs/history.md): tau of 16 nodes 4.49,
+4.96, 5.15, 5.18, 5.18 with 1, 1.5, 2, 3, 4."""
 
 
 def sharpness(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
@@ -71,8 +71,8 @@ def coupled_sharpness(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
 
 def coupled(
     expand: Expand,
-    noise: Float[Array, "B M vocab"],
-    draft_to_target: Int[Array, "hot"] | None,
+    noise: Float[Array, "B M V"],
+    draft_to_target: Int[Array, "C"] | None,
     sampling: SamplingParams,
 ) -> Expand:
     """An `Expand` that says log q + g, up to a constant a node: q the drafter's distribution, g the target's noise.
@@ -90,11 +90,11 @@ def coupled(
     return expand_coupled
 
 
-def token_free(base_logits: Float[Array, "B D V"], bias: Bias) -> Expand:
-    """The `Expand` of a drafter whose states do not read drafted tokens: a level's base logits plus the bias."""
+def token_free(base_logits: Float[Array, "B D C"], inject: Inject) -> Expand:
+    """The `Expand` of a drafter whose states do not read drafted tokens: a level's base logits and what tokens add."""
 
     def expand(level: int, tokens: Array, parents: Array, carry: Any):
-        added, read = bias(tokens, jax.tree.map(lambda x: take_nodes(x, parents, axis=1), carry))
+        added, read = inject(tokens, jax.tree.map(lambda x: take_nodes(x, parents, axis=1), carry))
         return base_logits[:, level, None, :] + added, read
 
     return expand
@@ -112,7 +112,7 @@ class Grower(NamedTuple):
         expand: Expand,
         carry: Any,
         inputs: RoundInputs,
-        draft_to_target: Int[Array, "hot"] | None = None,
+        draft_to_target: Int[Array, "C"] | None = None,
         num_levels: Int[Array, "B"] | None = None,
     ) -> tuple[DraftTree, Any]:
         """A tree, and what `expand` carried out of the last level.
@@ -145,14 +145,14 @@ class Grower(NamedTuple):
 
     def grow_token_free(
         self,
-        base_logits: Float[Array, "B D V"],
-        bias: Bias,
+        base_logits: Float[Array, "B D C"],
+        inject: Inject,
         inputs: RoundInputs,
-        draft_to_target: Int[Array, "hot"] | None = None,
+        draft_to_target: Int[Array, "C"] | None = None,
         num_levels: Int[Array, "B"] | None = None,
     ) -> DraftTree:
         """The tree of `grow` for states that do not read drafted tokens."""
-        return self.grow(token_free(base_logits, bias), None, inputs, draft_to_target, num_levels)[0]
+        return self.grow(token_free(base_logits, inject), None, inputs, draft_to_target, num_levels)[0]
 
 
 def _chain(
@@ -160,7 +160,7 @@ def _chain(
     carry: Any,
     root: Int[Array, "B"],
     config: TreeConfig,
-    draft_to_target: Int[Array, "hot"] | None,
+    draft_to_target: Int[Array, "C"] | None,
     scale: Float[Array, "B"],
     num_levels: Int[Array, "B"] | None,
     scheme: DrawScheme,
@@ -188,7 +188,7 @@ def _beam(
     carry: Any,
     root: Int[Array, "B"],
     config: TreeConfig,
-    draft_to_target: Int[Array, "hot"] | None,
+    draft_to_target: Int[Array, "C"] | None,
     scale: Float[Array, "B"],
     num_levels: Int[Array, "B"] | None,
     scheme: DrawScheme,
@@ -201,7 +201,7 @@ def _beam(
     or that and the target's noise, is `scheme`.
 
     Args:
-      draft_to_target: the token of each of the V columns; None: the columns are the tokens. `expand` gets tokens, and
+      draft_to_target: the token of each of the C columns; None: the columns are the tokens. `expand` gets tokens, and
         the tree holds tokens.
       num_levels: as in `grow`; nodes below a row's levels come last.
     """
@@ -260,7 +260,7 @@ def _sampled(
     scheme: DrawScheme,
     keys: jax.Array,
     sampling: SamplingParams,
-    draft_to_target: Int[Array, "hot"] | None,
+    draft_to_target: Int[Array, "C"] | None,
     vocab_size: int,
 ) -> tuple[DraftTree, Any]:
     """Grows trees by drawing from the drafter's distribution under the row's settings.

@@ -1,11 +1,11 @@
 """Optional CPU kernels for the products, attention and draws of a decode, built on first use by the machine's compiler.
 
 XLA's CPU product of a few rows packs the weights on every call; `cpu/rows_matmul.cc` does not, and it reads bfloat16
-and 8-bit weights without rounding the activations. `cpu/gated_mlp.cc` is the MLP in one call, `cpu/attend.cc`
-attention in one call a layer instead of ten (docs/LOG.md has the measurements). A row's bits depend on the row alone:
-not on how many rows are beside it, nor on which tree verified it. Without a compiler, on another platform, or with
-HSD_NATIVE_ISA=off, `ops` uses XLA, in float32.
-The kernels have no gradient and know no mesh, so they are switched on only while a decode loop is traced.
+and 8-bit weights without rounding the activations. `cpu/gated_mlp.cc` is the MLP in one call, `cpu/attend.cc` attention
+in one call a layer instead of ten (docs/history.md has the measurements). A row's bits depend on the row alone: not on
+how many rows are beside it, nor on which tree verified it. Without a compiler, on another platform, or with
+HSD_NATIVE_ISA=off, `ops` uses XLA, in float32. The kernels have no gradient and know no mesh, so they are switched on
+only while a decode loop is traced.
 """
 
 from __future__ import annotations
@@ -204,9 +204,9 @@ def rows_matmul(x: Float[Array, "N in"], kernels: tuple[Kernel, ...]) -> list[Fl
 
 def gated_mlp(
     x: Float[Array, "N H"],
-    gate: Float[Array, "I H"] | Int8,
-    up: Float[Array, "I H"] | Int8,
-    down: Float[Array, "H I"] | Int8,
+    gate: Float[Array, "F H"] | Int8,
+    up: Float[Array, "F H"] | Int8,
+    down: Float[Array, "H F"] | Int8,
     *,
     is_gelu: bool,
 ) -> Float[Array, "N H"]:
@@ -246,7 +246,7 @@ def rms_norm(x: Float[Array, "... H"], weight: Float[Array, "H"], eps: float) ->
     return _call("rms_norm", out)(x, weight, eps=np.float32(eps))
 
 
-def rope(x: Float[Array, "B N h E"], table: tuple[Array, Array]) -> Float[Array, "B N h E"]:
+def rope(x: Float[Array, "B N heads E"], table: tuple[Array, Array]) -> Float[Array, "B N heads E"]:
     """`ops.apply_rope`; a row's result is the same to the bit for any number of rows."""
     return _call("rope", jax.ShapeDtypeStruct(x.shape, jnp.float32))(x, *table)
 
@@ -265,7 +265,7 @@ def random_bits_applies(keys: jax.Array) -> bool:
     )
 
 
-def random_bits(keys: jax.Array, num: int) -> UInt[Array, "R num"]:
+def random_bits(keys: jax.Array, num: int) -> UInt[Array, "keys num"]:
     """`jax.random.bits(key, (num,))` of each key [R], to the bit."""
     out = jax.ShapeDtypeStruct((len(keys), num), jnp.uint32)
     return _call("random_bits", out)(jax.random.key_data(keys))

@@ -79,9 +79,9 @@ def activate(x: Float[Array, "..."], name: str) -> Float[Array, "..."]:
 
 def gated_mlp(
     x: Float[Array, "... H"],
-    gate: Float[Array, "I H"] | Int8,
-    up: Float[Array, "I H"] | Int8,
-    down: Float[Array, "H I"] | Int8,
+    gate: Float[Array, "F H"] | Int8,
+    up: Float[Array, "F H"] | Int8,
+    down: Float[Array, "H F"] | Int8,
     activation: str,
 ) -> Float[Array, "... H"]:
     """`down . (activate(gate . x) * (up . x))`."""
@@ -129,7 +129,7 @@ def rms_norm(
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
-def apply_rope(x: Float[Array, "B N h E"], table: tuple[Array, Array]) -> Float[Array, "B N h E"]:
+def apply_rope(x: Float[Array, "B N heads E"], table: tuple[Array, Array]) -> Float[Array, "B N heads E"]:
     """Rotates heads by the angles of `layers.rope_table`, halves paired (not neighbours)."""
     if native.is_on():
         return native.rope(x, table)
@@ -167,8 +167,8 @@ def attend(
     return attention.attend(query, new, new_mask, cached, seen, scale, softcap)
 
 
-def gumbel(keys: jax.Array, num: int) -> Float[Array, "R num"]:
-    """`jax.random.gumbel(key, (num,))` of each key [R]; its bits from our own kernel where that is on."""
+def gumbel(keys: jax.Array, num: int) -> Float[Array, "keys num"]:
+    """`jax.random.gumbel(key, (num,))` of each of the `keys` [keys]; its bits from our own kernel where that is on."""
     if native.random_bits_applies(keys):
         bits = native.random_bits(keys, num)
     else:

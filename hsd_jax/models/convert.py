@@ -19,6 +19,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
+from hsd_jax import sharding
 from hsd_jax.config import ModelConfig
 from hsd_jax.files import sha256, write_json
 from hsd_jax.models.hf_config import format_config, read_config, read_json
@@ -109,7 +110,7 @@ def read_weights(
         check_num_layers(config.num_layers, stored, folder, "config.json")
         shapes = shapes_of(init_target, config)
         wanted = {path: _hf_name(path, config) for path in shapes}
-        heads = config.num_heads, config.num_kv_heads
+        heads = sharding.heads_of(config)
         return load_tree(stored, wanted, shapes, dtype, folder, "config.json", placement=placement, heads=heads)
 
 

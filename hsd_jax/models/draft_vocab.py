@@ -1,6 +1,6 @@
 """The reduced draft vocabulary: the tokens a drafter may draft, and the way between them and the columns of its logits.
 
-Only the last product of the drafter is restricted, to H hot tokens out of V: its rows of the target's LM head and
+Only the last product of the drafter is restricted, to C hot tokens out of V: its rows of the target's LM head and
 `injector/bias`. Previous tokens, features and trees stay those of the whole vocabulary. A cold token is never drafted;
 where the target says one, the draft is rejected and the round emits it all the same, so no text changes.
 Which tokens are hot is chosen in `train/frequent_tokens.py`.
@@ -20,18 +20,18 @@ from hsd_jax.models.target import head_rows
 from hsd_jax.types import Weights
 
 
-def to_tokens(draft_to_target: Int[Array, "hot"] | None, columns: Int[Array, "..."]) -> Int[Array, "..."]:
+def to_tokens(draft_to_target: Int[Array, "C"] | None, columns: Int[Array, "..."]) -> Int[Array, "..."]:
     """The token of each column; without a reduced draft vocabulary columns are tokens."""
     return columns if draft_to_target is None else draft_to_target[columns]
 
 
-def draft_columns(draft_to_target: Int[Array, "hot"] | None, values: Float[Array, "... V"]) -> Float[Array, "... hot"]:
+def draft_columns(draft_to_target: Int[Array, "C"] | None, values: Float[Array, "... V"]) -> Float[Array, "... C"]:
     """Of values over the whole vocabulary those of the hot tokens; all without a reduced draft vocabulary."""
     return values if draft_to_target is None else values[..., draft_to_target]
 
 
 def to_columns(
-    draft_to_target: Int[Array, "hot"] | None, tokens: Int[Array, "..."]
+    draft_to_target: Int[Array, "C"] | None, tokens: Int[Array, "..."]
 ) -> tuple[Int[Array, "..."], Bool[Array, "..."]]:
     """The column of each token, and whether it has one: the column of a cold token is some other's."""
     if draft_to_target is None:
@@ -41,7 +41,7 @@ def to_columns(
 
 
 def to_vocabulary(
-    draft_to_target: Int[Array, "hot"] | None, logits: Float[Array, "... hot"], vocab_size: int
+    draft_to_target: Int[Array, "C"] | None, logits: Float[Array, "... C"], vocab_size: int
 ) -> Float[Array, "... V"]:
     """Logits over the whole vocabulary, -inf for cold tokens; as they are without a reduced draft vocabulary."""
     if draft_to_target is None:
@@ -50,9 +50,9 @@ def to_vocabulary(
 
 
 def attach(
-    weights: Weights, draft_to_target: Int[Array, "hot"] | None, target_weights: Weights, target_config: ModelConfig
+    weights: Weights, draft_to_target: Int[Array, "C"] | None, target_weights: Weights, target_config: ModelConfig
 ) -> Weights:
-    """The drafter's weights with `draft_to_target` and, as `head` [H, width], the target's LM-head rows of these
+    """The drafter's weights with `draft_to_target` and, as `head` [C, H], the target's LM-head rows of these
     tokens.
 
     A copy, made once when the models are loaded: gathering the rows in every round would cost what it saves. Without a
@@ -70,7 +70,7 @@ def attach(
 def checked_ids(
     draft_to_target: Sequence[int] | np.ndarray | Array, vocab_size: int, where: str = "draft_to_target"
 ) -> np.ndarray:
-    """The ids as int32 [H].
+    """The ids as int32 [C].
 
     Raises:
       ValueError: with `where` in the message, if they are not integers of the vocabulary in ascending order.

@@ -96,8 +96,8 @@ def rope_table(
 class Attention(nn.Module):
     """Grouped-query attention. Returns its output and the new keys and values, rotary embedding applied.
 
-    `attend_fn` stands in for `attend` where who sees whom is no mask over nodes (`models/unroll.py`). `asking` [B, Q]
-    are the nodes whose output is wanted, of all the keys and values; None: all nodes.
+    `attend_fn` stands in for `attend` where who sees whom is no mask over nodes (`models/unroll.py`). `asking`
+    [B, asked] are the nodes whose output is wanted, of all the keys and values; None: all nodes.
     """
 
     num_heads: int

@@ -182,16 +182,16 @@ def read_chunk(
     weights: Weights,
     config: ModelConfig,
     cache: KVCache,
-    tokens: Int[Array, "B C"],
+    tokens: Int[Array, "B chunk"],
     start: Int[Array, ""] | int,
     num_read: Int[Array, "B"],
     *,
     aux_layers: tuple[int, ...] = (),
 ) -> tuple[ModelOutput, KVCache]:
-    """A causal pass over the tokens at positions `start` to `start` + C, and the cache with their entries.
+    """A causal pass over the tokens at positions `start` to `start` + chunk, and the cache with their entries.
 
     A prompt read in chunks has the bits of one read whole, where the kernels are on, and memory linear in its length.
-    Needs room for C slots from `start` on.
+    Needs room for as many slots from `start` on.
 
     Args:
       num_read: tokens of each row that are to be read in all, whatever the chunk; after them nothing counts.

@@ -27,9 +27,10 @@ from hsd_jax.types import KVCache, NewKV, Weights
 class Trunk(nn.Module):
     """Decoder layers over states. `embeddings` are those of committed tokens; drafted positions have none.
 
-    In a parallel trunk `num_slots` slots follow the states of a pass; `slots_behind` [B] says after which state they
-    stand. `positions` and `new_mask` then cover both. `asking` [B, Q] are the nodes whose states are wanted: of the
-    others the last layer makes keys and values only.
+    A parallel trunk adds `num_slots` slots after the states of a pass. `slots_after` [B] is the index of each row's
+    last state, from whose input they start and whose positions they continue. `positions` and `new_mask` then cover
+    states and slots. `asking` [B, asked] are the nodes whose next states are wanted: of the others the last layer makes
+    keys and values only.
     """
 
     config: TrunkConfig
@@ -60,7 +61,7 @@ class Trunk(nn.Module):
         return states + linears(self.embedding_norm(embeddings), self.embedding_in)[0]
 
     def slot_inputs(self, last, num_slots):
-        """What it reads at the slots [..., S, H] after the committed position whose input is `last` [..., H]."""
+        """What it reads at the slots [..., slots, H] after the committed position whose input is `last` [..., H]."""
         return last[..., None, :] + self.slots[:num_slots].astype(jnp.float32)
 
     def __call__(
@@ -72,13 +73,13 @@ class Trunk(nn.Module):
         cache,
         earlier,
         num_slots=0,
-        slots_behind=None,
+        slots_after=None,
         asking=None,
         active=None,
     ):
         c, x = self.config, self.inputs(states, embeddings)
-        if num_slots and slots_behind is not None:
-            last = jnp.take_along_axis(x, slots_behind[:, None, None], 1)[:, 0]
+        if num_slots and slots_after is not None:
+            last = jnp.take_along_axis(x, slots_after[:, None, None], 1)[:, 0]
             x = jnp.concatenate([x, self.slot_inputs(last, num_slots)], 1)
         table = rope_table(c.rope, c.head_dim, positions)
         masks = masks_within(c.window, positions, new_mask, cache, active)
@@ -87,7 +88,7 @@ class Trunk(nn.Module):
             cached = None if cache is None else (cache.keys[i], cache.values[i])
             see = attend
             if earlier is not None:
-                see = functools.partial(_attend_behind, (earlier.keys[i], earlier.values[i]))
+                see = functools.partial(_attend_after, (earlier.keys[i], earlier.values[i]))
             is_last = i == c.num_layers - 1
             x, (key, value) = layer(x, table, masks[0], cached, masks[1], see, asking if is_last else None)
             keys.append(key)
@@ -95,7 +96,7 @@ class Trunk(nn.Module):
         return x, NewKV(tuple(keys), tuple(values))
 
 
-def _attend_behind(earlier, query, new, *rest):
+def _attend_after(earlier, query, new, *rest):
     """`attend` where the nodes also see entries of earlier passes of this round, which no cache holds."""
     keys, values = (jnp.concatenate([e.astype(n.dtype), n], 2) for e, n in zip(earlier, new, strict=True))
     return attend(query, (keys, values), *rest)
@@ -110,9 +111,9 @@ def trunk_pass(
     new_mask: Bool[Array, "B N X"],
     cache: KVCache | None,
     earlier: NewKV | None = None,
-    asking: Int[Array, "B Q"] | None = None,
+    asking: Int[Array, "B asked"] | None = None,
     active: Bool[Array, "B N"] | None = None,
-) -> tuple[Float[Array, "B Q H"], NewKV]:
+) -> tuple[Float[Array, "B asked H"], NewKV]:
     """One pass of the trunk over N states a row.
 
     Args:
@@ -155,8 +156,8 @@ def trunk_inputs(
 
 def slot_inputs(
     weights: Weights, config: TrunkConfig, last: Float[Array, "B A H"], num_slots: int
-) -> Float[Array, "B A S H"]:
-    """What it reads at the S slots after committed positions whose own inputs are `last`."""
+) -> Float[Array, "B A slots H"]:
+    """What the first layer reads at the slots after committed positions whose own inputs are `last`."""
     return cast(Array, Trunk(config).apply({"params": weights["trunk"]}, last, num_slots, method="slot_inputs"))
 
 
@@ -234,13 +235,14 @@ def trunk_features(
     hidden: Float[Array, "... H"],
     features: tuple[Float[Array, "... H"], ...],
 ) -> Float[Array, "... H"]:
-    """What the trunk reads of a pass of the target: the final hidden states, or the tapped layers fused.
+    """What the trunk reads of a pass of the target: its final hidden states, or residual streams of several layers,
+    fused.
 
     Fusion is one linear layer over the residual streams, each normalised with its own weights, side by side. It sees
     committed positions only, so the recurrence stays token-free (methods.md, A2).
 
     Args:
-      hidden, features: of a `ModelOutput` with `config.feature_layers` tapped.
+      hidden, features: of a pass of the target whose `aux_layers` are `config.feature_layers`.
     """
     if not config.feature_layers:
         return hidden
@@ -255,10 +257,10 @@ def base_logits(
     target_weights: Weights,
     target_config: ModelConfig,
     states: Float[Array, "... H"],
-) -> Float[Array, "... V"]:
+) -> Float[Array, "... C"]:
     """Logits of all states through the target's own LM head, in one product.
 
-    V are the tokens that may be drafted: with a reduced draft vocabulary the rows that `draft_vocab.attach` copied from
+    With a reduced draft vocabulary the rows that `draft_vocab.attach` copied from
     the target's head stand in for the whole of it.
     """
     norm = weights["output_norm"]["weight"]

@@ -54,8 +54,7 @@ def abstract_step(
     ids = None if num_hot is None else jnp.arange(num_hot, dtype=jnp.int32)
     of_loss = drafter.make_loss(target_config, config, loss or drafter.LossConfig(), ids, train.remat)
     state = jax.eval_shape(lambda key: first_state(init_drafter(key, config), train), jax.random.key(0))
-    heads = getattr(config, "num_heads", 1), getattr(config, "num_kv_heads", 1)
-    shardings = sharding.weight_shardings(mesh, state, *heads)
+    shardings = sharding.weight_shardings(mesh, state, *sharding.heads_of(config))
     frozen = jax.eval_shape(lambda key: init_target(key, target_config), jax.random.key(0))
     frozen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, target_dtype), frozen)
     rows = train.batch, train.length + 1
@@ -63,7 +62,7 @@ def abstract_step(
         name: jax.ShapeDtypeStruct(rows, dtype)
         for name, dtype in {"tokens": jnp.int32, "mask": jnp.bool_, "starts": jnp.int32}.items()
     }
-    places = sharding.weight_shardings(mesh, frozen, target_config.num_heads, target_config.num_kv_heads)
+    places = sharding.weight_shardings(mesh, frozen, *sharding.heads_of(target_config))
     return AbstractStep(
         make_train_step(of_loss, train, shardings),
         _placed(state, shardings),

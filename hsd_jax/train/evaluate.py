@@ -80,13 +80,13 @@ class Texts:
     """Prompts and what the target wrote after them, padded."""
 
     tokens: np.ndarray
-    """int32 [R, T]."""
+    """int32 [texts, T]."""
     prompt_length: np.ndarray
-    """int32 [R], at least 2."""
+    """int32 [texts], at least 2."""
     length: np.ndarray
-    """int32 [R], prompt included."""
+    """int32 [texts], prompt included."""
     seeds: np.ndarray
-    """uint32 [R]: each row was decoded alone with this seed, so COUPLED drafts see its noise. Greedy text has none."""
+    """uint32 [texts]: each was decoded alone with this seed, so COUPLED drafts see its noise. Greedy text has none."""
 
     @property
     def written(self) -> np.ndarray:
@@ -155,19 +155,19 @@ class AcceptedByAge(NamedTuple):
     Spares of age a come from a trunk run a tokens before the root; of the largest age none is left.
     """
 
-    counts: Int[Array, "*R A n"]
+    counts: Int[Array, "*texts ages roots"]
     """Tokens of the text that the tree of each root gets right."""
-    age: Int[Array, "*R A"]
+    age: Int[Array, "*texts ages"]
     """How old they are when the round has drafted: 0 if the trunk ran in it."""
 
 
 def accepted_nodes(
-    tree: DraftTree, text: Int[Array, "A T"], root: Int[Array, "A"], length: Int[Array, "A"], max_depth: int
-) -> Int[Array, "A"]:
+    tree: DraftTree, text: Int[Array, "B T"], root: Int[Array, "B"], length: Int[Array, "B"], max_depth: int
+) -> Int[Array, "B"]:
     """How many tokens of each tree the text follows; the root is at position `root` of its text."""
-    behind = root[:, None] + tree.depth + 1
-    draws = jnp.take_along_axis(text, jnp.minimum(behind, text.shape[1] - 1), 1)
-    draws = jnp.where(behind < length[:, None], draws, -1)  # no node holds what comes after the end
+    following = root[:, None] + tree.depth + 1
+    draws = jnp.take_along_axis(text, jnp.minimum(following, text.shape[1] - 1), 1)
+    draws = jnp.where(following < length[:, None], draws, -1)  # no node holds what comes after the end
     return walk_tree(tree, ancestor_mask(tree, max_depth), draws, max_depth).num_accepted
 
 
@@ -179,16 +179,16 @@ def follow(
     config: Any,
     drafts: tuple[Draft, ...],
     num_roots: int,
-    tokens: Int[Array, "R T"],
-    length: Int[Array, "R"],
-    first: Int[Array, "R"],
+    tokens: Int[Array, "texts T"],
+    length: Int[Array, "texts"],
+    first: Int[Array, "texts"],
     keys: jax.Array,
     temperature: Float[Array, ""],
-) -> tuple[list[AcceptedByAge], Float[Array, "R n"] | None]:
-    """Drafts from n = `num_roots` positions of every text, from `first` on, which was drawn at `temperature`.
+) -> tuple[list[AcceptedByAge], Float[Array, "texts roots"] | None]:
+    """Drafts from `num_roots` positions of every text, from `first` on, which was drawn at `temperature`.
 
     Args:
-      keys: of the rows [R], with which the texts were drawn: COUPLED drafts, which are decoded, depend on them.
+      keys: of the rows [texts], with which the texts were drawn: COUPLED drafts, which are decoded, depend on them.
     Returns:
       What each of `drafts` would have got right.
       For each root: sum of min(p, q) at depth 1, p and q at temperature 1; None for drafters that were not trained.
@@ -270,13 +270,13 @@ class AcceptedLengths:
 
 
 def walk(
-    counts: np.ndarray, texts: Texts, depth: int, age_behind: Sequence[int] = (0,), first_age: int = 0
+    counts: np.ndarray, texts: Texts, depth: int, age_after: Sequence[int] = (0,), first_age: int = 0
 ) -> AcceptedLengths:
     """The rounds a decode of `texts` would take, given what `follow` counted.
 
     Args:
-      counts: [R, A, n], tokens accepted at each age and root, root 0 the last token of a prompt.
-      age_behind: [A], how old spares of each age are when their round has drafted: 0 where the trunk ran in it.
+      counts: [texts, ages, roots], tokens accepted at each age and root, root 0 the last token of a prompt.
+      age_after: [ages], how old spares of each age are when their round has drafted: 0 where the trunk ran in it.
       first_age: of the first round.
     """
     histogram, runs, emitted = np.zeros(depth + 1, int), [], 0
@@ -286,9 +286,9 @@ def walk(
         while root < to_emit:
             num = min(int(counts[row, age, root]) + 1, int(to_emit) - root)
             histogram[num - 1] += 1  # as in decoding: a round cut by the end counts what it emitted
-            behind = int(age_behind[age])
-            ran.append(behind == 0)
-            root, age = root + num, min(behind + num, oldest)
+            after = int(age_after[age])
+            ran.append(after == 0)
+            root, age = root + num, min(after + num, oldest)
         runs.append(tuple(ran))
         emitted += root
     passes = int(histogram.sum())

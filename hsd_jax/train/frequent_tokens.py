@@ -120,8 +120,8 @@ def restrict_drafter(
       loss_on: which tokens are counted, as `data.loss_on` of a recipe.
     Raises:
       FileNotFoundError: if a folder or a data file is missing.
-      ValueError: if the share is not between 0 and 1, `out` exists, the drafter is another target's or has a hot
-        vocabulary already that lacks a token, or data cannot be read.
+      ValueError: if the share is not between 0 and 1, `out` exists, the drafter is another target's or has a reduced
+        draft vocabulary already that lacks one of the tokens, or data cannot be read.
     """
     if not 0 < share < 1:
         raise ValueError(f"draft_vocab={share}: allowed is 0 < draft_vocab < 1")

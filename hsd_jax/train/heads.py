@@ -49,11 +49,11 @@ class Models(NamedTuple):
     target_config: ModelConfig
 
 
-Taught = tuple[Float[Array, "B P H"], Float[Array, "B P V"] | None]
-"""The target's final states at P places of each row, and their logits where all are wanted at once."""
+Taught = tuple[Float[Array, "B M H"], Float[Array, "B M V"] | None]
+"""The target's final states at M places of each row, and their logits where all are wanted at once."""
 
 
-def taught(models: Models, drafts: Drafts, hidden: Float[Array, "B P H"], chunk: int) -> Taught:
+def taught(models: Models, drafts: Drafts, hidden: Float[Array, "B M H"], chunk: int) -> Taught:
     """The states with their logits, if these are fewer than those of the nodes and no chunk is to bound them."""
     num_anchors, num_steps = drafts.mask.shape[1:]
     if chunk < num_anchors or num_anchors * num_steps < hidden.shape[1]:
@@ -98,10 +98,10 @@ def on_draws(
     told = method_of(config).token_information
     assert told is not None, "other drafters are refused"
     root = take_nodes(tokens, drafts.anchors + 1, axis=1)
-    bias = functools.partial(told.inject, params, config)
+    added_by = functools.partial(told.inject, params, config)
     base = base_logits(params, config, frozen, target_config, drafts.states.reshape(drafts.mask.size, -1))
     chains = on_policy.sample_chains(
-        key, base.reshape(*drafts.mask.shape, -1), root, bias, params.get("draft_to_target")
+        key, base.reshape(*drafts.mask.shape, -1), root, added_by, params.get("draft_to_target")
     )
     behind_chains = on_policy.read_chains(frozen, target_config, tokens, drafts.anchors, chains, starts)
     behind_root = take_nodes(hidden, drafts.anchors + 1, axis=1)[:, :, None]

@@ -14,14 +14,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import ModelConfig
-from hsd_jax.infer.tree import Bias
+from hsd_jax.infer.tree import Inject
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import to_tokens
 from hsd_jax.models.target import forward, sequence_layout
 from hsd_jax.types import Weights
 
 
-def choose_anchors(key: jax.Array, has_label: Bool[Array, "B A"], count: int) -> Int[Array, "B n"]:
+def choose_anchors(key: jax.Array, has_label: Bool[Array, "B A"], count: int) -> Int[Array, "B picked"]:
     """Indices of `count` anchors a row at random, those without a label last; of all of them if there are fewer.
 
     Consumes the key.
@@ -32,11 +32,11 @@ def choose_anchors(key: jax.Array, has_label: Bool[Array, "B A"], count: int) ->
 
 def sample_chains(
     key: jax.Array,
-    base: Float[Array, "B n K C"],
-    root: Int[Array, "B n"],
-    bias: Bias,
+    base: Float[Array, "B A K C"],
+    root: Int[Array, "B A"],
+    inject: Inject,
     draft_to_target: Int[Array, "C"] | None = None,
-) -> Int[Array, "B n D"]:
+) -> Int[Array, "B A D"]:
     """d_1 .. d_D after each root, D = K - 1, drawn at temperature 1 from base logits plus token information.
 
     Consumes the key. The token of depth K is not drawn: no depth follows whose distribution it could change.
@@ -46,7 +46,7 @@ def sample_chains(
     """
     chain, previous, above = [], root, None
     for depth in range(base.shape[2] - 1):
-        added, above = bias(previous, above)
+        added, above = inject(previous, above)
         logits = lax.stop_gradient(base[:, :, depth] + added)
         drawn = jax.random.categorical(jax.random.fold_in(key, depth), logits)
         previous = to_tokens(draft_to_target, drawn).astype(root.dtype)
@@ -58,10 +58,10 @@ def read_chains(
     weights: Weights,
     config: ModelConfig,
     tokens: Int[Array, "B T"],
-    anchors: Int[Array, "B n"],
-    chains: Int[Array, "B n D"],
+    anchors: Int[Array, "B A"],
+    chains: Int[Array, "B A D"],
     starts: Int[Array, "B T"] | None = None,
-) -> Float[Array, "B n D H"]:
+) -> Float[Array, "B A D H"]:
     """The target's final states after every drafted token, from one pass over the row and all chains.
 
     Row tokens see their document's past. The k-th token of the chain of anchor a is k places after the root a + 1;

@@ -116,7 +116,7 @@ def train_drafter(
         report(f"starting from {start_dir}; dropped: {dropped}; fresh: {fresh}")
     shardings, place = _placement(mesh, train, drafter_config)
     if mesh is not None:
-        frozen = put(frozen, sharding.weight_shardings(mesh, frozen, config.num_heads, config.num_kv_heads))
+        frozen = put(frozen, sharding.weight_shardings(mesh, frozen, *sharding.heads_of(config)))
     pass_rows = train.batch // train.num_passes
     cached = features.open_features(
         recipe.features, rows, frozen, config, drafter_config.target_hash, pass_rows, report
@@ -357,7 +357,7 @@ def _placement(mesh: Mesh | None, train: LoopConfig, config: Any) -> tuple[Calla
     sharding.check_rows(mesh, train.batch // train.num_passes)
 
     def shardings(state):
-        return sharding.weight_shardings(mesh, state, config.num_heads, config.num_kv_heads)
+        return sharding.weight_shardings(mesh, state, *sharding.heads_of(config))
 
     def place(batch):
         whole = {name: jax.ShapeDtypeStruct((train.batch, *x.shape[1:]), x.dtype) for name, x in batch.items()}

@@ -21,7 +21,7 @@ jitted_draw = jax.jit(draw)
 
 
 def settings(rows: list[tuple[float, int | None, float | None]]) -> SamplingParams:
-    """One (temperature, top_k, top_p) a row; None as `request.py` writes it."""
+    """One (temperature, top_k, top_p) a row; None as `arguments.py` writes it."""
     temperature, top_k, top_p = zip(*rows, strict=True)
     return SamplingParams(
         jnp.asarray(temperature, jnp.float32),

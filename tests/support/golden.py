@@ -96,9 +96,9 @@ def _drafted(models, state, root, noise, *rest):
         drafter = hidden_drafter(p.target_config, p.drafter_config, p.tree)
         tree, _ = drafter.draft(models, state, RoundInputs(root, *rest))
     else:
-        bias = functools.partial(inject, weights, p.drafter_config)
+        added_by = functools.partial(inject, weights, p.drafter_config)
         grower = Grower(p.tree, DrawScheme.ARBITRARY, vocab)
-        tree = grower.grow_token_free(base + noise, bias, RoundInputs(root, *rest), draft_to_target)
+        tree = grower.grow_token_free(base + noise, added_by, RoundInputs(root, *rest), draft_to_target)
     level = jnp.minimum(tree.depth[0], p.tree.depth - 1)  # a leaf at the bottom has no distribution
     read = read_tree(weights, p.drafter_config, tree.tokens, tree.parents, p.tree.depth)
     logp = jax.nn.log_softmax(base[0, level] + token_bias(weights, p.drafter_config, read)[0])

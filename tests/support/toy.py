@@ -161,7 +161,7 @@ def token_info(weights, config: DrafterConfig, previous):
 
 
 def of_tokens(bias):
-    """The `Bias` of a function of the previous tokens alone."""
+    """The `Inject` of a function of the previous tokens alone."""
     return lambda tokens, above: (bias(tokens), None)
 
 

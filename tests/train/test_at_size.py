@@ -271,6 +271,24 @@ def test_a_state_in_parts_trains_as_a_whole_one(spec, standard_dtypes):
 
 
 @needs_devices
+def test_medusa_trains_on_a_mesh(standard_dtypes):
+    """Its heads are no heads of attention, of which it has none: a step on four devices is that on one."""
+    config, weights, frozen = make(kind="medusa", rank=128, num_layers=1)
+    mesh = sharding.make_mesh("fsdp=2,model=2", sharding.TRAINING_AXES)
+    train = LoopConfig(steps=1, batch=ROWS, length=LENGTH, warmup=1, learning_rate=1e-2)
+    loss, batch = drafter.make_loss(TARGET, config, ALL), batch_of(random_rows())
+    _, wanted = make_train_step(loss, train)(first_state(jax.tree.map(jnp.copy, weights), train), frozen, batch)
+
+    shardings, place = run._placement(mesh, train, config)
+    state = first_state(weights, train)
+    placement = shardings(state)
+    target = jax.device_put(frozen, sharding.weight_shardings(mesh, frozen, *sharding.heads_of(TARGET)))
+    state, metrics = make_train_step(loss, train, placement)(jax.device_put(state, placement), target, place(batch))
+    np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-5)
+    assert state["params"]["heads"]["kernel"].sharding.spec == PartitionSpec("fsdp", None)
+
+
+@needs_devices
 def test_axes_of_rows_and_their_numbers():
     mesh = sharding.make_mesh("data=2,fsdp=4", sharding.TRAINING_AXES)
     assert dict(mesh.shape) == {"data": 2, "fsdp": 4, "model": 1} and sharding.rows_multiple(mesh) == 8

@@ -163,7 +163,7 @@ def test_a_walk_follows_the_age_of_spares():
     texts = evaluate.Texts(np.zeros((1, 8), np.int32), np.array([2]), np.array([8]), np.zeros(1, np.uint32))
     counts = np.full((1, 4, 6), 9)
     counts[0, 3, 0], counts[0, 2, 2], counts[0, 3, 3] = 1, 0, 1
-    fate = evaluate.walk(counts, texts, depth=2, age_behind=[0, 1, 2, 0], first_age=3)
+    fate = evaluate.walk(counts, texts, depth=2, age_after=[0, 1, 2, 0], first_age=3)
     assert fate.histogram == (2, 2, 0)  # the last round is cut by the end
     assert fate.trunk_runs == ((True, False, True, False),)
 

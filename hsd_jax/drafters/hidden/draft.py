@@ -54,9 +54,9 @@ def hidden_drafter(
     def draft(models, state: TrunkState, inputs: RoundInputs):
         levels, state = levels_of_round(models, state)
         with jax.named_scope("tree"):
-            bias = functools.partial(inject, models["drafter"], config)
+            added_by = functools.partial(inject, models["drafter"], config)
             draft_to_target = models["drafter"].get("draft_to_target")
-            return grower.grow_token_free(levels.logits, bias, inputs, draft_to_target, levels.num), state
+            return grower.grow_token_free(levels.logits, added_by, inputs, draft_to_target, levels.num), state
 
     # A row without a trunk run keeps its pending features. Since a tree is no deeper than the spares it grows from, a
     # row commits at most K + 1 tokens from one trunk run to the next.

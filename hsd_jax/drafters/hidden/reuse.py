@@ -71,8 +71,8 @@ def add(fresh: Float[Array, "B D C"], spares: Spares) -> Float[Array, "B D C"]:
     return jnp.where(has_spare, added, fresh)
 
 
-def min_spares(reuse: ReuseConfig, depth: int, num_steps: int) -> int:
-    """Spare states with which a row needs no trunk run: forms SKIP and UNFUSED."""
+def enough_spares(reuse: ReuseConfig, depth: int, num_steps: int) -> int:
+    """How many spare states save a row its trunk run: forms SKIP and UNFUSED."""
     if reuse.form == UNFUSED:
         return 1
     return reuse.min_spares or min(depth, num_steps - 1)
@@ -80,7 +80,7 @@ def min_spares(reuse: ReuseConfig, depth: int, num_steps: int) -> int:
 
 def needs_run(reuse: ReuseConfig, spares: Spares, depth: int, num_steps: int) -> Bool[Array, "B"]:
     """Which rows have too few spares to draft from these alone: forms SKIP and UNFUSED."""
-    return spares.num < min_spares(reuse, depth, num_steps)
+    return spares.num < enough_spares(reuse, depth, num_steps)
 
 
 class Origins(NamedTuple):
@@ -123,7 +123,7 @@ def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> 
             f"reuse={form!r} with TreeConfig.depth={depth}: drafts from states that are a round old need"
             f" 2 * depth + 1 = {2 * depth + 1} trained steps; this drafter has {trained}, which allows {allowed}"
         )
-    if form == SKIP and not 1 <= min_spares(reuse, depth, trained) < trained:
+    if form == SKIP and not 1 <= enough_spares(reuse, depth, trained) < trained:
         allowed = f"{SKIP}:1 to {SKIP}:{trained - 1}" if trained > 1 else NONE
         raise ValueError(f"reuse={str(reuse)!r}: a trunk of {trained} steps leaves fewer spares; allowed: {allowed}")
     if form not in (NONE, SKIP, AHEAD) and depth < 2:

@@ -35,7 +35,7 @@ def stages(
         return base_logits(models["drafter"], config, models["target"], target_config, states)
 
     def grow(models, logits, inputs: RoundInputs) -> DraftTree:
-        bias = functools.partial(inject, models["drafter"], config)
-        return grower.grow_token_free(logits, bias, inputs, models["drafter"].get("draft_to_target"))
+        added_by = functools.partial(inject, models["drafter"], config)
+        return grower.grow_token_free(logits, added_by, inputs, models["drafter"].get("draft_to_target"))
 
     return trunk, head, grow

@@ -53,8 +53,8 @@ def read_token(
     return rms_norm(row, weights["injector"]["norm"], config.norm_eps)
 
 
-def token_bias(weights: Weights, config: HiddenConfig, read: Float[Array, "... r"]) -> Float[Array, "... V"]:
-    """The bias after a token: what the injector has read . W2; V are the tokens that may be drafted.
+def token_bias(weights: Weights, config: HiddenConfig, read: Float[Array, "... r"]) -> Float[Array, "... C"]:
+    """The bias after a token: what the injector has read . W2; C are the tokens that may be drafted.
 
     A drafter of rank 0 was trained without token information.
     """
@@ -65,7 +65,7 @@ def token_bias(weights: Weights, config: HiddenConfig, read: Float[Array, "... r
 
 def inject(
     weights: Weights, config: HiddenConfig, tokens: Int[Array, "..."], above: Float[Array, "... r"] | None
-) -> tuple[Float[Array, "... V"], Float[Array, "... r"] | None]:
+) -> tuple[Float[Array, "... C"], Float[Array, "... r"] | None]:
     """The bias after each token, and what its children need of it: `above` of their own call, None without a path.
 
     The bias is zero at initialisation (methods.md 1.5, 3).

@@ -109,8 +109,8 @@ def medusa_drafter(
         models,
         state: MedusaState,
         output: ModelOutput,
-        tokens: Int[Array, "B C"],
-        following: Int[Array, "B C"],
+        tokens: Int[Array, "B chunk"],
+        following: Int[Array, "B chunk"],
         start: Int[Array, ""] | int,
         length: Int[Array, "B"],
     ):

@@ -69,7 +69,7 @@ def small_lm_drafter(
         pending = jnp.pad(root, ((0, 0), (0, MAX_PENDING - 1)))
         return SmallLMState(cache, pending, jnp.ones_like(length))
 
-    def read(models, state: SmallLMState, output: ModelOutput, tokens: Int[Array, "B C"], following, start, length):
+    def read(models, state: SmallLMState, output: ModelOutput, tokens: Int[Array, "B chunk"], following, start, length):
         """Reads the prompt but its last token, the root."""
         _, cache = read_chunk(models["drafter"], config, state.cache, tokens, start, length - 1)
         return dataclasses.replace(state, cache=cache)
