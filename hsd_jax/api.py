@@ -15,7 +15,7 @@ import numpy as np
 
 from hsd_jax.arguments import Prompt
 from hsd_jax.config import TreeConfig
-from hsd_jax.distributed import fetch
+from hsd_jax.distributed import check_same, fetch
 from hsd_jax.params import Params
 from hsd_jax.plan import Plan
 from hsd_jax.request import AUTO, Request, Sampling, Speculation, prepare
@@ -147,7 +147,7 @@ def decode(
     speculation = Speculation(tree, accept, draw, reuse, speculate, tuned, pad_rows)
     request = prepare(params, prompt, sampling, speculation)
     start = time.perf_counter()
-    state = request.decoder.run(request.models, request.sampling, request.limits, request.state)
+    state = request.run(request.state)
     jax.block_until_ready(state.length)
     seconds = time.perf_counter() - start
     rows = len(request.prompt_length)
@@ -192,6 +192,7 @@ def stream(
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: allowed are 1 and more")
+    check_same("rounds of the stream", repr(rounds))
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, eos)
     request = prepare(params, prompt, sampling, Speculation(tree, accept, draw, reuse, speculate, tuned))
     return _stream(params, request, rounds)
@@ -204,7 +205,7 @@ def _stream(params: Params, request: Request, rounds: int) -> Generator[Piece, N
     finished = np.zeros(rows, bool)
     while not finished.all():
         start = time.perf_counter()
-        state = request.decoder.run(request.models, request.sampling, request.limits, state, rounds)
+        state = request.run(state, rounds)
         length, done = fetch(state.length)[:rows], fetch(state.done)[:rows]
         seconds += time.perf_counter() - start
         tokens = np.array(fetch(state.tokens))[:rows]  # a copy: the buffer is donated to the next rounds

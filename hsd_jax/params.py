@@ -161,11 +161,11 @@ def load(
         raise ValueError(f"max_len={shown(max_len)}: allowed are 2 to {longest}, the model's max_position_embeddings")
     weights = convert.read_weights(target, config, weights_dtype, Placement(mesh, True, quantize))
     tokenizer = Tokenizer.find(target)
-    loaded, drafter_config, drafter_weights = None, None, None
+    loaded = Loaded(config, weights, convert.stored_hash(target, config, weights_dtype), tokenizer)
+    drafter_config, drafter_weights = None, None
     if drafter is not None:
         may_be_narrower = precision == "fast" and weights_dtype == jnp.float32
         drafter_dtype = fastest_dtype(mesh is None) if may_be_narrower else weights_dtype
-        loaded = Loaded(config, weights, convert.stored_hash(target, config, weights_dtype), tokenizer)
         drafter_config, drafter_weights = _load_drafter(drafter, loaded, drafter_dtype, Placement(mesh, True))
     eos = end_tokens(target, config, tokenizer)
     params = Params(
@@ -180,7 +180,7 @@ def load(
         tree,
         mesh,
         quantize or jnp.dtype(weights_dtype).name,
-        None if loaded is None else (loaded.hash, drafter_hash(drafter_config, drafter_weights)),
+        (loaded.hash, drafter_hash(drafter_config, drafter_weights)),
     )
     return place(arranged(params, mesh, frees=True), mesh)
 
@@ -250,7 +250,8 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
         raise ValueError("restrict() cuts down a drafter, and these params have none: load with drafter=FOLDER")
     config, weights = draft_vocab.restrict(params.drafter_config, params.drafter, draft_to_target)
     weights = _with_head(weights, params.target, params.target_config)
-    return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=None), params.mesh)
+    pair = None if params.pair is None else (params.pair[0], drafter_hash(config, weights))
+    return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=pair), params.mesh)
 
 
 def place(params: Params, mesh: Mesh | None) -> Params:

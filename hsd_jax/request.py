@@ -30,7 +30,7 @@ from hsd_jax.config import NO_REUSE, NONE, ModelConfig, ReuseConfig, TreeConfig,
 from hsd_jax.distributed import check_mesh, check_same, put
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import RULES, make_rule
-from hsd_jax.infer.decode import GROWTH, Decoder
+from hsd_jax.infer.decode import GROWTH, UNBOUNDED, Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.infer.step import make_step
@@ -103,6 +103,12 @@ class Request:
     prompt_length: np.ndarray
     prefill_seconds: float
     plan: Plan
+    largest: int
+    """Slots of the largest caches."""
+
+    def run(self, state: DecodeState, num_rounds: int = UNBOUNDED) -> DecodeState:
+        """So many rounds from a state on, which is consumed."""
+        return self.decoder.run(self.models, self.sampling, self.limits, state, num_rounds, self.largest)
 
 
 def make_decoder(
@@ -148,8 +154,8 @@ def prepare(
     """
     check_mesh(params.mesh)
     prompts = encode(params, prompt)
-    new_tokens = checked_new_tokens(params, prompts, sampling.max_new_tokens)
     settings = sampling_of_rows(len(prompts), sampling.temperature, sampling.top_k, sampling.top_p)
+    new_tokens = checked_new_tokens(params, prompts, sampling.max_new_tokens)
     seeds, eos = seeds_of_rows(sampling.seed, len(prompts)), end_tokens_of(params, sampling.eos)
 
     num_rows = rows_bucket(len(prompts), sharding_lib.rows_multiple(params.mesh))
@@ -157,7 +163,9 @@ def prepare(
     longest_row = max(len(ids) + new for ids, new in zip(prompts, new_tokens, strict=True))
     capacity = first_capacity(longest_prompt, longest_row, MOST_LOOKAHEAD, params.max_len)
     plan, rule, scheme = _plan_and_rule(params, speculation, num_rows, capacity, float(max(settings[0])))
-    check_same("prompts and settings of the call", repr((prompts, sampling, plan.tree, plan.reuse, rule, scheme)))
+    known = params.pair, params.dtype, params.precision, params.max_len
+    asked = prompts, sampling, dataclasses.replace(plan, reason=""), rule, scheme, speculation.pad_rows
+    check_same("models, prompts and settings of the call", repr((known, asked)))
 
     is_plain = plan.tree is None
     decoder = _decoder(
@@ -188,7 +196,8 @@ def prepare(
     jax.block_until_ready(state.length)
     seconds = time.perf_counter() - start
     prompt_length = np.array([len(ids) for ids in prompts], np.int32)
-    return Request(decoder, models, per_row, limits, state, prompts, prompt_length, seconds, plan)
+    largest = largest_capacity(max(decoder.lookahead, MOST_LOOKAHEAD), params.max_len)
+    return Request(decoder, models, per_row, limits, state, prompts, prompt_length, seconds, plan, largest)
 
 
 def _arrays(
@@ -269,11 +278,15 @@ def first_capacity(prompt: int, total: int, lookahead: int, max_len: int) -> int
       lookahead: slots that a round may write after the committed ones.
       max_len: tokens that no row exceeds.
     """
-    most = -(-(max_len + lookahead) // CAPACITY_UNIT) * CAPACITY_UNIT
-    capacity = SMALLEST_CAPACITY
+    most, capacity = largest_capacity(lookahead, max_len), SMALLEST_CAPACITY
     while capacity < min(total + lookahead, max(prompt + SMALLEST_CAPACITY // 2 + lookahead, LARGEST_FIRST)):
         capacity *= GROWTH
     return most if 2 * capacity > most else capacity  # no size that is nearly the largest
+
+
+def largest_capacity(lookahead: int, max_len: int) -> int:
+    """Slots of the caches in which no row is ever full."""
+    return -(-(max_len + lookahead) // CAPACITY_UNIT) * CAPACITY_UNIT
 
 
 def rule_and_scheme(accept: str, draw: str | None) -> tuple[str, DrawScheme]:

@@ -35,7 +35,7 @@ def fail(error: BaseException) -> None:
     """Ends this process, whose error has been shown, and with it the others; without others it returns."""
     if Watch.here is not None:
         Watch.here.await_verdict(error)
-        Watch.here.exit(f"{type(error).__name__}: {error}")
+        Watch.here.end_with(error)
 
 
 class Watch(threading.Thread):
@@ -71,7 +71,7 @@ class Watch(threading.Thread):
         def excepthook(kind, error, trace):
             self.await_verdict(error)
             plain(kind, error, trace)
-            fail(error)
+            self.end_with(error)
 
         sys.excepthook = excepthook
 
@@ -88,7 +88,7 @@ class Watch(threading.Thread):
             for process, (about, count_there, failure) in others.items():
                 before, since = self._seen[process]
                 if failure:
-                    self._end(f"{about} failed: {failure}")
+                    self._end(failure)
                 if count_there == GONE or count_there != before:
                     self._seen[process] = count_there, time.monotonic()
                 elif time.monotonic() - since > SILENCE_SECONDS:
@@ -126,6 +126,10 @@ class Watch(threading.Thread):
         reason = f"{self._first} has died: {self._coordinator} does not answer"
         os.write(2, f"hsd: error: {reason}; this process, {self.process}, ends\n".encode())
         os._exit(FAILED)
+
+    def end_with(self, error: BaseException) -> None:
+        """Never returns: this process has failed."""
+        self.exit(f"{self._about} failed: {type(error).__name__}: {error}")
 
     def exit(self, reason: str) -> None:
         """Never returns: says why this process ends to those that still listen."""

@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from hsd_jax.aot.kinds import GPU, Devices
-from hsd_jax.sharding import MESH_AXES, mesh_sizes
+from hsd_jax.sharding import MESH_AXES, TRAINING_AXES, mesh_sizes
 
 QUIET = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
@@ -27,13 +27,16 @@ QUIET = {
 """Environment in which the compilers do not look for devices, nor say that they found none, nor lock any."""
 
 
-def mesh_of(devices: Devices, spec: str | None) -> dict[str, int]:
+def mesh_of(devices: Devices, spec: str | None, is_training: bool = False) -> dict[str, int]:
     """Sizes of the mesh axes; all devices over "model" where nothing is asked.
 
+    Args:
+      is_training: whether "fsdp" may be an axis.
     Raises:
       ValueError: for a mesh that does not have as many devices.
     """
-    sizes = mesh_sizes(spec) if spec is not None else {MESH_AXES[0]: 1, MESH_AXES[1]: devices.count}
+    spec = f"{MESH_AXES[1]}={devices.count}" if spec is None else spec
+    sizes = mesh_sizes(spec, TRAINING_AXES if is_training else MESH_AXES)
     needed = int(np.prod(list(sizes.values())))
     if needed != devices.count:
         raise ValueError(f"mesh={spec!r} has {needed} devices; {devices.name} has {devices.count}")
@@ -50,10 +53,12 @@ def prepare_process() -> None:
 
 def check_compiler(devices: Devices) -> None:
     """Raises a ValueError that says what to install where the compiler for these devices is missing."""
-    module, extra = ("jax_cuda12_plugin", "aot-cuda") if devices.kind.platform == GPU else ("libtpu", "aot-tpu")
-    if importlib.util.find_spec(module) is None:
+    is_gpu = devices.kind.platform == GPU
+    modules = ("jax_cuda12_plugin", "jax_cuda13_plugin") if is_gpu else ("libtpu",)
+    if not any(map(importlib.util.find_spec, modules)):
         raise ValueError(
-            f"device={devices.name!r}: its compiler is not installed (no {module}); pip install 'hsd_jax[{extra}]'"
+            f"device={devices.name!r}: its compiler is not installed (no {modules[0]}); pip install"
+            f" 'hsd_jax[{'aot-cuda' if is_gpu else 'aot-tpu'}]'"
         )
 
 

@@ -22,7 +22,7 @@ class Kind:
 
     platform: str
     memory: int
-    """Bytes of a device that a program may use."""
+    """Bytes of a device."""
     bytes_per_second: float
     flops_per_second: float
     """Of dense bfloat16 products."""

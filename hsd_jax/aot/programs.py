@@ -31,6 +31,7 @@ from hsd_jax.types import Limits, SamplingParams
 PREFILL, PLAIN, SPECULATIVE, TRAIN = PROGRAMS = ("prefill", "plain", "speculative", "train")
 DTYPE = jnp.bfloat16
 """Of the weights of target and drafter, in which most checkpoints come."""
+CHAIN = TreeConfig(nodes=8, depth=7, width=1)
 END_TOKENS = 4
 """Places for end tokens, as many as `arguments.py` makes at least."""
 
@@ -43,7 +44,7 @@ class Job:
     """Of the target, as it was asked for."""
     target: ModelConfig
     drafter: Any
-    tree: TreeConfig = TreeConfig(nodes=8, depth=7, width=1)
+    tree: TreeConfig = CHAIN
     batch: int = 1
     slots: int = 4096
     """Of the caches."""

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from hsd_jax.aot import hlo, programs, transfers
 from hsd_jax.aot.devices import make_mesh
-from hsd_jax.aot.kinds import Devices
-from hsd_jax.aot.programs import DTYPE, PLAIN, PREFILL, PROGRAMS, TRAIN, Job, Program, default_drafter
+from hsd_jax.aot.kinds import GPU, Devices
+from hsd_jax.aot.programs import CHAIN, DTYPE, PLAIN, PREFILL, PROGRAMS, TRAIN, Job, Program, default_drafter
 from hsd_jax.aot.targets import read_target
 from hsd_jax.bench.tables import make_console, make_table
 from hsd_jax.config import SLIDING, TreeConfig
@@ -26,12 +26,16 @@ from hsd_jax.drafters.files import check_drafter, read_drafter_config
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import RULES
 from hsd_jax.infer.decode import CHUNK
-from hsd_jax.request import CAPACITY_UNIT
+from hsd_jax.params import default_tree
+from hsd_jax.request import CAPACITY_UNIT, rows_bucket
+from hsd_jax.sharding import FSDP
 from hsd_jax.train.loop import LoopConfig
 
 KERNEL_SECONDS = {"gpu": 2e-6, "tpu": 1e-6}
 """What a kernel is assumed to cost besides its work, and a transfer between devices besides its bytes."""
 COLLECTIVE_SECONDS = {"gpu": 1e-5, "tpu": 2e-6}
+PREALLOCATED = 0.75
+"""Of a GPU's memory, what jax takes where XLA_PYTHON_CLIENT_MEM_FRACTION says nothing else."""
 LARGE = 2**20
 """Bytes of a result that is worth naming if it is only moved."""
 
@@ -121,6 +125,7 @@ def _compiled(job: Job, name: str, program: Program, devices: Devices, mesh_size
         "temp_bytes": memory.temp_size_in_bytes,
         "total_bytes": total,
         "memory_bytes": devices.kind.memory,
+        "platform": devices.kind.platform,
         **counted(module, body, cache_shapes(program), mesh_sizes),
         "compile_seconds": round(seconds, 1),
     }
@@ -128,7 +133,7 @@ def _compiled(job: Job, name: str, program: Program, devices: Devices, mesh_size
     if costs and "bytes accessed" in costs:
         record["cost_analysis_bytes"] = costs["bytes accessed"]
     if name != TRAIN:
-        record |= _estimate(job, name, program, record, devices)
+        record |= _estimate(job, name, program, record, devices, mesh_sizes)
     return record
 
 
@@ -172,7 +177,9 @@ def _by_kind(found: Sequence[transfers.Collective]) -> dict[str, Any]:
     return kinds
 
 
-def _estimate(job: Job, name: str, program: Program, record: dict[str, Any], devices: Devices) -> dict[str, Any]:
+def _estimate(
+    job: Job, name: str, program: Program, record: dict[str, Any], devices: Devices, mesh_sizes: dict[str, int]
+) -> dict[str, Any]:
     """What a round must read, and how long it should take: no measurement."""
     target = dict(program.held["target"])
     unread = [] if job.target.tie_embeddings else ["embedding"]  # of which a few rows are gathered
@@ -188,7 +195,7 @@ def _estimate(job: Job, name: str, program: Program, record: dict[str, Any], dev
         share = min(1.0, (window or 0) / buffers[0].shape[2]) if is_sliding else 1.0
         used += int(share * bytes_on_device(buffers))
     must = weights + drafter + used + bytes_on_device(drafter_state)
-    rows = job.batch * {PREFILL: min(CHUNK, job.slots), PLAIN: 1}.get(name, job.tree.nodes)
+    rows = job.batch // mesh_sizes["data"] * {PREFILL: min(CHUNK, job.slots), PLAIN: 1}.get(name, job.tree.nodes)
     rates, platform = devices.kind, devices.kind.platform
     flops = 2 * rows * weights / jnp.dtype(DTYPE).itemsize
     busy = max(record["read_bytes"] / rates.bytes_per_second, flops / rates.flops_per_second)
@@ -203,7 +210,7 @@ def _estimate(job: Job, name: str, program: Program, record: dict[str, Any], dev
 def make_job(
     target: str,
     drafter: str | None,
-    tree: TreeConfig,
+    tree: TreeConfig | None,
     batch: int,
     context: int,
     temperature: float,
@@ -214,25 +221,29 @@ def make_job(
     Args:
       target: as in `read_target`.
       drafter: a folder with a `drafter_config.json`; None: `programs.default_drafter`.
-      context: tokens; the caches get as many slots, rounded up as `decode` rounds them.
+      tree: None: the default one of the drafter in the folder, or a chain of 8.
+      batch: rows of a call; the program has as many as `decode` pads them to.
+      context: slots of the caches, rounded up as those of `decode` are.
     Raises:
       ValueError, FileNotFoundError: naming the wrong value, before anything is traced.
     """
     config = read_target(target)
     if drafter is None:
+        tree = tree or CHAIN
         drafter_config = default_drafter(config, tree.depth)
     else:
         drafter_config = read_drafter_config(drafter)
         check_drafter(drafter_config, config, drafter_config.target_hash)
+        tree = tree or default_tree(drafter_config)
     make_drafter(config, drafter_config, tree, DTYPE, RULES["match"].scheme)  # refuses trees that it cannot draft
-    rows, parts = mesh_sizes["data"], mesh_sizes["model"]
+    rows, parts = mesh_sizes["data"] * mesh_sizes.get(FSDP, 1), mesh_sizes["model"]
     if batch % rows:
-        raise ValueError(f"batch={batch}: must be a multiple of the {rows} devices of mesh axis data")
+        raise ValueError(f"batch={batch}: must be a multiple of the {rows} devices that share rows")
     if config.num_heads % parts:
         raise ValueError(f"mesh axis model={parts}: must divide the {config.num_heads} heads of the target")
     slots = -(-context // CAPACITY_UNIT) * CAPACITY_UNIT
-    training = LoopConfig(batch=max(4, rows), length=2048, compute="bfloat16")
-    return Job(target, config, drafter_config, tree, batch, slots, temperature, training)
+    training = LoopConfig(batch=rows * -(-4 // rows), length=2048, compute="bfloat16")
+    return Job(target, config, drafter_config, tree, rows_bucket(batch, rows), slots, temperature, training)
 
 
 def print_record(record: dict[str, Any]) -> None:
@@ -262,7 +273,10 @@ def _fits(program: dict[str, Any]) -> str:
     if "total_bytes" not in program:
         return f"NO: {program['why'][:60]}"
     of = f"{_gb(program['total_bytes'])} of {_gb(program['memory_bytes'])}"
-    return f"{'yes' if program['fits'] else 'NO'}, {of}"
+    share = program["total_bytes"] / program["memory_bytes"]
+    takes_more = program["fits"] and program["platform"] == GPU and share > PREALLOCATED
+    more = "; needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" if takes_more else ""
+    return f"{'yes' if program['fits'] else 'NO'}, {of}{more}"
 
 
 def _transfers(program: dict[str, Any], key: str) -> str:

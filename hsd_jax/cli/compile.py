@@ -35,8 +35,9 @@ hsd compile --target llama-3-8b --device h100 --batch 4 --context 32768 --what p
     parser.add_argument("--device", metavar="NAME", required=True, help=f"GPUs or a TPU slice: {allowed_devices()}")
     add_value(parser, "--mesh SPEC", str, 'for example "data=2,model=4"', without="model over all devices")
     add_value(parser, "--batch B", COUNT, "rows", 1)
-    add_value(parser, "--context TOKENS", COUNT, "slots of the caches, all of them in use", 4096)
-    add_value(parser, "--tree NxDxW", str, "nodes, depth and width of the draft tree", "8x7x1", "8x7x1")
+    add_value(parser, "--context TOKENS", COUNT, "slots of the caches, all in use", 4096)
+    shape = "nodes, depth and width of the draft tree"
+    add_value(parser, "--tree NxDxW", str, shape, without="8x7x1, or that of the drafter")
     add_value(parser, "--temperature T", TEMPERATURE, "0: greedy rows alone", 0.0)
     parser.add_argument("--what", choices=WHAT, nargs="+", default=list(WHAT), help="programs (default: all)")
     add_value(parser, "--json OUT", NEW_FILE, "write the record")
@@ -49,10 +50,9 @@ def run(args: argparse.Namespace) -> int:
 
     devices.prepare_process()
     found = kinds.parse_devices(args.device)
-    mesh = devices.mesh_of(found, args.mesh)
-    job = report.make_job(
-        args.target, args.drafter, parse_tree(args.tree), args.batch, args.context, args.temperature, mesh
-    )
+    mesh = devices.mesh_of(found, args.mesh, is_training=args.what == ["train"])
+    tree = parse_tree(args.tree) if args.tree else None
+    job = report.make_job(args.target, args.drafter, tree, args.batch, args.context, args.temperature, mesh)
     record = report.compile_job(job, found, mesh, args.what, options.say)
     report.print_record(record)
     options.write_record(args.json, record)

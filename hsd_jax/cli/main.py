@@ -98,8 +98,9 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
         return code
     except SystemExit as end:  # argparse has printed help, or what is wrong
         return end.code if isinstance(end.code, int) else ERROR
-    except BrokenPipeError:  # `hsd ... | head`
+    except BrokenPipeError as error:  # `hsd ... | head`
         _drop_output()
+        _end_others(error)
         return 1
     except (ValueError, OSError, FloatingPointError) as error:
         if os.environ.get("HSD_DEBUG") or interrupts.seen:
@@ -109,9 +110,14 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
             sys.stdout.flush()
         except (OSError, ValueError):  # a full disk: the interpreter would try again, and say so
             _drop_output()
-        if watch := sys.modules.get("hsd_jax.watch"):  # one of several processes
-            watch.fail(error)
+        _end_others(error)
         return ERROR
+
+
+def _end_others(error: BaseException) -> None:
+    """Where this is one of several processes, it ends here and the others with it."""
+    if watch := sys.modules.get("hsd_jax.watch"):
+        watch.fail(error)
 
 
 def _check_streams() -> None:

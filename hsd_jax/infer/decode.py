@@ -254,14 +254,19 @@ class Decoder:
         limits: Limits,
         state: DecodeState,
         num_rounds: int = UNBOUNDED,
+        most_slots: int = UNBOUNDED,
     ) -> DecodeState:
-        """Runs the loop, moving to the next cache bucket whenever one is full."""
+        """Runs the loop, moving to the next cache bucket whenever one is full.
+
+        Args:
+          most_slots: slots of the largest caches, enough for any row.
+        """
         while True:
             state = self.loop(models, sampling, limits, jnp.int32(num_rounds), state)
             capacity = state.cache.capacity
             if not is_full(fetch(state.length), fetch(state.done), capacity, self.lookahead):
                 return state
-            state = self._grow(state, GROWTH * capacity)
+            state = self._grow(state, most_slots if 2 * GROWTH * capacity > most_slots else GROWTH * capacity)
 
 
 def traced_with(precision: str | None, use_native: bool, mesh: Mesh | None, function: Callable) -> Callable:

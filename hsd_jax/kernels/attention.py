@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import os
 from collections.abc import Callable, Iterator
 
@@ -70,7 +71,10 @@ def attend(
     scale: float,
     softcap: float | None,
 ) -> Float[Array, "B G n E"]:
-    """`ops.attend` by the backend that suits the platform of the program. Queries that see nothing give zeros."""
+    """`ops.attend` by the backend that suits the platform of the program.
+
+    Where there is a cache, queries that see nothing give zeros.
+    """
     if cached is None or seen is None:
         found = scores(query, new[0], widen(new_mask, query), scale, softcap)
         return _product(jax.nn.softmax(found, -1), new[1], (3, 2))
@@ -126,7 +130,7 @@ def by_xla(query, new, new_mask, cached, seen, scale, softcap):
     first, last = (widen(x[:, :, None], query) for x in seen)
     num_slots: int = cached[0].shape[2]
     step: int = SLOTS_AT_ONCE.get(traced_platform(), num_slots)
-    step = step if num_slots % step == 0 else num_slots
+    step = math.gcd(step, num_slots)  # capacities and rings are multiples of 256
 
     def add(block, found: Partial) -> Partial:
         keys, values = (lax.dynamic_slice_in_dim(x, block * step, step, 2) for x in cached)

@@ -217,11 +217,14 @@ def top_k(
     parts = program.placed(rows.reshape(rows.shape[0], num_shards, -1), "data", "model", None)
     best, at = lax.top_k(parts, min(k, parts.shape[-1]))
     at = at + jnp.arange(num_shards)[:, None] * parts.shape[-1]
-    together = [best, lax.bitcast_convert_type(at, jnp.float32), jax.nn.logsumexp(parts, axis=-1, keepdims=True)]
-    met = program.placed(jnp.concatenate(together, -1), "data", None, None)
-    best, at, total = jnp.split(met, (best.shape[-1], 2 * best.shape[-1]), -1)
+    # As integers: indices taken for floats would be subnormal ones, which a device may take for 0.
+    numbers = jnp.concatenate([best, jax.nn.logsumexp(parts, axis=-1, keepdims=True)], -1)
+    together = jnp.concatenate([at, lax.bitcast_convert_type(numbers, jnp.int32)], -1)
+    met = program.placed(together, "data", None, None)
+    at, numbers = met[..., : at.shape[-1]], lax.bitcast_convert_type(met[..., at.shape[-1] :], jnp.float32)
+    best, total = numbers[..., :-1], numbers[..., -1:]
     best, place = lax.top_k(best.reshape(len(rows), -1), k)
-    index = jnp.take_along_axis(lax.bitcast_convert_type(at, jnp.int32).reshape(len(rows), -1), place, 1)
+    index = jnp.take_along_axis(at.reshape(len(rows), -1), place, 1)
     total = jax.nn.logsumexp(total[..., 0], axis=-1, keepdims=True)
     leading = x.shape[:-1]
     return best.reshape(*leading, k), index.reshape(*leading, k), total.reshape(*leading, 1)

@@ -16,7 +16,10 @@ _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("hsd_mesh", 
 
 @contextlib.contextmanager
 def on_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """What is traced inside runs on this mesh, with axes among "data" and "model"; None: on one device."""
+    """What is traced inside runs on this mesh, with axes among those of `sharding.TRAINING_AXES`; None: on one device.
+
+    Rows that training splits over "fsdp" are whole where `on_each_device` runs.
+    """
     token = _mesh.set(mesh)
     try:
         yield

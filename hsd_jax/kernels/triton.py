@@ -97,8 +97,10 @@ def rms_norm(
         )(rows, weight)
         return out.reshape(x.shape)
 
-    rows = ("data", *[None] * (x.ndim - 1))
-    return program.on_each_device(norm, [rows, (None,)], rows, x.shape[0], 1)(x, weight)
+    is_of_heads = x.ndim == 4
+    rows = ("data", None, "model", None) if is_of_heads else ("data", *[None] * (x.ndim - 1))
+    groups = x.shape[2] if is_of_heads else 1
+    return program.on_each_device(norm, [rows, (None,)], rows, x.shape[0], groups)(x, weight)
 
 
 def rope_applies(joint: Array) -> bool:
@@ -328,9 +330,7 @@ def write(
     takes = jnp.ones_like(nodes) if valid is None else valid.astype(jnp.int32)
     heads, row = ("data", "model", None, None), ("data", None)
 
-    def put(buffers, rows, *where):
-        return _written(buffers, rows, *where, capacity)
-
+    put = functools.partial(_written, capacity=capacity)
     found = []
     for first in range(0, len(buffers), AT_ONCE):
         some = [tuple(x[first : first + AT_ONCE]) for x in (buffers, rows)]

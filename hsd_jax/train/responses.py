@@ -155,9 +155,10 @@ def run(
     plan = make_plan(found, config)
     report(f"{len(found):,} prompts, {sum(map(len, plan)):,} responses in {len(plan):,} batches")
     params, tree = load()
+    target_hash, drafter_hash = params.fingerprints()
     settings |= {
-        "target": convert.weights_hash(params.target),
-        "drafter": convert.weights_hash(params.drafter) if tree and params.drafter else None,
+        "target": target_hash,
+        "drafter": drafter_hash if tree and params.drafter else None,
         "dtype": params.dtype,
         "tree": tree.name if tree else None,
     }

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from hsd_jax import lock, sharding
 from hsd_jax.config import SLIDING, DrafterConfig, ModelConfig, TrunkConfig
-from hsd_jax.distributed import check_mesh, check_same, fetch, put, wait_for_all
+from hsd_jax.distributed import check_mesh, check_same, fetch, wait_for_all
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.files import is_writer, replace_folder, write_json
@@ -78,8 +78,9 @@ def train_drafter(
     rows, prompts = _hold_out(rows, recipe.eval, train)
     if target_dtype is None:
         target_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    frozen = convert.read_weights(target_dir, config, target_dtype)
-    drafter_config = drafter.drafter_config(recipe.model, config, convert.weights_hash(frozen))
+    frozen = convert.read_weights(target_dir, config, target_dtype, Placement(mesh))
+    target_hash = convert.stored_hash(target_dir, config, target_dtype)
+    drafter_config = drafter.drafter_config(recipe.model, config, target_hash)
     if train.length <= drafter_config.num_steps:
         raise ValueError(
             f"train.length={train.length}: must be greater than model.num_steps={drafter_config.num_steps}"
@@ -97,6 +98,7 @@ def train_drafter(
         drafter_files.check_drafter(start[0], config, drafter_config.target_hash)
         about["start"] = manifest.fingerprints([Path(start_dir) / drafter_files.DRAFTER_FILE])
     claims = manifest.check(out, force, recipe, **about)
+    check_same("recipe, target and data of the run", repr(claims))
     folder = out / "drafter"
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: is a file; the drafter is to become a folder there")
@@ -115,8 +117,6 @@ def train_drafter(
         dropped, fresh = (", ".join(names) or "nothing" for names in (begun.dropped, begun.fresh))
         report(f"starting from {start_dir}; dropped: {dropped}; fresh: {fresh}")
     shardings, place = _placement(mesh, train, drafter_config)
-    if mesh is not None:
-        frozen = put(frozen, sharding.weight_shardings(mesh, frozen, *sharding.heads_of(config)))
     pass_rows = train.batch // train.num_passes
     cached = features.open_features(
         recipe.features, rows, frozen, config, drafter_config.target_hash, pass_rows, report
@@ -179,6 +179,7 @@ def train_target(
     rows = _read_rows(data_files, tokenizer_dir, recipe.train, recipe.data, recipe.model)
     about = {"tokenizer": manifest.fingerprints([tokenizer_dir / "tokenizer.json"])}
     claims = manifest.check(out, force, recipe, kind="target", **about, files=manifest.fingerprints(data_files))
+    check_same("recipe and data of the run", repr(claims))
     params = init_target(jax.random.key(recipe.train.seed), recipe.model)
     report(rows.describe())
     _describe(report, "target", params, rows, recipe.train)
