@@ -191,7 +191,7 @@ def profile_at(config: Any, temperature: float) -> tuple[float, ...]:
 
 
 def first_trust(config: Any) -> float:
-    """`Costs.first_trust`: 1 for a drafter that scores its nodes, less for one to which all of them are equally sure."""
+    """`Costs.first_trust`: 1 for a drafter that scores its nodes, less for one to which all are equally sure."""
     return 1.0 if method_of(config).has_score else 0.6
 
 
