@@ -1,4 +1,4 @@
-"""What a drafter with a trunk carries from round to round, and all of its record but drafting.
+"""The state of a drafter with a trunk, and all functions of its `Drafter` record but `draft`.
 
 The target's features of committed positions wait in `TrunkState.pending` until the trunk reads them and its cache takes
 them in. Whether that trunk is token-free (`hidden/`) or reads drafted tokens (`eagle/`) makes no difference here.
@@ -51,7 +51,10 @@ def trunk_drafter(
     scheme: DrawScheme = DrawScheme.ARBITRARY,
     max_pending: int | None = None,
 ) -> Drafter:
-    """A `Drafter` over `TrunkState` that runs the trunk in every round.
+    """A `Drafter` over `TrunkState`: the `draft` that is given, and the other functions to go with it.
+
+    They are for drafters whose trunk runs in every round. `hidden/draft.py` replaces some of them under reuse, where
+    rounds may go without a trunk run.
 
     Args:
       draft: `Drafter.draft`; it leaves the pending features in the trunk's cache.

@@ -39,6 +39,10 @@ def hidden_drafter(
 ) -> Drafter:
     """A `Drafter` whose trees have the shape of `tree`, their children chosen as `scheme` says.
 
+    `draft` is made here; without reuse all other functions are those of `trunk_drafter`. With reuse `read` and `resize`
+    still are; `init` and `commit` call those of `trunk_drafter` and keep the spare states beside; `ready`, under AHEAD
+    alone, makes the states of the first tree; `follow` is None: the drafter must draft in every round.
+
     Args:
       reuse: what becomes of states that a round leaves over; no form changes what is decoded.
     Raises:
@@ -61,13 +65,13 @@ def hidden_drafter(
     # A row without a trunk run keeps its pending features. Since a tree is no deeper than the spares it grows from, a
     # row commits at most K + 1 tokens from one trunk run to the next.
     max_pending = None if runs_every_round else num_states + 1
-    kept = trunk_drafter(target_config, config, tree, draft, cache_dtype, scheme, max_pending)
+    basis = trunk_drafter(target_config, config, tree, draft, cache_dtype, scheme, max_pending)
     if reuse.form == NONE:
-        return kept
+        return basis
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         spares = reuse_lib.no_spares(len(length), num_states, config.draft_vocab_size)
-        return dataclasses.replace(kept.init(tokens, length, capacity), spares=spares)
+        return dataclasses.replace(basis.init(tokens, length, capacity), spares=spares)
 
     def ready(models, state: TrunkState):
         """AHEAD: the first tree needs states, and no round has made any."""
@@ -76,7 +80,7 @@ def hidden_drafter(
         return dataclasses.replace(state, spares=reuse_lib.fresh_spares(logits))
 
     def commit(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        after = kept.commit(models, state, verdict, output, num_committed)
+        after = basis.commit(models, state, verdict, output, num_committed)
         spares = reuse_lib.advance(state.spares, num_committed)
         if runs_every_round:
             return dataclasses.replace(after, spares=spares)
@@ -85,7 +89,7 @@ def hidden_drafter(
         state = dataclasses.replace(state, spares=spares)
         return append_pending(state, after.pending, after.next_tokens, num_committed)
 
-    return kept._replace(init=init, commit=commit, ready=ready if reuse.form == AHEAD else None, follow=None)
+    return basis._replace(init=init, commit=commit, ready=ready if reuse.form == AHEAD else None, follow=None)
 
 
 def pictures(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, reuse: ReuseConfig) -> Pictures:
