@@ -27,7 +27,8 @@ PLAIN = "plain"
 WARM = 0.3
 """From this temperature on a row is taken to be sampled: it is planned for apart from greedy ones."""
 FARTHEST = 5.0
-"""Between two sizes of caches, as a ratio; `request.GROWTH` and a little."""
+"""A choice that was measured with caches of one size serves calls whose caches are up to so many times as large or as
+small: a little more than `decode.GROWTH`, the ratio between one size and the next."""
 FOLDER_VARIABLE = "HSD_TUNED"
 """Environment variable: the folder of records, or "off" for none; ~/.cache/hsd_jax/tuned if it is empty."""
 

@@ -122,7 +122,11 @@ def make_schedule(
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
     def run_ahead(models, state: TrunkState):
-        """AHEAD: the tree reads nothing of this round's trunk run, nor that anything of this round's target pass."""
+        """AHEAD: the tree grows from states of the round before, while the trunk runs for the next one.
+
+        The tree needs nothing of this trunk run, nor the run anything of this round's target pass: they may go side by
+        side.
+        """
         fresh, after = read_pending(models, state)
         levels = Levels(_spares(state).logits[:, : tree.depth])
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
