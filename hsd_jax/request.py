@@ -148,8 +148,8 @@ def prepare(
     """
     check_mesh(params.mesh)
     prompts = encode(params, prompt)
-    new_tokens = checked_new_tokens(params, prompts, sampling.max_new_tokens)
     settings = sampling_of_rows(len(prompts), sampling.temperature, sampling.top_k, sampling.top_p)
+    new_tokens = checked_new_tokens(params, prompts, sampling.max_new_tokens)
     seeds, eos = seeds_of_rows(sampling.seed, len(prompts)), end_tokens_of(params, sampling.eos)
 
     num_rows = rows_bucket(len(prompts), sharding_lib.rows_multiple(params.mesh))

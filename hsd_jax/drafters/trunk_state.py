@@ -80,7 +80,8 @@ def trunk_drafter(
         return TrunkState(state.cache, pending, verdict.emitted, num_committed)
 
     def follow(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        after = commit(models, _absorb(models, target_config, config, state), verdict, output, num_committed)
+        _, cache = read_pending(models, target_config, config, state)
+        after = commit(models, dataclasses.replace(state, cache=cache), verdict, output, num_committed)
         return cache_lib.keep_idle(num_committed, state, after)
 
     def resize(state: TrunkState, capacity: int):
@@ -156,14 +157,27 @@ def _read_chunk(
     return dataclasses.replace(state, cache=cache, pending=state.pending.at[:, 0].set(feature))
 
 
-def _absorb(models, target_config: ModelConfig, config: TrunkConfig, state: TrunkState) -> TrunkState:
-    """The state with the pending features in the trunk's cache, as drafting would leave it."""
+def read_pending(
+    models,
+    target_config: ModelConfig,
+    config: TrunkConfig,
+    state: TrunkState,
+    asking: Int[Array, "B asked"] | None = None,
+) -> tuple[Float[Array, "B asked H"] | None, KVCache]:
+    """One pass over the pending features: the next states of those that are asked for, and the cache with all of them.
+
+    Args:
+      asking: places among the pending features; None: the states are not wanted.
+    """
     batch, num = state.pending.shape[:2]
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
     positions = state.cache.length[:, None] + jnp.arange(num)
+    sees = causal_mask(batch, num)
     states, kv = trunk_pass(
-        models["drafter"], config, state.pending, embeddings, positions, causal_mask(batch, num), state.cache
+        models["drafter"], config, state.pending, embeddings, positions, sees, state.cache, asking=asking
     )
-    # Keys and values of a single layer do not read the cache, but those of more do: only then wait for the pass.
-    after = states if config.num_layers > 1 else None
-    return dataclasses.replace(state, cache=cache_lib.commit(state.cache, kv, None, state.num_pending, after=after))
+    # Keys and values of a single layer do not read the cache. Those of more do, and states that are wanted: then the
+    # write waits for the pass.
+    after = None if asking is None and config.num_layers == 1 else states
+    cache = cache_lib.commit(state.cache, kv, None, state.num_pending, after=after)
+    return None if asking is None else states, cache

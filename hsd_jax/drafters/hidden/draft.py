@@ -18,13 +18,13 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import AHEAD, NO_REUSE, NONE, SKIP, UNFUSED, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.schedule import append_pending, make_schedule, run_trunk
+from hsd_jax.drafters.hidden.schedule import append_pending, make_schedule, run_trunk, spares_of
 from hsd_jax.drafters.hidden.weights import inject, read_tree, token_bias
 from hsd_jax.drafters.method import Pictures
+from hsd_jax.drafters.shared import logp_of_tokens
 from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter
 from hsd_jax.infer.tree import Grower, sharpness
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.draft_vocab import to_columns
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, SamplingParams, Verdict
 
@@ -101,8 +101,7 @@ def pictures(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig,
         return _logp_of_nodes(models["drafter"], config, levels.logits, drafted, sharpness(sampling.temperature))
 
     def node_origins(state: TrunkState, drafted: DraftTree):
-        assert state.spares is not None, "the state was made without reuse"
-        return reuse_lib.origins(reuse, state.spares, drafted, config.num_steps, tree.depth)
+        return reuse_lib.origins(reuse, spares_of(state), drafted, config.num_steps, tree.depth)
 
     return Pictures(node_logp, None if reuse.form == NONE else node_origins)
 
@@ -114,7 +113,5 @@ def _logp_of_nodes(
     depth_index = jnp.maximum(drafted.depth - 1, 0)[:, :, None]
     read = read_tree(weights, config, drafted.tokens, drafted.parents, logits.shape[1])
     added = token_bias(weights, config, cache_lib.take_nodes(read, jnp.maximum(drafted.parents, 0), axis=1))
-    columns, _ = to_columns(weights.get("draft_to_target"), drafted.tokens)
-    logp = jax.nn.log_softmax(scale[:, None, None] * (jnp.take_along_axis(logits, depth_index, 1) + added), -1)
-    logp = jnp.take_along_axis(logp, columns[:, :, None], 2)[:, :, 0]
-    return jnp.where(drafted.depth > 0, logp, 0.0)
+    scaled = scale[:, None, None] * (jnp.take_along_axis(logits, depth_index, 1) + added)
+    return logp_of_tokens(scaled, drafted, weights.get("draft_to_target"))
