@@ -59,8 +59,7 @@ class Stats:
     @property
     def conditional_acceptance(self) -> np.ndarray:
         """[D]: of the rounds that kept depth d - 1, the share that kept depth d; the last round counts as cut."""
-        reached = np.cumsum(self.accepted_histogram[::-1])[::-1]
-        return reached[1:] / np.maximum(reached[:-1], 1)
+        return conditional_acceptance(self.accepted_histogram)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +82,12 @@ class Piece:
     row: int
     tokens: np.ndarray
     text: str | None
+
+
+def conditional_acceptance(histogram: np.ndarray | Sequence[int]) -> np.ndarray:
+    """[D], of a histogram [D+1] of accepted lengths: of rounds that kept depth d - 1, the share that kept d."""
+    reached = np.cumsum(np.asarray(histogram)[::-1])[::-1]
+    return reached[1:] / np.maximum(reached[:-1], 1)
 
 
 def decode(

@@ -55,17 +55,6 @@ class Checkpointer:
         found = self._manager.restore(step, args=args)
         return found["state"], found["note"]
 
-    def read_note(self) -> dict[str, Any]:
-        """The note of the newest checkpoint, without its state.
-
-        Raises:
-          FileNotFoundError: if the folder holds no complete checkpoint.
-        """
-        step = self.latest_step()
-        if step is None:
-            raise FileNotFoundError(f"{self.folder}: no complete checkpoint")
-        return self._manager.restore(step, args=ocp.args.Composite(note=ocp.args.JsonRestore()))["note"]
-
     def close(self) -> None:
         """Waits for the last checkpoint.
 

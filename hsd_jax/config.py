@@ -214,13 +214,11 @@ class TreeConfig:
     depth: int = 5
     width: int = 3
 
-    MAX_NODES = LARGEST_TREE
-
     def __post_init__(self):
         settings.check(self, "TreeConfig")
-        if not 2 <= self.nodes <= self.MAX_NODES:
+        if not 2 <= self.nodes <= LARGEST_TREE:
             raise ValueError(
-                f"TreeConfig.nodes={self.nodes}: allowed are 2 (root and one draft token) to {self.MAX_NODES}"
+                f"TreeConfig.nodes={self.nodes}: allowed are 2 (root and one draft token) to {LARGEST_TREE}"
             )
         if not 1 <= self.depth <= self.nodes - 1:
             raise ValueError(
@@ -229,11 +227,11 @@ class TreeConfig:
             )
         if not 1 <= self.width <= self.nodes - 1:
             raise ValueError(f"TreeConfig.width={self.width}: allowed are 1 to nodes - 1 = {self.nodes - 1}")
-        available = self.width + (self.depth - 1) * self.width**2
-        if available < self.nodes - 1:
+        available = most_nodes(self.depth, self.width)
+        if available < self.nodes:
             raise ValueError(
                 f"TreeConfig(nodes={self.nodes}, depth={self.depth}, width={self.width}): depth and width give at"
-                f" most {available} draft nodes; lower nodes to {available + 1} or raise width"
+                f" most {available - 1} draft nodes; lower nodes to {available} or raise width"
             )
 
     @property
@@ -260,6 +258,11 @@ class TreeConfig:
             widths.append(1 + extra)
             spare -= extra
         return tuple(widths)
+
+
+def most_nodes(depth: int, width: int) -> int:
+    """Nodes of the largest tree of this depth and width, the root included."""
+    return 1 + width + (depth - 1) * width**2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,20 +319,6 @@ def layer_numbers(config: Any) -> int:
     """Weights of a decoder layer, norms left out."""
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     return config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """A JSON-ready dict of a configuration dataclass."""
-    return dataclasses.asdict(config)
-
-
-def from_dict(kind: type, values: Any, where: str) -> Any:
-    """Builds a configuration dataclass of what a file holds.
-
-    Raises:
-      ValueError: as `settings.read`, with `where` (a file or a recipe) in the message.
-    """
-    return settings.read(kind, values, where)
 
 
 def bucket(n: int, smallest: int = 16) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer.accept import RULES
 from hsd_jax.kernels import native
 from hsd_jax.params import Params
-from hsd_jax.tuned import WARM, Choice, Tuned, is_warm, kept
+from hsd_jax.tuned import WARM, Choice, Tuned, is_warm, kept, num_cores
 from hsd_jax.types import Costs
 
 LEAST_PROMISE = 1.0
@@ -100,7 +99,7 @@ def rates_here(has_kernels: bool) -> Rates:
     if platform != "cpu":
         return DEVICE_RATES.get(platform, DEVICE_RATES["gpu"])
     rates = CPU_RATES[native.chosen_level() if has_kernels and native.available() else native.OFF]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores() or 1
     return dataclasses.replace(
         rates,
         bytes_per_second=rates.bytes_per_second * min(cores, MOST_CORES),
@@ -191,7 +190,7 @@ def profile_at(config: Any, temperature: float) -> tuple[float, ...]:
 
 
 def first_trust(config: Any) -> float:
-    """`Costs.first_trust`: 1 for a drafter that scores its nodes, less for one that takes all for equally sure."""
+    """`Costs.first_trust`: 1 for a drafter that scores its nodes, less for one to which all are equally sure."""
     return 1.0 if method_of(config).has_score else 0.6
 
 

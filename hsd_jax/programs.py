@@ -10,6 +10,7 @@ import zlib
 from pathlib import Path
 
 from hsd_jax.files import check_new_folder, drop_empty, user_cache
+from hsd_jax.settings import is_off
 
 SHORTEST = 0.1
 """Seconds of a compilation that is worth keeping."""
@@ -53,7 +54,7 @@ def use_setting() -> None:
       OSError: if it takes no file.
     """
     setting = os.environ.get("HSD_CACHE", "")
-    if setting.lower() in ("off", "0", "no"):
+    if is_off(setting):
         return
     try:
         compilation_cache(setting or True)

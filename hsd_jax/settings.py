@@ -71,6 +71,11 @@ HOTTEST = 1e30
 Temperature = Annotated[float, Within(0, HOTTEST)]
 
 
+def is_off(variable: str) -> bool:
+    """Whether this value of an environment variable switches something off."""
+    return variable.lower() in ("off", "0", "no")
+
+
 def fits(hint: Any, value: Any) -> bool:
     """Whether a value is of the type, and in the range, that an annotation declares. A bool is no number."""
     kind, arguments = typing.get_origin(hint), typing.get_args(hint)

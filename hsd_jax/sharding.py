@@ -164,6 +164,11 @@ def row_shardings(mesh: Mesh, tree: Any, batch: int) -> Any:
     return jax.tree.map(one, tree)
 
 
+def placed(shapes: Any, shardings: Any) -> Any:
+    """Shapes with their places on a mesh, for programs that are lowered without arrays."""
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
+
+
 def check_rows(mesh: Mesh, num_rows: int) -> None:
     """Refuses a pass of training whose rows the mesh does not divide.
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import jax
 
-from hsd_jax.config import NONE, ReuseConfig, TreeConfig, from_dict
+from hsd_jax import settings
+from hsd_jax.config import NONE, ReuseConfig, TreeConfig
 from hsd_jax.files import check_new_folder, read_json, sha256, user_cache, write_json
 from hsd_jax.kernels import native
 from hsd_jax.params import Params
@@ -27,7 +28,8 @@ PLAIN = "plain"
 WARM = 0.3
 """From this temperature on a row is taken to be sampled: it is planned for apart from greedy ones."""
 FARTHEST = 5.0
-"""Between two sizes of caches, as a ratio; `request.GROWTH` and a little."""
+"""A choice that was measured with caches of one size serves calls whose caches are up to so many times as large or as
+small: a little more than `decode.GROWTH`, the ratio between one size and the next."""
 FOLDER_VARIABLE = "HSD_TUNED"
 """Environment variable: the folder of records, or "off" for none; ~/.cache/hsd_jax/tuned if it is empty."""
 
@@ -210,7 +212,7 @@ class Tuned:
 def kept_path(conditions: Conditions) -> Path | None:
     """Where the record of these conditions is kept; None where records are not."""
     setting = os.environ.get(FOLDER_VARIABLE, "")
-    if setting.lower() in ("off", "0", "no"):
+    if settings.is_off(setting):
         return None
     try:
         folder = Path(setting).expanduser() if setting else user_cache() / "tuned"
@@ -264,7 +266,7 @@ def _kept(path: Path) -> Tuned | None:
 
 def _read(path: Path) -> Tuned:
     try:
-        return from_dict(Tuned, read_json(path), str(path))
+        return settings.read(Tuned, read_json(path), str(path))
     except ValueError as error:  # what is no JSON included
         raise ValueError(f"{error}; this is no record of `hsd tune`") from error
 

@@ -28,7 +28,8 @@ SILENCE_SECONDS = 30.0
 FAILED = 2
 """Exit status of a process that others have ended, or that ends others."""
 KEY, GONE = "hsd/alive/", -1
-"""Where signs of life stand, numbers that grow; and the last one of a process that ends."""
+"""Before the number of a process: the key under which it writes signs of life, a number that grows; and the number that
+it writes last when it ends."""
 
 
 def fail(error: BaseException) -> None:

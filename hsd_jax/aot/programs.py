@@ -66,8 +66,8 @@ def params_of(job: Job, mesh: Mesh) -> Params:
         lambda t, d: arranged(Params(t, d, job.target, job.drafter), _mesh_or_none(mesh)), target, drafter
     )
     heads = sharding.heads_of(params.target_config), sharding.heads_of(params.drafter_config)
-    target = placed(params.target, sharding.weight_shardings(mesh, params.target, *heads[0]))
-    drafter = placed(params.drafter, sharding.weight_shardings(mesh, params.drafter, *heads[1]))
+    target = sharding.placed(params.target, sharding.weight_shardings(mesh, params.target, *heads[0]))
+    drafter = sharding.placed(params.drafter, sharding.weight_shardings(mesh, params.drafter, *heads[1]))
     return dataclasses.replace(params, target=target, drafter=drafter)
 
 
@@ -88,11 +88,6 @@ def _drafter_weights(job: Job) -> Any:
 def _cast(tree: Any) -> Any:
     """The same shapes with their floats as weights are held."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, DTYPE if x.dtype == jnp.float32 else x.dtype), tree)
-
-
-def placed(tree: Any, shardings: Any) -> Any:
-    """Shapes with their place on a mesh."""
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +135,7 @@ def _of_decode(job: Job, what: str, mesh: Mesh) -> Program:
     tokens, length, keys, limits, sampling = _rows_of_decode(job, mesh)
     prefilled, sizes = (models, tokens, length, keys, limits), {"capacity": job.slots, "max_tokens": job.slots + 1}
     state = jax.eval_shape(lambda *args: decoder.prefill(*args, **sizes), *prefilled)
-    state = placed(state, sharding.row_shardings(mesh, state, job.batch))
+    state = sharding.placed(state, sharding.row_shardings(mesh, state, job.batch))
     held = {**models, "caches": (state.cache, state.drafter)}
     if what == PREFILL:
         return Program(decoder.prefill, prefilled, sizes, held)
@@ -159,7 +154,7 @@ def _rows_of_decode(job: Job, mesh: Mesh) -> tuple[Any, ...]:
     all_greedy = job.temperature == 0 and native.traced_platform() != "cpu"
     sampling = SamplingParams(rows(dtype=jnp.float32), rows(), rows(dtype=jnp.float32), all_greedy)
     per_row = rows(job.slots), rows(), keys, Limits(rows(), end_tokens), sampling
-    return placed(per_row, sharding.row_shardings(mesh, per_row, job.batch))
+    return sharding.placed(per_row, sharding.row_shardings(mesh, per_row, job.batch))
 
 
 def _training_step(job: Job, mesh: Mesh) -> Program:

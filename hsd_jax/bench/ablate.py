@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax.bench.tables import say
-from hsd_jax.config import AHEAD, ReuseConfig, TreeConfig
+from hsd_jax.config import AHEAD, ReuseConfig, TreeConfig, most_nodes
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.reuse import check_reuse
 from hsd_jax.drafters.table import method_of
@@ -41,7 +41,7 @@ def parse_drafters(named: list[str]) -> dict[str, str]:
 def tree_of_size(nodes: int, max_depth: int) -> TreeConfig:
     """A tree of so many nodes, at most so deep, about sqrt(nodes) - 1 wide or as wide as it must be."""
     depth, width = min(max_depth, nodes - 1), max(1, round(nodes**0.5) - 1)
-    while width + (depth - 1) * width**2 < nodes - 1:
+    while most_nodes(depth, width) < nodes:
         width += 1
     return TreeConfig(nodes, depth, width)
 

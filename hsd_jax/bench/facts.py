@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from hsd_jax.bench.quality import model_record
-from hsd_jax.config import to_dict
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.models import convert
 from hsd_jax.params import describe_arithmetic
@@ -38,7 +38,7 @@ def _target(folder: Path) -> dict[str, Any]:
         "dtype": dtype,
         "computed in": describe_arithmetic(dtype),
         "with int8": describe_arithmetic("int8"),
-        **to_dict(config),
+        **dataclasses.asdict(config),
         "parameters": f"{model_record(weights)['parameters']:,}",
         "eos": ", ".join(map(str, convert.read_eos(folder))) or "none",
         "tokenizer": "none: token ids only" if tokenizer is None else "yes",
@@ -48,7 +48,7 @@ def _target(folder: Path) -> dict[str, Any]:
 
 def _drafter(folder: Path) -> dict[str, Any]:
     config, weights = drafter_files.read_drafter(folder)
-    return to_dict(config) | {
+    return dataclasses.asdict(config) | {
         "kind": f"{config.kind} drafter",
         "parameters": f"{model_record(weights)['parameters']:,}",
     }

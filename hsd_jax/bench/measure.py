@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -208,7 +207,6 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
     }
     if mode.tree is not None:
         histogram = [int(sum(n)) for n in zip(*(r.stats.accepted_histogram for r in results), strict=True)]
-        reached = list(itertools.accumulate(histogram[::-1]))[::-1]
         record |= {
             "tree": dataclasses.asdict(mode.tree),
             "accept": mode.accept,
@@ -216,7 +214,7 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
             "reuse": mode.reuse,
             "mean_accepted": record["tau"] - 1.0,
             "accepted_histogram": histogram,
-            "conditional_acceptance": [b / max(a, 1) for a, b in itertools.pairwise(reached)],
+            "conditional_acceptance": api.conditional_acceptance(histogram).tolist(),
         }
     return record
 

@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hsd_jax.bench.tables import say
-from hsd_jax.train.documents import conversation, read_records, render_record, render_turns, text_of
+from hsd_jax.train.documents import (
+    conversation,
+    first_question,
+    question_prompt,
+    read_records,
+    render_record,
+    render_turns,
+    speaker_of,
+    text_of,
+)
 
 HALVES = ("tune", "report")
 """Half h of a file holds the records with crc32(id) % 2 == h: tune on the first, report on the second."""
@@ -136,12 +145,12 @@ def prompt_of(record: dict, name: str, where: str, count: Callable[[str], int], 
       ValueError: naming the place and the fields that would do.
     """
     turns = record.get("turns")
-    if turns and isinstance(turns, list) and isinstance(turns[0], str):  # MT-bench, Spec-Bench: the user's turns only
-        return BenchPrompt(name, turns[0])
+    if (asked := first_question(turns)) is not None:
+        return BenchPrompt(name, asked)
     if turns:
         return dialogue_prompt(conversation(record, "turns", where), name, where, count, max_tokens)
     if "question" in record:
-        text = f"Question: {text_of(record, 'question', where).strip()}\nAnswer:"
+        text = question_prompt(text_of(record, "question", where))
         full = render_record(record, where) if "answer" in record else text
         return BenchPrompt(name, text, full.removeprefix(text) if full.startswith(text) and full != text else None)
     if "prompt" in record:
@@ -156,7 +165,7 @@ def dialogue_prompt(
 ) -> BenchPrompt:
     """The first half of the turns at most, and at most `max_tokens`, open for the assistant's next turn."""
     full = render_turns(turns)
-    cuts = [i for i, (speaker, _) in enumerate(turns) if i and speaker.lower() in ("s", "assistant", "gpt")]
+    cuts = [i for i, (speaker, _) in enumerate(turns) if i and speaker_of(speaker) == "Assistant"]
     if not cuts:
         raise ValueError(f"{where}: no turn of the assistant after one of the user")
     best = None

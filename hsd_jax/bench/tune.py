@@ -19,7 +19,7 @@ from hsd_jax.arguments import Prompt, check_length, encode
 from hsd_jax.bench.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.bench.predict import Prediction, RoundCost, best_of, sample_of
 from hsd_jax.bench.profile import trunk_seconds
-from hsd_jax.config import NO_REUSE, NONE, ReuseConfig, TreeConfig
+from hsd_jax.config import NO_REUSE, NONE, ReuseConfig, TreeConfig, most_nodes
 from hsd_jax.drafters.table import method_of
 from hsd_jax.params import Params
 from hsd_jax.plan import plan_for
@@ -213,7 +213,7 @@ def default_trees(config: Any) -> list[TreeConfig]:
     if method.grows_wide:
         for nodes, depth, width in WIDE_CANDIDATES:
             depth, width = min(depth, most), min(width, config.draft_vocab_size)
-            nodes = min(nodes, 1 + width + (depth - 1) * width**2)
+            nodes = min(nodes, most_nodes(depth, width))
             trees.append(TreeConfig(nodes, depth, width))
     return list(dict.fromkeys(trees))
 

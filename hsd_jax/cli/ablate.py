@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
     from hsd_jax.bench import ablate, compare_report, measure
     from hsd_jax.bench import compare as compare_lib
+    from hsd_jax.drafters.table import method_of
     from hsd_jax.viz import plots
 
     sizes, drafters = ablate.parse_sizes(args.nodes), ablate.parse_drafters(args.drafters)
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     with compare_lib.alone_in(out, temperatures=args.temperatures):
         params = options.load_params(args)
         options.need_drafter(params, "bench ablate")
-        if params.drafter_config.kind != "hidden":
+        if method_of(params.drafter_config).token_information is None:
             raise ValueError(f"a {params.drafter_config.kind} drafter: ablations are of hidden-state drafters")
         about, references = ablate.make_methods(params.drafter_config, sizes, drafters)
         modes = compare_lib.make_modes(params, about, lambda drafter: options.load_params(args, drafter=drafter))

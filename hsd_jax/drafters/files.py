@@ -11,8 +11,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from hsd_jax import sharding
-from hsd_jax.config import PARALLEL, DrafterConfig, ModelConfig, from_dict, to_dict
+from hsd_jax import settings, sharding
+from hsd_jax.config import PARALLEL, DrafterConfig, ModelConfig
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.table import METHODS, init_drafter
 from hsd_jax.files import write_json
@@ -46,7 +46,7 @@ def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dt
         if _DRAFT_TO_TARGET in weights:
             checked_ids(weights[_DRAFT_TO_TARGET], config.vocab_size, f"weights to save: {_DRAFT_TO_TARGET!r}")
     store_tree(folder / DRAFTER_FILE, weights, _shapes(config), dtype, lambda path: path, ids=(_DRAFT_TO_TARGET,))
-    write_json(folder / DRAFTER_CONFIG, {"kind": config.kind, **to_dict(config)})
+    write_json(folder / DRAFTER_CONFIG, {"kind": config.kind, **dataclasses.asdict(config)})
 
 
 def read_drafter_config(folder: str | Path) -> DrafterConfig:
@@ -67,7 +67,7 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
             value = values.pop(field.name)
             if field.default not in (dataclasses.MISSING, value):
                 raise ValueError(f"{path}: {field.name}={shown(value)}: kind {kind!r} has no such choice")
-    return from_dict(trained[kind], values, str(path))
+    return settings.read(trained[kind], values, str(path))
 
 
 def read_drafter(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.types import DRAWN_SCHEMES, DrawScheme
+from hsd_jax.models.cache import take_nodes
+from hsd_jax.models.draft_vocab import to_columns
+from hsd_jax.types import DRAWN_SCHEMES, DraftTree, DrawScheme
 
 
 def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, scheme: DrawScheme) -> None:
@@ -31,6 +34,27 @@ def last_feature(
     last, num = length - 2 - start, features.shape[1]
     found = jnp.take_along_axis(features, jnp.clip(last, 0, num - 1)[:, None, None], 1)[:, 0]
     return jnp.where(((last >= 0) & (last < num))[:, None], found, before)
+
+
+def logp_of_tokens(
+    logits: Float[Array, "B N C"], drafted: DraftTree, draft_to_target: Int[Array, "C"] | None
+) -> Float[Array, "B N"]:
+    """Log-probability of each node's token under its own logits, 0 for the root: what pictures show."""
+    columns, _ = to_columns(draft_to_target, drafted.tokens)
+    logp = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), columns[:, :, None], 2)[:, :, 0]
+    return jnp.where(drafted.depth > 0, logp, 0.0)
+
+
+def joined(waiting: Array, num_waiting: Int[Array, "B"], new: Array, num_slots: int | None = None) -> Array:
+    """Rows [B, M, ...] of which the first `num_waiting` count, each row of `new` [B, M2, ...] put after them.
+
+    Args:
+      num_slots: places of the result, M + M2 if None; what has no place is cut off, what has no content is arbitrary.
+    """
+    room = waiting.shape[1]
+    slot, num = jnp.arange(num_slots or room + new.shape[1]), num_waiting[:, None]
+    index = jnp.where(slot < num, slot, room + slot - num)
+    return take_nodes(jnp.concatenate([waiting, new], 1), index, axis=1)
 
 
 def chain_of_training(config: DrafterConfig) -> TreeConfig:

@@ -1,4 +1,4 @@
-"""What a drafter with a trunk carries from round to round, and all of its record but drafting.
+"""The state of a drafter with a trunk, and all functions of its `Drafter` record but `draft`.
 
 The target's features of committed positions wait in `TrunkState.pending` until the trunk reads them and its cache takes
 them in. Whether that trunk is token-free (`hidden/`) or reads drafted tokens (`eagle/`) makes no difference here.
@@ -51,7 +51,10 @@ def trunk_drafter(
     scheme: DrawScheme = DrawScheme.ARBITRARY,
     max_pending: int | None = None,
 ) -> Drafter:
-    """A `Drafter` over `TrunkState` that runs the trunk in every round.
+    """A `Drafter` over `TrunkState`: the `draft` that is given, and the other functions to go with it.
+
+    They are for drafters whose trunk runs in every round. `hidden/draft.py` replaces some of them under reuse, where
+    rounds may go without a trunk run.
 
     Args:
       draft: `Drafter.draft`; it leaves the pending features in the trunk's cache.
@@ -77,7 +80,8 @@ def trunk_drafter(
         return TrunkState(state.cache, pending, verdict.emitted, num_committed)
 
     def follow(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        after = commit(models, _absorb(models, target_config, config, state), verdict, output, num_committed)
+        _, cache = read_pending(models, target_config, config, state)
+        after = commit(models, dataclasses.replace(state, cache=cache), verdict, output, num_committed)
         return cache_lib.keep_idle(num_committed, state, after)
 
     def resize(state: TrunkState, capacity: int):
@@ -153,14 +157,27 @@ def _read_chunk(
     return dataclasses.replace(state, cache=cache, pending=state.pending.at[:, 0].set(feature))
 
 
-def _absorb(models, target_config: ModelConfig, config: TrunkConfig, state: TrunkState) -> TrunkState:
-    """The state with the pending features in the trunk's cache, as drafting would leave it."""
+def read_pending(
+    models,
+    target_config: ModelConfig,
+    config: TrunkConfig,
+    state: TrunkState,
+    asking: Int[Array, "B asked"] | None = None,
+) -> tuple[Float[Array, "B asked H"] | None, KVCache]:
+    """One pass over the pending features: the next states of those that are asked for, and the cache with all of them.
+
+    Args:
+      asking: places among the pending features; None: the states are not wanted.
+    """
     batch, num = state.pending.shape[:2]
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
     positions = state.cache.length[:, None] + jnp.arange(num)
+    sees = causal_mask(batch, num)
     states, kv = trunk_pass(
-        models["drafter"], config, state.pending, embeddings, positions, causal_mask(batch, num), state.cache
+        models["drafter"], config, state.pending, embeddings, positions, sees, state.cache, asking=asking
     )
-    # Keys and values of a single layer do not read the cache, but those of more do: only then wait for the pass.
-    after = states if config.num_layers > 1 else None
-    return dataclasses.replace(state, cache=cache_lib.commit(state.cache, kv, None, state.num_pending, after=after))
+    # Keys and values of a single layer do not read the cache. Those of more do, and states that are wanted: then the
+    # write waits for the pass.
+    after = None if asking is None and config.num_layers == 1 else states
+    cache = cache_lib.commit(state.cache, kv, None, state.num_pending, after=after)
+    return None if asking is None else states, cache

@@ -149,7 +149,10 @@ def recursion(
 
 
 def first_accepted(tree: DraftTree, is_accepted: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
-    """Of accepted siblings the first, by index: one that holds the same token has children of its own."""
+    """Of each node's accepted children only the first, by index.
+
+    Two siblings may hold the same token and still have different children, so one of them must be chosen.
+    """
     num = tree.tokens.shape[1]
     is_earlier = jnp.arange(num)[:, None] > jnp.arange(num)
     is_sibling = tree.parents[:, :, None] == tree.parents[:, None, :]

@@ -121,7 +121,10 @@ def drafter_after(
     length: Int[Array, "B"],
     capacity: int,
 ) -> Any:
-    """The drafter's state after prompts of which one causal pass of the target, `output`, is at hand."""
+    """The drafter's state once prompts are read, from `output`, one causal pass of the target over all of them.
+
+    For simulation and tests; a decode reads its prompts chunk by chunk.
+    """
     state = drafter.init(tokens, length, capacity)
     state = drafter.read(models, state, output, tokens, jnp.roll(tokens, -1, 1), 0, length)
     return state if drafter.ready is None else drafter.ready(models, state)

@@ -21,8 +21,9 @@ DOUBT = 0.6
 """The tokens of rounds are a sample: drafts are kept until they fall behind plain decoding by this share, divided by
 the root of the rounds remembered, counted a row."""
 DISCOUNT, FEW_NODES = 0.6, 16
-"""Off the price of a node, where all trees together have at most so many nodes; off more nodes less: rows go through
-the kernels in tiles, so that the last nodes saved save nothing, while their tokens are lost."""
+"""The price of a node is lowered by the fraction DISCOUNT where all trees of the batch have at most FEW_NODES nodes
+together, and by DISCOUNT * FEW_NODES / nodes where they have more. The kernels take rows in tiles, so to leave out the
+last nodes of a tile saves no time, but loses their tokens."""
 FEWEST_ROUNDS = 6
 """Rounds with drafts before their speed is judged."""
 FIRST_WAIT, LONGEST_WAIT = 2, 32
@@ -55,9 +56,10 @@ def choose(
 ) -> tuple[Bool[Array, "B N"], Float[Array, ""]]:
     """The nodes to verify, and the seconds that this should take.
 
-    A node is worth its price if it promises more tokens for it than the rounds so far gave on average: what raises the
-    ratio of tokens to seconds is what exceeds the ratio (Dinkelbach 1967), so the choice approaches the best one. A
-    node is no likelier than its parent and no cheaper, so what is kept is closed under ancestors.
+    A node is kept if the probability that it is accepted is at least its price: the seconds that it takes, times the
+    tokens per second of the rounds so far. A ratio of tokens to seconds rises by what is added at a higher ratio
+    (Dinkelbach 1967), so from round to round the choice approaches the best one. A node is never likelier than its
+    parent, nor cheaper, so the nodes that are kept are closed under ancestors.
 
     Args:
       length: committed tokens.

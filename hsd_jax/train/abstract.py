@@ -65,11 +65,7 @@ def abstract_step(
     places = sharding.weight_shardings(mesh, frozen, *sharding.heads_of(target_config))
     return AbstractStep(
         make_train_step(of_loss, train, shardings),
-        _placed(state, shardings),
-        _placed(frozen, places),
-        _placed(batch, sharding.row_shardings(mesh, batch, train.batch)),
+        sharding.placed(state, shardings),
+        sharding.placed(frozen, places),
+        sharding.placed(batch, sharding.row_shardings(mesh, batch, train.batch)),
     )
-
-
-def _placed(shapes: Any, places: Any) -> Any:
-    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, places)

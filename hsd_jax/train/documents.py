@@ -83,6 +83,11 @@ def conversation(record: dict, field: str, where: str) -> list[tuple[str, str]]:
     return pairs
 
 
+def first_question(turns: Any) -> str | None:
+    """What the user asks first, of turns that list the user's texts alone, as MT-bench and Spec-Bench have them."""
+    return turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], str) else None
+
+
 def _shown(value: Any) -> str:
     """A value as it is in the file, not too long for an error."""
     text = json.dumps(value, ensure_ascii=False)

@@ -27,7 +27,6 @@ from hsd_jax.config import (
     Layers,
     ModelConfig,
     check_window,
-    from_dict,
 )
 from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig
 from hsd_jax.drafters.table import METHODS, method_of
@@ -151,7 +150,7 @@ class DrafterRecipe:
         Raises:
           ValueError: naming the wrong key or value and the valid ones.
         """
-        return from_dict(cls, {} if values is None else values, where)  # a file without text has no sections
+        return settings.read(cls, {} if values is None else values, where)  # a file without text has no sections
 
 
 def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = "") -> DrafterConfig:

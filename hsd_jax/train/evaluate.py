@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax import settings
-from hsd_jax.api import decode
+from hsd_jax.api import conditional_acceptance, decode
 from hsd_jax.config import (
     AHEAD,
     LARGEST_TREE,
@@ -32,6 +31,7 @@ from hsd_jax.config import (
     ModelConfig,
     ReuseConfig,
     TreeConfig,
+    most_nodes,
 )
 from hsd_jax.distributed import fetch
 from hsd_jax.drafters.table import make_drafter, method_of
@@ -69,7 +69,7 @@ class EvalConfig:
     def tree(self, num_steps: int) -> TreeConfig:
         """The tree of the simulation, no deeper than the drafter."""
         depth = min(self.depth, num_steps)
-        return TreeConfig(min(self.nodes, 1 + self.width + (depth - 1) * self.width**2), depth, self.width)
+        return TreeConfig(min(self.nodes, most_nodes(depth, self.width)), depth, self.width)
 
 
 Tokens = Sequence[int] | np.ndarray
@@ -265,8 +265,7 @@ class AcceptedLengths:
     @property
     def acceptance(self) -> list[float]:
         """Conditional acceptance by depth: of the rounds that got so far, the share that got one token further."""
-        reached = np.cumsum(self.histogram[::-1])[::-1]
-        return [float(b / a) if a else 0.0 for a, b in itertools.pairwise(reached)]
+        return conditional_acceptance(self.histogram).tolist()
 
 
 def walk(

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax import lock, settings
-from hsd_jax.config import ModelConfig, from_dict
+from hsd_jax.config import ModelConfig
 from hsd_jax.files import read_json, replacing, write_json
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import Count, OneOf, Whole
@@ -179,7 +179,7 @@ def _claimed(folder: Path, layout: _Layout) -> _Layout:
             raise ValueError(f"{folder}: is not empty and holds no {MANIFEST}; set features.cache to another folder")
         return layout
     try:
-        there: _Layout = from_dict(_Layout, read_json(path), MANIFEST)
+        there: _Layout = settings.read(_Layout, read_json(path), MANIFEST)
     except ValueError as error:
         raise ValueError(f"{path}: not a manifest of features; {remedy}") from error
     for name in ("target", "weights_dtype", "rows", "dtype", "shape"):

@@ -54,7 +54,11 @@ Taught = tuple[Float[Array, "B M H"], Float[Array, "B M V"] | None]
 
 
 def taught(models: Models, drafts: Drafts, hidden: Float[Array, "B M H"], chunk: int) -> Taught:
-    """The states with their logits, if these are fewer than those of the nodes and no chunk is to bound them."""
+    """The target's states, with their logits where it is cheaper to make these once for all nodes.
+
+    That is where a row has no more places than nodes (A K), and all its anchors are taken in one chunk. Else the logits
+    are None, and `logits_of` makes those of its nodes.
+    """
     num_anchors, num_steps = drafts.mask.shape[1:]
     if chunk < num_anchors or num_anchors * num_steps < hidden.shape[1]:
         return hidden, None

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax import lock
-from hsd_jax.config import to_dict
 from hsd_jax.files import is_writer, read_json, sha256, write_json
 
 RECIPE = "recipe.json"
@@ -63,7 +62,7 @@ def check(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
     Raises:
       ValueError: naming the first key that differs, or that the folder has checkpoints and no recipe.
     """
-    values = json.loads(json.dumps({**about, **to_dict(recipe)}))
+    values = json.loads(json.dumps({**about, **dataclasses.asdict(recipe)}))
     path = out / RECIPE
     if force or not has_checkpoints(out):
         return values

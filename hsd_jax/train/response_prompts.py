@@ -19,6 +19,7 @@ from hsd_jax.settings import Count, Seed, Temperature, TopP
 from hsd_jax.train.documents import (
     ChatTemplate,
     conversation,
+    first_question,
     question_prompt,
     read_records,
     render_turns,
@@ -155,10 +156,8 @@ def _prompts_of(record: dict, where: str, tokenizer, bos, template, config: Gene
 
 
 def _turns_of(record: dict, field: str, where: str) -> list[tuple[str, str]]:
-    turns = record[field]
-    if isinstance(turns, list) and turns and isinstance(turns[0], str):  # MT-bench, Spec-Bench: what users say
-        return [("User", turns[0])]
-    return conversation(record, field, where)
+    question = first_question(record[field])
+    return conversation(record, field, where) if question is None else [("User", question)]
 
 
 def _beginnings(text: str, tokenizer: Tokenizer, config: GenerateConfig) -> Iterator[tuple[list[int], str]]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from hsd_jax.config import ModelConfig, from_dict
+from hsd_jax.config import ModelConfig
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import MOST, Count, Within, fits
 from hsd_jax.train.data import DataConfig
@@ -44,7 +44,7 @@ class TargetRecipe:
             if fits(Count, vocab_size):  # if not, it is named with its file
                 model = dict(model, vocab_size=vocab_size)
             values = {"vocab_size": vocab_size} | values | {"model": model}
-        return from_dict(cls, values, where)
+        return settings.read(cls, values, where)
 
 
 def starts_of(batch: dict[str, Array]) -> Int[Array, "B T"] | None:

@@ -14,7 +14,7 @@ import pytest
 from support import command_line, setups, toy
 
 from hsd_jax.bench import ablate, compare, measure, tables
-from hsd_jax.config import TreeConfig, to_dict
+from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import init_drafter
 
 folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both
@@ -224,9 +224,9 @@ def test_an_ablation_holds_what_the_drafter_allows(capsys, tmp_path):
     assert "left out at 8 nodes: reuse='ahead' with TreeConfig.depth=1" in capsys.readouterr().err
     for num_steps, tree in ((2, "8x2x3"), (9, about["default, 8"]["tree"])):
         own = dataclasses.replace(config, num_steps=num_steps)
-        (tmp_path / "drafter_config.json").write_text(json.dumps(to_dict(own)))
+        (tmp_path / "drafter_config.json").write_text(json.dumps(dataclasses.asdict(own)))
         assert ablate.make_methods(config, [8], {"own": str(tmp_path)})[0]["own, 8"]["tree"] == tree
-    (tmp_path / "drafter_config.json").write_text(json.dumps(to_dict(own) | {"num_steps": 0}))
+    (tmp_path / "drafter_config.json").write_text(json.dumps(dataclasses.asdict(own) | {"num_steps": 0}))
     with pytest.raises(ValueError, match="num_steps=0: allowed are whole numbers from 1"):
         ablate.make_methods(config, [8], {"own": str(tmp_path)})
 

@@ -29,7 +29,7 @@ from hsd_jax.bench import identity
 from hsd_jax.cli import generate as generate_cli
 from hsd_jax.cli import main as main_lib
 from hsd_jax.cli import options
-from hsd_jax.config import ModelConfig, from_dict
+from hsd_jax.config import ModelConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.table import init_drafter
@@ -171,7 +171,7 @@ BAD_DRAFTER = {
 def test_drafter_config(key, bad):
     values = json.loads(json.dumps(settings.dataclasses.asdict(toy.drafter_config(toy.target_config())))) | {key: bad}
     with pytest.raises(ValueError, match=rf"^here: .*{key}"):
-        from_dict(HiddenConfig, values, "here")
+        settings.read(HiddenConfig, values, "here")
 
 
 @pytest.mark.parametrize("num_layers", [5_000, 10**5, 10**12])

@@ -14,6 +14,7 @@ from support import calls, oracle_drafter, setups, toy
 from support.rules import keyed
 from support.texts import first_difference
 
+from hsd_jax.drafters.table import METHODS
 from hsd_jax.types import NO_TOKEN
 
 PROPOSERS = ["beam", "chain", "steered", "block", setups.CHAIN_ORACLE, setups.DECOYS_ORACLE]
@@ -31,8 +32,19 @@ TABLE = [
     pytest.param("untied", "hot", marks=pytest.mark.slow),
     pytest.param("gemma", "beam", marks=pytest.mark.slow),
 ]
+IN_TABLE = {getattr(case, "values", case)[1] for case in TABLE}
+"""The proposers of the table."""
 NEVER = toy.VOCAB + 1
 """An end token that no row ever draws."""
+
+
+def test_every_kind_of_drafter_is_in_the_table():
+    """A method without a proposer here would be tested by nobody."""
+    found = [setups.PROPOSERS[name] for name in IN_TABLE]
+    kinds = {
+        one.changes.get("kind", "hidden") if one.is_trained else getattr(one.config, "kind", None) for one in found
+    }
+    assert kinds - {None} == set(METHODS), "add a proposer to tests/support/setups.py and to TABLE"
 
 
 def assert_counts_agree(call: calls.Call, state) -> None:

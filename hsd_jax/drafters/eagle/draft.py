@@ -17,10 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.eagle.config import EagleConfig
-from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter
+from hsd_jax.drafters.trunk_state import TrunkState, read_pending, trunk_drafter
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_pass
 from hsd_jax.types import Drafter, DrawScheme, KVCache, NewKV, RoundInputs
 
@@ -37,16 +36,10 @@ class Level(NamedTuple):
 
 def root_level(models, target_config: ModelConfig, config: EagleConfig, state: TrunkState) -> tuple[Level, KVCache]:
     """The state after the root, in one pass over the pending features, and the cache that has taken them in."""
-    batch, num = state.pending.shape[:2]
-    embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
-    positions = state.cache.length[:, None] + jnp.arange(num)
     last = jnp.maximum(state.num_pending - 1, 0)[:, None]
-    sees = causal_mask(batch, num)
-    states, kv = trunk_pass(
-        models["drafter"], config, state.pending, embeddings, positions, sees, state.cache, asking=last
-    )
-    cache = cache_lib.commit(state.cache, kv, None, state.num_pending, after=states)
-    return Level(states, jnp.zeros((batch, 1, 0), bool), None), cache
+    states, cache = read_pending(models, target_config, config, state, last)
+    assert states is not None, "they were asked for"
+    return Level(states, jnp.zeros((last.shape[0], 1, 0), bool), None), cache
 
 
 def next_level(

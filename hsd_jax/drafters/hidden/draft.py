@@ -18,13 +18,13 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import AHEAD, NO_REUSE, NONE, SKIP, UNFUSED, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.schedule import append_pending, make_schedule, run_trunk
+from hsd_jax.drafters.hidden.schedule import append_pending, make_schedule, run_trunk, spares_of
 from hsd_jax.drafters.hidden.weights import inject, read_tree, token_bias
 from hsd_jax.drafters.method import Pictures
+from hsd_jax.drafters.shared import logp_of_tokens
 from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter
 from hsd_jax.infer.tree import Grower, sharpness
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.draft_vocab import to_columns
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, SamplingParams, Verdict
 
@@ -38,6 +38,10 @@ def hidden_drafter(
     reuse: ReuseConfig = NO_REUSE,
 ) -> Drafter:
     """A `Drafter` whose trees have the shape of `tree`, their children chosen as `scheme` says.
+
+    `draft` is made here; without reuse all other functions are those of `trunk_drafter`. With reuse `read` and `resize`
+    still are; `init` and `commit` call those of `trunk_drafter` and keep the spare states beside; `ready`, under AHEAD
+    alone, makes the states of the first tree; `follow` is None: the drafter must draft in every round.
 
     Args:
       reuse: what becomes of states that a round leaves over; no form changes what is decoded.
@@ -61,13 +65,13 @@ def hidden_drafter(
     # A row without a trunk run keeps its pending features. Since a tree is no deeper than the spares it grows from, a
     # row commits at most K + 1 tokens from one trunk run to the next.
     max_pending = None if runs_every_round else num_states + 1
-    kept = trunk_drafter(target_config, config, tree, draft, cache_dtype, scheme, max_pending)
+    basis = trunk_drafter(target_config, config, tree, draft, cache_dtype, scheme, max_pending)
     if reuse.form == NONE:
-        return kept
+        return basis
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         spares = reuse_lib.no_spares(len(length), num_states, config.draft_vocab_size)
-        return dataclasses.replace(kept.init(tokens, length, capacity), spares=spares)
+        return dataclasses.replace(basis.init(tokens, length, capacity), spares=spares)
 
     def ready(models, state: TrunkState):
         """AHEAD: the first tree needs states, and no round has made any."""
@@ -76,7 +80,7 @@ def hidden_drafter(
         return dataclasses.replace(state, spares=reuse_lib.fresh_spares(logits))
 
     def commit(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        after = kept.commit(models, state, verdict, output, num_committed)
+        after = basis.commit(models, state, verdict, output, num_committed)
         spares = reuse_lib.advance(state.spares, num_committed)
         if runs_every_round:
             return dataclasses.replace(after, spares=spares)
@@ -85,7 +89,7 @@ def hidden_drafter(
         state = dataclasses.replace(state, spares=spares)
         return append_pending(state, after.pending, after.next_tokens, num_committed)
 
-    return kept._replace(init=init, commit=commit, ready=ready if reuse.form == AHEAD else None, follow=None)
+    return basis._replace(init=init, commit=commit, ready=ready if reuse.form == AHEAD else None, follow=None)
 
 
 def pictures(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, reuse: ReuseConfig) -> Pictures:
@@ -97,8 +101,7 @@ def pictures(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig,
         return _logp_of_nodes(models["drafter"], config, levels.logits, drafted, sharpness(sampling.temperature))
 
     def node_origins(state: TrunkState, drafted: DraftTree):
-        assert state.spares is not None, "the state was made without reuse"
-        return reuse_lib.origins(reuse, state.spares, drafted, config.num_steps, tree.depth)
+        return reuse_lib.origins(reuse, spares_of(state), drafted, config.num_steps, tree.depth)
 
     return Pictures(node_logp, None if reuse.form == NONE else node_origins)
 
@@ -110,7 +113,5 @@ def _logp_of_nodes(
     depth_index = jnp.maximum(drafted.depth - 1, 0)[:, :, None]
     read = read_tree(weights, config, drafted.tokens, drafted.parents, logits.shape[1])
     added = token_bias(weights, config, cache_lib.take_nodes(read, jnp.maximum(drafted.parents, 0), axis=1))
-    columns, _ = to_columns(weights.get("draft_to_target"), drafted.tokens)
-    logp = jax.nn.log_softmax(scale[:, None, None] * (jnp.take_along_axis(logits, depth_index, 1) + added), -1)
-    logp = jnp.take_along_axis(logp, columns[:, :, None], 2)[:, :, 0]
-    return jnp.where(drafted.depth > 0, logp, 0.0)
+    scaled = scale[:, None, None] * (jnp.take_along_axis(logits, depth_index, 1) + added)
+    return logp_of_tokens(scaled, drafted, weights.get("draft_to_target"))

@@ -91,7 +91,7 @@ class Origins(NamedTuple):
     age: Int[Array, "B"]
     """Tokens committed since the trunk run of the spares; means nothing where every node is FRESH."""
     has_own_run: Bool[Array, "B"]
-    """Whether the tree waited for a trunk run of its own round, before the first round for that of prefill."""
+    """Whether the tree grew from a trunk run of its own round; the first tree of AHEAD, from the run after prefill."""
 
 
 def origins(reuse: ReuseConfig, spares: Spares, drafted: DraftTree, num_steps: int, max_depth: int) -> Origins:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import AHEAD, NONE, SKIP, SUM, UNFUSED, ModelConfig, ReuseConfig, TreeConfig, TrunkConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.reuse import Spares
+from hsd_jax.drafters.shared import joined
 from hsd_jax.drafters.trunk_state import TrunkState
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.trunk import STATES, base_logits, embed_committed
@@ -69,7 +70,8 @@ def aged(
     return state_at
 
 
-def _spares(state: TrunkState) -> Spares:
+def spares_of(state: TrunkState) -> Spares:
+    """The spare states of a state that was made with reuse."""
     assert state.spares is not None, "the state was made without reuse"
     return state.spares
 
@@ -81,18 +83,12 @@ def append_pending(
 
     The caller guarantees room for them; what does not count is cut off.
     """
-    num_slots = state.pending.shape[1]
-    slot, behind = jnp.arange(num_slots), state.num_pending[:, None]
-    index = jnp.where(slot < behind, slot, num_slots + slot - behind)
-
-    def joined(waiting: Array, new: Array) -> Array:
-        return cache_lib.take_nodes(jnp.concatenate([waiting, new], 1), index, axis=1)
-
+    num, num_slots = state.num_pending, state.pending.shape[1]
     return dataclasses.replace(
         state,
-        pending=joined(state.pending, features),
-        next_tokens=joined(state.next_tokens, tokens),
-        num_pending=state.num_pending + num_new,
+        pending=joined(state.pending, num, features, num_slots),
+        next_tokens=joined(state.next_tokens, num, tokens, num_slots),
+        num_pending=num + num_new,
     )
 
 
@@ -117,14 +113,18 @@ def make_schedule(
         """SUM: old and new states take part in one tree, so one target pass judges both."""
         fresh, after = read_pending(models, state)
         with jax.named_scope("reuse"):
-            levels = Levels(reuse_lib.add(fresh, _spares(state)))
+            levels = Levels(reuse_lib.add(fresh, spares_of(state)))
         # Only what a trunk says itself is kept, so no state counts in more than two rounds (methods.md, A8).
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
     def run_ahead(models, state: TrunkState):
-        """AHEAD: the tree reads nothing of this round's trunk run, nor that anything of this round's target pass."""
+        """AHEAD: the tree grows from states of the round before, while the trunk runs for the next one.
+
+        The tree needs nothing of this trunk run, nor the run anything of this round's target pass: they may go side by
+        side.
+        """
         fresh, after = read_pending(models, state)
-        levels = Levels(_spares(state).logits[:, : tree.depth])
+        levels = Levels(spares_of(state).logits[:, : tree.depth])
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
     def run_if_needed(models, state: TrunkState):
@@ -133,7 +133,7 @@ def make_schedule(
         Which states a row drafts from does not depend on the other rows: one with spares enough uses them even where
         the trunk runs for another.
         """
-        old = _spares(state)
+        old = spares_of(state)
         needs = reuse_lib.needs_run(reuse, old, tree.depth, config.num_steps)
 
         def run():

@@ -21,12 +21,12 @@ from hsd_jax.config import ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.medusa.config import MedusaConfig
 from hsd_jax.drafters.medusa.weights import head_states
 from hsd_jax.drafters.method import Pictures
-from hsd_jax.drafters.shared import check_tree, last_feature
+from hsd_jax.drafters.shared import check_tree, last_feature, logp_of_tokens
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.tree import Grower
 from hsd_jax.kernels import ops
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.draft_vocab import draft_columns, to_columns, to_tokens
+from hsd_jax.models.draft_vocab import draft_columns, to_tokens
 from hsd_jax.models.trunk import base_logits, trunk_features
 from hsd_jax.types import (
     DRAWN_SCHEMES,
@@ -171,10 +171,7 @@ def pictures(target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig,
     def node_logp(models, state: MedusaState, drafted: DraftTree, sampling: SamplingParams):
         states = head_states(models["drafter"], config, state.feature, tree.depth)
         logits = base_logits(models["drafter"], config, models["target"], target_config, states)
-        logp = jax.nn.log_softmax(logits, -1)
-        columns, _ = to_columns(models["drafter"].get("draft_to_target"), drafted.tokens)
-        own = jnp.take_along_axis(logp, jnp.maximum(drafted.depth - 1, 0)[:, :, None], 1)
-        chosen = jnp.take_along_axis(own, columns[:, :, None], 2)[:, :, 0]
-        return jnp.where(drafted.depth > 0, chosen, 0.0)
+        own = jnp.take_along_axis(logits, jnp.maximum(drafted.depth - 1, 0)[:, :, None], 1)
+        return logp_of_tokens(own, drafted, models["drafter"].get("draft_to_target"))
 
     return Pictures(node_logp)

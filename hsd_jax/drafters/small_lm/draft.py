@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.drafters.shared import joined
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models import cache as cache_lib
@@ -102,10 +103,9 @@ def small_lm_drafter(
 
     def follow(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         """Reads the tokens that it did not draft, but for the last one."""
-        batch, num_nodes = verdict.emitted.shape[0], MAX_PENDING + verdict.emitted.shape[1]
-        node, behind = jnp.arange(num_nodes), state.num_pending[:, None]
-        text = jnp.concatenate([state.pending, verdict.emitted], 1)
-        nodes = jnp.take_along_axis(text, jnp.where(node < behind, node, MAX_PENDING + node - behind), 1, mode="clip")
+        nodes = joined(state.pending, state.num_pending, verdict.emitted)
+        batch, num_nodes = nodes.shape
+        node = jnp.arange(num_nodes)
         num_read = jnp.where(num_committed > 0, state.num_pending + num_committed - 1, 0)
         positions = state.cache.length[:, None] + node
         output = forward(
