@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
+from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import MOST, Count, Within, fits

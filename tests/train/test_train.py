@@ -251,8 +251,7 @@ def test_force_continues_with_another_recipe(files, finished, tmp_path, standard
     lines = []
     run.train_drafter(*args, longer, report=lines.append, force=True)
     assert "resuming at step 4 of 6" in lines
-    (file,) = (tmp_path / "run" / "checkpoints" / "6" / "note").iterdir()
-    note = json.loads(file.read_text())
+    note = json.loads((tmp_path / "run" / "checkpoints" / "6" / "note" / "metadata").read_text())
     assert note["recipe"]["train"]["steps"] == 6 and note["recipe"]["target"] and note["revision"] and note["rows"]
 
 
