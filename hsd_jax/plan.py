@@ -25,8 +25,9 @@ from hsd_jax.params import Params
 from hsd_jax.tuned import WARM, Choice, Tuned, is_warm, kept, num_cores
 from hsd_jax.types import Costs
 
-LEAST_PROMISE = 1.0
-"""A tree is chosen if it promises so many times the tokens a second of plain decoding."""
+LEAST_PROMISE, LEAST_OF_SHARED = 1.03, 1.0
+"""A tree is chosen if it promises so many times the tokens a second of plain decoding; the second for sampled calls of
+several rows, which share the program of greedy ones."""
 NEARLY = 0.98
 """Trees whose predicted rate is at least this fraction of the best one count as equally good: the model of costs is no
 more exact than that."""
@@ -253,7 +254,8 @@ def choose(model: CostModel, batch: int, context: int, temperature: float) -> Pl
     best = max((tree for tree in trees if rates[tree] >= NEARLY * max(rates.values())), key=lambda tree: tree.depth)
     gain = rate(best, temperature) / plain
     what = f"{batch} row{'s' if batch > 1 else ''}, up to {context} slots, temperature {temperature:g}"
-    if gain < LEAST_PROMISE:
+    is_shared = batch > 1 and temperature >= WARM
+    if gain < (LEAST_OF_SHARED if is_shared else LEAST_PROMISE):
         return Plan(None, f"drafts should not pay here ({gain:.2f} times plain decoding with {best.name}; {what})")
     return Plan(best, f"should be {gain:.2f} times as fast as plain decoding ({what})")
 

@@ -7,6 +7,7 @@ where it must find nothing, and on a small package with that one fault, where it
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,6 +181,27 @@ def wrong_arguments(package: Path) -> list[str]:
     return found
 
 
+def undefined_names(package: Path) -> list[str]:
+    """Names that nothing in their module binds. (Ruff cannot look where letters in strings are dimensions.)"""
+    found = []
+    for path, _, tree in modules(package):
+        bound = {"__file__", "__name__", *dir(builtins)}
+        for node in ast.walk(tree):
+            if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+                bound.add(node.name)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.arg):
+                bound.add(node.arg)
+            elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                bound.add(node.id)
+            elif isinstance(node, ast.ExceptHandler | ast.MatchAs) and node.name:
+                bound.add(node.name)
+        loads = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id not in bound]
+        found += [at(package, path, node.lineno, f"{node.id} is defined nowhere") for node in loads]
+    return found
+
+
 def unfinished(package: Path) -> list[str]:
     """Notes to do something later."""
     return [
@@ -190,7 +212,16 @@ def unfinished(package: Path) -> list[str]:
     ]
 
 
-CHECKS = [wrong_directions, foreign_imports, long_code, long_cli, missing_docstrings, wrong_arguments, unfinished]
+CHECKS = [
+    wrong_directions,
+    foreign_imports,
+    long_code,
+    long_cli,
+    missing_docstrings,
+    wrong_arguments,
+    undefined_names,
+    unfinished,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -229,6 +260,7 @@ FAULTS = [
     (missing_docstrings, "config.py", "def f():\n    pass", "config.py:2: f has no docstring"),
     (missing_docstrings, "config.py", "class C:\n    pass", "config.py:2: C has no docstring"),
     (wrong_arguments, "config.py", WRONG_ARGUMENT, "config.py:2: f takes no reach"),
+    (undefined_names, "config.py", "x = Placement(3)", "config.py:2: Placement is defined nowhere"),
     (unfinished, "config.py", "# TO" + "DO: later", "config.py:2: "),
 ]
 

@@ -5,7 +5,10 @@ As in test_architecture.py every check is run on the real notebooks and on one w
 
 from __future__ import annotations
 
+import ast
 import copy
+import importlib
+import inspect
 import json
 import os
 import re
@@ -15,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import hsd_jax
 
 REPO = Path(__file__).resolve().parent.parent
 FOLDER = REPO / "notebooks"
@@ -68,7 +73,47 @@ def silent(notebook: dict) -> list[str]:
     return [] if any(cell["outputs"] for cell in code_cells(notebook)) else ["no cell has an output"]
 
 
-CHECKS = [not_run, failed, local_paths, large, silent]
+def unknown_names(notebook: dict) -> list[str]:
+    """What cells import from the package and it does not have, and keyword arguments that no function there takes."""
+    known: dict[str, object] = {"hsd_jax": hsd_jax}
+    found = []
+    for cell in code_cells(notebook):
+        lines = "".join(cell["source"]).splitlines()
+        if lines and lines[0].startswith("%%"):
+            continue
+        for node in ast.walk(ast.parse("\n".join(line for line in lines if not line.lstrip().startswith("%")) or "0")):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "hsd_jax":
+                found += [f"no {node.module}.{name.name}" for name in node.names if not imported(node, name, known)]
+            elif isinstance(node, ast.Call) and callable(called := resolved(node.func, known)):
+                takes = inspect.signature(called).parameters
+                if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+                    given = [keyword.arg for keyword in node.keywords if keyword.arg]
+                    found += [f"{ast.unparse(node.func)} takes no {name}" for name in given if name not in takes]
+    return found
+
+
+def imported(node: ast.ImportFrom, name: ast.alias, known: dict[str, object]) -> bool:
+    """Whether a module of the package has this name, which then is known."""
+    module = importlib.import_module(str(node.module))
+    try:
+        known[name.asname or name.name] = getattr(module, name.name)
+    except AttributeError:
+        try:
+            known[name.asname or name.name] = importlib.import_module(f"{node.module}.{name.name}")
+        except ModuleNotFoundError:
+            return False
+    return True
+
+
+def resolved(node: ast.expr, known: dict[str, object]) -> object:
+    """What a name, or an attribute of one, stands for; None where it is nothing of the package."""
+    if isinstance(node, ast.Attribute):
+        owner = resolved(node.value, known)
+        return None if owner is None else getattr(owner, node.attr, None)
+    return known.get(node.id) if isinstance(node, ast.Name) else None
+
+
+CHECKS = [not_run, failed, local_paths, large, silent, unknown_names]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,6 +150,9 @@ FAULTS = [
     ),
     (large, {"outputs": [stream("x" * MAX_BYTES)]}, "at most"),
     (silent, {"outputs": []}, "no cell has an output"),
+    (unknown_names, {"source": ["%pip x\n", "from hsd_jax import demo"]}, "no hsd_jax.demo"),
+    (unknown_names, {"source": ["import hsd_jax\n", "hsd_jax.decode(p, x, taps=3)"]}, "decode takes no taps"),
+    (unknown_names, {"source": ["from hsd_jax.models import cache as c\n", "c.grow(x, size=3)"]}, "grow takes no size"),
 ]
 
 

@@ -14,6 +14,8 @@ from hsd_jax.settings import shown
 
 GPU, TPU = "gpu", "tpu"
 MOST_GPUS = 8
+PREFILL, PLAIN, SPECULATIVE, TRAIN = PROGRAMS = ("prefill", "plain", "speculative", "train")
+"""What can be compiled."""
 
 
 @dataclasses.dataclass(frozen=True)

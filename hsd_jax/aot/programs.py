@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hsd_jax import sharding
+from hsd_jax.aot.kinds import PLAIN, PREFILL, TRAIN
 from hsd_jax.config import NO_REUSE, ModelConfig, TreeConfig
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.accept import RULES
@@ -28,7 +29,6 @@ from hsd_jax.train.abstract import abstract_step
 from hsd_jax.train.loop import LoopConfig
 from hsd_jax.types import Limits, SamplingParams
 
-PREFILL, PLAIN, SPECULATIVE, TRAIN = PROGRAMS = ("prefill", "plain", "speculative", "train")
 DTYPE = jnp.bfloat16
 """Of the weights of target and drafter, in which most checkpoints come."""
 CHAIN = TreeConfig(nodes=8, depth=7, width=1)

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from hsd_jax.aot import hlo, programs, transfers
 from hsd_jax.aot.devices import make_mesh
-from hsd_jax.aot.kinds import GPU, Devices
-from hsd_jax.aot.programs import CHAIN, DTYPE, PLAIN, PREFILL, PROGRAMS, TRAIN, Job, Program, default_drafter
+from hsd_jax.aot.kinds import GPU, PLAIN, PREFILL, PROGRAMS, TRAIN, Devices
+from hsd_jax.aot.programs import CHAIN, DTYPE, Job, Program, default_drafter
 from hsd_jax.aot.targets import read_target
 from hsd_jax.bench.tables import make_console, make_table
 from hsd_jax.config import SLIDING, TreeConfig

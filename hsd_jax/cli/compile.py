@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from hsd_jax.aot.kinds import allowed_devices
+from hsd_jax.aot.kinds import PROGRAMS, allowed_devices
 from hsd_jax.aot.targets import known_targets
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, NEW_FILE, TEMPERATURE, add_value
-
-WHAT = ("prefill", "plain", "speculative", "train")
 
 
 def add_parser(commands) -> None:
@@ -36,10 +34,9 @@ hsd compile --target llama-3-8b --device h100 --batch 4 --context 32768 --what p
     add_value(parser, "--mesh SPEC", str, 'for example "data=2,model=4"', without="model over all devices")
     add_value(parser, "--batch B", COUNT, "rows", 1)
     add_value(parser, "--context TOKENS", COUNT, "slots of the caches, all in use", 4096)
-    shape = "nodes, depth and width of the draft tree"
-    add_value(parser, "--tree NxDxW", str, shape, without="8x7x1, or that of the drafter")
+    add_value(parser, "--tree NxDxW", str, "nodes, depth, width", without="8x7x1, or that of the drafter")
     add_value(parser, "--temperature T", TEMPERATURE, "0: greedy rows alone", 0.0)
-    parser.add_argument("--what", choices=WHAT, nargs="+", default=list(WHAT), help="programs (default: all)")
+    parser.add_argument("--what", choices=PROGRAMS, nargs="+", default=list(PROGRAMS), help="programs (default: all)")
     add_value(parser, "--json OUT", NEW_FILE, "write the record")
 
 
@@ -49,9 +46,8 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.bench.measure import parse_tree
 
     devices.prepare_process()
-    found = kinds.parse_devices(args.device)
+    found, tree = kinds.parse_devices(args.device), parse_tree(args.tree) if args.tree else None
     mesh = devices.mesh_of(found, args.mesh, is_training=args.what == ["train"])
-    tree = parse_tree(args.tree) if args.tree else None
     job = report.make_job(args.target, args.drafter, tree, args.batch, args.context, args.temperature, mesh)
     record = report.compile_job(job, found, mesh, args.what, options.say)
     report.print_record(record)

@@ -28,6 +28,7 @@ from hsd_jax.drafters.table import init_drafter
 from hsd_jax.files import is_writer, replace_folder, write_json
 from hsd_jax.models import convert, draft_vocab
 from hsd_jax.models.hf_config import format_config
+from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.params import Params, end_tokens
 from hsd_jax.train import data, drafter, evaluate, features, frequent_tokens, manifest, target

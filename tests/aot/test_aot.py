@@ -22,7 +22,6 @@ from jax.sharding import AxisType, Mesh
 from support import toy
 
 from hsd_jax.aot import devices, hlo, kinds, programs, report, targets, transfers
-from hsd_jax.cli import compile as command
 from hsd_jax.cli.main import main
 from hsd_jax.config import TreeConfig, layer_numbers
 from hsd_jax.train.loop import LoopConfig
@@ -296,10 +295,6 @@ def test_without_a_compiler_the_command_says_what_to_install(device, extra, monk
     assert f"pip install 'hsd_jax[{extra}]'" in capsys.readouterr().err
 
 
-def test_the_command_names_the_programs_there_are():
-    assert command.WHAT == programs.PROGRAMS
-
-
 def cpu_mesh(data: int = 1, model: int = 1) -> Mesh:
     places = np.array(jax.devices()[: data * model]).reshape(data, model)
     return Mesh(places, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -324,7 +319,7 @@ def tiny_job(**changes) -> programs.Job:
 
 def test_what_does_not_fit_by_arithmetic_is_named_before_anything_is_compiled():
     mesh, device = cpu_mesh(model=2), kinds.parse_devices("v5e:1x1")
-    program = programs.make_program(tiny_job(), programs.PLAIN, mesh, "tpu")
+    program = programs.make_program(tiny_job(), kinds.PLAIN, mesh, "tpu")
     report.check_memory("plain", program, device)
     small = dataclasses.replace(device, kind=dataclasses.replace(device.kind, memory=100_000))
     with pytest.raises(ValueError, match=r"plain holds 0\.0 GB on each device \(target .*caches"):
@@ -333,7 +328,7 @@ def test_what_does_not_fit_by_arithmetic_is_named_before_anything_is_compiled():
 
 def test_a_device_holds_its_share_of_a_mesh():
     whole, halves = (
-        programs.make_program(tiny_job(), programs.SPECULATIVE, cpu_mesh(model=n), "tpu").held for n in (1, 2)
+        programs.make_program(tiny_job(), kinds.SPECULATIVE, cpu_mesh(model=n), "tpu").held for n in (1, 2)
     )
     caches = 2 * 2 * 2 * 1024 * 16 * 2  # keys and values, layers, heads, slots, width, bytes
     assert report.bytes_on_device((whole["caches"][0].keys, whole["caches"][0].values)) == caches
@@ -343,16 +338,16 @@ def test_a_device_holds_its_share_of_a_mesh():
 
 @pytest.mark.usefixtures("standard_dtypes")
 @pytest.mark.parametrize("platform, name", [("gpu", "cuda"), ("tpu", "tpu")])
-@pytest.mark.parametrize("what", [programs.PREFILL, programs.PLAIN, programs.SPECULATIVE, programs.TRAIN])
+@pytest.mark.parametrize("what", [kinds.PREFILL, kinds.PLAIN, kinds.SPECULATIVE, kinds.TRAIN])
 def test_lowered_for_a_device_no_program_holds_a_cpu_kernel_or_a_converted_cache(what, platform, name):
     text = programs.make_program(tiny_job(), what, cpu_mesh(), platform).lower(platform, name).as_text()
     assert "hsd_" not in " ".join(re.findall(r"custom_call @([\w.$]+)", text))
     caches = set(re.findall(r"tensor<1x2x1024x16x(\w+)>", text))
-    assert caches == (set() if what == programs.TRAIN else {"bf16"})
+    assert caches == (set() if what == kinds.TRAIN else {"bf16"})
 
 
 def test_for_this_cpu_the_same_program_has_caches_in_float32():
-    text = programs.make_program(tiny_job(), programs.PLAIN, cpu_mesh(), "cpu").lower("cpu").as_text()
+    text = programs.make_program(tiny_job(), kinds.PLAIN, cpu_mesh(), "cpu").lower("cpu").as_text()
     assert set(re.findall(r"tensor<1x2x1024x16x(\w+)>", text)) == {"f32"}
 
 
