@@ -263,6 +263,7 @@ def test_quantized_targets_speak_their_own_text_whatever_drafts(folders):
 
 
 @needs_devices
+@pytest.mark.slow
 def test_quantized_targets_on_a_mesh(folders):
     alone = load(folders, quantize="int8", precision="exact", mesh="data=1")
     spread = load(folders, quantize="int8", precision="exact", mesh="data=2,model=4")

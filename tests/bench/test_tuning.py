@@ -159,6 +159,7 @@ def test_what_pays_is_verified_where_that_was_the_fastest(monkeypatch, params):
     assert out.stats.plan.is_chosen and str(out.stats.plan).startswith("trees of up to 3x2x1: 4.00 times as fast")
 
 
+@pytest.mark.slow
 def test_the_tree_that_decode_chooses_is_a_candidate(monkeypatch, params):
     """Beside trees of our own, not beside those of a caller; 2x1x1 is no tree that the tuner would try by itself."""
     tiny = TreeConfig(2, 1, 1)

@@ -168,7 +168,7 @@ def test_one_write_of_all_caches_is_a_write_of_each(monkeypatch, spec, at_once):
         jax.tree.map(np.testing.assert_array_equal, found, write())
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_packed_weights_compute_the_same(bias):
     config = toy.target_config(num_heads=4, num_kv_heads=2, qkv_bias=bias)
     weights = toy.make_target(config)
@@ -192,7 +192,7 @@ def test_heads_that_the_devices_do_not_divide_stay_apart():
     assert "gate_up" in packed["layer_0"]["mlp"]
 
 
-@pytest.mark.parametrize("spec", [None, "data=2,model=2"])
+@pytest.mark.parametrize("spec", [pytest.param(None, marks=pytest.mark.slow), "data=2,model=2"])
 def test_a_pass_by_our_kernels_follows_xla(spec):
     """Prefill and a pass over nodes, packed, with caches in bfloat16; on a mesh each device on its own heads."""
     config = toy.target_config(num_heads=4, num_kv_heads=2, head_dim=16, tie_embeddings=False)
