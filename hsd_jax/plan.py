@@ -171,7 +171,7 @@ class CostModel:
         plain, draft = self.target_pass(np.arange(batch + 1)), self.drafting(batch, tree)
         window = self.target.sliding_window or 0, self.windowed_share
         numbers = verify, plain, draft, self.slot(), *window, trust
-        return Costs(*(jnp.asarray(np.asarray(x, np.float32)) for x in numbers))
+        return Costs(*(jax.device_put(np.asarray(x, np.float32)) for x in numbers))
 
 
 def tile_rows(rows: np.ndarray) -> np.ndarray:

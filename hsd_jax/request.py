@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -221,14 +220,14 @@ def _arrays(
     tokens = np.zeros((num_rows, capacity), np.int32)
     for row, ids in zip(tokens, filled, strict=True):
         row[: len(ids)] = ids
-    temperature, top_k, top_p = (jnp.asarray(np.pad(x, (0, fill), mode="edge")) for x in settings)
-    per_row = SamplingParams(temperature, top_k, top_p)
+    padded: list[Any] = [np.pad(x, (0, fill), mode="edge") for x in settings]
+    per_row = SamplingParams(*padded)
     if traced_platform() != "cpu":
         per_row = dataclasses.replace(per_row, all_greedy=bool((settings[0] == 0.0).all()))
-    limits = Limits(jnp.asarray(max_length), jnp.asarray(eos))
-    arrays = (jnp.asarray(tokens), jnp.asarray(length), row_keys([*seeds, *[(0, 0)] * fill]), limits, per_row)
+    bounds: tuple[Any, Any] = max_length, eos
+    arrays: Any = tokens, length, row_keys([*seeds, *[(0, 0)] * fill]), Limits(*bounds), per_row
     if params.mesh is None:
-        return arrays
+        return jax.device_put(arrays)  # `jnp.asarray` would compile a program for every shape
     return put(arrays, sharding_lib.row_shardings(params.mesh, arrays, num_rows))
 
 

@@ -234,7 +234,7 @@ class Decoder:
         """Prompts read to their ends, a stretch at a time: the host can be interrupted between any two."""
         longest, state = int(fetch(length).max()) - 1, None
         while state is None or fetch(state.cache.length).max() < longest:
-            state = self.prefill(models, tokens, length, keys, limits, jnp.int32(STRETCH), state, **sizes)
+            state = self.prefill(models, tokens, length, keys, limits, np.int32(STRETCH), state, **sizes)
         return state
 
     def _grow(self, state: DecodeState, capacity: int) -> DecodeState:
@@ -265,7 +265,7 @@ class Decoder:
           most_slots: slots of the largest caches, enough for any row.
         """
         while True:
-            state = self.loop(models, sampling, limits, jnp.int32(num_rounds), state)
+            state = self.loop(models, sampling, limits, np.int32(num_rounds), state)
             capacity = state.cache.capacity
             if not is_full(fetch(state.length), fetch(state.done), capacity, self.lookahead):
                 return state

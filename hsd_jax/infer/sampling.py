@@ -168,7 +168,7 @@ def row_keys(seeds: Sequence[tuple[int, int]]) -> jax.Array:
     pairs = np.array(seeds, np.uint32).reshape(-1, 2)
     none = np.zeros(len(pairs), np.uint32)
     data = np.stack(threefry(none, pairs[:, 0], none, pairs[:, 1]), -1)
-    return jax.random.wrap_key_data(jnp.asarray(data), impl="threefry2x32")
+    return jax.random.wrap_key_data(jax.device_put(data), impl="threefry2x32")
 
 
 def threefry(key0: np.ndarray, key1: np.ndarray, x0: np.ndarray, x1: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
