@@ -32,6 +32,12 @@ def mesh() -> Mesh | None:
     return _mesh.get()
 
 
+def is_training() -> bool:
+    """Whether this is a mesh for training, whose axis "fsdp" splits rows, and weights along other axes too."""
+    here = _mesh.get()
+    return here is not None and "fsdp" in here.axis_names
+
+
 def shards(axis: str, size: int) -> int:
     """Devices that share an axis of this size: those of the mesh's `axis` if they divide it, else 1."""
     here = _mesh.get()

@@ -19,7 +19,7 @@ from hsd_jax.config import FULL, SLIDING, ModelConfig
 from hsd_jax.kernels import native
 from hsd_jax.kernels.attention import Seen
 from hsd_jax.kernels.int8 import Kernel
-from hsd_jax.kernels.ops import matmul, rows_of
+from hsd_jax.kernels.ops import embed, matmul
 from hsd_jax.models.cache import commit
 from hsd_jax.models.layers import Block, RMSNorm, rope_table
 from hsd_jax.types import KVCache, ModelOutput, NewKV, Weights
@@ -35,7 +35,7 @@ class Target(nn.Module):
     def __call__(self, tokens, positions, new_mask, cache, aux_layers, active=None):
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
-        x = rows_of(embedding, tokens) * c.embed_scale
+        x = embed(embedding, tokens) * c.embed_scale
         masks = layer_masks(c, positions, new_mask, cache, active)
         tables = {
             FULL: rope_table(c.rope, c.head_dim, positions),

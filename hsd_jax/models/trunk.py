@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import PARALLEL, RECURRENT, DrafterConfig, ModelConfig, TrunkConfig
 from hsd_jax.kernels import native
-from hsd_jax.kernels.ops import attend, matmul, rms_norm, rows_of
+from hsd_jax.kernels.ops import attend, embed, matmul, rms_norm
 from hsd_jax.models.layers import Block, RMSNorm, Weight, linears, rope_table
 from hsd_jax.models.target import causal_mask, lm_head, logits_of_rows, masks_within
 from hsd_jax.types import KVCache, NewKV, Weights
@@ -141,7 +141,7 @@ def embed_committed(
     """The target's embeddings of committed tokens; None if the drafter does not read them (methods.md, A1)."""
     if not config.committed_embeddings:
         return None
-    return rows_of(target_weights["embedding"], tokens) * target_config.embed_scale
+    return embed(target_weights["embedding"], tokens) * target_config.embed_scale
 
 
 def trunk_inputs(

@@ -363,11 +363,14 @@ BARS = [
     ("h100", "8x7x1", "speculative", "cache_copies", 0),
     ("h100", "8x7x1", "speculative", "cache_converts", 0),
     ("h100", "64x7x8", "speculative", "temp_bytes", 64_000_000),
-    ("v5e:2x4", "8x7x1", "plain", "all-reduce count", 2 * 32 + 3),
-    ("v5e:2x4", "8x7x1", "plain", "all-gather count", 0),
-    # The trunk with the embeddings it reads of committed tokens, and 2 a level.
-    ("v5e:2x4", "8x7x1", "speculative", "all-reduce count", 2 * 32 + 3 + 3 + 2 * 7),
-    ("v5e:2x4", "8x7x1", "speculative", "all-gather count", 0),
+    ("h100:2", "8x7x1", "plain", "all-gather bytes", 2 * 2 * 4),
+    ("v5e:2x4", "8x7x1", "plain", "all-reduce count", 2 * 32 + 1),
+    # What each device found of a row's largest logit, two numbers: of logits and caches nothing is gathered.
+    ("v5e:2x4", "8x7x1", "plain", "all-gather bytes", 8 * 2 * 4),
+    # Nodes, and the trunk with the embeddings it reads of committed tokens.
+    ("v5e:2x4", "8x7x1", "speculative", "all-reduce count", 2 * 32 + 1 + 3),
+    ("v5e:2x4", "8x7x1", "speculative", "all-gather count", 7 + 1),
+    ("v5e:2x4", "8x7x1", "speculative", "all-gather bytes", (7 + 8) * 8 * 2 * 4),
 ]
 """What the compiler may make of Llama-3-8B."""
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from oracles import attention as oracle
 from support import toy
 
@@ -23,7 +26,7 @@ from hsd_jax.infer import decode, sampling
 from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
-from hsd_jax.kernels import attention, check, native, ops, program, triton
+from hsd_jax.kernels import attention, check, int8, native, ops, program, triton
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.cache import commit, empty_cache
 from hsd_jax.models.packing import pack
@@ -231,6 +234,41 @@ def test_the_largest_are_found_on_a_mesh(spec):
         if mesh is not None:
             drawn = np.asarray(jax.jit(lambda x: ops.argmax(x))(broken))
             assert np.argwhere(drawn == INVALID_TOKEN).tolist() == [[0, 0], [1, 1]]
+
+
+def collectives(function, *arguments) -> dict[str, int]:
+    """Of the program that the compiler makes of a function: elements that each kind of transfer brings together."""
+    text = jax.jit(function).lower(*arguments).compile().as_text()
+    found: dict[str, int] = {}
+    for shape, kind in re.findall(r"= \w+\[([\d,]*)\]\S* (all-reduce|all-gather)\(", text):
+        found[kind] = found.get(kind, 0) + math.prod(int(x) for x in shape.split(",") if x)
+    return found
+
+
+@pytest.mark.parametrize("held", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3)])
+def test_embeddings_of_a_table_in_parts_cross_the_mesh_alone(held, shape):
+    """A GPU's program of one row once gathered the table. int8 rows are no numbers of 16 bits."""
+    table = jax.random.normal(jax.random.key(0), (64, 16), jnp.bfloat16 if held == "bfloat16" else jnp.float32)
+    if held == "int8":
+        table = dataclasses.replace(int8.quantize(table), float_name="bfloat16")
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 64, shape), jnp.int32)
+    mesh = sharding.make_mesh("model=4")
+    assert mesh is not None
+    split = jax.device_put(table, NamedSharding(mesh, PartitionSpec("model")))
+    whole = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec()))
+    with program.on_mesh(mesh), native.compiled_for("gpu"):
+        found = jax.jit(lambda *x: ops.embed(*x))(split, whole)
+        assert collectives(lambda *x: ops.embed(*x), split, whole) == {"all-reduce": math.prod(shape) * 16}
+    assert jnp.array_equal(found, ops.rows_of(table, tokens))
+
+
+def test_the_best_of_logits_in_parts_is_found_by_one_transfer():
+    mesh = sharding.make_mesh("model=4")
+    assert mesh is not None
+    logits = jax.device_put(jnp.ones((3, 1, 64)), NamedSharding(mesh, PartitionSpec(None, None, "model")))
+    with program.on_mesh(mesh), native.compiled_for("tpu"):
+        assert collectives(lambda x: ops.argmax(x), logits) == {"all-gather": 3 * 4 * 2}
 
 
 def test_filters_in_eight_reads_keep_the_same_tokens():
