@@ -28,14 +28,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.files import sha256, user_cache
 from hsd_jax.kernels.build import verified, write_with_checksum
 from hsd_jax.kernels.int8 import Int8, Kernel
 
 FOLDER = Path(__file__).parent / "cpu"
-SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("rows_matmul", "gated_mlp", "attend", "rows", "random_bits"))
+SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("rows_matmul", "gated_mlp", "attend", "rows", "gumbel"))
 HEADER = FOLDER / "tiles.h"
 FLAGS = ("-O3", "-mtune=native", "-funroll-loops", "-std=c++17", "-shared", "-fPIC")
 SYMBOLS = {
@@ -44,7 +44,7 @@ SYMBOLS = {
     "attend": "HsdAttend",
     "rms_norm": "HsdRmsNorm",
     "rope": "HsdRope",
-    "random_bits": "HsdRandomBits",
+    "gumbel": "HsdGumbel",
     "first_best": "HsdFirstBest",
 }
 
@@ -256,8 +256,8 @@ def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     return _call("first_best", jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32))(x)
 
 
-def random_bits_applies(keys: jax.Array) -> bool:
-    """Whether random bits drawn here and now come from the kernel, which knows jax's default generator only."""
+def gumbel_applies(keys: jax.Array) -> bool:
+    """Whether noise drawn here and now comes from the kernel, which knows jax's default generator only."""
     return (
         is_on()
         and str(jax.random.key_impl(keys)) == "threefry2x32"
@@ -265,10 +265,10 @@ def random_bits_applies(keys: jax.Array) -> bool:
     )
 
 
-def random_bits(keys: jax.Array, num: int) -> UInt[Array, "keys num"]:
-    """`jax.random.bits(key, (num,))` of each key [R], to the bit."""
-    out = jax.ShapeDtypeStruct((len(keys), num), jnp.uint32)
-    return _call("random_bits", out)(jax.random.key_data(keys))
+def gumbel(keys: jax.Array, num: int) -> Float[Array, "keys num"]:
+    """`ops.gumbel` of each key [R], in one call."""
+    out = jax.ShapeDtypeStruct((len(keys), num), jnp.float32)
+    return _call("gumbel", out)(jax.random.key_data(keys))
 
 
 def is_emulated(dtype) -> bool:

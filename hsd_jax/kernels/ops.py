@@ -190,11 +190,10 @@ def attend(
 
 
 def gumbel(keys: jax.Array, num: int) -> Float[Array, "keys num"]:
-    """`jax.random.gumbel(key, (num,))` of each of the `keys` [keys]; its bits from our own kernel where that is on."""
-    if native.random_bits_applies(keys):
-        bits = native.random_bits(keys, num)
-    else:
-        bits = jax.vmap(lambda key: jax.random.bits(key, (num,)))(keys)
+    """`jax.random.gumbel(key, (num,))` of each of the `keys` [keys], but for the last bits of its logarithms."""
+    if native.gumbel_applies(keys):
+        return native.gumbel(keys, num)
+    bits = jax.vmap(lambda key: jax.random.bits(key, (num,)))(keys)
     one_to_two = lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32)
     uniform = jnp.maximum(one_to_two - 1.0, jnp.finfo(jnp.float32).tiny)
     return -jnp.log(-jnp.log(uniform))

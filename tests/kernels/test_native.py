@@ -222,14 +222,26 @@ def test_attention_is_that_of_xla(shape, per_node, softcap):
     np.testing.assert_array_equal(np.where(hidden[..., None], 0, found), some)
 
 
-@pytest.mark.parametrize("num", [1, 8, 21])
-def test_random_bits_are_those_of_jax(num):
+@pytest.mark.parametrize("num", [1, 8, 21, 4096])
+def test_noise_is_that_of_jax_by_logarithms_of_our_own(num):
+    """Against -log(-log(u)) in float64: -log(u) errs by 2 parts in 10^7, and what is rounded last."""
     keys = jax.random.split(jax.random.key(3), 5)
-    bits = on(lambda keys: native.random_bits(keys, num), keys)
-    np.testing.assert_array_equal(bits, jax.vmap(lambda key: jax.random.bits(key, (num,)))(keys))
+    noise = np.asarray(on(lambda keys: native.gumbel(keys, num), keys))
+    bits = np.asarray(jax.vmap(lambda key: jax.random.bits(key, (num,)))(keys))
+    uniform = np.maximum((bits >> 9) * 2.0**-23, np.finfo(np.float32).tiny)
+    np.testing.assert_allclose(noise, -np.log(-np.log(uniform)), rtol=2e-7, atol=3e-7)
     other = jax.random.split(jax.random.key(3, impl="rbg"), 5)
     with native.enabled(True):
-        assert native.random_bits_applies(keys) and not native.random_bits_applies(other)
+        assert native.gumbel_applies(keys) and not native.gumbel_applies(other)
+
+
+def test_noise_is_the_same_on_every_level():
+    keys = jax.random.split(jax.random.key(4), 3)
+    found = []
+    for level in native.cpu_levels():
+        with native.enabled(True, level):
+            found.append(np.asarray(jax.jit(lambda keys: native.gumbel(keys, 5000))(keys)))
+    assert all((noise == found[0]).all() for noise in found)
 
 
 @pytest.mark.parametrize("variant", [pytest.param("llama", marks=pytest.mark.slow), "gemma"])
