@@ -198,23 +198,41 @@ def check_window(window: Any, num_steps: int, where: str) -> None:
         )
 
 
+_FILLED_IN: Any = None
+"""Of a field that was left out."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TreeConfig:
     """Shape of the draft tree; a chain is `width=1` with `nodes=depth + 1`.
 
     Args:
-      nodes: nodes of the tree, the root included (N).
-      depth: longest path, in edges (D).
-      width: nodes expanded at each level.
+      nodes: nodes of the tree, the root included (N); 8 if left out.
+      depth: longest path, in edges (D); 5 if left out.
+      width: nodes expanded at each level, and most children of a node; 3 if left out.
+      branching: children of every node of each level, the root's first, in place of the three: (3, 2, 1) has 3 nodes
+        below the root, then 6, then 6. `width` is then the largest of them.
     Raises:
       ValueError: naming the wrong value and the allowed ones.
     """
 
-    nodes: int = 8
-    depth: int = 5
-    width: int = 3
+    nodes: int = _FILLED_IN
+    depth: int = _FILLED_IN
+    width: int = _FILLED_IN
+    branching: tuple[Count, ...] | None = None
 
     def __post_init__(self):
+        given = {name: getattr(self, name) for name in ("nodes", "depth", "width") if getattr(self, name) is not None}
+        if self.branching is None:
+            self._fill_in({"nodes": 8, "depth": 5, "width": 3} | given)
+        else:
+            shape = shape_of_branching(self.branching)
+            if given and given != shape:  # a record names all three, as they are
+                raise ValueError(
+                    f"TreeConfig({', '.join(f'{name}={value!r}' for name, value in given.items())}) with"
+                    f" branching={self.branching!r}: leave out nodes, depth and width, or branching"
+                )
+            self._fill_in(shape)
         settings.check(self, "TreeConfig")
         if not 2 <= self.nodes <= LARGEST_TREE:
             raise ValueError(
@@ -228,25 +246,44 @@ class TreeConfig:
         if not 1 <= self.width <= self.nodes - 1:
             raise ValueError(f"TreeConfig.width={self.width}: allowed are 1 to nodes - 1 = {self.nodes - 1}")
         available = most_nodes(self.depth, self.width)
-        if available < self.nodes:
+        if self.branching is None and available < self.nodes:
             raise ValueError(
                 f"TreeConfig(nodes={self.nodes}, depth={self.depth}, width={self.width}): depth and width give at"
                 f" most {available - 1} draft nodes; lower nodes to {available} or raise width"
             )
 
+    def _fill_in(self, shape: dict[str, int]) -> None:
+        for name, value in shape.items():
+            object.__setattr__(self, name, value)
+
     @property
     def name(self) -> str:
-        """As the command line writes it: "8x5x2" is nodes x depth x width."""
+        """As the command line writes it: "8x5x2" is nodes x depth x width; "3.2.1" and "3." are branchings."""
+        if self.branching is not None:
+            return ".".join(map(str, self.branching)) + "." * (self.depth == 1)
         return f"{self.nodes}x{self.depth}x{self.width}"
 
-    def sampled_widths(self) -> tuple[int, ...]:
-        """Nodes of each level of a sampled tree, fixed before anything is drawn.
+    @property
+    def description(self) -> str:
+        """The shape in words."""
+        whole = f"{self.nodes} nodes, depth {self.depth}, "
+        return whole + (f"width {self.width}" if self.branching is None else f"branching {self.name}")
 
-        At least one a level; what is left widens the first levels, which most rounds reach.
+    @property
+    def most_expanded(self) -> int:
+        """Nodes of a level that get children, where these are most."""
+        return self.width if self.branching is None else math.prod(self.branching[:-1])
+
+    def level_widths(self) -> tuple[int, ...]:
+        """Nodes of each level where the layout is fixed before anything is chosen: if drawn, or of `branching`.
+
+        Without `branching` at least one a level; what is left widens the first levels, which most rounds reach.
 
         Raises:
           ValueError: if `depth` levels of `width` nodes do not use up `nodes`.
         """
+        if self.branching is not None:
+            return tuple(math.prod(self.branching[: level + 1]) for level in range(self.depth))
         if self.nodes - 1 > self.depth * self.width:
             raise ValueError(
                 f"TreeConfig(nodes={self.nodes}, depth={self.depth}, width={self.width}): a sampled tree has at most"
@@ -258,6 +295,26 @@ class TreeConfig:
             widths.append(1 + extra)
             spare -= extra
         return tuple(widths)
+
+
+def shape_of_branching(branching: Any) -> dict[str, int]:
+    """Nodes, depth and width of a tree of `TreeConfig.branching`.
+
+    Raises:
+      ValueError: if it is no tuple of numbers from 1, or gives more nodes than a tree may have.
+    """
+    shown = settings.shown(branching)
+    if not isinstance(branching, tuple) or not branching or not all(settings.fits(Count, count) for count in branching):
+        raise ValueError(f"TreeConfig.branching={shown}: expected a tuple of children a node, from 1, one a level")
+    nodes = level = 1
+    for count in branching:
+        level *= count
+        nodes += level
+        if nodes > LARGEST_TREE:
+            raise ValueError(
+                f"TreeConfig.branching={shown}: at most {LARGEST_TREE} nodes are allowed, 1 + the sum of products"
+            )
+    return {"nodes": nodes, "depth": len(branching), "width": max(branching)}
 
 
 def most_nodes(depth: int, width: int) -> int:

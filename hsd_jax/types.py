@@ -234,6 +234,19 @@ class RoundInputs:
     it where it is None."""
 
 
+Inject = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w C"], Any]]
+"""`inject(tokens, above) -> (added, read)`: what drafted tokens add to the base logits after them.
+
+`read` [B, w, ...] is the proposer's own, handed on to the children as `above`, one a child; None at the root.
+"""
+Expand = Callable[[int, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Float[Array, "B w C"], Any]]
+"""`expand(level, tokens, parents, carry) -> (logits, carry)`: what the drafter says after the nodes of a level.
+
+Called once a level, from the root (level 0) down. `parents` are the places of the nodes' parents among the nodes of the
+call before, 0 for the root; `carry` is the drafter's own, for example the keys and values of the nodes so far.
+"""
+
+
 class Drafter(NamedTuple):
     """A proposer as pure functions.
 

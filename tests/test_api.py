@@ -443,7 +443,7 @@ def test_the_default_tree_fits_the_drafter(folders, tmp_path, num_steps):
     loaded = hsd_jax.load(target=folders / "ids", drafter=tmp_path)
     tree = params_lib.default_tree(loaded.drafter_config)
     assert loaded.tree is None and tree.depth == min(num_steps, 7)
-    tree.sampled_widths()  # it may be drawn, too: decode(..., accept="recursive")
+    tree.level_widths()  # it may be drawn, too: decode(..., accept="recursive")
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ LAYERS = [
     "cli",
 ]
 INFER_LAYERS = [
-    "sampling draw tree",
+    "sampling draw levels tree",
     "accept",
     "worth",
     "step",

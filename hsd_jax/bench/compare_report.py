@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hsd_jax import settings
 from hsd_jax.bench.tables import make_console, make_table, same_text, say
+from hsd_jax.config import TreeConfig
 from hsd_jax.files import replacing, write_text
 
 COLUMNS = ("method", "tree", "rule", "tau", "tokens/s", "over plain", "over reference", "same text")
@@ -37,7 +39,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     rate = row["tokens_per_second"]
     return [
         row["method"],
-        "" if tree is None else f"{tree['nodes']}x{tree['depth']}x{tree['width']}",
+        "" if tree is None else settings.read(TreeConfig, tree, "tree").name,
         rule,
         f"{row['tau']:.2f}",
         f"{rate['median']:.0f} ({rate['min']:.0f}-{rate['max']:.0f})",
@@ -106,7 +108,7 @@ def write_markdown(record: dict[str, Any], path: Path) -> None:
 def write_csv(record: dict[str, Any], path: Path) -> None:
     """A line a setting and method, numbers only."""
     names = ["task", "temperature", "batch", "method", "dtype", "accept", "draw", "reuse", "nodes", "depth", "width"]
-    names += ["tau", "num_tokens", "tokens_per_second"]
+    names += ["branching", "tau", "num_tokens", "tokens_per_second"]
     names += [f"over_{rival}{end}" for rival in ("plain", "reference") for end in ("", "_low", "_high")]
     names += ["same_text_as_plain", "num_texts"]
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:

@@ -123,15 +123,18 @@ class Runs:
 
 
 def parse_tree(text: str) -> TreeConfig:
-    """A tree from "8x5x3": nodes x depth x width."""
-    numbers = text.strip().split("x")
-    if len(numbers) != 3 or not all(n.isdigit() for n in numbers):
-        raise ValueError(f"tree {text.strip()!r} is not NODESxDEPTHxWIDTH, for example 8x5x3")
-    return TreeConfig(*map(int, numbers))
+    """A tree from "8x5x3", nodes x depth x width, or "3.2.1", the children of each node of a level ("3." of one)."""
+    text = text.strip()
+    by = "." if "." in text else "x"
+    numbers = text.removesuffix(".").split(by)
+    if not all(n.isdigit() for n in numbers) or (by == "x" and len(numbers) != 3):
+        raise ValueError(f"tree {text!r} is not NODESxDEPTHxWIDTH, for example 8x5x3, nor a branching, as in 3.2.1")
+    counts = tuple(map(int, numbers))
+    return TreeConfig(branching=counts) if by == "." else TreeConfig(counts[0], counts[1], counts[2])
 
 
 def parse_trees(text: str) -> list[TreeConfig]:
-    """Trees from "8x5x3,16x6x4"."""
+    """Trees from "8x5x3,16x6x4,3.2.1"."""
     return [parse_tree(part) for part in text.split(",")]
 
 

@@ -33,7 +33,7 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     add_value(parser, "--seed", SEED, "of prompt i: seed + i", 0)
     add_value(parser, "--repeats R", COUNT, "timed passes", 3)
     tree = options.add_tree_arguments(parser)
-    tree.add_argument("--trees", metavar="NxDxW,...", help="several trees in one run, for example 4x3x2,8x5x3")
+    tree.add_argument("--trees", metavar="NxDxW,...", help="several trees in one run, for example 4x3x2,3.2.1")
     options.add_rule_arguments(tree, nargs="+")
     options.add_tuned_argument(tree)
     what = "also time plain decoding in float32 and bfloat16, with 1 row and padded to 4: the fastest is the rival"

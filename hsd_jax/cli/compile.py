@@ -34,7 +34,7 @@ hsd compile --target llama-3-8b --device h100 --batch 4 --context 32768 --what p
     add_value(parser, "--mesh SPEC", str, 'for example "data=2,model=4"', without="model over all devices")
     add_value(parser, "--batch B", COUNT, "rows", 1)
     add_value(parser, "--context TOKENS", COUNT, "slots of the caches, all in use", 4096)
-    add_value(parser, "--tree NxDxW", str, "nodes, depth, width", without="8x7x1, or that of the drafter")
+    add_value(parser, "--tree NxDxW", str, "or as in 3.2.1, its branching", without="8x7x1, or that of the drafter")
     add_value(parser, "--temperature T", TEMPERATURE, "0: greedy rows alone", 0.0)
     parser.add_argument("--what", choices=PROGRAMS, nargs="+", default=list(PROGRAMS), help="programs (default: all)")
     add_value(parser, "--json OUT", NEW_FILE, "write the record")

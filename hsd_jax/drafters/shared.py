@@ -17,11 +17,17 @@ def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConf
     config.check_feature_layers(target_config.num_layers)
     if tree.depth > config.num_steps:
         raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps")
-    if tree.width > config.draft_vocab_size:
-        whole = "vocabulary" if config.reduced_vocab_size is None else "reduced draft vocabulary"
-        raise ValueError(f"TreeConfig.width={tree.width}: allowed are 1 to the {whole}, {config.draft_vocab_size}")
+    whole = "vocabulary" if config.reduced_vocab_size is None else "reduced draft vocabulary"
+    check_children(tree, config.draft_vocab_size, whole)
     if scheme in DRAWN_SCHEMES:
-        tree.sampled_widths()  # raises here, before anything compiles
+        tree.level_widths()  # raises here, before anything compiles
+
+
+def check_children(tree: TreeConfig, draft_vocab_size: int, whole: str = "vocabulary") -> None:
+    """Raises a ValueError if a node is to have more children than there are tokens to draft; `whole` names these."""
+    if tree.width > draft_vocab_size:
+        asked = f"width={tree.width}" if tree.branching is None else f"branching={tree.branching}"
+        raise ValueError(f"TreeConfig.{asked}: allowed are 1 to the {whole}, {draft_vocab_size}")
 
 
 def last_feature(

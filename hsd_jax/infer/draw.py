@@ -42,19 +42,62 @@ def draft_distribution(logits: Float[Array, "B w V"], sampling: SamplingParams) 
     return jax.nn.log_softmax(jnp.nan_to_num(warped, nan=0.0, posinf=0.0, neginf=sampling_lib.REMOVED), -1)
 
 
-def independent(noise: Float[Array, "B width V"], draft_logp: Float[Array, "B v V"], above: Level, width: int) -> Level:
-    """`width` children in all, handed out in turns to the nodes above; each drawn whatever its siblings are.
+def independent(
+    noise: Float[Array, "B w V"], draft_logp: Float[Array, "B v V"], above: Level, parents: Int[np.ndarray, "w"]
+) -> Level:
+    """A child of each of `parents`, places in the level above; each drawn whatever its siblings are.
 
     Args:
       noise: Gumbel noise of this level alone; zeros in rows that do not draw: they take the likeliest token.
       draft_logp: distribution of the children of each node above.
     """
-    parents = np.arange(width, dtype=np.int32) % above.tokens.shape[1]
     logp = draft_logp[:, parents]
     tokens = ops.argmax(logp + noise)
     chosen = jnp.take_along_axis(logp, tokens[:, :, None], 2)[:, :, 0]
     return Level(
         tokens, jnp.broadcast_to(parents, tokens.shape), above.logp[:, parents] + chosen, above.score[:, parents]
+    )
+
+
+def gumbel_top_k(noise: Float[Array, "B v V"], draft_logp: Float[Array, "B v V"], above: Level, count: int) -> Level:
+    """`count` children of every node above, those of a node together, drawn without replacement in this order.
+
+    The `count` largest of log q + Gumbel noise, in falling order, are that many draws from q, each renormalised off
+    those before it (Gumbel-top-k; RSD-C, arXiv:2402.14160). Their order is that of the draws, and so of the judge.
+
+    Args:
+      noise: Gumbel noise of this level alone; zeros in rows that do not draw: they take the likeliest tokens.
+      draft_logp: distribution of the children of each node above.
+    """
+    perturbed, tokens, _ = ops.top_k(draft_logp + noise, count)
+    return _children(tokens, jnp.take_along_axis(draft_logp, tokens, 2), perturbed, above)
+
+
+def likeliest(logits: Float[Array, "B v C"], above: Level, count: int) -> Level:
+    """The `count` likeliest children of every node above, those of a node together, likeliest first.
+
+    Returns:
+      columns of `logits` as tokens; `logp` and `score` are those of their log-softmax.
+    """
+    top, columns, total = ops.top_k(logits, count)
+    # A score above its parent's, or none at all, would cut a node off from its parent: never trust a drafter.
+    logp = jnp.fmin(top - total, 0.0)
+    return _children(columns, logp, logp, above)
+
+
+def _children(
+    tokens: Int[Array, "B v k"], logp: Float[Array, "B v k"], perturbed: Float[Array, "B v k"], above: Level
+) -> Level:
+    """The level of k children for every node above; one whose `perturbed` is not finite has no token to hold."""
+    batch, width, count = tokens.shape
+    parents = np.repeat(np.arange(width, dtype=np.int32), count)
+    score = jnp.where(jnp.isfinite(perturbed), above.score[:, :, None] + logp, -jnp.inf)
+    path_logp = above.logp[:, :, None] + logp
+    return Level(
+        tokens.reshape(batch, -1),
+        jnp.broadcast_to(parents, (batch, width * count)),
+        path_logp.reshape(batch, -1),
+        score.reshape(batch, -1),
     )
 
 

@@ -1,41 +1,34 @@
-"""Draft trees: growing one level by level, by beam or by drawing, and its ancestor mask.
+"""Draft trees: growing one by beam, or level by level as `levels.py` does, and its ancestor mask.
 
 All shapes are static. Written over a whole batch; nothing here knows the target or an acceptance rule.
-Read next: `accept.py`, which walks these trees.
+Read next: `levels.py`, which draws; `accept.py`, which walks these trees.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.infer import draw
+from hsd_jax.infer import levels
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.draft_vocab import draft_columns, to_tokens, to_vocabulary
-from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, RoundInputs, SamplingParams
-
-Inject = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w C"], Any]]
-"""`inject(tokens, above) -> (added, read)`: what drafted tokens add to the base logits after them.
-
-`read` [B, w, ...] is the proposer's own, handed on to the children as `above`, one a child; None at the root.
-"""
-Expand = Callable[[int, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Float[Array, "B w C"], Any]]
-"""`expand(level, tokens, parents, carry) -> (logits, carry)`: what the drafter says after the nodes of a level.
-
-Called once a level, from the root (level 0) down. `parents` are the places of the nodes' parents among the nodes of the
-call before, 0 for the root; `carry` is the drafter's own, for example the keys and values of the nodes so far.
-"""
-
+from hsd_jax.models.draft_vocab import draft_columns, to_tokens
+from hsd_jax.types import (
+    DRAWN_SCHEMES,
+    NO_PARENT,
+    DraftTree,
+    DrawScheme,
+    Expand,
+    Inject,
+    RoundInputs,
+    SamplingParams,
+)
 
 SHARPEST = 3.0
 """Most a beam multiplies logits by. Measured on greedy text of the demo pair (docs/history.md): tau of 16 nodes 4.49,
@@ -117,31 +110,29 @@ class Grower(NamedTuple):
     ) -> tuple[DraftTree, Any]:
         """A tree, and what `expand` carried out of the last level.
 
-        An ARBITRARY beam reads no key, and of the settings the temperature (`sharpness`); a COUPLED one is the beam of
-        `coupled` logits.
+        Without `TreeConfig.branching` an ARBITRARY or COUPLED tree is a beam over all levels, a WITHOUT_REPLACEMENT one
+        a stochastic beam (RSD-S), and INDEPENDENT chains part at the root. With it every node of a level has as many
+        children, whatever the scheme (`levels.py`). An ARBITRARY tree reads no key, and of the settings the temperature
+        (`sharpness`); a COUPLED one is that of `coupled` logits.
 
         Args:
           draft_to_target: the token of each column of the logits; None: the columns are the tokens.
           num_levels: levels of each row that have logits; nodes below are not valid. None: all.
         """
-        keys, sampling = inputs.keys, inputs.sampling
+        sampling, scale = inputs.sampling, None
         if self.scheme not in DRAWN_SCHEMES:
             scale = sharpness(sampling.temperature)
             if self.scheme is DrawScheme.COUPLED:
                 noise, size = inputs.noise, (self.config.depth, self.vocab_size)
                 if noise is None:
-                    noise = sampling_lib.round_noise(keys, inputs.position, *size, sampling)
+                    noise = sampling_lib.round_noise(inputs.keys, inputs.position, *size, sampling)
                 expand = coupled(expand, noise, draft_to_target, sampling)
                 scale = coupled_sharpness(sampling.temperature)
-            beam = _chain if self.config.width == 1 else _beam
-            return beam(expand, carry, inputs.root, self.config, draft_to_target, scale, num_levels, self.scheme)
-        round_keys = sampling_lib.round_keys(keys, inputs.position, sampling_lib.DRAFT_NOISE)
-        rest = self.config, self.scheme, round_keys, sampling, draft_to_target, self.vocab_size
-        drawn, carry = _sampled(expand, carry, inputs.root, *rest)
-        if num_levels is not None:
-            # Whole levels go, whatever tokens they hold: what is left is as lossless as a shallower tree.
-            drawn = dataclasses.replace(drawn, valid=drawn.valid & (drawn.depth <= num_levels[:, None]))
-        return drawn, carry
+            if self.config.branching is None or self.config.width == 1:
+                beam = _chain if self.config.width == 1 else _beam
+                return beam(expand, carry, inputs.root, self.config, draft_to_target, scale, num_levels, self.scheme)
+        rest = draft_to_target, num_levels, self.vocab_size
+        return levels.grow(expand, carry, inputs, self.config, self.scheme, scale, *rest)
 
     def grow_token_free(
         self,
@@ -247,60 +238,6 @@ def _beam(
         depth=jnp.concatenate([column, candidate_depth[kept].astype(jnp.int32)], 1),
         valid=valid,
         score=jnp.concatenate([jnp.zeros((batch, 1)), best_scores], 1),
-        scheme=scheme,
-    )
-    return tree, carry
-
-
-def _sampled(
-    expand: Expand,
-    carry: Any,
-    root: Int[Array, "B"],
-    config: TreeConfig,
-    scheme: DrawScheme,
-    keys: jax.Array,
-    sampling: SamplingParams,
-    draft_to_target: Int[Array, "C"] | None,
-    vocab_size: int,
-) -> tuple[DraftTree, Any]:
-    """Grows trees by drawing from the drafter's distribution under the row's settings.
-
-    The nodes are in order of level, as many as `config.sampled_widths()` says. INDEPENDENT gives chains that part at
-    the root (SpecInfer, arXiv:2305.09781), WITHOUT_REPLACEMENT a stochastic beam (RSD-S, arXiv:2402.14160). Rows at
-    temperature 0 grow without noise.
-
-    Args:
-      keys: of this round and for drafting alone, consumed.
-      draft_to_target, vocab_size: as in `grow`. A cold token has no mass, so it is never drawn.
-    Raises:
-      ValueError: if the tree has more nodes than depth times width.
-    """
-    batch = root.shape[0]
-    widths, is_sampled = config.sampled_widths(), sampling.temperature > 0.0
-    # A chain draws one row a node; a beam perturbs every child of the level above.
-    num_rows = widths if scheme is DrawScheme.INDEPENDENT else (1, *widths[:-1])
-    noise = jnp.split(draw.level_noise(keys, sum(num_rows), vocab_size, is_sampled), np.cumsum(num_rows)[:-1], axis=1)
-    zero = jnp.zeros((batch, 1))
-    level = draw.Level(root[:, None].astype(jnp.int32), jnp.full((batch, 1), NO_PARENT, jnp.int32), zero, zero)
-    levels, parents, distributions, first_id = [level], [level.parents], [], 0
-    for depth, width in enumerate(widths):
-        logits, carry = expand(depth, level.tokens, jnp.maximum(level.parents, 0), carry)
-        draft_logp = draw.draft_distribution(to_vocabulary(draft_to_target, logits, vocab_size), sampling)
-        distributions.append(draft_logp)
-        if scheme is DrawScheme.INDEPENDENT:
-            level = draw.independent(noise[depth], draft_logp, level, width)
-        else:
-            level = draw.stochastic_beam(noise[depth], draft_logp, level, width, is_sampled)
-        parents.append(first_id + level.parents)
-        first_id += levels[-1].tokens.shape[1]
-        levels.append(level)
-    depths = np.repeat(np.arange(len(levels), dtype=np.int32), [x.tokens.shape[1] for x in levels])
-    tree = DraftTree(
-        tokens=jnp.concatenate([x.tokens for x in levels], 1),
-        parents=jnp.concatenate(parents, 1),
-        depth=jnp.broadcast_to(depths, (batch, config.nodes)),
-        valid=jnp.concatenate([x.score for x in levels], 1) > -jnp.inf,
-        draft_logp=jnp.concatenate(distributions, 1),
         scheme=scheme,
     )
     return tree, carry

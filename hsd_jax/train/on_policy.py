@@ -14,11 +14,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import ModelConfig
-from hsd_jax.infer.tree import Inject
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import to_tokens
 from hsd_jax.models.target import forward, sequence_layout
-from hsd_jax.types import Weights
+from hsd_jax.types import Inject, Weights
 
 
 def choose_anchors(key: jax.Array, has_label: Bool[Array, "B A"], count: int) -> Int[Array, "B picked"]:

@@ -97,7 +97,7 @@ def _facts(out: DecodeResult, rounds: Sequence[Round], settings: dict) -> dict[s
         "tokens": str(num_tokens),
         "target passes": str(len(rounds)),
         "tau": f"{num_tokens / max(len(rounds), 1):.2f}",
-        "tree": "{0.nodes} nodes, depth {0.depth}, width {0.width}".format(settings["tree"]),
+        "tree": settings["tree"].description,
         "rule": f"{settings['accept']}, drafts {scheme.replace('_', ' ')}",
         **({} if settings["reuse"] == "none" else {"reuse": settings["reuse"]}),
         "text": ", ".join(sampled) if settings["temperature"] else "greedy",

@@ -345,8 +345,8 @@ def test_children_of_an_unlikely_path_follow_their_own_distribution(path):
 
 
 def test_sampled_shapes():
-    assert SAMPLED.sampled_widths() == (4, 3, 1)
-    assert TreeConfig(nodes=8, depth=5, width=2).sampled_widths() == (2, 2, 1, 1, 1)
-    assert TreeConfig(nodes=5, depth=4, width=1).sampled_widths() == (1, 1, 1, 1)
+    assert SAMPLED.level_widths() == (4, 3, 1)
+    assert TreeConfig(nodes=8, depth=5, width=2).level_widths() == (2, 2, 1, 1, 1)
+    assert TreeConfig(nodes=5, depth=4, width=1).level_widths() == (1, 1, 1, 1)
     with pytest.raises(ValueError, match=r"nodes=12, depth=3, width=3.*lower nodes to 10"):
-        TreeConfig(nodes=12, depth=3, width=3).sampled_widths()
+        TreeConfig(nodes=12, depth=3, width=3).level_widths()

@@ -22,6 +22,7 @@ from hsd_jax.drafters.medusa.config import MedusaConfig
 from hsd_jax.drafters.medusa.weights import head_states
 from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.shared import check_tree, last_feature, logp_of_tokens
+from hsd_jax.infer import levels
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.tree import Grower
 from hsd_jax.kernels import ops
@@ -65,7 +66,10 @@ def static_tree(tree: TreeConfig) -> StaticTree:
     """The `tree.nodes` likeliest nodes under the prior, ranks below `tree.width`, in falling order of likelihood.
 
     A node's likelihood is the product over its path; of equals the shallower comes first, then the better first rank.
+    With `tree.branching` no prior counts: every node of a level has the best ranks for children.
     """
+    if tree.branching is not None:
+        return branching_tree(tree)
     parents, depths, ranks = [NO_PARENT], [0], [0]
 
     def offer(parent: int, score: float, path: tuple[int, ...]) -> None:
@@ -82,6 +86,18 @@ def static_tree(tree: TreeConfig) -> StaticTree:
         ranks.append(path[-1])
         if depth < tree.depth:
             offer(len(parents) - 1, -score, path)
+    return StaticTree(*(np.array(x, np.int32) for x in (parents, depths, ranks)))
+
+
+def branching_tree(tree: TreeConfig) -> StaticTree:
+    """The layout of `levels.grow`: level by level, the children of a node together, likeliest first."""
+    parents, depths, ranks, first = [NO_PARENT], [0], [0], 0
+    for depth, count in enumerate(tree.branching or ()):
+        above = first + levels.parents_of_level(tree, depth)
+        first = len(parents)
+        parents += above.tolist()
+        depths += [depth + 1] * len(above)
+        ranks += list(range(count)) * (len(above) // count)
     return StaticTree(*(np.array(x, np.int32) for x in (parents, depths, ranks)))
 
 

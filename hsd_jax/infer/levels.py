@@ -1,0 +1,113 @@
+"""Trees that grow level by level in a layout fixed before anything is chosen: drawn ones, and those of
+`TreeConfig.branching` under every scheme.
+
+Siblings stand in draw order. Under ARBITRARY and COUPLED, which draw nothing, that is the order of their likelihood.
+Nothing here knows the target or an acceptance rule. Read next: `draw.py`, which chooses the nodes of a level.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from hsd_jax.config import TreeConfig
+from hsd_jax.infer import draw
+from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.models.draft_vocab import to_tokens, to_vocabulary
+from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, Expand, RoundInputs
+
+
+def grow(
+    expand: Expand,
+    carry: Any,
+    inputs: RoundInputs,
+    config: TreeConfig,
+    scheme: DrawScheme,
+    scale: Float[Array, "B"] | None,
+    draft_to_target: Int[Array, "C"] | None,
+    num_levels: Int[Array, "B"] | None,
+    vocab_size: int,
+) -> tuple[DraftTree, Any]:
+    """A tree of as many nodes a level as `config.level_widths()` says, in order of level, and the last carry.
+
+    Rows at temperature 0 are chosen without noise. What `expand` says is the drafter's distribution; under COUPLED that
+    and the target's noise.
+
+    Args:
+      scale: of trees that are not drawn, what the logits are multiplied by.
+      draft_to_target, num_levels, vocab_size: as in `Grower`. A cold token has no mass, so it is never drawn.
+    Raises:
+      ValueError: if the tree has more nodes than depth times width.
+    """
+    batch, sampling, is_drawn = inputs.root.shape[0], inputs.sampling, scheme in DRAWN_SCHEMES
+    widths, is_sampled = config.level_widths(), sampling.temperature > 0.0
+    noise: list[Any] = [None] * len(widths)
+    if is_drawn:
+        # Independent children are drawn with a row of noise each; else all children of a node share one.
+        num_rows = widths if scheme is DrawScheme.INDEPENDENT else (1, *widths[:-1])
+        keys = sampling_lib.round_keys(inputs.keys, inputs.position, sampling_lib.DRAFT_NOISE)
+        of_tree = draw.level_noise(keys, sum(num_rows), vocab_size, is_sampled)
+        noise = jnp.split(of_tree, np.cumsum(num_rows)[:-1], axis=1)
+    zero = jnp.zeros((batch, 1))
+    level = draw.Level(inputs.root[:, None].astype(jnp.int32), jnp.full((batch, 1), NO_PARENT, jnp.int32), zero, zero)
+    levels, parents, distributions, first_id = [level], [level.parents], [], 0
+    for depth in range(config.depth):
+        logits, carry = expand(depth, level.tokens, jnp.maximum(level.parents, 0), carry)
+        if is_drawn:
+            logits = draw.draft_distribution(to_vocabulary(draft_to_target, logits, vocab_size), sampling)
+            distributions.append(logits)
+            level = _drawn(config, scheme, depth, noise[depth], logits, level, is_sampled)
+        else:
+            assert scale is not None and config.branching is not None, "a beam grows the others"
+            level = draw.likeliest(logits * scale[:, None, None], level, config.branching[depth])
+            level = level._replace(tokens=to_tokens(draft_to_target, level.tokens))
+        parents.append(first_id + level.parents)
+        first_id += levels[-1].tokens.shape[1]
+        levels.append(level)
+    depths = np.repeat(np.arange(len(levels), dtype=np.int32), [x.tokens.shape[1] for x in levels])
+    valid = jnp.concatenate([x.score for x in levels], 1) > -jnp.inf
+    if num_levels is not None:
+        # Whole levels go, whatever tokens they hold: what is left is as lossless as a shallower tree.
+        valid &= depths <= num_levels[:, None]
+    tree = DraftTree(
+        tokens=jnp.concatenate([x.tokens for x in levels], 1).astype(jnp.int32),
+        parents=jnp.concatenate(parents, 1),
+        depth=jnp.broadcast_to(depths, (batch, config.nodes)),
+        valid=valid,
+        draft_logp=jnp.concatenate(distributions, 1) if is_drawn else None,
+        scheme=scheme,
+        score=None if is_drawn else jnp.concatenate([x.logp for x in levels], 1),
+    )
+    return tree, carry
+
+
+def _drawn(
+    config: TreeConfig,
+    scheme: DrawScheme,
+    depth: int,
+    noise: Float[Array, "B M V"],
+    draft_logp: Float[Array, "B v V"],
+    above: draw.Level,
+    is_sampled: Bool[Array, "B"],
+) -> draw.Level:
+    """The level below `above`, drawn as the scheme says; `depth` is that of the level above."""
+    if scheme is DrawScheme.INDEPENDENT:
+        return draw.independent(noise, draft_logp, above, parents_of_level(config, depth))
+    if config.branching is None:
+        return draw.stochastic_beam(noise, draft_logp, above, config.level_widths()[depth], is_sampled)
+    return draw.gumbel_top_k(noise, draft_logp, above, config.branching[depth])
+
+
+def parents_of_level(config: TreeConfig, depth: int) -> np.ndarray:
+    """Places, in the level of `depth`, of the parents of the nodes below it; not those of a stochastic beam.
+
+    With `branching` the children of a node stand together. Without it nodes are handed out in turns, so that chains
+    part at the root alone (SpecInfer, arXiv:2305.09781).
+    """
+    widths = (1, *config.level_widths())
+    if config.branching is not None:
+        return np.repeat(np.arange(widths[depth], dtype=np.int32), config.branching[depth])
+    return np.arange(widths[depth + 1], dtype=np.int32) % widths[depth]
