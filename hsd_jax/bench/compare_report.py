@@ -26,7 +26,8 @@ def by_setting(record: dict[str, Any]) -> Iterator[tuple[tuple[str, float, int],
         yield setting, list(rows)
 
 
-def _ratio(value: dict[str, Any] | None) -> str:
+def ratio(value: dict[str, Any] | None) -> str:
+    """A ratio of speeds with its interval, for a table."""
     if value is None:
         return ""
     interval = "" if value["low"] is None else f" [{value['low']:.2f}, {value['high']:.2f}]"
@@ -43,8 +44,8 @@ def cells(row: dict[str, Any]) -> list[str]:
         rule,
         f"{row['tau']:.2f}",
         f"{rate['median']:.0f} ({rate['min']:.0f}-{rate['max']:.0f})",
-        _ratio(row["over_plain"]),
-        _ratio(row["over_reference"]),
+        ratio(row["over_plain"]),
+        ratio(row["over_reference"]),
         same_text(row, row["temperature"], row["num_texts"]),
     ]
 
@@ -55,7 +56,8 @@ def title_of(setting: tuple[str, float, int]) -> str:
     return f"{task}, temperature {temperature:g}, batch {batch}"
 
 
-def _footer(record: dict[str, Any]) -> list[str]:
+def footer(record: dict[str, Any]) -> list[str]:
+    """What was measured, on what, for the foot of a page."""
     machine, sizes = record["hardware"], record["drafters"]
     drafters = ", ".join(f"{k} {v['parameters'] / 1e6:.2f}M ({v['bytes'] / 1e6:.1f} MB)" for k, v in sizes.items())
     return [
@@ -92,7 +94,7 @@ def print_tables(record: dict[str, Any]) -> None:
         for row in rows:
             table.add_row(*cells(row))
         console.print(table)
-    for line in _footer(record):
+    for line in footer(record):
         console.print(line, markup=False, highlight=False)
 
 
@@ -102,7 +104,7 @@ def write_markdown(record: dict[str, Any], path: Path) -> None:
     for setting, rows in by_setting(record):
         lines += [f"### {title_of(setting)}", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
         lines += ["| " + " | ".join(cells(row)) + " |" for row in rows] + [""]
-    write_text(path, "\n".join([*lines, *(f"{line}  " for line in _footer(record))]) + "\n")
+    write_text(path, "\n".join([*lines, *(f"{line}  " for line in footer(record))]) + "\n")
 
 
 def write_csv(record: dict[str, Any], path: Path) -> None:

@@ -104,6 +104,12 @@ def tree_logp(
     return jnp.where(tree.depth > 0, jnp.take_along_axis(distributions, tree.tokens[:, :, None], 2)[:, :, 0], 0.0)
 
 
+def watched_step(decoder: Decoder, config: ModelConfig, rule: AcceptRule, pictures: Pictures) -> Callable:
+    """`make_watched_step`, compiled as the loop of the decoder is."""
+    assert decoder.drafter is not None
+    return decoder.compile(make_watched_step(config, decoder.drafter, rule, pictures))
+
+
 def replay(
     decoder: Decoder,
     config: ModelConfig,
@@ -113,6 +119,7 @@ def replay(
     sampling: SamplingParams,
     limits: Limits,
     state: DecodeState,
+    watched: Callable | None = None,
 ) -> list[Round]:
     """Decodes the first row to its end, round by round, from a prefilled state; consumes `state`.
 
@@ -120,9 +127,9 @@ def replay(
       decoder: of a drafter; it moves the state between cache buckets as in a decode.
       rule: that of the decoder's step.
       pictures: of the decoder's drafter.
+      watched: `watched_step` of these four, for several texts by one program; None: made here.
     """
-    assert decoder.drafter is not None
-    watched = decoder.compile(make_watched_step(config, decoder.drafter, rule, pictures))
+    watched = watched or watched_step(decoder, config, rule, pictures)
     rounds = []
     while not bool(np.asarray(state.done)[0]):
         state = decoder.run(models, sampling, limits, state, num_rounds=0)  # no round, but a larger cache if need be

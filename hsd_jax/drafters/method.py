@@ -46,7 +46,7 @@ class Method(NamedTuple):
     drafting_seconds: Callable[..., float]
     """`drafting_seconds(costs, config, batch, tree)`, with the `product` and `rates` of a `plan.CostModel`."""
     grows_wide: bool = True
-    """Whether its trees may have siblings."""
+    """Whether trees with siblings are considered where nobody names one."""
     has_score: bool = True
     """Whether its trees carry how likely it takes each node to be accepted."""
     reuses: tuple[str, ...] = (NONE,)

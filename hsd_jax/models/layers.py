@@ -93,6 +93,16 @@ def rope_table(
     return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
 
 
+def attend_after(keys: Float[Array, "B G M E"], values: Float[Array, "B G M E"]):
+    """`attend` where the nodes also see entries of earlier passes of this round, which no cache holds."""
+
+    def after(query, new, *rest):
+        joined = jnp.concatenate([keys.astype(new[0].dtype), new[0]], 2)
+        return attend(query, (joined, jnp.concatenate([values.astype(new[1].dtype), new[1]], 2)), *rest)
+
+    return after
+
+
 class Attention(nn.Module):
     """Grouped-query attention. Returns its output and the new keys and values, rotary embedding applied.
 

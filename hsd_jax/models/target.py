@@ -21,7 +21,7 @@ from hsd_jax.kernels.attention import Seen
 from hsd_jax.kernels.int8 import Kernel
 from hsd_jax.kernels.ops import embed, matmul
 from hsd_jax.models.cache import commit
-from hsd_jax.models.layers import Block, RMSNorm, rope_table
+from hsd_jax.models.layers import Block, RMSNorm, attend_after, rope_table
 from hsd_jax.types import KVCache, ModelOutput, NewKV, Weights
 
 
@@ -32,7 +32,7 @@ class Target(nn.Module):
     remat: bool = False
 
     @nn.compact
-    def __call__(self, tokens, positions, new_mask, cache, aux_layers, active=None):
+    def __call__(self, tokens, positions, new_mask, cache, aux_layers, active=None, earlier: NewKV | None = None):
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
         x = embed(embedding, tokens) * c.embed_scale
@@ -46,7 +46,10 @@ class Target(nn.Module):
         for layer in range(c.num_layers):
             kind = c.layer_type(layer)
             cached = None if cache is None else (cache.keys[layer], cache.values[layer])
-            x, (key, value) = block(c, name=f"layer_{layer}")(x, tables[kind], masks[kind][0], cached, masks[kind][1])
+            rest = tables[kind], masks[kind][0], cached, masks[kind][1]
+            if earlier is not None:
+                rest = *rest, attend_after(earlier.keys[layer], earlier.values[layer])
+            x, (key, value) = block(c, name=f"layer_{layer}")(x, *rest)
             keys.append(key)
             values.append(value)
             if layer in aux_layers:
@@ -119,25 +122,27 @@ def forward(
     config: ModelConfig,
     tokens: Int[Array, "B N"],
     positions: Int[Array, "B N"],
-    new_mask: Bool[Array, "B N N"],
+    new_mask: Bool[Array, "B N X"],
     cache: KVCache | None = None,
     *,
     aux_layers: tuple[int, ...] = (),
     active: Bool[Array, "B N"] | None = None,
+    earlier: NewKV | None = None,
     remat: bool = False,
 ) -> ModelOutput:
     """One pass of the target over N nodes a row.
 
     Args:
       positions: absolute positions; in a tree they follow depth, not node index.
-      new_mask: `new_mask[b, i, j]`: node i sees node j; must be reflexive.
+      new_mask: `new_mask[b, i, j]`: node i sees node j, after the `earlier` entries; must be reflexive.
       cache: committed slots, all of which every node sees (up to a sliding window).
       aux_layers: layers whose residual stream is returned in `features`.
       active: nodes that count, None: all. What is returned of the others means nothing; the CPU kernels skip them.
+      earlier: keys and values of earlier passes over drafts, which no cache holds: `small_lm` grows trees so.
     """
     with native.only(active):
         output = Target(config, remat).apply(
-            {"params": weights}, tokens, positions, new_mask, cache, aux_layers, active
+            {"params": weights}, tokens, positions, new_mask, cache, aux_layers, active, earlier
         )
     return cast(ModelOutput, output)  # flax allows for mutable collections, of which there are none
 

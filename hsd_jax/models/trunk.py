@@ -8,7 +8,6 @@ of a drafted one. Parallel, it gives all states in one pass over learned slots (
 
 from __future__ import annotations
 
-import functools
 from typing import Any, cast
 
 import flax.linen as nn
@@ -19,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.config import PARALLEL, RECURRENT, DrafterConfig, ModelConfig, TrunkConfig
 from hsd_jax.kernels import native
 from hsd_jax.kernels.ops import attend, embed, matmul, rms_norm
-from hsd_jax.models.layers import Block, RMSNorm, Weight, linears, rope_table
+from hsd_jax.models.layers import Block, RMSNorm, Weight, attend_after, linears, rope_table
 from hsd_jax.models.target import causal_mask, lm_head, logits_of_rows, masks_within
 from hsd_jax.types import KVCache, NewKV, Weights
 
@@ -88,18 +87,12 @@ class Trunk(nn.Module):
             cached = None if cache is None else (cache.keys[i], cache.values[i])
             see = attend
             if earlier is not None:
-                see = functools.partial(_attend_after, (earlier.keys[i], earlier.values[i]))
+                see = attend_after(earlier.keys[i], earlier.values[i])
             is_last = i == c.num_layers - 1
             x, (key, value) = layer(x, table, masks[0], cached, masks[1], see, asking if is_last else None)
             keys.append(key)
             values.append(value)
         return x, NewKV(tuple(keys), tuple(values))
-
-
-def _attend_after(earlier, query, new, *rest):
-    """`attend` where the nodes also see entries of earlier passes of this round, which no cache holds."""
-    keys, values = (jnp.concatenate([e.astype(n.dtype), n], 2) for e, n in zip(earlier, new, strict=True))
-    return attend(query, (keys, values), *rest)
 
 
 def trunk_pass(

@@ -3,10 +3,13 @@ accepted."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles import branching as branching_oracle
 from oracles import chain as oracle
 from scipy import stats
 from support import calls, setups, toy
@@ -33,7 +36,7 @@ def find_stale_slot(setup: setups.Setup, state) -> str | None:
     state = jax.tree.map(np.asarray, state.replace(keys=None))  # so that no slice of any length is compiled
     drafter, length = state.drafter, state.length
     np.testing.assert_array_equal(drafter.cache.length + drafter.num_pending, length)
-    assert set(drafter.num_pending.tolist()) <= {1, 2}
+    assert drafter.num_pending.min() >= 1 and drafter.num_pending.max() <= drafter.pending.shape[1]
     fresh = toy.causal_pass(setup.models["drafter"], setup.config, np.maximum(state.tokens, 0)).new_kv
     fresh = jax.tree.map(np.asarray, fresh)
     for row, cached in enumerate(drafter.cache.length):
@@ -48,10 +51,18 @@ def find_stale_slot(setup: setups.Setup, state) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("capacity", [calls.CAPACITY, 16])
-def test_the_cache_is_consistent_after_every_round(capacity):
+@pytest.mark.parametrize(
+    ("proposer", "capacity", "wanted"),
+    [
+        ("small_lm", calls.CAPACITY, {1, 2}),
+        ("small_lm", 16, {1, 2}),
+        ("small_lm_branching", 16, {1, 2, 3, 4}),
+        pytest.param("small_lm_beam", 16, {1, 2, 3, 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_cache_is_consistent_after_every_round(proposer, capacity, wanted):
     """Whatever was refused, through growing buckets, and for finished rows that are carried along."""
-    setup, call = setups.setup("llama", "small_lm"), calls.mixed_call()
+    setup, call = setups.setup("llama", proposer), calls.mixed_call()
     state = call.start(setup.decoder, setup.models, capacity=capacity)
     assert find_stale_slot(setup, state) is None
     pending = set()
@@ -61,7 +72,7 @@ def test_the_cache_is_consistent_after_every_round(capacity):
         pending |= set(np.asarray(state.drafter.num_pending).tolist())
     histogram = np.asarray(state.stats.accepted_histogram).sum(0)
     assert (histogram > 0).all(), histogram
-    assert pending == {1, 2}
+    assert pending == wanted  # of a tree all that a round committed
 
 
 def test_the_comparison_finds_a_stale_slot():
@@ -114,6 +125,32 @@ def test_a_greedy_chain_is_that_of_plain_loops():
         for row in range(VOCAB):
             assert tree.tokens[row, 1:].tolist() == oracle.likeliest_chain(logits[1], root[row], DEPTH)
         state = call.resume(decoder, models, state, 1)
+
+
+def test_a_tree_has_the_likeliest_children_of_every_node():
+    """Of a model that attends: behind each path, what one causal pass over the text and that path says."""
+    setup, call = setups.setup("llama", "small_lm_branching"), calls.mixed_call()
+    drafter = small_lm_drafter(setup.config, setup.drafter_config, setups.BRANCHING)
+    decoder = dataclasses.replace(setup, drafter=drafter).decoder_with()
+    state = call.resume(decoder, setup.models, call.start(decoder, setup.models), 2)
+    _, _, keys, _, sampling = call.arrays()
+    length = np.asarray(state.length)
+    root = jnp.asarray(np.asarray(state.tokens)[np.arange(call.batch), length - 1])
+    tree, _ = jax.jit(drafter.draft)(setup.models, state.drafter, RoundInputs(root, state.length - 1, keys, sampling))
+    layout = branching_oracle.layout((3, 2, 1))
+    texts = np.zeros((len(layout.parents), 60), np.int32)
+    row = 3  # sampled: an arbitrary tree reads no noise
+    for node, (parent, depth) in enumerate(zip(layout.parents, layout.depths, strict=True)):
+        if parent >= 0:
+            texts[node] = texts[parent]
+        else:
+            texts[node, : length[row]] = state.tokens[row, : length[row]]
+        texts[node, length[row] - 1 + depth] = tree.tokens[row, node]
+    logits = np.asarray(toy.causal_pass(setup.models["drafter"], setup.config, jnp.asarray(texts)).logits)
+    for node, (parent, rank) in enumerate(zip(layout.parents, layout.ranks, strict=True)):
+        if parent >= 0:
+            behind = logits[parent, length[row] - 1 + layout.depths[parent]]
+            assert int(tree.tokens[row, node]) == np.argsort(-behind, kind="stable")[rank]
 
 
 def test_acceptance_is_that_of_speculative_sampling():
@@ -173,5 +210,8 @@ def test_another_vocabulary_is_refused(tmp_path):
         hsd_jax.load(target=tmp_path / "target", drafter=tmp_path / "small")
     with pytest.raises(ValueError, match="vocab_size=23"):
         small_lm_drafter(config, SmallLMConfig(**vars(small_config)), setups.TREES["chain"])
-    with pytest.raises(ValueError, match=r"TreeConfig\.width=3: a small_lm drafts chains"):
-        small_lm_drafter(config, SmallLMConfig(**vars(config)), setups.TREES["beam"])
+    with pytest.raises(ValueError, match=r"TreeConfig\.branching=\(25,\): allowed are 1 to the vocabulary, 24"):
+        small_lm_drafter(config, SmallLMConfig(**vars(config)), TreeConfig(branching=(25,)))
+    with pytest.raises(ValueError, match=r"nodes=12, depth=3, width=3"):
+        tree, scheme = TreeConfig(nodes=12, depth=3, width=3), DrawScheme.WITHOUT_REPLACEMENT
+        small_lm_drafter(config, SmallLMConfig(**vars(config)), tree, scheme=scheme)

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from oracles import branching as oracle
 from oracles import tree as tree_oracle
-from support import toy
+from support import calls, setups, toy
 
 from hsd_jax import settings
 from hsd_jax.bench.measure import parse_tree, parse_trees
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.medusa.draft import static_tree
+from hsd_jax.drafters.table import make_drafter
+from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.tree import Grower
 from hsd_jax.types import DRAWN_SCHEMES, DraftTree, DrawScheme, RoundInputs, SamplingParams
 
@@ -195,3 +197,26 @@ def test_one_child_a_node_is_the_chain_to_the_bit(scheme, temperature):
         grown(branching, scheme, temperature, nodes=4, depth=3, width=1)[0] for branching in ((1, 1, 1), None)
     )
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def decoded(scheme: DrawScheme, tree: TreeConfig):
+    """The final state of a mixed call, greedy and sampled rows, judged as the scheme allows."""
+    beam = setups.setup("llama", "beam")
+    drafter = make_drafter(beam.config, beam.drafter_config, tree, scheme=scheme)
+    rule = make_rule("recursive" if scheme in DRAWN_SCHEMES else "match", tree)
+    return calls.mixed_call().run(dataclasses.replace(beam, drafter=drafter).decoder_with(rule), beam.models)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        DrawScheme.WITHOUT_REPLACEMENT,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in SCHEMES if x is not DrawScheme.WITHOUT_REPLACEMENT),
+    ],
+)
+def test_one_child_a_node_decodes_as_the_chain_does(scheme):
+    """Whole texts and counts of rounds, filters included."""
+    found, wanted = (decoded(scheme, tree) for tree in (TreeConfig(branching=(1, 1, 1)), TreeConfig(4, 3, 1)))
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_array_equal(found.stats.accepted_histogram, wanted.stats.accepted_histogram)
+    assert (np.asarray(found.stats.accepted_histogram).sum(0) > 0).all()

@@ -294,7 +294,10 @@ def estranged(drafter):
     return drafter._replace(draft=draft)
 
 
-@pytest.mark.parametrize("tree", ["wide", *(pytest.param(tree, marks=pytest.mark.slow) for tree in ("deep", "chain"))])
+SLOW_TREES = [pytest.param(tree, marks=pytest.mark.slow) for tree in ("deep", "chain", "branching")]
+
+
+@pytest.mark.parametrize("tree", ["wide", *SLOW_TREES])
 def test_a_thousand_seeds_and_any_tree_give_one_text(tree):
     tree = {**tiny_pairs.TREES, "chain": TreeConfig(4, 3, 1)}[tree]
     np.testing.assert_array_equal(np.asarray(tiny_state(tree=tree).tokens)[:, :9], tiny_plain()[:, :9])

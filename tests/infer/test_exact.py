@@ -17,11 +17,12 @@ from support.texts import first_difference
 from hsd_jax.drafters.table import METHODS
 from hsd_jax.types import NO_TOKEN
 
-PROPOSERS = ["beam", "chain", "steered", "block", setups.CHAIN_ORACLE, setups.DECOYS_ORACLE]
-BASELINES = [*setups.CHAINS, "eagle", "medusa"]
+PROPOSERS = ["beam", "branching", "chain", "steered", "block", setups.CHAIN_ORACLE, setups.DECOYS_ORACLE]
+BASELINES = [*setups.CHAINS, "small_lm_branching", "eagle", "medusa"]
 REUSE_PROPOSERS = ["ahead", "hot_sum", "steered_block_skip", "path_sum"]
 SLOW_PROPOSERS = ["two", "no_embeddings", "layers", "steered_block", "eagle_layers", "steered_block_ahead"]
-SLOW_PROPOSERS += ["path_chain", "hot_path", "hot", "block_layers", "path"]
+SLOW_PROPOSERS += [f"{kind}_branching" for kind in ("block", "hot", "eagle", "medusa")]
+SLOW_PROPOSERS += ["small_lm_beam", "path_chain", "hot_path", "hot", "block_layers", "path"]
 SLOW_PROPOSERS += [*sorted({*setups.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]
 TABLE = [
     *[("llama", proposer) for proposer in (*PROPOSERS, *BASELINES, *REUSE_PROPOSERS)],

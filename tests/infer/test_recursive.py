@@ -409,6 +409,8 @@ def p_values(texts: np.ndarray) -> list[float]:
         pytest.param("deep", oracle.INDEPENDENT, marks=pytest.mark.slow),
         pytest.param("deep", oracle.WITHOUT_REPLACEMENT, marks=pytest.mark.slow),
         pytest.param("wide", oracle.INDEPENDENT, marks=pytest.mark.slow),
+        pytest.param("branching", oracle.WITHOUT_REPLACEMENT, marks=pytest.mark.slow),
+        pytest.param("branching", oracle.INDEPENDENT, marks=pytest.mark.slow),
     ],
 )
 def test_the_compiled_loop_follows_the_distribution_of_the_target(tree, draws):
@@ -492,12 +494,22 @@ def test_the_chi_square_finds_wrong_residuals(monkeypatch, name):
 # --- conformance ------------------------------------------------------------------------------------------------------
 
 
+BRANCHING = TreeConfig(branching=(3, 2, 1))
+
+
 @pytest.mark.parametrize(
-    "draws", [oracle.WITHOUT_REPLACEMENT, pytest.param(oracle.INDEPENDENT, marks=pytest.mark.slow)]
+    "kind",
+    [
+        (SCHEMES[oracle.WITHOUT_REPLACEMENT],),
+        (SCHEMES[oracle.WITHOUT_REPLACEMENT], BRANCHING),
+        pytest.param((SCHEMES[oracle.INDEPENDENT],), marks=pytest.mark.slow),
+        pytest.param((SCHEMES[oracle.INDEPENDENT], BRANCHING), marks=pytest.mark.slow),
+    ],
+    ids=["beam", "branching", "chains", "branching chains"],
 )
-def test_greedy_rows_are_greedy_beside_sampled_ones(draws):
+def test_greedy_rows_are_greedy_beside_sampled_ones(kind):
     """Token for token, with a drafter that is often right and with one whose weights are NaN."""
-    call, setup = calls.mixed_call(), setups.sampled(SCHEMES[draws])
+    call, setup = calls.mixed_call(), setups.sampled(*kind)
     wanted = setups.expected("llama", call)[:2]
     state = call.run(setup.decoder, setup.models)
     assert first_difference(calls.generated(call, state)[:2], wanted) is None

@@ -87,6 +87,8 @@ class Proposer:
 
 BEAM, CHAIN_OF_4 = TreeConfig(nodes=10, depth=3, width=3), TreeConfig(nodes=5, depth=4, width=1)
 SMALL, MIDDLE = TreeConfig(nodes=6, depth=2, width=2), TreeConfig(nodes=8, depth=3, width=2)
+DRAWN_BEAM = TreeConfig(nodes=9, depth=3, width=3)
+BRANCHING, SMALL_BRANCHING = TreeConfig(branching=(3, 2, 1)), TreeConfig(branching=(2, 2))
 BLOCK, PATHS = {"trunk": PARALLEL}, {"injection": PATH}
 CHAIN_ORACLE, DECOYS_ORACLE = "chain_oracle", "decoys_oracle"
 DRAFT_TO_TARGET = np.flatnonzero(np.arange(VOCAB) % 3 != 1).astype(np.int32)
@@ -118,6 +120,13 @@ _READING = [
     Proposer("path", TreeConfig(nodes=12, depth=4, width=3), PATHS),
     Proposer("path_chain", CHAIN_OF_4, PATHS),
     Proposer("hot_path", MIDDLE, PATHS, is_restricted=True),
+    Proposer("branching", BRANCHING, PATHS),
+    Proposer("block_branching", BRANCHING, BLOCK),
+    Proposer("hot_branching", BRANCHING, is_restricted=True),
+    Proposer("eagle_branching", BRANCHING, {"kind": "eagle"}),
+    Proposer("medusa_branching", BRANCHING, {"kind": "medusa"}),
+    Proposer("sum_branching", SMALL_BRANCHING, {}, ReuseConfig(SUM)),
+    Proposer("skip_branching", SMALL_BRANCHING, {}, ReuseConfig(SKIP, 1)),
     *_reuses(),
 ]
 _STEERED = [  # the trunk under the oracle's trees, which are deeper
@@ -129,9 +138,14 @@ _STEERED = [  # the trunk under the oracle's trees, which are deeper
         *(one for one in _READING if one.reuse.form in (SKIP, AHEAD)),
     )
 ]
+SMALL_LM = SmallLMConfig(**vars(VARIANTS["llama"]))
 _OTHER = [
     Proposer("lookup", CHAIN_OF_4, is_trained=False, config=LookupConfig()),
-    Proposer("small_lm", CHAIN_OF_4, is_trained=False, config=SmallLMConfig(**vars(VARIANTS["llama"]))),
+    Proposer("small_lm", CHAIN_OF_4, is_trained=False, config=SMALL_LM),
+]
+_SMALL_LM_TREES = [
+    Proposer("small_lm_branching", BRANCHING, is_trained=False, config=SMALL_LM),
+    Proposer("small_lm_beam", MIDDLE, is_trained=False, config=SMALL_LM),
 ]
 PROPOSERS = {
     one.name: one
@@ -142,6 +156,7 @@ PROPOSERS = {
         *_READING,
         *_STEERED,
         *_OTHER,
+        *_SMALL_LM_TREES,
     )
 }
 TREES = {one.name: one.tree for one in _READING}
@@ -190,7 +205,7 @@ def setup(variant: str = "llama", proposer: str = "plain", scheme: DrawScheme = 
     if one.is_trained:
         drafter_weights = make_drafter(wanted, config, target)
     elif one.config is not None:
-        drafter_weights = make_small_lm(target) if one.name == "small_lm" else {}
+        drafter_weights = make_small_lm(target) if one.config.kind == SmallLMConfig.kind else {}
     if one.is_restricted:
         wanted, drafter_weights = draft_vocab.restrict(wanted, drafter_weights, DRAFT_TO_TARGET)
         drafter_weights = draft_vocab.attach(drafter_weights, drafter_weights["draft_to_target"], target, config)
@@ -211,9 +226,9 @@ def setup(variant: str = "llama", proposer: str = "plain", scheme: DrawScheme = 
 
 
 @functools.cache
-def sampled(scheme: DrawScheme) -> Setup:
+def sampled(scheme: DrawScheme, tree: TreeConfig = DRAWN_BEAM) -> Setup:
     """The pair of "beam" with trees drawn under `scheme` and judged by the recursive rule."""
-    tree, beam = TreeConfig(nodes=9, depth=3, width=3), setup("llama", "beam")
+    beam = setup("llama", "beam")
     drafter = drafter_of(beam.config, beam.drafter_config, tree, scheme=scheme)
     found = dataclasses.replace(beam, drafter=drafter)
     return dataclasses.replace(found, decoder=found.decoder_with(recursive_rule(tree.depth, tree.width)))

@@ -12,7 +12,11 @@ from support import toy
 
 ROWS, TINY, NEW_TOKENS = 16_384, 4, 8
 
-TREES = {"deep": TreeConfig(nodes=6, depth=3, width=2), "wide": TreeConfig(nodes=7, depth=2, width=3)}
+TREES = {
+    "deep": TreeConfig(nodes=6, depth=3, width=2),
+    "wide": TreeConfig(nodes=7, depth=2, width=3),
+    "branching": TreeConfig(branching=(3, 2)),
+}
 
 
 @functools.cache

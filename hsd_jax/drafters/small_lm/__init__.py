@@ -18,9 +18,10 @@ DEFAULT_CHAIN = TreeConfig(nodes=5, depth=4, width=1)
 
 
 def drafting_seconds(costs: Any, config: SmallLMConfig, batch: int, tree: TreeConfig) -> float:
-    """A pass of the model for every token of the chain."""
+    """A pass of the model for every token of the longest path, of the nodes that its level expands."""
     numbers = config.num_layers * layer_numbers(config) + config.vocab_size * config.hidden_size
-    one = float(costs.product(numbers, batch, costs.drafter_itemsize)) + costs.layer_seconds(config.num_layers)
+    rows = batch * tree.most_expanded
+    one = float(costs.product(numbers, rows, costs.drafter_itemsize)) + costs.layer_seconds(config.num_layers)
     return tree.depth * one
 
 

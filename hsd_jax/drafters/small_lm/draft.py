@@ -1,43 +1,37 @@
-"""An independent small language model with a cache of its own, which drafts a chain from its own distribution.
+"""An independent small language model with a cache of its own, which drafts from its own distribution.
 
 Drawn chains under the `recursive` rule are standard speculative sampling (Leviathan et al., arXiv:2211.17192, algorithm
-1; Chen et al., arXiv:2302.01318, algorithm 2). Any target folder of the same vocabulary will do; nothing is trained.
+1; Chen et al., arXiv:2302.01318, algorithm 2), drawn trees RSD (Jeon et al., arXiv:2402.14160). Any target folder of
+the same vocabulary will do; nothing is trained. Read first: `tree.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import typing
 from typing import Any
 
-import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.shared import joined
+from hsd_jax.drafters.shared import check_children, joined
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.small_lm.tree import SmallLMState, tree_round
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk
-from hsd_jax.types import Drafter, DrawScheme, KVCache, ModelOutput, RoundInputs, Verdict
+from hsd_jax.types import (
+    DRAWN_SCHEMES,
+    Drafter,
+    DrawScheme,
+    KVCache,
+    ModelOutput,
+    RoundInputs,
+    Verdict,
+)
 
 MAX_PENDING = 2
-"""The root, and before it the last draft of a round that was accepted whole: the model never read that one."""
-
-
-@typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
-@flax.struct.dataclass
-class SmallLMState:
-    """Cached plus pending tokens = committed tokens.
-
-    While a round is judged, the cache also holds the drafts the model has read; slot index equals position, so `commit`
-    keeps the accepted ones by setting the length.
-    """
-
-    cache: KVCache
-    pending: Int[Array, "B 2"]
-    num_pending: Int[Array, "B"]
+"""Of a chain: the root, and before it the last draft of a round that was accepted whole: the model never read that."""
 
 
 def small_lm_drafter(
@@ -47,27 +41,30 @@ def small_lm_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` of chains of `tree.depth` tokens: the likeliest one after another, or drawn as `scheme` says.
+    """A `Drafter` whose trees have the shape of `tree`, their children chosen as `scheme` says.
 
-    A round costs `tree.depth` passes of the small model, one or two rows each.
+    A round costs `tree.depth` passes of the small model: of a chain one or two rows each; of a tree first those that
+    the last round committed, then the nodes of a level.
 
     Raises:
-      ValueError: if the tree is no chain, or the two models differ in their vocabulary.
+      ValueError: if a tree of this scheme cannot have this shape, or the two models differ in their vocabulary.
     """
-    if tree.width != 1:
-        raise ValueError(f"TreeConfig.width={tree.width}: a small_lm drafts chains, allowed is 1")
+    check_children(tree, config.vocab_size)
+    if scheme in DRAWN_SCHEMES:
+        tree.level_widths()  # raises here, before anything compiles
     if config.vocab_size != target_config.vocab_size:
         raise ValueError(
             f"the drafter has vocab_size={config.vocab_size} and the target {target_config.vocab_size}: both must have"
             " the same vocabulary"
         )
-    depth, grower = tree.depth, Grower(tree, scheme, config.vocab_size)
+    depth, grower, is_chain = tree.depth, Grower(tree, scheme, config.vocab_size), tree.width == 1
+    max_pending = MAX_PENDING if is_chain else depth + 1
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         slots = (capacity,) * config.num_layers
         cache = cache_lib.empty_cache(slots, len(length), config.num_kv_heads, config.head_dim, cache_dtype)
         root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
-        pending = jnp.pad(root, ((0, 0), (0, MAX_PENDING - 1)))
+        pending = jnp.pad(root, ((0, 0), (0, max_pending - 1)))
         return SmallLMState(cache, pending, jnp.ones_like(length))
 
     def read(models, state: SmallLMState, output: ModelOutput, tokens: Int[Array, "B chunk"], following, start, length):
@@ -118,11 +115,12 @@ def small_lm_drafter(
             active=node < num_read[:, None],
         )
         cache = cache_lib.commit(state.cache, output.new_kv, None, num_read, after=output.hidden)
-        pending = jnp.pad(verdict.next_token[:, None], ((0, 0), (0, MAX_PENDING - 1)))
+        pending = jnp.pad(verdict.next_token[:, None], ((0, 0), (0, max_pending - 1)))
         after = SmallLMState(cache, pending, jnp.ones_like(state.num_pending))
         return cache_lib.keep_idle(num_committed, state, after)
 
     def resize(state: SmallLMState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
-    return Drafter(init, read, draft, commit, resize, scheme, depth, lookahead=depth + MAX_PENDING, follow=follow)
+    of_round = (draft, commit) if is_chain else tree_round(config, grower, max_pending)
+    return Drafter(init, read, *of_round, resize, scheme, depth, lookahead=depth + max_pending, follow=follow)
