@@ -25,6 +25,7 @@ from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.table import method_of
 from hsd_jax.files import write_json
 from hsd_jax.infer.accept import make_rule
+from hsd_jax.params import Params
 from hsd_jax.request import Sampling, Speculation, prepare, rule_and_scheme
 
 BUDGETS, LENGTHS = (6, 10, 14, 21, 30), (2, 3, 4, 5)
@@ -91,19 +92,20 @@ class Protocol:
     """The modes of "6 draft tokens", of "length 2", and so on."""
 
 
-def deepest(config: Any) -> int:
-    """The longest path that a drafter is asked for: what it was trained for, or the longest chain worth trying."""
-    return method_of(config).max_depth(config)
-
-
-def make_protocol(budgets: Sequence[int], lengths: Sequence[int], deepest: int) -> Protocol:
-    """All METHODS at every budget and at every length.
+def make_protocol(budgets: Sequence[int] | None, lengths: Sequence[int] | None, config: Any) -> Protocol:
+    """All METHODS at every budget and at every length; those of the paper where neither is given.
 
     Args:
-      deepest: the longest path that the drafter drafts; a chain of more tokens is cut to that.
+      config: of the drafter. A chain of more tokens than the longest it is asked for is cut to that.
     Raises:
-      ValueError: for a budget or a length that no tree of this drafter has.
+      ValueError: for a budget or a length that no tree of this drafter has, or that is there twice.
     """
+    deepest = method_of(config).max_depth(config)
+    if not budgets and not lengths:
+        budgets, lengths = BUDGETS, LENGTHS
+    for name, values in (("budgets", budgets or ()), ("lengths", lengths or ())):
+        if len(set(values)) < len(values):
+            raise ValueError(f"--{name} {','.join(map(str, values))}: each once")
     about: dict[str, dict[str, str]] = {}
     groups: dict[str, list[str]] = {}
 
@@ -116,9 +118,9 @@ def make_protocol(budgets: Sequence[int], lengths: Sequence[int], deepest: int) 
             groups[group].append(name := f"{method} {tree}")
             about[name] = {"tree": tree, "accept": rule, "draw": scheme}
 
-    for budget in budgets:
+    for budget in budgets or ():
         add(f"{budget} draft tokens", budget, branching_of(budget, deepest), beam_of(budget, deepest))
-    for length in lengths:
+    for length in lengths or ():
         if not 2 <= length <= deepest:
             raise ValueError(f"--lengths {length}: allowed are 2 to {deepest}, what this drafter drafts")
         branching = branching_of_length(length)
@@ -128,19 +130,19 @@ def make_protocol(budgets: Sequence[int], lengths: Sequence[int], deepest: int) 
 
 
 def measure(
-    work: Workload,
-    protocol: Protocol,
-    modes: Sequence[Mode],
-    tasks: dict[str, list],
-    temperatures: Sequence[float],
-    path: Path,
+    work: Workload, protocol: Protocol, params: Params, temperatures: Sequence[float], out: Path
 ) -> dict[str, Any]:
     """The record of `compare.measure`, batch 1, with what the protocol asks for in every row of a method.
 
     `draft_tokens`; `mbsu`, memory-bound speedup: tau / (L rho + 1), L the depth of the tree and `rho` the parameters of
     the drafter, as they are held, over those of the target: a pass of the drafter for each level is what it charges;
     and `siblings`, see `count_siblings`.
+
+    Args:
+      out: the folder; budget.json there gets the record as far as it is.
     """
+    path, tasks = out / "budget.json", compare.read_tasks(work, params)
+    modes = compare.make_modes(params, protocol.about, lambda drafter: params)
     record = compare.measure(work, modes, protocol.about, {}, tasks, temperatures, [1], path)
     record["groups"] = protocol.groups
     target, trees = record["target"]["parameters"], {mode.name: mode.tree for mode in modes}

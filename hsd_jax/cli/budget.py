@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from hsd_jax.cli import compare, options
+from hsd_jax.cli import compare as compare_cli
+from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 
 
@@ -25,24 +26,18 @@ hsd bench budget --demo --budgets 6,14 --lengths 3 --prompts chat=dev.jsonl --ha
     options.add_model_arguments(parser)
     add_value(parser, "--budgets N,...", options.numbers(COUNT), "draft tokens a round", without="6,10,14,21,30")
     add_value(parser, "--lengths L,...", options.numbers(COUNT), "tokens of the longest path", without="2,3,4,5")
-    compare.add_measure_arguments(parser)
-    compare.add_out_argument(parser, "budget")
+    compare_cli.add_measure_arguments(parser)
+    compare_cli.add_out_argument(parser, "budget")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints, and writes the folder; of --budgets and --lengths what is given, or both."""
-    from hsd_jax.bench import budget, budget_report, measure
-    from hsd_jax.bench import compare as compare_lib
+    """Measures, prints, and writes the folder."""
+    from hsd_jax.bench import budget, budget_report, compare, measure
 
-    out, work, is_whole = args.out, measure.Workload.of(vars(args)), not (args.budgets or args.lengths)
-    budgets = args.budgets or (budget.BUDGETS if is_whole else ())
-    lengths = args.lengths or (budget.LENGTHS if is_whole else ())
-    with compare_lib.alone_in(out, temperatures=args.temperatures, budgets=budgets, lengths=lengths):
+    with compare.alone_in(args.out, temperatures=args.temperatures):
         params = options.load_params(args)
         options.need_drafter(params, "bench budget")
-        protocol = budget.make_protocol(budgets, lengths, budget.deepest(params.drafter_config))
-        modes = compare_lib.make_modes(params, protocol.about, lambda drafter: params)
-        tasks = compare_lib.read_tasks(work, params)
-        record = budget.measure(work, protocol, modes, tasks, args.temperatures, out / "budget.json")
-        budget_report.write(record, out)
-    return compare_lib.status(record)
+        protocol = budget.make_protocol(args.budgets, args.lengths, params.drafter_config)
+        record = budget.measure(measure.Workload.of(vars(args)), protocol, params, args.temperatures, args.out)
+        budget_report.write(record, args.out)
+    return compare.status(record)
