@@ -79,7 +79,7 @@ def read_methods(path: str | Path) -> dict[str, dict[str, Any]]:
             raise ValueError(f"{path}: method {name!r}: {shown!r} is none of {', '.join(KEYS)}")
         for key, value in about.items():
             if type(value) is not KEYS[key]:
-                wanted = "true or false" if KEYS[key] is bool else "a text"
+                wanted = "true or false" if KEYS[key] is bool else "a text, in quotes"
                 raise ValueError(f"{path}: method {name!r}: {key}: {value!r}: expected {wanted}")
     if sum(bool(about.get("reference")) for about in methods.values()) > 1:
         raise ValueError(f"{path}: at most one method may say reference: true")
