@@ -105,6 +105,7 @@ def facts(params: Params, texts: Texts, depth: int) -> dict[str, Any]:
 
 def tau_of(params: Params, texts: Texts, tree: TreeConfig, temperature: float) -> float:
     """Tokens a target pass of decoding these texts."""
+    assert params.drafter is not None
     models = params.drafter, params.drafter_config, params.target, params.target_config
     (fate,), _ = accepted_lengths(*models, texts, [(tree, NO_REUSE)], temperature)
     return fate.tau
