@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
     from hsd_jax.distributed import initialize, is_writer
     from hsd_jax.drafters.lookup.config import LookupConfig
-    from hsd_jax.params import Params, load, place, restrict
+    from hsd_jax.params import Params, load, place, rescore, restrict
     from hsd_jax.programs import compilation_cache
     from hsd_jax.tuned import Tuned
 
@@ -34,6 +34,7 @@ __all__ = [
     "is_writer",
     "load",
     "place",
+    "rescore",
     "restrict",
     "stream",
     "tune",
@@ -45,7 +46,7 @@ _MODULES = {
     "hsd_jax.config": ("DrafterConfig", "ModelConfig", "TreeConfig"),
     "hsd_jax.distributed": ("initialize", "is_writer"),
     "hsd_jax.drafters.lookup.config": ("LookupConfig",),
-    "hsd_jax.params": ("Params", "load", "place", "restrict"),
+    "hsd_jax.params": ("Params", "load", "place", "rescore", "restrict"),
     "hsd_jax.programs": ("compilation_cache",),
     "hsd_jax.tuned": ("Tuned",),
 }

@@ -21,13 +21,15 @@ from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.distributed import check_mesh, put
 from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.rescored.config import ALPHA, RescoredConfig
+from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.table import METHODS, method_of, parse
 from hsd_jax.files import sha256
 from hsd_jax.kernels import native
 from hsd_jax.kernels.int8 import Int8
 from hsd_jax.models import convert, draft_vocab, packing
 from hsd_jax.models.placement import QUANTIZED, Placement
-from hsd_jax.settings import Within, fits, shown
+from hsd_jax.settings import NotNegative, Within, describe, fits, shown
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
 
@@ -251,6 +253,36 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
     config, weights = draft_vocab.restrict(params.drafter_config, params.drafter, draft_to_target)
     weights = _with_head(weights, params.target, params.target_config)
     pair = None if params.pair is None else (params.pair[0], drafter_hash(config, weights))
+    return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=pair), params.mesh)
+
+
+def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
+    """The same models with drafts that a scorer has a say in (methods.md 3.1); what is decoded stays the same.
+
+    Args:
+      scorer: a folder of `hsd train ngram`; of a hidden-state drafter, whose token information scores; a Hugging Face
+        folder, whose model does; or "0-gram": the likeliest paths by the drafter alone.
+      alpha: what log p of the scorer is multiplied by before it is added to that of the drafter.
+    Raises:
+      FileNotFoundError, ValueError: if there is no such scorer, it is of another target or tokenizer, or the drafter
+        has no token-free states.
+    """
+    config, weights = params.drafter_config, params.drafter
+    if isinstance(config, RescoredConfig):
+        config = config.base
+    if not weights or config is None or method_of(config).lattice is None:
+        raise ValueError(
+            "rescore() is for drafters with token-free states, hidden and medusa: load with drafter=FOLDER"
+        )
+    if not fits(NotNegative, alpha):
+        raise ValueError(f"alpha={shown(alpha)}: allowed are {describe(NotNegative)}")
+    target_hash, _ = params.fingerprints()
+    dtype = weights["output_norm"]["weight"].dtype
+    placement = Placement(params.mesh, True)
+    found, own = read_scorer(scorer, params.target_config, target_hash, params.tokenizer, dtype, placement)
+    config = RescoredConfig(config, found)
+    weights = {**weights, "rescorer": {**own, "alpha": jnp.full(1, alpha, jnp.float32)}}
+    pair = target_hash, drafter_hash(config, weights)
     return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=pair), params.mesh)
 
 

@@ -6,7 +6,7 @@ A checkpoint without tokenizer works with token ids; only text needs this. Torch
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,11 @@ Tokens = Sequence[int] | np.ndarray
 
 UNFINISHED = "\ufffd"
 """What a byte-level decoder prints for bytes that are no whole UTF-8 character yet."""
+
+
+def hash_of(vocabulary: Mapping[str, int]) -> str:
+    """Fingerprint of which token has which number, whatever reads the tokenizer's files."""
+    return sha256(*(f"{number} {token}\n" for token, number in sorted(vocabulary.items(), key=lambda item: item[1])))
 
 
 def read_pretrained(folder: str | Path) -> Any:
@@ -69,6 +74,11 @@ class Tokenizer:
     def has_vocabulary_of(self, other: Tokenizer) -> bool:
         """Whether every token of either is the same token of the other."""
         return self._inner.get_vocab() == other._inner.get_vocab()
+
+    @property
+    def vocabulary_hash(self) -> str:
+        """`hash_of` its vocabulary."""
+        return hash_of(self._inner.get_vocab())
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens the checkpoint puts around a text."""

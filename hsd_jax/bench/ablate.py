@@ -27,13 +27,13 @@ def parse_sizes(text: str) -> list[int]:
     return sizes
 
 
-def parse_drafters(named: list[str]) -> dict[str, str]:
+def parse_named(named: list[str], option: str) -> dict[str, str]:
     """Folders by name from NAME=DIR."""
     found = {}
     for text in named:
         name, is_named, folder = text.partition("=")
         if not is_named or not name or not folder or name in found:
-            raise ValueError(f"--drafters {text!r}: expected NAME=DIR, each name once")
+            raise ValueError(f"{option} {text!r}: expected NAME=DIR, each name once")
         found[name] = folder
     return found
 

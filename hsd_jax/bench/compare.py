@@ -23,10 +23,11 @@ from hsd_jax.bench.quality import held_out_bits_per_byte, model_record, pooled_r
 from hsd_jax.bench.tables import say
 from hsd_jax.drafters.table import method_of
 from hsd_jax.files import read_yaml, write_json
-from hsd_jax.params import Params, default_tree
+from hsd_jax.params import ALPHA, Params, default_tree, rescore
 
 PLAIN = "plain"
 KEYS = {"drafter": str, "tree": str, "accept": str, "draw": str, "reuse": str, "token_info": bool, "reference": bool}
+KEYS |= {"rescore": str, "alpha": float}
 """What a method may say, and the type of its value."""
 ALL = "all"
 """The task that holds all others."""
@@ -79,7 +80,7 @@ def read_methods(path: str | Path) -> dict[str, dict[str, Any]]:
             raise ValueError(f"{path}: method {name!r}: {shown!r} is none of {', '.join(KEYS)}")
         for key, value in about.items():
             if type(value) is not KEYS[key]:
-                wanted = "true or false" if KEYS[key] is bool else "a text, in quotes"
+                wanted = {bool: "true or false", float: "a number like 0.5"}.get(KEYS[key], "a text, in quotes")
                 raise ValueError(f"{path}: method {name!r}: {key}: {value!r}: expected {wanted}")
     if sum(bool(about.get("reference")) for about in methods.values()) > 1:
         raise ValueError(f"{path}: at most one method may say reference: true")
@@ -108,6 +109,8 @@ def make_modes(params, about: dict[str, dict[str, Any]], load: Callable[[str], A
             tree = parse_tree(method["tree"]) if "tree" in method else own
             if not method.get("token_info", True):
                 found = without_token_info(found)
+            if "rescore" in method:
+                found = rescore(found, method["rescore"], method.get("alpha", ALPHA))
             how = {key: method[key] for key in ("accept", "draw", "reuse") if key in method}
             modes.append(Mode(name, found, tree, **how))
             modes[-1].check()

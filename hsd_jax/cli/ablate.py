@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.drafters.table import method_of
     from hsd_jax.viz import plots
 
-    sizes, drafters = ablate.parse_sizes(args.nodes), ablate.parse_drafters(args.drafters)
+    sizes, drafters = ablate.parse_sizes(args.nodes), ablate.parse_named(args.drafters, "--drafters")
     out, work = args.out, measure.Workload.of(vars(args))
     with compare_lib.alone_in(out, temperatures=args.temperatures):
         params = options.load_params(args)

@@ -11,7 +11,7 @@ from typing import Any
 from hsd_jax import files
 from hsd_jax.bench.prompts import HALVES
 from hsd_jax.bench.tables import say
-from hsd_jax.settings import Count, Seed, Share, Temperature, TopP, Whole, describe, fits
+from hsd_jax.settings import Count, NotNegative, Seed, Share, Temperature, TopP, Whole, describe, fits
 
 
 def value_of(hint: Any):
@@ -32,6 +32,7 @@ def value_of(hint: Any):
 
 COUNT, WHOLE, SEED = value_of(Count), value_of(Whole), value_of(Seed)
 TEMPERATURE, TOP_P, SHARE = value_of(Temperature), value_of(TopP), value_of(Share)
+WEIGHT = value_of(NotNegative)
 
 
 def _path_type(check: Callable[[str], Path]):
@@ -109,6 +110,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
         help="a folder written by `hsd train drafter`; a Hugging Face folder, whose model drafts; lookup, or"
         " lookup:MIN-MAX, for n-grams of the context",
     )
+    add_value(group, "--rescore DIR", str, "what scores drafts: n-grams, a model, 0-gram (hsd bench rescore)")
+    add_value(group, "--alpha X", WEIGHT, "of its scores beside the drafter's", without="0.5")
     add_dtype_argument(group)
     group.add_argument(
         "--precision",
@@ -248,7 +251,12 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
             " complete checkout, or use --target DIR --drafter DIR"
         )
     names = ("target", "drafter", "dtype", "quantize", "max_len", "precision", "mesh")
-    return hsd_jax.load("demo" if args.demo else None, **{name: getattr(args, name) for name in names} | changes)
+    params = hsd_jax.load("demo" if args.demo else None, **{name: getattr(args, name) for name in names} | changes)
+    if args.rescore is None and args.alpha is not None:
+        raise ValueError("--alpha weighs the scores of --rescore DIR: give both")
+    if args.rescore is None or "drafter" in changes:
+        return params
+    return params_lib.rescore(params, args.rescore, *[alpha for alpha in [args.alpha] if alpha is not None])
 
 
 def tree_of(args: argparse.Namespace, params) -> Any:

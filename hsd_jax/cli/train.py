@@ -69,6 +69,7 @@ hsd train tokenizer --data train.jsonl --vocab-size 4096 --out runs/tokenizer
     _add_data_arguments(tokenizer, True, "folder of the result")
     add_value(tokenizer, "--vocab-size V", options.COUNT, "", 4096)
     _add_restrict(kinds)
+    _add_ngram(kinds)
     curves = options.add_command(
         kinds,
         "curves",
@@ -100,6 +101,25 @@ hsd train restrict --target DIR --drafter runs/demo/drafter --data own.jsonl --d
     _add_data_arguments(restrict, True, "folder of the new drafter")
     add_value(restrict, "--draft-vocab SHARE", options.SHARE, "of the vocabulary", 0.5)
     add_value(restrict, "--loss-on", str, "the tokens to count", "all", "all", choices=("all", "responses"))
+
+
+def _add_ngram(kinds) -> None:
+    """Declares `hsd train ngram`."""
+    ngram = options.add_command(
+        kinds,
+        "ngram",
+        run_ngram,
+        "count n-grams, for drafts to be rescored by",
+        "Count the n-grams of text the target wrote (hsd generate-data), with interpolated Kneser-Ney smoothing. What\n"
+        "such a model adds to drafts, hsd bench rescore tells; --rescore OUT lets it take part.",
+        """
+hsd train ngram --target DIR --data own.jsonl --order 4 --out runs/ngram
+""",
+    )
+    ngram.add_argument("--target", metavar="DIR", required=True, help="a Hugging Face folder")
+    _add_data_arguments(ngram, True, "folder of the model")
+    add_value(ngram, "--order N", options.COUNT, "tokens of the longest n-grams, 2 to 8", 4)
+    add_value(ngram, "--loss-on", str, "the tokens to count", "responses", "responses", choices=("all", "responses"))
 
 
 def _with_keys(parser: argparse.ArgumentParser, recipe: str, leave_out: tuple[str, ...] = ()) -> None:
@@ -155,6 +175,14 @@ def run_restrict(args: argparse.Namespace) -> int:
     from hsd_jax.train.frequent_tokens import restrict_drafter
 
     restrict_drafter(args.target, args.drafter, args.data, args.out, args.draft_vocab, args.loss_on, options.say)
+    return 0
+
+
+def run_ngram(args: argparse.Namespace) -> int:
+    """Counts n-grams."""
+    from hsd_jax.train.ngram import train_ngram
+
+    train_ngram(args.target, args.data, args.out, args.order, args.loss_on, options.say)
     return 0
 
 

@@ -60,6 +60,9 @@ class Method(NamedTuple):
     load: Callable[..., tuple[Any, Weights]] | None = None
     """`load(folder, target_config, tokenizer, dtype, placement)`: a drafter from a folder that is none of ours."""
     token_information: TokenInformation | None = None
+    lattice: Callable[..., Any] | None = None
+    """`lattice(target_config, config, tree) -> levels`; `levels(models, state) -> (logits [B, D, C], inject, state)`:
+    what `tree.token_free` grows from, for drafters whose states read no drafted token. None: they do."""
     stages: Callable[..., Any] | None = None
     """`stages(target_config, config, tree, scheme)`: the parts of drafting, for profiles. None: it is timed as a
     whole."""

@@ -26,7 +26,7 @@ from hsd_jax.train.documents import (
     render_turns,
     text_of,
 )
-from hsd_jax.train.rows import ALL, PACKED, PADDED, RESPONSES, Rows, make_rows
+from hsd_jax.train.rows import ALL, PACKED, PADDED, RESPONSES, Rows, encoded, make_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -121,6 +121,21 @@ def read_rows(
     documents = [document for file in files for document in load_documents(file, template, find)]
     seed = seed if config.seed is None else config.seed
     return make_rows(documents, tokenizer, length, bos, eos, seed, vocab_size, config.packing, config.loss_on)
+
+
+def read_encoded(
+    files: Sequence[str | Path], folder: str | Path, vocab_size: int, loss_on: str
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of every document of some files, in their order, the tokens int32 [n] and which are labels, bool [n].
+
+    Raises as `read_rows`.
+    """
+    tokenizer, bos, eos = read_tokenizer(folder)
+    on_responses = loss_on == RESPONSES
+    documents = [
+        document for file in files for document in load_documents(file, read_chat_template(folder), on_responses)
+    ]
+    return list(encoded(documents, tokenizer, bos, eos, vocab_size, on_responses))
 
 
 @functools.lru_cache(maxsize=2)  # neighbouring batches may lie in two epochs

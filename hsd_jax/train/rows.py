@@ -106,10 +106,10 @@ def make_rows(
             " response: needed are prompt and response, question and answer, or turns of an assistant; or loss_on=all"
         )
     order = np.random.default_rng(seed).permutation(len(documents))
-    encoded = list(_encoded([documents[i] for i in order], tokenizer, bos, eos, vocab_size, on_responses))
+    found = list(encoded([documents[i] for i in order], tokenizer, bos, eos, vocab_size, on_responses))
     if packing == PACKED:
-        return _packed(encoded, length)
-    return _padded(encoded, length, eos)
+        return _packed(found, length)
+    return _padded(found, length, eos)
 
 
 def beginnings(rows: Rows, count: int, length: int) -> list[np.ndarray]:
@@ -129,13 +129,14 @@ def _one_document(row: np.ndarray, begins: np.ndarray, length: int) -> np.ndarra
     return max(pieces, key=len)  # of equals the first
 
 
-_Encoded = tuple[np.ndarray, np.ndarray]
+Encoded = tuple[np.ndarray, np.ndarray]
 """The tokens of a document, int32 [n], and which are labels, bool [n]."""
 
 
-def _encoded(
+def encoded(
     documents: Sequence[Document], tokenizer, bos: int | None, eos: int, vocab_size: int, on_responses: bool
-) -> Iterator[_Encoded]:
+) -> Iterator[Encoded]:
+    """The tokens of each document and which are labels; raises as `make_rows`, but for documents without labels."""
     special = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
     for start in range(0, len(documents), _ENCODED_AT_ONCE):
         some = documents[start : start + _ENCODED_AT_ONCE]
@@ -206,7 +207,7 @@ def spoken(decode: Callable[[list[int]], str], prompt: list[int], response: list
     return whole[len(before) :] if whole.startswith(before) else decode(response)
 
 
-def _packed(encoded: list[_Encoded], length: int) -> Rows:
+def _packed(encoded: list[Encoded], length: int) -> Rows:
     """Neighbouring rows share one token, so that no label is lost; what fills no row is dropped."""
     tokens, labels = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
     lengths = [len(ids) for ids, _ in encoded]
@@ -222,7 +223,7 @@ def _packed(encoded: list[_Encoded], length: int) -> Rows:
     return Rows(tokens[at], mask, len(encoded), len(tokens), starts=starts if starts.any() else None)
 
 
-def _padded(encoded: list[_Encoded], length: int, eos: int) -> Rows:
+def _padded(encoded: list[Encoded], length: int, eos: int) -> Rows:
     """A document a row, filled with end tokens that nobody learns."""
     kept = [(ids, labels) for ids, labels in encoded if labels[1 : length + 1].any()]
     if not kept:

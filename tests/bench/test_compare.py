@@ -196,10 +196,10 @@ def test_sizes_and_drafters_of_an_ablation():
     for text in ("8,x", "2", "8,8", ""):
         with pytest.raises(ValueError, match="--nodes"):
             ablate.parse_sizes(text)
-    assert ablate.parse_drafters(["a=b", "c=d=e"]) == {"a": "b", "c": "d=e"}
+    assert ablate.parse_named(["a=b", "c=d=e"], "--drafters") == {"a": "b", "c": "d=e"}
     for named in (["a"], ["=b"], ["a="], ["a=b", "a=c"]):
         with pytest.raises(ValueError, match="expected NAME=DIR"):
-            ablate.parse_drafters(named)
+            ablate.parse_named(named, "--drafters")
     assert ablate.tree_of_size(8, 6) == TreeConfig(8, 6, 2)
     assert ablate.tree_of_size(4, 6) == TreeConfig(4, 3, 1)
     assert ablate.tree_of_size(16, 2) == TreeConfig(16, 2, 4)

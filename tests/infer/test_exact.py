@@ -22,12 +22,14 @@ from hsd_jax.types import DRAWN_SCHEMES, NO_TOKEN, DrawScheme
 PROPOSERS = ["beam", "branching", "chain", "steered", "block", setups.CHAIN_ORACLE, setups.DECOYS_ORACLE]
 BASELINES = [*setups.CHAINS, "small_lm_branching", "eagle", "medusa"]
 REUSE_PROPOSERS = ["ahead", "hot_sum", "steered_block_skip", "path_sum"]
-SLOW_PROPOSERS = ["two", "no_embeddings", "layers", "steered_block", "eagle_layers", "steered_block_ahead"]
+RESCORED = ["rescored_ngram", "rescored_lm"]
+SLOW_PROPOSERS = sorted({*setups.RESCORED} - {*RESCORED})
+SLOW_PROPOSERS += ["two", "no_embeddings", "layers", "steered_block", "eagle_layers", "steered_block_ahead"]
 SLOW_PROPOSERS += [f"{kind}_branching" for kind in ("block", "hot", "eagle", "medusa")]
 SLOW_PROPOSERS += ["small_lm_beam", "path_chain", "hot_path", "hot", "block_layers", "path"]
 SLOW_PROPOSERS += [*sorted({*setups.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]
 TABLE = [
-    *[("llama", proposer) for proposer in (*PROPOSERS, *BASELINES, *REUSE_PROPOSERS)],
+    *[("llama", proposer) for proposer in (*PROPOSERS, *BASELINES, *REUSE_PROPOSERS, *RESCORED)],
     *[pytest.param("llama", proposer, marks=pytest.mark.slow) for proposer in SLOW_PROPOSERS],
     pytest.param("untied", setups.DECOYS_ORACLE, marks=pytest.mark.slow),
     pytest.param("qwen", setups.DECOYS_ORACLE, marks=pytest.mark.slow),
@@ -47,6 +49,7 @@ def test_every_kind_of_drafter_is_in_the_table():
     kinds = {
         one.changes.get("kind", "hidden") if one.is_trained else getattr(one.config, "kind", None) for one in found
     }
+    kinds |= {"rescored"} & {"rescored" if one.scorer else None for one in found}
     assert kinds - {None} == set(METHODS), "add a proposer to tests/support/setups.py and to TABLE"
 
 
@@ -157,7 +160,7 @@ def test_the_oracle_reaches_every_length_of_path(proposer):
     assert (histogram > 0).all(), histogram
 
 
-@pytest.mark.parametrize("proposer", ["beam", "block", "path", *setups.CHAINS, "eagle", "medusa"])
+@pytest.mark.parametrize("proposer", ["beam", "block", "path", *setups.CHAINS, "eagle", "medusa", *RESCORED])
 def test_drafters_are_sometimes_right(proposer):
     call = calls.mixed_call()
     setup = setups.setup("llama", proposer)

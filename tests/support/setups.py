@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any, cast
 
+import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax.config import (
@@ -25,6 +26,7 @@ from hsd_jax.config import (
 from hsd_jax.drafters.hidden.config import PATH
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.method import Pictures
+from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import make_drafter as drafter_of
 from hsd_jax.drafters.table import pictures_of
@@ -33,6 +35,7 @@ from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import draft_vocab
+from hsd_jax.train.ngram import make_ngram
 from hsd_jax.types import DecodeState, Drafter, DrawScheme
 from support.calls import Call, cut, generated, mixed_call
 from support.oracle_drafter import CHAIN, DECOYS, ORACLE_DEPTH, oracle_drafter, oracle_table, steered
@@ -75,6 +78,8 @@ class Proposer:
     is_trained: bool = True
     """Reads features of the target; else it is of another kind, `config`, or nothing but the oracle."""
     config: Any = None
+    scorer: str | None = None
+    """A key of `scorers`, if its drafts are rescored."""
 
     @property
     def drafter_changes(self) -> dict[str, Any]:
@@ -90,10 +95,13 @@ SMALL, MIDDLE = TreeConfig(nodes=6, depth=2, width=2), TreeConfig(nodes=8, depth
 DRAWN_BEAM = TreeConfig(nodes=9, depth=3, width=3)
 BRANCHING, SMALL_BRANCHING = TreeConfig(branching=(3, 2, 1)), TreeConfig(branching=(2, 2))
 BLOCK, PATHS = {"trunk": PARALLEL}, {"injection": PATH}
+HEADS = {"kind": "medusa"}
 CHAIN_ORACLE, DECOYS_ORACLE = "chain_oracle", "decoys_oracle"
 DRAFT_TO_TARGET = np.flatnonzero(np.arange(VOCAB) % 3 != 1).astype(np.int32)
 """What a restricted proposer may draft: two thirds of the tokens, so that texts are full of cold ones."""
 WRONG_SHARE = 0.2
+ARCS, ALPHA = 5, 0.5
+"""Of rescored proposers."""
 
 
 def _reuses() -> list[Proposer]:
@@ -147,6 +155,14 @@ _SMALL_LM_TREES = [
     Proposer("small_lm_branching", BRANCHING, is_trained=False, config=SMALL_LM),
     Proposer("small_lm_beam", MIDDLE, is_trained=False, config=SMALL_LM),
 ]
+_RESCORED = [
+    Proposer("rescored_zero", MIDDLE, HEADS, scorer="zero"),
+    Proposer("rescored_ngram", BEAM, HEADS, scorer="ngram"),
+    Proposer("rescored_low_rank", MIDDLE, HEADS, scorer="low_rank"),
+    Proposer("rescored_lm", MIDDLE, HEADS, scorer="small_lm"),
+    Proposer("rescored_hidden", MIDDLE, PATHS, scorer="ngram"),
+    Proposer("rescored_hot", MIDDLE, HEADS, scorer="ngram", is_restricted=True),
+]
 PROPOSERS = {
     one.name: one
     for one in (
@@ -157,13 +173,31 @@ PROPOSERS = {
         *_STEERED,
         *_OTHER,
         *_SMALL_LM_TREES,
+        *_RESCORED,
     )
 }
 TREES = {one.name: one.tree for one in _READING}
 """Of the drafters that read features."""
 REUSE = {one.name: one.reuse for one in _READING if one.reuse != NO_REUSE}
+RESCORED = {one.name: one for one in _RESCORED}
+"""Of drafters of the other lists, with a scorer that has a say."""
 CHAINS = {one.name: one.config for one in _OTHER}
 """Proposers that draft chains of their own kind, for the variant "llama"."""
+
+
+@functools.cache
+def scorer(name: str) -> tuple[Any, dict[str, Any]]:
+    """The configuration and the weights of a transition scorer for the variant "llama"."""
+    config, target = VARIANTS["llama"], weights("llama")
+    if name == "ngram":
+        texts = generated(mixed_call(), long_text())
+        documents = [(np.asarray(text, np.int32), np.arange(len(text)) > 0) for text in texts]
+        found, own = make_ngram(documents, 3, VOCAB, "0" * 64)
+        return found, {key: jnp.asarray(value) for key, value in own.items()}
+    if name == "low_rank":
+        found = drafter_config(config, injection=PATH)
+        return found, {"injector": make_drafter(found, config, target)["injector"]}
+    return (SmallLMConfig(**vars(config)), make_small_lm(target)) if name == "small_lm" else (None, {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +243,10 @@ def setup(variant: str = "llama", proposer: str = "plain", scheme: DrawScheme = 
     if one.is_restricted:
         wanted, drafter_weights = draft_vocab.restrict(wanted, drafter_weights, DRAFT_TO_TARGET)
         drafter_weights = draft_vocab.attach(drafter_weights, drafter_weights["draft_to_target"], target, config)
+    if one.scorer is not None:
+        found, own = scorer(one.scorer)
+        wanted = RescoredConfig(wanted, found, ARCS)
+        drafter_weights = {**drafter_weights, "rescorer": {**own, "alpha": jnp.full(1, ALPHA)}}
     if one.oracle is not None:
         drafter = oracle_drafter(one.oracle)
         drafter_weights = (drafter_weights or {}) | oracle_table(long_text(variant), WRONG_SHARE)

@@ -9,7 +9,7 @@ import pytest
 from support import setups, toy
 
 import hsd_jax
-from hsd_jax.config import PARALLEL, ReuseConfig, TreeConfig
+from hsd_jax.config import NO_REUSE, PARALLEL, ReuseConfig, TreeConfig
 from hsd_jax.params import Params
 from hsd_jax.train import evaluate
 from hsd_jax.types import DraftTree
@@ -67,6 +67,28 @@ def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
     reached = np.cumsum(out.stats.accepted_histogram[::-1])[::-1]
     np.testing.assert_allclose(found["acceptance"], reached[1:] / np.maximum(reached[:-1], 1))
     assert 1 < found["tau"] < TREE.depth + 1  # else the test would say nothing
+
+
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("proposer", ["rescored_hidden", pytest.param("rescored_lm", marks=pytest.mark.slow)])
+def test_simulated_tau_of_rescored_drafts_is_that_of_decoding(proposer, temperature):
+    """So every round of a decode knows of the text before it what a scorer needs."""
+    setup = setups.setup("llama", proposer)
+    params = Params(
+        setup.models["target"],
+        setup.models["drafter"],
+        setup.config,
+        setup.drafter_config,
+        max_len=128,
+        precision="exact",
+    )
+    options = {"max_new_tokens": 24, "temperature": temperature}
+    texts = evaluate.write_texts(params, PROMPTS, seed=5, batch=2, **options)
+    models = params.drafter, params.drafter_config, params.target, params.target_config
+    (found,), overlap = evaluate.accepted_lengths(*models, texts, [(TREE, NO_REUSE)], temperature)
+    out = hsd_jax.decode(params, PROMPTS, seed=[5, 6, 7, 8], tree=TREE, **options)
+    assert overlap is None and list(found.histogram) == list(out.stats.accepted_histogram)
+    assert 1 < found.tau < TREE.depth + 1
 
 
 SLOW_FORMS = ("sum", "skip", "unfused")

@@ -6,7 +6,7 @@ from typing import Any
 
 from hsd_jax.config import RECURRENT, REUSES, TreeConfig, layer_numbers
 from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.draft import hidden_drafter, pictures
+from hsd_jax.drafters.hidden.draft import hidden_drafter, lattice, pictures
 from hsd_jax.drafters.hidden.schedule import aged
 from hsd_jax.drafters.hidden.stages import stages
 from hsd_jax.drafters.hidden.weights import init_weights, inject, read_paths, token_bias
@@ -39,6 +39,7 @@ HIDDEN = Method(
     init_weights=init_weights,
     unroll=unroll,
     token_information=TokenInformation(inject, read_paths, token_bias),
+    lattice=lattice,
     stages=stages,
     aged=aged,
     pictures=pictures,

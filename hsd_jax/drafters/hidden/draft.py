@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -90,6 +91,17 @@ def hidden_drafter(
         return append_pending(state, after.pending, after.next_tokens, num_committed)
 
     return basis._replace(init=init, commit=commit, ready=ready if reuse.form == AHEAD else None, follow=None)
+
+
+def lattice(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig) -> Callable[..., Any]:
+    """As `Method.lattice`: base logits of fresh states, and the injector."""
+    levels_of_round = make_schedule(target_config, config, tree, NO_REUSE, tree.depth)
+
+    def levels(models, state: TrunkState):
+        fresh, state = levels_of_round(models, state)
+        return fresh.logits, functools.partial(inject, models["drafter"], config), state
+
+    return levels
 
 
 def pictures(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, reuse: ReuseConfig) -> Pictures:

@@ -6,7 +6,7 @@ from typing import Any
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.medusa.config import MedusaConfig
-from hsd_jax.drafters.medusa.draft import medusa_drafter, pictures
+from hsd_jax.drafters.medusa.draft import lattice, medusa_drafter, pictures
 from hsd_jax.drafters.medusa.weights import init_weights, unroll
 from hsd_jax.drafters.method import Method
 from hsd_jax.drafters.shared import chain_of_training
@@ -29,5 +29,6 @@ MEDUSA = Method(
     has_score=False,
     init_weights=init_weights,
     unroll=unroll,
+    lattice=lattice,
     pictures=pictures,
 )

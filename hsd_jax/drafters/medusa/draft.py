@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -101,6 +102,20 @@ def branching_tree(tree: TreeConfig) -> StaticTree:
     return StaticTree(*(np.array(x, np.int32) for x in (parents, depths, ranks)))
 
 
+def lattice(target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig) -> Callable[..., Any]:
+    """As `Method.lattice`: the logits of the heads, to which drafted tokens add nothing."""
+
+    def nothing(tokens: Int[Array, "B w"], above: None) -> tuple[Array, None]:
+        return jnp.zeros((*tokens.shape, 1)), None
+
+    def levels(models, state: MedusaState):
+        with jax.named_scope("head"):
+            states = head_states(models["drafter"], config, state.feature, tree.depth)
+            return base_logits(models["drafter"], config, models["target"], target_config, states), nothing, state
+
+    return levels
+
+
 def medusa_drafter(
     target_config: ModelConfig,
     config: MedusaConfig,
@@ -116,7 +131,7 @@ def medusa_drafter(
       ValueError: as `hidden_drafter`.
     """
     check_tree(target_config, config, tree, scheme)
-    shape = static_tree(tree)
+    shape, levels = static_tree(tree), lattice(target_config, config, tree)
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         return MedusaState(jnp.zeros((len(length), target_config.hidden_size)))
@@ -135,12 +150,9 @@ def medusa_drafter(
         return MedusaState(last_feature(features, start, length, state.feature))
 
     def draft(models, state: MedusaState, inputs: RoundInputs):
-        with jax.named_scope("head"):
-            states = head_states(models["drafter"], config, state.feature, tree.depth)
-            logits = base_logits(models["drafter"], config, models["target"], target_config, states)
+        logits, nothing, _ = levels(models, state)
         draft_to_target = models["drafter"].get("draft_to_target")
         if scheme in DRAWN_SCHEMES:
-            nothing = lambda tokens, _: (jnp.zeros((*tokens.shape, 1)), None)  # noqa: E731  # what tokens add
             return Grower(tree, scheme, config.vocab_size).grow_token_free(
                 logits, nothing, inputs, draft_to_target
             ), state
@@ -184,9 +196,10 @@ def medusa_drafter(
 def pictures(target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig, reuse: ReuseConfig) -> Pictures:
     """What pictures show of the trees of `medusa_drafter`."""
 
+    levels = lattice(target_config, config, tree)
+
     def node_logp(models, state: MedusaState, drafted: DraftTree, sampling: SamplingParams):
-        states = head_states(models["drafter"], config, state.feature, tree.depth)
-        logits = base_logits(models["drafter"], config, models["target"], target_config, states)
+        logits, _, _ = levels(models, state)
         own = jnp.take_along_axis(logits, jnp.maximum(drafted.depth - 1, 0)[:, :, None], 1)
         return logp_of_tokens(own, drafted, models["drafter"].get("draft_to_target"))
 

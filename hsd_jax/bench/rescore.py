@@ -1,0 +1,217 @@
+"""What transition scorers are worth to a drafter with token-free states: tokens a pass at equal verified nodes.
+
+Nothing is decoded but the texts, by the target alone: under `match` a text is known beforehand, so that a scorer's tau
+on it is a count (`train/evaluate.py`), equal to that of decoding. alpha is chosen on the prompts of the tuning half;
+all figures are of the other half. Read next: `drafters/rescored/draft.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from hsd_jax.arguments import encode
+from hsd_jax.bench.compare import without_token_info
+from hsd_jax.bench.machine import hardware
+from hsd_jax.bench.measure import Workload
+from hsd_jax.bench.prompts import HALVES, for_checkpoint
+from hsd_jax.bench.tables import make_console, make_table, say
+from hsd_jax.config import NO_REUSE, ModelConfig, TreeConfig
+from hsd_jax.distributed import fetch
+from hsd_jax.drafters.rescored.config import ZERO_GRAM
+from hsd_jax.drafters.table import make_drafter, method_of
+from hsd_jax.infer.decode import drafter_after
+from hsd_jax.models.draft_vocab import to_columns
+from hsd_jax.models.target import forward_sequence
+from hsd_jax.params import Params, rescore
+from hsd_jax.train.evaluate import Texts, accepted_lengths, walk, write_texts
+
+ALPHAS = (0.1, 0.25, 0.5, 0.75, 1.0)
+ORACLES = (1, 4, 16)
+"""Arcs of the lattices of which an oracle chooses the best path."""
+NONE, OWN = "none", "its own"
+
+
+class Lattice(NamedTuple):
+    """What the states of each root say, drafted tokens unread."""
+
+    entropy: Float[Array, "*texts roots D"]
+    """In nats."""
+    repeats: Float[Array, "*texts roots D-1"]
+    """1 where the likeliest token of a state is that of the state before."""
+    rank: Int[Array, "*texts roots D"]
+    """How many tokens a state prefers to the one that followed; past every one of them where none did."""
+
+
+@functools.partial(jax.jit, static_argnames=("target_config", "config", "tree", "num_roots"))
+def look(
+    drafter: Any,
+    target: Any,
+    target_config: ModelConfig,
+    config: Any,
+    tree: TreeConfig,
+    num_roots: int,
+    tokens: Int[Array, "B T"],
+    length: Int[Array, "B"],
+    first: Int[Array, "B"],
+) -> Lattice:
+    """The lattice of `num_roots` positions of every text, from `first` on."""
+    models, proposer = {"target": target, "drafter": drafter}, make_drafter(target_config, config, tree)
+    levels = method_of(config).lattice
+    assert levels is not None, "others were refused"
+
+    def one_text(row: tuple[Array, Array, Array]) -> Lattice:
+        text, end, start = row
+        output = forward_sequence(target, target_config, text[None], aux_layers=proposer.aux_layers)
+        roots = jnp.minimum(start + jnp.arange(num_roots), len(text) - 1)
+        capacity = len(text) + max(proposer.max_depth, proposer.lookahead) + 1
+        begin = lambda root: drafter_after(proposer, models, output, text[None], root[None] + 1, capacity)  # noqa: E731
+        states = jax.tree.map(lambda x: x[:, 0], jax.vmap(begin)(roots))
+        logits, _, _ = levels(target_config, config, tree)(models, states)
+        logp, best = jax.nn.log_softmax(logits, -1), jnp.argmax(logits, -1)
+        places = roots[:, None] + 1 + jnp.arange(tree.depth)
+        columns, is_known = to_columns(drafter.get("draft_to_target"), text[jnp.minimum(places, len(text) - 1)])
+        own = jnp.take_along_axis(logits, columns[:, :, None], 2)
+        rank = jnp.where(is_known & (places < end), (logits > own).sum(-1), logits.shape[-1])
+        return Lattice(-(jnp.exp(logp) * logp).sum(-1), (best[:, 1:] == best[:, :-1]).astype(jnp.float32), rank)
+
+    return jax.lax.map(one_text, (tokens, length, first))
+
+
+def facts(params: Params, texts: Texts, depth: int) -> dict[str, Any]:
+    """Entropy by state, how often neighbours repeat each other, and tau if an oracle chose from the lattice."""
+    written, chain = texts.length - texts.prompt_length, TreeConfig(depth + 1, depth, 1)
+    models = params.drafter, params.target, params.target_config, params.drafter_config
+    rows = texts.tokens, texts.length, texts.prompt_length - 1
+    found = jax.tree.map(fetch, look(*models, chain, int(written.max()), *rows))
+    counts = np.arange(written.max()) < written[:, None]
+    entropy = found.entropy[counts].mean(0)
+    rises = np.flatnonzero(np.diff(entropy) < 0)
+    leading = {k: np.cumprod(found.rank < k, -1).sum(-1) for k in ORACLES}
+    return {
+        "entropy": entropy.tolist(),
+        "rises_to": int(rises[0]) + 1 if len(rises) else depth,
+        "repeated_neighbours": float(found.repeats[counts].mean()),
+        "oracle_tau": {str(k): walk(right[:, None], texts, depth).tau for k, right in leading.items()},
+    }
+
+
+def tau_of(params: Params, texts: Texts, tree: TreeConfig, temperature: float) -> float:
+    """Tokens a target pass of decoding these texts."""
+    assert params.drafter is not None
+    models = params.drafter, params.drafter_config, params.target, params.target_config
+    (fate,), _ = accepted_lengths(*models, texts, [(tree, NO_REUSE)], temperature)
+    return fate.tau
+
+
+def with_alpha(params: Params, alpha: float) -> Params:
+    """Rescored drafts with another weight of their scorer."""
+    assert params.drafter is not None
+    rescorer = params.drafter["rescorer"] | {"alpha": jnp.full(1, alpha, jnp.float32)}
+    return dataclasses.replace(params, drafter=params.drafter | {"rescorer": rescorer})
+
+
+def chain_of(tree: TreeConfig) -> TreeConfig:
+    """The best path alone, of no more nodes than the tree."""
+    return TreeConfig(tree.depth + 1, tree.depth, 1)
+
+
+def rows_of_states(
+    params: Params,
+    scorers: Mapping[str, str],
+    tree: TreeConfig,
+    tuned_on: Texts,
+    texts: Texts,
+    temperature: float,
+    alphas: Sequence[float],
+) -> list[dict[str, Any]]:
+    """tau of one tree without scorer, by the heads' likeliest paths, and by each scorer with its best alpha."""
+    heads = rescore(params, ZERO_GRAM, 0.0)
+    found = [(NONE, heads, chain_of(tree), {}), (OWN, params, tree, {}), (ZERO_GRAM, heads, tree, {})]
+    for name, folder in scorers.items():
+        scored = rescore(params, folder)
+        tried = {alpha: tau_of(with_alpha(scored, alpha), tuned_on, tree, temperature) for alpha in alphas}
+        best = max(tried, key=lambda alpha: tried[alpha])
+        say(f"  {name}: " + ", ".join(f"alpha {alpha:g} tau {tau:.2f}" for alpha, tau in tried.items()))
+        found.append((name, with_alpha(scored, best), tree, {"alpha": best, "tuned": tried}))
+    rows = [
+        {
+            "scorer": name,
+            "nodes": shape.nodes,
+            "tree": shape.name,
+            "tau": tau_of(one, texts, shape, temperature),
+            **more,
+        }
+        for name, one, shape, more in found
+    ]
+    control = next(row["tau"] for row in rows if row["scorer"] == ZERO_GRAM)
+    return [row | {"over_0_gram": row["tau"] / control} for row in rows]
+
+
+def measure(
+    params: Params,
+    work: Workload,
+    scorers: Mapping[str, str],
+    trees: Sequence[TreeConfig],
+    temperature: float,
+    alphas: Sequence[float] = ALPHAS,
+) -> dict[str, Any]:
+    """The whole record. A drafter with token information is measured without it, too: it is the low-rank scorer.
+
+    Raises:
+      FileNotFoundError, ValueError: naming what is wrong with drafter, scorers or prompts, before anything is decoded.
+    """
+    for folder in (ZERO_GRAM, *scorers.values()):
+        rescore(params, folder)
+    drafter = params.drafter
+    assert drafter is not None
+    states = {"heads": params}
+    if "injector" in drafter:
+        states = {"states alone": without_token_info(params), "with token information": params}
+    texts = []
+    for half in HALVES:
+        found = for_checkpoint(params, work.prompts, half, work.limit, work.max_new_tokens)
+        say(f"the target writes {len(found)} texts of half {half}")
+        ids = [np.asarray(row) for row in encode(params, [prompt.text for prompt in found])]
+        texts.append(write_texts(params, ids, work.max_new_tokens, temperature, work.seed))
+    tuned_on, texts = texts
+    record = {
+        "command": work.command_line,
+        "hardware": hardware(),
+        "kind_of_figures": "simulated on the target's own text; equal to decoding under match",
+        "temperature": temperature,
+        "num_prompts": len(texts.length),
+        "lattice": facts(next(iter(states.values())), texts, max(tree.depth for tree in trees)),
+        "rows": [],
+    }
+    for tree in trees:
+        for name, one in states.items():
+            say(f"{name}, tree {tree.name}")
+            rows = rows_of_states(one, scorers, tree, tuned_on, texts, temperature, alphas)
+            record["rows"] += [{"states": name, **row} for row in rows]
+    return record
+
+
+def print_record(record: dict[str, Any]) -> None:
+    """Prints what `measure` returned."""
+    console, lattice = make_console(), record["lattice"]
+    title = f"{record['num_prompts']} prompts of the reporting half, temperature {record['temperature']:g}, simulated"
+    table = make_table(title, 2, "states", "scorer", "tree", "alpha", "tau", "over 0-gram")
+    for row in record["rows"]:
+        alpha = f"{row['alpha']:g}" if "alpha" in row else ""
+        cells = row["states"], row["scorer"], row["tree"], alpha, f"{row['tau']:.2f}", f"{row['over_0_gram']:.3f}"
+        table.add_row(*cells)
+    console.print(table)
+    entropy = " ".join(f"{x:.2f}" for x in lattice["entropy"])
+    console.print(f"entropy by head, nats: {entropy} (rises up to head {lattice['rises_to']})")
+    console.print(f"neighbours that repeat each other: {lattice['repeated_neighbours']:.1%}")
+    oracle = ", ".join(f"{k} arcs {tau:.2f}" for k, tau in lattice["oracle_tau"].items())
+    console.print(f"tau if an oracle chose the path: {oracle}")
+    console.print(record["command"], markup=False, highlight=False)

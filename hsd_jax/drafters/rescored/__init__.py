@@ -1,0 +1,44 @@
+"""Rescored drafts: the lattice of token-free states, and a transition scorer (arXiv:2404.09221)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hsd_jax.config import TreeConfig, layer_numbers
+from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.rescored.config import RescoredConfig
+from hsd_jax.drafters.rescored.draft import rescored_drafter
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+
+
+def scoring_seconds(costs: Any, scorer: Any, batch: int, tree: TreeConfig) -> float:
+    """Of a small language model a pass a level over the nodes so far, of others a few small operations a level."""
+    if not isinstance(scorer, SmallLMConfig):
+        return 40 * tree.depth * costs.rates.operation_seconds
+    numbers = scorer.num_layers * layer_numbers(scorer) + scorer.vocab_size * scorer.hidden_size
+    passes = (1 + level * tree.width for level in range(tree.depth))
+    products = sum(float(costs.product(numbers, batch * nodes, costs.drafter_itemsize)) for nodes in passes)
+    return products + tree.depth * costs.layer_seconds(scorer.num_layers)
+
+
+def rescored(methods: Mapping[str, Method]) -> Method:
+    """The row of the table, in terms of the rows of the drafters that make the states."""
+
+    def of(config: RescoredConfig) -> Method:
+        return methods[config.base.kind]
+
+    def make(target_config: Any, config: RescoredConfig, *args: Any, **options: Any) -> Any:
+        return rescored_drafter(of(config), target_config, config, *args, **options)
+
+    def drafting_seconds(costs: Any, config: RescoredConfig, batch: int, tree: TreeConfig) -> float:
+        states = of(config).drafting_seconds(costs, config.base, batch, tree)
+        return states + scoring_seconds(costs, config.scorer, batch, tree)
+
+    return Method(
+        RescoredConfig,
+        make,
+        lambda config: of(config).default_tree(config.base),
+        lambda config: of(config).max_depth(config.base),
+        drafting_seconds,
+    )

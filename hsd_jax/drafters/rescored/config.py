@@ -1,0 +1,71 @@
+"""What is static of a drafter whose trees a second model has a say in, and of the n-gram models that may be that."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, ClassVar
+
+from hsd_jax import settings
+from hsd_jax.config import DrafterConfig
+from hsd_jax.settings import Count, Within
+
+ZERO_GRAM = "0-gram"
+"""The name of the scorer that says nothing: trees of the likeliest paths by the heads alone."""
+ARCS = 16
+"""Tokens of each state that may be drafted (Kim et al., arXiv:2404.09221: top-16 lattices)."""
+
+
+ALPHA = 0.5
+"""What log p of a scorer is multiplied by where nobody says."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NgramConfig:
+    """The sizes of an n-gram model, and the tokenizer it was counted with; `ngram.py` has the numbers."""
+
+    kind: ClassVar[str] = "ngram"
+
+    order: Annotated[int, Within(2, 8)]
+    vocab_size: Count
+    num_nodes: Count
+    """n-grams of all orders, those of one token included."""
+    most_children: Count
+    """Different tokens after one context, at most."""
+    vocabulary: str
+    """`tokenizer.hash_of` the vocabulary."""
+
+    def __post_init__(self):
+        settings.check(self, "NgramConfig")
+
+
+@dataclasses.dataclass(frozen=True)
+class RescoredConfig:
+    """A drafter with token-free states, and what scores the transitions between their tokens."""
+
+    kind: ClassVar[str] = "rescored"
+
+    base: DrafterConfig
+    scorer: Any = None
+    """An `NgramConfig`, a `HiddenConfig` (its token information), a `SmallLMConfig`, or None: ZERO_GRAM."""
+    arcs: Count = ARCS
+    """Tokens that may follow a node: the likeliest of its state."""
+
+    def __post_init__(self):
+        settings.check(self, "RescoredConfig")
+
+    @property
+    def num_steps(self) -> int:
+        return self.base.num_steps
+
+    @property
+    def vocab_size(self) -> int:
+        return self.base.vocab_size
+
+    @property
+    def profile(self) -> tuple[float, ...]:
+        """That of the heads alone: a scorer is taken to do no harm."""
+        return self.base.profile
+
+    @property
+    def sampled_profile(self) -> tuple[float, ...]:
+        return self.base.sampled_profile

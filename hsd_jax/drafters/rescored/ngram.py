@@ -1,0 +1,109 @@
+"""n-gram models on the device: a trie in four arrays, its look-up by bisection, and its file.
+
+Node i < V is the n-gram of the token i alone; the nodes that go on from node i are `first[i]` to `first[i + 1]` - 1, in
+the order of their tokens. A node takes 16 bytes, whatever the vocabulary. The probabilities are made in
+`train/ngram.py`, by interpolated Kneser-Ney smoothing; here they are read in the backing-off form that is equal to it:
+
+    log p(w | h) = logp[h w] if there is such a node, else backoff[h] + log p(w | h without its first token)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from hsd_jax import settings
+from hsd_jax.drafters.rescored.config import NgramConfig
+from hsd_jax.files import write_json
+from hsd_jax.models.hf_config import read_json
+from hsd_jax.models.placement import HERE, Placement
+from hsd_jax.models.tensor_files import load_tree, open_all, store_tree
+from hsd_jax.types import Weights
+
+NGRAM_CONFIG, NGRAM_FILE = "ngram_config.json", "ngram.safetensors"
+NO_NODE = -1
+"""In place of the node of an n-gram that the model does not have."""
+_IDS = ("token", "first")
+
+
+def _shapes(config: NgramConfig) -> dict[str, tuple[int, ...]]:
+    num = (config.num_nodes,)
+    return {"token": num, "first": (config.num_nodes + 1,), "logp": num, "backoff": num}
+
+
+def save_ngram(folder: str | Path, config: NgramConfig, weights: Weights) -> None:
+    """Writes `ngram.safetensors` and `ngram_config.json`."""
+    folder, dtype = Path(folder), np.dtype(np.float32)
+    store_tree(folder / NGRAM_FILE, weights, _shapes(config), dtype, lambda path: path, ids=_IDS)
+    write_json(folder / NGRAM_CONFIG, dataclasses.asdict(config))
+
+
+def read_ngram(folder: str | Path, placement: Placement = HERE) -> tuple[NgramConfig, Weights]:
+    """What `save_ngram` wrote.
+
+    Raises:
+      FileNotFoundError: if one of the two files is missing.
+      ValueError: for a configuration or tensors that are not of an n-gram model.
+    """
+    folder = Path(folder)
+    config = settings.read(NgramConfig, read_json(folder / NGRAM_CONFIG), str(folder / NGRAM_CONFIG))
+    if not (folder / NGRAM_FILE).is_file():
+        raise FileNotFoundError(f"{folder / NGRAM_FILE}: no such file, though {NGRAM_CONFIG} is there")
+    with contextlib.ExitStack() as stack:
+        stored = {tensor.name: tensor for tensor in open_all([folder / NGRAM_FILE], stack)}
+        names, dtype = {name: name for name in _shapes(config)}, np.dtype(np.float32)
+        return config, load_tree(stored, names, _shapes(config), dtype, folder, NGRAM_CONFIG, _IDS, placement)
+
+
+def children(weights: Weights, config: NgramConfig, nodes: Int[Array, "..."], tokens: Int[Array, "..."]) -> Array:
+    """The node that goes on from each node with a token, NO_NODE where there is none."""
+    token, first = weights["token"], weights["first"]
+    at = jnp.maximum(nodes, 0)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low + high) // 2
+        is_before = (low < high) & (token[jnp.minimum(middle, token.shape[0] - 1)] < tokens)
+        return jnp.where(is_before, middle + 1, low), jnp.where(is_before, high, middle)
+
+    bounds = jnp.broadcast_arrays(first[at], first[at + 1], tokens)[:2]
+    end = bounds[1]
+    low, _ = lax.fori_loop(0, config.most_children.bit_length(), halve, tuple(bounds))
+    is_there = (nodes >= 0) & (low < end) & (token[jnp.minimum(low, token.shape[0] - 1)] == tokens)
+    return jnp.where(is_there, low, NO_NODE)
+
+
+def contexts_after(
+    weights: Weights, config: NgramConfig, contexts: Int[Array, "*rows C1"], tokens: Int[Array, "*rows"]
+) -> Int[Array, "*rows C1"]:
+    """The nodes of the last 1, 2, ... order - 1 tokens once another token has followed; NO_TOKEN forgets them all."""
+    longer = children(weights, config, contexts[..., :-1], tokens[..., None])
+    longer = jnp.where(tokens[..., None] < 0, NO_NODE, longer)
+    return jnp.concatenate([jnp.where(tokens < 0, NO_NODE, tokens)[..., None], longer], -1)
+
+
+def contexts_of(weights: Weights, config: NgramConfig, tokens: Int[Array, "*rows C1"]) -> Int[Array, "*rows C1"]:
+    """`contexts_after` the last order - 1 tokens of a text."""
+    contexts = jnp.full(tokens.shape, NO_NODE, jnp.int32)
+    for i in range(tokens.shape[-1]):
+        contexts = contexts_after(weights, config, contexts, tokens[..., i])
+    return contexts
+
+
+def log_probabilities(
+    weights: Weights, config: NgramConfig, contexts: Int[Array, "*rows C1"], tokens: Int[Array, "*rows k"]
+) -> Float[Array, "*rows k"]:
+    """log p(token | context), in nats, of each of `tokens`."""
+    found = children(weights, config, contexts[..., None, :], tokens[..., None])
+    logp = weights["logp"][tokens]
+    for i in range(config.order - 1):
+        node, longer = contexts[..., i, None], found[..., i]
+        backed_off = logp + jnp.where(node >= 0, weights["backoff"][jnp.maximum(node, 0)], 0.0)
+        logp = jnp.where(longer >= 0, weights["logp"][jnp.maximum(longer, 0)], backed_off)
+    return logp

@@ -1,0 +1,208 @@
+"""Transition scorers: how likely a token is after the path of drafted tokens before it, each a record of functions.
+
+An n-gram model, the token information of a hidden-state drafter (low rank), a small language model, or nothing. What
+they add to the states of a drafter is weighed in `draft.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from hsd_jax.drafters.hidden.config import HiddenConfig
+from hsd_jax.drafters.hidden.weights import read_token
+from hsd_jax.drafters.rescored import ngram
+from hsd_jax.drafters.rescored.config import NgramConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.kernels.ops import rows_of
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.draft_vocab import to_columns
+from hsd_jax.models.target import causal_mask, forward, read_chunk
+from hsd_jax.types import NO_TOKEN, KVCache, Verdict, Weights
+
+
+class Scorer(NamedTuple):
+    """A scorer as pure functions of its `weights` and of a state: what it remembers of the committed text."""
+
+    init: Callable[..., Any]
+    """`init(tokens [B, P], length [B], capacity) -> state`, before any of the prompts is read."""
+    read: Callable[..., Any]
+    """`read(weights, state, tokens [B, chunk], start, length) -> state`: a chunk of the prompts."""
+    begin: Callable[..., Any]
+    """`begin(weights, state) -> (carry, state)`: what scoring a tree starts from."""
+    score: Callable[..., tuple[Array, Any]]
+    """`score(weights, level, tokens [B, w], parents [B, w], arcs [B, w, k], carry) -> (scores [B, w, k], carry)`: of
+    the tokens `arcs` after each node of a level, up to a constant a node; called as a `tree.Expand` is."""
+    commit: Callable[..., Any]
+    """`commit(weights, state, verdict, num_committed) -> state`."""
+    follow: Callable[..., Any]
+    """The same after plain passes, for which nothing was scored."""
+    resize: Callable[..., Any]
+    """`resize(state, capacity) -> state`."""
+
+
+def make_scorer(config: Any, depth: int, cache_dtype: Any) -> Scorer:
+    """The scorer that `RescoredConfig.scorer` describes, for trees of this depth."""
+    if config is None:
+        return ZERO_GRAMS
+    if isinstance(config, NgramConfig):
+        return ngram_scorer(config)
+    if isinstance(config, HiddenConfig):
+        return low_rank_scorer(config)
+    return small_lm_scorer(config, depth, cache_dtype)
+
+
+def _keep(weights: Weights, state: Any, *_) -> Any:
+    return state
+
+
+def _stateless(begin: Any, score: Callable[..., tuple[Array, Any]]) -> Scorer:
+    """A scorer that needs to know of the text but the tree's own tokens; `begin` is the carry of the root."""
+    return Scorer(
+        init=lambda tokens, length, capacity: (),
+        read=_keep,
+        begin=lambda weights, state: (begin, state),
+        score=score,
+        commit=_keep,
+        follow=_keep,
+        resize=lambda state, capacity: state,
+    )
+
+
+def _say_nothing(weights: Weights, level: int, tokens: Array, parents: Array, arcs: Array, carry: Any):
+    return jnp.zeros(arcs.shape), carry
+
+
+ZERO_GRAMS = _stateless((), _say_nothing)
+"""Trees of the heads' likeliest paths."""
+
+
+def low_rank_scorer(config: HiddenConfig) -> Scorer:
+    """Scores W2 r(node) of another drafter's token information (methods.md 1.3): logits, not probabilities.
+
+    A token outside that drafter's reduced draft vocabulary scores 0, the score of no information.
+    """
+
+    def score(weights: Weights, level: int, tokens: Array, parents: Array, arcs: Array, above: Any):
+        above = None if above is None else cache_lib.take_nodes(above, parents, axis=1)
+        read = read_token(weights, config, tokens, above)
+        columns, is_known = to_columns(weights.get("draft_to_target"), arcs)
+        scores = jnp.einsum("bwkr,bwr->bwk", rows_of(weights["injector"]["bias"], columns), read)
+        return jnp.where(is_known, scores, 0.0), read
+
+    return _stateless(None, score)
+
+
+def ngram_scorer(config: NgramConfig) -> Scorer:
+    """Scores log p of an n-gram model. Its state is the last order - 1 committed tokens [B, order - 1]."""
+    num = config.order - 1
+
+    def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int) -> Array:
+        places = length[:, None] - num + jnp.arange(num)
+        last = jnp.take_along_axis(tokens, jnp.maximum(places, 0), 1)
+        return jnp.where(places >= 0, last, NO_TOKEN).astype(jnp.int32)
+
+    def begin(weights: Weights, state: Array):
+        return ngram.contexts_of(weights, config, state)[:, None], state
+
+    def score(weights: Weights, level: int, tokens: Array, parents: Array, arcs: Array, contexts: Array):
+        if level > 0:
+            above = cache_lib.take_nodes(contexts, parents, axis=1)
+            contexts = ngram.contexts_after(weights, config, above, tokens)
+        return ngram.log_probabilities(weights, config, contexts, arcs), contexts
+
+    def commit(weights: Weights, state: Array, verdict: Verdict, num_committed: Int[Array, "B"]):
+        text = jnp.concatenate([state, verdict.emitted], 1)
+        return jnp.take_along_axis(text, num_committed[:, None] + jnp.arange(num), 1)
+
+    return Scorer(init, _keep, begin, score, commit, commit, lambda state, capacity: state)
+
+
+@typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
+@flax.struct.dataclass
+class ReaderState:
+    """Of a small language model: cached plus pending tokens = committed tokens."""
+
+    cache: KVCache
+    pending: Int[Array, "B M"]
+    num_pending: Int[Array, "B"]
+
+
+class Drafted(NamedTuple):
+    """The drafted nodes so far, level by level, and which of them each sees; logits after those of the last level."""
+
+    cache: KVCache
+    tokens: Int[Array, "B X"]
+    depth: Int[Array, "B X"]
+    sees: Bool[Array, "B X X"]
+    logits: Float[Array, "B w V"]
+
+
+def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scorer:
+    """Scores log p of a causal language model, which reads the committed text and the path.
+
+    A level costs one pass of it over all nodes so far: simple and exact, made to tell what such a scorer is worth.
+    """
+
+    def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int) -> ReaderState:
+        slots = (capacity,) * config.num_layers
+        cache = cache_lib.empty_cache(slots, len(length), config.num_kv_heads, config.head_dim, cache_dtype)
+        root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
+        return ReaderState(cache, jnp.pad(root, ((0, 0), (0, depth))), jnp.ones_like(length))
+
+    def read(weights: Weights, state: ReaderState, tokens: Array, start: Any, length: Array) -> ReaderState:
+        """Reads the prompt but its last token, the root."""
+        _, cache = read_chunk(weights, config, state.cache, tokens, start, length - 1)
+        return dataclasses.replace(state, cache=cache)
+
+    def begin(weights: Weights, state: ReaderState):
+        """Reads the pending tokens, the root last."""
+        batch, num = state.pending.shape
+        positions = state.cache.length[:, None] + jnp.arange(num)
+        output = forward(weights, config, state.pending, positions, causal_mask(batch, num), state.cache)
+        logits = jnp.take_along_axis(output.logits, jnp.maximum(state.num_pending - 1, 0)[:, None, None], 1)
+        cache = cache_lib.commit(state.cache, output.new_kv, None, state.num_pending, after=logits)
+        empty = jnp.zeros((batch, 0), jnp.int32)
+        carry = Drafted(cache, empty, empty, jnp.zeros((batch, 0, 0), bool), logits)
+        return carry, ReaderState(cache, state.pending, jnp.zeros_like(state.num_pending))
+
+    def score(weights: Weights, level: int, tokens: Array, parents: Array, arcs: Array, drafted: Drafted):
+        if level > 0:
+            drafted = grown(weights, drafted, level, tokens, parents)
+        logp = jax.nn.log_softmax(drafted.logits, -1)
+        return jnp.take_along_axis(logp, arcs, 2), drafted
+
+    def grown(weights: Weights, above: Drafted, level: int, tokens: Array, parents: Array) -> Drafted:
+        """With the nodes of another level, whose parents are nodes of the last one, or the root."""
+        batch, width = tokens.shape
+        num, num_parents = above.tokens.shape[1], 0 if level == 1 else above.logits.shape[1]
+        own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
+        inherited = jnp.zeros((batch, width, num), bool)
+        if num_parents:
+            inherited = cache_lib.take_nodes(above.sees[:, num - num_parents :], parents, axis=1)
+        padded = jnp.pad(above.sees, ((0, 0), (0, 0), (0, width)))
+        sees = jnp.concatenate([padded, jnp.concatenate([inherited, own], 2)], 1)
+        nodes = jnp.concatenate([above.tokens, tokens], 1)
+        depths = jnp.concatenate([above.depth, jnp.full(tokens.shape, level)], 1)
+        positions = above.cache.length[:, None] - 1 + depths
+        output = forward(weights, config, nodes, positions, sees, above.cache)
+        return Drafted(above.cache, nodes, depths, sees, output.logits[:, -width:])
+
+    def commit(weights: Weights, state: ReaderState, verdict: Verdict, num_committed: Array) -> ReaderState:
+        return ReaderState(state.cache, verdict.emitted, num_committed)
+
+    def follow(weights: Weights, state: ReaderState, verdict: Verdict, num_committed: Array) -> ReaderState:
+        _, after = begin(weights, state)
+        return cache_lib.keep_idle(num_committed, state, commit(weights, after, verdict, num_committed))
+
+    def resize(state: ReaderState, capacity: int) -> ReaderState:
+        return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
+
+    return Scorer(init, read, begin, score, commit, follow, resize)

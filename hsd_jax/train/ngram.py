@@ -1,0 +1,195 @@
+"""n-grams counted in text the target wrote, as the arrays that `drafters/rescored/ngram.py` looks them up in.
+
+Interpolated Kneser-Ney smoothing (Kneser and Ney 1995; Chen and Goodman 1999), with one discount an order:
+
+    p(w | h) = max(a(h w) - D, 0) / a(h .) + D t(h) / a(h .) p(w | h without its first token)
+
+where a(h w) is how often the longest n-grams occur and, of shorter ones, how many different tokens stand before them
+(the beginning of a document counts as one more), a(h .) its sum over w, and t(h) how many w there are. Below single
+tokens all are equally likely, so every token has a probability after every context. NumPy alone; nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hsd_jax import lock
+from hsd_jax.drafters.rescored.config import NgramConfig
+from hsd_jax.drafters.rescored.ngram import contexts_of, log_probabilities, save_ngram
+from hsd_jax.files import replace_folder
+from hsd_jax.models import convert
+from hsd_jax.tokenizer import hash_of
+from hsd_jax.train import manifest
+from hsd_jax.train.data import read_encoded, read_tokenizer
+from hsd_jax.types import NO_TOKEN, Weights
+
+LEAST_DISCOUNT, MOST_DISCOUNT = 0.1, 0.9
+"""So that there is mass for unseen tokens, and more for seen ones, however small the text."""
+SHARE_HELD_OUT = 0.1
+_AT_ONCE = 4096
+
+Documents = Sequence[tuple[np.ndarray, np.ndarray]]
+"""Tokens int32 [n] of each, and which of them are counted, bool [n]."""
+
+
+class Level(NamedTuple):
+    """The n-grams of one order, ascending by parent and token."""
+
+    parent: np.ndarray
+    """Place of the n-gram without its last token among those of the order below."""
+    token: np.ndarray
+    """Its last token."""
+    suffix: np.ndarray
+    """Place of the n-gram without its first token among those of the order below."""
+    adjusted: np.ndarray
+    """a of the module's docstring; 0 for what is a beginning of longer n-grams only."""
+
+
+def count(documents: Documents, order: int, vocab_size: int) -> list[Level]:
+    """The n-grams of the orders 1 to `order` that end at a counted token, and their beginnings. No n-gram crosses from
+    one document into the next."""
+    tokens, counted = (np.concatenate(parts) for parts in zip(*documents, strict=True))
+    place = np.concatenate([np.arange(len(ids)) for ids, _ in documents])
+    wanted = [np.zeros(0, bool)] * (order + 1)  # of each order, the positions whose n-gram needs a node
+    above = np.zeros(len(tokens), bool)
+    for n in range(order, 0, -1):
+        wanted[n] = (counted & (place >= n - 1)) | above
+        above = np.append(wanted[n][1:], False)
+    node = tokens.astype(np.int64)
+    levels = [Level(np.zeros(vocab_size, int), np.arange(vocab_size), np.zeros(vocab_size, int), np.zeros(0))]
+    at_positions = [node]
+    for n in range(2, order + 1):
+        at = np.flatnonzero(wanted[n])
+        keys, found = np.unique(at_positions[-1][at - 1] * vocab_size + tokens[at], return_inverse=True)
+        node = np.full(len(tokens), -1)
+        node[at] = found
+        suffix = np.zeros(len(keys), int)
+        suffix[found] = at_positions[-1][at]
+        levels.append(Level(keys // vocab_size, keys % vocab_size, suffix, np.zeros(0)))
+        at_positions.append(node)
+    for n in range(1, order + 1):
+        ends = at_positions[n - 1][counted & (place >= n - 1)]
+        adjusted = np.bincount(ends, minlength=len(levels[n - 1].token))
+        if n < order:  # how many different tokens before it
+            longer = np.unique(at_positions[n][counted & (place >= n)])
+            adjusted = np.bincount(levels[n].suffix[longer], minlength=len(adjusted))
+            begins = np.unique(at_positions[n - 1][counted & (place == n - 1)])
+            adjusted[begins] += 1
+        levels[n - 1] = levels[n - 1]._replace(adjusted=adjusted)
+    return levels
+
+
+def discount(adjusted: np.ndarray) -> float:
+    """D = n1 / (n1 + 2 n2), of the n-grams of an order that were seen once and twice (Ney, Essen and Kneser 1994)."""
+    once, twice = (int((adjusted == times).sum()) for times in (1, 2))
+    return float(np.clip(once / max(once + 2 * twice, 1), LEAST_DISCOUNT, MOST_DISCOUNT))
+
+
+def smoothed(levels: Sequence[Level]) -> Weights:
+    """The trie of counted n-grams: `token`, `first`, `logp` and `backoff` of `drafters/rescored/ngram.py`."""
+    vocab_size = len(levels[0].token)
+    logp, backoff, below = [], [], np.full(1, 1.0 / vocab_size)
+    for level in levels:
+        num_parents, own = len(below) if logp else 1, discount(level.adjusted)
+        total = np.bincount(level.parent, level.adjusted, minlength=num_parents)
+        types = np.bincount(level.parent, level.adjusted > 0, minlength=num_parents)
+        left = np.where(total > 0, own * types / np.maximum(total, 1), 1.0)
+        seen = np.maximum(level.adjusted - own, 0.0) / np.maximum(total, 1)[level.parent]
+        if logp:
+            backoff.append(np.log(left))
+        below = seen + left[level.parent] * below[level.suffix]
+        logp.append(np.log(below))
+    backoff.append(np.zeros(len(below)))
+    sizes = np.cumsum([0, *(len(level.token) for level in levels)])
+    parents = [level.parent + start for level, start in zip(levels[1:], sizes, strict=False)]
+    num_children = np.bincount(np.concatenate([*parents, np.zeros(0, int)]), minlength=sizes[-1])
+    first = np.append(vocab_size, vocab_size + np.cumsum(num_children))
+    return {
+        "token": np.concatenate([level.token for level in levels]).astype(np.int32),
+        "first": first.astype(np.int32),
+        "logp": np.concatenate(logp).astype(np.float32),
+        "backoff": np.concatenate(backoff).astype(np.float32),
+    }
+
+
+def make_ngram(documents: Documents, order: int, vocab_size: int, vocabulary: str) -> tuple[NgramConfig, Weights]:
+    """The n-gram model of some documents.
+
+    Args:
+      vocabulary: as in `NgramConfig`.
+    Raises:
+      ValueError: if nothing is counted, or for an order that is not allowed.
+    """
+    if not sum(int(counted.sum()) for _, counted in documents):
+        raise ValueError("an n-gram model is counted from tokens, and there are none")
+    NgramConfig(order, vocab_size, vocab_size, 1, vocabulary)  # refuses the order before anything is counted
+    weights = smoothed(count(documents, order, vocab_size))
+    most = int(np.diff(weights["first"]).max())
+    return NgramConfig(order, vocab_size, len(weights["token"]), max(most, 1), vocabulary), weights
+
+
+def perplexity(config: NgramConfig, weights: Weights, documents: Documents) -> float:
+    """exp of the mean -log p of the counted tokens, by the look-up of decoding; NaN of none."""
+    num = config.order - 1
+    rows = []
+    for ids, counted in documents:
+        padded = np.concatenate([np.full(num, NO_TOKEN), ids]).astype(np.int32)
+        rows.append(np.lib.stride_tricks.sliding_window_view(padded, num + 1)[counted])
+    windows = np.concatenate(rows)
+    if not len(windows):
+        return math.nan
+    look_up = jax.jit(
+        lambda weights, rows: log_probabilities(
+            weights, config, contexts_of(weights, config, rows[:, :-1]), rows[:, -1:]
+        )[:, 0]
+    )
+    weights = jax.tree.map(jnp.asarray, weights)
+    padded = np.pad(windows, ((0, -len(windows) % _AT_ONCE), (0, 0)), mode="edge")
+    logp = [np.asarray(look_up(weights, padded[i : i + _AT_ONCE])) for i in range(0, len(padded), _AT_ONCE)]
+    return float(np.exp(-np.concatenate(logp)[: len(windows)].mean(dtype=np.float64)))
+
+
+@manifest.alone(lock.beside)
+def train_ngram(
+    target_dir: str | Path,
+    data_files: Sequence[str | Path],
+    out: str | Path,
+    order: int,
+    loss_on: str,
+    report: Callable[[str], None] = print,
+) -> None:
+    """Counts the n-grams of some data and writes the model to the new folder `out`.
+
+    What it is worth is reported on the last tenth of the documents, before these are counted as well.
+
+    Args:
+      loss_on: the tokens to count, as `data.loss_on` of a recipe.
+    Raises:
+      FileNotFoundError: if a folder or a data file is missing.
+      ValueError: for an order that is not allowed, if `out` exists, or data cannot be read or hold nothing to count.
+    """
+    if Path(out).exists():
+        raise ValueError(f"{out}: is there already; choose another folder")
+    vocab_size = convert.read_config(target_dir).vocab_size
+    vocabulary = hash_of(read_tokenizer(target_dir)[0].get_vocab())
+    documents = read_encoded(data_files, target_dir, vocab_size, loss_on)
+    num_held_out = int(len(documents) * SHARE_HELD_OUT)
+    if num_held_out:
+        used, held_out = documents[:-num_held_out], documents[-num_held_out:]
+        found = perplexity(*make_ngram(used, order, vocab_size, vocabulary), held_out)
+        report(f"perplexity {found:.2f} of {num_held_out:,} documents held out")
+    config, weights = make_ngram(documents, order, vocab_size, vocabulary)
+    replace_folder(Path(out), lambda new: save_ngram(new, config, weights))
+    num_tokens = sum(int(counted.sum()) for _, counted in documents)
+    size = sum(array.nbytes for array in weights.values())
+    report(
+        f"wrote {out}: {config.num_nodes:,} n-grams of up to {order} tokens from {num_tokens:,} tokens,"
+        f" {size / 1e6:.1f} MB in memory"
+    )
