@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from hsd_jax.bench.tables import make_console, make_table, same_text, say
 from hsd_jax.files import replacing, write_text
 
 COLUMNS = ("method", "tree", "rule", "tau", "tokens/s", "over plain", "over reference", "same text")
+SCORE = "task score"
+"""The column that a run with a lossy method has, too."""
 
 
 def by_setting(record: dict[str, Any]) -> Iterator[tuple[tuple[str, float, int], list[dict[str, Any]]]]:
@@ -34,6 +36,8 @@ def _ratio(value: dict[str, Any] | None) -> str:
 def cells(row: dict[str, Any]) -> list[str]:
     """A row of the tables, one text a column."""
     tree, rule = row.get("tree"), row.get("accept", "")
+    if row.get("lossy"):
+        rule += f", lossy {row['lossy']}"
     rate = row["tokens_per_second"]
     return [
         row["method"],
@@ -44,7 +48,19 @@ def cells(row: dict[str, Any]) -> list[str]:
         _ratio(row["over_plain"]),
         _ratio(row["over_reference"]),
         same_text(row, row["temperature"], row["num_texts"]),
+        *([] if "task_score" not in row else [_score(row["task_score"])]),
     ]
+
+
+def columns(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """The heads of the table of these rows."""
+    return (*COLUMNS, SCORE) if "task_score" in rows[0] else COLUMNS
+
+
+def _score(found: dict[str, float | None]) -> str:
+    """Exact match of maths problems, if the texts solve any, and the target's own log-likelihood."""
+    match = f"{found['exact_match']:.0%} exact, " if found["exact_match"] else ""
+    return f"{match}{found['logp']:.3f} nats/token"
 
 
 def title_of(setting: tuple[str, float, int]) -> str:
@@ -86,7 +102,7 @@ def print_tables(record: dict[str, Any]) -> None:
     """A rich table a setting."""
     console = make_console()
     for setting, rows in by_setting(record):
-        table = make_table(title_of(setting), 3, *COLUMNS)
+        table = make_table(title_of(setting), 3, *columns(rows))
         for row in rows:
             table.add_row(*cells(row))
         console.print(table)
@@ -98,14 +114,28 @@ def write_markdown(record: dict[str, Any], path: Path) -> None:
     """The tables as Markdown, with the command and the machine."""
     lines = []
     for setting, rows in by_setting(record):
-        lines += [f"### {title_of(setting)}", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+        heads = columns(rows)
+        lines += [f"### {title_of(setting)}", "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
         lines += ["| " + " | ".join(cells(row)) + " |" for row in rows] + [""]
     write_text(path, "\n".join([*lines, *(f"{line}  " for line in _footer(record))]) + "\n")
 
 
 def write_csv(record: dict[str, Any], path: Path) -> None:
     """A line a setting and method, numbers only."""
-    names = ["task", "temperature", "batch", "method", "dtype", "accept", "draw", "reuse", "nodes", "depth", "width"]
+    names = [
+        "task",
+        "temperature",
+        "batch",
+        "method",
+        "dtype",
+        "accept",
+        "draw",
+        "reuse",
+        "lossy",
+        "nodes",
+        "depth",
+        "width",
+    ]
     names += ["tau", "num_tokens", "tokens_per_second"]
     names += [f"over_{rival}{end}" for rival in ("plain", "reference") for end in ("", "_low", "_high")]
     names += ["same_text_as_plain", "num_texts"]

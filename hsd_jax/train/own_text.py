@@ -148,7 +148,7 @@ class MixedBatches:
             self._texts = self._write(step, weights)
             self._folder.mkdir(parents=True, exist_ok=True)
             with replacing(path) as temporary, open(temporary, "wb") as file:
-                np.savez(file, **self._texts)
+                np.savez(file, tokens=self._texts["tokens"], mask=self._texts["mask"])
         elif self._texts is None:
             try:
                 with open(path, "rb") as file, np.load(file, allow_pickle=False) as values:
