@@ -50,6 +50,8 @@ class Stats:
     """The tree that was chosen or asked for, or plain decoding, and why."""
     drafted_share: float = 0.0
     """Of the target passes, counted a row, those that verified at least one draft of the row."""
+    lossy: str | None = None
+    """The lossy acceptance that drafts met, as in "linear:0.5"; None: the text follows the target's distribution."""
 
     @property
     def mean_accepted(self) -> float:
@@ -106,6 +108,7 @@ def decode(
     draw: str | None = None,
     reuse: str = "none",
     tuned: bool | Tuned = True,
+    lossy: tuple[str, float] | str | None = None,
 ) -> DecodeResult:
     """Continues prompts; with speculation the text is that of plain decoding, sooner.
 
@@ -143,6 +146,9 @@ def decode(
       tuned: how the tree is chosen where `tree` is None. True: by the record that `tune` kept for this pair and
         machine. A `Tuned`: by that record. False: by the shipped model of costs, as also where the record has no choice
         for calls of this size.
+      lossy: off, None, or a function and an epsilon in (0, 1], as in ("linear", 0.5), "square" or "exponential": with
+        `accept="recursive"` more drafts are accepted, and sampled text no longer follows the target's distribution
+        (`infer/lossy.py` says what it follows). `stats.lossy` says so. An epsilon of 1 changes nothing.
     Raises:
       ValueError: naming the wrong value and the allowed ones, before anything compiles; and naming the row, if the
         target gives NaN logits, or none but -inf.
@@ -151,7 +157,7 @@ def decode(
       (arXiv:2408.07978).
     """
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, eos)
-    speculation = Speculation(tree, accept, draw, reuse, speculate, tuned, pad_rows)
+    speculation = Speculation(tree, accept, draw, reuse, speculate, tuned, pad_rows, lossy)
     request = prepare(params, prompt, sampling, speculation)
     start = time.perf_counter()
     state = request.run(request.state)
@@ -188,6 +194,7 @@ def stream(
     draw: str | None = None,
     reuse: str = "none",
     tuned: bool | Tuned = True,
+    lossy: tuple[str, float] | str | None = None,
 ) -> Generator[Piece, None, Stats]:
     """Like `decode`, in pieces: the same compiled loop runs `rounds` rounds at a time.
 
@@ -201,7 +208,8 @@ def stream(
         raise ValueError(f"rounds={rounds}: allowed are 1 and more")
     check_same("rounds of the stream", repr(rounds))
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, eos)
-    request = prepare(params, prompt, sampling, Speculation(tree, accept, draw, reuse, speculate, tuned))
+    speculation = Speculation(tree, accept, draw, reuse, speculate, tuned, lossy=lossy)
+    request = prepare(params, prompt, sampling, speculation)
     return _stream(params, request, rounds)
 
 
@@ -257,4 +265,5 @@ def _stats(state: DecodeState, num_tokens: np.ndarray, request: Request, seconds
         decode_seconds=seconds,
         plan=request.plan,
         drafted_share=float(fetch(state.stats.num_drafted)[:rows].sum() / max(passes.sum(), 1)),
+        lossy=request.lossy,
     )

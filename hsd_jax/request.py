@@ -30,6 +30,7 @@ from hsd_jax.distributed import check_mesh, check_same, put
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import RULES, make_rule
 from hsd_jax.infer.decode import GROWTH, UNBOUNDED, Decoder
+from hsd_jax.infer.lossy import Lossy
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.infer.step import make_step
@@ -70,7 +71,8 @@ class Sampling:
 class Speculation:
     """How the call is decoded: the arguments of `decode` of the same names.
 
-    Under the rule `match` none of them changes a text; the other rules draw another one of the same distribution.
+    Under the rule `match` none of them changes a text; the other rules draw another one of the same distribution, with
+    `lossy` one of another distribution.
     """
 
     tree: TreeConfig | None = None
@@ -80,6 +82,7 @@ class Speculation:
     speculate: bool = True
     tuned: bool | Tuned = True
     pad_rows: int = 1
+    lossy: tuple[str, float] | str | None = None
 
 
 def records(settings: Mapping[str, Any]) -> tuple[Sampling, Speculation]:
@@ -102,6 +105,8 @@ class Request:
     prompt_length: np.ndarray
     prefill_seconds: float
     plan: Plan
+    lossy: str | None
+    """The name of the lossy acceptance that drafts met; None: the text follows the target."""
     largest: int
     """Slots of the largest caches."""
 
@@ -121,13 +126,14 @@ def make_decoder(
     accept: str,
     scheme: DrawScheme,
     reuse: ReuseConfig,
+    lossy: Lossy | None = None,
 ) -> Decoder:
     """The compiled functions of a static configuration; `_decoder` keeps those of this process."""
     matmul_precision = "highest" if precision == "exact" else None
     if drafter_config is None or tree is None:
         return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, mesh=mesh)
     drafter = make_drafter(config, drafter_config, tree, cache_dtype, scheme, reuse)
-    step = make_step(config, drafter, make_rule(accept, tree))
+    step = make_step(config, drafter, make_rule(accept, tree, lossy))
     return Decoder(config, step, drafter, cache_dtype, matmul_precision, mesh=mesh)
 
 
@@ -162,11 +168,12 @@ def prepare(
     longest_row = max(len(ids) + new for ids, new in zip(prompts, new_tokens, strict=True))
     capacity = first_capacity(longest_prompt, longest_row, MOST_LOOKAHEAD, params.max_len)
     plan, rule, scheme = _plan_and_rule(params, speculation, num_rows, capacity, float(max(settings[0])))
+    is_plain = plan.tree is None
+    lossy = Lossy.parse(speculation.lossy, rule)
     known = params.pair, params.dtype, params.precision, params.max_len
-    asked = prompts, sampling, dataclasses.replace(plan, reason=""), rule, scheme, speculation.pad_rows
+    asked = prompts, sampling, dataclasses.replace(plan, reason=""), rule, scheme, speculation.pad_rows, lossy
     check_same("models, prompts and settings of the call", repr((known, asked)))
 
-    is_plain = plan.tree is None
     decoder = _decoder(
         params.target_config,
         None if is_plain else params.drafter_config,
@@ -178,6 +185,7 @@ def prepare(
         accept="match" if is_plain else rule,
         scheme=DrawScheme.ARBITRARY if is_plain else scheme,
         reuse=plan.reuse,
+        lossy=None if is_plain else lossy,
     )
     if decoder.lookahead > MOST_LOOKAHEAD:  # a tree that was asked for, deeper than any that is chosen
         capacity = first_capacity(longest_prompt, longest_row, decoder.lookahead, params.max_len)
@@ -196,7 +204,8 @@ def prepare(
     seconds = time.perf_counter() - start
     prompt_length = np.array([len(ids) for ids in prompts], np.int32)
     largest = largest_capacity(max(decoder.lookahead, MOST_LOOKAHEAD), params.max_len)
-    return Request(decoder, models, per_row, limits, state, prompts, prompt_length, seconds, plan, largest)
+    name = None if is_plain or lossy is None else lossy.name
+    return Request(decoder, models, per_row, limits, state, prompts, prompt_length, seconds, plan, name, largest)
 
 
 def _arrays(

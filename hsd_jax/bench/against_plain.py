@@ -18,6 +18,7 @@ from hsd_jax.bench.profile import RoundProfile, profile_round
 from hsd_jax.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share
 from hsd_jax.bench.tables import say
 from hsd_jax.config import TreeConfig
+from hsd_jax.infer.lossy import Lossy
 from hsd_jax.request import Sampling, Speculation, prepare, rule_and_scheme
 
 PLAIN_DTYPES = ("float32", "bfloat16")
@@ -25,15 +26,21 @@ PLAIN_PAD_ROWS = (1, 4)
 
 
 def make_modes(
-    params, trees: Sequence[TreeConfig], accept: Sequence[str], draw: str | None, reuse: Sequence[str]
+    params,
+    trees: Sequence[TreeConfig],
+    accept: Sequence[str],
+    draw: str | None,
+    reuse: Sequence[str],
+    lossy: str | None = None,
 ) -> list[Mode]:
-    """A mode for each tree, rule and form of reuse."""
+    """A mode for each tree, rule and form of reuse; raises as `Lossy.parse` if a rule is not made for `lossy`."""
     modes = []
     rules = [rule_and_scheme(rule, draw)[0] for rule in accept]
     for tree, rule, form in dict.fromkeys(itertools.product(trees, rules, reuse)):
         name = f"tree {tree.name}" + ("" if rule == "match" else f" {rule}")
         name += "" if form == "none" else f" {form}"
-        modes.append(Mode(name, params, tree, accept=rule, draw=draw, reuse=form))
+        name += "" if Lossy.parse(lossy, rule) is None else f" lossy {lossy}"
+        modes.append(Mode(name, params, tree, accept=rule, draw=draw, reuse=form, lossy=lossy))
     return modes
 
 
@@ -88,7 +95,7 @@ def measure(
         if mode.tree is not None:
             records[mode.name] |= _speedups(mode, modes, runs)
             # With reuse a round may run no trunk, so stages timed one by one would not add up to it.
-            is_timed = mode.reuse == "none" and with_stages
+            is_timed = mode.reuse == "none" and mode.lossy is None and with_stages
             how = (found[0].text, work.max_new_tokens, temperature)
             records[mode.name]["stages"] = _stages(mode, *how) if is_timed else None
         if gap.has_gap(mode, temperature):

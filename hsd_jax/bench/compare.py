@@ -19,15 +19,15 @@ from hsd_jax import lock
 from hsd_jax.bench import gap, prompts
 from hsd_jax.bench.machine import hardware
 from hsd_jax.bench.measure import Mode, Runs, Workload, mode_record, parse_tree, speedup, time_modes
-from hsd_jax.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share
+from hsd_jax.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share, task_score
 from hsd_jax.bench.tables import say
 from hsd_jax.drafters.table import method_of
 from hsd_jax.files import read_yaml, write_json
 from hsd_jax.params import ALPHA, Params, default_tree, rescore
 
 PLAIN = "plain"
-KEYS = {"drafter": str, "tree": str, "accept": str, "draw": str, "reuse": str, "token_info": bool, "reference": bool}
-KEYS |= {"rescore": str, "alpha": float}
+KEYS = {"drafter": str, "tree": str, "accept": str, "draw": str, "reuse": str, "lossy": str}
+KEYS |= {"rescore": str, "alpha": float, "token_info": bool, "reference": bool}
 """What a method may say, and the type of its value."""
 ALL = "all"
 """The task that holds all others."""
@@ -111,7 +111,7 @@ def make_modes(params, about: dict[str, dict[str, Any]], load: Callable[[str], A
                 found = without_token_info(found)
             if "rescore" in method:
                 found = rescore(found, method["rescore"], method.get("alpha", ALPHA))
-            how = {key: method[key] for key in ("accept", "draw", "reuse") if key in method}
+            how = {key: method[key] for key in ("accept", "draw", "reuse", "lossy") if key in method}
             modes.append(Mode(name, found, tree, **how))
             modes[-1].check()
         except ValueError as error:
@@ -214,6 +214,9 @@ def measure(
             if gap.has_gap(mode, setting.temperature):
                 texts = [prompt.text for prompt in tasks[setting.task]]
                 row["gap"] = gap.measure(mode, texts, work.seed, work.max_new_tokens, setting.temperature)
+        if any(mode.lossy for mode in modes):  # speed alone says nothing of texts that are not the target's
+            for row in found:
+                row["task_score"] = task_score(params, tasks[setting.task][:full], runs[setting].texts(row["method"]))
         rows += found
         if setting.temperature == 0:
             record["repeated_4gram_share"][setting.task] = pooled_repeated_ngram_share(runs[setting].texts(PLAIN))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.files import replacing, write_text
 
 COLUMNS = ("method", "tree", "rule", "tau", "tokens/s", "over plain", "over reference", "same text")
+SCORE = "task score"
+"""The column that a run with a lossy method has, too."""
 
 
 def by_setting(record: dict[str, Any]) -> Iterator[tuple[tuple[str, float, int], list[dict[str, Any]]]]:
@@ -37,6 +39,8 @@ def ratio(value: dict[str, Any] | None) -> str:
 def cells(row: dict[str, Any]) -> list[str]:
     """A row of the tables, one text a column."""
     tree, rule = row.get("tree"), row.get("accept", "")
+    if row.get("lossy"):
+        rule += f", lossy {row['lossy']}"
     rate = row["tokens_per_second"]
     return [
         row["method"],
@@ -47,7 +51,19 @@ def cells(row: dict[str, Any]) -> list[str]:
         ratio(row["over_plain"]),
         ratio(row["over_reference"]),
         same_text(row, row["temperature"], row["num_texts"]),
+        *([] if "task_score" not in row else [_score(row["task_score"])]),
     ]
+
+
+def columns(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """The heads of the table of these rows."""
+    return (*COLUMNS, SCORE) if "task_score" in rows[0] else COLUMNS
+
+
+def _score(found: dict[str, float | None]) -> str:
+    """Exact match of maths problems, if the texts solve any, and the target's own log-likelihood."""
+    match = f"{found['exact_match']:.0%} exact, " if found["exact_match"] else ""
+    return f"{match}{found['logp']:.3f} nats/token"
 
 
 def title_of(setting: tuple[str, float, int]) -> str:
@@ -97,7 +113,7 @@ def print_tables(record: dict[str, Any]) -> None:
     """A rich table a setting."""
     console = make_console()
     for setting, rows in by_setting(record):
-        table = make_table(title_of(setting), 3, *COLUMNS)
+        table = make_table(title_of(setting), 3, *columns(rows))
         for row in rows:
             table.add_row(*cells(row))
         console.print(table)
@@ -111,7 +127,8 @@ def write_markdown(record: dict[str, Any], path: Path) -> None:
     """The tables as Markdown, with the command and the machine."""
     lines = []
     for setting, rows in by_setting(record):
-        lines += [f"### {title_of(setting)}", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+        heads = columns(rows)
+        lines += [f"### {title_of(setting)}", "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
         lines += ["| " + " | ".join(cells(row)) + " |" for row in rows] + [""]
         if any(row.get("gap") for row in rows):
             lines += ["```text", *gap_lines(rows), "```", ""]
@@ -120,8 +137,8 @@ def write_markdown(record: dict[str, Any], path: Path) -> None:
 
 def write_csv(record: dict[str, Any], path: Path) -> None:
     """A line a setting and method, numbers only."""
-    names = ["task", "temperature", "batch", "method", "dtype", "accept", "draw", "reuse", "nodes", "depth", "width"]
-    names += ["branching", "tau", "num_tokens", "tokens_per_second"]
+    names = ["task", "temperature", "batch", "method", "dtype", "accept", "draw", "reuse", "lossy"]
+    names += ["nodes", "depth", "width", "branching", "tau", "num_tokens", "tokens_per_second"]
     names += [f"over_{rival}{end}" for rival in ("plain", "reference") for end in ("", "_low", "_high")]
     names += ["same_text_as_plain", "num_texts"]
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:

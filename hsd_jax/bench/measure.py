@@ -17,6 +17,7 @@ from hsd_jax.bench.prompts import BenchPrompt, for_checkpoint
 from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import check_legal, make_rule
+from hsd_jax.infer.lossy import Lossy
 from hsd_jax.request import rule_and_scheme
 
 RESAMPLES = 2000
@@ -65,6 +66,8 @@ class Mode:
     accept: str = "match"
     draw: str | None = None
     reuse: str = "none"
+    lossy: str | None = None
+    """As --lossy: such text is not the target's."""
     tuned: Any = None
     """A `hsd_jax.Tuned` that names the tree: of which a round then verifies what pays."""
 
@@ -78,7 +81,7 @@ class Mode:
             (rule, scheme), reuse = rule_and_scheme(self.accept, self.draw), ReuseConfig.parse(self.reuse)
             config = self.params.target_config
             drafter = make_drafter(config, self.params.drafter_config, self.tree, scheme=scheme, reuse=reuse)
-            check_legal(make_rule(rule, self.tree), drafter.scheme)
+            check_legal(make_rule(rule, self.tree, Lossy.parse(self.lossy, rule)), drafter.scheme)
 
     def decode(self, prompts: Sequence[Any], seeds: Sequence[int], max_new_tokens: int, temperature: float):
         """`hsd_jax.decode` of one batch of texts or token ids."""
@@ -94,6 +97,7 @@ class Mode:
             accept=self.accept,
             draw=self.draw,
             reuse=self.reuse,
+            lossy=self.lossy,
             tuned=False if self.tuned is None else self.tuned,
         )
 
@@ -215,6 +219,7 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
             "accept": mode.accept,
             "draw": mode.draw,
             "reuse": mode.reuse,
+            "lossy": mode.lossy,
             "mean_accepted": record["tau"] - 1.0,
             "accepted_histogram": histogram,
             "conditional_acceptance": api.conditional_acceptance(histogram).tolist(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -76,6 +77,36 @@ def _nats(weights, config: ModelConfig, tokens: Int[Array, "1 T"], first: Array,
     nats = -jnp.take_along_axis(logp, tokens[0, 1:, None], 1)[:, 0]
     index = jnp.arange(1, tokens.shape[1])
     return jnp.sum(jnp.where((index >= first) & (index < length), nats, 0.0))
+
+
+_MARK = "####"
+"""Before the answer of a GSM8K solution."""
+
+
+def final_answer(text: str) -> str | None:
+    """The number a GSM8K solution ends in, without commas and a closing point; None if it has none."""
+    _, mark, after = text.partition(_MARK)
+    found = re.match(r"\s*\$?(-?[\d,]*\.?\d+)", after) if mark else None
+    return found.group(1).replace(",", "") if found else None
+
+
+def task_score(params, found: Sequence[BenchPrompt], texts: Sequence[Sequence[int]]) -> dict[str, float | None]:
+    """How good texts are, for a table beside their speed.
+
+    Returns:
+      exact_match: the share of maths problems (those whose solution is known and ends in a GSM8K answer) whose text
+        ends in the same number; None without such problems.
+      logp: the target's own mean log-likelihood of a token of the texts, in nats, at temperature 1.
+    """
+    nats, num_tokens, hits = 0.0, 0, []
+    for prompt, text in zip(found, texts, strict=True):
+        before = params.tokenizer.encode(prompt.text)
+        nats += text_nats(params.target, params.target_config, [*before, *text], len(before)) if len(text) else 0.0
+        num_tokens += len(text)
+        wanted = final_answer(prompt.rest or "")
+        if wanted is not None:
+            hits.append(final_answer(params.tokenizer.decode(list(text))) == wanted)
+    return {"exact_match": float(np.mean(hits)) if hits else None, "logp": -nats / max(num_tokens, 1)}
 
 
 def text_nats(weights, config: ModelConfig, tokens: Sequence[int], first: int) -> float:

@@ -47,8 +47,10 @@ def _number(value: float | None, form: str) -> str:
 def same_text(mode: dict[str, Any], temperature: float, num_texts: int) -> str:
     """How many texts of a mode are those of plain decoding, for a table.
 
-    Under another rule than match sampled text is as likely as plain text, not the same.
+    Under another rule than match sampled text is as likely as plain text, not the same; lossy text not even that.
     """
+    if mode.get("lossy") and temperature > 0:
+        return "lossy"
     is_by_distribution = mode.get("accept", "match") != "match" and temperature > 0
     return "by distribution" if is_by_distribution else f"{mode['same_text_as_plain']}/{num_texts}"
 

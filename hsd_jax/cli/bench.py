@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if isinstance(tuned, bool):
         trees = parse_trees(args.trees) if args.trees else [options.tree_of(args, params)]
-        ways = against_plain.make_modes(params, trees, args.accept, args.draw, args.reuse or ["none"])
+        ways = against_plain.make_modes(params, trees, args.accept, args.draw, args.reuse or ["none"], args.lossy)
     else:
         ways = against_plain.tuned_modes(params, tuned, args.temperature, args.tuned)
     if args.plain_variants:

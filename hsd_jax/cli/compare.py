@@ -28,7 +28,7 @@ methods.yaml, a line a method; what is left out is the drafter of the command li
   standard: {drafter: runs/small-lm, tree: 5x4x1, accept: recursive, reference: true}
   copied: {drafter: lookup, tree: 8x7x1}
 With `reference: true` a second column gives the ratio to that method; `reuse: FORM` and `token_info: false` change the
-hidden-state drafter.
+hidden-state drafter; `lossy: "linear:0.5"` goes with `accept: recursive` and brings a task score of every method.
 """,
     )
     options.add_model_arguments(parser)

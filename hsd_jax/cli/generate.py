@@ -111,7 +111,7 @@ def _stream(pieces) -> None:
 
 def text_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `decode` from those of `add_text_arguments`, `add_sampling_arguments` and `add_rule_arguments`."""
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "accept", "draw")
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "accept", "draw", "lossy")
     return {name: getattr(args, name) for name in names} | {"reuse": args.reuse or "none"}
 
 
@@ -161,7 +161,7 @@ def _summary(num_tokens: int, stats, seconds: float, note: str, timed: int | Non
     rate = (num_tokens if timed is None else timed) / max(seconds, 1e-9)
     options.say(
         f"{num_tokens} tokens in {stats.num_target_passes} target passes, tau {stats.tau:.2f},"
-        f" {rate:,.0f} tokens/s ({note})"
+        f" {rate:,.0f} tokens/s ({note})" + (f", lossy {stats.lossy}" if stats.lossy else "")
     )
 
 
@@ -172,6 +172,7 @@ def _record(out, args: argparse.Namespace) -> dict:
         "tokens": [out.tokens[r, : out.num_tokens[r]].tolist() for r in rows],
         "num_tokens": out.num_tokens.tolist(),
         "tau": out.stats.tau,
+        "lossy": out.stats.lossy,
         "num_target_passes": out.stats.num_target_passes,
         "accepted_histogram": out.stats.accepted_histogram.tolist(),
         "prefill_seconds": out.stats.prefill_seconds,

@@ -187,6 +187,8 @@ def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None)
         help="how drafts are chosen: the likeliest, all or one drawn at random, or coupled to the noise of the "
         "target's own draws (default: what suits --accept)",
     )
+    what = "with --accept recursive: linear, square or exponential, as in linear:0.5; text is then not the target's"
+    add_value(group, "--lossy F:EPSILON", str, what, without="off")
     add_reuse_argument(group, nargs)
 
 

@@ -14,6 +14,8 @@ from hsd_jax.train.recipe import read_recipe, recipe_help, take_paths
 SET_HELP = "change one value of the recipe, for example train.steps=100 (may be repeated)"
 PATHS = {"drafter": (("target", "data", "out"), ("start",)), "target": (("data", "out"), ("tokenizer",))}
 """Of each kind of recipe: what must be given, here or in its file, and what may."""
+SMALL_LM = "small_lm"
+"""The drafter that is a language model of its own: `model.kind` says so, and its recipe is another one."""
 
 
 def add_parser(commands) -> None:
@@ -35,12 +37,15 @@ def add_parser(commands) -> None:
 hsd train drafter --target runs/demo-target --data train.jsonl --out runs/demo
 hsd train drafter --target DIR --data a.jsonl b.txt --out DIR --config configs/demo_drafter.yaml --set train.steps=500
 hsd train drafter --config mine.yaml        # with paths: {target: DIR, data: [train.jsonl], out: DIR} in it
+hsd train drafter --kind small_lm --start SMALL --target DIR --data a.jsonl --out DIR --set on_policy.share=0.5
 """,
     )
     drafter.add_argument("--target", metavar="DIR", help="a Hugging Face folder")
-    add_value(drafter, "--start DIR", str, "a drafter of the same target to start from", without="random weights")
+    start = "a drafter of the same target to start from; for small_lm the Hugging Face folder to distil"
+    add_value(drafter, "--start DIR", str, start, without="random weights")
+    add_value(drafter, "--kind KIND", str, "model.kind of the recipe", without="what it says, or hidden", dest="model")
     _add_run_arguments(drafter, False, "folder of the run; the drafter itself goes to OUT/drafter")
-    _with_keys(drafter, "drafter", leave_out=("train.remat",))
+    _with_keys(drafter, "drafter", SMALL_LM, leave_out=("train.remat",))
     target = options.add_command(
         kinds,
         "target",
@@ -122,12 +127,13 @@ hsd train ngram --target DIR --data own.jsonl --order 4 --out runs/ngram
     add_value(ngram, "--loss-on", str, "the tokens to count", "responses", "responses", choices=("all", "responses"))
 
 
-def _with_keys(parser: argparse.ArgumentParser, recipe: str, leave_out: tuple[str, ...] = ()) -> None:
-    """Lets --help end with the recipe's keys; only then are the trainers imported."""
+def _with_keys(parser: argparse.ArgumentParser, *recipes: str, leave_out: tuple[str, ...] = ()) -> None:
+    """Lets --help end with the recipes' keys; only then are the trainers imported."""
     plain = parser.format_help
 
     def format_help() -> str:
-        return f"{plain()}\n{recipe_help(_recipe_of(recipe)[0], leave_out)}\n"
+        keys = "\n".join(recipe_help(_recipe_of(recipe)[0], leave_out, recipe) for recipe in recipes)
+        return f"{plain()}\n{keys}\n"
 
     parser.format_help = format_help
 
@@ -151,9 +157,10 @@ def _add_run_arguments(parser: argparse.ArgumentParser, needs_config: bool, out:
 
 def _recipe_of(kind: str) -> tuple[Any, Callable]:
     """The class of a recipe and what trains by it: only who asks for them waits for their imports."""
-    from hsd_jax.train import run
+    from hsd_jax.train import run, run_small_lm
 
     kinds = {"drafter": (run.drafter.DrafterRecipe, run.train_drafter)}
+    kinds |= {SMALL_LM: (run_small_lm.distill.DistillRecipe, run_small_lm.train_small_lm)}
     return (kinds | {"target": (run.target.TargetRecipe, run.train_target)})[kind]
 
 
@@ -161,9 +168,12 @@ def run_recipe(args: argparse.Namespace) -> int:
     """Trains a drafter or a target by a recipe."""
     from hsd_jax.sharding import TRAINING_AXES, make_mesh
 
-    recipe, train = _recipe_of(args.kind)
     required, optional = PATHS[args.kind]
-    values = read_recipe(args.config, args.set)
+    kind = getattr(args, "model", None)
+    values = read_recipe(args.config, args.set + ([f"model.kind={kind}"] if kind else []))
+    model = values.get("model") if args.kind == "drafter" else None
+    is_small_lm = isinstance(model, dict) and model.get("kind") == SMALL_LM
+    recipe, train = _recipe_of(SMALL_LM if is_small_lm else args.kind)
     paths = take_paths(values, args, *required, optional=optional)
     recipe = recipe.from_dict(values, args.config or "--set")
     train(**paths, recipe=recipe, mesh=make_mesh(args.mesh, TRAINING_AXES), report=options.say, force=args.force)

@@ -18,6 +18,7 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.block import block
 from hsd_jax.infer.kseq import kseq
+from hsd_jax.infer.lossy import Lossy
 from hsd_jax.infer.optimal import chain_and_match
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
@@ -105,7 +106,7 @@ def after_rejection(residual: Float[Array, "B I V"], proposal: Float[Array, "B I
 
 
 def recursion(
-    tree: DraftTree, target_logp: Float[Array, "B N V"], max_children: int
+    tree: DraftTree, target_logp: Float[Array, "B N V"], max_children: int, lossy: Lossy | None = None
 ) -> tuple[Float[Array, "B N"], Float[Array, "B I V"]]:
     """How each child fares once its earlier siblings are rejected, and what is left of the target once all are.
 
@@ -119,6 +120,7 @@ def recursion(
 
     Args:
       max_children: no node has more valid children.
+      lossy: raises r_j(x_j) before it is divided, see `lossy.py`; the residuals stay those above.
     Returns:
       acceptance probability of every node, 0 where there is none to try; the last residual of every node with a
       distribution, as probabilities.
@@ -140,6 +142,7 @@ def recursion(
         token = jnp.take_along_axis(tree.tokens, jnp.argmax(is_jth, -1), 1)[:, :, None]
         proposal = jax.nn.softmax(jnp.where(removed, sampling_lib.REMOVED, draft_logp), -1)
         q, r = (jnp.take_along_axis(distribution, token, 2) for distribution in (proposal, residual))
+        r = r if lossy is None else lossy.raised(r)
         own = jnp.minimum(r / jnp.maximum(q, jnp.finfo(q.dtype).tiny), 1.0)
         acceptance = acceptance + jnp.sum(jnp.where(is_jth, own, 0.0), 1)
         residual = jnp.where(has_jth, after_rejection(residual, proposal), residual)
@@ -219,7 +222,7 @@ def one_by_one(
     return judge
 
 
-def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
+def recursive_rule(max_depth: int, max_children: int, lossy: Lossy | None = None) -> AcceptRule:
     """Recursive rejection sampling: tries siblings in draw order against what is left of the target's distribution.
 
     Lossless for children drawn from `tree.draft_logp`, INDEPENDENT or WITHOUT_REPLACEMENT, of trees that were not
@@ -227,8 +230,11 @@ def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
     target's distribution, but unlike under `match` it depends on the trees. One child a node is standard speculative
     sampling (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). At temperature 0 the target's
     distribution is a point mass and the text is greedy, whatever the tree.
+
+    Args:
+      lossy: accepts more, and the text no longer follows the target's distribution (`lossy.py`).
     """
-    judge = one_by_one(lambda tree, target_logp: recursion(tree, target_logp, max_children))
+    judge = one_by_one(lambda tree, target_logp: recursion(tree, target_logp, max_children, lossy))
     return testing_rule("recursive", RECURSIVE_SCHEMES, judge, max_depth)
 
 
@@ -280,6 +286,6 @@ RULES = {
 }
 
 
-def make_rule(name: str, tree: TreeConfig) -> AcceptRule:
-    """The rule of that name, a key of RULES, for trees of this shape."""
-    return RULES[name].make(tree)
+def make_rule(name: str, tree: TreeConfig, lossy: Lossy | None = None) -> AcceptRule:
+    """The rule of that name, a key of RULES, for trees of this shape; `lossy` goes with recursive (`Lossy.parse`)."""
+    return RULES[name].make(tree) if lossy is None else recursive_rule(tree.depth, tree.width, lossy)

@@ -103,8 +103,8 @@ class LossConfig:
     """What is minimised, and over how many anchors."""
 
     divergence: Annotated[str, OneOf(tuple(losses.DIVERGENCES))] = "kl"
-    """Of the drafter's distribution from the target's: kl, rkl, jsd, tv, ce, or ce_tv for 0.1 ce + 0.9 tv (tv is half
-    of L1)."""
+    """Of the drafter's distribution from the target's: fkl (or kl), rkl, jsd, tvd (or tv: half of L1), ce, or ce_tv
+    for 0.1 ce + 0.9 tvd."""
     jsd_beta: Annotated[float, Within(0, 1, above=True, below=True)] = 0.5
     """The target's share of the mixture in jsd; near 0 it acts as kl, near 1 as rkl."""
     decay: Annotated[float, Within(0, 1, above=True)] = 0.8
@@ -237,9 +237,8 @@ def node_loss(
 
     So the trunk learns what it can before the injector explains its mistakes away (Domino, arXiv:2605.29707).
     """
-    divergence = functools.partial(losses.DIVERGENCES[config.divergence], draft_to_target=draft_to_target)
-    if config.divergence == "jsd":
-        divergence = functools.partial(divergence, beta=config.jsd_beta)
+    named = losses.named(config.divergence, config.jsd_beta)
+    divergence = functools.partial(named, draft_to_target=draft_to_target)
     if not config.anneal_steps:
         return divergence(target_logits, draft_logits)
     share = losses.progress(step, config.anneal_steps)

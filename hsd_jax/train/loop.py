@@ -173,6 +173,7 @@ def fit(
     judge: Judge | None = None,
     note: dict[str, Any] | None = None,
     begin: Callable[[], None] = lambda: None,
+    before_step: Callable[[int, Any], None] = lambda step, params: None,
 ) -> Any:
     """Trains and returns the parameters; continues from the newest checkpoint in `out/checkpoints`, if any.
 
@@ -182,6 +183,7 @@ def fit(
       place: puts a batch on the mesh.
       note: saved with every checkpoint (recipe, hashes, revision).
       begin: called before the first step, when a checkpoint and its batches have been found to fit.
+      before_step: called with the steps done and the weights before each batch is read.
     Raises:
       FloatingPointError: at the first loss or gradient that is not finite, naming step and batch; no checkpoint holds
         it.
@@ -205,6 +207,7 @@ def fit(
     unchecked: tuple[int, dict[str, jax.Array]] | None = None
     try:
         for done in range(start + 1, config.steps + 1):
+            before_step(done - 1, state["params"])
             state, metrics = train_step(state, frozen, place(next(batches)))
             # A step is checked while the next one runs: the host never waits for the device it feeds.
             is_due = done % config.log_every == 0 or done % config.checkpoint_every == 0 or done == config.steps

@@ -14,7 +14,9 @@ Renormalising p would give it full weight, on the tail of a distribution.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -105,14 +107,22 @@ def cross_entropy_and_variation(
 
 
 DIVERGENCES = {
+    "fkl": forward_kl,
     "kl": forward_kl,
     "rkl": reverse_kl,
     "jsd": jensen_shannon,
+    "tvd": total_variation,
     "tv": total_variation,
     "ce": cross_entropy,
     "ce_tv": cross_entropy_and_variation,
 }
-"""What `loss.divergence` of a recipe may name."""
+"""What `loss.divergence` of a recipe may name; kl and tv are older names of fkl and tvd."""
+
+
+def named(divergence: str, jsd_beta: float = 0.5) -> Callable[..., Array]:
+    """A divergence by its name in `DIVERGENCES`; `jsd_beta` is that of jsd alone."""
+    found = DIVERGENCES[divergence]
+    return functools.partial(found, beta=jsd_beta) if found is jensen_shannon else found
 
 
 def feature_distance(states: Float[Array, "... H"], features: Float[Array, "... H"]) -> Float[Array, "..."]:

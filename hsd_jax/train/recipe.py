@@ -18,9 +18,11 @@ WIDTH = 110
 _ARGUMENTS = {"target": "target_dir", "data": "data_files", "tokenizer": "tokenizer_dir", "start": "start_dir"}
 
 
-def recipe_help(kind: type, leave_out: tuple[str, ...] = ()) -> str:
+def recipe_help(kind: type, leave_out: tuple[str, ...] = (), name: str = "") -> str:
     """All keys of a recipe dataclass, one section after the other, as `section.key (type, default): what it is`."""
-    lines = ["recipe keys, in the YAML file or by --set (section `paths` holds what the arguments of that name give):"]
+    of = f" of {name}" if name else ""
+    where = "in the YAML file or by --set (section `paths` holds what the arguments of that name give)"
+    lines = [f"recipe keys{of}, {where}:"]
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(hints[field.name]):

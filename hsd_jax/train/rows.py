@@ -114,9 +114,15 @@ def make_rows(
 
 def beginnings(rows: Rows, count: int, length: int) -> list[np.ndarray]:
     """Prompts from the last `count` rows: at most `length` tokens each, all of one document, without padding."""
-    starts = np.zeros_like(rows.tokens) if rows.starts is None else rows.starts
+    starts = None if rows.starts is None else rows.starts[-count:]
+    return beginnings_of(rows.tokens[-count:], starts, length)
+
+
+def beginnings_of(tokens: np.ndarray, starts: np.ndarray | None, length: int) -> list[np.ndarray]:
+    """At most `length` tokens of each row [rows, T], all of one document, without padding; `starts` as in `Rows`."""
+    starts = np.zeros_like(tokens) if starts is None else starts
     found = []
-    for row, begins in zip(rows.tokens[-count:], starts[-count:], strict=True):
+    for row, begins in zip(tokens, starts, strict=True):
         piece = _one_document(row, begins, length)
         padding = int(np.argmax(piece[::-1] != piece[-1]))  # repetitions of the last token
         found.append(piece[: max(2, len(piece) - max(0, padding - 1))])

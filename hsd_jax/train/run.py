@@ -31,7 +31,7 @@ from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.params import Params, end_tokens
-from hsd_jax.train import data, drafter, evaluate, features, frequent_tokens, manifest, target
+from hsd_jax.train import data, distill, drafter, evaluate, features, frequent_tokens, manifest, target
 from hsd_jax.train.curves import draw_curves
 from hsd_jax.train.journal import Journal
 from hsd_jax.train.loop import Judge, LoopConfig, fit
@@ -70,13 +70,13 @@ def train_drafter(
       FloatingPointError, OSError: see `loop.fit`.
     """
     check_mesh(mesh)
-    out, target_dir, report = Path(out), Path(target_dir), _of_writer(report)
+    out, target_dir, report = Path(out), Path(target_dir), of_writer(report)
     recipe = dataclasses.replace(recipe, train=recipe.train.on_platform())
     train = recipe.train
     config = convert.read_config(target_dir)
-    rows = _read_rows(data_files, target_dir, train, recipe.data, config)
+    rows = read_rows(data_files, target_dir, train, recipe.data, config)
     about_rows = rows.describe()
-    rows, prompts = _hold_out(rows, recipe.eval, train)
+    rows, prompts = hold_out(rows, recipe.eval, train)
     if target_dtype is None:
         target_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     frozen = convert.read_weights(target_dir, config, target_dtype, Placement(mesh))
@@ -105,10 +105,10 @@ def train_drafter(
         raise ValueError(f"{folder}: is a file; the drafter is to become a folder there")
     params = init_drafter(jax.random.key(train.seed), drafter_config)
     report(about_rows)
-    _describe(report, "drafter", params, rows, train)
+    describe(report, "drafter", params, rows, train)
     if isinstance(drafter_config, TrunkConfig):  # others have no attention
         remedy = f"model.window={train.length} keeps drafts on long contexts like those of training"
-        _say_reach(report, train.length, drafter_config.window, drafter_config.max_position, remedy)
+        say_reach(report, train.length, drafter_config.window, drafter_config.max_position, remedy)
     draft_to_target = None
     if drafter_config.reduced_vocab_size is not None:
         draft_to_target = frequent_tokens.of_run(out, is_begun, rows.tokens[rows.mask], drafter_config, eos, report)
@@ -117,7 +117,7 @@ def train_drafter(
         params = begun.weights
         dropped, fresh = (", ".join(names) or "nothing" for names in (begun.dropped, begun.fresh))
         report(f"starting from {start_dir}; dropped: {dropped}; fresh: {fresh}")
-    shardings, place = _placement(mesh, train, drafter_config)
+    shardings, place = placement(mesh, train, drafter_config)
     pass_rows = train.batch // train.num_passes
     cached = features.open_features(
         recipe.features, rows, frozen, config, drafter_config.target_hash, pass_rows, report
@@ -127,7 +127,7 @@ def train_drafter(
         target_params = Params(frozen, None, config, eos=eos, max_len=config.max_position, mesh=mesh)
         judge = _judge(recipe.eval, out, target_params, drafter_config, draft_to_target, prompts, folder, report)
     loss = drafter.make_loss(config, drafter_config, recipe.loss, draft_to_target, train.remat)
-    with _batches(rows, train, recipe.data, mesh, cached) as batches, _journal(out, train, report) as journal:
+    with batches_of(rows, train, recipe.data, mesh, cached) as batches, journal_of(out, train, report) as journal:
         note, begin = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
         params = fit(loss, params, frozen, batches, train, out, journal, shardings, place, judge, note, begin)
     if judge is None:
@@ -161,10 +161,10 @@ def train_target(
       FloatingPointError, OSError: see `loop.fit`.
     """
     check_mesh(mesh)
-    out, report = Path(out), _of_writer(report)
+    out, report = Path(out), of_writer(report)
     recipe = dataclasses.replace(recipe, train=recipe.train.on_platform())
     format_config(recipe.model)  # what cannot be written must not be trained
-    _check_length(recipe.train, recipe.model)
+    check_length(recipe.train, recipe.model)
     if tokenizer_dir is None:
         tokenizer_dir = out
         if is_writer() and not all((out / name).is_file() for name in TOKENIZER_FILES[:2]):
@@ -177,20 +177,20 @@ def train_target(
         raise ValueError(
             f"vocab_size={recipe.vocab_size}: the tokenizer in {tokenizer_dir} has {tokenizer.get_vocab_size()} tokens"
         )
-    rows = _read_rows(data_files, tokenizer_dir, recipe.train, recipe.data, recipe.model)
+    rows = read_rows(data_files, tokenizer_dir, recipe.train, recipe.data, recipe.model)
     about = {"tokenizer": manifest.fingerprints([tokenizer_dir / "tokenizer.json"])}
     claims = manifest.check(out, force, recipe, kind="target", **about, files=manifest.fingerprints(data_files))
     check_same("recipe and data of the run", repr(claims))
     params = init_target(jax.random.key(recipe.train.seed), recipe.model)
     report(rows.describe())
-    _describe(report, "target", params, rows, recipe.train)
+    describe(report, "target", params, rows, recipe.train)
     is_sliding = all(recipe.model.layer_type(i) == SLIDING for i in range(recipe.model.num_layers))
     remedy = f"longer rows, or a model.sliding_window={recipe.train.length} in all layers, end that"
     window = recipe.model.sliding_window if is_sliding else None
-    _say_reach(report, recipe.train.length, window, recipe.model.max_position, remedy)
-    shardings, place = _placement(mesh, recipe.train, recipe.model)
+    say_reach(report, recipe.train.length, window, recipe.model.max_position, remedy)
+    shardings, place = placement(mesh, recipe.train, recipe.model)
     loss = target.make_loss(recipe.model, recipe.train.remat)
-    with _batches(rows, recipe.train, recipe.data, mesh) as batches, _journal(out, recipe.train, report) as journal:
+    with batches_of(rows, recipe.train, recipe.data, mesh) as batches, journal_of(out, recipe.train, report) as journal:
         note, begin = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
         params = fit(loss, params, None, batches, recipe.train, out, journal, shardings, place, None, note, begin)
     params = jax.tree.map(fetch, params)
@@ -206,7 +206,7 @@ def train_target(
 
 
 @contextlib.contextmanager
-def _batches(
+def batches_of(
     rows: data.Rows, train: LoopConfig, config: data.DataConfig, mesh: Mesh | None, cached: Any = None
 ) -> Iterator[data.Batches]:
     """The part of the batches that lies on the devices of this process."""
@@ -219,7 +219,7 @@ def _batches(
 
 
 @contextlib.contextmanager
-def _journal(out: Path, train: LoopConfig, report: Report) -> Iterator[Journal]:
+def journal_of(out: Path, train: LoopConfig, report: Report) -> Iterator[Journal]:
     """The run's journal; curves are drawn when the run is through."""
     journal = Journal(out, train.steps, report)
     try:
@@ -234,19 +234,21 @@ def _journal(out: Path, train: LoopConfig, report: Report) -> Iterator[Journal]:
         report("no curves.png: pip install 'hsd_jax[train]' for it")
 
 
-def _read_rows(
+def read_rows(
     files: Sequence[str | Path], folder: Path, train: LoopConfig, config: data.DataConfig, model: ModelConfig
 ) -> data.Rows:
-    _check_length(train, model)
+    check_length(train, model)
     return data.read_rows(files, folder, train.length, train.seed, model.vocab_size, config)
 
 
-def _check_length(train: LoopConfig, model: ModelConfig) -> None:
+def check_length(train: LoopConfig, model: ModelConfig) -> None:
     if train.length > model.max_position:
         raise ValueError(f"train.length={train.length}: the model has {model.max_position} positions")
 
 
-def _hold_out(rows: data.Rows, config: evaluate.EvalConfig, train: LoopConfig) -> tuple[data.Rows, list[np.ndarray]]:
+def hold_out(
+    rows: data.Rows, config: evaluate.EvalConfig | distill.DistillEval, train: LoopConfig
+) -> tuple[data.Rows, list[np.ndarray]]:
     """The rows to train on, and the beginnings of the last rows as prompts to judge by."""
     count = config.prompts if config.every else 0
     if len(rows.tokens) < train.batch + (count and count + 1):
@@ -326,7 +328,7 @@ def _profiles(judged: dict[str, Any]) -> dict[str, tuple[float, ...]]:
     return {name: tuple(round(float(x), 3) for x in judged[key]) for name, key in names.items() if key in judged}
 
 
-def _describe(report: Report, kind: str, params: Any, rows: data.Rows, train: LoopConfig) -> None:
+def describe(report: Report, kind: str, params: Any, rows: data.Rows, train: LoopConfig) -> None:
     size = sum(p.size for p in jax.tree.leaves(params))
     seen = train.steps * train.batch / len(rows.tokens)
     report(
@@ -334,19 +336,19 @@ def _describe(report: Report, kind: str, params: Any, rows: data.Rows, train: Lo
     )
 
 
-def _say_reach(report: Report, length: int, window: int | None, max_position: int, remedy: str) -> None:
+def say_reach(report: Report, length: int, window: int | None, max_position: int, remedy: str) -> None:
     """Says so if attention will reach further back in decoding than any row of training does."""
     if min(window or max_position, max_position) > length:
         reach = f"attention further back is not trained, contexts may have {max_position}"
         report(f"rows of {length} tokens: {reach}; {remedy}")
 
 
-def _of_writer(report: Report) -> Report:
+def of_writer(report: Report) -> Report:
     """`report`, or in processes that do not write what says nothing."""
     return report if is_writer() else lambda line: None
 
 
-def _placement(mesh: Mesh | None, train: LoopConfig, config: Any) -> tuple[Callable, Callable]:
+def placement(mesh: Mesh | None, train: LoopConfig, config: Any) -> tuple[Callable, Callable]:
     """Where the state of `fit` lies on a mesh, and how a batch is split over the axes of rows.
 
     A process brings the rows that its devices hold.

@@ -15,6 +15,7 @@ from hsd_jax.bench.replay import Round, replay
 from hsd_jax.bench.tables import say
 from hsd_jax.drafters.table import pictures_of
 from hsd_jax.infer.accept import make_rule
+from hsd_jax.infer.lossy import Lossy
 from hsd_jax.request import prepare, records, rule_and_scheme
 from hsd_jax.tokenizer import UNFINISHED, IncrementalDecoder, Tokenizer
 from hsd_jax.viz.layout import Drawing, draw, visible
@@ -60,7 +61,7 @@ class Page:
 def make_page(params, prompt, settings: dict, command: str) -> Page:
     """Decodes `prompt` with the settings of `decode`, once at full speed and once to watch."""
     out = api.decode(params, prompt, **settings)
-    rule = make_rule(settings["accept"], settings["tree"])
+    rule = make_rule(settings["accept"], settings["tree"], Lossy.parse(settings.get("lossy"), settings["accept"]))
     request = prepare(params, prompt, *records(settings))
     rounds = replay(
         request.decoder,
@@ -91,6 +92,7 @@ def make_page(params, prompt, settings: dict, command: str) -> Page:
 def _facts(out: DecodeResult, rounds: Sequence[Round], settings: dict) -> dict[str, str]:
     num_tokens = sum(len(drafted.emitted) for drafted in rounds)
     scheme = rule_and_scheme(settings["accept"], settings["draw"])[1].value
+    lossy = f" (lossy {settings['lossy']})" if settings.get("lossy") else ""
     filters = [f"{name} {settings[name]:g}" for name in ("top_k", "top_p") if settings[name] is not None]
     sampled = [f"temperature {settings['temperature']:g}", *filters, f"seed {settings['seed']}"]
     return {
@@ -98,7 +100,7 @@ def _facts(out: DecodeResult, rounds: Sequence[Round], settings: dict) -> dict[s
         "target passes": str(len(rounds)),
         "tau": f"{num_tokens / max(len(rounds), 1):.2f}",
         "tree": settings["tree"].description,
-        "rule": f"{settings['accept']}, drafts {scheme.replace('_', ' ')}",
+        "rule": f"{settings['accept']}{lossy}, drafts {scheme.replace('_', ' ')}",
         **({} if settings["reuse"] == "none" else {"reuse": settings["reuse"]}),
         "text": ", ".join(sampled) if settings["temperature"] else "greedy",
     }

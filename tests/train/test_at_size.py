@@ -246,7 +246,7 @@ def test_a_state_in_parts_trains_as_a_whole_one(spec, standard_dtypes):
         one, metrics = step(one, frozen, batch)
         wanted.append(metrics["loss"])
 
-    shardings, place = run._placement(mesh, train, config)
+    shardings, place = run.placement(mesh, train, config)
     state = first_state(weights, train)
     placement = shardings(state)
     state, step = jax.device_put(state, placement), make_train_step(loss, train, placement)
@@ -279,7 +279,7 @@ def test_medusa_trains_on_a_mesh(standard_dtypes):
     loss, batch = drafter.make_loss(TARGET, config, ALL), batch_of(random_rows())
     _, wanted = make_train_step(loss, train)(first_state(jax.tree.map(jnp.copy, weights), train), frozen, batch)
 
-    shardings, place = run._placement(mesh, train, config)
+    shardings, place = run.placement(mesh, train, config)
     state = first_state(weights, train)
     placement = shardings(state)
     target = jax.device_put(frozen, sharding.weight_shardings(mesh, frozen, *sharding.heads_of(TARGET)))
@@ -293,7 +293,7 @@ def test_axes_of_rows_and_their_numbers():
     mesh = sharding.make_mesh("data=2,fsdp=4", sharding.TRAINING_AXES)
     assert dict(mesh.shape) == {"data": 2, "fsdp": 4, "model": 1} and sharding.rows_multiple(mesh) == 8
     with pytest.raises(ValueError, match=r"a pass has 4 rows; mesh axis data=2, fsdp=4 needs a multiple of 8"):
-        run._placement(mesh, LoopConfig(batch=8, micro_batch=4), make()[0])
+        run.placement(mesh, LoopConfig(batch=8, micro_batch=4), make()[0])
     for spec in ("fsdp=2", mesh):
         with pytest.raises(ValueError, match="fsdp is for training alone"):
             sharding.make_mesh(spec)

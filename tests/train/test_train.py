@@ -104,7 +104,7 @@ def finished(files, tmp_path_factory):
 )
 def test_attention_that_no_row_trains_is_named(length, window, is_said):
     lines = []
-    run._say_reach(lines.append, length, window, 2048, "do this")
+    run.say_reach(lines.append, length, window, 2048, "do this")
     assert [line.endswith("may have 2048; do this") for line in lines] == [True] * is_said
 
 

@@ -1,0 +1,195 @@
+"""Text the drafter writes itself, as rows of its training (DistillSpec's on-policy data).
+
+Every `refresh` steps the drafter, with the weights of that moment, continues the beginnings of the rows whose places
+its text takes in the batches up to the next refresh. It writes by plain decoding, as a target would. The texts go to
+the run's folder first: so batch i is a function of rows, seed, i and the weights at the last refresh, and a run that
+broke off between two refreshes goes on with the same bits. Read next: `run_small_lm.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+
+from hsd_jax import settings
+from hsd_jax.api import decode
+from hsd_jax.config import ModelConfig
+from hsd_jax.files import replacing
+from hsd_jax.params import Params
+from hsd_jax.settings import HOTTEST, MOST, Count, Share, Within
+from hsd_jax.train import data
+from hsd_jax.train.loop import LoopConfig
+from hsd_jax.train.rows import beginnings_of
+from hsd_jax.types import Weights
+
+FOLDER = "on_policy"
+AT_ONCE = 32
+"""Rows decoded together; a part of what the text depends on, by rounding."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OnPolicyConfig:
+    """How much of a batch the drafter writes itself, and how; section `on_policy` of a recipe."""
+
+    share: Share = 0.0
+    """Of the rows of a batch, a whole number of them; 0: the rows of --data alone, 1: the drafter's text alone."""
+    refresh: Count = 50
+    """Steps after which it writes anew, with its weights of then."""
+    temperature: Annotated[float, Within(0, HOTTEST)] = 1.0
+    prompt_tokens: Annotated[int, Within(1, MOST)] = 48
+    """Tokens of --data it continues, at most: the beginnings of the rows whose places its text takes."""
+    max_new_tokens: Count | None = None
+    """Tokens it writes, at most; null: until the row is full."""
+
+    def __post_init__(self):
+        settings.check(self, "on_policy")
+
+    def num_rows(self, train: LoopConfig) -> int:
+        """The drafter's rows of a batch.
+
+        Raises:
+          ValueError: naming what does not fit the batches.
+        """
+        num = round(self.share * train.batch)
+        if abs(num - self.share * train.batch) > 1e-6:
+            raise ValueError(
+                f"on_policy.share={self.share:g}: of train.batch={train.batch} rows that is no whole number; allowed"
+                f" are multiples of 1/{train.batch}"
+            )
+        if num and self.prompt_tokens >= train.length:
+            raise ValueError(
+                f"on_policy.prompt_tokens={self.prompt_tokens}: leaves no place in rows of train.length={train.length}"
+                f" tokens; allowed are 1 to {train.length - 1}"
+            )
+        return num
+
+
+def write_rows(
+    weights: Weights,
+    config: ModelConfig,
+    eos: Sequence[int],
+    prompts: Sequence[np.ndarray],
+    length: int,
+    asked: OnPolicyConfig,
+    seeds: Sequence[int],
+) -> dict[str, np.ndarray]:
+    """Continues each prompt by plain decoding and lays both into a row; what was written are the labels.
+
+    Args:
+      prompts: at least one token and fewer than `length` each.
+      length: tokens of a row, less the last label.
+      seeds: one a prompt.
+    Returns:
+      `tokens` int32 [rows, length + 1], zeros after the end; `mask` bool [rows, length + 1].
+    """
+    params = Params(weights, None, config, eos=tuple(eos), max_len=config.max_position)
+    tokens = np.zeros((len(prompts), length + 1), np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    for first in range(0, len(prompts), AT_ONCE):
+        rows = range(first, min(first + AT_ONCE, len(prompts)))
+        room = [min(length + 1, config.max_position) - len(prompts[row]) for row in rows]
+        out = decode(
+            params,
+            [np.asarray(prompts[row], np.int32) for row in rows],
+            max_new_tokens=[min(some, asked.max_new_tokens or some) for some in room],
+            temperature=asked.temperature,
+            seed=[seeds[row] for row in rows],
+            speculate=False,
+        )
+        for row, text, num in zip(rows, out.tokens, out.num_tokens, strict=True):
+            begin = len(prompts[row])
+            tokens[row, :begin] = prompts[row]
+            tokens[row, begin : begin + num] = text[:num]
+            mask[row, begin : begin + num] = True
+    return {"tokens": tokens, "mask": mask}
+
+
+class MixedBatches:
+    """`data.Batches` in which the first rows of every batch are the drafter's.
+
+    Call `refresh` before every step. Args are those of `data.Batches`, `train` for its sizes, and
+
+    Args:
+      eos: end tokens of the drafter's text.
+      folder: of the run; the texts of step s lie in `on_policy/s.npz`.
+    """
+
+    def __init__(
+        self,
+        rows: data.Rows,
+        train: LoopConfig,
+        seed: int,
+        asked: OnPolicyConfig,
+        config: ModelConfig,
+        eos: Sequence[int],
+        folder: Path,
+    ):
+        self._batches = data.Batches(rows, train.batch, seed)
+        self._ahead = data.Batches(rows, train.batch, seed)
+        self._num, self._train, self._seed, self._asked = asked.num_rows(train), train, seed, asked
+        self._config, self._eos, self._folder = config, eos, Path(folder) / FOLDER
+        self._texts: dict[str, np.ndarray] | None = None
+        self._step = 0
+
+    def refresh(self, step: int, weights: Weights) -> None:
+        """The drafter writes the texts of the steps from `step` to the next refresh, if they are due.
+
+        Raises:
+          ValueError: if a run that broke off misses the texts it was at.
+        """
+        begun = step - step % self._asked.refresh
+        path = self._folder / f"{begun:08d}.npz"
+        if step == begun:
+            self._texts = self._write(step, weights)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as temporary, open(temporary, "wb") as file:
+                np.savez(file, tokens=self._texts["tokens"], mask=self._texts["mask"])
+        elif self._texts is None:
+            try:
+                with open(path, "rb") as file, np.load(file, allow_pickle=False) as values:
+                    self._texts = {name: values[name] for name in ("tokens", "mask")}
+            except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+                raise ValueError(
+                    f"{path}: cannot be read ({error}); the run was at step {step} and needs what the drafter wrote at"
+                    f" step {begun}: choose another folder"
+                ) from error
+
+    def _write(self, step: int, weights: Weights) -> dict[str, np.ndarray]:
+        prompts: list[np.ndarray] = []
+        self._ahead.seek(step)
+        for _ in range(min(self._asked.refresh, self._train.steps - step)):
+            batch = {name: value[: self._num] for name, value in next(self._ahead).items()}
+            found = beginnings_of(batch["tokens"], batch.get("starts"), self._asked.prompt_tokens)
+            prompts += [p[:-1] if len(p) > 1 and p[-1] in self._eos else p for p in found]
+        seeds = [int(np.random.default_rng((self._seed, step, i)).integers(2**32)) for i in range(len(prompts))]
+        return write_rows(weights, self._config, self._eos, prompts, self._train.length, self._asked, seeds)
+
+    def __iter__(self) -> MixedBatches:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        assert self._texts is not None, "refresh comes first"
+        batch, first = next(self._batches), self._step % self._asked.refresh * self._num
+        own = {name: value[first : first + self._num] for name, value in self._texts.items()}
+        if "starts" in batch:
+            own["starts"] = np.zeros_like(own["tokens"])
+        self._step += 1
+        return {name: np.concatenate([own[name], value[self._num :]]) for name, value in batch.items()}
+
+    def get_state(self) -> dict[str, Any]:
+        """As `data.Batches.get_state`: the texts lie in the run's folder."""
+        return self._batches.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """As `data.Batches.set_state`."""
+        self._batches.set_state(state)
+        self._step = state["step"]
+
+    def close(self) -> None:
+        for batches in (self._batches, self._ahead):
+            batches.close()

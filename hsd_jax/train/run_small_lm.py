@@ -1,0 +1,178 @@
+"""A whole run that distils a small language model towards its target. What `hsd train drafter --kind small_lm` calls.
+
+The folder is that of any run (`run.py`), with the drafter's own texts in `on_policy/` and the figures before step 1 in
+`before.json`. The result in `drafter/` is a Hugging Face folder, as the one it started from. Read first: `distill.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from hsd_jax import lock
+from hsd_jax.config import ModelConfig
+from hsd_jax.distributed import check_same, fetch, wait_for_all
+from hsd_jax.drafters.small_lm import load
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.files import is_writer, read_json, replace_folder, write_json
+from hsd_jax.models import convert
+from hsd_jax.models.hf_config import format_config
+from hsd_jax.models.placement import Placement
+from hsd_jax.params import Params, end_tokens
+from hsd_jax.tokenizer import Tokenizer
+from hsd_jax.train import data, distill, evaluate, manifest, run
+from hsd_jax.train.loop import Judge, LoopConfig, fit
+from hsd_jax.train.own_text import MixedBatches
+from hsd_jax.types import Weights
+
+BEFORE = "before.json"
+
+
+@manifest.alone(lock.of_folder)
+def train_small_lm(
+    target_dir: str | Path,
+    data_files: Sequence[str | Path],
+    out: str | Path,
+    recipe: distill.DistillRecipe,
+    mesh: Mesh | None = None,
+    report: run.Report = print,
+    force: bool = False,
+    start_dir: str | Path | None = None,
+) -> Path:
+    """Distils the model in `start_dir` towards the target and writes the best so far to `out/drafter`.
+
+    Args:
+      start_dir: a Hugging Face folder of the target's vocabulary; a run that is continued needs it too.
+      force: continue a run that was begun with another recipe.
+    Returns:
+      The folder of the drafter, which `--drafter` takes.
+    Raises:
+      FileNotFoundError: if one of the models, the tokenizer or a data file is missing.
+      ValueError: before step 1: without `start_dir`, for a start of another vocabulary or too few positions, on-policy
+        text on a mesh, a temperature or share outside its bounds, and as `run.train_drafter`.
+      FloatingPointError, OSError: see `loop.fit`.
+    """
+    out, target_dir, report = Path(out), Path(target_dir), run.of_writer(report)
+    if start_dir is None:
+        raise ValueError("--kind small_lm: needs --start, the folder of the pretrained model to distil")
+    recipe = dataclasses.replace(recipe, train=recipe.train.on_platform())
+    train = recipe.train
+    if recipe.on_policy.share and (mesh is not None or jax.process_count() > 1):
+        raise ValueError(
+            f"on_policy.share={recipe.on_policy.share:g}: the drafter writes its text on one device; leave out --mesh"
+        )
+    target_config, start_dir = convert.read_config(target_dir), Path(start_dir)
+    config, params = load(start_dir, target_config, Tokenizer.find(target_dir), "float32", Placement(mesh))
+    config = ModelConfig(**vars(config))
+    format_config(config)  # what cannot be written must not be trained
+    run.check_length(train, config)
+    rows = run.read_rows(data_files, target_dir, train, recipe.data, target_config)
+    about_rows = rows.describe()
+    rows, prompts = run.hold_out(rows, recipe.eval, train)
+    target_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    frozen = convert.read_weights(target_dir, target_config, target_dtype, Placement(mesh))
+    target_hash = convert.stored_hash(target_dir, target_config, target_dtype)
+    about = {"target": target_hash, "start": convert.stored_hash(start_dir, config, "float32")}
+    about |= {"files": manifest.fingerprints(data_files)}
+    claims = manifest.check(out, force, recipe, kind=SmallLMConfig.kind, **about)
+    check_same("recipe, target and data of the run", repr(claims))
+    report(about_rows)
+    run.describe(report, f"{SmallLMConfig.kind} from {start_dir}", params, rows, train)
+    shardings, place = run.placement(mesh, train, config)
+    eos, folder = end_tokens(target_dir, target_config), out / "drafter"
+    keep = functools.partial(_save, folder, start_dir, target_dir, config)
+    judge = None
+    if recipe.eval.every:
+        target = Params(frozen, None, target_config, eos=eos, max_len=target_config.max_position, mesh=mesh)
+        judged = _judged(recipe, out, target, target_hash, config, prompts, report)
+        judge = Judge(recipe.eval.every, judged, keep)
+        if not manifest.has_checkpoints(out):
+            before = judged(params)
+            out.mkdir(parents=True, exist_ok=True)
+            write_json(out / BEFORE, before)
+            report(f"before: {_line(before)}")
+    loss = distill.make_loss(target_config, config, recipe.loss, train.remat)
+    note, begin = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
+    with _batches(rows, recipe, mesh, config, eos, out) as (batches, refresh), run.journal_of(out, train, report) as j:
+        params = fit(loss, params, frozen, batches, train, out, j, shardings, place, judge, note, begin, refresh)
+    if judge is None:
+        keep(params)
+    elif is_writer():
+        report(f"before: {_line(read_json(out / BEFORE))}")
+        report(f"after:  {_line(read_json(folder / 'judged.json'))}")
+    wait_for_all(f"{folder} is written")
+    report(f"wrote {folder}")
+    return folder
+
+
+@contextlib.contextmanager
+def _batches(
+    rows: data.Rows, recipe: distill.DistillRecipe, mesh: Mesh | None, config: ModelConfig, eos: Any, out: Path
+):
+    """The stream of batches, and what is to be called before each step."""
+    train: LoopConfig = recipe.train
+    if not recipe.on_policy.num_rows(train):
+        with run.batches_of(rows, train, recipe.data, mesh) as batches:
+            yield batches, lambda step, weights: None
+        return
+    seed = train.seed if recipe.data.seed is None else recipe.data.seed
+    with contextlib.closing(MixedBatches(rows, train, seed, recipe.on_policy, config, eos, out)) as batches:
+        yield batches, batches.refresh
+
+
+def _judged(
+    recipe: distill.DistillRecipe,
+    out: Path,
+    target: Params,
+    target_hash: str,
+    config: ModelConfig,
+    prompts: Sequence[Any],
+    report: run.Report,
+) -> Callable[[Weights], dict[str, Any]]:
+    """Held-out divergences on texts the target writes once, and real decodes of the same prompts."""
+    asked = recipe.eval
+    texts = evaluate.stored_texts(
+        out, "held-out-sampled", target, target_hash, prompts, asked.max_new_tokens, asked.temperature, report
+    )
+    measure = distill.held_out(target.target_config, config, recipe.loss, texts, asked.temperature)
+    own = SmallLMConfig(**vars(config))
+
+    def judged(params: Weights) -> dict[str, Any]:
+        pair = dataclasses.replace(target, drafter=params, drafter_config=own)
+        return distill.decoded(pair, prompts, asked) | measure(params, target.target)
+
+    return judged
+
+
+def _save(
+    folder: Path, start: Path, target: Path, config: ModelConfig, params: Any, judged: dict[str, Any] | None = None
+) -> None:
+    """Puts the model, its tokenizer and its figures, if there are any, in the place of the one in `folder`."""
+    params = jax.tree.map(fetch, params)
+    source = start if (start / run.TOKENIZER_FILES[0]).is_file() else target
+
+    def write(new: Path) -> None:
+        convert.save_target(new, config, params, bos=convert.read_bos(source), eos=convert.read_eos(source))
+        for name in (*run.TOKENIZER_FILES, "generation_config.json"):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, new / name)
+        if judged is not None:
+            write_json(new / "judged.json", judged)
+
+    replace_folder(folder, write)
+
+
+def _line(values: dict[str, Any]) -> str:
+    """Figures in a line; acceptance by depth as a list."""
+    return ", ".join(
+        f"{name} {' '.join(f'{x:.2f}' for x in value)}" if isinstance(value, list) else f"{name} {value:.3f}"
+        for name, value in values.items()
+    )

@@ -1,0 +1,187 @@
+"""Lossy acceptance: what one node emits, by enumeration; an epsilon of 1 to the bit; what is refused."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import lossy as oracle
+from oracles.recursive import INDEPENDENT, WITHOUT_REPLACEMENT
+from scipy import stats
+from support import calls, toy
+from support.tiny_pairs import ROWS, TINY, tiny_pair
+
+import hsd_jax
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.table import make_drafter
+from hsd_jax.infer import accept as accept_lib
+from hsd_jax.infer.accept import make_rule, recursion
+from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.lossy import FUNCTIONS, Lossy
+from hsd_jax.infer.step import make_step
+from hsd_jax.types import DraftTree, DrawScheme
+
+P = [Fraction(n, 12) for n in (5, 1, 4, 2)]
+Q = [Fraction(n, 12) for n in (1, 6, 3, 2)]
+SCHEMES = {x: DrawScheme(x) for x in (INDEPENDENT, WITHOUT_REPLACEMENT)}
+EPSILONS = [Fraction(1, 2), Fraction(9, 10), Fraction(1, 100), Fraction(1)]
+
+
+def ours(draws: str, children: int, function: str, epsilon: float) -> np.ndarray:
+    """What one node emits, of the acceptances and residuals of the rule for every draw, in float64."""
+    drawn = [c for c in itertools.product(range(4), repeat=children) if draws == INDEPENDENT or len(set(c)) == children]
+    tokens = np.array([[0, *c] for c in drawn], np.int32)
+    row = lambda values: np.broadcast_to(np.array(values), tokens.shape)  # noqa: E731
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        tree = DraftTree(
+            jnp.asarray(tokens),
+            jnp.asarray(row([-1] + [0] * children).astype(np.int32)),
+            jnp.asarray(row([0] + [1] * children).astype(np.int32)),
+            jnp.ones(tokens.shape, bool),
+            jnp.broadcast_to(jnp.log(np.array(Q, float)), (len(drawn), 1, 4)),
+            SCHEMES[draws],
+        )
+        logp = jnp.broadcast_to(jnp.log(np.array(P, float)), (*tokens.shape, 4))
+        judge = jax.jit(lambda tree, logp: recursion(tree, logp, children, Lossy(function, epsilon)))
+        acceptance, residual = map(np.asarray, judge(tree, logp))
+    total = np.zeros(4)
+    assert np.isfinite(acceptance).all()
+    for c, odds, rest in zip(drawn, acceptance[:, 1:], residual[:, 0], strict=True):
+        mass, left, off = 1.0, 1.0, 1.0
+        parts = np.zeros(4)
+        for token, chance in zip(c, odds, strict=True):
+            mass *= float(Q[token]) / off
+            off -= float(Q[token]) if draws == WITHOUT_REPLACEMENT else 0.0
+            parts[token] += left * chance
+            left *= 1 - chance
+        total += mass * (parts + left * rest)
+    return total
+
+
+CASES = [(draws, n) for draws in SCHEMES for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(("draws", "children"), CASES)
+def test_the_emitted_distribution_is_the_enumerated_one(draws, children, function):
+    for epsilon in EPSILONS:
+        wanted = oracle.emitted(P, Q, draws, children, function, epsilon)
+        found = ours(draws, children, function, float(epsilon))
+        assert abs(float(sum(wanted)) - 1) < 1e-12
+        np.testing.assert_allclose(found, np.array(wanted, float), rtol=0, atol=1e-12)
+        is_lossless = np.abs(found - np.array(P, float)).max() < 1e-12
+        assert is_lossless == (epsilon == 1), (epsilon, found)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_formula_of_the_docstring(function):
+    """One child: in Fractions equal, for the exponential as near as floats are; and small epsilons give the drafter."""
+    for epsilon in EPSILONS:
+        one, other = oracle.emitted(P, Q, INDEPENDENT, 1, function, epsilon), oracle.formula(P, Q, function, epsilon)
+        if function == "exponential":
+            np.testing.assert_allclose(np.array(one, float), np.array(other, float), atol=1e-14)
+        else:
+            assert one == other
+    if function != "exponential":
+        assert oracle.formula(P, Q, function, Fraction(1, 100)) == Q
+
+
+def test_the_enumeration_finds_another_residual(monkeypatch):
+    """A mutant: nothing taken away."""
+    monkeypatch.setattr(accept_lib, "after_rejection", lambda residual, proposal: residual)
+    wanted = np.array(oracle.emitted(P, Q, INDEPENDENT, 1, "linear", Fraction(9, 10)), float)
+    assert np.abs(ours(INDEPENDENT, 1, "linear", 0.9) - wanted).max() > 1e-2
+
+
+def test_the_enumeration_finds_the_wrong_function():
+    wanted = np.array(oracle.emitted(P, Q, INDEPENDENT, 1, "square", Fraction(9, 10)), float)
+    assert np.abs(ours(INDEPENDENT, 1, "linear", 0.9) - wanted).max() > 1e-3
+
+
+@functools.cache
+def texts(lossy: Lossy | None, temperature: float = 1.0, width: int = 1) -> np.ndarray:
+    """The first two tokens of every row of the compiled loop, each with a seed of its own."""
+    config, _, drafter_config, models = tiny_pair()
+    tree = TreeConfig(2 * width + 1, 2, width)
+    drafter = make_drafter(config, drafter_config, tree, scheme=DrawScheme.WITHOUT_REPLACEMENT)
+    step = make_step(config, drafter, make_rule("recursive", tree, lossy))
+    decoder = Decoder(config, step, drafter, precision="highest", use_native=False)
+    same = {"new_tokens": [6] * ROWS, "temperature": [temperature] * ROWS, "top_k": [0] * ROWS, "top_p": [1.0] * ROWS}
+    call = calls.Call(prompts=[np.array([1], np.int32)] * ROWS, seeds=list(range(ROWS)), **same)
+    return np.asarray(call.run(decoder, models).tokens)[:, 1:7]
+
+
+def test_the_compiled_loop_emits_the_formula():
+    """The first token, by chi-square: the drafter's distribution is what an epsilon near 0 emits.
+
+    That share is measured on as many rows, so the tolerance is 6 standard errors of both.
+    """
+    logits = tiny_pair()[1]
+    p = np.exp(logits[1]) / np.exp(logits[1]).sum()
+    q = np.bincount(texts(Lossy("linear", 1e-9))[:, 0], minlength=TINY) / ROWS
+    wanted = np.array(oracle.formula(p.tolist(), q.tolist(), "linear", 0.6))
+    found = np.bincount(texts(Lossy("linear", 0.6))[:, 0], minlength=TINY) / ROWS
+    error = 6 * np.sqrt(2 * 0.25 / ROWS)
+    assert np.abs(found - wanted).max() < error
+    assert np.abs(wanted - p).max() > 2 * error, "the formula is the target's distribution: nothing is tested"
+    lossless = np.bincount(texts(None)[:, 0], minlength=TINY)
+    assert stats.chisquare(lossless, p * ROWS).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_epsilon_of_one_is_the_lossless_rule_to_the_bit(function):
+    np.testing.assert_array_equal(texts(Lossy(function, 1.0), width=2), texts(None, width=2))
+    assert (texts(Lossy(function, 0.5), width=2) != texts(None, width=2)).any()
+
+
+def test_greedy_text_stays_greedy():
+    np.testing.assert_array_equal(texts(Lossy("square", 0.1), 0.0), texts(None, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("value", "rule", "message"),
+    [
+        (("cubic", 0.5), "recursive", "linear, square, exponential"),
+        (("linear",), "recursive", "expected a function"),
+        (5, "recursive", "expected a function"),
+        ("linear", "recursive", "expected a function"),
+        ("linear:x", "recursive", "epsilon='x': allowed are above 0 to 1"),
+        (("linear", 0), "recursive", "epsilon=0: allowed are above 0 to 1"),
+        (("linear", 1.5), "recursive", "epsilon=1.5: allowed are above 0 to 1"),
+        (("linear", float("nan")), "recursive", "epsilon=nan: allowed are above 0 to 1"),
+        (("linear", 0.5), "match", "goes with accept='recursive' alone"),
+    ],
+)
+def test_what_is_refused(value, rule, message):
+    with pytest.raises(ValueError, match=message):
+        Lossy.parse(value, rule)
+
+
+def test_spellings():
+    assert (
+        Lossy.parse("square:0.25", "recursive") == Lossy.parse(("square", 0.25), "recursive") == Lossy("square", 0.25)
+    )
+    assert Lossy("square", 0.25).name == "square:0.25" and Lossy.parse(None, "match") is None
+
+
+def test_decode_says_so_and_refuses_it_elsewhere():
+    """`match`, which auto stands for, would give the text of plain decoding; tuned and chosen trees are judged by it."""
+    config = toy.target_config()
+    drafter_config = toy.drafter_config(config)
+    weights = toy.make_target(config)
+    params = hsd_jax.Params(
+        weights, toy.make_drafter(drafter_config, config, weights), config, drafter_config, max_len=64
+    )
+    asked = {"max_new_tokens": 6, "temperature": 1.0, "lossy": ("linear", 0.5)}
+    for accept in ("auto", "match"):
+        with pytest.raises(
+            ValueError, match=r"lossy=.*goes with accept='recursive' alone, this call has accept='match'"
+        ):
+            hsd_jax.decode(params, [1, 2, 3], accept=accept, **asked)
+    assert hsd_jax.decode(params, [1, 2, 3], accept="recursive", **asked).stats.lossy == "linear:0.5"
+    assert hsd_jax.decode(params, [1, 2, 3], accept="recursive", speculate=False, **asked).stats.lossy is None
