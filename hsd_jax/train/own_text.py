@@ -153,6 +153,9 @@ class MixedBatches:
             try:
                 with open(path, "rb") as file, np.load(file, allow_pickle=False) as values:
                     self._texts = {name: values[name] for name in ("tokens", "mask")}
+                wanted = self._num * min(self._asked.refresh, self._train.steps - begun)
+                if len(self._texts["tokens"]) != wanted:  # share, refresh or steps were changed by force
+                    raise ValueError(f"it holds {len(self._texts['tokens'])} texts for {wanted}")
             except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
                 raise ValueError(
                     f"{path}: cannot be read ({error}); the run was at step {step} and needs what the drafter wrote at"

@@ -1,0 +1,220 @@
+"""The text a small drafter writes itself while it is distilled, and its held-out figures, against plain loops.
+
+Its loss and whole runs are `test_distill.py`, the divergences of single nodes `test_losses.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import divergence as oracle
+from support.toy import causal_pass, make_small_lm
+from support.training import ROWS, TARGET, batch_of, jit, random_rows, random_weights
+
+import hsd_jax
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.models.target import init_target
+from hsd_jax.params import Params
+from hsd_jax.train import data, distill, own_text
+from hsd_jax.train.evaluate import Texts
+from hsd_jax.train.loop import LoopConfig
+
+SMALL = dataclasses.replace(TARGET, num_layers=1, intermediate_size=16)
+"""Another architecture of the same vocabulary."""
+
+
+def models():
+    return random_weights(init_target, SMALL, 1), random_weights(init_target, TARGET, 2)
+
+
+def laws(temperature: float, *pairs) -> list[np.ndarray]:
+    """float64 distributions of (weights, config, tokens [B, T])."""
+    logits = (causal_pass(weights, config, jnp.asarray(tokens)).logits for weights, config, tokens in pairs)
+    return [np.exp(oracle.log_softmax(np.asarray(x, np.float64) / temperature)) for x in logits]
+
+
+def divergences(p: np.ndarray, q: np.ndarray, beta: float) -> dict[str, np.ndarray]:
+    return {
+        "fkl": oracle.kl(p, q),
+        "rkl": oracle.kl(q, p),
+        "jsd": oracle.jensen_shannon(p, q, beta),
+        "tvd": oracle.total_variation(p, q),
+    }
+
+
+# --- held-out figures -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fkl", "rkl", "jsd", "tvd"])
+def test_nothing_to_learn_where_both_say_the_same(name, standard_dtypes):
+    _, frozen = models()
+    grad = jit(jax.value_and_grad(distill.make_loss(TARGET, TARGET, distill.DistillLoss(name)), has_aux=True))
+    (loss, metrics), own = grad(frozen, frozen, batch_of(random_rows()), jax.random.key(0), jnp.int32(0))
+    assert abs(float(loss)) < 1e-6 and float(metrics["overlap"]) == pytest.approx(1.0, abs=1e-6)
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(own)) < 1e-5
+
+
+def test_held_out_divergences(standard_dtypes):
+    """Of what was written, prompts left out, both distributions at the temperature; texts of different lengths."""
+    (drafter, frozen), rows = models(), random_rows()
+    texts = Texts.join(
+        [list(row[: 2 + i]) for i, row in enumerate(rows)], [list(row[2 + i : 9]) for i, row in enumerate(rows)]
+    )
+    measure = distill.held_out(TARGET, SMALL, distill.DistillLoss(jsd_beta=0.2), texts, 0.7)
+    found = measure(drafter, frozen)
+    p, q = laws(0.7, (frozen, TARGET, texts.tokens[:, :-1]), (drafter, SMALL, texts.tokens[:, :-1]))
+    written = np.zeros((ROWS, 8), bool)
+    for i in range(ROWS):
+        written[i, 1 + i : 8] = True  # the law of token t stands at t - 1
+    wanted = {name: values[written].mean() for name, values in divergences(p, q, 0.2).items()}
+    assert set(found) == {*wanted, "predicted_acceptance"}
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=2e-5, err_msg=name)
+    assert found["predicted_acceptance"] == pytest.approx(1 - wanted["tvd"], rel=1e-5)
+
+
+def test_predicted_acceptance_is_that_of_the_first_draft():
+    """1 - TVD behind 8 prompts against 2,400 first drafts judged by the chain rule: within 3 standard errors.
+
+    A text of two tokens takes one pass where its first draft is accepted, two where it is not. One seed: passes always.
+    """
+    frozen = random_weights(init_target, TARGET, 2)
+    drafter = make_small_lm(frozen, noise=0.5)
+    prompts, each = random_rows(8, seed=11)[:, :6], 300
+    p, q = (law[:, -1] for law in laws(1.0, (frozen, TARGET, prompts), (drafter, TARGET, prompts)))
+    chance = np.minimum(p, q).sum(-1)
+    assert 0.2 < chance.mean() < 0.9 and chance.std() > 0.02
+    pair = Params(frozen, drafter, TARGET, SmallLMConfig(**vars(TARGET)), max_len=64)
+    stats = hsd_jax.decode(
+        pair,
+        [prompts[i // each] for i in range(8 * each)],
+        2,
+        1.0,
+        seed=list(range(8 * each)),
+        tree=TreeConfig(2, 1, 1),
+        accept="recursive",
+    ).stats
+    accepted = (stats.per_row.num_target_passes == 1).reshape(8, each).mean(1)
+    error = math.sqrt((chance * (1 - chance)).sum() / each) / 8
+    assert abs(accepted.mean() - chance.mean()) < 3 * error, (accepted, chance)
+
+
+# --- text the drafter writes itself -----------------------------------------------------------------------------------
+
+
+def test_rows_hold_what_plain_decoding_of_the_drafter_says(standard_dtypes):
+    """At temperature 0, token by token from whole causal passes; labels are what was written, the end token too."""
+    weights = random_weights(init_target, SMALL, 1)
+    prompts = [random_rows(3)[i, : 2 + i] for i in range(3)]
+    free = own_text.write_rows(weights, SMALL, (), prompts, 12, own_text.OnPolicyConfig(1.0, temperature=0.0), [0] * 3)
+    eos = (int(free["tokens"][1, 6]),)  # so that a text ends early
+    asked = own_text.OnPolicyConfig(1.0, temperature=0.0, max_new_tokens=7)
+    found = own_text.write_rows(weights, SMALL, eos, prompts, 12, asked, [0] * 3)
+    lengths = []
+    for row, prompt in enumerate(prompts):
+        text, end = list(prompt), len(prompt)
+        while end < len(prompt) + 7 and (end == len(prompt) or text[-1] not in eos):
+            padded = np.zeros((1, 13), np.int32)
+            padded[0, :end] = text
+            text.append(int(causal_pass(weights, SMALL, jnp.asarray(padded)).logits[0, end - 1].argmax()))
+            end += 1
+        lengths.append(end - len(prompt))
+        np.testing.assert_array_equal(found["tokens"][row], text + [0] * (13 - end))
+        np.testing.assert_array_equal(np.flatnonzero(found["mask"][row]), np.arange(len(prompt), end))
+    assert min(lengths) < 7 and free["mask"].sum(1).tolist() == [13 - len(prompt) for prompt in prompts]
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """`make(share, folder)`: batches of four rows and seven steps, refreshed every third, and what they are made of."""
+    rng = np.random.default_rng(5)
+    tokens = np.array([rng.permutation(np.arange(2, TARGET.vocab_size))[:10] for _ in range(13)], np.int32)
+    starts = np.zeros_like(tokens)
+    starts[::2, 4:] = 4
+    rows = data.Rows(tokens, np.ones(tokens.shape, bool), 13, 130, starts=starts)
+    asked = own_text.OnPolicyConfig(0.5, refresh=3, prompt_tokens=5)
+    train = LoopConfig(batch=4, length=9, steps=7)
+
+    def make(share: float = 0.5, folder: str = "a"):
+        how = dataclasses.replace(asked, share=share)
+        return own_text.MixedBatches(rows, train, 3, how, SMALL, (1,), tmp_path / folder), data.Batches(rows, 4, 3)
+
+    return make
+
+
+def taken(batches, steps, weights):
+    found = []
+    for step in steps:
+        batches.refresh(step, weights[step // 3])
+        found.append(next(batches))
+    return found
+
+
+@pytest.fixture(scope="module")
+def writers():
+    """The drafter's weights at steps 0, 3 and 6."""
+    return [random_weights(init_target, SMALL, seed) for seed in range(3)]
+
+
+def test_a_batch_mixes_own_text_and_rows(mixed, writers, standard_dtypes):
+    """The last rows are those of `data.Batches`; the first go on from the beginnings of the rows they stand for, each
+    in one document, by the weights of the last refresh."""
+    batches, plain = mixed()
+    found = taken(batches, range(7), writers)
+    texts = set()
+    for step, batch in enumerate(found):
+        rows = next(plain)
+        assert {name: (x.shape, x.dtype) for name, x in batch.items()} == {
+            n: (x.shape, x.dtype) for n, x in rows.items()
+        }
+        for name, value in batch.items():
+            np.testing.assert_array_equal(value[2:], rows[name][2:])
+        for row in range(2):
+            at = int(rows["starts"][row].max())  # five tokens are in the second document, if there is one
+            assert int(batch["mask"][row].argmax()) == 5 and not batch["starts"][row].any()
+            np.testing.assert_array_equal(batch["tokens"][row, :5], rows["tokens"][row, at : at + 5])
+            texts.add((step, tuple(batch["tokens"][row])))
+    assert len(texts) == 14
+    again = taken(mixed(folder="b")[0], range(7), writers)
+    jax.tree.map(np.testing.assert_array_equal, found, again)
+    others = taken(mixed(folder="c")[0], range(7), [writers[0]] * 3)
+    jax.tree.map(np.testing.assert_array_equal, found[:3], others[:3])
+    assert all((one["tokens"][:2] != two["tokens"][:2]).any() for one, two in zip(found[3:], others[3:], strict=True))
+
+
+@pytest.mark.parametrize("broken_at", [2, 3, 5, 6])
+def test_batches_go_on_where_a_run_broke_off(mixed, writers, broken_at, standard_dtypes, monkeypatch):
+    """With the texts on disk, and none written again before the next refresh."""
+    whole = taken(mixed(folder="whole")[0], range(7), writers)
+    first = mixed()[0]
+    taken(first, range(broken_at), writers)
+    state = json.loads(json.dumps(first.get_state()))
+    second, written = mixed()[0], []
+    write = own_text.write_rows
+    monkeypatch.setattr(own_text, "write_rows", lambda *args: written.append(1) or write(*args))
+    second.set_state(state)
+    rest = taken(second, range(broken_at, 7), writers)
+    jax.tree.map(np.testing.assert_array_equal, rest, whole[broken_at:])
+    assert len(written) == len([step for step in range(broken_at, 7) if step % 3 == 0])
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "other share"])
+def test_texts_that_are_not_the_runs_are_refused(mixed, writers, tmp_path, damage, standard_dtypes):
+    first = mixed(1.0 if damage == "other share" else 0.5)[0]
+    taken(first, range(4), writers)
+    path = tmp_path / "a" / "on_policy" / "00000003.npz"
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:100])
+    second = mixed()[0]
+    second.set_state(first.get_state())
+    with pytest.raises(ValueError, match=r"00000003\.npz: .*step 4 .*step 3"):
+        second.refresh(4, writers[1])
