@@ -138,7 +138,7 @@ def make_loss(target_config: ModelConfig, config: ModelConfig, asked: DistillLos
 
 def over_labels(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
     """The mean over the labels of a batch; 0 if it has none."""
-    return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1)
+    return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1).astype(values.dtype)
 
 
 def held_out(

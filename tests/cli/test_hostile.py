@@ -231,6 +231,7 @@ BAD_CALLS = {
     "accept": [None, [], 5],
     "draw": [[], 5],
     "reuse": [None, [], "skip:" + "9" * 5000],
+    "lossy": [5, [], "linear", "linear:0.5", ("linear", 0.5), "linear:" + "9" * 5000, ("cubic", 0.5)],
     "tree": ["8x5x2", 5],
 }
 

@@ -170,7 +170,7 @@ def test_spellings():
 
 
 def test_decode_says_so_and_refuses_it_elsewhere():
-    """`match`, which auto stands for, would give the text of plain decoding; tuned and chosen trees are judged by it."""
+    """`match`, which auto stands for, promises the text of plain decoding; it judges tuned and chosen trees too."""
     config = toy.target_config()
     drafter_config = toy.drafter_config(config)
     weights = toy.make_target(config)
@@ -179,9 +179,7 @@ def test_decode_says_so_and_refuses_it_elsewhere():
     )
     asked = {"max_new_tokens": 6, "temperature": 1.0, "lossy": ("linear", 0.5)}
     for accept in ("auto", "match"):
-        with pytest.raises(
-            ValueError, match=r"lossy=.*goes with accept='recursive' alone, this call has accept='match'"
-        ):
+        with pytest.raises(ValueError, match=r"lossy=.*accept='recursive' alone, this call has accept='match'"):
             hsd_jax.decode(params, [1, 2, 3], accept=accept, **asked)
     assert hsd_jax.decode(params, [1, 2, 3], accept="recursive", **asked).stats.lossy == "linear:0.5"
     assert hsd_jax.decode(params, [1, 2, 3], accept="recursive", speculate=False, **asked).stats.lossy is None

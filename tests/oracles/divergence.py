@@ -34,9 +34,11 @@ def cross_entropy(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 def divergence(name: str, p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """By the name it has in a recipe."""
     return {
+        "fkl": lambda: kl(p, q),
         "kl": lambda: kl(p, q),
         "rkl": lambda: kl(q, p),
         "jsd": lambda: jensen_shannon(p, q, 0.5),
+        "tvd": lambda: total_variation(p, q),
         "tv": lambda: total_variation(p, q),
         "ce": lambda: cross_entropy(p, q),
         "ce_tv": lambda: 0.1 * cross_entropy(p, q) + 0.9 * total_variation(p, q),

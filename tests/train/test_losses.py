@@ -14,7 +14,7 @@ from oracles import divergence as oracle
 from hsd_jax.train import losses
 
 NAMES = list(losses.DIVERGENCES)
-DISTANCES = ["kl", "rkl", "jsd", "tv"]
+DISTANCES = ["fkl", "kl", "rkl", "jsd", "tvd", "tv"]
 """Those that are zero where both distributions are one; the others keep the target's entropy."""
 
 
@@ -126,18 +126,21 @@ def test_extreme_logits(name, pair):
     assert np.isfinite(value) and np.isfinite(grad).all(), (value, grad)
     if name in DISTANCES:
         assert value >= -1e-6
-    if name in ("tv", "jsd"):
-        bound = {"tv": 1.0, "jsd": math.log(2)}[name]
+    if name in ("tvd", "tv", "jsd"):
+        bound = {"jsd": math.log(2)}.get(name, 1.0)
         assert value <= bound + 1e-6
         np.testing.assert_allclose(value, oracle.divergence(name, *distributions(target, draft)), rtol=1e-5, atol=1e-6)
     if pair == "equal and far" and name in DISTANCES:
         assert value == 0.0
     if pair == "one token each":
-        np.testing.assert_allclose(value, {"tv": 1.0, "jsd": math.log(2), "ce_tv": 1000.9}.get(name, 1e4), rtol=1e-5)
+        np.testing.assert_allclose(
+            value, {"tvd": 1.0, "tv": 1.0, "jsd": math.log(2), "ce_tv": 1000.9}.get(name, 1e4), rtol=1e-5
+        )
 
 
 def test_names_of_a_recipe():
-    assert set(NAMES) == {"kl", "rkl", "jsd", "tv", "ce", "ce_tv"}
+    assert set(NAMES) == {"fkl", "kl", "rkl", "jsd", "tvd", "tv", "ce", "ce_tv"}
+    assert losses.DIVERGENCES["kl"] is losses.forward_kl and losses.DIVERGENCES["tv"] is losses.total_variation
     assert set(DISTANCES) < set(NAMES)
 
 

@@ -1,0 +1,258 @@
+"""Distilling a small language model: the loss by plain loops, the drafter's own text, runs that resume to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import divergence as oracle
+from support import toy
+from support.recipes import LOOP, TARGET_VALUES, TEXT
+from support.training import LENGTH, TARGET, batch_of, jit, random_rows, random_weights, some_mask
+
+import hsd_jax
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.models import convert
+from hsd_jax.models.target import forward_sequence, init_target
+from hsd_jax.params import Params
+from hsd_jax.train import data, distill, own_text, run, run_small_lm, target
+from hsd_jax.train.evaluate import write_texts
+from hsd_jax.train.loop import LoopConfig
+from hsd_jax.train.rows import Rows
+
+SMALL = dataclasses.replace(TARGET, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4)
+
+
+def pair() -> tuple[dict, dict]:
+    return random_weights(init_target, TARGET, 2), random_weights(init_target, SMALL, 1)
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("divergence", ["fkl", "rkl", "jsd", "tvd", "nll"])
+def test_the_loss_is_the_mean_over_labels(divergence, standard_dtypes):
+    """Against loops over rows and positions in float64, one mask; no gradient to the target."""
+    frozen, params = pair()
+    rows, mask = random_rows(), some_mask("half")
+    asked = distill.DistillLoss(divergence, 0.3)
+    loss = distill.make_loss(TARGET, SMALL, asked)
+    grad = jit(jax.value_and_grad(lambda p, f, b: loss(p, f, b, None, None), (0, 1), has_aux=True))
+    (value, metrics), (to_own, to_target) = grad(params, frozen, batch_of(rows, mask))
+    logits = [
+        np.asarray(forward_sequence(w, c, jnp.asarray(rows[:, :-1])).logits)
+        for w, c in ((frozen, TARGET), (params, SMALL))
+    ]
+    p, q = (np.exp(oracle.log_softmax(x)) for x in logits)
+    found, overlap = [], []
+    for row, at in zip(*np.nonzero(mask[:, 1:]), strict=True):
+        one, other = p[row, at], q[row, at]
+        by_name = {"nll": -np.log(other[rows[row, at + 1]]), "jsd": oracle.jensen_shannon(one, other, 0.3)}
+        found.append(by_name[divergence] if divergence in by_name else oracle.divergence(divergence, one, other))
+        overlap.append(np.minimum(one, other).sum())
+    np.testing.assert_allclose(value, np.mean(found), rtol=1e-4)
+    np.testing.assert_allclose(metrics["overlap"], np.mean(overlap), rtol=1e-4)
+    assert all(not np.asarray(x).any() for x in jax.tree.leaves(to_target))
+    assert any(np.asarray(x).any() for x in jax.tree.leaves(to_own))
+
+
+def test_a_batch_without_labels_teaches_nothing():
+    frozen, params = pair()
+    loss = distill.make_loss(TARGET, SMALL, distill.DistillLoss())
+    value, _ = jit(lambda *models: loss(*models, None, None))(
+        params, frozen, batch_of(random_rows(), some_mask("none"))
+    )
+    assert value == 0.0
+
+
+def test_the_predicted_acceptance_is_the_measured_one():
+    """Two tables of one overlap at every node: what `held_out` predicts on the target's texts, and the share of first
+    drafts that decoding accepts, within 3 standard errors of 4,096 of them (a false alarm in 370)."""
+    p, q = np.random.default_rng(1).dirichlet(np.ones(5), 2)
+    tables = [np.log(np.stack([np.roll(x, a) for a in range(5)])) for x in (p, q)]
+    (config, weights), (_, small) = map(toy.markov_target, tables)
+    params = Params(weights, small, config, SmallLMConfig(**vars(config)), max_len=64, precision="exact")
+    prompts = [np.array([a, b], np.int32) for a in range(4) for b in range(4)]
+    texts = write_texts(params, prompts, 24, 1.0, seed=0)
+    measured = distill.held_out(config, config, distill.DistillLoss(), texts, 1.0)(small, weights)
+    overlap = np.minimum(p, q).sum()
+    np.testing.assert_allclose(measured["predicted_acceptance"], overlap, rtol=1e-4)
+    accepted, rows = 0, 1024
+    for seed in range(4):  # a row of two tokens has one round that keeps a draft if the first draft is accepted
+        out = hsd_jax.decode(params, prompts * 64, 2, 1.0, seed=seed, tree=TreeConfig(2, 1, 1), accept="recursive")
+        accepted += int(out.stats.accepted_histogram[1])
+    assert abs(accepted / (4 * rows) - overlap) < 3 * np.sqrt(overlap * (1 - overlap) / (4 * rows))
+
+
+# --- the drafter's own text -------------------------------------------------------------------------------------------
+
+
+def some_rows(num: int = 12) -> Rows:
+    tokens = random_rows(num)
+    return Rows(tokens, np.ones(tokens.shape, bool), num, tokens.size)
+
+
+TRAIN = LoopConfig(steps=6, batch=4, length=LENGTH, warmup=1)
+ASKED = own_text.OnPolicyConfig(share=0.5, refresh=2, prompt_tokens=3)
+
+
+def mixed(folder, asked=ASKED, train=TRAIN, eos=()):
+    return own_text.MixedBatches(some_rows(), train, 0, asked, SMALL, eos, folder)
+
+
+def test_rows_of_the_drafter_are_what_it_writes(tmp_path):
+    """Prompt, then plain decoding of its own model, which alone are labels; the other rows are those of the data."""
+    _, params = pair()
+    batches, plain = mixed(tmp_path), data.Batches(some_rows(), 4, 0)
+    for step in range(3):
+        batches.refresh(step, params)
+        found, wanted = next(batches), next(plain)
+        np.testing.assert_array_equal(found["tokens"][2:], wanted["tokens"][2:])
+        np.testing.assert_array_equal(found["tokens"][:2, :3], wanted["tokens"][:2, :3])
+        assert (found["tokens"][:2, 3:] != wanted["tokens"][:2, 3:]).any()
+        np.testing.assert_array_equal(found["mask"][:2], np.arange(LENGTH + 1) >= np.full((2, 1), 3))
+        assert found["mask"][2:].all()
+    greedy = dataclasses.replace(ASKED, temperature=0.0)
+    own = own_text.write_rows(params, SMALL, (), [np.array([1, 2, 3])], LENGTH, greedy, [7])
+    text = [1, 2, 3]
+    while len(text) <= LENGTH:
+        text.append(int(jnp.argmax(forward_sequence(params, SMALL, jnp.asarray([text])).logits[0, -1])))
+    assert own["tokens"][0].tolist() == text
+    cut = own_text.write_rows(
+        params, SMALL, (), [np.array([1, 2])], LENGTH, dataclasses.replace(greedy, max_new_tokens=2), [7]
+    )
+    assert cut["mask"].sum() == 2 and not cut["tokens"][0, 4:].any()
+    ended = own_text.write_rows(params, SMALL, (text[3],), [np.array([1, 2, 3])], LENGTH, greedy, [7])
+    assert ended["mask"].sum() == 1, "the end token is a label, nothing behind it is"
+
+
+def test_batches_resume_with_their_texts(tmp_path):
+    """Between two refreshes the texts are those of the file, whatever the weights are now; without it, by name."""
+    _, params = pair()
+    whole = mixed(tmp_path)
+    batches = []
+    for step in range(6):
+        if step == 3:
+            state = whole.get_state()
+        whole.refresh(step, params)
+        batches.append(next(whole))
+    resumed = mixed(tmp_path)
+    resumed.set_state(state)
+    for step in range(3, 6):
+        resumed.refresh(step, params if step == 4 else jax.tree.map(jnp.zeros_like, params))
+        for name, value in next(resumed).items():
+            np.testing.assert_array_equal(value, batches[step][name], err_msg=f"{name} of step {step}")
+    lost = mixed(tmp_path / "elsewhere")
+    lost.set_state(state)
+    with pytest.raises(ValueError, match=r"00000002\.npz: cannot be read .* was at step 3 .* wrote at step 2"):
+        lost.refresh(3, params)
+
+
+# --- recipes and runs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"loss": {"divergence": "kld"}}, "loss.divergence='kld'.*fkl.*rkl.*jsd.*tvd.*nll"),
+        ({"loss": {"jsd_beta": 0}}, "loss.jsd_beta"),
+        ({"loss": {"jsd_beta": 1}}, "loss.jsd_beta"),
+        ({"on_policy": {"share": 1.5}}, "on_policy.share"),
+        ({"on_policy": {"share": 0.3}}, "on_policy.share=0.3: of train.batch=8 rows"),
+        ({"on_policy": {"share": 1, "prompt_tokens": 512}}, "on_policy.prompt_tokens=512: leaves no place"),
+        ({"on_policy": {"refresh": 0}}, "on_policy.refresh"),
+        ({"model": {"kind": "small_lm", "num_layers": 2}}, "num_layers"),
+        ({"model": {"kind": "hidden"}}, "model.kind"),
+    ],
+    ids=str,
+)
+def test_recipes_that_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        distill.DistillRecipe.from_dict(values, "r.yaml")
+
+
+VALUES = {
+    "on_policy": {"share": 0.5, "refresh": 3, "prompt_tokens": 4},
+    "loss": {"divergence": "jsd"},
+    "eval": {"every": 4, "prompts": 2, "prompt_tokens": 6, "max_new_tokens": 8, "depth": 2},
+    "train": LOOP,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Text, a target trained on it, and another small model of its tokenizer."""
+    folder = tmp_path_factory.mktemp("distil")
+    text = folder / "text.jsonl"
+    text.write_text(json.dumps({"text": TEXT}) + "\n")
+    for name, seed, tokenizer in (("target", 0, None), ("start", 5, folder / "target")):
+        values = dict(TARGET_VALUES, train=dict(LOOP, steps=1, seed=seed))
+        recipe = target.TargetRecipe.from_dict(values, "t")
+        with jax.numpy_dtype_promotion("standard"):
+            run.train_target([text], folder / name, recipe, report=str, tokenizer_dir=tokenizer)
+    return folder
+
+
+def distil(folders, out, lines=None, start="start", **changes):
+    recipe = distill.DistillRecipe.from_dict(VALUES | changes, "d")
+    report = str if lines is None else lines.append
+    start_dir = start and folders / start
+    return run_small_lm.train_small_lm(
+        folders / "target", [folders / "text.jsonl"], out, recipe, report=report, start_dir=start_dir
+    )
+
+
+def test_a_run_that_broke_off_ends_with_the_same_bits(folders, tmp_path, standard_dtypes):
+    """Stopped after step 2 of 4, between two refreshes; the result drafts for its target."""
+    lines: list[str] = []
+    whole = distil(folders, tmp_path / "whole", lines)
+    shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+    shutil.rmtree(tmp_path / "broken" / "drafter")
+    shutil.rmtree(tmp_path / "broken" / "checkpoints" / "4")
+    (tmp_path / "broken" / "on_policy" / "00000003.npz").unlink()
+    again = distil(folders, tmp_path / "broken")
+    name = "model.safetensors"
+    assert (again / name).read_bytes() == (whole / name).read_bytes() != (folders / "start" / name).read_bytes()
+    judged = json.loads((whole / "judged.json").read_text())
+    assert set(judged) == {
+        "tau",
+        "acceptance",
+        "sampled_tau",
+        "sampled_acceptance",
+        *distill.SHOWN,
+        "predicted_acceptance",
+    }
+    assert judged == json.loads((again / "judged.json").read_text())
+    assert [line.split(":")[0] for line in lines if line.startswith(("before", "after"))] == [
+        "before",
+        "before",
+        "after",
+    ]
+    params = hsd_jax.load(target=folders / "target", drafter=whole, precision="exact")
+    assert params.drafter_config.kind == "small_lm"
+    drafted = hsd_jax.decode(params, "Question: 1", 8)
+    assert drafted.text == hsd_jax.decode(params, "Question: 1", 8, speculate=False).text
+
+
+def test_runs_that_are_refused_before_the_first_step(folders, tmp_path):
+    with pytest.raises(ValueError, match="--kind small_lm: needs --start"):
+        distil(folders, tmp_path / "out", start=None)
+    other = folders / "other"
+    if not other.exists():
+        config = dataclasses.replace(convert.read_config(folders / "start"), vocab_size=301)
+        convert.save_target(other, config, init_target(jax.random.key(0), config))
+    with pytest.raises(ValueError, match="must have the same vocabulary"):
+        distil(folders, tmp_path / "out", start="other")
+    recipe = distill.DistillRecipe.from_dict(VALUES, "d")
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match=r"on_policy\.share=0\.5: the drafter writes its text on one device"):
+        run_small_lm.train_small_lm(
+            folders / "target", [], tmp_path / "out", recipe, mesh, str, start_dir=folders / "start"
+        )
+    assert not (tmp_path / "out").exists()
