@@ -47,13 +47,16 @@ class DrawScheme(enum.Enum):
     """Each child drawn from the drafter's distribution, whatever its siblings are: two may be alike."""
     WITHOUT_REPLACEMENT = "without_replacement"
     """Each child drawn from the drafter's distribution renormalised off its earlier siblings."""
+    TOP_THEN_RANDOM = "top_then_random"
+    """All but one of the children are the drafter's likeliest tokens; one is drawn from its distribution renormalised
+    off these, and stands first among its siblings."""
     COUPLED = "coupled"
     """The largest of log q + g: q the drafter's distribution under the row's settings, g the very noise with which the
     target picks the token at that position. Lossless only where the text is a function of g and the target: under
     `match`."""
 
 
-DRAWN_SCHEMES = frozenset({DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT})
+DRAWN_SCHEMES = frozenset({DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT, DrawScheme.TOP_THEN_RANDOM})
 """Schemes whose trees are drawn with noise of their own and carry `DraftTree.draft_logp`; the others grow
 beams."""
 
@@ -95,7 +98,7 @@ class ModelOutput:
 
 @flax.struct.dataclass
 class DraftTree:
-    """Padded draft trees, one a row. `parents[n] < n`; siblings are in draw order."""
+    """Padded draft trees, one a row. `parents[n] < n`; siblings are in the order in which a rule tries them."""
 
     tokens: Int[Array, "B N"]
     parents: Int[Array, "B N"]

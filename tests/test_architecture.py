@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hsd_jax"
 # A module imports only from its own layer and from those before it.
 LAYERS = [
     "settings files programs interrupts watch distributed",
-    "types config lock",
+    "types theory config lock",
     "kernels",
     "sharding checkpoint",
     "models",
@@ -33,7 +33,7 @@ LAYERS = [
     "cli",
 ]
 INFER_LAYERS = [
-    "sampling draw levels tree",
+    "sampling draw levels tree kseq block optimal",
     "accept",
     "worth",
     "step",

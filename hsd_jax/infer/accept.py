@@ -16,9 +16,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.infer.block import block
+from hsd_jax.infer.kseq import kseq
+from hsd_jax.infer.optimal import chain_and_match
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.types import DRAWN_SCHEMES, AcceptRule, DraftTree, DrawScheme, SamplingParams, Verdict
+from hsd_jax.types import AcceptRule, DraftTree, DrawScheme, SamplingParams, Verdict
+
+RECURSIVE_SCHEMES = frozenset({DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT})
 
 
 def check_legal(rule: AcceptRule, scheme: DrawScheme) -> None:
@@ -160,15 +165,15 @@ def first_accepted(tree: DraftTree, is_accepted: Bool[Array, "B N"]) -> Bool[Arr
     return accepted & ~jnp.any(is_sibling & is_earlier & accepted[:, None, :], -1)
 
 
-def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
-    """Recursive rejection sampling: tries siblings in draw order against what is left of the target's distribution.
+Judge = Callable[
+    [DraftTree, Float[Array, "B N V"], Float[Array, "B N"]], tuple[Bool[Array, "B N"], Float[Array, "B I V"]]
+]
+"""`judge(tree, target_logp, coins) -> (is_chosen, residual)`: the nodes to go to, of siblings one at most, and what the
+next token follows behind each node with a distribution; `coins` are uniform."""
 
-    Lossless for children drawn from `tree.draft_logp`, INDEPENDENT or WITHOUT_REPLACEMENT, of trees that were not
-    pruned by their tokens, with noise that is not the target's: COUPLED ones are refused. The emitted text follows the
-    target's distribution, but unlike under `match` it depends on the trees. One child a node is standard speculative
-    sampling (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). At temperature 0 the target's
-    distribution is a point mass and the text is greedy, whatever the tree.
-    """
+
+def testing_rule(name: str, schemes: frozenset[DrawScheme], judge: Judge, max_depth: int) -> AcceptRule:
+    """The rule that walks to where `judge` says, with coins of its own, and draws the next token from what is left."""
 
     def verify(
         keys: jax.Array,
@@ -180,10 +185,10 @@ def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
         noise: Float[Array, "B M V"] | None = None,
     ) -> Verdict:
         target_logp = sampling_lib.target_distribution(logits, sampling)
-        acceptance, residual = recursion(tree, target_logp, max_children)
         coin_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.JUDGE_NOISE)
-        coins = jax.vmap(lambda key: jax.random.uniform(key, acceptance.shape[1:]))(coin_keys)
-        path, num_accepted, end = follow(tree, ancestors, first_accepted(tree, coins < acceptance), max_depth)
+        coins = jax.vmap(lambda key: jax.random.uniform(key, tree.tokens.shape[1:]))(coin_keys)
+        is_chosen, residual = judge(tree, target_logp, coins)
+        path, num_accepted, end = follow(tree, ancestors, is_chosen, max_depth)
 
         # After the last accepted token: the residual of its rejected children, or the target's distribution at a leaf.
         # No other round draws at this position, so the target's own noise is still fresh.
@@ -199,7 +204,63 @@ def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
         emitted = jnp.where(is_next, next_token[:, None], drafted)
         return Verdict(path, num_accepted, next_token, emitted)
 
-    return AcceptRule("recursive", DRAWN_SCHEMES, verify)
+    return AcceptRule(name, schemes, verify)
+
+
+def one_by_one(
+    acceptance: Callable[[DraftTree, Array], tuple[Float[Array, "B N"], Float[Array, "B I V"]]],
+) -> Judge:
+    """The judge that tries siblings in their order: each with its own coin, given that those before were rejected."""
+
+    def judge(tree: DraftTree, target_logp: Array, coins: Array):
+        chance, residual = acceptance(tree, target_logp)
+        return first_accepted(tree, coins < chance), residual
+
+    return judge
+
+
+def recursive_rule(max_depth: int, max_children: int) -> AcceptRule:
+    """Recursive rejection sampling: tries siblings in draw order against what is left of the target's distribution.
+
+    Lossless for children drawn from `tree.draft_logp`, INDEPENDENT or WITHOUT_REPLACEMENT, of trees that were not
+    pruned by their tokens, with noise that is not the target's: COUPLED ones are refused. The emitted text follows the
+    target's distribution, but unlike under `match` it depends on the trees. One child a node is standard speculative
+    sampling (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318). At temperature 0 the target's
+    distribution is a point mass and the text is greedy, whatever the tree.
+    """
+    judge = one_by_one(lambda tree, target_logp: recursion(tree, target_logp, max_children))
+    return testing_rule("recursive", RECURSIVE_SCHEMES, judge, max_depth)
+
+
+def kseq_rule(max_depth: int) -> AcceptRule:
+    """K-SEQ of SpecTr (`kseq.py`): INDEPENDENT children, any number a node, all tested with one threshold."""
+    return testing_rule("kseq", frozenset({DrawScheme.INDEPENDENT}), one_by_one(kseq), max_depth)
+
+
+def block_rule(tree: TreeConfig) -> AcceptRule:
+    """Block verification (`block.py`): a drawn chain is judged as a whole.
+
+    Raises:
+      ValueError: for a tree that is no chain.
+    """
+    if tree.width > 1:
+        raise ValueError(
+            f"accept='block_verification' with tree {tree.name}: it judges chains alone, width 1, for example"
+            f" {TreeConfig(tree.depth + 1, tree.depth, 1).name}"
+        )
+
+    def judge(drafted: DraftTree, target_logp: Array, coins: Array):
+        chance, residual = block(drafted, target_logp)
+        # The deepest accepted draft takes all before it along.
+        return lax.cummax((coins < chance).astype(jnp.int32), axis=1, reverse=True) > 0, residual
+
+    return testing_rule("block_verification", RECURSIVE_SCHEMES, judge, tree.depth)
+
+
+def optimal_rule(max_depth: int, max_children: int) -> AcceptRule:
+    """The best rule there is for TOP_THEN_RANDOM trees (`optimal.py`); it judges the drawn child of a node first."""
+    judge = one_by_one(lambda tree, target_logp: chain_and_match(tree, target_logp, max_children))
+    return testing_rule("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), judge, max_depth)
 
 
 class RuleRow(NamedTuple):
@@ -213,6 +274,9 @@ class RuleRow(NamedTuple):
 RULES = {
     "match": RuleRow(lambda tree: match_rule(tree.depth), DrawScheme.COUPLED),
     "recursive": RuleRow(lambda tree: recursive_rule(tree.depth, tree.width), DrawScheme.WITHOUT_REPLACEMENT),
+    "optimal": RuleRow(lambda tree: optimal_rule(tree.depth, tree.width), DrawScheme.TOP_THEN_RANDOM),
+    "kseq": RuleRow(lambda tree: kseq_rule(tree.depth), DrawScheme.INDEPENDENT),
+    "block_verification": RuleRow(block_rule, DrawScheme.WITHOUT_REPLACEMENT),
 }
 
 

@@ -73,6 +73,35 @@ def gumbel_top_k(noise: Float[Array, "B v V"], draft_logp: Float[Array, "B v V"]
     return _children(tokens, jnp.take_along_axis(draft_logp, tokens, 2), perturbed, above)
 
 
+def top_then_random(
+    noise: Float[Array, "B v V"], draft_logp: Float[Array, "B v V"], above: Level, parents: Int[np.ndarray, "w"]
+) -> Level:
+    """A child of each of `parents`, places in the level above: of those of a node all but the first are the likeliest
+    tokens, likeliest first, and the first is drawn from the distribution renormalised off these.
+
+    Args:
+      noise: Gumbel noise of this level alone; zeros in rows that do not draw: they take the next likeliest token.
+      draft_logp: distribution of the children of each node above.
+    """
+    num_top = np.bincount(parents, minlength=above.tokens.shape[1]) - 1
+    place = np.array([np.sum(parents[:child] == parent) for child, parent in enumerate(parents)])
+    rest = draft_logp
+    top = jnp.zeros((*draft_logp.shape[:2], 0), jnp.int32)
+    if num_top.max() > 0:
+        _, top, _ = ops.top_k(draft_logp, int(num_top.max()))
+    for rank in range(num_top.max()):
+        is_top = (jnp.arange(rest.shape[-1]) == top[:, :, rank, None]) & (rank < num_top)[:, None]
+        rest = jnp.where(is_top, sampling_lib.REMOVED, rest)
+    tokens = jnp.concatenate([ops.argmax(rest + noise)[:, :, None], top], 2)[:, parents, place]
+    # Where nothing is left off the top, the argmax is a top token, which was removed.
+    of_first = jnp.take_along_axis(rest[:, parents], tokens[:, :, None], 2)[:, :, 0]
+    logp = jnp.take_along_axis(draft_logp[:, parents], tokens[:, :, None], 2)[:, :, 0]
+    held = jnp.where(place == 0, of_first, logp)
+    return Level(
+        tokens, jnp.broadcast_to(parents, tokens.shape), above.logp[:, parents] + logp, above.score[:, parents] + held
+    )
+
+
 def likeliest(logits: Float[Array, "B v C"], above: Level, count: int) -> Level:
     """The `count` likeliest children of every node above, those of a node together, likeliest first.
 

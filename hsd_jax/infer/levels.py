@@ -96,6 +96,8 @@ def _drawn(
     """The level below `above`, drawn as the scheme says; `depth` is that of the level above."""
     if scheme is DrawScheme.INDEPENDENT:
         return draw.independent(noise, draft_logp, above, parents_of_level(config, depth))
+    if scheme is DrawScheme.TOP_THEN_RANDOM:
+        return draw.top_then_random(noise, draft_logp, above, parents_of_level(config, depth))
     if config.branching is None:
         return draw.stochastic_beam(noise, draft_logp, above, config.level_widths()[depth], is_sampled)
     return draw.gumbel_top_k(noise, draft_logp, above, config.branching[depth])

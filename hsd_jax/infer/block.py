@@ -1,0 +1,54 @@
+"""Block verification: how much of a drawn chain to keep, judged as a whole.
+
+Read next: `accept.py`, where it becomes the rule `block_verification`.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from hsd_jax.types import DraftTree
+
+
+def block(tree: DraftTree, target_logp: Float[Array, "B N V"]) -> tuple[Float[Array, "B N"], Float[Array, "B I V"]]:
+    """How likely a chain may end at each of its drafts, and what to draw the next token from behind each node.
+
+    With p_i the target's distribution behind node i, q_i the drafter's, x_i the tokens, and w_0 = 1,
+
+        w_i = min(1, w_{i-1} p_{i-1}(x_i) / q_{i-1}(x_i))
+        s_i = sum of (w_i p_i - q_i)+
+        h_i = s_i / (s_i + 1 - w_i),    at the last node h = w
+
+    A coin a draft: the deepest one whose coin lies below h_i is accepted, with all before it. The next token follows
+    (w_i p_i - q_i)+, normalised, and at the last node p. Token by token w would be the product of min(1, p / q); here a
+    ratio above 1 makes up for one below, so as many drafts are accepted or more. Lossless for the text of this round
+    and of what follows; the next round's target is the target. Consumes no randomness: both results are probabilities,
+    the first 0 where there is no draft.
+
+    References:
+      Sun et al. (arXiv:2403.10444, algorithm 2); methods.md 6.7.
+    """
+    assert tree.draft_logp is not None
+    depth = tree.draft_logp.shape[1]
+    target, draft = jnp.exp(target_logp[:, :depth]), jnp.exp(tree.draft_logp)
+    drawn = tree.tokens[:, 1:, None]
+    p, q = (jnp.take_along_axis(distribution, drawn, 2)[:, :, 0] for distribution in (target, draft))
+    ratio = p / jnp.maximum(q, jnp.finfo(q.dtype).tiny)
+
+    def longer(weight, ratio):
+        weight = jnp.minimum(weight * ratio, 1.0)
+        return weight, weight
+
+    one = jnp.ones_like(ratio[:, 0])
+    weight = jnp.concatenate([one[:, None], lax.scan(longer, one, ratio.T)[1].T], 1)
+    rest = jnp.maximum(weight[:, :depth, None] * target - draft, 0.0)
+    mass = jnp.sum(rest, -1)
+    below = mass + 1.0 - weight[:, :depth]  # 0 only where p = q: then some later node is sure
+    accepted_inside = jnp.where(below > 0.0, mass / jnp.where(below > 0.0, below, 1.0), 0.0)
+    has_child = jnp.concatenate([tree.valid[:, 1:], jnp.zeros_like(tree.valid[:, :1])], 1)
+    chance = jnp.where(has_child, jnp.concatenate([accepted_inside, weight[:, depth:]], 1), weight)
+    chance = jnp.where(tree.valid & (tree.depth > 0), chance, 0.0)
+    is_rest = (has_child[:, :depth] & (mass > 0.0))[:, :, None]
+    return chance, jnp.where(is_rest, rest / jnp.where(mass > 0.0, mass, 1.0)[:, :, None], target)

@@ -1,0 +1,73 @@
+"""The rule for trees of likeliest tokens and one drawn child a node, which no rule can beat on them. Probabilities only.
+
+Read next: `accept.py`, where it becomes the rule `optimal`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from hsd_jax.types import DraftTree
+
+
+def chain_and_match(
+    tree: DraftTree, target_logp: Float[Array, "B N V"], max_children: int
+) -> tuple[Float[Array, "B N"], Float[Array, "B I V"]]:
+    """How each child fares where those before it were rejected, and what is left of the target once all are.
+
+    The first child z of a node was drawn from q', the drafter's distribution q renormalised off the others, which are
+    the likeliest tokens, Top. With p the target's distribution,
+
+        accept z with probability min(1, p(z) / q'(z))
+        otherwise draw y from (p - q')+, normalised: a child that holds y is accepted, another y is emitted
+
+    q' has no mass on Top, so a top child x is accepted with probability p(x) in all, and the node with P(Top) + the sum
+    of min(p, q') off Top: the optimum for such children (`theory.optimal_acceptance`). The draw of y is told as one
+    test a child, r(y_1), r(y_2) / (1 - r(y_1)), ... Without a first child (no mass off Top) y is drawn from p. One
+    child is the chain rule. `acceptance` holds probabilities, one a node, 0 where there is none to try.
+
+    Args:
+      max_children: no node has more children, valid or not.
+    References:
+      Hu et al. (arXiv:2502.18779), "greedy draft sampling"; methods.md 6.6.
+    """
+    assert tree.draft_logp is not None
+    draft_logp = tree.draft_logp
+    num_distributions, vocab_size = draft_logp.shape[1:]
+    is_child = tree.parents[:, None, :] == jnp.arange(num_distributions)[:, None]
+    place = (
+        jnp.cumsum(is_child, -1, dtype=jnp.int32) - 1
+    )  # of the layout: a first child that is not valid keeps its own
+    is_child &= tree.valid[:, None, :]
+
+    def child_at(j):
+        """Which node is the j-th child, whether there is one, its token, and where that stands in the vocabulary."""
+        is_jth = is_child & (place == j)
+        token = jnp.take_along_axis(tree.tokens, jnp.argmax(is_jth, -1), 1)[:, :, None]
+        has_jth = jnp.any(is_jth, -1)[:, :, None]
+        return is_jth, has_jth, token, has_jth & (jnp.arange(vocab_size) == token)
+
+    target = jnp.exp(target_logp[:, :num_distributions])
+    none = jnp.zeros(draft_logp.shape, bool)
+    is_top = lax.fori_loop(1, max_children, lambda j, is_top: is_top | child_at(j)[3], none)
+    is_first, has_first, token, _ = child_at(0)
+    proposal = jnp.where(has_first, jax.nn.softmax(jnp.where(is_top, -jnp.inf, draft_logp), -1), 0.0)
+    q, p = (jnp.take_along_axis(distribution, token, 2) for distribution in (proposal, target))
+    own = jnp.minimum(p / jnp.maximum(q, jnp.finfo(q.dtype).tiny), 1.0)
+    acceptance = jnp.sum(jnp.where(is_first, own, 0.0), 1)
+    rest = jnp.maximum(target - proposal, 0.0)
+    rest = jnp.where(jnp.sum(rest, -1, keepdims=True) > 0.0, rest, target)
+
+    def match_child(j, carry):
+        acceptance, rest = carry
+        is_jth, _, token, here = child_at(j)
+        mass = jnp.sum(rest, -1, keepdims=True)
+        own = jnp.take_along_axis(rest, token, 2) / jnp.where(mass > 0.0, mass, 1.0)
+        return acceptance + jnp.sum(jnp.where(is_jth, own, 0.0), 1), jnp.where(here, 0.0, rest)
+
+    acceptance, rest = lax.fori_loop(1, max_children, match_child, (acceptance, rest))
+    mass = jnp.sum(rest, -1, keepdims=True)
+    return acceptance, jnp.where(mass > 0.0, rest / jnp.where(mass > 0.0, mass, 1.0), target)
