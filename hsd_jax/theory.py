@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -27,8 +26,8 @@ WIDEST_STEP = 0.375
 
 
 def optimal_acceptance(
-    target: Float[Array, "*rows V"], draft: Float[Array, "*rows V"], num_drafts: int, scheme: DrawScheme | str
-) -> Float[Array, "*rows"]:
+    target: Float[Array, "... V"], draft: Float[Array, "... V"], num_drafts: int, scheme: DrawScheme | str
+) -> Float[Array, "..."]:
     """The largest chance with which the emitted token can be one of the children, over all lossless rules.
 
     With p the target's distribution, P(H) its mass on a set H of tokens and Q(H) the chance that all n children fall
@@ -55,12 +54,9 @@ def optimal_acceptance(
     References:
       Hu et al. (arXiv:2502.18779), the dual as a subset selection; the quadrature is ours (methods.md 6.5).
     """
-    try:
-        scheme = DrawScheme(scheme)
-    except ValueError:
-        scheme = None
-    if scheme not in BOUNDED:
+    if scheme not in (*BOUNDED, *(x.value for x in BOUNDED)):
         raise ValueError(f"scheme={scheme!r}: allowed are {', '.join(x.value for x in BOUNDED)}")
+    scheme = DrawScheme(scheme)
     if num_drafts < 1:
         raise ValueError(f"num_drafts={num_drafts!r}: allowed are 1 and more")
     if scheme is DrawScheme.TOP_THEN_RANDOM:
@@ -78,14 +74,14 @@ def optimal_acceptance(
     return 1.0 + jnp.minimum(jnp.min(jnp.cumsum(target, -1) - inside, -1), 0.0)
 
 
-def _search_order(target: Float[Array, "*rows V"], draft: Float[Array, "*rows V"]) -> Int[Array, "*rows V"]:
+def _search_order(target: Float[Array, "... V"], draft: Float[Array, "... V"]) -> Int[Array, "... V"]:
     """The tokens in falling order of q / p, of which some prefix is a best set."""
     return jnp.argsort(-draft / jnp.maximum(target, jnp.finfo(target.dtype).tiny), -1)
 
 
 def _top_then_random(
-    target: Float[Array, "*rows V"], draft: Float[Array, "*rows V"], num_drafts: int
-) -> Float[Array, "*rows"]:
+    target: Float[Array, "... V"], draft: Float[Array, "... V"], num_drafts: int
+) -> Float[Array, "..."]:
     """P(Top) + the sum of min(p, q') off Top, which `optimal` reaches (methods.md 6.6)."""
     vocab_size = draft.shape[-1]
     if num_drafts > vocab_size:
@@ -109,9 +105,7 @@ def num_nodes(num_drafts: int) -> int:
     return math.ceil((LATEST - EARLIEST) / step) + 1
 
 
-def _all_inside(
-    draft: Float[Array, "*rows V"], outside: Float[Array, "*rows V"], num_drafts: int
-) -> Float[Array, "*rows V"]:
+def _all_inside(draft: Float[Array, "... V"], outside: Float[Array, "... V"], num_drafts: int) -> Float[Array, "... V"]:
     """The chance that `num_drafts` draws without replacement all fall into each prefix of the tokens.
 
     By a race: token x arrives at a time of its own, exponential with rate q(x), so that the order of arrivals is a draw
@@ -129,7 +123,7 @@ def _all_inside(
     counts = jnp.arange(num_drafts)[:, None]
 
     def add(fewer, member):
-        """`fewer` [*rows, n, nodes]: the chance of exactly 0 .. n - 1 arrivals; `member`: q, and s after it."""
+        """`fewer` [..., n, nodes]: the chance of exactly 0 .. n - 1 arrivals; `member`: q, and s after it."""
         own, rate = (x[..., None, None] for x in member)
         stays_out = jnp.exp(-own * times)
         moved = jnp.concatenate([jnp.zeros_like(fewer[..., :1, :]), fewer[..., :-1, :]], -2)

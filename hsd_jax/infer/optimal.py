@@ -1,4 +1,5 @@
-"""The rule for trees of likeliest tokens and one drawn child a node, which no rule can beat on them. Probabilities only.
+"""The rule for trees of likeliest tokens and one drawn child a node, which no rule can beat on them. Probabilities;
+no randomness.
 
 Read next: `accept.py`, where it becomes the rule `optimal`.
 """

@@ -154,6 +154,12 @@ def test_an_arbitrary_tree_has_the_likeliest_children_of_every_node():
     assert tree.tokens[0].tolist() == likeliest(base, table, (3, 2, 2))
 
 
+def last_first(base: np.ndarray, table: np.ndarray, count: int) -> list[int]:
+    """The root of the tables of `grown`, the likeliest child but count - 1, and these."""
+    best = np.argsort(-(base[0] + table[2]))[:count].tolist()
+    return [2, best[-1], *best[:-1]]
+
+
 def test_rows_without_noise_have_the_likeliest_children():
     """Greedy rows of a drawn tree, beside rows that draw."""
     temperature = np.array([0.0, 1.0, 0.0, 0.7])
@@ -163,6 +169,11 @@ def test_rows_without_noise_have_the_likeliest_children():
         if scheme is DrawScheme.INDEPENDENT:  # each the likeliest, whatever its siblings are
             first = int(np.argmax(base[0] + table[2]))
             wanted = [2, *[first] * 3, *[int(np.argmax(base[1] + table[first]))] * 6]
+        if scheme is DrawScheme.TOP_THEN_RANDOM:  # the place of the random child, with the last of them, comes first
+            wanted = last_first(base, table, 3)[:4]
+            assert tree.tokens[0, :4].tolist() == tree.tokens[2, :4].tolist() == wanted
+            assert tree.tokens[1, :4].tolist() != wanted and (tree.tokens[1, 2:4] == wanted[2:]).all()
+            continue
         assert tree.tokens[0].tolist() == tree.tokens[2].tolist() == wanted
         if scheme in DRAWN_SCHEMES:
             assert tree.tokens[1].tolist() != wanted
@@ -179,6 +190,9 @@ def test_places_without_mass_stay_empty(scheme):
     for top_k in (1, 2):
         tree, _, _ = grown((3, 2), scheme, top_k=top_k)
         has_token = np.array(layout.ranks) < top_k
+        if scheme is DrawScheme.TOP_THEN_RANDOM:  # the random child stands first, and needs a token off the others
+            widths = np.array([1, 3, 2])[layout.depths]
+            has_token = np.where(np.array(layout.ranks) == 0, top_k >= widths, np.array(layout.ranks) <= top_k)
         wanted = [has_token[n] and (n == 0 or has_token[max(layout.parents[n], 0)]) for n in range(10)]
         np.testing.assert_array_equal(tree.valid, np.broadcast_to(wanted, tree.valid.shape))
 
