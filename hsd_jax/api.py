@@ -114,8 +114,8 @@ def decode(
     its `max_new_tokens` decides) and plan. Where the tree is chosen, the plan depends on these sizes and on whether any
     row has a temperature of 0.3 or more. Off the CPU, calls whose rows are all greedy have programs of their own. Other
     settings of the text compile nothing, up to 4 end tokens. A row's tokens depend on its prompt, settings and seed
-    alone: not on the other rows, and, greedy or sampled, not on the tree, nor on whether there is one. Only under
-    `accept="recursive"` sampled text depends on the tree, too; it is as likely as under plain decoding.
+    alone: not on the other rows, and, greedy or sampled, not on the tree, nor on whether there is one. Under rules
+    other than `match` sampled text depends on the tree, too; it is as likely as under plain decoding.
 
     Args:
       prompt: a text, token ids, or a list of either (ragged lengths are fine).
@@ -131,11 +131,13 @@ def decode(
       speculate: False decodes plainly.
       eos: end tokens in place of the checkpoint's; () for none.
       pad_rows: rows a plain pass is padded to (see `infer/plain.py`).
-      accept: rule that judges drafts: "match", which "auto" stands for, or "recursive", for drawn trees.
+      accept: rule that judges drafts: "match", which "auto" stands for, or for drawn trees alone "recursive",
+        "optimal", "kseq" and, for chains, "block_verification" (methods.md 6).
       draw: how trees choose their tokens: "coupled" (the likeliest to be what the target draws, given the noise that
-        it draws with; at temperature 0 the likeliest), "arbitrary" (the likeliest), "independent" or
-        "without_replacement" (drawn with noise of their own); None: "coupled" for "match", "without_replacement" for
-        "recursive", which is lossless for drawn trees only.
+        it draws with; at temperature 0 the likeliest), "arbitrary" (the likeliest), "independent",
+        "without_replacement" (drawn with noise of their own) or "top_then_random" (one child of a node drawn, the
+        others the likeliest); None: what suits the rule: "coupled" for "match", "top_then_random" for "optimal",
+        "independent" for "kseq", "without_replacement" for the others.
       reuse: what becomes of trunk states that a round did not use: "none", "sum", "skip" or "skip:N", "ahead" or
         "unfused" (docs/design.md, "Reuse"). Like the tree it changes speed alone.
       tuned: how the tree is chosen where `tree` is None. True: by the record that `tune` kept for this pair and

@@ -70,7 +70,7 @@ class Sampling:
 class Speculation:
     """How the call is decoded: the arguments of `decode` of the same names.
 
-    Under the rule `match` none of them changes a text; `accept="recursive"` draws another one of the same distribution.
+    Under the rule `match` none of them changes a text; the other rules draw another one of the same distribution.
     """
 
     tree: TreeConfig | None = None

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hsd_jax.bench import prompts
+from hsd_jax.bench import gap, prompts
 from hsd_jax.bench.machine import hardware
 from hsd_jax.bench.measure import Mode, Runs, Workload, fastest, mode_record, speedup, time_modes
 from hsd_jax.bench.profile import RoundProfile, profile_round
@@ -91,6 +91,9 @@ def measure(
             is_timed = mode.reuse == "none" and with_stages
             how = (found[0].text, work.max_new_tokens, temperature)
             records[mode.name]["stages"] = _stages(mode, *how) if is_timed else None
+        if gap.has_gap(mode, temperature):
+            texts = [prompt.text for prompt in found]
+            records[mode.name]["gap"] = gap.measure(mode, texts, work.seed, work.max_new_tokens, temperature)
     return {
         "command": work.command_line,
         "settings": _settings(work, temperature, params, found),

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from hsd_jax import lock
-from hsd_jax.bench import prompts
+from hsd_jax.bench import gap, prompts
 from hsd_jax.bench.machine import hardware
 from hsd_jax.bench.measure import Mode, Runs, Workload, mode_record, parse_tree, speedup, time_modes
 from hsd_jax.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share
@@ -206,7 +206,12 @@ def measure(
             repeats=work.repeats,
             progress=_progress,
         )
-        rows += _rows(setting, modes, runs[setting], references)
+        found = _rows(setting, modes, runs[setting], references)
+        for mode, row in zip(modes, found, strict=True):
+            if gap.has_gap(mode, setting.temperature):
+                texts = [prompt.text for prompt in tasks[setting.task]]
+                row["gap"] = gap.measure(mode, texts, work.seed, work.max_new_tokens, setting.temperature)
+        rows += found
         if setting.temperature == 0:
             record["repeated_4gram_share"][setting.task] = pooled_repeated_ngram_share(runs[setting].texts(PLAIN))
         write_json(path, record)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax import settings
-from hsd_jax.bench.tables import make_console, make_table, same_text, say
+from hsd_jax.bench.tables import lines_of, make_console, make_table, same_text, say
 from hsd_jax.config import TreeConfig
 from hsd_jax.files import replacing, write_text
 
@@ -86,6 +86,13 @@ def _quality(record: dict[str, Any]) -> list[str]:
     return lines + ([f"repeated 4-grams in greedy text: {', '.join(repeats)}"] if repeats else [])
 
 
+def gap_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Acceptance by depth of every method that drew its trees, beside the most that any rule would accept."""
+    return [
+        line for row in rows if row.get("gap") for line in (row["method"], *(f"  {x}" for x in lines_of(row["gap"])))
+    ]
+
+
 def print_tables(record: dict[str, Any]) -> None:
     """A rich table a setting."""
     console = make_console()
@@ -94,6 +101,8 @@ def print_tables(record: dict[str, Any]) -> None:
         for row in rows:
             table.add_row(*cells(row))
         console.print(table)
+        for line in gap_lines(rows):
+            console.print(line, markup=False, highlight=False)
     for line in footer(record):
         console.print(line, markup=False, highlight=False)
 
@@ -104,6 +113,8 @@ def write_markdown(record: dict[str, Any], path: Path) -> None:
     for setting, rows in by_setting(record):
         lines += [f"### {title_of(setting)}", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
         lines += ["| " + " | ".join(cells(row)) + " |" for row in rows] + [""]
+        if any(row.get("gap") for row in rows):
+            lines += ["```text", *gap_lines(rows), "```", ""]
     write_text(path, "\n".join([*lines, *(f"{line}  " for line in footer(record))]) + "\n")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from hsd_jax.files import is_writer
@@ -93,10 +94,25 @@ def _print_tree(console, name: str, mode: dict[str, Any]) -> None:
     console.print(f"{name}: tau {mode['tau']:.2f}, {mode['mean_accepted']:.2f} accepted; fastest plain loop: {fastest}")
     console.print("  rounds by accepted tokens  " + " ".join(map(str, mode["accepted_histogram"])))
     console.print("  acceptance by depth        " + " ".join(f"{x:.2f}" for x in mode["conditional_acceptance"]))
+    for line in lines_of(mode.get("gap", ()), "by depth"):
+        console.print(f"  {line}", highlight=False)
     if mode["stages"]:
         console.print(
             "  share of a round           " + stage_line(mode["stages"]["shares"], mode["stages"]["seconds"]["whole"])
         )
+
+
+def lines_of(gap: Sequence[dict[str, Any]], title: str) -> list[str]:
+    """The records of `gap.measure` in words, a line for each of three acceptances by depth; none of none."""
+    if not gap:
+        return []
+    rows = {
+        "accepted": "accepted on replayed prefixes",
+        "optimum": "optimum for these draws",
+        "greedy_plus_one": "optimum for top_then_random",
+    }
+    lines = [f"  {what:<30} " + " ".join(f"{one[name]:.2f}" for one in gap) for name, what in rows.items()]
+    return [title, *lines, f"  {'nodes looked at':<30} " + " ".join(str(one["num_nodes"]) for one in gap)]
 
 
 def stage_line(shares: dict[str, float], whole: float) -> str:

@@ -172,17 +172,17 @@ def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None)
     """Declares how drafts are judged, drawn and made: --accept, --draw and --reuse; with `nargs` several of a kind."""
     group.add_argument(
         "--accept",
-        choices=("auto", "match", "recursive"),
+        choices=("auto", "match", "recursive", "optimal", "kseq", "block_verification"),
         default="auto" if nargs is None else ["auto"],
         nargs=nargs,
-        help="rule that judges drafts: match gives the text of plain decoding with the same seed, recursive draws its "
-        "trees and gives another text of the same distribution (default: auto, which is match)",
+        help="rule that judges drafts: match gives the text of plain decoding with the same seed, the others draw "
+        "their trees and give another text of the same distribution (default: auto, which is match)",
     )
     group.add_argument(
         "--draw",
-        choices=("arbitrary", "independent", "without_replacement", "coupled"),
-        help="how drafts are chosen: the likeliest, drawn at random, or coupled to the noise of the target's own draws "
-        "(default: what suits --accept)",
+        choices=("arbitrary", "independent", "without_replacement", "top_then_random", "coupled"),
+        help="how drafts are chosen: the likeliest, all or one drawn at random, or coupled to the noise of the "
+        "target's own draws (default: what suits --accept)",
     )
     add_reuse_argument(group, nargs)
 

@@ -14,8 +14,10 @@ from support import calls, oracle_drafter, setups, toy
 from support.rules import keyed
 from support.texts import first_difference
 
+from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import METHODS
-from hsd_jax.types import NO_TOKEN
+from hsd_jax.infer.accept import RULES
+from hsd_jax.types import DRAWN_SCHEMES, NO_TOKEN, DrawScheme
 
 PROPOSERS = ["beam", "branching", "chain", "steered", "block", setups.CHAIN_ORACLE, setups.DECOYS_ORACLE]
 BASELINES = [*setups.CHAINS, "small_lm_branching", "eagle", "medusa"]
@@ -46,6 +48,50 @@ def test_every_kind_of_drafter_is_in_the_table():
         one.changes.get("kind", "hidden") if one.is_trained else getattr(one.config, "kind", None) for one in found
     }
     assert kinds - {None} == set(METHODS), "add a proposer to tests/support/setups.py and to TABLE"
+
+
+DRAWN, BRANCHING = TreeConfig(9, 3, 3), TreeConfig(branching=(3, 2, 1))
+JUDGED = [  # every rule with every drawn scheme that it is lossless for
+    ("recursive", DrawScheme.WITHOUT_REPLACEMENT, DRAWN),
+    ("optimal", DrawScheme.TOP_THEN_RANDOM, BRANCHING),
+    ("kseq", DrawScheme.INDEPENDENT, BRANCHING),
+    ("block_verification", DrawScheme.WITHOUT_REPLACEMENT, setups.CHAIN_OF_4),
+    ("match", DrawScheme.TOP_THEN_RANDOM, BRANCHING),
+    *[
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("recursive", DrawScheme.INDEPENDENT, BRANCHING),
+            ("recursive", DrawScheme.WITHOUT_REPLACEMENT, BRANCHING),
+            ("optimal", DrawScheme.TOP_THEN_RANDOM, DRAWN),
+            ("kseq", DrawScheme.INDEPENDENT, DRAWN),
+            ("block_verification", DrawScheme.INDEPENDENT, setups.CHAIN_OF_4),
+            ("match", DrawScheme.INDEPENDENT, BRANCHING),
+            ("match", DrawScheme.WITHOUT_REPLACEMENT, DRAWN),
+        )
+    ],
+]
+
+
+def test_every_rule_is_in_a_table():
+    """With every scheme of its own."""
+    found = {tuple(getattr(case, "values", case)[:2]) for case in JUDGED}
+    drawn = {(name, scheme) for name, row in RULES.items() for scheme in row.make(TreeConfig(2, 1, 1)).schemes}
+    assert found == {(name, scheme) for name, scheme in drawn if scheme in DRAWN_SCHEMES}, "add the rule to JUDGED"
+
+
+@pytest.mark.parametrize(("accept", "scheme", "tree"), JUDGED)
+def test_greedy_rows_are_greedy_under_every_rule(accept, scheme, tree):
+    """Token for token beside sampled rows, whose text under match is plain decoding's, too; also with a drafter whose
+    weights are NaN."""
+    call, setup = calls.mixed_call(), setups.sampled(scheme, tree, accept)
+    rows = 6 if accept == "match" else 2
+    wanted = setups.expected("llama", call)[:rows]
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), setup.models["drafter"])
+    for models in (setup.models, setup.models | {"drafter": broken}):
+        state = call.run(setup.decoder, models)
+        assert first_difference(calls.generated(call, state)[:rows], wanted) is None
+        assert bool(state.done.all())
+        assert_counts_agree(call, state)
 
 
 def assert_counts_agree(call: calls.Call, state) -> None:

@@ -17,6 +17,7 @@ from oracles import kseq as kseq_oracle
 from oracles import optimal as optimal_oracle
 from oracles import recursive as recursive_oracle
 from support.rules import depths_of
+from support.tiny_pairs import FALSE_ALARM, TREES, p_values, tiny_small_lm, tiny_texts
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import accept as accept_lib
@@ -25,7 +26,7 @@ from hsd_jax.infer.accept import check_legal, make_rule, recursion
 from hsd_jax.infer.block import block
 from hsd_jax.infer.kseq import kseq
 from hsd_jax.infer.optimal import chain_and_match
-from hsd_jax.types import DraftTree, DrawScheme
+from hsd_jax.types import Drafter, DraftTree, DrawScheme
 
 ROOT, MOST = 0, 4
 EXACT = 1e-12
@@ -391,6 +392,63 @@ def test_the_enumeration_finds_mutants_of_top_then_random(layout):
     assert of(functools.partial(recursion, max_children=3), trees, DrawScheme.WITHOUT_REPLACEMENT) > 1e-3
     drawn = optimal_oracle.tree_draws(draft, ROOT, parents, optimal_oracle.WITHOUT_REPLACEMENT)
     assert of(ours_of_top, drawn) > 1e-3
+
+
+# --- the compiled loop ------------------------------------------------------------------------------------------------
+
+CHAIN = TreeConfig(nodes=4, depth=3, width=1)
+LOOPS = {  # rule, scheme, tree
+    "optimal": ("optimal", DrawScheme.TOP_THEN_RANDOM, TREES["branching"]),
+    "kseq": ("kseq", DrawScheme.INDEPENDENT, TREES["branching"]),
+    "block": ("block_verification", DrawScheme.WITHOUT_REPLACEMENT, CHAIN),
+    "uneven": ("optimal", DrawScheme.TOP_THEN_RANDOM, TREES["deep"]),
+    "chain": ("optimal", DrawScheme.TOP_THEN_RANDOM, CHAIN),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["optimal", "block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kseq", "uneven", "chain"))]
+)
+def test_the_compiled_loop_follows_the_distribution_of_the_target(name):
+    """Several rounds, filtered rows included. Eight chi-squares a case, each of which fires falsely once in 10^6."""
+    accept, scheme, tree = LOOPS[name]
+    assert min(p_values(tiny_texts(tree, scheme, accept=accept))) > FALSE_ALARM
+
+
+@pytest.mark.slow
+def test_block_verification_of_a_small_language_model_follows_the_target():
+    texts = tiny_texts(CHAIN, DrawScheme.INDEPENDENT, pair=tiny_small_lm, accept="block_verification")
+    assert min(p_values(texts)) > FALSE_ALARM
+
+
+def without_unlikely(drafter: Drafter) -> Drafter:
+    """The root's random child pruned after the draw where the drafter finds it unlikely."""
+
+    def draft(models, state, *rest):
+        tree, state = drafter.draft(models, state, *rest)
+        logp = jnp.take_along_axis(tree.draft_logp[:, 0], tree.tokens[:, 1:2], 1)[:, 0]
+        return tree.replace(valid=tree.valid.at[:, 1].set(tree.valid[:, 1] & (logp > np.log(0.2)))), state
+
+    return drafter._replace(draft=draft)
+
+
+def as_if_without_replacement(drafter: Drafter) -> Drafter:
+    """Says that its trees were drawn without replacement."""
+
+    def draft(models, state, *rest):
+        tree, state = drafter.draft(models, state, *rest)
+        return tree.replace(scheme=DrawScheme.WITHOUT_REPLACEMENT), state
+
+    return drafter._replace(draft=draft, scheme=DrawScheme.WITHOUT_REPLACEMENT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mutant", "accept"), [(without_unlikely, "optimal"), (as_if_without_replacement, "recursive")]
+)
+def test_the_chi_square_finds_mutants(mutant, accept):
+    tree = TreeConfig(branching=(3,))
+    assert min(p_values(tiny_texts(tree, DrawScheme.TOP_THEN_RANDOM, mutant, accept=accept))) < FALSE_ALARM
 
 
 # --- which rule may judge what ----------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import make_drafter as drafter_of
 from hsd_jax.drafters.table import pictures_of
-from hsd_jax.infer.accept import match_rule, recursive_rule
+from hsd_jax.infer.accept import make_rule, match_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
@@ -226,12 +226,12 @@ def setup(variant: str = "llama", proposer: str = "plain", scheme: DrawScheme = 
 
 
 @functools.cache
-def sampled(scheme: DrawScheme, tree: TreeConfig = DRAWN_BEAM) -> Setup:
-    """The pair of "beam" with trees drawn under `scheme` and judged by the recursive rule."""
+def sampled(scheme: DrawScheme, tree: TreeConfig = DRAWN_BEAM, accept: str = "recursive") -> Setup:
+    """The pair of "beam" with trees drawn under `scheme` and judged by the rule `accept`."""
     beam = setup("llama", "beam")
     drafter = drafter_of(beam.config, beam.drafter_config, tree, scheme=scheme)
     found = dataclasses.replace(beam, drafter=drafter)
-    return dataclasses.replace(found, decoder=found.decoder_with(recursive_rule(tree.depth, tree.width)))
+    return dataclasses.replace(found, decoder=found.decoder_with(make_rule(accept, tree)))
 
 
 LONG = 60

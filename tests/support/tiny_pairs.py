@@ -1,4 +1,4 @@
-"""Pairs so small that every text can be enumerated."""
+"""Pairs so small that every text can be enumerated, and the chi-square of what the compiled loop says of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
+from oracles import sampling as sampling_oracle
+from scipy import stats
 
-from hsd_jax.config import TreeConfig
-from support import toy
+from hsd_jax.config import NO_REUSE, ReuseConfig, TreeConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.table import make_drafter
+from hsd_jax.infer.accept import make_rule
+from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.step import make_step
+from hsd_jax.types import DrawScheme
+from support import calls, toy
 
 ROWS, TINY, NEW_TOKENS = 16_384, 4, 8
 
@@ -31,3 +39,65 @@ def tiny_pair():
     injector = drafter["injector"] | {"bias": jnp.asarray((0.5 * logits + wrong).T / TINY**0.5, jnp.float32)}
     drafter |= {"injector": injector, "output_norm": {"weight": jnp.full(TINY, 0.3)}}
     return config, logits, drafter_config, {"target": weights, "drafter": drafter}
+
+
+FALSE_ALARM = 1e-6
+SETTINGS = [(1.0, None, None), (0.7, 3, None), (1.3, None, 0.8), (1.0, None, None)]
+"""Of rows 0, 1, 2, 3, 4, ... in turns."""
+
+
+@functools.cache
+def tiny_small_lm():
+    """The same target, and a Markov model with a distribution of its own as small language model."""
+    config, logits, _, models = tiny_pair()
+    _, small = toy.markov_target(0.5 * logits + np.random.default_rng(4).normal(0, 1.0, (TINY, TINY)))
+    return config, logits, SmallLMConfig(**vars(config)), models | {"drafter": small}
+
+
+def tiny_texts(
+    tree: TreeConfig,
+    scheme: DrawScheme,
+    change=lambda drafter: drafter,
+    pair=tiny_pair,
+    reuse: ReuseConfig = NO_REUSE,
+    accept: str = "recursive",
+) -> np.ndarray:
+    """The texts [ROWS, NEW_TOKENS] of the compiled loop, each row with a seed of its own."""
+    config, _, drafter_config, models = pair()
+    drafter = change(make_drafter(config, drafter_config, tree, scheme=scheme, reuse=reuse))
+    step = make_step(config, drafter, make_rule(accept, tree))
+    decoder = Decoder(config, step, drafter, precision="highest", use_native=False)
+    per_row = [SETTINGS[row % len(SETTINGS)] for row in range(ROWS)]
+    call = calls.Call(
+        prompts=[np.array([1], np.int32)] * ROWS,
+        new_tokens=[NEW_TOKENS] * ROWS,
+        temperature=[t for t, _, _ in per_row],
+        top_k=[k or 0 for _, k, _ in per_row],
+        top_p=[p or 1.0 for _, _, p in per_row],
+        seeds=list(range(ROWS)),
+    )
+    state = call.run(decoder, models)
+    histogram = np.asarray(state.stats.accepted_histogram).sum(0)
+    assert (histogram > 0).all(), histogram
+    return np.asarray(state.tokens)[:, 1 : 1 + NEW_TOKENS]
+
+
+def p_values(texts: np.ndarray) -> list[float]:
+    """Chi-square of three tokens early and late in the text against the target's distribution, for each of SETTINGS."""
+    logits, found = tiny_pair()[1], []
+    for index, setting in enumerate(SETTINGS):
+        rows = texts[index :: len(SETTINGS)]
+        step = np.array([sampling_oracle.distribution(logits[a], *setting) for a in range(TINY)])
+        for first in (0, NEW_TOKENS - 3):
+            start = np.linalg.matrix_power(step, first)[1]  # the prompt is token 1
+            distribution = np.einsum("a,ab,bc,cd->bcd", start, step, step, step).ravel()
+            cells = np.ravel_multi_index(tuple(rows[:, first : first + 3].T), (TINY,) * 3)
+            counts, expected = np.bincount(cells, minlength=len(distribution)), distribution * len(rows)
+            if counts[distribution == 0].any():
+                found.append(0.0)
+                continue
+            is_rare = expected < 5
+            counts, expected = (np.append(x[~is_rare], x[is_rare].sum()) for x in (counts, expected))
+            keep = expected > 0
+            found.append(float(stats.chisquare(counts[keep], expected[keep]).pvalue))
+    return found
