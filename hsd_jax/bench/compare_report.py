@@ -88,9 +88,7 @@ def _quality(record: dict[str, Any]) -> list[str]:
 
 def gap_lines(rows: list[dict[str, Any]]) -> list[str]:
     """Acceptance by depth of every method that drew its trees, beside the most that any rule would accept."""
-    return [
-        line for row in rows if row.get("gap") for line in (row["method"], *(f"  {x}" for x in lines_of(row["gap"])))
-    ]
+    return [line for row in rows for line in lines_of(row.get("gap", ()), row["method"])]
 
 
 def print_tables(record: dict[str, Any]) -> None:
