@@ -37,7 +37,7 @@ ROWS = 16
 def has_gap(mode: Mode, temperature: float) -> bool:
     """Whether there is anything to say: the children were drawn."""
     drawn = mode.tree is not None and rule_and_scheme(mode.accept, mode.draw)[1] in DRAWN_SCHEMES
-    return drawn and temperature > 0 and mode.params.mesh is None
+    return drawn and temperature > 0 and mode.params.mesh is None and not mode.lossy
 
 
 def measure(
