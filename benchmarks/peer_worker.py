@@ -226,6 +226,7 @@ class HsdJax:
 
         import hsd_jax
         from hsd_jax import params as params_lib
+        from hsd_jax.bench.measure import parse_tree
 
         self.config, self.methods, self.loaded = config, {}, {}
         for method in config["methods"]:
@@ -244,8 +245,8 @@ class HsdJax:
             elif method["tree"] is None:
                 tree = params_lib.default_tree(self.loaded[dtype, drafter].drafter_config)
             else:
-                tree = hsd_jax.TreeConfig(*method["tree"])
-            shown = "" if drafter is None or tree is None else f" {tree.nodes}x{tree.depth}x{tree.width}"
+                tree = parse_tree(method["tree"])
+            shown = "" if drafter is None or tree is None else f" {tree.name}"
             # Where float32 is the fastest dtype this is one method.
             self.methods[f"{method['name']}{shown} {dtype}"] = dtype, drafter, tree
 

@@ -28,7 +28,6 @@ mistake in float32. Texts are compared with the peer's plain ones in float32, if
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import statistics
@@ -166,7 +165,7 @@ def hsd_methods(args: argparse.Namespace, drafter: str | None) -> list[dict[str,
 
     A tree of "chosen" is left to `decode`, as by default; None is the one that suits the kind of drafter.
     """
-    trees = [dataclasses.astuple(t) for t in measure_lib.parse_trees(args.trees)] if args.trees else []
+    trees = [t.name for t in measure_lib.parse_trees(args.trees)] if args.trees else []
     methods = []
     for dtype in ("float32", None):
         found = [("plain", None, None)]

@@ -237,11 +237,13 @@ def journal_of(out: Path, train: LoopConfig, report: Report) -> Iterator[Journal
 def read_rows(
     files: Sequence[str | Path], folder: Path, train: LoopConfig, config: data.DataConfig, model: ModelConfig
 ) -> data.Rows:
+    """The rows of a run, none longer than the model allows."""
     check_length(train, model)
     return data.read_rows(files, folder, train.length, train.seed, model.vocab_size, config)
 
 
 def check_length(train: LoopConfig, model: ModelConfig) -> None:
+    """Raises a ValueError if rows are longer than a model has positions."""
     if train.length > model.max_position:
         raise ValueError(f"train.length={train.length}: the model has {model.max_position} positions")
 
@@ -329,6 +331,7 @@ def _profiles(judged: dict[str, Any]) -> dict[str, tuple[float, ...]]:
 
 
 def describe(report: Report, kind: str, params: Any, rows: data.Rows, train: LoopConfig) -> None:
+    """Says what is trained, and on how much of the data."""
     size = sum(p.size for p in jax.tree.leaves(params))
     seen = train.steps * train.batch / len(rows.tokens)
     report(

@@ -70,7 +70,7 @@ def test_a_speedup_has_a_range_over_repeats_and_an_interval_over_batches():
         ("- a\n", "expected NAME: {KEY: VALUE"),
         ("a: [", "not YAML"),
         ("plain: {}\n", "'plain' is always measured"),
-        ("a: {nodes: 8}\n", "method 'a': 'nodes' is none of drafter, tree, accept, draw, reuse, token_info, reference"),
+        ("a: {nodes: 8}\n", "method 'a': 'nodes' is none of drafter, tree, accept, draw, reuse, lossy"),
         ("a: 8x5x2\n", "method 'a': '8x5x2' is none of"),
         ("a: {reference: true}\nb: {reference: true}\n", "at most one method may say reference"),
         ("a: {tree: 8}\n", "method 'a': tree: 8: expected a text"),

@@ -61,8 +61,8 @@ def test_what_is_asked_of_ours():
         for name, drafter, tree in (
             ("hsd_jax plain", None, None),
             ("hsd_jax default", "drafter", "chosen"),
-            ("hsd_jax tree", "drafter", (8, 5, 3)),
-            ("hsd_jax tree", "drafter", (4, 3, 1)),
+            ("hsd_jax tree", "drafter", "8x5x3"),
+            ("hsd_jax tree", "drafter", "4x3x1"),
         )
     ]
     without = parse(["--target", "x", "--same-methods", "--assistant", "small"])

@@ -366,9 +366,11 @@ def test_divergences_from_a_distribution_with_cold_tokens(name):
         cross, variation = oracle.cross_entropy(p[:, SOME], q), oracle.total_variation(p, full)
         return {
             "kl": lambda: oracle.kl(p[:, SOME], q),
+            "fkl": lambda: oracle.kl(p[:, SOME], q),
             "rkl": lambda: oracle.kl(full, p),
             "jsd": lambda: oracle.jensen_shannon(p, full, 0.5) - 0.5 * np.log(2) * cold,
             "tv": lambda: variation,
+            "tvd": lambda: variation,
             "ce": lambda: cross,
             "ce_tv": lambda: 0.1 * cross + 0.9 * variation,
         }[name]()

@@ -522,7 +522,7 @@ def _down(grad) -> np.ndarray:
 @pytest.mark.parametrize(
     "section, values, message",
     [
-        ("loss", {"divergence": "l2"}, r"loss\.divergence='l2': allowed are kl, rkl, jsd, tv, ce, ce_tv"),
+        ("loss", {"divergence": "l2"}, r"loss\.divergence='l2': allowed are fkl, kl, rkl, jsd, tvd, tv, ce, ce_tv"),
         ("loss", {"jsd_beta": 1.0}, r"loss\.jsd_beta=1\.0: allowed are finite numbers above 0 and below 1"),
         ("loss", {"jsd_beta": float("nan")}, r"loss\.jsd_beta=nan: allowed are"),
         ("loss", {"jsd_beta": "half"}, r"loss\.jsd_beta='half': allowed are finite numbers"),
