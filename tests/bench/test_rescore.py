@@ -49,6 +49,7 @@ def test_a_table_from_the_command_line(folders, ngrams, tmp_path, capsys):
     assert "tau if an oracle chose the path: 1 arcs" in printed
 
 
+@pytest.mark.slow
 def test_rescored_drafts_do_not_change_a_text(folders, ngrams, capsys):
     tree = ["--nodes", "6", "--depth", "3", "--width", "2", "--max-new-tokens", "8", "--json", "the cat"]
     found = []

@@ -269,7 +269,7 @@ def wanted_tree(logp, base: np.ndarray, hot, text: list[int], temperature: float
 
 
 @pytest.mark.parametrize("scheme", [DrawScheme.COUPLED, pytest.param(DrawScheme.ARBITRARY, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("proposer", ["rescored_lm", "rescored_hot"])
+@pytest.mark.parametrize("proposer", [pytest.param("rescored_lm", marks=pytest.mark.slow), "rescored_hot"])
 def test_trees_after_some_rounds_are_those_of_the_whole_text(proposer, scheme):
     """So every round leaves in the states what the next one needs; prompts of one token included."""
     setup, call = setups.setup("llama", proposer, scheme), calls.mixed_call().replace(top_k=[0] * 6, top_p=[1.0] * 6)

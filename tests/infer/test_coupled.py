@@ -306,7 +306,8 @@ def test_a_thousand_seeds_and_any_tree_give_one_text(tree):
 # --- acceptance -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mutant", [displaced, pytest.param(estranged, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [displaced, estranged])
 def test_wrong_noise_costs_acceptance_alone(mutant):
     """The text cannot show it. Passes of all rows: fewer by a tenth at least with the right noise."""
     right, wrong = tiny_state(), tiny_state(mutant)
@@ -432,6 +433,7 @@ def recursive_p_value(is_coupled: bool) -> float:
     return float(stats.chisquare(np.bincount(np.asarray(found), minlength=VOCAB), scheme * num).pvalue)
 
 
+@pytest.mark.slow
 def test_the_chi_square_finds_coupled_drafts_under_recursive():
     """A child that says it was drawn, though it was chosen by the noise that draws the token in its place."""
     assert recursive_p_value(is_coupled=False) > FALSE_ALARM

@@ -407,7 +407,7 @@ LOOPS = {  # rule, scheme, tree
 
 
 @pytest.mark.parametrize(
-    "name", ["optimal", "block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kseq", "uneven", "chain"))]
+    "name", ["optimal", *(pytest.param(name, marks=pytest.mark.slow) for name in ("block", "kseq", "uneven", "chain"))]
 )
 def test_the_compiled_loop_follows_the_distribution_of_the_target(name):
     """Several rounds, filtered rows included. Eight chi-squares a case, each of which fires falsely once in 10^6."""

@@ -180,7 +180,9 @@ def test_the_text_is_that_of_plain_decoding_whatever_pays(proposer, prices):
         assert drafted > 0.6 * passes
 
 
-@pytest.mark.parametrize("proposer", ["path_chain", "block", "small_lm", "lookup", *SLOW[:3]])
+@pytest.mark.parametrize(
+    "proposer", ["path_chain", pytest.param("block", marks=pytest.mark.slow), "small_lm", "lookup", *SLOW[:3]]
+)
 def test_a_drafter_follows_plain_rounds(proposer):
     """Behind them it drafts what it drafts behind a prompt of the same tokens."""
     call = calls.mixed_call().replace(new_tokens=[40] * 6)

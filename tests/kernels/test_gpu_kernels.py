@@ -331,6 +331,7 @@ def test_rings_decode_what_whole_caches_do(monkeypatch):
         np.testing.assert_array_equal(found[row, :last], wanted[row, :last])
 
 
+@pytest.mark.slow
 def test_kernels_that_differ_are_left_aside_with_a_warning(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     differences = check.differences(interpret=True)

@@ -210,6 +210,7 @@ def test_precision_follows_the_platform_unless_named():
         assert LoopConfig(compute="float32").on_platform().compute == "float32"
 
 
+@pytest.mark.slow
 def test_steps_in_bfloat16_follow_those_in_float32(standard_dtypes):
     _, weights, frozen = make()
     batch = batch_of(random_rows())

@@ -36,7 +36,10 @@ def pair() -> tuple[dict, dict]:
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("divergence", ["fkl", "rkl", "jsd", "tvd", "nll"])
+SLOW_DIVERGENCES = [pytest.param(name, marks=pytest.mark.slow) for name in ("rkl", "jsd", "tvd")]
+
+
+@pytest.mark.parametrize("divergence", ["fkl", "nll", *SLOW_DIVERGENCES])
 def test_the_loss_is_the_mean_over_labels(divergence, standard_dtypes):
     """Against loops over rows and positions in float64, one mask; no gradient to the target."""
     frozen, params = pair()
@@ -208,6 +211,7 @@ def distil(folders, out, lines=None, start="start", **changes):
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_off_ends_with_the_same_bits(folders, tmp_path, standard_dtypes):
     """Stopped after step 2 of 4, between two refreshes; the result drafts for its target."""
     lines: list[str] = []

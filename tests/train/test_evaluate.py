@@ -69,8 +69,9 @@ def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
     assert 1 < found["tau"] < TREE.depth + 1  # else the test would say nothing
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("proposer", ["rescored_hidden", pytest.param("rescored_lm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("proposer", ["rescored_hidden", "rescored_lm"])
 def test_simulated_tau_of_rescored_drafts_is_that_of_decoding(proposer, temperature):
     """So every round of a decode knows of the text before it what a scorer needs."""
     setup = setups.setup("llama", proposer)

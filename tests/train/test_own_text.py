@@ -80,6 +80,7 @@ def test_held_out_divergences(standard_dtypes):
     assert found["predicted_acceptance"] == pytest.approx(1 - wanted["tvd"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_predicted_acceptance_is_that_of_the_first_draft():
     """1 - TVD behind 8 prompts against 2,400 first drafts judged by the chain rule: within 3 standard errors.
 
