@@ -33,6 +33,7 @@ hsd bench budget --demo --budgets 6,14 --lengths 3 --prompts chat=dev.jsonl --ha
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
     from hsd_jax.bench import budget, budget_report, compare, measure
+    from hsd_jax.viz import plots
 
     with compare.alone_in(args.out, temperatures=args.temperatures):
         params = options.load_params(args)
@@ -40,4 +41,5 @@ def run(args: argparse.Namespace) -> int:
         protocol = budget.make_protocol(args.budgets, args.lengths, params.drafter_config)
         record = budget.measure(measure.Workload.of(vars(args)), protocol, params, args.temperatures, args.out)
         budget_report.write(record, args.out)
+        plots.plot_budget(record, args.out / "budget.png")
     return compare.status(record)

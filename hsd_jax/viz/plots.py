@@ -146,6 +146,41 @@ def plot_compare(record: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
+def plot_budget(record: dict[str, Any], path: Path) -> None:
+    """tau against draft tokens, a line a method and a panel a setting; dashed, the most its draws allow."""
+    settings = list(by_setting(record))
+    made = make_figure(len(settings), height=4.8)
+    if made is None:
+        return
+    figure, axes = made
+    for axis, (setting, rows) in zip(axes, settings, strict=True):
+        lines: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            if row["kind"] == "speculative":
+                lines.setdefault(row["method"].partition(" ")[0], []).append(row)
+        for place, (method, found) in enumerate(lines.items()):
+            found.sort(key=lambda row: (row["draft_tokens"], row["tau"]))
+            tokens, color = [row["draft_tokens"] for row in found], f"C{place}"
+            axis.plot(tokens, [row["tau"] for row in found], marker="o", color=color, label=method)
+            if all(row.get("gap") for row in found):
+                most = [best_tau(row["gap"]) for row in found]
+                axis.plot(tokens, most, linestyle="--", linewidth=0.8, color=color)
+        axis.set(title=title_of(setting), xlabel="draft tokens a round", ylabel="tau, tokens a target pass")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    figure.suptitle("Equal budgets. Dashed: if every node accepted as often as any lossless rule can for such draws.")
+    figure.legend(handles=[x for x in axes[0].lines if x.get_linestyle() == "-"], loc="outside lower center", ncols=6)
+    save_figure(figure, path)
+
+
+def best_tau(gap: list[dict[str, Any]]) -> float:
+    """tau if at every depth of a `gap.measure` the optimum were accepted: 1 + the sum of the products."""
+    reached, total = 1.0, 1.0
+    for one in gap:
+        reached *= one["optimum"]
+        total += reached
+    return total
+
+
 def _draw_ratios(axis, title: str, rows: list[dict[str, Any]], colors: dict[str, str]) -> None:
     """Bars of one setting, the fastest on top, with tokens/s beside their names."""
     plain = next(row for row in rows if row["kind"] == "plain")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import numpy as np
@@ -12,6 +13,7 @@ from hsd_jax.bench import budget, budget_report
 from hsd_jax.bench.measure import parse_tree
 from hsd_jax.bench.replay import Round
 from hsd_jax.config import TreeConfig
+from hsd_jax.viz import plots
 
 folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both
 
@@ -99,3 +101,8 @@ def test_the_folder_holds_every_figure(folders, tmp_path, capsys, monkeypatch):
     for text in ("6 draft tokens", "RSD-C 2.2", "coupled 7x3x2"):
         assert text in shown and text in table
     assert (out / "budget.csv").read_text().count("\n") == 7
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert (out / "budget.png").stat().st_size > 1000
+    (sampled,) = (row for row in record["rows"] if row["temperature"] == 1 and row["method"] == "RSD-C 2.2")
+    first, second = (one["optimum"] for one in sampled["gap"])
+    assert plots.best_tau(sampled["gap"]) == pytest.approx(1 + first + first * second)
