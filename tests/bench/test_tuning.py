@@ -74,6 +74,7 @@ UNNAMED = 10.0
 RATES = {"plain": 100.0, "3x2x1": 150.0, "5x4x1": 120.0, "8x3x2": 90.0}
 
 
+@pytest.mark.slow
 def test_the_fastest_is_chosen_and_settings_decode_the_same_text(monkeypatch, params):
     record = tuned_by(monkeypatch, params, Clock(params, RATES))
     (found,) = record.choices

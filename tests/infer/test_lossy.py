@@ -116,6 +116,7 @@ def texts(lossy: Lossy | None, temperature: float = 1.0, width: int = 1) -> np.n
     return np.asarray(call.run(decoder, models).tokens)[:, 1:7]
 
 
+@pytest.mark.slow
 def test_the_compiled_loop_emits_the_formula():
     """The first token, by chi-square: the drafter's distribution is what an epsilon near 0 emits.
 

@@ -109,6 +109,7 @@ def mixed(folder, asked=ASKED, train=TRAIN, eos=()):
     return own_text.MixedBatches(some_rows(), train, 0, asked, SMALL, eos, folder)
 
 
+@pytest.mark.slow
 def test_rows_of_the_drafter_are_what_it_writes(tmp_path):
     """Prompt, then plain decoding of its own model, which alone are labels; the other rows are those of the data."""
     _, params = pair()
