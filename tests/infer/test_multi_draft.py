@@ -422,12 +422,13 @@ def test_block_verification_of_a_small_language_model_follows_the_target():
 
 
 def without_unlikely(drafter: Drafter) -> Drafter:
-    """The root's random child pruned after the draw where the drafter finds it unlikely."""
+    """The root's random child pruned after the draw where it is the token that the drafter finds least likely."""
 
     def draft(models, state, *rest):
         tree, state = drafter.draft(models, state, *rest)
         logp = jnp.take_along_axis(tree.draft_logp[:, 0], tree.tokens[:, 1:2], 1)[:, 0]
-        return tree.replace(valid=tree.valid.at[:, 1].set(tree.valid[:, 1] & (logp > np.log(0.2)))), state
+        is_likelier = logp > jnp.min(tree.draft_logp[:, 0], -1)
+        return tree.replace(valid=tree.valid.at[:, 1].set(tree.valid[:, 1] & is_likelier)), state
 
     return drafter._replace(draft=draft)
 
