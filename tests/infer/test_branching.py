@@ -217,7 +217,10 @@ def decoded(scheme: DrawScheme, tree: TreeConfig):
     """The final state of a mixed call, greedy and sampled rows, judged as the scheme allows."""
     beam = setups.setup("llama", "beam")
     drafter = make_drafter(beam.config, beam.drafter_config, tree, scheme=scheme)
-    rule = make_rule("recursive" if scheme in DRAWN_SCHEMES else "match", tree)
+    lossless = (
+        "optimal" if scheme is DrawScheme.TOP_THEN_RANDOM else "recursive" if scheme in DRAWN_SCHEMES else "match"
+    )
+    rule = make_rule(lossless, tree)
     return calls.mixed_call().run(dataclasses.replace(beam, drafter=drafter).decoder_with(rule), beam.models)
 
 
