@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hsd_jax.config import TreeConfig, layer_numbers
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters import small_lm
 from hsd_jax.drafters.method import Method
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.rescored.draft import rescored_drafter
@@ -13,13 +14,10 @@ from hsd_jax.drafters.small_lm.config import SmallLMConfig
 
 
 def scoring_seconds(costs: Any, scorer: Any, batch: int, tree: TreeConfig) -> float:
-    """Of a small language model a pass a level over the nodes so far, of others a few small operations a level."""
-    if not isinstance(scorer, SmallLMConfig):
-        return 40 * tree.depth * costs.rates.operation_seconds
-    numbers = scorer.num_layers * layer_numbers(scorer) + scorer.vocab_size * scorer.hidden_size
-    passes = (1 + level * tree.width for level in range(tree.depth))
-    products = sum(float(costs.product(numbers, batch * nodes, costs.drafter_itemsize)) for nodes in passes)
-    return products + tree.depth * costs.layer_seconds(scorer.num_layers)
+    """Of a small language model what it takes to draft such a tree, of others a few small operations a level."""
+    if isinstance(scorer, SmallLMConfig):
+        return small_lm.drafting_seconds(costs, scorer, batch, tree)
+    return 40 * tree.depth * costs.rates.operation_seconds
 
 
 def rescored(methods: Mapping[str, Method]) -> Method:

@@ -7,24 +7,22 @@ they add to the states of a drafter is weighed in `draft.py`.
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.weights import read_token
 from hsd_jax.drafters.rescored import ngram
 from hsd_jax.drafters.rescored.config import NgramConfig
+from hsd_jax.drafters.small_lm import tree
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.kernels.ops import rows_of
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.draft_vocab import to_columns
-from hsd_jax.models.target import causal_mask, forward, read_chunk
 from hsd_jax.types import NO_TOKEN, KVCache, Verdict, Weights
 
 
@@ -125,84 +123,42 @@ def ngram_scorer(config: NgramConfig) -> Scorer:
     return Scorer(init, _keep, begin, score, commit, commit, lambda state, capacity: state)
 
 
-@typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
-@flax.struct.dataclass
-class ReaderState:
-    """Of a small language model: cached plus pending tokens = committed tokens."""
-
-    cache: KVCache
-    pending: Int[Array, "B M"]
-    num_pending: Int[Array, "B"]
-
-
 class Drafted(NamedTuple):
-    """The drafted nodes so far, level by level, and which of them each sees; logits after those of the last level."""
+    """The cache of all committed tokens, the logits behind the nodes of the last level, and what the next one needs."""
 
     cache: KVCache
-    tokens: Int[Array, "B X"]
-    depth: Int[Array, "B X"]
-    sees: Bool[Array, "B X X"]
     logits: Float[Array, "B w V"]
+    above: tree.Level
 
 
 def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scorer:
-    """Scores log p of a causal language model, which reads the committed text and the path.
+    """Scores log p of a causal language model, which reads the committed text and the path: a pass a level, as it
+    drafts trees of its own."""
 
-    A level costs one pass of it over all nodes so far: simple and exact, made to tell what such a scorer is worth.
-    """
+    def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int) -> tree.SmallLMState:
+        return tree.empty_state(config, tokens, length, capacity, depth + 1, cache_dtype)
 
-    def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int) -> ReaderState:
-        slots = (capacity,) * config.num_layers
-        cache = cache_lib.empty_cache(slots, len(length), config.num_kv_heads, config.head_dim, cache_dtype)
-        root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
-        return ReaderState(cache, jnp.pad(root, ((0, 0), (0, depth))), jnp.ones_like(length))
+    def read(weights: Weights, state: tree.SmallLMState, tokens: Array, start: Any, length: Array):
+        return tree.read_prompt(weights, config, state, tokens, start, length)
 
-    def read(weights: Weights, state: ReaderState, tokens: Array, start: Any, length: Array) -> ReaderState:
-        """Reads the prompt but its last token, the root."""
-        _, cache = read_chunk(weights, config, state.cache, tokens, start, length - 1)
-        return dataclasses.replace(state, cache=cache)
-
-    def begin(weights: Weights, state: ReaderState):
-        """Reads the pending tokens, the root last."""
-        batch, num = state.pending.shape
-        positions = state.cache.length[:, None] + jnp.arange(num)
-        output = forward(weights, config, state.pending, positions, causal_mask(batch, num), state.cache)
-        logits = jnp.take_along_axis(output.logits, jnp.maximum(state.num_pending - 1, 0)[:, None, None], 1)
-        cache = cache_lib.commit(state.cache, output.new_kv, None, state.num_pending, after=logits)
-        empty = jnp.zeros((batch, 0), jnp.int32)
-        carry = Drafted(cache, empty, empty, jnp.zeros((batch, 0, 0), bool), logits)
-        return carry, ReaderState(cache, state.pending, jnp.zeros_like(state.num_pending))
+    def begin(weights: Weights, state: tree.SmallLMState):
+        logits, state = tree.read_pending(weights, config, state)
+        return Drafted(state.cache, logits, tree.no_level(len(logits))), state
 
     def score(weights: Weights, level: int, tokens: Array, parents: Array, arcs: Array, drafted: Drafted):
         if level > 0:
-            drafted = grown(weights, drafted, level, tokens, parents)
-        logp = jax.nn.log_softmax(drafted.logits, -1)
-        return jnp.take_along_axis(logp, arcs, 2), drafted
+            read_level = tree.read_level(weights, config, drafted.cache, level, tokens, parents, drafted.above)
+            drafted = Drafted(drafted.cache, *read_level)
+        return jnp.take_along_axis(jax.nn.log_softmax(drafted.logits, -1), arcs, 2), drafted
 
-    def grown(weights: Weights, above: Drafted, level: int, tokens: Array, parents: Array) -> Drafted:
-        """With the nodes of another level, whose parents are nodes of the last one, or the root."""
-        batch, width = tokens.shape
-        num, num_parents = above.tokens.shape[1], 0 if level == 1 else above.logits.shape[1]
-        own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
-        inherited = jnp.zeros((batch, width, num), bool)
-        if num_parents:
-            inherited = cache_lib.take_nodes(above.sees[:, num - num_parents :], parents, axis=1)
-        padded = jnp.pad(above.sees, ((0, 0), (0, 0), (0, width)))
-        sees = jnp.concatenate([padded, jnp.concatenate([inherited, own], 2)], 1)
-        nodes = jnp.concatenate([above.tokens, tokens], 1)
-        depths = jnp.concatenate([above.depth, jnp.full(tokens.shape, level)], 1)
-        positions = above.cache.length[:, None] - 1 + depths
-        output = forward(weights, config, nodes, positions, sees, above.cache)
-        return Drafted(above.cache, nodes, depths, sees, output.logits[:, -width:])
+    def commit(weights: Weights, state: tree.SmallLMState, verdict: Verdict, num_committed: Array):
+        return tree.all_pending(state, verdict, num_committed)
 
-    def commit(weights: Weights, state: ReaderState, verdict: Verdict, num_committed: Array) -> ReaderState:
-        return ReaderState(state.cache, verdict.emitted, num_committed)
-
-    def follow(weights: Weights, state: ReaderState, verdict: Verdict, num_committed: Array) -> ReaderState:
+    def follow(weights: Weights, state: tree.SmallLMState, verdict: Verdict, num_committed: Array):
         _, after = begin(weights, state)
-        return cache_lib.keep_idle(num_committed, state, commit(weights, after, verdict, num_committed))
+        return cache_lib.keep_idle(num_committed, state, tree.all_pending(after, verdict, num_committed))
 
-    def resize(state: ReaderState, capacity: int) -> ReaderState:
+    def resize(state: tree.SmallLMState, capacity: int) -> tree.SmallLMState:
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
     return Scorer(init, read, begin, score, commit, follow, resize)

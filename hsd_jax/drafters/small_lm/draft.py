@@ -16,10 +16,10 @@ from jaxtyping import Array, Int
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.shared import check_children, joined
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.drafters.small_lm.tree import SmallLMState, tree_round
+from hsd_jax.drafters.small_lm.tree import SmallLMState, empty_state, read_prompt, tree_round
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.target import causal_mask, forward, read_chunk
+from hsd_jax.models.target import causal_mask, forward
 from hsd_jax.types import (
     DRAWN_SCHEMES,
     Drafter,
@@ -61,16 +61,10 @@ def small_lm_drafter(
     max_pending = MAX_PENDING if is_chain else depth + 1
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        slots = (capacity,) * config.num_layers
-        cache = cache_lib.empty_cache(slots, len(length), config.num_kv_heads, config.head_dim, cache_dtype)
-        root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
-        pending = jnp.pad(root, ((0, 0), (0, max_pending - 1)))
-        return SmallLMState(cache, pending, jnp.ones_like(length))
+        return empty_state(config, tokens, length, capacity, max_pending, cache_dtype)
 
     def read(models, state: SmallLMState, output: ModelOutput, tokens: Int[Array, "B chunk"], following, start, length):
-        """Reads the prompt but its last token, the root."""
-        _, cache = read_chunk(models["drafter"], config, state.cache, tokens, start, length - 1)
-        return dataclasses.replace(state, cache=cache)
+        return read_prompt(models["drafter"], config, state, tokens, start, length)
 
     def draft(models, state: SmallLMState, inputs: RoundInputs):
         def expand(level: int, tokens: Array, parents: Array, cache: KVCache):
@@ -122,5 +116,5 @@ def small_lm_drafter(
     def resize(state: SmallLMState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
-    of_round = (draft, commit) if is_chain else tree_round(config, grower, max_pending)
+    of_round = (draft, commit) if is_chain else tree_round(config, grower)
     return Drafter(init, read, *of_round, resize, scheme, depth, lookahead=depth + max_pending, follow=follow)
