@@ -20,6 +20,7 @@ from hsd_jax.infer.block import block
 from hsd_jax.infer.kseq import kseq
 from hsd_jax.infer.lossy import Lossy
 from hsd_jax.infer.optimal import chain_and_match
+from hsd_jax.infer.siblings import children_of, normalised
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.types import AcceptRule, DraftTree, DrawScheme, SamplingParams, Verdict
@@ -100,9 +101,7 @@ def after_rejection(residual: Float[Array, "B I V"], proposal: Float[Array, "B I
 
     There the acceptance probability was 1, and what a rejection would leave is never asked for.
     """
-    rest = jnp.maximum(residual - proposal, 0.0)
-    mass = jnp.sum(rest, -1, keepdims=True)
-    return jnp.where(mass > 0.0, rest / jnp.where(mass > 0.0, mass, 1.0), residual)
+    return normalised(jnp.maximum(residual - proposal, 0.0), residual)
 
 
 def recursion(
@@ -131,15 +130,12 @@ def recursion(
     assert tree.draft_logp is not None
     draft_logp = tree.draft_logp
     num_distributions, vocab_size = draft_logp.shape[1:]
-    is_child = (tree.parents[:, None, :] == jnp.arange(num_distributions)[:, None]) & tree.valid[:, None, :]
-    rank = jnp.cumsum(is_child, -1, dtype=jnp.int32) - 1
+    children = children_of(tree)
     removes = tree.scheme is DrawScheme.WITHOUT_REPLACEMENT
 
     def try_sibling(j, carry):
         acceptance, residual, removed = carry
-        is_jth = is_child & (rank == j)
-        has_jth = jnp.any(is_jth, -1)[:, :, None]
-        token = jnp.take_along_axis(tree.tokens, jnp.argmax(is_jth, -1), 1)[:, :, None]
+        is_jth, has_jth, token = children.at(j)
         proposal = jax.nn.softmax(jnp.where(removed, sampling_lib.REMOVED, draft_logp), -1)
         q, r = (jnp.take_along_axis(distribution, token, 2) for distribution in (proposal, residual))
         r = r if lossy is None else lossy.raised(r)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from hsd_jax.infer.siblings import normalised
 from hsd_jax.types import DraftTree
 
 
@@ -50,5 +51,4 @@ def block(tree: DraftTree, target_logp: Float[Array, "B N V"]) -> tuple[Float[Ar
     has_child = jnp.concatenate([tree.valid[:, 1:], jnp.zeros_like(tree.valid[:, :1])], 1)
     chance = jnp.where(has_child, jnp.concatenate([accepted_inside, weight[:, depth:]], 1), weight)
     chance = jnp.where(tree.valid & (tree.depth > 0), chance, 0.0)
-    is_rest = (has_child[:, :depth] & (mass > 0.0))[:, :, None]
-    return chance, jnp.where(is_rest, rest / jnp.where(mass > 0.0, mass, 1.0)[:, :, None], target)
+    return chance, jnp.where(has_child[:, :depth, None], normalised(rest, target), target)

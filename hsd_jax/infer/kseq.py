@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from hsd_jax.infer.siblings import children_of, normalised
 from hsd_jax.types import DraftTree
 
 STEPS = 24
@@ -61,14 +62,13 @@ def kseq(tree: DraftTree, target_logp: Float[Array, "B N V"]) -> tuple[Float[Arr
     assert tree.draft_logp is not None
     num_distributions = tree.draft_logp.shape[1]
     target, draft = jnp.exp(target_logp[:, :num_distributions]), jnp.exp(tree.draft_logp)
-    is_child = (tree.parents[:, None, :] == jnp.arange(num_distributions)[:, None]) & tree.valid[:, None, :]
+    is_child = children_of(tree).is_child
     num_children = jnp.sum(is_child, -1).astype(target.dtype)
 
     rho = threshold(target, draft, num_children)
     total, common = first_accepted(target, draft, num_children, rho)
     rest = jnp.maximum(target - total[:, :, None] * common, 0.0)  # negative by rounding alone
-    mass = jnp.sum(rest, -1, keepdims=True)
-    residual = jnp.where(mass > 0.0, rest / jnp.where(mass > 0.0, mass, 1.0), target)
+    residual = normalised(rest, target)
 
     row, parent = jnp.arange(len(tree.parents))[:, None], jnp.clip(tree.parents, 0, num_distributions - 1)
     at_token = row, parent, tree.tokens

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from hsd_jax.infer.siblings import children_of, normalised
 from hsd_jax.types import DraftTree
 
 
@@ -38,23 +39,17 @@ def chain_and_match(
     assert tree.draft_logp is not None
     draft_logp = tree.draft_logp
     num_distributions, vocab_size = draft_logp.shape[1:]
-    is_child = tree.parents[:, None, :] == jnp.arange(num_distributions)[:, None]
-    place = (
-        jnp.cumsum(is_child, -1, dtype=jnp.int32) - 1
-    )  # of the layout: a first child that is not valid keeps its own
-    is_child &= tree.valid[:, None, :]
+    children = children_of(tree, by_layout=True)  # a first child that is not valid keeps its place
+    vocabulary = jnp.arange(vocab_size)
 
-    def child_at(j):
-        """Which node is the j-th child, whether there is one, its token, and where that stands in the vocabulary."""
-        is_jth = is_child & (place == j)
-        token = jnp.take_along_axis(tree.tokens, jnp.argmax(is_jth, -1), 1)[:, :, None]
-        has_jth = jnp.any(is_jth, -1)[:, :, None]
-        return is_jth, has_jth, token, has_jth & (jnp.arange(vocab_size) == token)
+    def with_top(j, is_top):
+        _, has_jth, token = children.at(j)
+        return is_top | (has_jth & (vocabulary == token))
 
     target = jnp.exp(target_logp[:, :num_distributions])
     none = jnp.zeros(draft_logp.shape, bool)
-    is_top = lax.fori_loop(1, max_children, lambda j, is_top: is_top | child_at(j)[3], none)
-    is_first, has_first, token, _ = child_at(0)
+    is_top = lax.fori_loop(1, max_children, with_top, none)
+    is_first, has_first, token = children.at(0)
     proposal = jnp.where(has_first, jax.nn.softmax(jnp.where(is_top, -jnp.inf, draft_logp), -1), 0.0)
     q, p = (jnp.take_along_axis(distribution, token, 2) for distribution in (proposal, target))
     own = jnp.minimum(p / jnp.maximum(q, jnp.finfo(q.dtype).tiny), 1.0)
@@ -64,11 +59,11 @@ def chain_and_match(
 
     def match_child(j, carry):
         acceptance, rest = carry
-        is_jth, _, token, here = child_at(j)
+        is_jth, has_jth, token = children.at(j)
         mass = jnp.sum(rest, -1, keepdims=True)
         own = jnp.take_along_axis(rest, token, 2) / jnp.where(mass > 0.0, mass, 1.0)
-        return acceptance + jnp.sum(jnp.where(is_jth, own, 0.0), 1), jnp.where(here, 0.0, rest)
+        rest = jnp.where(has_jth & (vocabulary == token), 0.0, rest)
+        return acceptance + jnp.sum(jnp.where(is_jth, own, 0.0), 1), rest
 
     acceptance, rest = lax.fori_loop(1, max_children, match_child, (acceptance, rest))
-    mass = jnp.sum(rest, -1, keepdims=True)
-    return acceptance, jnp.where(mass > 0.0, rest / jnp.where(mass > 0.0, mass, 1.0), target)
+    return acceptance, normalised(rest, target)
