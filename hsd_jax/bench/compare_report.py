@@ -61,8 +61,8 @@ def columns(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _score(found: dict[str, float | None]) -> str:
-    """Exact match of maths problems, if the texts solve any, and the target's own log-likelihood."""
-    match = f"{found['exact_match']:.0%} exact, " if found["exact_match"] else ""
+    """Exact match of maths problems, if there are any, and the target's own log-likelihood."""
+    match = "" if found["exact_match"] is None else f"{found['exact_match']:.0%} exact, "
     return f"{match}{found['logp']:.3f} nats/token"
 
 

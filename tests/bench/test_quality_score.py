@@ -58,6 +58,8 @@ def test_a_lossy_row_says_so():
     shown = compare_report.cells(row)
     assert shown[2] == "recursive, lossy linear:0.5" and shown[-2:] == ["lossy", "-1.250 nats/token"]
     assert len(compare_report.columns([row])) == len(shown)
+    row["task_score"]["exact_match"] = 0.0
+    assert compare_report.cells(row)[-1] == "0% exact, -1.250 nats/token"
     row["task_score"]["exact_match"] = 0.25
     assert compare_report.cells(row)[-1] == "25% exact, -1.250 nats/token"
 
