@@ -253,12 +253,12 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
             " complete checkout, or use --target DIR --drafter DIR"
         )
     names = ("target", "drafter", "dtype", "quantize", "max_len", "precision", "mesh")
-    params = hsd_jax.load("demo" if args.demo else None, **{name: getattr(args, name) for name in names} | changes)
     if args.rescore is None and args.alpha is not None:
         raise ValueError("--alpha weighs the scores of --rescore DIR: give both")
+    params = hsd_jax.load("demo" if args.demo else None, **{name: getattr(args, name) for name in names} | changes)
     if args.rescore is None or "drafter" in changes:
         return params
-    return params_lib.rescore(params, args.rescore, *[alpha for alpha in [args.alpha] if alpha is not None])
+    return params_lib.rescore(params, args.rescore, params_lib.ALPHA if args.alpha is None else args.alpha)
 
 
 def tree_of(args: argparse.Namespace, params) -> Any:
