@@ -188,15 +188,10 @@ def start(
     """
     step = make_plain_step(config, pad_rows)
     if drafter is not None:
-        step = make_step(config, drafter, make_rule("match", chain_of(drafter.max_depth)))
+        step = make_step(config, drafter, make_rule("match", TreeConfig.chain(drafter.max_depth)))
     decoder = Decoder(config, step, drafter, fastest_dtype(models["target"]["embedding"].dtype))
     arrays, sizes = call_of(prompts, new)
     zeros, is_greedy = jnp.zeros(len(prompts), jnp.int32), traced_platform() != "cpu"  # as in `hsd_jax/request.py`
     sampling = SamplingParams(zeros.astype(jnp.float32), zeros, jnp.ones(len(prompts)), all_greedy=is_greedy)
     state = decoder.prefill(models, *arrays, **sizes)
     return Decode(decoder, models, sampling, arrays[-1], jax.block_until_ready(state))
-
-
-def chain_of(depth: int) -> TreeConfig:
-    """A chain of so many drafts."""
-    return TreeConfig(depth + 1, depth, 1)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from accelerator_models import (
     TARGETS,
-    chain_of,
     random_drafter,
     random_target,
     replay_table,
@@ -39,6 +38,7 @@ import hsd_jax
 from hsd_jax.bench.machine import hardware
 from hsd_jax.bench.profile import profile_round
 from hsd_jax.bench.prompts import demo_prompts
+from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.kernels.attention import BACKENDS
 from hsd_jax.kernels.check import differences
@@ -108,7 +108,7 @@ def random_pair(name: str) -> tuple[Any, dict[str, Any], Any, Any]:
     """A target's configuration, the weights of it and of a drafter, the drafter's configuration, and it with chains."""
     config, weights = target(name)
     own, drafter = random_drafter(config, weights, DEPTH)
-    working = make_drafter(config, own, chain_of(DEPTH), fastest_dtype(weights["embedding"].dtype))
+    working = make_drafter(config, own, TreeConfig.chain(DEPTH), fastest_dtype(weights["embedding"].dtype))
     return config, {"target": weights, "drafter": drafter}, own, working
 
 
@@ -210,7 +210,7 @@ def stages(sizes: Sizes, record: Row) -> Iterator[Item]:
         decode = start(config, models, prompts(config, 1, sizes.prompt), sizes.new, drafter)
         call = decode.sampling, decode.limits, decode.state
         counts = {"iterations": sizes.iterations, "repeats": sizes.repeats}
-        found = profile_round(decode.decoder.loop, models, config, own, chain_of(DEPTH), *call, **counts)
+        found = profile_round(decode.decoder.loop, models, config, own, TreeConfig.chain(DEPTH), *call, **counts)
         seconds = {"whole": found.whole, **found.seconds()}
         return [{"target": name, "stage": x, "ms": 1e3 * s, "share": s / found.whole} for x, s in seconds.items()]
 
@@ -285,7 +285,7 @@ def agreement(sizes: Sizes, record: Row) -> Iterator[Item]:
             config, models = params.target_config, {"target": params.target, "drafter": params.drafter}
             given = [params.tokenizer.encode(prompt.text) for prompt in demo_prompts()][: sizes.num_texts]
             drafter = make_drafter(
-                config, params.drafter_config, chain_of(DEPTH), fastest_dtype(params.target["embedding"].dtype)
+                config, params.drafter_config, TreeConfig.chain(DEPTH), fastest_dtype(params.target["embedding"].dtype)
             )
         else:
             config, weights = target(name, is_certain=False)

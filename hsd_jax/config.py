@@ -256,6 +256,11 @@ class TreeConfig:
         for name, value in shape.items():
             object.__setattr__(self, name, value)
 
+    @classmethod
+    def chain(cls, depth: int) -> TreeConfig:
+        """The tree of one path of so many draft tokens."""
+        return cls(depth + 1, depth, 1)
+
     @property
     def name(self) -> str:
         """As the command line writes it: "8x5x2" is nodes x depth x width; "3.2.1" and "3." are branchings."""

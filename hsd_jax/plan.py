@@ -203,7 +203,7 @@ def candidates(config: Any, skips_rows: bool) -> list[TreeConfig]:
     """
     method = method_of(config)
     steps = method.max_depth(config)
-    found = [TreeConfig(depth + 1, depth, 1) for depth in range(1, min(steps, LONGEST_PLANNED - 1) + 1)]
+    found = [TreeConfig.chain(depth) for depth in range(1, min(steps, LONGEST_PLANNED - 1) + 1)]
     if method.grows_wide and not skips_rows:
         widest = config.draft_vocab_size
         found += [TreeConfig(*tree) for tree in WIDE_PLANNED if tree[1] <= steps and tree[2] <= widest]

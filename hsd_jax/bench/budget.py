@@ -111,7 +111,7 @@ def make_protocol(budgets: Sequence[int] | None, lengths: Sequence[int] | None, 
 
     def add(group: str, chain: int, branching: tuple[int, ...], beam: TreeConfig) -> None:
         chain = min(chain, deepest)
-        trees = {CHAIN: TreeConfig(chain + 1, chain, 1), BRANCHING: TreeConfig(branching=branching), BEAM: beam}
+        trees = {CHAIN: TreeConfig.chain(chain), BRANCHING: TreeConfig(branching=branching), BEAM: beam}
         groups[group] = []
         for method, (layout, rule, scheme) in METHODS.items():
             tree = trees[layout].name

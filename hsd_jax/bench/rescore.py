@@ -87,7 +87,7 @@ def look(
 
 def facts(params: Params, texts: Texts, depth: int) -> dict[str, Any]:
     """Entropy by state, how often neighbours repeat each other, and tau if an oracle chose from the lattice."""
-    written, chain = texts.length - texts.prompt_length, TreeConfig(depth + 1, depth, 1)
+    written, chain = texts.length - texts.prompt_length, TreeConfig.chain(depth)
     models = params.drafter, params.target, params.target_config, params.drafter_config
     rows = texts.tokens, texts.length, texts.prompt_length - 1
     found = jax.tree.map(fetch, look(*models, chain, int(written.max()), *rows))
@@ -118,11 +118,6 @@ def with_alpha(params: Params, alpha: float) -> Params:
     return dataclasses.replace(params, drafter=params.drafter | {"rescorer": rescorer})
 
 
-def chain_of(tree: TreeConfig) -> TreeConfig:
-    """The best path alone, of no more nodes than the tree."""
-    return TreeConfig(tree.depth + 1, tree.depth, 1)
-
-
 def rows_of_states(
     params: Params,
     scorers: Mapping[str, str],
@@ -134,7 +129,7 @@ def rows_of_states(
 ) -> list[dict[str, Any]]:
     """tau of one tree without scorer, by the heads' likeliest paths, and by each scorer with its best alpha."""
     heads = rescore(params, ZERO_GRAM, 0.0)
-    found = [(NONE, heads, chain_of(tree), {}), (OWN, params, tree, {}), (ZERO_GRAM, heads, tree, {})]
+    found = [(NONE, heads, TreeConfig.chain(tree.depth), {}), (OWN, params, tree, {}), (ZERO_GRAM, heads, tree, {})]
     for name, folder in scorers.items():
         scored = rescore(params, folder)
         tried = {alpha: tau_of(with_alpha(scored, alpha), tuned_on, tree, temperature) for alpha in alphas}

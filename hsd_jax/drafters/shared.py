@@ -65,5 +65,4 @@ def joined(waiting: Array, num_waiting: Int[Array, "B"], new: Array, num_slots: 
 
 def chain_of_training(config: DrafterConfig) -> TreeConfig:
     """A chain as long as the drafter was trained for, of at most 8 nodes."""
-    depth = min(7, config.num_steps)
-    return TreeConfig(1 + depth, depth, 1)
+    return TreeConfig.chain(min(7, config.num_steps))

@@ -248,7 +248,7 @@ def block_rule(tree: TreeConfig) -> AcceptRule:
     if tree.width > 1:
         raise ValueError(
             f"accept='block_verification' with tree {tree.name}: it judges chains alone, width 1, for example"
-            f" {TreeConfig(tree.depth + 1, tree.depth, 1).name}"
+            f" {TreeConfig.chain(tree.depth).name}"
         )
 
     def judge(drafted: DraftTree, target_logp: Array, coins: Array):

@@ -175,7 +175,7 @@ def decoded(params: Params, prompts: Sequence[np.ndarray], asked: DistillEval) -
     `tau` and `acceptance` of greedy text; `sampled_tau` and `sampled_acceptance` at the temperature, by standard
     speculative sampling, whose first acceptance `predicted_acceptance` predicts.
     """
-    found, tree = {}, TreeConfig(asked.depth + 1, asked.depth, 1)
+    found, tree = {}, TreeConfig.chain(asked.depth)
     some = [np.asarray(prompt, np.int32) for prompt in prompts]
     for name, temperature, accept in (("", 0.0, "match"), ("sampled_", asked.temperature, "recursive")):
         stats = decode(params, some, asked.max_new_tokens, temperature, tree=tree, accept=accept).stats

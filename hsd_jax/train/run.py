@@ -38,6 +38,7 @@ from hsd_jax.train.loop import Judge, LoopConfig, fit
 from hsd_jax.train.rows import beginnings
 from hsd_jax.train.tokenizer import train_tokenizer
 from hsd_jax.train.trained import started_from
+from hsd_jax.types import Weights
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 Report = Callable[[str], None]
@@ -77,10 +78,7 @@ def train_drafter(
     rows = read_rows(data_files, target_dir, train, recipe.data, config)
     about_rows = rows.describe()
     rows, prompts = hold_out(rows, recipe.eval, train)
-    if target_dtype is None:
-        target_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    frozen = convert.read_weights(target_dir, config, target_dtype, Placement(mesh))
-    target_hash = convert.stored_hash(target_dir, config, target_dtype)
+    frozen, target_hash = read_frozen(target_dir, config, mesh, target_dtype)
     drafter_config = drafter.drafter_config(recipe.model, config, target_hash)
     if train.length <= drafter_config.num_steps:
         raise ValueError(
@@ -232,6 +230,15 @@ def journal_of(out: Path, train: LoopConfig, report: Report) -> Iterator[Journal
         report(f"wrote {draw_curves(out)}")
     except ImportError:
         report("no curves.png: pip install 'hsd_jax[train]' for it")
+
+
+def read_frozen(target_dir: Path, config: ModelConfig, mesh: Mesh | None, dtype: Any = None) -> tuple[Weights, str]:
+    """The weights of a target that is not trained, and their fingerprint; without `dtype` in float32 on CPU, else
+    in bfloat16."""
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    weights = convert.read_weights(target_dir, config, dtype, Placement(mesh))
+    return weights, convert.stored_hash(target_dir, config, dtype)
 
 
 def read_rows(

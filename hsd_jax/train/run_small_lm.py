@@ -77,9 +77,7 @@ def train_small_lm(
     rows = run.read_rows(data_files, target_dir, train, recipe.data, target_config)
     about_rows = rows.describe()
     rows, prompts = run.hold_out(rows, recipe.eval, train)
-    target_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    frozen = convert.read_weights(target_dir, target_config, target_dtype, Placement(mesh))
-    target_hash = convert.stored_hash(target_dir, target_config, target_dtype)
+    frozen, target_hash = run.read_frozen(target_dir, target_config, mesh)
     about = {"target": target_hash, "start": convert.stored_hash(start_dir, config, "float32")}
     about |= {"files": manifest.fingerprints(data_files)}
     claims = manifest.check(out, force, recipe, kind=SmallLMConfig.kind, **about)
