@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
-from support import toy
+from support import setups, toy
 from support.meshes import CALL, PROMPTS, assert_same, needs_devices, on, params, wanted
 
 import hsd_jax
@@ -91,6 +91,33 @@ def test_sampled_trees_under_the_recursive_rule_on_a_mesh():
     found = hsd_jax.decode(on("data=2,model=4"), PROMPTS, **call)
     for row, count in enumerate(alone.num_tokens):
         assert found.tokens[row, :count].tolist() == alone.tokens[row, :count].tolist()
+
+
+OTHERS = ["small_lm", "small_lm_branching", "lookup", "medusa", "eagle", *setups.RESCORED]
+
+
+@needs_devices
+@slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_kind_of_drafter_on_a_mesh(name):
+    """Also those that bring a second model along: a small one that drafts, or has a say in the drafts of another."""
+    one = setups.setup("llama", name)
+    here = hsd_jax.Params(
+        one.models["target"],
+        one.models["drafter"],
+        one.config,
+        one.drafter_config,
+        eos=(),
+        max_len=128,
+        precision="exact",
+        tree=setups.PROPOSERS[name].tree,
+    )
+    placed = hsd_jax.place(here, sharding.make_mesh("data=2,model=2"))
+    alone = hsd_jax.decode(here, PROMPTS, **CALL)
+    found = hsd_jax.decode(placed, PROMPTS, **CALL)
+    plain = hsd_jax.decode(here, PROMPTS, speculate=False, **CALL)
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
+    np.testing.assert_array_equal(found.stats.accepted_histogram, alone.stats.accepted_histogram)
 
 
 @needs_devices
