@@ -38,7 +38,7 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     options.add_tuned_argument(tree)
     what = "also time plain decoding in float32 and bfloat16, with 1 row and padded to 4: the fastest is the rival"
     parser.add_argument("--plain-variants", action="store_true", help=what)
-    grid = parser.add_argument_group("the defaults against plain decoding, cell by cell (no tree is named)")
+    grid = parser.add_argument_group("the defaults, or the trees named, against plain decoding, cell by cell")
     counts, temperatures = options.numbers(COUNT), options.numbers(TEMPERATURE)
     add_value(grid, "--batches N,...", counts, "rows decoded at once, for example 1,2,4,8,16,32")
     add_value(grid, "--contexts N,...", counts, "tokens of a prompt, for example 64,256,1024,1800")
@@ -62,7 +62,11 @@ def run(args: argparse.Namespace) -> int:
     work = Workload.of(vars(args))
     found = work.read(params, args.prompts)
     if args.batches or args.contexts:
-        record = grid.measure(work, params, found, tuned, args.batches or [1], args.contexts or [64], args.temperatures)
+        given = "--batches or --contexts: they measure the rule match alone"
+        options.refuse(args, given, "accept", "draw", "reuse", "lossy", "plot", "plain_variants")
+        trees = parse_trees(args.trees) if args.trees else [options.tree_asked(args, params)]
+        sizes = args.batches or [1], args.contexts or [64], args.temperatures
+        record = grid.measure(work, params, found, tuned, *sizes, trees)
         for cell in record["cells"]:
             print(grid.line_of(grid.Cell(**cell)))
         options.write_record(args.json, record)

@@ -228,10 +228,8 @@ def tuned_of(args: argparse.Namespace, params) -> Any:
     """
     if args.tuned is None:
         return not args.no_tuned
-    for name in ("nodes", "depth", "width", "trees", "reuse", "draw", "no_speculate"):
-        if getattr(args, name, None):
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} with --tuned {args.tuned}: the record says how to draft; leave one of them out")
+    given = f"--tuned {args.tuned}: the record says how to draft"
+    refuse(args, given, "nodes", "depth", "width", "trees", "reuse", "draw", "no_speculate")
     if args.accept not in ("auto", ["auto"], "match", ["match"]):
         raise ValueError(f"--accept with --tuned {args.tuned}: the record was made under match; leave one of them out")
     from hsd_jax.tuned import Tuned
@@ -282,6 +280,13 @@ def write_record(path: Path | None, record: dict[str, Any]) -> None:
     if path:
         files.write_json(path, record)
         say(f"wrote {path}")
+
+
+def refuse(args: argparse.Namespace, given: str, *names: str) -> None:
+    """Raises a ValueError if one of the options `names` was given: beside `given` it would mean nothing."""
+    for name in names:
+        if getattr(args, name, None) not in (None, False, ["auto"]):
+            raise ValueError(f"--{name.replace('_', '-')} with {given}; leave one of them out")
 
 
 def need_drafter(params, command: str) -> None:

@@ -331,6 +331,12 @@ def test_bench_fills_a_grid(folders, tmp_path, capsys):
     found = [(cell["batch"], cell["context"], cell["temperature"], cell["num_differing"]) for cell in record["cells"]]
     assert found == [(1, 6, 0.0, 0), (1, 6, 0.8, 0), (2, 6, 0.0, 0), (2, 6, 0.8, 0)]
     assert capsys.readouterr().out.count("tokens/s") == 4
+    named = ["--batches", "1", "--contexts", "6", "--temperatures", "0", "--repeats", "1", "--trees", "2x1x1,4x3x1"]
+    assert hsd("bench", *both(folders), "--prompts", folders.data, "--max-new-tokens", "8", *named, "--json", out) == 0
+    plans = [cell["plan"] for cell in json.loads(out.read_text())["cells"]]
+    assert plans == ["trees of 2x1x1: asked for", "trees of 4x3x1: asked for"]
+    assert hsd("bench", *both(folders), "--prompts", folders.data, "--batches", "1", "--accept", "recursive") == 2
+    assert "--accept with --batches or --contexts: they measure the rule match alone" in capsys.readouterr().err
     assert hsd("bench", *both(folders), "--prompts", folders.data, "--contexts", "100000") == 2
     assert "--contexts 100000 and --max-new-tokens 128: together more than max_len" in capsys.readouterr().err
 
