@@ -31,6 +31,7 @@ if CHECKS_SHAPES:
         "hsd_jax.kernels",
         "hsd_jax.models",
         "hsd_jax.infer",
+        "hsd_jax.bench.distribution",
         "hsd_jax.bench.profile",
         "hsd_jax.bench.quality",
         "hsd_jax.bench.replay",

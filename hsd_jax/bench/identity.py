@@ -2,13 +2,17 @@
 
 Only the first difference of a row counts, for after it the two texts have different prefixes. Each is replayed
 through plain decoding's own passes. Where the library promises the same text (`is_promised`) none is excused; elsewhere
-one is where the arithmetic cannot tell the two tokens apart.
+one is where the arithmetic cannot tell the two tokens apart. Rules other than `match` draw sampled text anew: there the
+distribution is tested (`distribution.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +24,8 @@ edge."""
 FAST_PER_THOUSAND = 2.0
 """In fast precision, on accelerators and meshes, at most so many differences per 1,000 tokens, all within the measured
 noise."""
+FALSE_ALARM = 1e-6
+"""Of settings whose text does follow the target, the share that `distribution.py` takes for others."""
 NOISE_ROWS = 8
 SETTINGS = {
     "greedy": {"temperature": 0.0},
@@ -54,12 +60,15 @@ def compare(
     batch: int,
     seed: int,
     reuse: str = "none",
+    rule: Mapping[str, Any] = types.MappingProxyType({"accept": "match"}),
 ) -> dict:
-    """Runs all settings; `ok` is False if a difference is not excused.
+    """Runs all settings; `ok` is False if a difference is not excused, or a distribution is not the target's.
 
     Args:
       tree: None: what `decode` chooses.
+      rule: the arguments accept, draw and lossy of `decode`.
     """
+    from hsd_jax.bench import distribution
     from hsd_jax.params import default_tree
 
     promised, noise = is_promised(params), None
@@ -67,8 +76,15 @@ def compare(
     settings = []
     for name, sampling in SETTINGS.items():
         say(f"{name}: {len(prompts)} prompts")
+        how = sampling | {"reuse": reuse, "tree": tree, **rule}
+        if sampling["temperature"] and rule["accept"] not in ("auto", "match"):
+            texts, tau, share = _decode_all(params, prompts, max_new_tokens, batch, seed, how)
+            found = distribution.judge(params, [ids for _, ids in prompts], texts, sampling, seed)
+            counts = {"tokens_compared": found.tokens, "tau": tau, "drafted_share": share}
+            told = {"chi_square": found.chi_square, "p_value": found.p_value, "ok": found.p_value >= FALSE_ALARM}
+            settings.append({"name": name, **sampling, **counts, **told, "differences": []})
+            continue
         plain, _, _ = _decode_all(params, prompts, max_new_tokens, batch, seed, sampling | {"speculate": False})
-        how = sampling | {"reuse": reuse, "tree": tree}
         drafted, tau, share = _decode_all(params, prompts, max_new_tokens, batch, seed, how)
         if noise is None and params.precision != "exact":
             noise = logit_noise(params, prompts[:NOISE_ROWS], plain[:NOISE_ROWS], num_nodes)
@@ -105,6 +121,7 @@ def compare(
         "tree": None if tree is None else dataclasses.asdict(tree),
         "num_nodes": num_nodes,
         "reuse": reuse,
+        **rule,
         "logit_noise": noise,
         "settings": settings,
     }
@@ -147,7 +164,6 @@ def _decode_all(params, prompts, max_new_tokens, batch, seed, how) -> tuple[list
             [prompts[i][1] for i in filled],
             max_new_tokens=max_new_tokens,
             seed=[seed + i for i in filled],
-            accept="match",
             **how,
         )
         shares.append(out.stats.drafted_share)

@@ -180,15 +180,24 @@ def print_identity(record: dict[str, Any]) -> None:
     """Prints a row a setting, and every difference."""
     console = make_console()
     size = f"{record['num_prompts']} prompts x {record['max_new_tokens']} tokens"
-    columns = ("setting", "tokens compared", "rows differing", "per 1,000", "excused", "tau", "drafts in")
+    columns = (
+        "setting",
+        "tokens compared",
+        "rows differing",
+        "per 1,000",
+        "excused",
+        "chi-square p",
+        "tau",
+        "drafts in",
+    )
     table = make_table(f"{size}, {record['precision']}, {record['dtype']}", 1, *columns)
     for setting in record["settings"]:
+        excused = sum(d["excused"] for d in setting["differences"])
+        texts = str(len(setting["differences"])), f"{setting.get('per_thousand', 0):.2f}", str(excused), ""
         table.add_row(
             setting["name"],
             str(setting["tokens_compared"]),
-            str(len(setting["differences"])),
-            f"{setting['per_thousand']:.2f}",
-            str(sum(d["excused"] for d in setting["differences"])),
+            *(("", "", "", f"{setting['p_value']:.2g}") if "p_value" in setting else texts),
             f"{setting['tau']:.2f}",
             f"{setting['drafted_share']:.0%}",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hsd_jax.bench.identity import EXACT_GAP, FAST_PER_THOUSAND
+from hsd_jax.bench.identity import EXACT_GAP, FALSE_ALARM, FAST_PER_THOUSAND
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, SEED, add_value
 
@@ -20,10 +20,13 @@ def add_parser(commands) -> None:
         "of a row is listed with the gap between the two best perturbed logits. On CPU and in exact precision the\n"
         "exit status is 1 if there is any. In fast precision on an accelerator it is 1 for a gap beyond the measured\n"
         f"logit noise, or more than {FAST_PER_THOUSAND:g} differences per 1,000 tokens; on a mesh in exact precision\n"
-        f"for a gap of {EXACT_GAP:g} or more.",
+        f"for a gap of {EXACT_GAP:g} or more.\n"
+        "Rules other than match draw sampled text anew: its distribution is tested, by the chi-square of the places\n"
+        f"of all tokens in the target's own distribution; a false alarm once in {1 / FALSE_ALARM:,.0f} settings.",
         """
 hsd identity --demo --prompts dev.jsonl --half report --precision exact
 hsd identity --target DIR --drafter DIR --prompts texts.jsonl --limit 50 --dtype bfloat16
+hsd identity --demo --prompts dev.jsonl --half report --limit 800 --accept recursive
 """,
     )
     options.add_model_arguments(parser)
@@ -31,7 +34,7 @@ hsd identity --target DIR --drafter DIR --prompts texts.jsonl --limit 50 --dtype
     add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 128)
     add_value(parser, "--batch B", COUNT, "rows at a time", 8)
     add_value(parser, "--seed", SEED, "of prompt i: seed + i", 0)
-    options.add_reuse_argument(options.add_tree_arguments(parser))
+    options.add_rule_arguments(options.add_tree_arguments(parser))
     parser.add_argument("--json", type=options.NEW_FILE, metavar="OUT", help="write the result to this file")
 
 
@@ -45,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
     tree = options.tree_asked(args, params)
     found = prompts.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
     texts = [(p.name, params.tokenizer.encode(p.text)) for p in found]
-    record = identity.compare(params, texts, tree, args.max_new_tokens, args.batch, args.seed, args.reuse or "none")
+    rule = {"accept": args.accept, "draw": args.draw, "lossy": args.lossy}
+    size = args.max_new_tokens, args.batch, args.seed
+    record = identity.compare(params, texts, tree, *size, args.reuse or "none", rule)
     record |= {"command": args.command_line, "hardware": hardware()}
     tables.print_identity(record)
     options.write_record(args.json, record)

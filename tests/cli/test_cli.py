@@ -368,6 +368,14 @@ def identity_run(folders, tmp_path):
     return run
 
 
+def test_identity_asks_for_the_distribution_where_a_rule_draws_text_anew(identity_run, capsys):
+    """Greedy rows still say what plain decoding says."""
+    code, record = identity_run("--precision", "exact", "--accept", "recursive")
+    assert code == 0 and record["accept"] == "recursive"
+    assert ["p_value" in s for s in record["settings"]] == [False, True, True]
+    assert "chi-square p" in capsys.readouterr().out
+
+
 def test_identity_finds_no_difference_in_exact_precision(identity_run, capsys):
     code, record = identity_run("--precision", "exact")
     assert code == 0 and record["ok"]

@@ -1,0 +1,84 @@
+"""Is text that a rule draws anew distributed as the target's? By chi-square, on texts of any length.
+
+Every token is asked for its place in the target's own distribution after the text before it: the mass of all tokens
+that are likelier, and a random part of its own. If texts follow the target these places are uniform on [0, 1], each
+whatever the others are (Rosenblatt 1952), so one test pools all prompts, positions and tokens. A rule that accepts too
+many of a drafter's guesses puts too much mass on likely tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.stats import chi2
+from jaxtyping import Array, Float, Int
+
+from hsd_jax.bench.replay import replay_logits
+from hsd_jax.infer.sampling import target_distribution
+from hsd_jax.types import SamplingParams
+
+BINS = 20
+PASS_NODES = 64
+"""Tokens that the target reads again in a pass."""
+
+
+class Verdict(NamedTuple):
+    """What the places of so many tokens say."""
+
+    tokens: int
+    chi_square: float
+    """With BINS - 1 degrees of freedom."""
+    p_value: float
+    """How often texts of the target would have so large a chi-square."""
+
+
+@jax.jit
+def places(
+    logits: Float[Array, "B V"], tokens: Int[Array, "B"], coins: Float[Array, "B"], sampling: SamplingParams
+) -> Float[Array, "B"]:
+    """The place of each token in the target's distribution; 2 of a token that has no mass there."""
+    logp = target_distribution(logits[None], sampling)[0]
+    own = jnp.take_along_axis(logp, tokens[:, None], 1)
+    likelier = jnp.sum(jnp.where(logp > own, jnp.exp(logp), 0.0), 1)
+    tied = jnp.sum(jnp.where(logp == own, jnp.exp(logp), 0.0), 1)
+    return jnp.where(own[:, 0] > -jnp.inf, jnp.minimum(likelier + coins * tied, 1.0), 2.0)
+
+
+def judge(
+    params, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], settings: dict, seed: int = 0
+) -> Verdict:
+    """The chi-square of the places of all tokens of `texts`, each decoded behind its prompt under `settings`.
+
+    Args:
+      settings: the arguments temperature, top_k and top_p of `decode`.
+      seed: of the random parts of tokens' own mass.
+    """
+    generator = np.random.default_rng(seed)
+    sampling = SamplingParams(
+        jnp.full(1, settings["temperature"], jnp.float32),
+        jnp.full(1, settings.get("top_k") or 0),
+        jnp.full(1, settings.get("top_p") or 1.0, jnp.float32),
+    )
+    found = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        if len(text) == 0:
+            continue
+        logits = replay_logits(
+            params.target, params.target_config, prompt, text, PASS_NODES, use_native=params.mesh is None
+        )
+        coins = generator.random(len(text), np.float32)
+        found.append(np.asarray(places(logits, np.asarray(text, np.int32), coins, sampling)))
+    return verdict_of(np.concatenate(found))
+
+
+def verdict_of(found: np.ndarray) -> Verdict:
+    """The test of places in BINS bins of equal mass; a token that the target cannot say settles it."""
+    counts = np.histogram(found, BINS, (0.0, 1.0))[0]
+    wanted = len(found) / BINS
+    chi_square = float(((counts - wanted) ** 2 / wanted).sum())
+    p_value = 0.0 if (found > 1.0).any() else float(chi2.sf(chi_square, BINS - 1))
+    return Verdict(len(found), chi_square, p_value)

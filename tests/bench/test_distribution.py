@@ -1,0 +1,63 @@
+"""The test of texts that a rule draws anew: places by hand, texts of the target pass, others do not."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import setups
+from support.meshes import PROMPTS
+
+import hsd_jax
+from hsd_jax.bench import distribution
+from hsd_jax.bench.identity import FALSE_ALARM
+from hsd_jax.types import SamplingParams
+
+
+def settings(temperature: float = 1.0, top_k: int = 0) -> SamplingParams:
+    return SamplingParams(jnp.full(1, temperature), jnp.full(1, top_k), jnp.ones(1))
+
+
+def test_places_by_hand():
+    """The mass of what is likelier and half of the own; of tokens that tie, half of all theirs."""
+    logits = np.log(np.array([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.1, 0.4]], np.float32))
+    tokens, coins = np.array([2, 0], np.int32), np.full(2, 0.5, np.float32)
+    found = distribution.places(logits, tokens, coins, settings())
+    np.testing.assert_allclose(found, [0.7 + 0.1, 0.4 + 0.25], rtol=1e-6)
+    filtered = distribution.places(logits, np.array([0, 3], np.int32), coins, settings(top_k=2))
+    assert filtered[0] == 2.0 and float(filtered[1]) == pytest.approx(0.4 / 0.9 / 2)
+
+
+def test_draws_of_a_distribution_pass_and_those_of_another_do_not():
+    generator, num = np.random.default_rng(0), 20_000
+    p = np.array([0.45, 0.3, 0.15, 0.1])
+    places = lambda tokens: distribution.places(  # noqa: E731
+        np.broadcast_to(np.log(p).astype(np.float32), (num, 4)), tokens, generator.random(num, np.float32), settings()
+    )
+    draws = generator.choice(4, num, p=p).astype(np.int32)
+    assert distribution.verdict_of(np.asarray(places(draws))).p_value > FALSE_ALARM
+    other = generator.choice(4, num, p=p + np.array([0.03, -0.03, 0.0, 0.0])).astype(np.int32)
+    assert distribution.verdict_of(np.asarray(places(other))).p_value < FALSE_ALARM
+    assert distribution.verdict_of(np.array([0.5, 2.0])).p_value == 0.0
+
+
+@pytest.fixture(scope="module")
+def pair():
+    one = setups.setup("llama", "beam")
+    return hsd_jax.Params(
+        one.models["target"], one.models["drafter"], one.config, one.drafter_config, max_len=128, precision="exact"
+    )
+
+
+def verdict(pair, temperature: float = 0.8, **how):
+    prompts = [PROMPTS[i % 3] for i in range(24)]
+    out = hsd_jax.decode(pair, prompts, 96, temperature=0.8, eos=(), seed=0, tree=hsd_jax.TreeConfig(5, 2, 2), **how)
+    return distribution.judge(pair, prompts, out.tokens.tolist(), {"temperature": temperature})
+
+
+def test_a_drawn_text_is_the_targets_and_a_lossy_one_is_not(pair):
+    """2,304 tokens; the mutants: another temperature, and acceptance that is too kind."""
+    found = verdict(pair, accept="recursive")
+    assert found.tokens == 24 * 96 and found.p_value > FALSE_ALARM
+    assert verdict(pair, temperature=1.2, accept="recursive").p_value < FALSE_ALARM
+    assert verdict(pair, accept="recursive", lossy="linear:0.2").p_value < FALSE_ALARM
