@@ -8,99 +8,26 @@ all figures are of the other half. Read next: `drafters/rescored/draft.py`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
 
 from hsd_jax.arguments import encode
 from hsd_jax.bench.compare import without_token_info
+from hsd_jax.bench.lattice import facts
 from hsd_jax.bench.machine import hardware
 from hsd_jax.bench.measure import Workload
 from hsd_jax.bench.prompts import HALVES, for_checkpoint
 from hsd_jax.bench.tables import make_console, make_table, say
-from hsd_jax.config import NO_REUSE, ModelConfig, TreeConfig
-from hsd_jax.distributed import fetch
+from hsd_jax.config import NO_REUSE, TreeConfig
 from hsd_jax.drafters.rescored.config import ZERO_GRAM
-from hsd_jax.drafters.table import make_drafter, method_of
-from hsd_jax.infer.decode import drafter_after
-from hsd_jax.models.draft_vocab import to_columns
-from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params, rescore
-from hsd_jax.train.evaluate import Texts, accepted_lengths, walk, write_texts
+from hsd_jax.train.evaluate import Texts, accepted_lengths, write_texts
 
 ALPHAS = (0.1, 0.25, 0.5, 0.75, 1.0)
-ORACLES = (1, 4, 16)
-"""Arcs of the lattices of which an oracle chooses the best path."""
 NONE, OWN = "none", "its own"
-
-
-class Lattice(NamedTuple):
-    """What the states of each root say, drafted tokens unread."""
-
-    entropy: Float[Array, "*texts roots D"]
-    """In nats."""
-    repeats: Float[Array, "*texts roots D-1"]
-    """1 where the likeliest token of a state is that of the state before."""
-    rank: Int[Array, "*texts roots D"]
-    """How many tokens a state prefers to the one that followed; past every one of them where none did."""
-
-
-@functools.partial(jax.jit, static_argnames=("target_config", "config", "tree", "num_roots"))
-def look(
-    drafter: Any,
-    target: Any,
-    target_config: ModelConfig,
-    config: Any,
-    tree: TreeConfig,
-    num_roots: int,
-    tokens: Int[Array, "B T"],
-    length: Int[Array, "B"],
-    first: Int[Array, "B"],
-) -> Lattice:
-    """The lattice of `num_roots` positions of every text, from `first` on."""
-    models, proposer = {"target": target, "drafter": drafter}, make_drafter(target_config, config, tree)
-    levels = method_of(config).lattice
-    assert levels is not None, "others were refused"
-
-    def one_text(row: tuple[Array, Array, Array]) -> Lattice:
-        text, end, start = row
-        output = forward_sequence(target, target_config, text[None], aux_layers=proposer.aux_layers)
-        roots = jnp.minimum(start + jnp.arange(num_roots), len(text) - 1)
-        capacity = len(text) + max(proposer.max_depth, proposer.lookahead) + 1
-        begin = lambda root: drafter_after(proposer, models, output, text[None], root[None] + 1, capacity)  # noqa: E731
-        states = jax.tree.map(lambda x: x[:, 0], jax.vmap(begin)(roots))
-        logits, _, _ = levels(target_config, config, tree)(models, states)
-        logp, best = jax.nn.log_softmax(logits, -1), jnp.argmax(logits, -1)
-        places = roots[:, None] + 1 + jnp.arange(tree.depth)
-        columns, is_known = to_columns(drafter.get("draft_to_target"), text[jnp.minimum(places, len(text) - 1)])
-        own = jnp.take_along_axis(logits, columns[:, :, None], 2)
-        rank = jnp.where(is_known & (places < end), (logits > own).sum(-1), logits.shape[-1])
-        return Lattice(-(jnp.exp(logp) * logp).sum(-1), (best[:, 1:] == best[:, :-1]).astype(jnp.float32), rank)
-
-    return jax.lax.map(one_text, (tokens, length, first))
-
-
-def facts(params: Params, texts: Texts, depth: int) -> dict[str, Any]:
-    """Entropy by state, how often neighbours repeat each other, and tau if an oracle chose from the lattice."""
-    written, chain = texts.length - texts.prompt_length, TreeConfig.chain(depth)
-    models = params.drafter, params.target, params.target_config, params.drafter_config
-    rows = texts.tokens, texts.length, texts.prompt_length - 1
-    found = jax.tree.map(fetch, look(*models, chain, int(written.max()), *rows))
-    counts = np.arange(written.max()) < written[:, None]
-    entropy = found.entropy[counts].mean(0)
-    rises = np.flatnonzero(np.diff(entropy) < 0)
-    leading = {k: np.cumprod(found.rank < k, -1).sum(-1) for k in ORACLES}
-    return {
-        "entropy": entropy.tolist(),
-        "rises_to": int(rises[0]) + 1 if len(rises) else depth,
-        "repeated_neighbours": float(found.repeats[counts].mean()),
-        "oracle_tau": {str(k): walk(right[:, None], texts, depth).tau for k, right in leading.items()},
-    }
 
 
 def tau_of(params: Params, texts: Texts, tree: TreeConfig, temperature: float) -> float:

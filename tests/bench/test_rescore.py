@@ -11,7 +11,7 @@ from support import command_line, toy
 from support.command_line import TEXTS, both, hsd
 
 import hsd_jax
-from hsd_jax.bench import compare, rescore
+from hsd_jax.bench import compare, lattice, rescore
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.train.evaluate import Texts
 
@@ -85,7 +85,7 @@ def test_entropy_repetitions_and_ranks_are_those_of_the_logits():
     params = hsd_jax.Params(weights, drafter, config, drafter_config)
     text = np.arange(9) % 5
     texts = Texts.join([text[:4]], [text[4:]])
-    found = rescore.facts(params, texts, 2)
+    found = lattice.facts(params, texts, 2)
     hidden = np.float64(toy.causal_pass(weights, config, jnp.int32(text)[None]).hidden[0])
     normed = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + drafter_config.norm_eps)
     logits = normed * np.float64(drafter["output_norm"]["weight"]) @ np.float64(weights["embedding"]).T
@@ -95,7 +95,7 @@ def test_entropy_repetitions_and_ranks_are_those_of_the_logits():
     np.testing.assert_allclose(found["entropy"], [entropy, entropy], rtol=1e-4)
     assert found["repeated_neighbours"] == 1.0
     order = np.argsort(-logits[roots - 1], -1)
-    for arcs in rescore.ORACLES:
+    for arcs in lattice.ORACLES:
         right = [[text[root + 1 + d] in row[:arcs] for d in range(2) if root + 1 + d < 9] for root, row in
                  zip(roots, order, strict=True)]  # fmt: skip
         root, passes = 0, 0
