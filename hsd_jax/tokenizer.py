@@ -5,8 +5,11 @@ A checkpoint without tokenizer works with token ids; only text needs this. Torch
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,34 @@ UNFINISHED = "\ufffd"
 """What a byte-level decoder prints for bytes that are no whole UTF-8 character yet."""
 
 
+TEMPLATE_SECONDS = 20.0
+"""Of a chat template: one that loops for ever is a program that came with a checkpoint."""
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raises a TimeoutError at the first line of Python that runs later; jinja's templates become such lines.
+
+    Looks at every line, so for short work alone. Under a debugger or a measurement of coverage, which do so too, it
+    does nothing.
+    """
+    if sys.gettrace() is not None:
+        yield
+        return
+    end = time.monotonic() + seconds
+
+    def look(*_: Any) -> Any:
+        if time.monotonic() > end:
+            raise TimeoutError(f"it runs for more than {seconds:g} seconds")
+        return look
+
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
 def hash_of(vocabulary: Mapping[str, int]) -> str:
     """Fingerprint of which token has which number, whatever reads the tokenizer's files."""
     return sha256(*(f"{number} {token}\n" for token, number in sorted(vocabulary.items(), key=lambda item: item[1])))
@@ -31,6 +62,20 @@ def read_pretrained(folder: str | Path) -> Any:
     from transformers import AutoTokenizer  # seconds of import time that token-id users need not pay
 
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def render_chat(inner: Any, messages: Sequence[Mapping[str, str]], is_open: bool = True) -> str:
+    """A conversation as the chat template of a transformers tokenizer writes it; open: for the next answer.
+
+    Raises:
+      ValueError: if the template fails or does not end.
+    """
+    try:
+        with at_most(TEMPLATE_SECONDS):
+            return inner.apply_chat_template(list(messages), add_generation_prompt=is_open, tokenize=False)
+    except Exception as error:  # a template is a program: of jinja's errors and of Python's
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"the chat template refuses this conversation ({reason})") from error
 
 
 class Tokenizer:
@@ -95,16 +140,12 @@ class Tokenizer:
         """Token ids of a conversation, through the checkpoint's own chat template, open for the answer.
 
         Raises:
-          ValueError: if the checkpoint has no chat template, or its template fails.
+          ValueError: if the checkpoint has no chat template, or its template fails or does not end.
         """
         if not getattr(self._inner, "chat_template", None):
             raise ValueError("this checkpoint has no chat template; prompt it without --chat")
-        try:
-            text = self._inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-            return list(self._inner(text, add_special_tokens=False)["input_ids"])
-        except Exception as error:  # a template is a program: of jinja's errors and of Python's
-            reason = " ".join(str(error).split())[:300]
-            raise ValueError(f"the checkpoint's chat template refuses this conversation ({reason})") from error
+        text = render_chat(self._inner, messages)
+        return list(self._inner(text, add_special_tokens=False)["input_ids"])
 
 
 def _fingerprint(folder: Path) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax.files import decoded, parse_json, read_json, with_unix_lines
-from hsd_jax.tokenizer import read_pretrained
+from hsd_jax.tokenizer import read_pretrained, render_chat
 
 _NAMES = {"User": ("u", "user", "human"), "Assistant": ("s", "assistant", "gpt")}
 SPEAKERS = {alias: name for name, aliases in _NAMES.items() for alias in aliases}
@@ -236,10 +236,7 @@ def read_chat_template(folder: str | Path) -> ChatTemplate | None:
 
     def render(turns: Turns, is_open: bool) -> str:
         messages = [{"role": speaker_of(who).lower(), "content": text} for who, text in turns]
-        try:
-            return tokenizer().apply_chat_template(messages, add_generation_prompt=is_open, tokenize=False)
-        except Exception as error:  # a template is a program: of jinja's errors and of Python's
-            raise ValueError(f"the chat template refuses this conversation ({error})") from error
+        return render_chat(tokenizer(), messages, is_open)
 
     return render
 

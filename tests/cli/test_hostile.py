@@ -339,6 +339,19 @@ def test_faulty_chat_templates(folders, tmp_path, template):
         documents.read_chat_template(changed)([("User", "hi")], True)
 
 
+def test_chat_templates_without_end(folders, tmp_path, monkeypatch):
+    from hsd_jax import tokenizer
+
+    monkeypatch.setattr(tokenizer, "TEMPLATE_SECONDS", 0.3)
+    changed = copy_of(folders / "target", tmp_path / "target")
+    forever = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+    values = json.loads((changed / "tokenizer_config.json").read_text()) | {"chat_template": forever}
+    (changed / "tokenizer_config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"refuses this conversation \(it runs for more than 0.3 seconds\)"):
+        Tokenizer(changed).encode_chat([{"role": "user", "content": "hi"}])
+    assert sys.gettrace() is None
+
+
 def test_byte_order_marks_and_dos_lines_are_no_text(tmp_path, monkeypatch, folders):
     from hsd_jax.bench import prompts
 
