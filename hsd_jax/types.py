@@ -230,7 +230,7 @@ class RoundInputs:
     position: Int[Array, "B"]
     """Its absolute position."""
     keys: jax.Array
-    """The row keys; what a drafter draws, it draws with `sampling.round_keys`, never with these themselves."""
+    """The row keys; what a drafter draws, it draws with `sampling.place_keys`, never with these themselves."""
     sampling: SamplingParams
     noise: Float[Array, "B M V"] | None = None
     """The target's own noise at the next positions, `sampling.round_noise`: COUPLED drafts alone read it, and compute
@@ -294,3 +294,6 @@ class AcceptRule(NamedTuple):
     `sampling.round_noise` for one position more than the tree is deep, computed where it is None and needed."""
     draws: bool = False
     """Whether every token it emits is an `ops.argmax`, which on a mesh says itself where there is none."""
+    looks_ahead: bool = False
+    """Whether its verdict on a draft depends on drafts behind it. Noise behind a rejection then was used, so drafts and
+    coins are keyed by the round and not by position alone (`sampling.place_keys`)."""

@@ -171,8 +171,22 @@ Judge = Callable[
 next token follows behind each node with a distribution; `coins` are uniform."""
 
 
-def testing_rule(name: str, schemes: frozenset[DrawScheme], judge: Judge, max_depth: int) -> AcceptRule:
-    """The rule that walks to where `judge` says, with coins of its own, and draws the next token from what is left."""
+def coins_of(keys: jax.Array, tree: DraftTree, root_position: Int[Array, "B"]) -> Float[Array, "B N"]:
+    """A uniform number for every node: of its absolute position, and its place among the nodes of its level."""
+    is_earlier = jnp.tril(jnp.ones((tree.depth.shape[1],) * 2, bool), -1)
+    places = jnp.sum((tree.depth[:, :, None] == tree.depth[:, None, :]) & is_earlier, -1, dtype=jnp.int32)
+    of_nodes = sampling_lib.place_keys(keys, sampling_lib.JUDGE_NOISE, root_position[:, None] + tree.depth, places)
+    return jax.vmap(jax.vmap(jax.random.uniform))(of_nodes)
+
+
+def testing_rule(
+    name: str, schemes: frozenset[DrawScheme], judge: Judge, max_depth: int, looks_ahead: bool = False
+) -> AcceptRule:
+    """The rule that walks to where `judge` says, with coins of its own, and draws the next token from what is left.
+
+    Args:
+      looks_ahead: as in `AcceptRule`.
+    """
 
     def verify(
         keys: jax.Array,
@@ -184,9 +198,8 @@ def testing_rule(name: str, schemes: frozenset[DrawScheme], judge: Judge, max_de
         noise: Float[Array, "B M V"] | None = None,
     ) -> Verdict:
         target_logp = sampling_lib.target_distribution(logits, sampling)
-        coin_keys = sampling_lib.round_keys(keys, root_position, sampling_lib.JUDGE_NOISE)
-        coins = jax.vmap(lambda key: jax.random.uniform(key, tree.tokens.shape[1:]))(coin_keys)
-        is_chosen, residual = judge(tree, target_logp, coins)
+        of_round = sampling_lib.round_row_keys(keys, root_position) if looks_ahead else keys
+        is_chosen, residual = judge(tree, target_logp, coins_of(of_round, tree, root_position))
         path, num_accepted, end = follow(tree, ancestors, is_chosen, max_depth)
 
         # After the last accepted token: the residual of its rejected children, or the target's distribution at a leaf.
@@ -203,7 +216,7 @@ def testing_rule(name: str, schemes: frozenset[DrawScheme], judge: Judge, max_de
         emitted = jnp.where(is_next, next_token[:, None], drafted)
         return Verdict(path, num_accepted, next_token, emitted)
 
-    return AcceptRule(name, schemes, verify)
+    return AcceptRule(name, schemes, verify, looks_ahead=looks_ahead)
 
 
 def one_by_one(
@@ -256,7 +269,7 @@ def block_rule(tree: TreeConfig) -> AcceptRule:
         # The deepest accepted draft takes all before it along.
         return lax.cummax((coins < chance).astype(jnp.int32), axis=1, reverse=True) > 0, residual
 
-    return testing_rule("block_verification", RECURSIVE_SCHEMES, judge, tree.depth)
+    return testing_rule("block_verification", RECURSIVE_SCHEMES, judge, tree.depth, looks_ahead=True)
 
 
 def optimal_rule(max_depth: int, max_children: int) -> AcceptRule:

@@ -7,6 +7,7 @@ drafters nor acceptance. Read next: `tree.py`, which stacks the levels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -169,16 +170,26 @@ def stochastic_beam(
     return Level(keep(tokens), (kept // top.shape[2]).astype(jnp.int32), keep(top_logp), kept_score)
 
 
-def level_noise(keys: jax.Array, num: int, vocab_size: int, is_sampled: Bool[Array, "B"]) -> Float[Array, "B num V"]:
+def level_noise(
+    keys: jax.Array,
+    num_rows: Sequence[int],
+    root_position: Int[Array, "B"],
+    vocab_size: int,
+    is_sampled: Bool[Array, "B"],
+) -> Float[Array, "B num V"]:
     """Gumbel noise for a whole tree, in one call; zeros for rows that do not draw.
 
     Args:
-      keys: consumed.
-      num: rows of noise that the levels take together.
+      keys: of the rows [B]; folded with the positions of the tokens that are drawn, not consumed.
+      num_rows: rows of noise that each level takes, from the one below the root on.
     """
+    depths = np.repeat(np.arange(1, len(num_rows) + 1, dtype=np.int32), num_rows)
+    places = jnp.concatenate([jnp.arange(num, dtype=jnp.int32) for num in num_rows])
 
     def drawn() -> Array:
-        noise = ops.gumbel(keys, num * vocab_size).reshape(-1, num, vocab_size)
+        of_places = sampling_lib.place_keys(keys, sampling_lib.DRAFT_NOISE, root_position[:, None] + depths, places)
+        noise = ops.gumbel(of_places.ravel(), vocab_size).reshape(*of_places.shape, vocab_size)
         return jnp.where(is_sampled[:, None, None], noise, 0.0)
 
-    return lax.cond(jnp.any(is_sampled), drawn, lambda: jnp.zeros((len(is_sampled), num, vocab_size)))
+    shape = len(is_sampled), len(depths), vocab_size
+    return lax.cond(jnp.any(is_sampled), drawn, lambda: jnp.zeros(shape))

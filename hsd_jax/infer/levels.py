@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import draw
-from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.models.draft_vocab import to_tokens, to_vocabulary
 from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, Expand, RoundInputs
 
@@ -48,8 +47,7 @@ def grow(
     if is_drawn:
         # Independent children are drawn with a row of noise each; else all children of a node share one.
         num_rows = widths if scheme is DrawScheme.INDEPENDENT else (1, *widths[:-1])
-        keys = sampling_lib.round_keys(inputs.keys, inputs.position, sampling_lib.DRAFT_NOISE)
-        of_tree = draw.level_noise(keys, sum(num_rows), vocab_size, is_sampled)
+        of_tree = draw.level_noise(inputs.keys, num_rows, inputs.position, vocab_size, is_sampled)
         noise = jnp.split(of_tree, np.cumsum(num_rows)[:-1], axis=1)
     zero = jnp.zeros((batch, 1))
     level = draw.Level(inputs.root[:, None].astype(jnp.int32), jnp.full((batch, 1), NO_PARENT, jnp.int32), zero, zero)

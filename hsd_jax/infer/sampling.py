@@ -24,6 +24,8 @@ DRAFT_NOISE = 2**32 - 1
 """What a drafter draws; with JUDGE_NOISE a tag that no position reaches, so that no noise serves twice."""
 JUDGE_NOISE = 2**32 - 2
 """The coins of an acceptance rule."""
+ROUND_NOISE = 2**32 - 4
+"""What is drafted and judged where no noise may be met twice."""
 
 
 def position_noise(keys: jax.Array, positions: Int[Array, "B M"], vocab_size: int) -> Float[Array, "B M V"]:
@@ -35,15 +37,31 @@ def position_noise(keys: jax.Array, positions: Int[Array, "B M"], vocab_size: in
     return gumbel(folded.ravel(), vocab_size).reshape(*positions.shape, vocab_size)
 
 
-def round_keys(keys: jax.Array, root_position: Int[Array, "B"], tag: int) -> jax.Array:
-    """A key a row for one round and one purpose, DRAFT_NOISE or JUDGE_NOISE.
+def place_keys(
+    keys: jax.Array, tag: int, positions: Int[Array, "B M"], places: Int[Array, "M"] | Int[Array, "B M"]
+) -> jax.Array:
+    """Keys [B, M] for one purpose, DRAFT_NOISE or JUDGE_NOISE: of the absolute position of the token that each decides,
+    and of its place among those there.
 
-    The root's position rises from round to round, so no round sees noise of another; and `position_noise` folds the
-    same keys with positions, so neither drafting nor judging sees the noise of the target's own draws.
+    So what is drafted and judged ahead of time, or again, meets the same noise. After a rejection a round meets noise
+    behind that position again. It is still fresh: what was kept depended on tokens up to the rejection alone, and so on
+    no noise behind it. Rules whose verdict on a token looks at later ones (`AcceptRule.looks_ahead`) are not so; for
+    them `round_row_keys`. `position_noise` folds the same keys with positions, so neither drafting nor judging sees
+    the noise of the target's own draws.
     """
 
+    def one(key, position, place):
+        return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, tag), position), place)
+
+    places = jnp.broadcast_to(places, positions.shape)
+    return jax.vmap(jax.vmap(one, (None, 0, 0)))(keys, positions, places)
+
+
+def round_row_keys(keys: jax.Array, root_position: Int[Array, "B"]) -> jax.Array:
+    """Row keys of one round alone: what `place_keys` makes of them no other round sees."""
+
     def one(key, position):
-        return jax.random.fold_in(jax.random.fold_in(key, tag), position)
+        return jax.random.fold_in(jax.random.fold_in(key, ROUND_NOISE), position)
 
     return jax.vmap(one)(keys, root_position)
 

@@ -58,7 +58,7 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         with jax.named_scope("noise"):  # once a round, for drafts and target
             num = drafter.max_depth + 1
             noise = sampling_lib.round_noise(state.keys, state.length - 1, num, config.vocab_size, sampling)
-        tree, drafter_state = draft(models, drafter, sampling, state, noise)
+        tree, drafter_state = draft(models, drafter, sampling, state, noise, rule.looks_ahead)
         state = dataclasses.replace(state, drafter=drafter_state)
         costs: Costs | None = models.get("costs")
         control, seconds = state.control, jnp.zeros(())
@@ -79,14 +79,19 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
 
 
 def draft(
-    models: dict, drafter: Drafter, sampling: SamplingParams, state: DecodeState, noise: Any
+    models: dict, drafter: Drafter, sampling: SamplingParams, state: DecodeState, noise: Any, by_round: bool = False
 ) -> tuple[DraftTree, Any]:
-    """The tree of a round and the drafter's state after it; only coupled drafts may see the noise of the target."""
+    """The tree of a round and the drafter's state after it; only coupled drafts may see the noise of the target.
+
+    Args:
+      by_round: for rules that look ahead: no draft of another round may have met the same noise.
+    """
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
     shown = noise if drafter.scheme is DrawScheme.COUPLED else None
     with jax.named_scope("draft"):
-        inputs = RoundInputs(root, root_position, state.keys, sampling, shown)
+        keys = sampling_lib.round_row_keys(state.keys, root_position) if by_round else state.keys
+        inputs = RoundInputs(root, root_position, keys, sampling, shown)
         return drafter.draft(models, state.drafter, inputs)
 
 

@@ -176,7 +176,7 @@ def test_gumbel_top_k_draws_without_replacement():
     zero = jnp.zeros((rows, 2))
     above = draw.Level(zero.astype(jnp.int32), zero.astype(jnp.int32), zero, zero)
     keys = jax.vmap(jax.random.key)(jnp.arange(rows, dtype=jnp.uint32))
-    noise = draw.level_noise(keys, 2, VOCAB, jnp.ones(rows, bool))
+    noise = draw.level_noise(keys, (2,), jnp.zeros(rows, jnp.int32), VOCAB, jnp.ones(rows, bool))
     logp = jnp.broadcast_to(jnp.log(jnp.asarray(q, jnp.float32)), noise.shape)
     level = draw.gumbel_top_k(noise, logp, above, 3)
     np.testing.assert_array_equal(level.parents[0], [0, 0, 0, 1, 1, 1])

@@ -21,8 +21,9 @@ from support.tiny_pairs import FALSE_ALARM, TREES, p_values, tiny_small_lm, tiny
 
 from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.infer import accept as accept_lib
+from hsd_jax.infer import draw
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.accept import check_legal, match_rule, recursion, recursive_rule
+from hsd_jax.infer.accept import check_legal, coins_of, match_rule, recursion, recursive_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, SamplingParams
@@ -251,8 +252,7 @@ def test_verdicts_are_those_of_plain_loops(draws):
     keys = jax.vmap(jax.random.key)(jnp.arange(BATCH, dtype=jnp.uint32))
     position = jnp.arange(BATCH, dtype=jnp.int32) % 50
     verdict = jax.tree.map(np.asarray, jitted_verify()(keys, tree, logits, sampling, position))
-    coin_keys = sampling_lib.round_keys(keys, position, sampling_lib.JUDGE_NOISE)
-    coins = np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (NUM,)))(coin_keys))
+    coins = np.asarray(jax.jit(coins_of)(keys, tree, position))
     predicted = position[:, None] + jnp.arange(1, MAX_DEPTH + 2, dtype=jnp.int32)
     noise = np.asarray(sampling_lib.position_noise(keys, predicted, VOCAB))
     seen = set()
@@ -321,18 +321,34 @@ def test_twins_keep_their_own_children():
 
 
 def test_no_noise_serves_twice():
-    """Keys of the target's draws, of drafting (a level each) and of judging, over rows and positions: all different."""
+    """Keys of the target's draws, of drafting and of judging (three places each), and of single rounds, over rows and
+    positions: all different."""
     positions = jnp.arange(40, dtype=jnp.int32)
     seen = []
     for seed in range(3):
         keys = jnp.broadcast_to(jax.random.key(seed), positions.shape)
-        drafting = sampling_lib.round_keys(keys, positions, sampling_lib.DRAFT_NOISE)
-        judging = sampling_lib.round_keys(keys, positions, sampling_lib.JUDGE_NOISE)
-        fold = jax.vmap(jax.random.fold_in)
-        levels = [fold(drafting, jnp.full_like(positions, level)) for level in range(5)]
-        seen += [fold(keys, positions), drafting, judging, *levels]
+        of_rounds = sampling_lib.round_row_keys(keys, positions)
+        seen += [jax.vmap(jax.random.fold_in)(keys, positions), of_rounds]
+        for rows in (keys, of_rounds):
+            for tag in (sampling_lib.DRAFT_NOISE, sampling_lib.JUDGE_NOISE):
+                seen.append(sampling_lib.place_keys(rows, tag, jnp.stack([positions] * 3, 1), jnp.arange(3)).ravel())
     data = np.concatenate([np.asarray(jax.random.key_data(k)) for k in seen])
     assert len(np.unique(data, axis=0)) == len(data)
+
+
+def test_coins_and_drafts_are_those_of_their_absolute_position():
+    """A token is drawn with the same noise and judged with the same coin whatever root its round started from; rules
+    that look ahead see noise of their round alone."""
+    depth = jnp.arange(4, dtype=jnp.int32)[None]
+    tree = DraftTree(jnp.zeros_like(depth), depth - 1, depth, depth >= 0)
+    keys, at = jax.vmap(jax.random.key)(jnp.arange(1)), lambda position: jnp.full(1, position, jnp.int32)
+    here, later = (np.asarray(coins_of(keys, tree, at(position)))[0] for position in (7, 8))
+    np.testing.assert_array_equal(here[2:], later[1:3])
+    assert len(set(here)) == 4
+    noise = [np.asarray(draw.level_noise(keys, (1, 1), at(position), 5, jnp.ones(1, bool)))[0] for position in (7, 8)]
+    np.testing.assert_array_equal(noise[0][1], noise[1][0])
+    rounds = [sampling_lib.round_row_keys(keys, at(position)) for position in (7, 8)]
+    assert coins_of(rounds[0], tree, at(7))[0, 2] != coins_of(rounds[1], tree, at(8))[0, 1]
 
 
 # --- the compiled loop ------------------------------------------------------------------------------------------------

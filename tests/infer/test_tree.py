@@ -338,7 +338,8 @@ def test_children_of_an_unlikely_path_follow_their_own_distribution(path):
     column = jnp.full((ROWS, 1), path, jnp.float32)
     above = draw.Level(jnp.zeros((ROWS, 1), jnp.int32), jnp.full((ROWS, 1), NO_PARENT), column, column)
     is_sampled = jnp.ones(ROWS, bool)
-    noise = draw.level_noise(jax.vmap(jax.random.key)(jnp.arange(ROWS)), 1, 4, is_sampled)
+    keys, zero = jax.vmap(jax.random.key)(jnp.arange(ROWS)), jnp.zeros(ROWS, jnp.int32)
+    noise = draw.level_noise(keys, (1,), zero, 4, is_sampled)
     logp = jnp.broadcast_to(jnp.log(jnp.asarray(scheme, jnp.float32)), (ROWS, 1, 4))
     level = draw.stochastic_beam(noise, logp, above, 1, is_sampled)
     assert p_value(np.asarray(level.tokens[:, 0]), scheme) > FALSE_ALARM
