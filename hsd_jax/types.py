@@ -111,6 +111,9 @@ class DraftTree:
     score: Float[Array, "B N"] | None = None
     """Log of how likely the drafter takes each node to be accepted, all its ancestors with it; 0 for the root. Falls
     along paths. None where the drafter has no opinion."""
+    tip: Bool[Array, "B N"] | None = None
+    """Leaves that are judged but not verified: the target has no row for them, so a path that ends there emits no token
+    of the target's behind it. None: there are none."""
 
 
 @flax.struct.dataclass
@@ -282,6 +285,8 @@ class Drafter(NamedTuple):
     """`follow(models, state, verdict, output, num_committed) -> state`: after up to max_depth + 1 plain passes, for
     which nothing was drafted; the verdict's path are their nodes in order. Rows that committed none keep their state.
     None: the drafter must draft in every round."""
+    drafts_ahead: bool = False
+    """Whether a round drafts what later rounds verify: rules that look ahead cannot judge such drafts."""
 
 
 class AcceptRule(NamedTuple):

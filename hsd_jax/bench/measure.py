@@ -81,7 +81,7 @@ class Mode:
             (rule, scheme), reuse = rule_and_scheme(self.accept, self.draw), ReuseConfig.parse(self.reuse)
             config = self.params.target_config
             drafter = make_drafter(config, self.params.drafter_config, self.tree, scheme=scheme, reuse=reuse)
-            check_legal(make_rule(rule, self.tree, Lossy.parse(self.lossy, rule)), drafter.scheme)
+            check_legal(make_rule(rule, self.tree, Lossy.parse(self.lossy, rule)), drafter.scheme, drafter.drafts_ahead)
 
     def decode(self, prompts: Sequence[Any], seeds: Sequence[int], max_new_tokens: int, temperature: float):
         """`hsd_jax.decode` of one batch of texts or token ids."""

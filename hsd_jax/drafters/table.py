@@ -13,11 +13,12 @@ from hsd_jax.drafters.hidden import HIDDEN
 from hsd_jax.drafters.lookup import LOOKUP
 from hsd_jax.drafters.medusa import MEDUSA
 from hsd_jax.drafters.method import Method, Pictures
+from hsd_jax.drafters.pearl import PEARL
 from hsd_jax.drafters.rescored import RescoredConfig, rescored
 from hsd_jax.drafters.small_lm import SMALL_LM
 from hsd_jax.types import Drafter, DrawScheme, Weights
 
-METHODS: dict[str, Method] = {method.config.kind: method for method in (HIDDEN, EAGLE, MEDUSA, SMALL_LM, LOOKUP)}
+METHODS: dict[str, Method] = {method.config.kind: method for method in (HIDDEN, EAGLE, MEDUSA, SMALL_LM, LOOKUP, PEARL)}
 METHODS[RescoredConfig.kind] = rescored(METHODS)
 
 

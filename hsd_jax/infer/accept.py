@@ -6,6 +6,7 @@ Read next: `step.py`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,15 +29,33 @@ from hsd_jax.types import AcceptRule, DraftTree, DrawScheme, SamplingParams, Ver
 RECURSIVE_SCHEMES = frozenset({DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT})
 
 
-def check_legal(rule: AcceptRule, scheme: DrawScheme) -> None:
+def check_legal(rule: AcceptRule, scheme: DrawScheme, drafts_ahead: bool = False) -> None:
     """Refuses a pair of rule and scheme under which the text would not be the target's.
 
+    Args:
+      drafts_ahead: as in `Drafter`.
     Raises:
-      ValueError: if `rule` is not lossless for trees drawn under `scheme`.
+      ValueError: if `rule` is not lossless for trees drawn under `scheme`, or for drafts made ahead.
     """
+    if rule.looks_ahead and drafts_ahead:
+        raise ValueError(f"accept={rule.name!r} judges drafts of one round together; these were drafted in two")
     if scheme not in rule.schemes:
         allowed = ", ".join(sorted(x.value for x in rule.schemes))
         raise ValueError(f"accept={rule.name!r} is not lossless for draw={scheme.value!r}; it allows {allowed}")
+
+
+def without_bonus(verdict: Verdict, tree: DraftTree) -> Verdict:
+    """A verdict in which a path that ends at a tip ends with it: the tip stands in the place of the target's token."""
+    if tree.tip is None:
+        return verdict
+    end = jnp.take_along_axis(verdict.path, verdict.num_accepted[:, None], 1)
+    is_tip = jnp.take_along_axis(tree.tip, end, 1)[:, 0]
+    token = jnp.take_along_axis(tree.tokens, end, 1)[:, 0]
+    return dataclasses.replace(
+        verdict,
+        num_accepted=verdict.num_accepted - is_tip.astype(jnp.int32),
+        next_token=jnp.where(is_tip, token, verdict.next_token),
+    )
 
 
 def follow(

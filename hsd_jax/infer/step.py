@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer import worth
-from hsd_jax.infer.accept import check_legal
+from hsd_jax.infer.accept import check_legal, without_bonus
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.kernels import program
 from hsd_jax.models import cache as cache_lib
@@ -52,7 +52,7 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
     Raises:
       ValueError: if `rule` is not lossless for the trees of `drafter`.
     """
-    check_legal(rule, drafter.scheme)
+    check_legal(rule, drafter.scheme, drafter.drafts_ahead)
 
     def step(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState) -> DecodeState:
         with jax.named_scope("noise"):  # once a round, for drafts and target
@@ -102,7 +102,7 @@ def target_pass(
     with jax.named_scope("target"):
         ancestors = ancestor_mask(tree, drafter.max_depth)
         nodes = tree.tokens, (state.length - 1)[:, None] + tree.depth, ancestors
-        active = tree.valid & ~state.done[:, None]
+        active = tree.valid & ~state.done[:, None] & (True if tree.tip is None else ~tree.tip)
         return forward(
             models["target"], config, *nodes, state.cache, aux_layers=drafter.aux_layers, active=active
         ), ancestors
@@ -123,6 +123,7 @@ def commit(
     """Judges a tree and commits what is accepted: the state after the round, the verdict, tokens committed."""
     with jax.named_scope("judge"):
         verdict = rule.verify(state.keys, tree, ancestors, output.logits, sampling, state.length - 1, noise)
+        verdict = without_bonus(verdict, tree)
         emitted = or_invalid(verdict.emitted, verdict.path, output, rule.draws)
         count, done = cut(emitted, verdict.num_accepted + 1, limits, state)
     with jax.named_scope("commit"):

@@ -1,0 +1,27 @@
+"""PEARL: a small model that drafts while its last drafts are verified (arXiv:2408.11850)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters import small_lm
+from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.pearl.config import PearlConfig
+from hsd_jax.drafters.pearl.draft import pearl_drafter
+
+
+def drafting_seconds(costs: Any, config: PearlConfig, batch: int, tree: TreeConfig) -> float:
+    """As the small model alone: on one device nothing overlaps."""
+    return small_lm.drafting_seconds(costs, config.base, batch, tree)
+
+
+PEARL = Method(
+    PearlConfig,
+    pearl_drafter,
+    lambda config: TreeConfig.chain(config.gamma),
+    lambda config: config.gamma,
+    drafting_seconds,
+    grows_wide=False,
+    has_score=False,
+)

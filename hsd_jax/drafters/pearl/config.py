@@ -1,0 +1,27 @@
+"""What is static of a small model that drafts while its last drafts are verified."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from hsd_jax import settings
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.settings import Count
+
+
+@dataclasses.dataclass(frozen=True)
+class PearlConfig:
+    """A small language model, and how many tokens it drafts while the target verifies as many."""
+
+    kind: ClassVar[str] = "pearl"
+
+    base: SmallLMConfig
+    gamma: Count = 4
+
+    def __post_init__(self):
+        settings.check(self, "PearlConfig")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.base.vocab_size
