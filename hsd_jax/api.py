@@ -21,7 +21,7 @@ from hsd_jax.plan import Plan
 from hsd_jax.request import AUTO, Request, Sampling, Speculation, prepare
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.tuned import Tuned
-from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState
+from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState, Drafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Stats:
     """Of the target passes, counted a row, those that verified at least one draft of the row."""
     lossy: str | None = None
     """The lossy acceptance that drafts met, as in "linear:0.5"; None: the text follows the target's distribution."""
+    drafter: dict[str, int] = dataclasses.field(default_factory=dict)
+    """What the drafter counted of its own, all rows together, by name; nothing where it counts nothing."""
 
     @property
     def mean_accepted(self) -> float:
@@ -266,4 +268,11 @@ def _stats(state: DecodeState, num_tokens: np.ndarray, request: Request, seconds
         plan=request.plan,
         drafted_share=float(fetch(state.stats.num_drafted)[:rows].sum() / max(passes.sum(), 1)),
         lossy=request.lossy,
+        drafter=_counts(request.decoder.drafter, state, rows),
     )
+
+
+def _counts(drafter: Drafter | None, state: DecodeState, rows: int) -> dict[str, int]:
+    if drafter is None or drafter.counts is None:
+        return {}
+    return {name: int(fetch(counted)[:rows].sum()) for name, counted in drafter.counts(state.drafter).items()}

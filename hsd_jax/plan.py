@@ -11,17 +11,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.config import NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, layer_numbers
+from hsd_jax.config import LARGEST_TREE, NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, layer_numbers
+from hsd_jax.drafters.pearl.config import PearlConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer.accept import RULES
 from hsd_jax.kernels import native
-from hsd_jax.params import Params
+from hsd_jax.params import Params, drafter_hash
+from hsd_jax.settings import Within, fits, shown
 from hsd_jax.tuned import WARM, Choice, Tuned, is_warm, kept, num_cores
 from hsd_jax.types import Costs
 
@@ -300,6 +303,38 @@ def _can_grow(params: Params, choice: Choice) -> bool:
     except ValueError:
         return False
     return True
+
+
+def pearl(params: Params, gamma: int | None = None) -> Params:
+    """The same models, the small one drafting while its last drafts are verified (methods.md 9.1); what is decoded is,
+    too.
+
+    On one device the two run one after the other: the exact machine, scheduled, and no faster for it.
+
+    Args:
+      params: with a small language model that drafts.
+      gamma: tokens that it drafts in a round; None: as many as it should draft in the time of a pass of the target, by
+        the costs of this platform, and 1 to 8.
+    Raises:
+      ValueError: for any other drafter, or a gamma that is not allowed.
+    """
+    config = params.drafter_config
+    base = config.base if isinstance(config, PearlConfig) else config
+    if not isinstance(base, SmallLMConfig):
+        kind = "none is loaded" if base is None else f"this one is of kind {base.kind!r}"
+        raise ValueError(
+            f"pearl() is for a small language model that drafts, and {kind}. A hidden-state drafter's states run ahead"
+            " of verification with reuse='ahead'"
+        )
+    if gamma is None:
+        model = _cost_model(dataclasses.replace(params, drafter_config=base))
+        gamma = round(float(model.target_pass(1)) / model.drafting(1, TreeConfig.chain(1)))
+        gamma = min(max(gamma, 1), LONGEST_PLANNED)
+    if not fits(Annotated[int, Within(1, LARGEST_TREE - 1)], gamma):
+        raise ValueError(f"gamma={shown(gamma)}: allowed are 1 to {LARGEST_TREE - 1}, or None: by costs")
+    config = PearlConfig(base, int(gamma))
+    pair = None if params.pair is None else (params.pair[0], drafter_hash(config, params.drafter))
+    return dataclasses.replace(params, drafter_config=config, tree=TreeConfig.chain(int(gamma)), pair=pair)
 
 
 def costs_of(params: Params, batch: int, tree: TreeConfig) -> Costs:

@@ -137,3 +137,32 @@ def _all_inside(draft: Float[Array, "... V"], outside: Float[Array, "... V"], nu
     start = jnp.where(counts == 0, jnp.ones((*draft.shape[:-1], num_drafts, nodes), draft.dtype), 0.0)
     members = tuple(jnp.moveaxis(x, -1, 0) for x in (draft, outside))
     return jnp.clip(jnp.moveaxis(lax.scan(add, start, members)[1], 0, -1), 0.0, 1.0)
+
+
+def pearl_speedup(acceptance: float, gamma: int) -> float:
+    """Speed of PEARL over plain decoding if each draft is accepted with this probability, whatever the others are, and
+    gamma drafts take as long as a pass of the target (Liu et al., arXiv:2408.11850).
+
+    A cycle, from one rejection to the next, has 1 / (1 - a) tokens in 1 + a / (1 - a^gamma) rounds of a pass each.
+
+    Raises:
+      ValueError: for a probability outside 0 to 1, or a gamma that is no number from 1 on.
+    """
+    _check_chain(acceptance, gamma)
+    if acceptance == 1.0:
+        return float(gamma)
+    return 1 / (1 - acceptance) / (1 + acceptance / (1 - acceptance**gamma))
+
+
+def standard_speedup(acceptance: float, gamma: int) -> float:
+    """The same of chains of gamma drafts that are drafted first and then verified: a round takes two passes' time
+    (Leviathan et al., arXiv:2211.17192)."""
+    _check_chain(acceptance, gamma)
+    return sum(acceptance**k for k in range(gamma + 1)) / 2
+
+
+def _check_chain(acceptance: float, gamma: int) -> None:
+    if not 0.0 <= acceptance <= 1.0:
+        raise ValueError(f"acceptance={acceptance}: allowed are 0 to 1")
+    if isinstance(gamma, bool) or not isinstance(gamma, int | np.integer) or gamma < 1:
+        raise ValueError(f"gamma={gamma}: allowed are whole numbers from 1 on")

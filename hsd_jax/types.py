@@ -287,6 +287,8 @@ class Drafter(NamedTuple):
     None: the drafter must draft in every round."""
     drafts_ahead: bool = False
     """Whether a round drafts what later rounds verify: rules that look ahead cannot judge such drafts."""
+    counts: Callable[[Any], dict[str, Int[Array, "B"]]] | None = None
+    """`counts(state)`: what it has counted of its own for every row, by name, for statistics. None: nothing."""
 
 
 class AcceptRule(NamedTuple):

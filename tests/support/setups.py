@@ -26,6 +26,7 @@ from hsd_jax.config import (
 from hsd_jax.drafters.hidden.config import PATH
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.method import Pictures
+from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import make_drafter as drafter_of
@@ -151,6 +152,7 @@ _OTHER = [
     Proposer("lookup", CHAIN_OF_4, is_trained=False, config=LookupConfig()),
     Proposer("small_lm", CHAIN_OF_4, is_trained=False, config=SMALL_LM),
 ]
+_AHEAD = [Proposer("pearl", TreeConfig.chain(3), is_trained=False, config=PearlConfig(SMALL_LM, 3))]
 _SMALL_LM_TREES = [
     Proposer("small_lm_branching", BRANCHING, is_trained=False, config=SMALL_LM),
     Proposer("small_lm_beam", MIDDLE, is_trained=False, config=SMALL_LM),
@@ -172,6 +174,7 @@ PROPOSERS = {
         *_READING,
         *_STEERED,
         *_OTHER,
+        *_AHEAD,
         *_SMALL_LM_TREES,
         *_RESCORED,
     )
@@ -239,7 +242,7 @@ def setup(variant: str = "llama", proposer: str = "plain", scheme: DrawScheme = 
     if one.is_trained:
         drafter_weights = make_drafter(wanted, config, target)
     elif one.config is not None:
-        drafter_weights = make_small_lm(target) if one.config.kind == SmallLMConfig.kind else {}
+        drafter_weights = {} if one.config.kind == LookupConfig.kind else make_small_lm(target)
     if one.is_restricted:
         wanted, drafter_weights = draft_vocab.restrict(wanted, drafter_weights, DRAFT_TO_TARGET)
         drafter_weights = draft_vocab.attach(drafter_weights, drafter_weights["draft_to_target"], target, config)

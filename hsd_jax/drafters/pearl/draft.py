@@ -23,6 +23,7 @@ import typing
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -110,8 +111,9 @@ def pearl_drafter(
         own = base.commit(models, own, as_accepted(fresh.tokens), None, jnp.full_like(inputs.root, gamma))
         num_pending = jnp.where(state.is_post, gamma - 1, 0)
         depth = jnp.broadcast_to(jnp.arange(gamma + 1, dtype=jnp.int32), drafted.tokens.shape)
-        tokens = joined(state.pending.tokens, num_pending, fresh.tokens, gamma)
-        logp = joined(state.pending.logp, num_pending, fresh.logp, gamma) if is_drawn else None
+        tokens, logp = joined(state.pending.tokens, num_pending, fresh.tokens, gamma), None
+        if state.pending.logp is not None and fresh.logp is not None:
+            logp = joined(state.pending.logp, num_pending, fresh.logp, gamma)
         chain = DraftTree(
             tokens=jnp.concatenate([inputs.root[:, None], tokens], 1).astype(jnp.int32),
             parents=depth - 1,
@@ -133,15 +135,19 @@ def pearl_drafter(
             state,
             base=kept(state, is_right, verdict, num_committed),
             is_post=is_right,
-            pending=Drafts(state.fresh.tokens[:, 1:], state.fresh.logp[:, 1:] if is_drawn else None),
+            pending=jax.tree.map(lambda x: x[:, 1:], state.fresh),
             rounds=state.rounds + now.astype(jnp.int32),
         )
 
     def resize(state: PearlState, capacity: int):
         return dataclasses.replace(state, base=base.resize(state.base, capacity))
 
+    def counts(state: PearlState) -> dict[str, Array]:
+        return {"pre-verify rounds": state.rounds[:, 0], "post-verify rounds": state.rounds[:, 1]}
+
+    functions = init, read, draft, commit, resize
     lookahead = 2 * gamma + MAX_PENDING
-    return Drafter(init, read, draft, commit, resize, scheme, gamma, lookahead=lookahead, drafts_ahead=True)
+    return Drafter(*functions, scheme, gamma, lookahead=lookahead, drafts_ahead=True, counts=counts)
 
 
 def as_accepted(tokens: Int[Array, "B M"]) -> Verdict:

@@ -80,7 +80,9 @@ def small_lm_drafter(
         drafted, cache = grower.grow(expand, state.cache, inputs)
         return drafted, dataclasses.replace(state, cache=cache)
 
-    def commit(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
+    def commit(
+        models, state: SmallLMState, verdict: Verdict, output: ModelOutput | None, num_committed: Int[Array, "B"]
+    ):
         """Forgets the rejected drafts. The drafts read are the first depth - 1, after the root."""
         root_position = state.cache.length - depth
         root = jnp.take_along_axis(state.pending, state.num_pending[:, None] - 1, 1)

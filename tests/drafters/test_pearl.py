@@ -1,0 +1,272 @@
+"""PEARL: the law of its two phases, its text whatever gamma is, both caches after every rejection."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import pearl as oracle
+from oracles import sampling as sampling_oracle
+from support import calls, setups, toy
+from support.texts import first_difference
+from support.tiny_pairs import FALSE_ALARM, p_values, tiny_pearl, tiny_texts
+
+import hsd_jax
+from hsd_jax import theory
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.pearl import draft as pearl_lib
+from hsd_jax.drafters.table import make_drafter
+from hsd_jax.infer import draw
+from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.infer.accept import coins_of, make_rule
+from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.step import make_step
+from hsd_jax.types import DraftTree, DrawScheme
+
+# --- the law ----------------------------------------------------------------------------------------------------------
+
+
+def table(rng: np.random.Generator, size: int) -> list[list[Fraction]]:
+    counts = rng.integers(1, 9, (size, size))
+    return [[Fraction(int(n), int(row.sum())) for n in row] for row in counts]
+
+
+@pytest.mark.parametrize("gamma", [1, 2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_two_phases_emit_the_distribution_of_the_target(size, gamma):
+    """Exactly, over four tokens, three of a larger vocabulary: through both phases and back. The mutants do not."""
+    rng, num = np.random.default_rng(size), 6 - size
+    p, q = table(rng, size), table(rng, size)
+    wanted = oracle.of_target(p, 0, num)
+    assert oracle.law(p, q, 0, gamma, num) == wanted
+    for mutant in ("no test", "equal", *(["bonus"] if gamma > 1 else [])):
+        assert oracle.law(p, q, 0, gamma, num, mutant) != wanted, mutant
+
+
+def test_the_compiled_loop_follows_the_distribution_of_the_target():
+    """131,072 tokens behind every phase; eight chi-squares."""
+    texts = tiny_texts(TreeConfig.chain(3), DrawScheme.WITHOUT_REPLACEMENT, pair=tiny_pearl)
+    assert min(p_values(texts)) > FALSE_ALARM
+
+
+@pytest.mark.slow
+def test_the_chi_square_finds_tips_that_are_not_judged():
+    """What is pending is taken for accepted: the mutant commits the tip whatever its coin says."""
+
+    def untested(drafter):
+        def draft(models, state, inputs):
+            tree, state = drafter.draft(models, state, inputs)
+            sure = jnp.zeros_like(tree.draft_logp)  # as if it had been drawn from anything
+            return tree.replace(draft_logp=jax.nn.log_softmax(sure, -1)), state
+
+        return drafter._replace(draft=draft)
+
+    texts = tiny_texts(TreeConfig.chain(3), DrawScheme.WITHOUT_REPLACEMENT, untested, pair=tiny_pearl)
+    assert min(p_values(texts)) < FALSE_ALARM
+
+
+# --- the text ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def texts_of(gamma: int) -> list[list[int]]:
+    """What PEARL says of `mixed_call` under the chain rule."""
+    one, tree = setups.setup("llama", "pearl"), TreeConfig.chain(gamma)
+    drafter = make_drafter(one.config, one.drafter_config, tree, scheme=DrawScheme.WITHOUT_REPLACEMENT)
+    step = make_step(one.config, drafter, make_rule("recursive", tree))
+    state = calls.mixed_call().run(Decoder(one.config, step, drafter, precision="highest"), one.models)
+    return calls.generated(calls.mixed_call(), state)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def noise_of(keys, is_sampled, width: int):
+    """What decides the token of every absolute position but 0: noise of the draft, coin, noise of the target."""
+    depth = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (len(keys), width))
+    chain, root = DraftTree(depth, depth - 1, depth, depth >= 0), jnp.zeros(len(keys), jnp.int32)
+    of_draft = draw.level_noise(keys, (1,) * (width - 1), root, toy.VOCAB, is_sampled)
+    return of_draft, coins_of(keys, chain, root)[:, 1:], sampling_lib.position_noise(keys, depth[:, 1:], toy.VOCAB)
+
+
+@functools.cache
+def wanted_texts() -> list[list[int]]:
+    """What drafting and testing one token at a time says, with the same noise, in plain loops."""
+    one, call = setups.setup("llama", "pearl"), calls.mixed_call()
+    keys, greedy = call.arrays()[2], np.array(call.temperature) == 0
+    width = max(len(p) + n for p, n in zip(call.prompts, call.new_tokens, strict=True))
+    noise = jax.tree.map(np.asarray, noise_of(keys, jnp.asarray(~greedy), width))
+    logits = {
+        name: jax.jit(lambda text, name=name: toy.causal_pass(one.models[name], one.config, text).logits)
+        for name in ("target", "drafter")
+    }
+    found = []
+    for row, prompt in enumerate(call.prompts):
+        settings = call.temperature[row], call.top_k[row] or None, None if call.top_p[row] == 1.0 else call.top_p[row]
+
+        def distribution(name, text, settings=settings):
+            padded = np.zeros((1, width), np.int32)
+            padded[0, : len(text)] = text
+            said = np.asarray(logits[name](padded))[0, len(text) - 1]
+            if name == "drafter" and settings[0] == 0:  # greedy rows draft the likeliest, and any q will do
+                settings = (1.0, *settings[1:])
+            return np.asarray(sampling_oracle.distribution(said, *settings), np.float64)
+
+        def noises(position, row=row):
+            return tuple(x[row, position - 1] for x in noise)
+
+        models = (functools.partial(distribution, name) for name in ("target", "drafter"))
+        found.append(oracle.one_by_one(*models, noises, prompt.tolist(), call.new_tokens[row]))
+    return found
+
+
+def test_the_text_is_that_of_drafting_one_token_at_a_time():
+    """Greedy, sampled and filtered rows, each in its own phase, with gammas of 1, 3 and 4."""
+    for gamma in (1, 3, 4):
+        assert first_difference(texts_of(gamma), wanted_texts()) is None, gamma
+
+
+def test_rules_that_look_ahead_are_refused():
+    one, tree = setups.setup("llama", "pearl"), TreeConfig.chain(3)
+    drafter = make_drafter(one.config, one.drafter_config, tree, scheme=DrawScheme.WITHOUT_REPLACEMENT)
+    with pytest.raises(ValueError, match="judges drafts of one round together"):
+        make_step(one.config, drafter, make_rule("block_verification", tree))
+
+
+# --- the caches -------------------------------------------------------------------------------------------------------
+
+
+def find_stale_slot(one: setups.Setup, state) -> str | None:
+    """Where the small model's cache is not what a pass over committed and pending tokens gives, or None."""
+    state = jax.tree.map(np.asarray, state.replace(keys=None))
+    pearl, gamma = state.drafter, one.drafter.max_depth
+    num_pending = np.where(pearl.is_post, gamma - 1, 0)
+    text = np.maximum(state.tokens, 0)
+    for row, (length, num) in enumerate(zip(state.length, num_pending, strict=True)):
+        text[row, length : length + num] = pearl.pending.tokens[row, :num]
+    fresh = jax.tree.map(np.asarray, toy.causal_pass(one.models["drafter"], one.config, text).new_kv)
+    np.testing.assert_array_equal(state.cache.length, state.length - 1)
+    for row, num in enumerate(num_pending):
+        if state.done[row]:
+            continue
+        cached = state.length[row] + num - 1
+        if pearl.base.cache.length[row] != cached:
+            return f"length, row {row}"
+        if pearl.base.pending[row, 0] != text[row, cached]:
+            return f"root, row {row}"
+        pairs = zip((*pearl.base.cache.keys, *pearl.base.cache.values), (*fresh.keys, *fresh.values), strict=True)
+        if not all(np.allclose(a[row, :, :cached], b[row, :, :cached], rtol=1e-4, atol=1e-5) for a, b in pairs):
+            return f"cache, row {row}"
+    return None
+
+
+@pytest.mark.parametrize("capacity", [16, calls.CAPACITY])
+def test_both_caches_hold_what_is_committed_and_pending(capacity):
+    """After every round, through growing buckets: committed - 1 where a draft was refused. Rounds are counted."""
+    one, call = setups.setup("llama", "pearl"), calls.mixed_call()
+    state = call.start(one.decoder, one.models, capacity=capacity)
+    phases = []
+    while not bool(state.done.all()):
+        state = call.resume(one.decoder, one.models, state, 1)
+        assert find_stale_slot(one, state) is None
+        phases.append(np.asarray(state.drafter.is_post))
+    assert np.any(phases) and not np.all(phases)
+    assert {tuple(row) for row in np.diff(np.array(phases, int), axis=0).tolist()} - {(0,) * call.batch}
+    rounds = np.asarray(state.drafter.rounds)
+    np.testing.assert_array_equal(rounds.sum(1), state.stats.num_target_passes)
+    assert rounds.min(0)[0] > 0 and rounds[:, 1].sum() > 0
+
+
+def test_the_comparison_finds_a_cache_that_was_not_rolled_back(monkeypatch):
+    one, call, rolled_back = setups.setup("llama", "pearl"), calls.mixed_call(), pearl_lib.kept
+
+    def kept(state, is_right, verdict, num_committed):
+        own = rolled_back(state, is_right, verdict, num_committed)
+        return dataclasses.replace(own, cache=dataclasses.replace(own.cache, length=state.base.cache.length))
+
+    monkeypatch.setattr(pearl_lib, "kept", kept)
+    drafter = make_drafter(one.config, one.drafter_config, TreeConfig.chain(3), scheme=DrawScheme.COUPLED)
+    broken = dataclasses.replace(one, drafter=drafter)
+    decoder, found = broken.decoder_with(), None
+    state = call.start(decoder, one.models)
+    for _ in range(4):
+        state = call.resume(decoder, one.models, state, 1)
+        found = found or find_stale_slot(broken, state)
+    assert found is not None
+
+
+# --- users ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair():
+    one = setups.setup("llama", "small_lm")
+    return hsd_jax.Params(one.models["target"], one.models["drafter"], one.config, one.drafter_config, max_len=128)
+
+
+def test_a_user_drafts_ahead(pair):
+    """gamma is given or follows from costs; the text stays, and rounds are counted by phase."""
+    ahead = hsd_jax.pearl(pair, 3)
+    assert ahead.tree == TreeConfig.chain(3)
+    found = hsd_jax.decode(ahead, [[3, 1, 4]], 24, temperature=0.8, seed=1)
+    plain = hsd_jax.decode(pair, [[3, 1, 4]], 24, temperature=0.8, seed=1, speculate=False)
+    assert found.tokens.tolist() == plain.tokens.tolist()
+    assert sum(found.stats.drafter.values()) == found.stats.num_target_passes
+    assert set(found.stats.drafter) == {"pre-verify rounds", "post-verify rounds"}
+    assert plain.stats.drafter == {}
+    assert 1 <= hsd_jax.pearl(pair).drafter_config.gamma <= 8
+    assert hsd_jax.pearl(ahead, 2).drafter_config.base == pair.drafter_config  # asked again, not twice
+
+
+@pytest.mark.parametrize("gamma", [0, -1, 2.5, "3", True, 10**6])
+def test_illegal_gammas(pair, gamma):
+    with pytest.raises(ValueError, match="gamma="):
+        hsd_jax.pearl(pair, gamma)
+
+
+def test_other_drafters_are_refused(pair):
+    hidden = setups.setup("llama", "beam")
+    params = pair.replace(drafter=hidden.models["drafter"], drafter_config=hidden.drafter_config)
+    with pytest.raises(ValueError, match=r"kind 'hidden'.*reuse='ahead'"):
+        hsd_jax.pearl(params)
+    with pytest.raises(ValueError, match="small language model"):
+        hsd_jax.pearl(pair.replace(drafter=None, drafter_config=None))
+    with pytest.raises(ValueError, match="allowed is 1"):
+        hsd_jax.decode(hsd_jax.pearl(pair, 3), [[1, 2]], 4, tree=TreeConfig(5, 2, 2))
+
+
+# --- how fast it should be --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("a", "gamma", "pearl", "standard"), [(0.8, 5, 2.28, 1.84), (0.9, 5, 3.13, 2.34)])
+def test_speeds_of_the_paper(a, gamma, pearl, standard):
+    assert theory.pearl_speedup(a, gamma) == pytest.approx(pearl, abs=0.005)
+    assert theory.standard_speedup(a, gamma) == pytest.approx(standard, abs=0.005)
+
+
+@pytest.mark.parametrize(("a", "gamma"), [(0.5, 2), (0.8, 5), (0.95, 8), (1.0, 4), (0.0, 3)])
+def test_speeds_against_a_simulation(a, gamma):
+    """A round takes as long as a pass of the target; standard rounds take two. Within 1 %."""
+    rng = np.random.default_rng(0)
+    tokens = rounds = pending = 0
+    for _ in range(300_000):
+        drafts = pending + 1
+        right = rng.random(drafts) < a
+        accepted = int(np.argmin(right)) if not right.all() else drafts
+        tokens += accepted + (accepted < drafts)
+        rounds, pending = rounds + 1, gamma - 1 if accepted == drafts else 0
+    assert theory.pearl_speedup(a, gamma) == pytest.approx(tokens / rounds, rel=0.01)
+    right = rng.random((300_000, gamma)) < a
+    accepted = np.cumprod(right, 1).sum(1)
+    assert theory.standard_speedup(a, gamma) == pytest.approx((accepted + 1).mean() / 2, rel=0.01)
+
+
+def test_illegal_speeds():
+    for a, gamma in ((-0.1, 3), (1.1, 3), (float("nan"), 3), (0.5, 0), (0.5, 1.5)):
+        with pytest.raises(ValueError, match=r"acceptance=|gamma="):
+            theory.pearl_speedup(a, gamma)
+        with pytest.raises(ValueError, match=r"acceptance=|gamma="):
+            theory.standard_speedup(a, gamma)
