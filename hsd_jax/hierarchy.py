@@ -16,8 +16,8 @@ import numpy as np
 from hsd_jax.settings import shown
 
 Costs = Sequence[Any] | np.ndarray
-"""Seconds of a pass of each model: a number; or one for 0, 1, 2, ... drafts in it, as an array or as a function of their
-number. The first entry is what a token costs that the model writes alone."""
+"""Seconds of a pass of each model: a number; or one for 0, 1, 2, ... drafts in it, as an array or a function of their
+number. That for none is what a token costs that the model writes alone."""
 
 
 class Hierarchy(NamedTuple):
@@ -139,8 +139,8 @@ def _checked(costs: Costs, acceptance: Any) -> tuple[list[Callable[[int], float]
     seconds, accept = [_function_of(cost) for cost in costs], np.asarray(acceptance, float)
     if not seconds or accept.shape != (len(seconds), len(seconds)):
         raise ValueError(
-            f"costs of {len(seconds)} models and acceptance of shape {accept.shape}: expected one cost a model, at least"
-            " one, and a row and a column of acceptance for each"
+            f"costs of {len(seconds)} models and acceptance of shape {accept.shape}: expected a row and a column of"
+            " acceptance for each model, at least one"
         )
     below = accept[np.triu_indices(len(seconds), 1)]
     if not ((below >= 0) & (below <= 1)).all():

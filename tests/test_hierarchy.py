@@ -45,11 +45,13 @@ def test_a_swapped_formula_is_found():
 
 
 def random_models(num: int, seed: int):
-    """Costs that rise with the model and with the number of drafts, any acceptance."""
+    """Costs that rise with the model and with the number of drafts; models accept less of what is further below."""
     rng = np.random.default_rng(seed)
     base, slope = np.sort(10.0 ** rng.uniform(-2.5, 0.0, num)), rng.uniform(0.0, 0.05, num)
     functions = [lambda drafts, b=b, s=s: b * (1 + s * drafts) for b, s in zip(base, slope, strict=True)]
-    return functions, np.triu(rng.uniform(0.2, 0.95, (num, num)))
+    near = np.log(rng.uniform(0.5, 0.97, num))
+    apart = np.cumsum(near)[None, :] - np.cumsum(near)[:, None]
+    return functions, np.triu(np.exp(np.minimum(apart, 0.0)))
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4])

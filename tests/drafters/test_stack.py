@@ -282,7 +282,8 @@ def first_disagreement(proposer: str) -> str | None:
     return found
 
 
-SOME = ["stack_small_lm", "stack_hidden", *(pytest.param(f"stack_{x}", marks=pytest.mark.slow) for x in ("medusa", "eagle", "lookup", "stack"))]  # fmt: skip
+FAST = ("stack_small_lm", "stack_hidden")
+SOME = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in setups.STACKS]
 
 
 @pytest.mark.parametrize("proposer", SOME)

@@ -1,5 +1,5 @@
-"""Hierarchical speculative decoding over Markov tables by enumeration, its expected latency in plain loops, a simulation
-of it, and the best hierarchy by brute force.
+"""Hierarchical speculative decoding over Markov tables by enumeration, a simulation of its latency, and the best
+hierarchy by brute force.
 
 Written from methods.md 8 (Globerson et al., arXiv:2510.19705): level i collects at least T_i tokens verified by its
 model, then the model above judges all of them. Numbers may be Fractions, then every distribution is exact.

@@ -25,7 +25,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.method import Method
