@@ -21,7 +21,9 @@ from support import calls, setups, toy
 from support.texts import first_difference
 from support.tiny_pairs import FALSE_ALARM, TINY, p_values, tiny_small_lm, tiny_texts
 
+import hsd_jax
 from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.files import save_drafter
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.stack import draft as stack_draft
@@ -31,7 +33,9 @@ from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.types import Drafter, DrawScheme, RoundInputs
+from hsd_jax.models import convert
+from hsd_jax.params import default_tree
+from hsd_jax.types import Drafter, DrawScheme, ModelOutput, RoundInputs
 
 # --- enumeration ------------------------------------------------------------------------------------------------------
 
@@ -315,13 +319,13 @@ def test_plain_rounds_between_drafts_are_read_on():
     state = call.start(setup.decoder, setup.models)
     plain = calls.mixed_call().run(setups.setup("llama", "plain").decoder, setup.models)
     tree = setups.PROPOSERS[proposer].tree
-    text = plain.tokens
+    text, nothing = plain.tokens, ModelOutput(*[None] * 4)  # a stack reads nothing that its target says
     for num in (1, tree.depth + 1, tree.depth + 1):
         length = state.length
         emitted = jnp.take_along_axis(text, length[:, None] + jnp.arange(tree.depth + 1), 1)
         count = jnp.minimum(num, plain.length - length)
         verdict = stack_draft.Verdict(jnp.zeros_like(emitted), count, emitted[:, 0], emitted)
-        drafter = setup.drafter.follow(setup.models, state.drafter, verdict, None, count)
+        drafter = setup.drafter.follow(setup.models, state.drafter, verdict, nothing, count)
         state = state.replace(drafter=drafter, length=length + count, tokens=text)
     known = state.drafter
     assert int((state.length - 1 - known.cache.length).max()) > tree.depth + 1
@@ -347,3 +351,51 @@ def test_what_cannot_be_stacked_is_refused():
     with pytest.raises(ValueError, match="trained for 1 to 4 steps"):
         heads = setups.PROPOSERS["stack_medusa"].config
         make_drafter(toy.target_config(), dataclasses.replace(heads, length=5), TreeConfig.chain(8))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target, a small model, heads made for that model, and a model of another vocabulary."""
+    folder = tmp_path_factory.mktemp("stack")
+    config, weights = toy.target_config(), setups.weights("llama")
+    small = toy.make_small_lm(weights)
+    convert.save_target(folder / "target", config, weights)
+    convert.save_target(folder / "small", config, small)
+    other = toy.target_config(vocab_size=toy.VOCAB - 1)
+    convert.save_target(folder / "other", other, toy.make_target(other))
+    heads = toy.drafter_config(config, "medusa", target_hash=convert.stored_hash(folder / "small", config))
+    save_drafter(folder / "heads", heads, toy.make_drafter(heads, config, small))
+    return folder
+
+
+def test_stacks_are_made_level_by_level(folders):
+    """Their text is plain decoding's, with a tree that is asked for, one that is chosen, and drawn for greedy rows."""
+    params = hsd_jax.load(target=folders / "target", drafter=folders / "small", precision="exact")
+    two = hsd_jax.stack(params, folders / "heads")
+    assert two.drafter_config.length == 4 and two.drafter_config.inner.kind == "medusa"
+    three = hsd_jax.stack(hsd_jax.stack(params, folders / "small", 2), "lookup", 3)
+    assert [x.length for x in (three.drafter_config, three.drafter_config.inner)] == [2, 3]
+    assert len({x.fingerprints()[1] for x in (params, two, three)}) == 3
+    prompts, settings = [[3, 1, 4], [1, 5]], {"max_new_tokens": 20, "temperature": [0.0, 0.9]}
+    plain = hsd_jax.decode(params, prompts, speculate=False, **settings)
+    for own, options in ((two, {}), (two, {"tree": TreeConfig.chain(7)}), (three, {"draw": "arbitrary"})):
+        tree = {"tree": default_tree(own.drafter_config)} if "draw" in options else {}
+        np.testing.assert_array_equal(hsd_jax.decode(own, prompts, **settings, **options, **tree).tokens, plain.tokens)
+    drawn_text = hsd_jax.decode(three, prompts, accept="recursive", **settings)
+    np.testing.assert_array_equal(drawn_text.tokens[0], plain.tokens[0])
+
+
+def test_a_level_of_another_model_is_refused(folders):
+    params = hsd_jax.load(target=folders / "target", drafter=folders / "small")
+    with pytest.raises(ValueError, match=r"small_lm drafter of 23 tokens for a target of 24"):
+        hsd_jax.stack(params, folders / "other")
+    own = hsd_jax.load(target=folders / "target", drafter=folders / "target")
+    with pytest.raises(ValueError, match="same sizes but other weights"):
+        hsd_jax.stack(own, folders / "heads")
+    with pytest.raises(ValueError, match="trained for 1 to 4 steps"):
+        hsd_jax.stack(params, folders / "heads", 5)
+    with pytest.raises(ValueError, match="length=0: allowed are"):
+        hsd_jax.stack(params, "lookup", 0)
+    for other in (hsd_jax.load(target=folders / "target"), hsd_jax.load(target=folders / "target", drafter="lookup")):
+        with pytest.raises(ValueError, match="for a small language model that drafts"):
+            hsd_jax.stack(other, "lookup")
