@@ -241,7 +241,7 @@ def stack_drafter(
             chain = dataclasses.replace(chain, score=jnp.pad(score, ((0, 0), (1, 0))))
         # What was kept of the round if nothing is accepted: caches hold more, past the lengths that count.
         cache = dataclasses.replace(now.cache, length=state.cache.length)
-        known = cache_lib.rolled_back(state.inner, now.drafter)
+        known = counted(cache_lib.rolled_back(state.inner, now.drafter), now.drafter)
         state = dataclasses.replace(state, cache=cache, inner=known, stats=now.stats, said=said, num_said=num)
         return chain, state
 
@@ -297,6 +297,18 @@ def stack_drafter(
 
     lookahead = most + 1 + max(inner.max_depth, inner.lookahead)
     return Drafter(init, read, draft, commit, resize, scheme, depth, lookahead=lookahead, follow=follow)
+
+
+def counted(before: Any, after: Any) -> Any:
+    """The state `before` with the counts `after`, of all levels: rounds that are rolled back were run all the same."""
+    if not isinstance(after, StackState):
+        return before
+    return dataclasses.replace(before, stats=after.stats, inner=counted(before.inner, after.inner))
+
+
+def rounds_of_levels(state: Any) -> list[DecodeStats]:
+    """The rounds of each middle model of a drafter's state, the largest first; none if it is no stack."""
+    return [state.stats, *rounds_of_levels(state.inner)] if isinstance(state, StackState) else []
 
 
 def along(verdict: Verdict, values: Float[Array, "B N C"]) -> Float[Array, "B M C"]:
