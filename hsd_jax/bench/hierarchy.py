@@ -313,12 +313,15 @@ def print_record(record: dict[str, Any]) -> None:
         taken = [f"{x:.3f}" if j > i else "" for j, x in enumerate(row)][1:]
         table.add_row(name, f"{1e3 * cost[0]:.3f}", f"{1e3 * cost[min(4, len(cost) - 1)]:.3f}", *taken)
     console.print(table)
-    columns = "models", "lengths", "tau", "ms a token, predicted", "measured", "off", "same text"
-    table = make_table("seconds a token", 2, "way", *columns)
+    columns = "models", "lengths", "tau", "ms a token", "predicted", "times plain", "predicted", "off", "same text"
+    table = make_table("seconds a token, and speed over that of plain decoding", 3, "way", *columns)
+    first = record["rows"][0]
     for row in record["rows"]:
         guess, seconds = row["predicted_seconds"], row["measured_seconds"]
         chain, lengths = (" ".join(map(str, row[key])) for key in ("chain", "lengths"))
-        cells = f"{row['tau']:.2f}", f"{1e3 * guess:.3f}", f"{1e3 * seconds:.3f}", f"{guess / seconds - 1:+.1%}"
+        gain, promised = first["measured_seconds"] / seconds, first["predicted_seconds"] / guess
+        cells = f"{row['tau']:.2f}", f"{1e3 * seconds:.3f}", f"{1e3 * guess:.3f}", f"{gain:.2f}", f"{promised:.2f}"
+        cells = *cells, f"{promised / gain - 1:+.1%}"
         table.add_row(row["way"], chain, lengths, *cells, f"{row['same_text_as_plain']}/{record['num_prompts']}")
     console.print(table)
     for row in record["rows"]:
