@@ -151,7 +151,7 @@ def _checked(costs: Costs, acceptance: Any) -> tuple[list[Callable[[int], float]
 
 
 def _function_of(cost: Any) -> Callable[[int], float]:
-    if callable(cost):
-        return lambda drafts: float(cost(drafts))
+    if isinstance(cost, Callable):
+        return cost
     table = np.atleast_1d(np.asarray(cost, float))
     return lambda drafts: float(table[min(drafts, len(table) - 1)])

@@ -64,6 +64,7 @@ def stacked(params: Params, levels: Sequence[str]) -> Params:
 def as_target(params: Params) -> Params:
     """The small model that drafts, as the target of a pair without a drafter."""
     config = params.drafter_config
+    assert params.drafter is not None, "checked by `measure`"
     own = ModelConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)})
     dtype = jnp.dtype(params.drafter["embedding"].dtype).name
     return dataclasses.replace(

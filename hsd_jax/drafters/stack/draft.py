@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -40,6 +40,7 @@ from hsd_jax.models.target import causal_mask, forward, read_chunk
 from hsd_jax.types import (
     DRAWN_SCHEMES,
     NO_PARENT,
+    AcceptRule,
     DecodeState,
     DecodeStats,
     Drafter,
@@ -117,6 +118,39 @@ def check_stack(target_config: ModelConfig, config: StackConfig, tree: TreeConfi
         )
 
 
+class Levels(NamedTuple):
+    """What is static of a stack."""
+
+    middle: ModelConfig
+    inner: Drafter
+    rule: AcceptRule
+    """By which the middle judges inner drafts."""
+    depth: int
+    """Drafts that go up at most."""
+    enough: int
+    """Tokens of the middle with which a round ends."""
+    scheme: DrawScheme
+
+    @property
+    def most(self) -> int:
+        """Tokens that a round accumulates, with what the last inner round overshoots."""
+        return self.enough + self.inner.max_depth
+
+    @property
+    def room(self) -> int:
+        """Places for them: rows that have enough write past what they have."""
+        return self.most + self.inner.max_depth + 1
+
+
+def make_levels(method: Method, config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme) -> Levels:
+    """The levels below the target; raises as the inner drafter."""
+    length = min(config.length, max(tree.depth - 1, 1))
+    inner_scheme = DrawScheme.COUPLED if scheme in DRAWN_SCHEMES else scheme
+    inner = method.make(config.middle, config.inner, TreeConfig.chain(length), cache_dtype, inner_scheme)
+    assert inner.follow is not None, "without reuse every drafter can be followed"
+    return Levels(config.middle, inner, match_rule(length), tree.depth, max(tree.depth - length, 1), scheme)
+
+
 def stack_drafter(
     method: Method,
     target_config: ModelConfig,
@@ -136,37 +170,11 @@ def stack_drafter(
         model.
     """
     check_stack(target_config, config, tree)
-    middle, is_drawn, depth = config.middle, scheme in DRAWN_SCHEMES, tree.depth
-    inner_depth = min(config.length, max(depth - 1, 1))
-    enough = max(depth - inner_depth, 1)
-    inner_scheme = DrawScheme.COUPLED if is_drawn else scheme
-    inner = method.make(middle, config.inner, TreeConfig.chain(inner_depth), cache_dtype, inner_scheme)
-    assert inner.follow is not None, "without reuse every drafter can be followed"
-    most = enough + inner_depth  # tokens that a round accumulates
-    room = most + inner_depth + 1  # rows that have enough write past what they have
-    rule = match_rule(inner_depth)
-
-    def levels(models) -> dict:
-        return {"target": models["drafter"]["middle"], "drafter": models["drafter"]["inner"]}
+    levels = make_levels(method, config, tree, cache_dtype, scheme)
+    middle, inner = levels.middle, levels.inner
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        batch = len(length)
-        slots = (capacity,) * middle.num_layers
-        cache = cache_lib.empty_cache(slots, batch, middle.num_kv_heads, middle.head_dim, cache_dtype)
-        none = jnp.zeros(batch, jnp.int32)
-        return StackState(
-            jnp.pad(tokens, ((0, 0), (0, capacity + 1 - tokens.shape[1]))),
-            length,
-            cache,
-            inner.init(tokens, length, capacity),
-            DecodeStats(none, jnp.zeros((batch, inner_depth + 1), jnp.int32), none),
-            nothing_said(batch),
-            none,
-        )
-
-    def nothing_said(batch: int) -> Said:
-        hidden = jnp.zeros((batch, room, middle.hidden_size))
-        return Said(hidden, (hidden,) * len(inner.aux_layers))
+        return empty_state(levels, tokens, length, capacity, cache_dtype)
 
     def read(
         models,
@@ -178,107 +186,29 @@ def stack_drafter(
         length: Int[Array, "B"],
     ):
         """The middle reads the chunk of the prompt, and the inner drafter what the middle says of it."""
-        own = levels(models)
-        output, cache = read_chunk(
-            own["target"], middle, state.cache, tokens, start, length - 1, aux_layers=inner.aux_layers
-        )
+        own, layers = models_below(models), inner.aux_layers
+        output, cache = read_chunk(own["target"], middle, state.cache, tokens, start, length - 1, aux_layers=layers)
         known = inner.read(own, state.inner, output, tokens, following, start, length)
         return dataclasses.replace(state, cache=cache, inner=known)
 
     def draft(models, state: StackState, inputs: RoundInputs):
-        own = levels(models)
-        state = read_unread(own, state)
-        keys, sampling = inputs.keys, inputs.sampling
-        if is_drawn:
-            keys = level_keys(keys)
-        elif scheme is DrawScheme.ARBITRARY:  # the likeliest tokens, of every level
-            sampling = dataclasses.replace(sampling, temperature=jnp.zeros_like(sampling.temperature))
-        noise = inputs.noise
-        if noise is None:
-            noise = sampling_lib.round_noise(keys, inputs.position, most + 1, middle.vocab_size, sampling)
-        before, unfinished = state.length, jnp.zeros(state.length.shape, bool)
-        begin = DecodeState(state.tokens, before, unfinished, state.cache, state.inner, keys, state.stats)
-        limits = Limits(jnp.full_like(before, LONGEST), jnp.zeros(0, jnp.int32))
-
-        def goes_on(carry):
-            return jnp.any(~carry[0].done)
-
-        def round_of(carry):
-            now, said, drawn = carry
-            num = now.length - before
-            of_round = cache_lib.take_nodes(noise, num[:, None] + jnp.arange(inner_depth + 1), axis=1)
-            drafted, known = step_lib.draft(own, inner, sampling, now, of_round)
-            now = dataclasses.replace(now, drafter=known)
-            output, ancestors = step_lib.target_pass(own, middle, inner, now, drafted)
-            output = sane(output)
-            rest = drafted, output, ancestors, of_round
-            now, verdict, _ = step_lib.commit(own, inner, rule, sampling, limits, now, *rest)
-            now = dataclasses.replace(now, done=now.length - before >= enough)
-            put = lambda old, new: cache_lib.write_rows(old, along(verdict, new), num, axis=1)  # noqa: E731
-            said = Said(put(said.hidden, output.hidden), tuple(map(put, said.features, output.features)))
-            return now, said, how(drawn, verdict, output, of_round, num)
-
-        def how(drawn: Drawn, verdict: Verdict, output: ModelOutput, of_round: Array, num: Array) -> Drawn:
-            logits = along(verdict, output.logits)
-            if drawn.distribution is not None:
-                logp = sampling_lib.target_distribution(logits, sampling)
-                return Drawn(None, cache_lib.write_rows(drawn.distribution, logp, num, axis=1))
-            scale = coupled_sharpness if scheme is DrawScheme.COUPLED else sharpness
-            logp = logp_of(verdict.emitted, logits, of_round, sampling, scale(inputs.sampling.temperature))
-            return Drawn(cache_lib.write_rows(drawn.logp, logp, num, axis=1), None)
-
-        batch = len(before)
-        none = Drawn(None, jnp.zeros((batch, room, middle.vocab_size))) if is_drawn else None
-        begin = begin, state.said, none or Drawn(jnp.zeros((batch, room)), None)
-        now, said, drawn = lax.while_loop(goes_on, round_of, begin)
-        num = now.length - before
-        chain = handed_up(inputs.root, cache_lib.take_nodes(now.tokens, before[:, None] + jnp.arange(depth), axis=1))
-        chain = dataclasses.replace(chain, valid=chain.depth <= num[:, None], scheme=scheme)
-        if drawn.distribution is not None:
-            chain = dataclasses.replace(chain, draft_logp=drawn.distribution[:, :depth])
-        else:
-            score = jnp.cumsum(drawn.logp[:, :depth], 1)
-            chain = dataclasses.replace(chain, score=jnp.pad(score, ((0, 0), (1, 0))))
+        own = models_below(models)
+        state = read_unread(levels, own, state)
+        now, said, drawn = write_on(levels, own, state, inputs)
+        num = now.length - state.length
+        drafted = cache_lib.take_nodes(now.tokens, state.length[:, None] + jnp.arange(levels.depth), axis=1)
         # What was kept of the round if nothing is accepted: caches hold more, past the lengths that count.
         cache = dataclasses.replace(now.cache, length=state.cache.length)
         known = counted(cache_lib.rolled_back(state.inner, now.drafter), now.drafter)
         state = dataclasses.replace(state, cache=cache, inner=known, stats=now.stats, said=said, num_said=num)
-        return chain, state
-
-    def read_unread(own: dict, state: StackState) -> StackState:
-        """The middle reads what was committed without its doing, if there is any, and the inner drafter follows."""
-
-        def is_unread(state: StackState):
-            return jnp.any(state.cache.length < state.length - 1)
-
-        def read_on(state: StackState) -> StackState:
-            place, first = jnp.arange(depth + 1), state.cache.length[:, None]
-            num = jnp.minimum(state.length - 1 - state.cache.length, depth + 1)
-            nodes = cache_lib.take_nodes(state.tokens, first + place, axis=1)
-            active, sees = place < num[:, None], causal_mask(*nodes.shape)
-            output = forward(
-                own["target"],
-                middle,
-                nodes,
-                first + place,
-                sees,
-                state.cache,
-                aux_layers=inner.aux_layers,
-                active=active,
-            )
-            cache = cache_lib.commit(state.cache, output.new_kv, None, num, after=output.hidden)
-            text = cache_lib.take_nodes(state.tokens, first + 1 + place, axis=1)
-            known = follow_path(inner, own, state.inner, text, output.hidden, output.features, num)
-            return dataclasses.replace(state, cache=cache, inner=known)
-
-        return lax.while_loop(is_unread, read_on, state)
+        return handed_up(inputs.root, drafted, num, drawn, scheme), state
 
     def commit(models, state: StackState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         """Keeps what the middle has read of the committed tokens, and lets the inner drafter follow that far."""
         num = jnp.minimum(num_committed, state.num_said)
         cache = dataclasses.replace(state.cache, length=state.cache.length + num)
         said = state.said.hidden, state.said.features
-        known = follow_path(inner, levels(models), state.inner, verdict.emitted, *said, num)
+        known = follow_path(inner, models_below(models), state.inner, verdict.emitted, *said, num)
         state = dataclasses.replace(state, cache=cache, inner=known)
         return follow(models, state, verdict, output, num_committed)
 
@@ -295,8 +225,121 @@ def stack_drafter(
             inner=inner.resize(state.inner, capacity),
         )
 
-    lookahead = most + 1 + max(inner.max_depth, inner.lookahead)
-    return Drafter(init, read, draft, commit, resize, scheme, depth, lookahead=lookahead, follow=follow)
+    lookahead = levels.most + 1 + max(inner.max_depth, inner.lookahead)
+    return Drafter(init, read, draft, commit, resize, scheme, levels.depth, lookahead=lookahead, follow=follow)
+
+
+def models_below(models: Any) -> dict[str, Any]:
+    """The weights of a pair: the middle model, and what drafts for it."""
+    return {"target": models["drafter"]["middle"], "drafter": models["drafter"]["inner"]}
+
+
+def empty_state(
+    levels: Levels, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int, cache_dtype: Any
+) -> StackState:
+    """Before any of the prompts is read."""
+    batch, middle, inner = len(length), levels.middle, levels.inner
+    slots, none = (capacity,) * middle.num_layers, jnp.zeros(len(length), jnp.int32)
+    hidden = jnp.zeros((batch, levels.room, middle.hidden_size))
+    return StackState(
+        jnp.pad(tokens, ((0, 0), (0, capacity + 1 - tokens.shape[1]))),
+        length,
+        cache_lib.empty_cache(slots, batch, middle.num_kv_heads, middle.head_dim, cache_dtype),
+        inner.init(tokens, length, capacity),
+        DecodeStats(none, jnp.zeros((batch, inner.max_depth + 1), jnp.int32), none),
+        Said(hidden, (hidden,) * len(inner.aux_layers)),
+        none,
+    )
+
+
+def read_unread(levels: Levels, models: dict[str, Any], state: StackState) -> StackState:
+    """The middle reads what was committed without its doing, if there is any, and the inner drafter follows."""
+    inner, num_nodes = levels.inner, levels.depth + 1
+
+    def is_unread(state: StackState):
+        return jnp.any(state.cache.length < state.length - 1)
+
+    def read_on(state: StackState) -> StackState:
+        place, first = jnp.arange(num_nodes), state.cache.length[:, None]
+        num = jnp.minimum(state.length - 1 - state.cache.length, num_nodes)
+        nodes, text = (cache_lib.take_nodes(state.tokens, first + i + place, axis=1) for i in (0, 1))
+        output = forward(
+            models["target"],
+            levels.middle,
+            nodes,
+            first + place,
+            causal_mask(*nodes.shape),
+            state.cache,
+            aux_layers=inner.aux_layers,
+            active=place < num[:, None],
+        )
+        cache = cache_lib.commit(state.cache, output.new_kv, None, num, after=output.hidden)
+        known = follow_path(inner, models, state.inner, text, output.hidden, output.features, num)
+        return dataclasses.replace(state, cache=cache, inner=known)
+
+    return lax.while_loop(is_unread, read_on, state)
+
+
+def write_on(
+    levels: Levels, models: dict[str, Any], state: StackState, inputs: RoundInputs
+) -> tuple[DecodeState, Said, Drawn]:
+    """Rounds of the middle and the inner drafter until every row has enough; what the middle said, token by token."""
+    inner, num_noisy = levels.inner, levels.inner.max_depth + 1
+    keys, sampling, noise = inputs.keys, inputs.sampling, inputs.noise
+    if levels.scheme in DRAWN_SCHEMES:
+        keys = level_keys(keys)
+    elif levels.scheme is DrawScheme.ARBITRARY:  # the likeliest tokens, of every level
+        sampling = dataclasses.replace(sampling, temperature=jnp.zeros_like(sampling.temperature))
+    if noise is None:
+        vocab_size = levels.middle.vocab_size
+        noise = sampling_lib.round_noise(keys, inputs.position, levels.most + 1, vocab_size, sampling)
+    before = state.length
+    limits = Limits(jnp.full_like(before, LONGEST), jnp.zeros(0, jnp.int32))
+
+    def goes_on(carry):
+        return jnp.any(~carry[0].done)
+
+    def round_of(carry):
+        now, said, drawn = carry
+        num = now.length - before
+        of_round = cache_lib.take_nodes(noise, num[:, None] + jnp.arange(num_noisy), axis=1)
+        tree, known = step_lib.draft(models, inner, sampling, now, of_round)
+        now = dataclasses.replace(now, drafter=known)
+        output, ancestors = step_lib.target_pass(models, levels.middle, inner, now, tree)
+        output = sane(output)
+        judged = now, tree, output, ancestors, of_round
+        now, verdict, _ = step_lib.commit(models, inner, levels.rule, sampling, limits, *judged)
+        now = dataclasses.replace(now, done=now.length - before >= levels.enough)
+        put = lambda old, new: cache_lib.write_rows(old, along(verdict, new), num, axis=1)  # noqa: E731
+        said = Said(put(said.hidden, output.hidden), tuple(map(put, said.features, output.features)))
+        how = how_drawn(levels, verdict, along(verdict, output.logits), of_round, sampling, inputs.sampling)
+        return now, said, jax.tree.map(lambda old, new: cache_lib.write_rows(old, new, num, axis=1), drawn, how)
+
+    batch = len(before)
+    begin = DecodeState(state.tokens, before, jnp.zeros(batch, bool), state.cache, state.inner, keys, state.stats)
+    size = batch, levels.room
+    is_drawn = levels.scheme in DRAWN_SCHEMES
+    drawn = Drawn(None, jnp.zeros((*size, levels.middle.vocab_size))) if is_drawn else Drawn(jnp.zeros(size), None)
+    return lax.while_loop(goes_on, round_of, (begin, state.said, drawn))
+
+
+def how_drawn(
+    levels: Levels,
+    verdict: Verdict,
+    logits: Float[Array, "B M V"],
+    noise: Float[Array, "B M V"],
+    sampling: SamplingParams,
+    asked: SamplingParams,
+) -> Drawn:
+    """Of the tokens of a verdict.
+
+    Args:
+      sampling, asked: with which the middle draws, and the target.
+    """
+    if levels.scheme in DRAWN_SCHEMES:
+        return Drawn(None, sampling_lib.target_distribution(logits, sampling))
+    scale = coupled_sharpness if levels.scheme is DrawScheme.COUPLED else sharpness
+    return Drawn(logp_of(verdict.emitted, logits, noise, sampling, scale(asked.temperature)), None)
 
 
 def counted(before: Any, after: Any) -> Any:
@@ -318,8 +361,8 @@ def along(verdict: Verdict, values: Float[Array, "B N C"]) -> Float[Array, "B M 
 
 def sane(output: ModelOutput) -> ModelOutput:
     """A middle model that is broken costs speed alone: whatever its numbers are, they give a distribution."""
-    numbers = {"nan": 0.0, "posinf": 0.0, "neginf": float(jnp.finfo(jnp.float32).min)}
-    logits, hidden = (jnp.nan_to_num(x, **numbers) for x in (output.logits, output.hidden))
+    least = float(jnp.finfo(jnp.float32).min)
+    logits, hidden = (jnp.nan_to_num(x, nan=0.0, posinf=0.0, neginf=least) for x in (output.logits, output.hidden))
     return dataclasses.replace(output, logits=logits, hidden=hidden)
 
 
@@ -337,9 +380,16 @@ def logp_of(
     return jnp.fmin(own - jax.nn.logsumexp(scaled, axis=-1), 0.0)
 
 
-def handed_up(root: Int[Array, "B"], drafted: Int[Array, "B D"]) -> DraftTree:
-    """The chain of these tokens."""
+def handed_up(
+    root: Int[Array, "B"], drafted: Int[Array, "B D"], num: Int[Array, "B"], drawn: Drawn, scheme: DrawScheme
+) -> DraftTree:
+    """The chain of the first `num` of these tokens."""
     tokens = jnp.concatenate([root[:, None], jnp.maximum(drafted, 0)], 1).astype(jnp.int32)
     depth = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     parents = jnp.where(depth == 0, NO_PARENT, depth - 1)
-    return DraftTree(tokens, parents, depth, jnp.ones(tokens.shape, bool))
+    score, draft_logp = drawn.logp, drawn.distribution
+    if score is not None:
+        score = jnp.pad(jnp.cumsum(score[:, : drafted.shape[1]], 1), ((0, 0), (1, 0)))
+    if draft_logp is not None:
+        draft_logp = draft_logp[:, : drafted.shape[1]]
+    return DraftTree(tokens, parents, depth, depth <= num[:, None], draft_logp, scheme, score)
