@@ -1,7 +1,7 @@
 """What a hierarchy of models should cost, and the fastest one: hierarchical speculative decoding as mathematics.
 
 Models 0 to K, the smallest first. Level i collects at least T_i tokens of its model, and the model above judges them in
-one pass (Globerson et al., arXiv:2510.19705; methods.md 8.3, 8.4). Acceptance is taken to be independent from token to
+one pass (Globerson et al., arXiv:2510.19705; methods.md 4.3). Acceptance is taken to be independent from token to
 token. Nothing here is part of a decode. `theory.py` has these names, too; `bench/hierarchy.py` measures what they ask
 for.
 """

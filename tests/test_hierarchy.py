@@ -14,7 +14,7 @@ ACCEPTANCE = np.array([[1.0, 0.75, 0.5], [0.0, 1.0, 0.85], [0.0, 0.0, 1.0]])
 
 
 def test_the_worked_example():
-    """Of methods.md 8.3; the best single drafter is model 1 with 6 tokens."""
+    """Of methods.md 4.3; the best single drafter is model 1 with 6 tokens."""
     assert round(theory.hierarchy_latency(COSTS, ACCEPTANCE, LENGTHS), 4) == 0.3206
     assert round(theory.hierarchy_latency(COSTS, ACCEPTANCE, LENGTHS, buffered=False), 4) == 0.3162
     assert round(theory.hierarchy_latency(COSTS[1:], ACCEPTANCE[1:, 1:], (6,)), 4) == 0.4195

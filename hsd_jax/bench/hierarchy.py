@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,8 +41,8 @@ from hsd_jax.types import SamplingParams
 
 TIMED_DRAFTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 """Drafts of the passes that are timed; between them costs are taken to lie on lines."""
-PASSES, TIMES = 20, 5
-"""Passes of a timing, one after another, and timings of which the median counts."""
+PASSES, TIMES = 20, 9
+"""Passes of a timing, one after another, and timings of each kind of pass."""
 PLAIN, SINGLE, STACK = "plain decoding", "best single drafter", "best stack"
 
 
@@ -72,9 +71,9 @@ def as_target(params: Params) -> Params:
     )
 
 
-def pass_seconds(model: Params, drafts: int, context: int) -> float:
-    """Seconds of a pass over a root and so many drafts behind `context` tokens, of choosing their tokens and of
-    committing them."""
+def timed_passes(model: Params, drafts: int, context: int) -> Callable[[], float]:
+    """Compiled: seconds of a pass over a root and so many drafts behind `context` tokens, of choosing their tokens and
+    of committing them."""
     config, num = model.target_config, drafts + 1
     capacity = -(-(context + num) // 256) * 256
 
@@ -96,19 +95,22 @@ def pass_seconds(model: Params, drafts: int, context: int) -> float:
     run = jax.jit(traced_with(precision, True, model.mesh, passes))
     arguments = model.target, jnp.ones((1, num), jnp.int32), cache
     jax.block_until_ready(run(*arguments))
-    seconds = []
-    for _ in range(TIMES):
+
+    def seconds() -> float:
         start = time.perf_counter()
         jax.block_until_ready(run(*arguments))
-        seconds.append((time.perf_counter() - start) / PASSES)
-    return statistics.median(seconds)
+        return (time.perf_counter() - start) / PASSES
+
+    return seconds
 
 
-def cost_table(model: Params, context: int, most: int) -> list[float]:
-    """Seconds of passes over 0, 1, ... `most` drafts."""
-    timed = [n for n in TIMED_DRAFTS if n < most] + [most]
-    seconds = [pass_seconds(model, drafts, context) for drafts in timed]
-    return np.interp(np.arange(most + 1), timed, seconds).tolist()
+def cost_tables(models: Sequence[Params], context: int, most: int) -> list[list[float]]:
+    """Seconds of passes of each model over 0, 1, ... `most` drafts: the least of timings that take turns, as what else
+    runs on the machine can only add."""
+    drafts = [n for n in TIMED_DRAFTS if n < most] + [most]
+    timed = [[timed_passes(model, n, context) for n in drafts] for model in models]
+    seconds = np.array([[[one() for one in row] for row in timed] for _ in range(TIMES)]).min(0)
+    return [np.interp(np.arange(most + 1), drafts, row).tolist() for row in seconds]
 
 
 @functools.partial(jax.jit, static_argnames="configs")
@@ -242,14 +244,12 @@ def measure(
     found = work.read(params, work.prompts)
     ids = [np.asarray(row) for row in encode(params, [prompt.text for prompt in found])]
     context, most = int(np.mean([len(row) for row in ids])) + work.max_new_tokens // 2, 2 * max_length
-    small = []
-    for folder, pair in zip(folders, pairs, strict=True):
-        say(f"timing passes of {folder}")
-        small.append((cost_table(as_target(pair), context, most), folder, as_target(pair)))
-    small.sort(key=lambda one: one[0][0])
-    say("timing passes of the target")
-    costs = [one[0] for one in small] + [cost_table(params, context, most)]
-    folders, models = [one[1] for one in small], [*(one[2] for one in small), params]
+    say("timing passes of every model")
+    small = [as_target(pair) for pair in pairs]
+    costs = cost_tables([*small, params], context, most)
+    order = sorted(range(len(small)), key=lambda i: costs[i][0])
+    costs = [*(costs[i] for i in order), costs[-1]]
+    folders, models = [folders[i] for i in order], [*(small[i] for i in order), params]
     texts = []
     for number, model in enumerate(models[1:], 1):
         say(f"text of {folders[number] if number < len(folders) else 'the target'}")

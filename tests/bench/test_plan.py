@@ -38,10 +38,10 @@ def prompts(tmp_path):
     return file
 
 
-def priced(model, drafts: int, context: int) -> float:
+def priced(model, drafts: int, context: int):
     """A target of 2 layers for which the small model, as dear, is no use."""
     layers = model.target_config.num_layers
-    return layers * (1 + 0.1 * drafts) * 1e-3
+    return lambda: layers * (1 + 0.1 * drafts) * 1e-3
 
 
 @pytest.mark.parametrize("price", [priced, pytest.param(None, marks=pytest.mark.slow)])
@@ -49,7 +49,7 @@ def test_a_plan_from_the_command_line(folders, models, prompts, monkeypatch, cap
     """Every way is predicted and measured, each with the text of plain decoding; the largest model comes last."""
     out = prompts.parent / "plan.json"
     if price is not None:
-        monkeypatch.setattr(hierarchy, "pass_seconds", price)
+        monkeypatch.setattr(hierarchy, "timed_passes", price)
     options = ["--prompts", prompts, "--limit", "2", "--max-new-tokens", "8", "--max-length", "2", "--repeats", "1"]
     assert hsd("plan", "--target", folders.target, "--models", *models, *options, "--json", out) == 0
     record, printed = json.loads(out.read_text()), capsys.readouterr().out

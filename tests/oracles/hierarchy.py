@@ -1,7 +1,7 @@
 """Hierarchical speculative decoding over Markov tables by enumeration, a simulation of its latency, and the best
 hierarchy by brute force.
 
-Written from methods.md 8 (Globerson et al., arXiv:2510.19705): level i collects at least T_i tokens verified by its
+Written from methods.md 4.3 (Globerson et al., arXiv:2510.19705): level i collects at least T_i tokens verified by its
 model, then the model above judges all of them. Numbers may be Fractions, then every distribution is exact.
 """
 

@@ -16,7 +16,7 @@ class StackConfig:
 
     Args:
       inner: the configuration of any drafter made for the middle model, of another stack, too.
-      length: tokens that the inner drafter drafts in a round (methods.md 8: T of the level below).
+      length: tokens that the inner drafter drafts in a round (methods.md 4.3: T of the level below).
     Raises:
       ValueError: naming the wrong value, or both vocabularies if they differ.
     """

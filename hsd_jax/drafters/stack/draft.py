@@ -1,6 +1,6 @@
 """A stack: a drafter whose drafts are the text of a middle model, for which another drafter drafts.
 
-Hierarchical speculative decoding (Globerson et al., arXiv:2510.19705; methods.md 8). The middle model writes its own
+Hierarchical speculative decoding (Globerson et al., arXiv:2510.19705; methods.md 4.3). The middle model writes its own
 text by rounds of `infer/step.py`, under `match`, so what goes up is a sample path of the middle model to the bit,
 whatever drafts for it: the target may judge it as drawn from the middle model. Levels nest: `inner` may be a stack.
 
