@@ -289,8 +289,8 @@ def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
 
 
 def stack(params: Params, inner: str | Path | Any, length: int | None = None) -> Params:
-    """The same models with a drafter for the small language model that drafts (methods.md 4.3); what is decoded stays the
-    same. Repeated, a level more: `inner` then drafts for the smallest model of the stack.
+    """The same models with a drafter for the small language model that drafts (methods.md 4.3); what is decoded stays
+    the same. Repeated, a level more: `inner` then drafts for the smallest model of the stack.
 
     Args:
       inner: as `drafter` of `load`, made for that small model: a folder of `hsd train drafter --target SMALL`; a
