@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
     from hsd_jax.distributed import initialize, is_writer
     from hsd_jax.drafters.lookup.config import LookupConfig
-    from hsd_jax.params import Params, load, place, rescore, restrict
+    from hsd_jax.params import Params, load, place, rescore, restrict, stack
     from hsd_jax.plan import pearl
     from hsd_jax.programs import compilation_cache
     from hsd_jax.tuned import Tuned
@@ -38,6 +38,7 @@ __all__ = [
     "place",
     "rescore",
     "restrict",
+    "stack",
     "stream",
     "tune",
 ]
@@ -48,7 +49,7 @@ _MODULES = {
     "hsd_jax.config": ("DrafterConfig", "ModelConfig", "TreeConfig"),
     "hsd_jax.distributed": ("initialize", "is_writer"),
     "hsd_jax.drafters.lookup.config": ("LookupConfig",),
-    "hsd_jax.params": ("Params", "load", "place", "rescore", "restrict"),
+    "hsd_jax.params": ("Params", "load", "place", "rescore", "restrict", "stack"),
     "hsd_jax.plan": ("pearl",),
     "hsd_jax.programs": ("compilation_cache",),
     "hsd_jax.tuned": ("Tuned",),

@@ -23,13 +23,15 @@ from hsd_jax.distributed import check_mesh, put
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.rescored.config import ALPHA, RescoredConfig
 from hsd_jax.drafters.rescored.files import read_scorer
-from hsd_jax.drafters.table import METHODS, method_of, parse
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.stack.config import StackConfig
+from hsd_jax.drafters.table import METHODS, make_drafter, method_of, parse
 from hsd_jax.files import sha256
 from hsd_jax.kernels import native
 from hsd_jax.kernels.int8 import Int8
 from hsd_jax.models import convert, draft_vocab, packing
 from hsd_jax.models.placement import QUANTIZED, Placement
-from hsd_jax.settings import NotNegative, Within, describe, fits, shown
+from hsd_jax.settings import Count, NotNegative, Within, describe, fits, shown
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
 
@@ -282,6 +284,43 @@ def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
     found, own = read_scorer(scorer, params.target_config, target_hash, params.tokenizer, dtype, placement)
     config = RescoredConfig(config, found)
     weights = {**weights, "rescorer": {**own, "alpha": jnp.full(1, alpha, jnp.float32)}}
+    pair = target_hash, drafter_hash(config, weights)
+    return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=pair), params.mesh)
+
+
+def stack(params: Params, inner: str | Path | Any, length: int | None = None) -> Params:
+    """The same models with a drafter for the small language model that drafts (methods.md 4.3); what is decoded stays
+    the same. Repeated, a level more: `inner` then drafts for the smallest model of the stack.
+
+    Args:
+      inner: as `drafter` of `load`, made for that small model: a folder of `hsd train drafter --target SMALL`; a
+        Hugging Face folder of the same vocabulary; or "lookup" and its like.
+      length: tokens that it drafts in a round; None: as deep as its own tree. The tree of a decode says how many go up
+        to the target at most: rounds end when another might not fit.
+    Raises:
+      FileNotFoundError, ValueError: if no small language model drafts, there is no such drafter, or it was made for
+        another model or vocabulary or for fewer tokens.
+    """
+    if length is not None and not fits(Count, length):
+        raise ValueError(f"length={shown(length)}: allowed are {describe(Count)}, or None: as deep as its own tree")
+
+    def stacked(config: Any, weights: Weights) -> tuple[StackConfig, Weights]:
+        if isinstance(config, StackConfig):
+            below, own = stacked(config.inner, weights["inner"])
+            return dataclasses.replace(config, inner=below), {**weights, "inner": own}
+        if not isinstance(config, SmallLMConfig):
+            raise ValueError(
+                "stack() is for a small language model that drafts: load with drafter=FOLDER of such a one"
+            )
+        model = Loaded(config, weights, config.fingerprint, params.tokenizer)
+        dtype = jax.tree.leaves(weights["embedding"])[0].dtype
+        below, own = _load_drafter(inner, model, dtype, Placement(params.mesh, True))
+        depth = default_tree(below).depth if length is None else length
+        return StackConfig(config, below, depth), {"middle": weights, "inner": own}
+
+    config, weights = stacked(params.drafter_config, params.drafter or {})
+    make_drafter(params.target_config, config, default_tree(config))  # raises here, before anything compiles
+    target_hash, _ = params.fingerprints()
     pair = target_hash, drafter_hash(config, weights)
     return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=pair), params.mesh)
 

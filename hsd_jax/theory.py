@@ -1,6 +1,7 @@
 """The most that any acceptance rule could accept at one node, given how its children were drawn: pure mathematics.
 
-Nothing here is part of a decode. `bench/gap.py` sets it beside what a rule does accept.
+Nothing here is part of a decode. `bench/gap.py` sets it beside what a rule does accept. What hierarchies of models cost
+is in `hierarchy.py`, whose names are here, too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from hsd_jax.hierarchy import Hierarchy as Hierarchy
+from hsd_jax.hierarchy import hierarchy_latency as hierarchy_latency
+from hsd_jax.hierarchy import plan_hierarchy as plan_hierarchy
 from hsd_jax.types import DrawScheme
 
 BOUNDED = (DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT, DrawScheme.TOP_THEN_RANDOM)

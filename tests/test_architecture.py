@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hsd_jax"
 # A module imports only from its own layer and from those before it.
 LAYERS = [
     "settings files programs interrupts watch distributed",
-    "types theory config lock",
+    "types hierarchy theory config lock",
     "kernels",
     "sharding checkpoint",
     "models",
@@ -41,7 +41,7 @@ INFER_LAYERS = [
 ]
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 100
-MAX_CLI_LINES = 1670  # all of cli/ together: it is arguments and printing
+MAX_CLI_LINES = 1728  # all of cli/ together: it is arguments and printing
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -256,7 +256,7 @@ FAULTS = [
     (foreign_imports, "api.py", "import orbax.checkpoint", "api.py:2: imports orbax.checkpoint"),
     (long_code, "config.py", "\n".join(["x = 1"] * MAX_MODULE_LINES), "config.py:1: 401 lines"),
     (long_code, "config.py", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES, "config.py:2: f has 101 lines"),
-    (long_cli, "cli/main.py", "x = 1\n" * MAX_CLI_LINES, "cli:1: 16"),
+    (long_cli, "cli/main.py", "x = 1\n" * MAX_CLI_LINES, "cli:1: 17"),
     (missing_docstrings, "config.py", "def f():\n    pass", "config.py:2: f has no docstring"),
     (missing_docstrings, "config.py", "class C:\n    pass", "config.py:2: C has no docstring"),
     (wrong_arguments, "config.py", WRONG_ARGUMENT, "config.py:2: f takes no reach"),

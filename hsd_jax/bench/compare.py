@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from hsd_jax import lock
 from hsd_jax.bench import gap, prompts
+from hsd_jax.bench.hierarchy import stacked
 from hsd_jax.bench.machine import hardware
 from hsd_jax.bench.measure import Mode, Runs, Workload, mode_record, parse_tree, speedup, time_modes
 from hsd_jax.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share, task_score
@@ -27,7 +28,7 @@ from hsd_jax.params import ALPHA, Params, default_tree, rescore
 
 PLAIN = "plain"
 KEYS = {"drafter": str, "tree": str, "accept": str, "draw": str, "reuse": str, "lossy": str}
-KEYS |= {"rescore": str, "alpha": float, "token_info": bool, "reference": bool}
+KEYS |= {"rescore": str, "alpha": float, "stack": str, "token_info": bool, "reference": bool}
 """What a method may say, and the type of its value."""
 ALL = "all"
 """The task that holds all others."""
@@ -105,12 +106,14 @@ def make_modes(params, about: dict[str, dict[str, Any]], load: Callable[[str], A
         if found.drafter_config is None:
             raise ValueError(f"method {name!r} has no drafter: name one in --methods, or give --drafter DIR")
         try:
-            own = found.tree or default_tree(found.drafter_config)
-            tree = parse_tree(method["tree"]) if "tree" in method else own
             if not method.get("token_info", True):
                 found = without_token_info(found)
             if "rescore" in method:
                 found = rescore(found, method["rescore"], method.get("alpha", ALPHA))
+            if "stack" in method:
+                found = stacked(found, method["stack"].split(","))
+            own = found.tree or default_tree(found.drafter_config)
+            tree = parse_tree(method["tree"]) if "tree" in method else own
             how = {key: method[key] for key in ("accept", "draw", "reuse", "lossy") if key in method}
             modes.append(Mode(name, found, tree, **how))
             modes[-1].check()

@@ -33,7 +33,8 @@ hsd demo --precision exact --temperature 0.8
     add_value(parser, "--precision", str, "exact: float32, no token ever differs", "fast", choices=precisions)
     options.add_tree_arguments(parser)
     options.add_plot_argument(parser)
-    parser.set_defaults(demo=True, target=None, drafter=None, mesh=None, max_len=None, rescore=None, alpha=None)
+    none = dict.fromkeys(("target", "drafter", "mesh", "max_len", "rescore", "alpha", "stack"))
+    parser.set_defaults(demo=True, **none)
 
 
 def run(args: argparse.Namespace) -> int:

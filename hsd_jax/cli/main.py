@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; imports no jax."""
     import argparse
 
-    from hsd_jax.cli import bench, compile, demo, generate, generate_data, identity, info, show, train, tune
+    from hsd_jax.cli import bench, compile, demo, generate, generate_data, identity, info, plan, show, train, tune
 
     parser = argparse.ArgumentParser(
         prog="hsd",
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (generate, demo, show, tune, bench, identity, train, generate_data, compile, info):
+    for module in (generate, demo, show, tune, plan, bench, identity, train, generate_data, compile, info):
         module.add_parser(commands)
     return parser
 

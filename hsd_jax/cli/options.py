@@ -112,6 +112,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
     )
     add_value(group, "--rescore DIR", str, "what scores drafts: n-grams, a model, 0-gram (hsd bench rescore)")
     add_value(group, "--alpha X", WEIGHT, "of its scores beside the drafter's", without="0.5")
+    what = "what drafts for a model that drafts, T tokens a round; again for a level more (hsd plan)"
+    add_value(group, "--stack DIR[@T]", str, what, action="append")
     add_dtype_argument(group)
     group.add_argument(
         "--precision",
@@ -254,9 +256,13 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
     if args.rescore is None and args.alpha is not None:
         raise ValueError("--alpha weighs the scores of --rescore DIR: give both")
     params = hsd_jax.load("demo" if args.demo else None, **{name: getattr(args, name) for name in names} | changes)
-    if args.rescore is None or "drafter" in changes:
+    if "drafter" in changes:
         return params
-    return params_lib.rescore(params, args.rescore, params_lib.ALPHA if args.alpha is None else args.alpha)
+    if args.rescore is not None:
+        params = params_lib.rescore(params, args.rescore, params_lib.ALPHA if args.alpha is None else args.alpha)
+    from hsd_jax.bench.hierarchy import stacked
+
+    return stacked(params, args.stack or ())
 
 
 def tree_of(args: argparse.Namespace, params) -> Any:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import to_columns
-from hsd_jax.types import DRAWN_SCHEMES, DraftTree, DrawScheme
+from hsd_jax.types import DRAWN_SCHEMES, Drafter, DraftTree, DrawScheme, ModelOutput, Verdict
 
 
 def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, scheme: DrawScheme) -> None:
@@ -61,6 +64,37 @@ def joined(waiting: Array, num_waiting: Int[Array, "B"], new: Array, num_slots: 
     slot, num = jnp.arange(num_slots or room + new.shape[1]), num_waiting[:, None]
     index = jnp.where(slot < num, slot, room + slot - num)
     return take_nodes(jnp.concatenate([waiting, new], 1), index, axis=1)
+
+
+def follow_path(
+    drafter: Drafter,
+    models: Any,
+    state: Any,
+    emitted: Int[Array, "B M"],
+    hidden: Float[Array, "B M2 H"],
+    features: tuple[Float[Array, "B M2 H"], ...],
+    num_committed: Int[Array, "B"],
+) -> Any:
+    """The drafter's state after so many tokens that it did not draft: `Drafter.follow`, as often as it takes.
+
+    Args:
+      emitted: the committed tokens, of which the first `num_committed` count.
+      hidden, features: of the target's pass over the token before each.
+    """
+    num = drafter.max_depth + 1
+    path = jnp.broadcast_to(jnp.arange(num, dtype=jnp.int32), (emitted.shape[0], num))
+
+    def follow_on(index: Array, state: Any) -> Any:
+        first = index * num
+        here = jnp.clip(num_committed - first, 0, num)
+        text, hidden_here, *features_here = (take_nodes(x, first + path, axis=1) for x in (emitted, hidden, *features))
+        last = jnp.maximum(here - 1, 0)
+        verdict = Verdict(path, last, jnp.take_along_axis(text, last[:, None], 1)[:, 0], text)
+        output = ModelOutput(None, hidden_here, tuple(features_here), None)  # type: ignore[arg-type]  # nobody reads them
+        assert drafter.follow is not None, "others are refused"
+        return drafter.follow(models, state, verdict, output, here)
+
+    return lax.fori_loop(0, -(-jnp.max(num_committed) // num), follow_on, state)
 
 
 def chain_of_training(config: DrafterConfig) -> TreeConfig:

@@ -16,10 +16,13 @@ from hsd_jax.drafters.method import Method, Pictures
 from hsd_jax.drafters.pearl import PEARL
 from hsd_jax.drafters.rescored import RescoredConfig, rescored
 from hsd_jax.drafters.small_lm import SMALL_LM
+from hsd_jax.drafters.stack import stack
+from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.types import Drafter, DrawScheme, Weights
 
 METHODS: dict[str, Method] = {method.config.kind: method for method in (HIDDEN, EAGLE, MEDUSA, SMALL_LM, LOOKUP, PEARL)}
 METHODS[RescoredConfig.kind] = rescored(METHODS)
+METHODS[StackConfig.kind] = stack(METHODS)
 
 
 def method_of(config: Any) -> Method:

@@ -24,6 +24,8 @@ DRAFT_NOISE = 2**32 - 1
 """What a drafter draws; with JUDGE_NOISE a tag that no position reaches, so that no noise serves twice."""
 JUDGE_NOISE = 2**32 - 2
 """The coins of an acceptance rule."""
+LEVEL_NOISE = 2**32 - 3
+"""What the models of a stack draw whose drafts are judged as drawn."""
 ROUND_NOISE = 2**32 - 4
 """What is drafted and judged where no noise may be met twice."""
 

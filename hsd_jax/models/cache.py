@@ -163,6 +163,12 @@ def keep_idle(num_committed: Int[Array, "B"], before: Any, after: Any) -> Any:
     return jax.tree.map(one, before, after)
 
 
+def rolled_back(before: Any, after: Any) -> Any:
+    """A drafter's state `before` some rounds, in the cache buffers of the one `after` them: these hold more, past the
+    length that counts, and so none is copied."""
+    return jax.tree.map(lambda old, new: new if old.ndim == 4 else old, before, after)
+
+
 def grow(cache: KVCache, capacity: int, slots: Sequence[int] | None = None) -> KVCache:
     """The same cache with room for `capacity` tokens a row, in layers of so many slots; None: none is a ring.
 

@@ -27,7 +27,7 @@ from hsd_jax.train import recipe
 
 folders, own_cache = command_line.folders, command_line.own_cache
 
-COMMANDS = ["generate", "demo", "show", "tune", "bench", "identity", "info", "generate-data", "compile"]
+COMMANDS = ["generate", "demo", "show", "tune", "plan", "bench", "identity", "info", "generate-data", "compile"]
 COMMANDS += ["bench compare", "bench ablate", "bench budget", "bench rescore"]
 COMMANDS += [f"train {kind}" for kind in ("drafter", "target", "tokenizer", "restrict", "ngram", "curves")]
 

@@ -23,13 +23,14 @@ PROPOSERS = ["beam", "branching", "chain", "steered", "block", setups.CHAIN_ORAC
 BASELINES = [*setups.CHAINS, "pearl", "small_lm_branching", "eagle", "medusa"]
 REUSE_PROPOSERS = ["ahead", "hot_sum", "steered_block_skip", "path_sum"]
 RESCORED = ["rescored_ngram", "rescored_lm"]
-SLOW_PROPOSERS = sorted({*setups.RESCORED} - {*RESCORED})
+STACKS = ["stack_small_lm", "stack_lookup", "stack_hidden"]
+SLOW_PROPOSERS = sorted({*setups.STACKS} - {*STACKS}) + sorted({*setups.RESCORED} - {*RESCORED})
 SLOW_PROPOSERS += ["two", "no_embeddings", "layers", "steered_block", "eagle_layers", "steered_block_ahead"]
 SLOW_PROPOSERS += [f"{kind}_branching" for kind in ("block", "hot", "eagle", "medusa")]
 SLOW_PROPOSERS += ["small_lm_beam", "path_chain", "hot_path", "hot", "block_layers", "path"]
 SLOW_PROPOSERS += [*sorted({*setups.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]
 TABLE = [
-    *[("llama", proposer) for proposer in (*PROPOSERS, *BASELINES, *REUSE_PROPOSERS, *RESCORED)],
+    *[("llama", proposer) for proposer in (*PROPOSERS, *BASELINES, *REUSE_PROPOSERS, *RESCORED, *STACKS)],
     *[pytest.param("llama", proposer, marks=pytest.mark.slow) for proposer in SLOW_PROPOSERS],
     pytest.param("untied", setups.DECOYS_ORACLE, marks=pytest.mark.slow),
     pytest.param("qwen", setups.DECOYS_ORACLE, marks=pytest.mark.slow),
@@ -160,7 +161,7 @@ def test_the_oracle_reaches_every_length_of_path(proposer):
     assert (histogram > 0).all(), histogram
 
 
-@pytest.mark.parametrize("proposer", ["beam", "block", "path", *setups.CHAINS, "eagle", "medusa", *RESCORED])
+@pytest.mark.parametrize("proposer", ["beam", "block", "path", *setups.CHAINS, "eagle", "medusa", *RESCORED, *STACKS])
 def test_drafters_are_sometimes_right(proposer):
     call = calls.mixed_call()
     setup = setups.setup("llama", proposer)

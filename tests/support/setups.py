@@ -29,6 +29,7 @@ from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.table import make_drafter as drafter_of
 from hsd_jax.drafters.table import pictures_of
 from hsd_jax.infer.accept import make_rule, match_rule
@@ -165,6 +166,25 @@ _RESCORED = [
     Proposer("rescored_hidden", MIDDLE, PATHS, scorer="ngram"),
     Proposer("rescored_hot", MIDDLE, HEADS, scorer="ngram", is_restricted=True),
 ]
+_STACK_CHAIN, _INNER_LENGTH = TreeConfig.chain(6), 3
+"""So the middle model has at least three tokens before they go up."""
+
+
+def _stacked(inner: Any) -> StackConfig:
+    return StackConfig(SMALL_LM, inner, _INNER_LENGTH)
+
+
+_STACKS = [
+    Proposer(f"stack_{name}", _STACK_CHAIN, is_trained=False, config=_stacked(inner))
+    for name, inner in {
+        "small_lm": SMALL_LM,
+        "lookup": LookupConfig(),
+        "medusa": drafter_config(VARIANTS["llama"], "medusa"),
+        "hidden": drafter_config(VARIANTS["llama"], feature_layers=(0, 1)),
+        "eagle": drafter_config(VARIANTS["llama"], "eagle"),
+        "stack": _stacked(SMALL_LM),
+    }.items()
+]
 PROPOSERS = {
     one.name: one
     for one in (
@@ -177,6 +197,7 @@ PROPOSERS = {
         *_AHEAD,
         *_SMALL_LM_TREES,
         *_RESCORED,
+        *_STACKS,
     )
 }
 TREES = {one.name: one.tree for one in _READING}
@@ -184,6 +205,7 @@ TREES = {one.name: one.tree for one in _READING}
 REUSE = {one.name: one.reuse for one in _READING if one.reuse != NO_REUSE}
 RESCORED = {one.name: one for one in _RESCORED}
 """Of drafters of the other lists, with a scorer that has a say."""
+STACKS = [one.name for one in _STACKS]
 CHAINS = {one.name: one.config for one in _OTHER}
 """Proposers that draft chains of their own kind, for the variant "llama"."""
 
@@ -201,6 +223,16 @@ def scorer(name: str) -> tuple[Any, dict[str, Any]]:
         found = drafter_config(config, injection=PATH)
         return found, {"injector": make_drafter(found, config, target)["injector"]}
     return (SmallLMConfig(**vars(config)), make_small_lm(target)) if name == "small_lm" else (None, {})
+
+
+def drafter_weights_of(config: Any, target: dict[str, Any], seed: int = 2) -> dict[str, Any]:
+    """Of a drafter that is no trained one of the table: a model near its target, levels of them, or none."""
+    if config.kind == StackConfig.kind:
+        middle = make_small_lm(target, seed=seed)
+        return {"middle": middle, "inner": drafter_weights_of(config.inner, middle, seed + 1)}
+    if config.kind in (SmallLMConfig.kind, PearlConfig.kind):
+        return make_small_lm(target, seed=seed)
+    return {} if config.kind == LookupConfig.kind else make_drafter(config, VARIANTS["llama"], target)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +274,7 @@ def setup(variant: str = "llama", proposer: str = "plain", scheme: DrawScheme = 
     if one.is_trained:
         drafter_weights = make_drafter(wanted, config, target)
     elif one.config is not None:
-        drafter_weights = {} if one.config.kind == LookupConfig.kind else make_small_lm(target)
+        drafter_weights = drafter_weights_of(one.config, target)
     if one.is_restricted:
         wanted, drafter_weights = draft_vocab.restrict(wanted, drafter_weights, DRAFT_TO_TARGET)
         drafter_weights = draft_vocab.attach(drafter_weights, drafter_weights["draft_to_target"], target, config)

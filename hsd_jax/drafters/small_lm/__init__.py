@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ def load(
             f"{folder}: a small_lm drafter of {config.vocab_size} tokens for a target of {target.vocab_size}: both"
             " must have the same vocabulary, token by token"
         )
-    return config, convert.read_weights(folder, config, dtype, placement)
+    weights = convert.read_weights(folder, config, dtype, placement)
+    fingerprint = convert.stored_hash(folder, config, convert.weights_dtype(folder))
+    return dataclasses.replace(config, fingerprint=fingerprint), weights
 
 
 SMALL_LM = Method(

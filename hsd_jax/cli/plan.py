@@ -1,0 +1,51 @@
+"""`hsd plan`: which models should draft for which. The work is done in `bench/hierarchy.py`."""
+
+from __future__ import annotations
+
+import argparse
+
+from hsd_jax.cli import options
+from hsd_jax.cli.options import COUNT, SEED, TEMPERATURE, add_value
+
+
+def add_parser(commands) -> None:
+    """Declares `hsd plan`."""
+    parser = options.add_command(
+        commands,
+        "plan",
+        run,
+        "plan a stack of drafters from measured costs",
+        "Time passes of every model on this machine, measure how often each accepts what a smaller one says, and find\n"
+        "the stack of the least time a token: who drafts for whom, and how much goes up. The best stack, the best\n"
+        "single drafter and plain decoding then decode the prompts in turns, beside what was predicted.",
+        """
+hsd plan --target DIR --models SMALL TINY --prompts dev.jsonl --half tune --limit 8
+hsd plan --demo --models runs/small-lm --temperature 0.8 --json plan.json
+""",
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--demo", action="store_true", help="the bundled target")
+    add_value(which, "--target DIR", str, "a Hugging Face folder, the largest model")
+    add_value(parser, "--models DIR", str, "folders of smaller models of its vocabulary", nargs="+", required=True)
+    options.add_dtype_argument(parser)
+    options.add_prompt_arguments(parser, 8)
+    add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 96)
+    add_value(parser, "--max-length T", COUNT, "tokens that a level collects, at most", 6)
+    add_value(parser, "--temperature T", TEMPERATURE, "0 is greedy", 0.0)
+    add_value(parser, "--seed", SEED, "of prompt i: seed + i", 0)
+    add_value(parser, "--repeats R", COUNT, "timed passes", 3)
+    parser.add_argument("--json", type=options.NEW_FILE, metavar="OUT", help="write every figure to this file")
+    without = dict.fromkeys(("drafter", "rescore", "alpha", "stack", "max_len", "mesh"))
+    parser.set_defaults(precision="fast", **without)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints, and writes what was asked for."""
+    from hsd_jax.bench import hierarchy, measure
+
+    work = measure.Workload.of(vars(args))
+    load = lambda drafter: options.load_params(args, drafter=drafter)  # noqa: E731
+    record = hierarchy.measure(load(None), args.models, load, work, args.temperature, args.max_length)
+    hierarchy.print_record(record)
+    options.write_record(args.json, record)
+    return 0

@@ -1,0 +1,43 @@
+"""A stack of drafters: hierarchical speculative decoding (Globerson et al., arXiv:2510.19705)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hsd_jax.config import TreeConfig, layer_numbers
+from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.stack.config import StackConfig
+from hsd_jax.drafters.stack.draft import stack_drafter
+
+ENOUGH = 4
+"""Tokens of the middle model that go up at least, where nobody says."""
+TOKENS_A_ROUND = 2.0
+"""That a round of the middle model is taken to add."""
+
+
+def stack(methods: Mapping[str, Method]) -> Method:
+    """The row of the table, in terms of the rows of the drafters at the bottom."""
+
+    def of(config: StackConfig) -> Method:
+        return methods[config.inner.kind]
+
+    def make(target_config: Any, config: StackConfig, *args: Any, **options: Any) -> Any:
+        return stack_drafter(of(config), target_config, config, *args, **options)
+
+    def drafting_seconds(costs: Any, config: StackConfig, batch: int, tree: TreeConfig) -> float:
+        """Rounds of the middle model, each with a pass and what the inner drafter takes."""
+        middle, chain = config.middle, TreeConfig.chain(min(config.length, max(tree.depth - 1, 1)))
+        numbers = middle.num_layers * layer_numbers(middle) + middle.vocab_size * middle.hidden_size
+        one = float(costs.product(numbers, batch * chain.nodes, costs.drafter_itemsize))
+        one += costs.layer_seconds(middle.num_layers) + of(config).drafting_seconds(costs, config.inner, batch, chain)
+        return max(tree.depth - chain.depth, 1) / TOKENS_A_ROUND * one
+
+    return Method(
+        StackConfig,
+        make,
+        lambda config: TreeConfig.chain(config.length + ENOUGH),
+        lambda config: config.length + 2 * ENOUGH,
+        drafting_seconds,
+        grows_wide=False,
+    )

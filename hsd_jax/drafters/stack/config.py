@@ -1,0 +1,41 @@
+"""What is static of a stack: a middle model, and a drafter of any kind that drafts for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from hsd_jax import settings
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.settings import Count
+
+
+@dataclasses.dataclass(frozen=True)
+class StackConfig:
+    """A small language model that drafts for the target, and a drafter that drafts for it.
+
+    Args:
+      inner: the configuration of any drafter made for the middle model, of another stack, too.
+      length: tokens that the inner drafter drafts in a round (methods.md 4.3: T of the level below).
+    Raises:
+      ValueError: naming the wrong value, or both vocabularies if they differ.
+    """
+
+    kind: ClassVar[str] = "stack"
+
+    middle: SmallLMConfig
+    inner: Any
+    length: Count = 4
+
+    def __post_init__(self):
+        settings.check(self, "StackConfig")
+        own = getattr(self.inner, "vocab_size", self.middle.vocab_size)
+        if own != self.middle.vocab_size:
+            raise ValueError(
+                f"StackConfig: the inner drafter has vocab_size={own} and the middle model {self.middle.vocab_size}:"
+                " all levels must have the same vocabulary"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.middle.vocab_size

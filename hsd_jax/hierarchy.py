@@ -1,0 +1,157 @@
+"""What a hierarchy of models should cost, and the fastest one: hierarchical speculative decoding as mathematics.
+
+Models 0 to K, the smallest first. Level i collects at least T_i tokens of its model, and the model above judges them in
+one pass (Globerson et al., arXiv:2510.19705; methods.md 4.3). Acceptance is taken to be independent from token to
+token. Nothing here is part of a decode. `theory.py` has these names, too; `bench/hierarchy.py` measures what they ask
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hsd_jax.settings import shown
+
+Costs = Sequence[Any] | np.ndarray
+"""Seconds of a pass of each model: a number; or one for 0, 1, 2, ... drafts in it, as an array or a function of their
+number. That for none is what a token costs that the model writes alone."""
+
+
+class Hierarchy(NamedTuple):
+    """A chain of models, and how they hand up."""
+
+    chain: tuple[int, ...]
+    """Models by number, the smallest first; the last is K. Of one model: plain decoding."""
+    lengths: tuple[int, ...]
+    """T of each but the last: tokens that it collects at least."""
+    latency: float
+    """Seconds a token of the last model."""
+
+
+def hierarchy_latency(
+    costs: Costs, acceptance: Sequence[Sequence[float]] | np.ndarray, lengths: Sequence[int], buffered: bool = True
+) -> float:
+    """Expected seconds a token of a hierarchy of all models.
+
+    With S(a, T) = (1 - a^(T+1)) / (1 - a), the expected tokens of one verification, and l_0 = c_0:
+
+        buffered:   l_j = (c_j + T_i l_i) / S(a_ij, T_i)
+        otherwise:  l_j = (E[c_j(N_i)] + E[N_i] l_i) / E[S(a_ij, N_i)]
+
+    N_i is what level i has once it has T_i: its rounds add truncated geometric numbers, of which the last overshoots.
+    `drafters/stack` hands up all of them, the second formula.
+
+    Args:
+      costs: of K + 1 models. A pass over more drafts than an array has is taken to cost as much as its last entry.
+      acceptance: [K + 1, K + 1]; `acceptance[i][j]`: the chance that model j accepts a token of model i.
+      lengths: T_0 to T_{K-1}.
+      buffered: exactly T_i tokens go up, and none beyond is ever lost: a bound that no decode reaches, since a
+        rejection spoils what waits. False: all that were accumulated go up.
+    Raises:
+      ValueError: if sizes do not fit, a length is below 1, a cost negative or an acceptance no probability.
+    """
+    seconds, accept = _checked(costs, acceptance)
+    last = len(seconds) - 1
+    if len(lengths) != last or any(int(n) != n or n < 1 for n in lengths):
+        raise ValueError(f"lengths={shown(list(lengths))}: expected {last} numbers from 1, one a model but the last")
+    latency, handed_up = seconds[0](0), {}
+    for level in range(1, last + 1):
+        need, chance = int(lengths[level - 1]), float(accept[level - 1, level])
+        if buffered or level == 1:
+            handed_up = {need: 1.0}
+        else:
+            handed_up = _accumulated(handed_up, float(accept[level - 2, level - 1]), need)
+        spent = sum(p * (seconds[level](n) + n * latency) for n, p in handed_up.items())
+        latency = spent / sum(p * expected_tokens(chance, n) for n, p in handed_up.items())
+    return latency
+
+
+def expected_tokens(acceptance: float, drafts: int) -> float:
+    """S: tokens of one verification of so many drafts, each accepted with this chance if those before it were."""
+    return drafts + 1.0 if acceptance == 1.0 else (1.0 - acceptance ** (drafts + 1)) / (1.0 - acceptance)
+
+
+def mean_accumulation(acceptance: Sequence[Sequence[float]] | np.ndarray, lengths: Sequence[int]) -> list[float]:
+    """E[N_i] of each level but the last, where all that were accumulated go up; arguments as in `hierarchy_latency`."""
+    accept, handed_up, found = np.asarray(acceptance, float), {}, []
+    for level, need in enumerate(lengths):
+        handed_up = {need: 1.0} if level == 0 else _accumulated(handed_up, float(accept[level - 1, level]), need)
+        found.append(sum(n * p for n, p in handed_up.items()))
+    return found
+
+
+def _accumulated(judged: dict[int, float], acceptance: float, need: int) -> dict[int, float]:
+    """How many tokens a level has once it has `need`.
+
+    Args:
+      judged: chances of how many drafts a verification of its model judges.
+    """
+    adds: dict[int, float] = {}
+    for drafts, p in judged.items():
+        for count in range(drafts + 1):
+            stops = acceptance**count * (1.0 if count == drafts else 1.0 - acceptance)
+            adds[count + 1] = adds.get(count + 1, 0.0) + p * stops
+    reached, final = {0: 1.0}, {}
+    for have in range(need):
+        for more, p in adds.items():
+            into = reached if have + more < need else final
+            into[have + more] = into.get(have + more, 0.0) + reached.get(have, 0.0) * p
+    return final
+
+
+def plan_hierarchy(costs: Costs, acceptance: Sequence[Sequence[float]] | np.ndarray, max_length: int) -> Hierarchy:
+    """The hierarchy of the least buffered latency, over all chains that end in the last model and all lengths.
+
+    An edge from model i to model j with length T maps the latency of i to that of j, affinely and upwards,
+
+        l -> (c_j(T) + T l) / S(a_ij, T)
+
+    so the best way to j passes through the best way to i: a generalised shortest path, and as models come in order of
+    size a dynamic program finds it, in time K^2 times `max_length`.
+
+    Args:
+      costs, acceptance: as in `hierarchy_latency`.
+      max_length: the largest T that is tried.
+    Raises:
+      ValueError: as `hierarchy_latency`, and for a `max_length` below 1.
+    """
+    seconds, accept = _checked(costs, acceptance)
+    if int(max_length) != max_length or max_length < 1:
+        raise ValueError(f"max_length={shown(max_length)}: allowed are 1 and more")
+    best: list[Hierarchy] = []
+    for model, cost in enumerate(seconds):
+        found = Hierarchy((model,), (), cost(0))
+        for below in best:
+            for length in range(1, int(max_length) + 1):
+                spent = cost(length) + length * below.latency
+                latency = spent / expected_tokens(float(accept[below.chain[-1], model]), length)
+                if latency < found.latency:
+                    found = Hierarchy((*below.chain, model), (*below.lengths, length), latency)
+        best.append(found)
+    return best[-1]
+
+
+def _checked(costs: Costs, acceptance: Any) -> tuple[list[Callable[[int], float]], np.ndarray]:
+    """Costs as functions, and the matrix of acceptance."""
+    seconds, accept = [_function_of(cost) for cost in costs], np.asarray(acceptance, float)
+    if not seconds or accept.shape != (len(seconds), len(seconds)):
+        raise ValueError(
+            f"costs of {len(seconds)} models and acceptance of shape {accept.shape}: expected a row and a column of"
+            " acceptance for each model, at least one"
+        )
+    below = accept[np.triu_indices(len(seconds), 1)]
+    if not ((below >= 0) & (below <= 1)).all():
+        raise ValueError(f"acceptance={shown(accept.tolist())}: above the diagonal allowed are 0 to 1")
+    if any(not cost(0) >= 0 for cost in seconds):
+        raise ValueError(f"costs={shown(list(costs))}: allowed are numbers from 0")
+    return seconds, accept
+
+
+def _function_of(cost: Any) -> Callable[[int], float]:
+    if isinstance(cost, Callable):
+        return cost
+    table = np.atleast_1d(np.asarray(cost, float))
+    return lambda drafts: float(table[min(drafts, len(table) - 1)])

@@ -1,0 +1,134 @@
+"""`hsd plan`, `--stack` and the key of `hsd bench compare`: from costs and acceptance to a stack, and its text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from support import command_line, toy
+from support.command_line import TEXTS, hsd
+
+import hsd_jax
+from hsd_jax.bench import compare, hierarchy
+from hsd_jax.config import TreeConfig
+from hsd_jax.models import convert
+from hsd_jax.train.evaluate import Texts
+
+folders, own_cache = command_line.folders, command_line.own_cache
+
+
+@pytest.fixture(scope="module")
+def models(folders):
+    """Folders of two small models of the target's vocabulary, the larger first."""
+    config = convert.read_config(folders.target)
+    weights = convert.read_weights(folders.target, config)
+    convert.save_target(folders.root / "small", config, toy.make_small_lm(weights))
+    tiny = dataclasses.replace(config, num_layers=1)
+    convert.save_target(folders.root / "tiny", tiny, toy.make_target(tiny, seed=3))
+    return [str(folders.root / "small"), str(folders.root / "tiny")]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"id": str(i), "prompt": " ".join(text.split()[:4])} for i, text in enumerate(TEXTS)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def priced(model, drafts: int, context: int):
+    """A target of 2 layers for which the small model, as dear, is no use."""
+    layers = model.target_config.num_layers
+    return lambda: layers * (1 + 0.1 * drafts) * 1e-3
+
+
+@pytest.mark.parametrize("price", [priced, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_plan_from_the_command_line(folders, models, prompts, monkeypatch, capsys, price):
+    """Every way is predicted and measured, each with the text of plain decoding; the largest model comes last."""
+    out = prompts.parent / "plan.json"
+    if price is not None:
+        monkeypatch.setattr(hierarchy, "timed_passes", price)
+    options = ["--prompts", prompts, "--limit", "2", "--max-new-tokens", "8", "--max-length", "2", "--repeats", "1"]
+    assert hsd("plan", "--target", folders.target, "--models", *models, *options, "--json", out) == 0
+    record, printed = json.loads(out.read_text()), capsys.readouterr().out
+    rows = {row["way"]: row for row in record["rows"]}
+    assert list(rows) == [hierarchy.PLAIN, hierarchy.SINGLE, hierarchy.STACK]
+    for row in rows.values():
+        assert row["same_text_as_plain"] == 2 and row["measured_seconds"] > 0 and row["predicted_seconds"] > 0
+    accept = np.array(record["acceptance"])
+    assert (np.diag(accept) == 1).all() and (np.tril(accept, -1) == 0).all() and (accept >= 0).all()
+    stack = rows[hierarchy.STACK]
+    assert len(stack["passes"]) == 2 and stack["passes"][1] >= stack["passes"][0]
+    assert (
+        stack["handed_up"][0] >= stack["lengths"][1] and stack["tree"] == TreeConfig.chain(sum(stack["lengths"])).name
+    )
+    assert "fastest by prediction" in printed and f"measured: {record['fastest_measured']}" in printed
+    if price is not None:
+        assert record["models"] == [models[1], models[0], "target"]  # by what they cost
+        assert rows[hierarchy.PLAIN]["predicted_seconds"] == pytest.approx(2e-3)
+
+
+COSTS = [[0.02], [0.15], [1.0]]
+ACCEPTANCE = np.array([[1, 0.75, 0.5], [0, 1, 0.85], [0, 0, 1.0]])
+
+
+def test_the_ways_are_those_of_the_least_prediction():
+    """The stack of the worked example, with its lengths free; and where the middle costs too much, a single drafter."""
+    found = hierarchy.ways(COSTS, ACCEPTANCE, 8)
+    assert found[hierarchy.PLAIN].predicted == 1.0 and found[hierarchy.SINGLE].chain == (1, 2)
+    assert found[hierarchy.STACK].chain == (0, 1, 2) and found[hierarchy.STACK].predicted <= 0.3162
+    example = hierarchy.predicted(COSTS, ACCEPTANCE, (0, 1, 2), (4, 6))
+    assert round(example.predicted, 4) == 0.3162 and example.tree == TreeConfig.chain(10)
+    dear = hierarchy.ways([[0.02], [0.9], [1.0]], ACCEPTANCE, 8)
+    assert min(dear.values(), key=lambda way: way.predicted) == dear[hierarchy.SINGLE]
+    assert dear[hierarchy.SINGLE].chain == (0, 2)
+
+
+def test_acceptance_is_the_overlap_on_text_of_the_larger_model(folders, models):
+    """Of a model with itself 1; greedy, the share of places where both would say the same."""
+    params = hsd_jax.load(target=folders.target, drafter=models[0], precision="exact")
+    small = hierarchy.as_target(params)
+    tokens = np.random.default_rng(0).integers(0, params.target_config.vocab_size, (2, 12))
+    texts = Texts.join([row[:3] for row in tokens], [row[3:] for row in tokens])
+    found = hierarchy.acceptance_of([params, params], [texts], 1.0)
+    np.testing.assert_allclose(found, [[1, 1], [0, 1]], atol=1e-5)
+    best = [
+        np.asarray(toy.causal_pass(one.target, one.target_config, texts.tokens).logits).argmax(-1)[:, 2:-1]
+        for one in (small, params)
+    ]
+    found = hierarchy.acceptance_of([small, params], [texts], 0.0)
+    assert found[0, 1] == pytest.approx((best[0] == best[1]).mean()) and 0 < found[0, 1] < 1
+
+
+def test_stacks_by_name(folders, models, prompts, capsys):
+    params = hsd_jax.load(target=folders.target, drafter=models[0])
+    stacked = hierarchy.stacked(params, [f"{models[1]}@3", "lookup:2"]).drafter_config
+    assert (stacked.length, stacked.inner.length, stacked.inner.inner.max_ngram) == (3, 7, 2)
+    assert hierarchy.stacked(params, []) is params
+    with pytest.raises(ValueError, match="--stack lookup@x: expected DRAFTER or DRAFTER@T"):
+        hierarchy.stacked(params, ["lookup@x"])
+    file = prompts.parent / "methods.yaml"
+    file.write_text('deep: {tree: 6x5x1, stack: "lookup@3"}\nown: {stack: lookup}\n')
+    _, deep, own = compare.make_modes(params, compare.read_methods(file), lambda drafter: None)
+    assert deep.params.drafter_config.length == 3 and own.tree == TreeConfig.chain(11)
+    small = ["--target", folders.target, "--drafter", models[0], "--max-new-tokens", "8", "--json", "the cat"]
+    texts = []
+    for more in ([], ["--stack", f"{models[1]}@2", "--stack", "lookup@3"]):
+        assert hsd("generate", *more, *small) == 0
+        texts.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert texts[0] == texts[1]
+    assert hsd("generate", "--target", folders.target, "--stack", "lookup", "the cat") == 2
+    assert "stack() is for a small language model that drafts" in capsys.readouterr().err
+
+
+def test_what_is_no_plan_is_refused(folders, models, capsys):
+    for names, said in (
+        (["lookup"], "--models lookup: expected a folder of a language model"),
+        ([models[0], models[0]], "each once"),
+        ([folders.drafter], "a hidden drafter; expected a language model"),
+        (["nowhere"], "nowhere"),
+    ):
+        assert hsd("plan", "--target", folders.target, "--models", *names) == 2
+        assert said in capsys.readouterr().err

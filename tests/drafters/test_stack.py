@@ -1,0 +1,401 @@
+"""A stack of drafters: its distribution by enumeration, the compiled loop against it, what its levels know after any
+verdict, and mutants to be found.
+
+That no text under match depends on it is shown in `infer/test_exact.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import distribution as distribution_oracle
+from oracles import hierarchy as oracle
+from scipy import stats
+from support import calls, setups, toy
+from support.texts import first_difference
+from support.tiny_pairs import FALSE_ALARM, TINY, p_values, tiny_small_lm, tiny_texts
+
+import hsd_jax
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.files import save_drafter
+from hsd_jax.drafters.lookup.config import LookupConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.stack import draft as stack_draft
+from hsd_jax.drafters.stack.config import StackConfig
+from hsd_jax.drafters.table import make_drafter
+from hsd_jax.infer.accept import make_rule
+from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.step import make_step
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models import convert
+from hsd_jax.params import default_tree
+from hsd_jax.types import Drafter, DrawScheme, ModelOutput, RoundInputs
+
+# --- enumeration ------------------------------------------------------------------------------------------------------
+
+VOCAB, ROOT = 3, 0
+
+
+@functools.cache
+def tables(seed: int, levels: int = 3) -> list[list[list[Fraction]]]:
+    """Markov tables of the levels, the smallest model first."""
+    numbers = np.random.default_rng(seed).integers(1, 9, (levels, VOCAB * VOCAB))
+    return [distribution_oracle.random_table(row.tolist(), VOCAB) for row in numbers]
+
+
+def distance(seed: int, lengths: tuple[int, ...], judged_as: int = -2, num: int = 2) -> Fraction:
+    """Total variation of `num` tokens from the largest model, in rational arithmetic."""
+    models = tables(seed, len(lengths) + 1)
+    emitted = oracle.emitted(models, lengths, ROOT, judged_as)
+    assert sum(emitted.values()) == 1
+    found = distribution_oracle.completed_distribution(models[-1], emitted, num)
+    return distribution_oracle.total_variation(found, distribution_oracle.text_distribution(models[-1], ROOT, num))
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 2), (2, 2), (2, 1, 1)])
+def test_a_hierarchy_emits_exactly_the_distribution_of_the_largest_model(lengths):
+    for seed in (0, 1):
+        assert distance(seed, lengths) == 0
+
+
+def test_each_level_says_what_its_model_says():
+    """The tokens that go up follow the middle model alone, wherever the accumulation ends."""
+    models = tables(0)
+    chains = oracle.accumulated(models[:2], (1, 2), ROOT)
+    assert {len(chain) for chain in chains} == {2, 3}
+    found = distribution_oracle.completed_distribution(models[1], chains, 3)
+    assert found == distribution_oracle.text_distribution(models[1], ROOT, 3)
+
+
+def test_enumeration_finds_a_chain_judged_as_drawn_from_the_bottom():
+    assert distance(0, (1, 2), judged_as=0) > Fraction(1, 100)
+
+
+# --- the compiled loop ------------------------------------------------------------------------------------------------
+
+TARGET, MIDDLE, BOTTOM = (0.1, 0.45, 0.45), (0.7, 0.29, 0.01), (0.4, 0.25, 0.35)
+"""Behind token 0; behind token a moved by a. A residual drawn with the noise that drew the rejected token would be off
+by 0.07 here."""
+ROWS, CHAIN = 4096, TreeConfig.chain(4)
+
+
+def rolled(distribution: tuple[float, ...]) -> np.ndarray:
+    """A Markov table whose row a is the distribution moved by a."""
+    return np.stack([np.roll(distribution, a) for a in range(len(distribution))])
+
+
+@functools.cache
+def three_models(inner: str = "small_lm"):
+    """Markov models over three tokens: the target, and a stack with `inner` at its bottom."""
+    (config, target), (_, middle), (_, bottom) = (
+        toy.markov_target(np.log(rolled(x))) for x in (TARGET, MIDDLE, BOTTOM)
+    )
+    own = SmallLMConfig(**vars(config))
+    found, weights = {
+        "small_lm": (StackConfig(own, own, 2), bottom),
+        "lookup": (StackConfig(own, LookupConfig(), 2), {}),
+        "stack": (StackConfig(own, StackConfig(own, own, 1), 2), {"middle": bottom, "inner": target}),
+    }[inner]
+    return config, found, {"target": target, "drafter": {"middle": middle, "inner": weights}}
+
+
+def least_p_value(accept: str, scheme: DrawScheme, inner: str = "small_lm", change=lambda drafter: drafter) -> float:
+    """Of the first two tokens of the texts, and of two after a few rounds."""
+    config, drafter_config, models = three_models(inner)
+    drafter = change(make_drafter(config, drafter_config, CHAIN, scheme=scheme))
+    step = make_step(config, drafter, make_rule(accept, CHAIN))
+    call = calls.Call(
+        prompts=[np.array([0], np.int32)] * ROWS,
+        new_tokens=[8] * ROWS,
+        temperature=[1.0] * ROWS,
+        top_k=[0] * ROWS,
+        top_p=[1.0] * ROWS,
+        seeds=list(range(ROWS)),
+    )
+    state = call.run(Decoder(config, step, drafter, precision="highest", use_native=False), models)
+    assert (np.asarray(state.stats.accepted_histogram).sum(0) > 0).all()
+    assert (np.asarray(state.drafter.stats.accepted_histogram).sum(0) > 0).all()
+    found, table = np.asarray(state.tokens), rolled(TARGET)
+    p_values = []
+    for first in (1, 7):
+        before = np.linalg.matrix_power(table, first - 1)[0]
+        wanted = np.einsum("a,ab,bc->bc", before, table, table).ravel()
+        counts = np.bincount(found[:, first] * VOCAB + found[:, first + 1], minlength=VOCAB**2)
+        p_values.append(stats.chisquare(counts, ROWS * wanted).pvalue)
+    return min(p_values)
+
+
+JUDGED = [
+    ("recursive", DrawScheme.WITHOUT_REPLACEMENT, "small_lm"),
+    ("recursive", DrawScheme.INDEPENDENT, "lookup"),
+    pytest.param("block_verification", DrawScheme.WITHOUT_REPLACEMENT, "small_lm", marks=pytest.mark.slow),
+    pytest.param("recursive", DrawScheme.WITHOUT_REPLACEMENT, "stack", marks=pytest.mark.slow),
+    pytest.param("match", DrawScheme.WITHOUT_REPLACEMENT, "small_lm", marks=pytest.mark.slow),
+    pytest.param("optimal", DrawScheme.TOP_THEN_RANDOM, "small_lm", marks=pytest.mark.slow),
+    pytest.param("kseq", DrawScheme.INDEPENDENT, "small_lm", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("accept", "scheme", "inner"), JUDGED)
+def test_the_compiled_loop_draws_from_the_target(accept, scheme, inner):
+    """Two chi-squares a case, each of which fires falsely once in 10^6."""
+    assert least_p_value(accept, scheme, inner) > FALSE_ALARM
+
+
+def with_the_noise_of_the_target(monkeypatch) -> dict:
+    """The middle draws with the noise that residuals and bonus tokens are drawn with."""
+    monkeypatch.setattr(stack_draft, "level_keys", lambda keys: keys)
+    return {}
+
+
+def judged_as_the_bottom(monkeypatch) -> dict:
+    """`draft_logp` is that of the drafter at the bottom."""
+    logp = jnp.asarray(np.log(rolled(BOTTOM)), jnp.float32)
+
+    def change(drafter: Drafter) -> Drafter:
+        def draft(models, state, inputs):
+            tree, state = drafter.draft(models, state, inputs)
+            return dataclasses.replace(tree, draft_logp=logp[tree.tokens[:, :-1]]), state
+
+        return drafter._replace(draft=draft)
+
+    return {"change": change}
+
+
+def cut_by_the_token_itself(monkeypatch) -> dict:
+    """A token goes up or not for its own sake."""
+
+    def change(drafter: Drafter) -> Drafter:
+        def draft(models, state, inputs):
+            tree, state = drafter.draft(models, state, inputs)
+            kept = jnp.cumprod((tree.tokens > 0) | (tree.depth == 0), 1) > 0
+            return dataclasses.replace(tree, valid=tree.valid & kept), state
+
+        return drafter._replace(draft=draft)
+
+    return {"change": change}
+
+
+@pytest.mark.parametrize("mutant", [with_the_noise_of_the_target, judged_as_the_bottom, cut_by_the_token_itself])
+def test_chi_square_finds(monkeypatch, mutant):
+    options = mutant(monkeypatch)
+    assert least_p_value("recursive", DrawScheme.WITHOUT_REPLACEMENT, **options) < FALSE_ALARM
+
+
+@pytest.mark.slow
+def test_filtered_rows_follow_the_distribution_of_the_target():
+    """Four tokens, rows of several temperatures and filters; eight chi-squares, each false once in 10^6."""
+    config, logits, small_config, models = tiny_small_lm()
+    _, bottom = toy.markov_target(np.random.default_rng(5).normal(0, 1.0, (TINY, TINY)) + 0.3 * logits)
+    own = models | {"drafter": {"middle": models["drafter"], "inner": bottom}}
+    pair = lambda: (config, logits, StackConfig(small_config, small_config, 2), own)  # noqa: E731
+    assert min(p_values(tiny_texts(CHAIN, DrawScheme.WITHOUT_REPLACEMENT, pair=pair))) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("proposer", ["stack_small_lm", pytest.param("stack_lookup", marks=pytest.mark.slow)])
+def test_greedy_rows_are_greedy_under_the_recursive_rule(proposer):
+    """Also with levels whose weights are NaN."""
+    call, setup = calls.mixed_call(), drawn(proposer)
+    wanted = setups.expected("llama", call)[:2]
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), setup.models["drafter"])
+    for models in (setup.models, setup.models | {"drafter": broken}):
+        state = call.run(setup.decoder, models)
+        assert first_difference(calls.generated(call, state)[:2], wanted) is None
+        assert bool(state.done.all())
+
+
+@functools.cache
+def drawn(proposer: str) -> setups.Setup:
+    """The pair of a proposer, its chains drawn and judged by the recursive rule."""
+    setup, tree = setups.setup("llama", proposer), setups.PROPOSERS[proposer].tree
+    drafter = make_drafter(setup.config, setup.drafter_config, tree, scheme=DrawScheme.WITHOUT_REPLACEMENT)
+    found = dataclasses.replace(setup, drafter=drafter)
+    return dataclasses.replace(found, decoder=found.decoder_with(make_rule("recursive", tree)))
+
+
+# --- what the levels know ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def looking(proposer: str):
+    """Compiled: the text read afresh, and what a state drafts: the chain, and behind it what the bottom drafts."""
+    setup = setups.setup("llama", proposer)
+    config = setup.drafter_config
+    inner = make_drafter(config.middle, config.inner, TreeConfig.chain(config.length), scheme=DrawScheme.COUPLED)
+
+    def both(models, state, inputs):
+        chain, state = setup.drafter.draft(models, state, inputs)
+        own = {"target": models["drafter"]["middle"], "drafter": models["drafter"]["inner"]}
+        below, _ = inner.draft(own, state.inner, dataclasses.replace(inputs, noise=None))
+        return chain, below, state.cache
+
+    return jax.jit(both)
+
+
+NEW_BUCKET = 64
+
+
+def find_disagreement(proposer: str, call: calls.Call, state) -> str | None:
+    """Where a level does not know what it would know had it read the committed text afresh, or None."""
+    setup = setups.setup("llama", proposer)
+    known = state.drafter
+    unread = np.asarray(state.length - 1 - known.cache.length)
+    if unread.min() < 0 or unread.max() > 1:
+        return f"unread tokens: {unread}"
+    tokens = jnp.maximum(state.tokens[:, :NEW_BUCKET], 0)
+    _, _, keys, limits, sampling = call.arrays()
+    fresh = setup.decoder.prefill(
+        setup.models, tokens, state.length, keys, limits, capacity=state.cache.capacity, max_tokens=calls.MAX_TOKENS
+    )
+    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
+    inputs = RoundInputs(root, state.length - 1, keys, sampling)
+    (chain, below, cache), (chain2, below2, cache2) = (
+        jax.tree.map(np.asarray, looking(proposer)(setup.models, one, inputs)) for one in (known, fresh.drafter)
+    )
+    for row, length in enumerate(np.asarray(cache.length)):
+        if length != state.length[row] - 1 or length != cache2.length[row]:
+            return f"length of the middle cache, row {row}"
+        for one, other in zip((*cache.keys, *cache.values), (*cache2.keys, *cache2.values), strict=True):
+            if not np.allclose(one[row, :, :length], other[row, :, :length], rtol=1e-4, atol=1e-5):
+                return f"middle cache, row {row}"
+    for name, one, other in (("chain", chain, chain2), ("inner drafts", below, below2)):
+        if not (one.valid == other.valid).all() or not (one.tokens == other.tokens)[one.valid].all():
+            return name
+        if one.score is not None and not np.allclose(one.score, other.score, rtol=1e-3, atol=1e-4):
+            return f"score of the {name}"
+    return None
+
+
+def first_disagreement(proposer: str) -> str | None:
+    """Over all rounds of the mixed call."""
+    setup, call = setups.setup("llama", proposer), calls.mixed_call()
+    decoder = setup.decoder_with()
+    state = call.start(decoder, setup.models)
+    found = find_disagreement(proposer, call, state)
+    while found is None and not bool(state.done.all()):
+        state = call.resume(decoder, setup.models, state, 1)
+        found = find_disagreement(proposer, call, state)
+    histogram = np.asarray(state.stats.accepted_histogram).sum(0)
+    assert found is not None or (histogram[:4] > 0).all(), histogram
+    return found
+
+
+FAST = ("stack_small_lm", "stack_hidden")
+SOME = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in setups.STACKS]
+
+
+@pytest.mark.parametrize("proposer", SOME)
+def test_the_levels_agree_on_the_committed_prefix_after_every_round(proposer):
+    """With what a fresh read of the prefix gives, whatever was refused, also in rows that are finished."""
+    assert first_disagreement(proposer) is None
+
+
+def not_rolled_back(before, after):
+    return after
+
+
+def known_too_far(before, after):
+    """The rest rolled back, lengths of caches not."""
+    return jax.tree.map(lambda old, new: new if old.ndim in (4, 1) else old, before, after)
+
+
+@pytest.mark.parametrize("mutant", [not_rolled_back, known_too_far])
+def test_the_comparison_finds_an_inner_state_that_is_not_rolled_back(monkeypatch, mutant):
+    monkeypatch.setattr(cache_lib, "rolled_back", mutant)
+    assert first_disagreement("stack_small_lm") is not None
+
+
+@pytest.mark.slow
+def test_plain_rounds_between_drafts_are_read_on():
+    """What was committed without drafts, one token or more than a chain has, is read before the next draft."""
+    proposer = "stack_hidden"
+    setup, call = setups.setup("llama", proposer), calls.mixed_call()
+    state = call.start(setup.decoder, setup.models)
+    plain = calls.mixed_call().run(setups.setup("llama", "plain").decoder, setup.models)
+    tree = setups.PROPOSERS[proposer].tree
+    text, nothing = plain.tokens, ModelOutput(*[None] * 4)  # a stack reads nothing that its target says
+    for num in (1, tree.depth + 1, tree.depth + 1):
+        length = state.length
+        emitted = jnp.take_along_axis(text, length[:, None] + jnp.arange(tree.depth + 1), 1)
+        count = jnp.minimum(num, plain.length - length)
+        verdict = stack_draft.Verdict(jnp.zeros_like(emitted), count, emitted[:, 0], emitted)
+        drafter = setup.drafter.follow(setup.models, state.drafter, verdict, nothing, count)
+        state = state.replace(drafter=drafter, length=length + count, tokens=text)
+    known = state.drafter
+    assert int((state.length - 1 - known.cache.length).max()) > tree.depth + 1
+    _, _, keys, _, sampling = call.arrays()
+    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
+    _, after = jax.jit(setup.drafter.draft)(setup.models, known, RoundInputs(root, state.length - 1, keys, sampling))
+    assert find_disagreement(proposer, call, state.replace(drafter=after)) is None
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_stacked_is_refused():
+    config = setups.PROPOSERS["stack_small_lm"].config
+    with pytest.raises(ValueError, match=r"TreeConfig\.width=2: a stack hands up chains, allowed is 1"):
+        make_drafter(toy.target_config(), config, TreeConfig(4, 2, 2))
+    with pytest.raises(ValueError, match="vocab_size=24 and the target 23"):
+        make_drafter(toy.target_config(vocab_size=toy.VOCAB - 1), config, CHAIN)
+    with pytest.raises(ValueError, match="inner drafter has vocab_size=23 and the middle model 24"):
+        StackConfig(config.middle, dataclasses.replace(config.middle, vocab_size=23))
+    with pytest.raises(ValueError, match=r"StackConfig\.length=0"):
+        StackConfig(config.middle, config.inner, 0)
+    with pytest.raises(ValueError, match="trained for 1 to 4 steps"):
+        heads = setups.PROPOSERS["stack_medusa"].config
+        make_drafter(toy.target_config(), dataclasses.replace(heads, length=5), TreeConfig.chain(8))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target, a small model, heads made for that model, and a model of another vocabulary."""
+    folder = tmp_path_factory.mktemp("stack")
+    config, weights = toy.target_config(), setups.weights("llama")
+    small = toy.make_small_lm(weights)
+    convert.save_target(folder / "target", config, weights)
+    convert.save_target(folder / "small", config, small)
+    other = toy.target_config(vocab_size=toy.VOCAB - 1)
+    convert.save_target(folder / "other", other, toy.make_target(other))
+    heads = toy.drafter_config(config, "medusa", target_hash=convert.stored_hash(folder / "small", config))
+    save_drafter(folder / "heads", heads, toy.make_drafter(heads, config, small))
+    return folder
+
+
+def test_stacks_are_made_level_by_level(folders):
+    """Their text is plain decoding's, with a tree that is asked for, one that is chosen, and drawn for greedy rows."""
+    params = hsd_jax.load(target=folders / "target", drafter=folders / "small", precision="exact")
+    two = hsd_jax.stack(params, folders / "heads")
+    assert two.drafter_config.length == 4 and two.drafter_config.inner.kind == "medusa"
+    three = hsd_jax.stack(hsd_jax.stack(params, folders / "small", 2), "lookup", 3)
+    assert [x.length for x in (three.drafter_config, three.drafter_config.inner)] == [2, 3]
+    assert len({x.fingerprints()[1] for x in (params, two, three)}) == 3
+    prompts, settings = [[3, 1, 4], [1, 5]], {"max_new_tokens": 20, "temperature": [0.0, 0.9]}
+    plain = hsd_jax.decode(params, prompts, speculate=False, **settings)
+    for own, options in ((two, {}), (two, {"tree": TreeConfig.chain(7)}), (three, {"draw": "arbitrary"})):
+        tree = {"tree": default_tree(own.drafter_config)} if "draw" in options else {}
+        np.testing.assert_array_equal(hsd_jax.decode(own, prompts, **settings, **options, **tree).tokens, plain.tokens)
+    drawn_text = hsd_jax.decode(three, prompts, accept="recursive", **settings)
+    np.testing.assert_array_equal(drawn_text.tokens[0], plain.tokens[0])
+
+
+def test_a_level_of_another_model_is_refused(folders):
+    params = hsd_jax.load(target=folders / "target", drafter=folders / "small")
+    with pytest.raises(ValueError, match=r"small_lm drafter of 23 tokens for a target of 24"):
+        hsd_jax.stack(params, folders / "other")
+    own = hsd_jax.load(target=folders / "target", drafter=folders / "target")
+    with pytest.raises(ValueError, match="same sizes but other weights"):
+        hsd_jax.stack(own, folders / "heads")
+    with pytest.raises(ValueError, match="trained for 1 to 4 steps"):
+        hsd_jax.stack(params, folders / "heads", 5)
+    with pytest.raises(ValueError, match="length=0: allowed are"):
+        hsd_jax.stack(params, "lookup", 0)
+    for other in (hsd_jax.load(target=folders / "target"), hsd_jax.load(target=folders / "target", drafter="lookup")):
+        with pytest.raises(ValueError, match="for a small language model that drafts"):
+            hsd_jax.stack(other, "lookup")
