@@ -1,8 +1,9 @@
-"""Chains that end early: what is drafted, the text under every rule, and the mutant that looks at a draft's own token."""
+"""Chains that end early: what is drafted, the text under every rule, the mutant that looks at a draft's own token."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from fractions import Fraction
 
@@ -15,10 +16,13 @@ from oracles import recursive as oracle
 from support import calls, setups
 from support.tiny_pairs import FALSE_ALARM, p_values, tiny_small_lm, tiny_texts
 
+import hsd_jax
 from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import early, worth
 from hsd_jax.infer.accept import make_rule
+from hsd_jax.params import Params
 from hsd_jax.types import Costs, Drafter, DrawScheme, RoundInputs, Stop
 
 DRAWN_CHAIN = TreeConfig.chain(3)
@@ -138,7 +142,7 @@ def ends_after(draft, tokens) -> int:
 
 def ends_after_likely(draft, tokens) -> int:
     """The mutant: a draft that is unlikely under its own distribution is dropped, with all below."""
-    likely = [draft[a][b] >= Fraction(1, 4) for a, b in zip(tokens, tokens[1:], strict=False)]
+    likely = [draft[a][b] >= Fraction(1, 4) for a, b in itertools.pairwise(tokens)]
     return next((n for n, keeps in enumerate(likely) if not keeps), 3)
 
 
@@ -230,3 +234,32 @@ def test_a_level_that_costs_more_than_it_promises_is_not_drafted():
         stop = worth.stop_rule(control, costs(1, level), 5, length, done)
         assert bool(early.goes_on(stop, score, jnp.asarray(1))) is pays
     assert worth.stop_rule(control, dataclasses.replace(costs(1, 1.0), level_seconds=None), 5, length, done) is None
+
+
+def test_the_option_of_a_call(pair):
+    """Stops and counts where it is asked for; refused where nothing could be left out."""
+    small, call = pair[0], {"max_new_tokens": 12, "temperature": 0.8, "tree": setups.CHAIN_OF_4}
+    plain = hsd_jax.decode(small, [5, 6, 7], **call | {"tree": None}, speculate=False)
+    fixed, adaptive = (hsd_jax.decode(small, [5, 6, 7], **call, adaptive=x) for x in (None, True))
+    np.testing.assert_array_equal(adaptive.tokens, plain.tokens)
+    assert fixed.stats.drafts is None and not fixed.stats.plan.is_chosen
+    made, verified = adaptive.stats.drafts
+    assert verified <= made <= 4 * adaptive.stats.num_target_passes
+    drawn = hsd_jax.decode(small, [5, 6, 7], **call, adaptive=True, accept="recursive").stats
+    assert drawn.drafts[0] == drawn.drafts[1] > 0
+    for params, options, wrong in (
+        (small, {"speculate": False}, "has no drafts"),
+        (small, {"tree": TreeConfig(4, 2, 2), "accept": "recursive"}, "only chains of a small_lm drafter"),
+        (pair[1], {"accept": "recursive"}, "a lookup drafter does not say how sure"),
+        (small, {"adaptive": "yes"}, "allowed are True, False and None"),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            hsd_jax.decode(params, [5], **call | {"adaptive": True} | options)
+
+
+@pytest.fixture
+def pair():
+    """Params of the small language model of "llama", and of prompt lookup."""
+    found = setups.setup("llama", "small_lm")
+    small = Params(found.models["target"], found.models["drafter"], found.config, found.drafter_config, max_len=64)
+    return small, dataclasses.replace(small, drafter={}, drafter_config=LookupConfig())
