@@ -54,6 +54,8 @@ class Stats:
     """The lossy acceptance that drafts met, as in "linear:0.5"; None: the text follows the target's distribution."""
     drafter: dict[str, int] = dataclasses.field(default_factory=dict)
     """What the drafter counted of its own, all rows together, by name; nothing where it counts nothing."""
+    drafts: tuple[int, int] | None = None
+    """Drafts that were made, and those of them that were verified; None unless chains may end early."""
 
     @property
     def mean_accepted(self) -> float:
@@ -111,6 +113,7 @@ def decode(
     reuse: str = "none",
     tuned: bool | Tuned = True,
     lossy: tuple[str, float] | str | None = None,
+    adaptive: bool | None = None,
 ) -> DecodeResult:
     """Continues prompts; with speculation the text is that of plain decoding, sooner.
 
@@ -151,6 +154,9 @@ def decode(
       lossy: off, None, or a function and an epsilon in (0, 1], as in ("linear", 0.5), "square" or "exponential": with
         `accept="recursive"` more drafts are accepted, and sampled text no longer follows the target's distribution
         (`infer/lossy.py` says what it follows). `stats.lossy` says so. An epsilon of 1 changes nothing.
+      adaptive: True: drafts that do not pay are left out of the tree, chosen or asked for, and chains of a small
+        language model end early (methods.md 8.1); `stats.drafts` counts. False: every tree is verified whole. None:
+        what does not pay is left out of trees that were chosen.
     Raises:
       ValueError: naming the wrong value and the allowed ones, before anything compiles; and naming the row, if the
         target gives NaN logits, or none but -inf.
@@ -159,7 +165,7 @@ def decode(
       (arXiv:2408.07978).
     """
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, eos)
-    speculation = Speculation(tree, accept, draw, reuse, speculate, tuned, pad_rows, lossy)
+    speculation = Speculation(tree, accept, draw, reuse, speculate, tuned, pad_rows, lossy, adaptive)
     request = prepare(params, prompt, sampling, speculation)
     start = time.perf_counter()
     state = request.run(request.state)
@@ -197,6 +203,7 @@ def stream(
     reuse: str = "none",
     tuned: bool | Tuned = True,
     lossy: tuple[str, float] | str | None = None,
+    adaptive: bool | None = None,
 ) -> Generator[Piece, None, Stats]:
     """Like `decode`, in pieces: the same compiled loop runs `rounds` rounds at a time.
 
@@ -210,7 +217,7 @@ def stream(
         raise ValueError(f"rounds={rounds}: allowed are 1 and more")
     check_same("rounds of the stream", repr(rounds))
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, eos)
-    speculation = Speculation(tree, accept, draw, reuse, speculate, tuned, lossy=lossy)
+    speculation = Speculation(tree, accept, draw, reuse, speculate, tuned, lossy=lossy, adaptive=adaptive)
     request = prepare(params, prompt, sampling, speculation)
     return _stream(params, request, rounds)
 
@@ -257,6 +264,8 @@ def _stats(state: DecodeState, num_tokens: np.ndarray, request: Request, seconds
     rows = len(num_tokens)
     passes = fetch(state.stats.num_target_passes)[:rows]
     histogram = fetch(state.stats.accepted_histogram)[:rows]
+    control = state.control
+    counts = None if control is None or control.drafts is None else fetch(control.drafts)[:rows].sum(0).tolist()
     per_row = RowStats(num_tokens / np.maximum(passes, 1), passes, histogram)
     return Stats(
         tau=float(num_tokens.sum() / max(passes.sum(), 1)),
@@ -269,6 +278,7 @@ def _stats(state: DecodeState, num_tokens: np.ndarray, request: Request, seconds
         drafted_share=float(fetch(state.stats.num_drafted)[:rows].sum() / max(passes.sum(), 1)),
         lossy=request.lossy,
         drafter=_counts(request.decoder.drafter, state, rows),
+        drafts=None if counts is None else (counts[0], counts[1]),
     )
 
 

@@ -167,13 +167,17 @@ class CostModel:
         """The small operations of a pass through so many layers."""
         return OPERATIONS_PER_LAYER * num_layers * self.rates.operation_seconds
 
-    def costs(self, batch: int, tree: TreeConfig, trust: float) -> Costs:
-        """What the loop is told."""
+    def costs(self, batch: int, tree: TreeConfig, trust: float, ends_early: bool = False) -> Costs:
+        """What the loop is told.
+
+        Args:
+          ends_early: chains may.
+        """
         rows = np.arange(batch * tree.nodes + 1)
         verify = self.target_pass(rows if self.rates.skips_rows else np.full(len(rows), rows[-1]))
         plain, draft = self.target_pass(np.arange(batch + 1)), self.drafting(batch, tree)
         window = self.target.sliding_window or 0, self.windowed_share
-        numbers = verify, plain, draft, self.slot(), *window, trust
+        numbers = verify, plain, draft, self.slot(), *window, trust, *([draft / tree.depth] if ends_early else [])
         return Costs(*(jax.device_put(np.asarray(x, np.float32)) for x in numbers))
 
 
@@ -337,11 +341,32 @@ def pearl(params: Params, gamma: int | None = None) -> Params:
     return dataclasses.replace(params, drafter_config=config, tree=TreeConfig.chain(int(gamma)), pair=pair)
 
 
-def costs_of(params: Params, batch: int, tree: TreeConfig) -> Costs:
-    """What the loop weighs drafts by, on the device."""
-    return _costs(_cost_model(params), batch, tree)
+def costs_of(params: Params, batch: int, tree: TreeConfig, ends_early: bool = False) -> Costs:
+    """What the loop weighs drafts by, on the device; `ends_early`: chains may."""
+    return _costs(_cost_model(params), batch, tree, ends_early)
+
+
+def may_end_early(config: Any, tree: TreeConfig) -> bool:
+    """Whether the drafter can stop before the last level of such a tree."""
+    return method_of(config).ends_early and tree.width == 1
+
+
+def check_adaptive(config: Any, rule: str, tree: TreeConfig) -> None:
+    """Refuses `adaptive=True` where nothing can be left out.
+
+    Raises:
+      ValueError: without a drafter; for one that does not say how sure it is; under a rule that tests drawn drafts, for
+        trees that cannot end early: of those no node may be dropped.
+    """
+    if not method_of(config).has_score:
+        raise ValueError(f"adaptive=True: a {config.kind} drafter does not say how sure it is of a draft")
+    if rule != "match" and not may_end_early(config, tree):
+        raise ValueError(
+            f"adaptive=True with accept={rule!r}, a {config.kind} drafter and tree {tree.name}: there only chains"
+            " of a small_lm drafter can end early; accept='match' allows every tree"
+        )
 
 
 @functools.lru_cache(maxsize=256)
-def _costs(model: CostModel, batch: int, tree: TreeConfig) -> Costs:
-    return model.costs(batch, tree, first_trust(model.drafter))
+def _costs(model: CostModel, batch: int, tree: TreeConfig, ends_early: bool) -> Costs:
+    return model.costs(batch, tree, first_trust(model.drafter), ends_early)

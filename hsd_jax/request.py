@@ -37,7 +37,7 @@ from hsd_jax.infer.step import make_step
 from hsd_jax.kernels.native import traced_platform
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree
-from hsd_jax.plan import Plan, costs_of, plan_for
+from hsd_jax.plan import Plan, check_adaptive, costs_of, may_end_early, plan_for
 from hsd_jax.settings import Within, fits, shown
 from hsd_jax.tuned import Tuned
 from hsd_jax.types import DecodeState, DrawScheme, Limits, SamplingParams
@@ -83,6 +83,7 @@ class Speculation:
     tuned: bool | Tuned = True
     pad_rows: int = 1
     lossy: tuple[str, float] | str | None = None
+    adaptive: bool | None = None
 
 
 def records(settings: Mapping[str, Any]) -> tuple[Sampling, Speculation]:
@@ -195,7 +196,8 @@ def prepare(
     )
     models = {"target": params.target, "drafter": None if is_plain else params.drafter}
     if plan.is_chosen and plan.tree is not None:
-        models["costs"] = costs_of(params, num_rows, plan.tree)
+        ends_early = bool(speculation.adaptive) and may_end_early(params.drafter_config, plan.tree)
+        models["costs"] = costs_of(params, num_rows, plan.tree, ends_early)
     start = time.perf_counter()
     state = decoder.read(models, tokens, lengths, keys, limits, capacity=capacity, max_tokens=capacity + 1)
     if params.mesh is not None:
@@ -269,7 +271,20 @@ def _plan_and_rule(
         plan = Plan(default_tree(params.drafter_config), why, is_chosen=False, reuse=reuse)
     else:
         plan = plan_for(params, rows, capacity, temperature, asked.tuned)
-    return plan, rule, scheme
+    return _adapted(params, asked, plan, rule), rule, scheme
+
+
+def _adapted(params: Params, asked: Speculation, plan: Plan, rule: str) -> Plan:
+    """The plan as `Speculation.adaptive` wants it."""
+    if asked.adaptive is not None and not isinstance(asked.adaptive, (bool, np.bool_)):
+        raise ValueError(f"adaptive={shown(asked.adaptive)}: allowed are True, False and None")
+    if asked.adaptive is None:
+        return plan
+    if asked.adaptive:
+        if params.drafter is None or not asked.speculate:
+            raise ValueError(f"adaptive=True: this call has no drafts, {plan.reason}")
+        check_adaptive(params.drafter_config, rule, plan.tree or default_tree(params.drafter_config))
+    return dataclasses.replace(plan, is_chosen=bool(asked.adaptive))
 
 
 def rows_bucket(batch: int, multiple: int = 1) -> int:

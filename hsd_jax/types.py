@@ -183,6 +183,8 @@ class Costs:
     """The fraction of the layers that have a sliding window."""
     first_trust: Float[Array, ""]
     """What an edge that the drafter is sure of is taken to be worth before any was tried."""
+    level_seconds: Float[Array, ""] | None = None
+    """Seconds to draft one level for every row; None: chains grow to their full depth."""
 
 
 @flax.struct.dataclass
@@ -206,6 +208,8 @@ class Control:
     """Blocks of plain rounds before drafts are tried again; 0: rounds have drafts."""
     backoff: Int[Array, ""]
     """What `wait` will be if drafts do not pay."""
+    drafts: Int[Array, "B 2"] | None = None
+    """Drafts that were made, and those verified; none of them decays. None unless chains may end early."""
 
 
 @flax.struct.dataclass
@@ -225,6 +229,18 @@ class DecodeState:
 
 
 @flax.struct.dataclass
+class Stop:
+    """When a chain ends before its full depth, traced: `infer/early.py`."""
+
+    log_trust: Float[Array, "B"]
+    """Log of what an edge is worth that the drafter is sure of."""
+    live: Bool[Array, "B"]
+    """Rows that go on."""
+    price: Float[Array, ""]
+    """Accepted drafts, all rows together, that a further level must promise."""
+
+
+@flax.struct.dataclass
 class RoundInputs:
     """What a round starts from, for drafters."""
 
@@ -238,6 +254,8 @@ class RoundInputs:
     noise: Float[Array, "B M V"] | None = None
     """The target's own noise at the next positions, `sampling.round_noise`: COUPLED drafts alone read it, and compute
     it where it is None."""
+    stop: Stop | None = None
+    """None: chains grow to their full depth."""
 
 
 Inject = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w C"], Any]]
@@ -249,7 +267,8 @@ Expand = Callable[[int, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Float[
 """`expand(level, tokens, parents, carry) -> (logits, carry)`: what the drafter says after the nodes of a level.
 
 Called once a level, from the root (level 0) down. `parents` are the places of the nodes' parents among the nodes of the
-call before, 0 for the root; `carry` is the drafter's own, for example the keys and values of the nodes so far.
+call before, 0 for the root; `carry` is the drafter's own, for example the keys and values of the nodes so far. Where a
+chain may end early, `level` is traced from 1 on, and the carry keeps its shapes.
 """
 
 

@@ -95,7 +95,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
             drafter_state = drafter.ready(models, drafter_state)
         if state is not None:
             return dataclasses.replace(state, cache=cache, drafter=drafter_state)
-        depth = 0 if drafter is None else drafter.max_depth
+        depth, costs = 0 if drafter is None else drafter.max_depth, models.get("costs")
         is_prompt, zeros = jnp.arange(num) < length[:, None], jnp.zeros(batch, jnp.int32)
         return DecodeState(
             tokens=jnp.pad(
@@ -107,7 +107,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
             drafter=drafter_state,
             keys=keys,
             stats=DecodeStats(zeros, jnp.zeros((batch, depth + 1), jnp.int32), zeros),
-            control=first_control(batch) if "costs" in models else None,
+            control=None if costs is None else first_control(batch, costs.level_seconds is not None),
         )
 
     return prefill

@@ -11,12 +11,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import draw
+from hsd_jax.infer.early import Draft, Pick, grow_chain
 from hsd_jax.models.draft_vocab import to_tokens, to_vocabulary
-from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, Expand, RoundInputs
+from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, Expand, RoundInputs, SamplingParams
 
 
 def grow(
@@ -48,6 +50,9 @@ def grow(
         # Independent children are drawn with a row of noise each; else all children of a node share one.
         num_rows = widths if scheme is DrawScheme.INDEPENDENT else (1, *widths[:-1])
         of_tree = draw.level_noise(inputs.keys, num_rows, inputs.position, vocab_size, is_sampled)
+        if inputs.stop is not None and config.width == 1:
+            pick = drawn_draft(config, scheme, of_tree, draft_to_target, vocab_size, sampling)
+            return grow_chain(expand, carry, inputs.root, config.depth, pick, scheme, inputs.stop, vocab_size)
         noise = jnp.split(of_tree, np.cumsum(num_rows)[:-1], axis=1)
     zero = jnp.zeros((batch, 1))
     level = draw.Level(inputs.root[:, None].astype(jnp.int32), jnp.full((batch, 1), NO_PARENT, jnp.int32), zero, zero)
@@ -80,6 +85,31 @@ def grow(
         score=None if is_drawn else jnp.concatenate([x.logp for x in levels], 1),
     )
     return tree, carry
+
+
+def drawn_draft(
+    config: TreeConfig,
+    scheme: DrawScheme,
+    noise: Float[Array, "B D V"],
+    draft_to_target: Int[Array, "C"] | None,
+    vocab_size: int,
+    sampling: SamplingParams,
+) -> Pick:
+    """The child of a chain that `grow` draws with this noise.
+
+    How sure the drafter is of it may not depend on which token it is, and what it draws is accepted far more often than
+    it is likely: (1 + the largest probability) / 2, which `Control` corrects.
+    """
+
+    def pick(level: Any, logits: Array) -> Draft:
+        draft_logp = draw.draft_distribution(to_vocabulary(draft_to_target, logits, vocab_size), sampling)
+        zero = jnp.zeros(logits.shape[:2])
+        above = draw.Level(zero.astype(jnp.int32), zero.astype(jnp.int32), zero, zero)
+        own = lax.dynamic_slice_in_dim(noise, level, 1, 1)
+        below = _drawn(config, scheme, 0, own, draft_logp, above, sampling.temperature > 0.0)
+        return Draft(below.tokens, jnp.log1p(jnp.exp(jnp.max(draft_logp, -1))) - jnp.log(2.0), draft_logp)
+
+    return pick
 
 
 def _drawn(

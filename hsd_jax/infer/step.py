@@ -35,6 +35,7 @@ from hsd_jax.types import (
     ModelOutput,
     RoundInputs,
     SamplingParams,
+    Stop,
     Verdict,
 )
 
@@ -58,10 +59,13 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         with jax.named_scope("noise"):  # once a round, for drafts and target
             num = drafter.max_depth + 1
             noise = sampling_lib.round_noise(state.keys, state.length - 1, num, config.vocab_size, sampling)
-        tree, drafter_state = draft(models, drafter, sampling, state, noise, rule.looks_ahead)
-        state = dataclasses.replace(state, drafter=drafter_state)
         costs: Costs | None = models.get("costs")
-        control, seconds = state.control, jnp.zeros(())
+        control, seconds, stop = state.control, jnp.zeros(()), None
+        if costs is not None and control is not None:
+            num_nodes = (costs.pass_seconds.shape[0] - 1) // len(state.length)
+            stop = worth.stop_rule(control, costs, num_nodes, state.length, state.done)
+        tree, drafter_state = draft(models, drafter, sampling, state, noise, rule.looks_ahead, stop)
+        state, num_made = dataclasses.replace(state, drafter=drafter_state), jnp.sum(tree.valid & (tree.depth > 0), 1)
         if costs is not None:
             assert control is not None, "a decode with costs starts with a control"
             with jax.named_scope("worth"):
@@ -72,14 +76,20 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         if costs is None or control is None:
             return after
         before = state.length, state.done
-        control = worth.learned(control, costs, tree, verdict, count, *before, seconds)
+        control = worth.learned(control, costs, tree, num_made, verdict, count, *before, seconds)
         return dataclasses.replace(after, control=control)
 
     return step
 
 
 def draft(
-    models: dict, drafter: Drafter, sampling: SamplingParams, state: DecodeState, noise: Any, by_round: bool = False
+    models: dict,
+    drafter: Drafter,
+    sampling: SamplingParams,
+    state: DecodeState,
+    noise: Any,
+    by_round: bool = False,
+    stop: Stop | None = None,
 ) -> tuple[DraftTree, Any]:
     """The tree of a round and the drafter's state after it; only coupled drafts may see the noise of the target.
 
@@ -91,7 +101,7 @@ def draft(
     shown = noise if drafter.scheme is DrawScheme.COUPLED else None
     with jax.named_scope("draft"):
         keys = sampling_lib.round_row_keys(state.keys, root_position) if by_round else state.keys
-        inputs = RoundInputs(root, root_position, keys, sampling, shown)
+        inputs = RoundInputs(root, root_position, keys, sampling, shown, stop)
         return drafter.draft(models, state.drafter, inputs)
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import levels
 from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.infer.early import Draft, Pick, grow_chain
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import draft_columns, to_tokens
@@ -74,7 +75,7 @@ def coupled(
     they were. A filtered or cold token has q = 0, whatever its noise.
     """
 
-    def expand_coupled(level: int, tokens: Array, parents: Array, carry: Any):
+    def expand_coupled(level: Any, tokens: Array, parents: Array, carry: Any):
         logits, carry = expand(level, tokens, parents, carry)
         return sampling_lib.perturb(
             lambda: draft_columns(draft_to_target, noise[:, level, None]), logits, sampling
@@ -128,6 +129,9 @@ class Grower(NamedTuple):
                     noise = sampling_lib.round_noise(inputs.keys, inputs.position, *size, sampling)
                 expand = coupled(expand, noise, draft_to_target, sampling)
                 scale = coupled_sharpness(sampling.temperature)
+            if inputs.stop is not None and self.config.width == 1:
+                pick = likeliest_draft(draft_to_target, scale)
+                return grow_chain(expand, carry, inputs.root, self.config.depth, pick, self.scheme, inputs.stop)
             if self.config.branching is None or self.config.width == 1:
                 beam = _chain if self.config.width == 1 else _beam
                 return beam(expand, carry, inputs.root, self.config, draft_to_target, scale, num_levels, self.scheme)
@@ -146,6 +150,18 @@ class Grower(NamedTuple):
         return self.grow(token_free(base_logits, inject), None, inputs, draft_to_target, num_levels)[0]
 
 
+def likeliest_draft(draft_to_target: Int[Array, "C"] | None, scale: Float[Array, "B"]) -> Pick:
+    """The likeliest child under the log-softmax of `scale` times the logits, which is how sure the drafter is."""
+
+    def pick(level: Any, logits: Array) -> Draft:
+        best = ops.argmax(logits)
+        scaled = logits * scale[:, None, None]
+        top = jnp.take_along_axis(scaled, best[:, :, None], 2)[:, :, 0]
+        return Draft(to_tokens(draft_to_target, best), top - jax.nn.logsumexp(scaled, axis=-1))
+
+    return pick
+
+
 def _chain(
     expand: Expand,
     carry: Any,
@@ -158,14 +174,11 @@ def _chain(
 ) -> tuple[DraftTree, Any]:
     """The tree of `_beam` for width 1: nothing competes. (XLA drops the scores where nobody reads them.)"""
     token, tokens = root[:, None], [root[:, None]]
-    scores = [jnp.zeros(token.shape)]
+    scores, pick = [jnp.zeros(token.shape)], likeliest_draft(draft_to_target, scale)
     for level in range(config.depth):
         logits, carry = expand(level, token, jnp.zeros_like(token), carry)
-        best = ops.argmax(logits)
-        scaled = logits * scale[:, None, None]
-        top = jnp.take_along_axis(scaled, best[:, :, None], 2)[:, :, 0]
-        scores.append(scores[-1] + jnp.fmin(top - jax.nn.logsumexp(scaled, axis=-1), 0.0))
-        token = to_tokens(draft_to_target, best)
+        token, log_confidence, _ = pick(level, logits)
+        scores.append(scores[-1] + jnp.fmin(log_confidence, 0.0))
         tokens.append(token)
     shape = root.shape[0], config.nodes
     depth = jnp.broadcast_to(jnp.arange(config.nodes, dtype=jnp.int32), shape)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.types import Control, Costs, DraftTree, Verdict
+from hsd_jax.types import DRAWN_SCHEMES, Control, Costs, DraftTree, Stop, Verdict
 
 MEMORY = 0.97
 """What a round leaves of the weight of those before it, in every average."""
@@ -32,11 +32,55 @@ FREE_DEPTH = 3
 """Drafts of a row whose attention costs nothing: the kernel's vectors hold the queries of a few nodes at once."""
 
 
-def first_control(batch: int) -> Control:
-    """Nothing is known of any row."""
+def first_control(batch: int, counts_drafts: bool = False) -> Control:
+    """Nothing is known of any row.
+
+    Args:
+      counts_drafts: where chains may end early.
+    """
     rows, zero = jnp.zeros(batch), jnp.zeros(())
     count = jnp.zeros((), jnp.int32)
-    return Control(rows, rows, zero, zero, count, count, count + FIRST_WAIT)
+    drafts = jnp.zeros((batch, 2), jnp.int32) if counts_drafts else None
+    return Control(rows, rows, zero, zero, count, count, count + FIRST_WAIT, drafts)
+
+
+def trust(control: Control, costs: Costs) -> Float[Array, "B"]:
+    """What an edge of each row is worth that the drafter is sure of, by how its edges fared so far."""
+    return (control.accepted + PRIOR * costs.first_trust) / (control.predicted + PRIOR)
+
+
+def log_trust(control: Control, costs: Costs) -> Float[Array, "B"]:
+    """The log of `trust`, which no edge lets rise above 1."""
+    return jnp.log(jnp.clip(trust(control, costs), 1e-3, 1.0))
+
+
+def stop_rule(
+    control: Control, costs: Costs, num_nodes: int, length: Int[Array, "B"], done: Bool[Array, "B"]
+) -> Stop | None:
+    """When chains end early: a further level costs a pass of the drafter and a node a row, and must promise as many
+    tokens as the rounds so far gave in that time. None: they do not.
+
+    Args:
+      num_nodes: of a whole tree, root included.
+      length: committed tokens.
+    """
+    if costs.level_seconds is None:
+        return None
+    node = _node_seconds(costs, len(done), num_nodes) * jnp.sum(~done).astype(jnp.float32)
+    price = tokens_a_second(control, costs, length, done) * (costs.level_seconds + node)
+    return Stop(log_trust(control, costs), ~done, price)
+
+
+def tokens_a_second(
+    control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]
+) -> Float[Array, ""]:
+    """Of the rounds so far, as if one more was plain."""
+    num_live = jnp.sum(~done).astype(jnp.float32)
+    return (control.tokens + num_live) / (control.seconds + plain_seconds(costs, length, done))
+
+
+def _node_seconds(costs: Costs, batch: int, num_nodes: int) -> Float[Array, ""]:
+    return (costs.pass_seconds[-1] - costs.pass_seconds[batch]) / (batch * num_nodes - batch)
 
 
 def survival(tree: DraftTree, control: Control, costs: Costs) -> Float[Array, "B N"]:
@@ -44,10 +88,9 @@ def survival(tree: DraftTree, control: Control, costs: Costs) -> Float[Array, "B
 
     The drafter's own estimate, corrected for every edge by how a row's edges fared so far.
     """
-    trust = (control.accepted + PRIOR * costs.first_trust) / (control.predicted + PRIOR)
     score = jnp.zeros(tree.tokens.shape) if tree.score is None else tree.score
-    log_trust = jnp.log(jnp.clip(trust, 1e-3, 1.0))[:, None]
-    likely = jnp.exp(jnp.fmin(score, 0.0) + tree.depth.astype(jnp.float32) * log_trust)
+    of_edges = tree.depth.astype(jnp.float32) * log_trust(control, costs)[:, None]
+    likely = jnp.exp(jnp.fmin(score, 0.0) + of_edges)
     return jnp.where(tree.valid, jnp.where(tree.depth == 0, 1.0, likely), 0.0)
 
 
@@ -64,18 +107,19 @@ def choose(
     Args:
       length: committed tokens.
     """
-    num_live = jnp.sum(~done).astype(jnp.float32)
-    plain = plain_seconds(costs, length, done)
-    rate = (control.tokens + num_live) / (control.seconds + plain)  # as if one round was plain
-    node = (costs.pass_seconds[-1] - costs.pass_seconds[len(done)]) / (tree.tokens.size - len(done))
+    rate, node = tokens_a_second(control, costs, length, done), _node_seconds(costs, *tree.tokens.shape)
     reading = costs.slot_seconds * slots_seen(costs, length)
     attention = jnp.where(tree.depth > FREE_DEPTH, reading[:, None], 0.0)
     share = 1 - DISCOUNT * min(1.0, FEW_NODES / tree.tokens.size)
     pays = survival(tree, control, costs) >= share * rate * (node + attention)
-    kept = tree.valid & ((tree.depth == 0) | pays)
+    # A drawn node that is dropped for its own token would bias the text (methods.md 0.5).
+    kept = tree.valid & ((tree.depth == 0) | pays | (tree.scheme in DRAWN_SCHEMES))
     counts = kept & ~done[:, None]
     attending = jnp.sum(jnp.where(counts, attention, 0.0)) + _attention_of_all(costs, length, done)
-    return kept, costs.draft_seconds + costs.pass_seconds[jnp.sum(counts)] + attending
+    drafting = costs.draft_seconds
+    if costs.level_seconds is not None:
+        drafting = costs.level_seconds * jnp.max(jnp.where(tree.valid, tree.depth, 0)).astype(jnp.float32)
+    return kept, drafting + costs.pass_seconds[jnp.sum(counts)] + attending
 
 
 def plain_seconds(costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]) -> Float[Array, ""]:
@@ -99,6 +143,7 @@ def learned(
     control: Control,
     costs: Costs,
     tree: DraftTree,
+    num_made: Int[Array, "B"],
     verdict: Verdict,
     num_committed: Int[Array, "B"],
     length: Int[Array, "B"],
@@ -109,6 +154,7 @@ def learned(
 
     Args:
       tree: of which the nodes that were verified are valid.
+      num_made: drafts, verified or not.
       length, done: before the round.
       seconds: what the round should have taken.
     """
@@ -129,6 +175,10 @@ def learned(
     sample = num_live * jnp.minimum(rounds.astype(jnp.float32), 1 / (1 - MEMORY))
     is_poor = (rounds >= FEWEST_ROUNDS) & (tokens < plain_tokens * (1 - DOUBT / jnp.sqrt(jnp.maximum(sample, 1.0))))
     is_good = rounds >= 4 * FEWEST_ROUNDS
+    drafts = control.drafts
+    if drafts is not None:
+        verified = jnp.sum(tree.valid & (tree.depth > 0), 1)
+        drafts += jnp.where(done[:, None], 0, jnp.stack([num_made, verified], 1))
     return Control(
         accepted=MEMORY * control.accepted + accepted,
         predicted=MEMORY * control.predicted + jnp.where(done, 0.0, predicted),
@@ -139,4 +189,5 @@ def learned(
         backoff=jnp.where(
             is_poor, jnp.minimum(2 * control.backoff, LONGEST_WAIT), jnp.where(is_good, FIRST_WAIT, control.backoff)
         ),
+        drafts=drafts,
     )

@@ -126,7 +126,7 @@ def test_only_drafts_whose_parent_was_accepted_say_anything_of_trust():
     tree = DraftTree(jnp.zeros((1, 4), jnp.int32), parents, depth, jnp.ones((1, 4), bool), score=score)
     path, one, live = jnp.asarray([[0, 1, 0, 0]]), jnp.ones(1, jnp.int32), jnp.zeros(1, bool)
     verdict, fresh = Verdict(path, one, one, path), worth.first_control(1)
-    found = worth.learned(fresh, costs(4, 1), tree, verdict, one + 1, one, live, jnp.asarray(1.0))
+    found = worth.learned(fresh, costs(4, 1), tree, one, verdict, one + 1, one, live, jnp.asarray(1.0))
     assert float(found.accepted[0]) == 1.0 and float(found.predicted[0]) == pytest.approx(0.8 + 0.5)
 
 
@@ -139,7 +139,7 @@ def test_many_rows_leave_less_doubt(batch, falls_back):
     verdict = Verdict(path, two - 1, two, path)
     waits = []
     for _ in range(40):
-        control = worth.learned(control, priced, tree, verdict, two, two, live, jnp.asarray(2 / 0.93))
+        control = worth.learned(control, priced, tree, two - 1, verdict, two, two, live, jnp.asarray(2 / 0.93))
         waits.append(int(control.wait))
     assert any(waits) is falls_back
 

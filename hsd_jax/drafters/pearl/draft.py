@@ -170,4 +170,4 @@ def kept(
     length = jnp.where(is_right, own.cache.length, state.position + num_committed)
     pending = jnp.where(is_right[:, None], own.pending, jnp.pad(root, ((0, 0), (0, own.pending.shape[1] - 1))))
     cache = dataclasses.replace(own.cache, length=length)
-    return SmallLMState(cache, pending, jnp.ones_like(own.num_pending))
+    return dataclasses.replace(own, cache=cache, pending=pending, num_pending=jnp.ones_like(own.num_pending))

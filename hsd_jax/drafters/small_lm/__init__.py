@@ -55,5 +55,6 @@ SMALL_LM = Method(
     lambda config: 7,
     drafting_seconds,
     grows_wide=False,
+    ends_early=True,
     load=load,
 )

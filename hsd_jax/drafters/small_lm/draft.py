@@ -67,10 +67,11 @@ def small_lm_drafter(
         return read_prompt(models["drafter"], config, state, tokens, start, length)
 
     def draft(models, state: SmallLMState, inputs: RoundInputs):
-        def expand(level: int, tokens: Array, parents: Array, cache: KVCache):
+        def expand(level: int | Int[Array, ""], tokens: Array, parents: Array, cache: KVCache):
             """Reads the pending tokens, then each draft, and keeps them all."""
-            num_read = state.num_pending if level == 0 else jnp.ones_like(inputs.root)
-            nodes = state.pending if level == 0 else tokens
+            is_first = isinstance(level, int) and level == 0  # of a chain that may end early the others are traced
+            num_read = state.num_pending if is_first else jnp.ones_like(inputs.root)
+            nodes = state.pending if is_first else tokens
             batch, num = nodes.shape
             positions = cache.length[:, None] + jnp.arange(num)
             output = forward(models["drafter"], config, nodes, positions, causal_mask(batch, num), cache)
@@ -78,21 +79,20 @@ def small_lm_drafter(
             return logits, cache_lib.commit(cache, output.new_kv, None, num_read, after=logits)
 
         drafted, cache = grower.grow(expand, state.cache, inputs)
-        return drafted, dataclasses.replace(state, cache=cache)
+        num_drafted = jnp.max(jnp.where(drafted.valid, drafted.depth, 0), 1)
+        return drafted, dataclasses.replace(state, cache=cache, num_drafted=num_drafted)
 
-    def commit(
-        models, state: SmallLMState, verdict: Verdict, output: ModelOutput | None, num_committed: Int[Array, "B"]
-    ):
-        """Forgets the rejected drafts. The drafts read are the first depth - 1, after the root."""
-        root_position = state.cache.length - depth
+    def commit(models, state: SmallLMState, verdict: Verdict, output: Any, num_committed: Int[Array, "B"]):
+        """Forgets the rejected drafts. The drafts read are all but the last, after the root."""
+        root_position = state.cache.length - state.num_drafted
         root = jnp.take_along_axis(state.pending, state.num_pending[:, None] - 1, 1)
         # Of a round that commits n tokens the model has read the root and n - 1 accepted drafts, but never the last
         # draft of the chain; of a finished row (n = 0) the root is pending again.
-        num_read = jnp.minimum(num_committed, depth)
+        num_read = jnp.minimum(num_committed, state.num_drafted)
         text = jnp.concatenate([root, verdict.emitted], 1)
         pending = jnp.take_along_axis(text, num_read[:, None] + jnp.arange(MAX_PENDING), 1, mode="clip")
         cache = dataclasses.replace(state.cache, length=root_position + num_read)
-        return SmallLMState(cache, pending, 1 + num_committed - num_read)
+        return SmallLMState(cache, pending, 1 + num_committed - num_read, state.num_drafted)
 
     def follow(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         """Reads the tokens that it did not draft, but for the last one."""
@@ -112,7 +112,7 @@ def small_lm_drafter(
         )
         cache = cache_lib.commit(state.cache, output.new_kv, None, num_read, after=output.hidden)
         pending = jnp.pad(verdict.next_token[:, None], ((0, 0), (0, max_pending - 1)))
-        after = SmallLMState(cache, pending, jnp.ones_like(state.num_pending))
+        after = SmallLMState(cache, pending, jnp.ones_like(state.num_pending), state.num_drafted)
         return cache_lib.keep_idle(num_committed, state, after)
 
     def resize(state: SmallLMState, capacity: int):

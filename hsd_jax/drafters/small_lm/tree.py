@@ -36,6 +36,8 @@ class SmallLMState:
     cache: KVCache
     pending: Int[Array, "B M"]
     num_pending: Int[Array, "B"]
+    num_drafted: Int[Array, "B"]
+    """Drafts of the round that is judged, if it is a chain."""
 
 
 class Level(NamedTuple):
@@ -59,7 +61,9 @@ def empty_state(
     slots = (capacity,) * config.num_layers
     cache = cache_lib.empty_cache(slots, len(length), config.num_kv_heads, config.head_dim, cache_dtype)
     root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
-    return SmallLMState(cache, jnp.pad(root, ((0, 0), (0, max_pending - 1))), jnp.ones_like(length))
+    return SmallLMState(
+        cache, jnp.pad(root, ((0, 0), (0, max_pending - 1))), jnp.ones_like(length), jnp.zeros_like(length)
+    )
 
 
 def read_prompt(
@@ -122,7 +126,7 @@ def all_pending(state: SmallLMState, verdict: Verdict, num_committed: Int[Array,
     is_idle = num_committed == 0
     pending = jnp.where(is_idle[:, None], root, verdict.emitted)
     cache = dataclasses.replace(state.cache, length=state.cache.length - is_idle.astype(jnp.int32))
-    return SmallLMState(cache, pending, jnp.maximum(num_committed, 1))
+    return SmallLMState(cache, pending, jnp.maximum(num_committed, 1), state.num_drafted)
 
 
 def tree_round(config: SmallLMConfig, grower: Grower) -> tuple[Callable, Callable]:

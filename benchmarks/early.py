@@ -1,0 +1,106 @@
+"""What a chain that ends early would give: fixed chains of 7 replayed, each cut where `hsd_jax/infer/early.py` would.
+
+    python benchmarks/early.py --drafter DIR --prompts FILE --level-cost 0.1 0.2 0.3
+
+Simulated: a round that ends earlier starts the next one elsewhere, which is not replayed. Costs are in plain passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import hsd_jax
+from hsd_jax.bench.prompts import for_checkpoint
+from hsd_jax.config import TreeConfig
+from hsd_jax.infer.accept import make_rule
+from hsd_jax.infer.step import make_step
+from hsd_jax.request import Sampling, Speculation, prepare
+
+DEPTH, NODE = 7, 0.01
+"""Drafts of a chain, and what verifying one of them costs."""
+
+
+def rounds_of(params, texts: list[str], temperature: float, accept: str, new: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of every round the scores of its drafts [rounds, DEPTH + 1], as a chain that ends early has, and how many were
+    accepted."""
+    tree, scores, accepted, watched = TreeConfig.chain(DEPTH), [], [], None
+    rule = make_rule(accept, tree)
+    for seed, text in enumerate(texts):
+        request = prepare(params, text, Sampling(new, temperature, seed=seed), Speculation(tree=tree, accept=accept))
+        decoder, state = request.decoder, request.state
+
+        def step(models, sampling, limits, state, drafter=decoder.drafter):
+            seen = []
+
+            def draft(*args):
+                seen.append(drafter.draft(*args))
+                return seen[0]
+
+            def verify(*args):
+                seen.append(rule.verify(*args))
+                return seen[1]
+
+            own = make_step(params.target_config, drafter._replace(draft=draft), rule._replace(verify=verify))
+            after, tree = own(models, sampling, limits, state), seen[0][0]
+            score = tree.score
+            if tree.draft_logp is not None:
+                sure = jnp.log1p(jnp.exp(jnp.max(tree.draft_logp, -1))) - jnp.log(2.0)
+                score = jnp.pad(jnp.cumsum(sure, 1), ((0, 0), (1, 0)))
+            return after, score, seen[1].num_accepted
+
+        watched = watched or decoder.compile(step)
+        while not bool(np.asarray(state.done)[0]):
+            state = request.run(state, num_rounds=0)
+            state, score, num = watched(request.models, request.sampling, request.limits, state)
+            scores.append(np.asarray(score)[0])
+            accepted.append(int(np.asarray(num)[0]))
+    return np.array(scores), np.array(accepted)
+
+
+def replayed(score: np.ndarray, accepted: np.ndarray, level: float) -> tuple[list[float], float, float]:
+    """Tokens a plain pass of fixed chains of 1 to DEPTH drafts; of chains that end early; and their mean length."""
+    num, price = len(accepted), level + NODE
+    fixed = [float((np.minimum(accepted, d) + 1).sum() / (num * (1 + price * d))) for d in range(1, DEPTH + 1)]
+    tried = accepted[:, None] >= np.arange(DEPTH)
+    edges = np.exp(np.diff(score, axis=1))[tried].sum()
+    trust, rate, length = min(accepted.sum() / edges, 1.0), 1.0, np.ones(num, int)
+    for _ in range(20):  # until the rate by which a level is judged is what it gives
+        length, goes_on = np.ones(num, int), np.ones(num, bool)
+        for d in range(1, DEPTH):
+            goes_on &= np.exp((d + 1) * (score[:, d] / d + np.log(trust))) >= rate * price
+            length += goes_on
+        rate = float((np.minimum(accepted, length) + 1).sum() / (num + price * length.sum()))
+    return fixed, rate, float(length.mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--prompts", nargs="+", required=True)
+    parser.add_argument("--half", default="report")
+    parser.add_argument("--limit", type=int, default=6)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--level-cost", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.45])
+    args = parser.parse_args()
+    params = hsd_jax.load("demo", drafter=args.drafter)
+    for file in args.prompts:
+        texts = [p.text for p in for_checkpoint(params, [file], args.half, args.limit, args.max_new_tokens)]
+        for temperature, accept in ((0.0, "match"), (1.0, "match"), (1.0, "recursive")):
+            found = rounds_of(params, texts, temperature, accept, args.max_new_tokens)
+            for level in args.level_cost:
+                fixed, rate, length = replayed(*found, level)
+                print(
+                    f"{file} T={temperature} {accept}, a level costs {level}: early {rate:.3f} ({length:.2f} drafts),"
+                    f" over the best fixed {rate / max(fixed):.3f}, over 4 {rate / fixed[3]:.3f}, over 7"
+                    f" {rate / fixed[6]:.3f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main()

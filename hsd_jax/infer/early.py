@@ -1,0 +1,101 @@
+"""Chains that end early: a drafter that pays a pass for every draft stops once the next does not promise enough.
+
+Whether a level is drafted is decided from the tokens above it, never from its own: no draft is made and then dropped,
+so drawn chains stay lossless under every rule (methods.md 8.1). Read first: `tree.py`; `worth.py` sets the price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from hsd_jax.types import DraftTree, DrawScheme, Expand, Stop
+
+
+class Chain(NamedTuple):
+    """A growing chain of D drafts at most, N = D + 1."""
+
+    tokens: Int[Array, "B N"]
+    score: Float[Array, "B N"]
+    """As `DraftTree.score`; of drawn chains from the distributions alone, whatever was drawn."""
+    draft_logp: Float[Array, "B D V"] | None
+    carry: Any
+
+
+class Draft(NamedTuple):
+    """One level of a chain."""
+
+    token: Int[Array, "B 1"]
+    log_confidence: Float[Array, "B 1"]
+    """Log of how likely the drafter takes it to be accepted."""
+    draft_logp: Float[Array, "B 1 V"] | None = None
+    """What it was drawn from."""
+
+
+Pick = Callable[[Any, Float[Array, "B 1 C"]], Draft]
+"""`pick(level, logits) -> Draft`: the child of the chain's node of that level."""
+
+
+def goes_on(stop: Stop, score: Float[Array, "B N"], num_drafts: Int[Array, ""]) -> Bool[Array, ""]:
+    """Whether one more draft a row promises its price, by the scores of the `num_drafts` >= 1 so far.
+
+    A row promises the probability that all its drafts and the next are accepted. The drafter has not said how sure it
+    is of the next, so it counts as sure as the mean of those before.
+    """
+    made = num_drafts.astype(jnp.float32)
+    own = jnp.take_along_axis(score, jnp.broadcast_to(num_drafts, (len(score), 1)), 1)[:, 0]
+    promised = jnp.exp((made + 1) * (own / made + stop.log_trust))
+    return jnp.sum(jnp.where(stop.live, promised, 0.0)) >= stop.price
+
+
+def grow_chain(
+    expand: Expand,
+    carry: Any,
+    root: Int[Array, "B"],
+    depth: int,
+    pick: Pick,
+    scheme: DrawScheme,
+    stop: Stop,
+    vocab_size: int | None = None,
+) -> tuple[DraftTree, Any]:
+    """The chain that `pick` chooses, of `depth` drafts at most and one at least, and the last carry.
+
+    All rows draft as many; what is drafted is what a chain of the full depth has there.
+
+    Args:
+      vocab_size: of chains that are drawn; None: they are not.
+    """
+    shape = root.shape[0], depth + 1
+    tokens = jnp.zeros(shape, jnp.int32).at[:, 0].set(root)
+    draft_logp = None if vocab_size is None else jnp.zeros((shape[0], depth, vocab_size))
+
+    def grown(level: Any, chain: Chain) -> Chain:
+        token = lax.dynamic_slice_in_dim(chain.tokens, level, 1, 1)
+        logits, carry = expand(level, token, jnp.zeros_like(token), chain.carry)
+        draft = pick(level, logits)
+        above = lax.dynamic_slice_in_dim(chain.score, level, 1, 1)
+        score = above + jnp.fmin(draft.log_confidence, 0.0)
+        distributions = chain.draft_logp
+        if distributions is not None and draft.draft_logp is not None:
+            distributions = lax.dynamic_update_slice_in_dim(distributions, draft.draft_logp, level, 1)
+        return Chain(
+            lax.dynamic_update_slice_in_dim(chain.tokens, draft.token.astype(jnp.int32), level + 1, 1),
+            lax.dynamic_update_slice_in_dim(chain.score, score, level + 1, 1),
+            distributions,
+            carry,
+        )
+
+    def wanted(state: tuple[Array, Chain]) -> Array:
+        return (state[0] < depth) & goes_on(stop, state[1].score, state[0])
+
+    # A loop and not branches: XLA would copy the drafter's cache at each.
+    chain = grown(0, Chain(tokens, jnp.zeros(shape), draft_logp, carry))
+    begin = jnp.ones((), jnp.int32), chain
+    num, chain = lax.while_loop(wanted, lambda state: (state[0] + 1, grown(*state)), begin)
+    depths = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32), shape)
+    valid = depths <= num
+    return DraftTree(chain.tokens, depths - 1, depths, valid, chain.draft_logp, scheme, chain.score), chain.carry

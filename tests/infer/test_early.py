@@ -1,0 +1,265 @@
+"""Chains that end early: what is drafted, the text under every rule, the mutant that looks at a draft's own token."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import distribution as distribution_oracle
+from oracles import recursive as oracle
+from support import calls, setups
+from support.tiny_pairs import FALSE_ALARM, p_values, tiny_small_lm, tiny_texts
+
+import hsd_jax
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.lookup.config import LookupConfig
+from hsd_jax.drafters.table import make_drafter
+from hsd_jax.infer import early, worth
+from hsd_jax.infer.accept import make_rule
+from hsd_jax.params import Params
+from hsd_jax.types import Costs, Drafter, DrawScheme, RoundInputs, Stop
+
+DRAWN_CHAIN = TreeConfig.chain(3)
+
+
+def costs(batch: int, level: float, nodes: int = setups.CHAIN_OF_4.nodes) -> Costs:
+    """A plain pass takes 1, a level `level`; a whole chain what its levels take."""
+    passes = np.ones(batch * nodes + 1), np.ones(batch + 1), level * (nodes - 1), 0.0, 0.0, 0.0, 1.0, level
+    return Costs(*(jnp.asarray(x, jnp.float32) for x in passes))
+
+
+def setup_of(scheme: DrawScheme, accept: str = "match") -> setups.Setup:
+    """The small language model of "llama" with chains of 4."""
+    found = setups.setup("llama", "small_lm")
+    if scheme is DrawScheme.COUPLED:
+        return found
+    found = dataclasses.replace(
+        found, drafter=make_drafter(found.config, found.drafter_config, setups.CHAIN_OF_4, scheme=scheme)
+    )
+    return dataclasses.replace(found, decoder=found.decoder_with(make_rule(accept, setups.CHAIN_OF_4)))
+
+
+def decoded(setup: setups.Setup, call: calls.Call, level: float):
+    models = setup.models | {"costs": costs(call.batch, level)}
+    return call.resume(setup.decoder, models, call.start(setup.decoder, models), 2**30)
+
+
+LEVELS = {"free": 0.0, "fair": 0.2, "dear": 0.7}
+
+
+@pytest.mark.parametrize("price", LEVELS)
+def test_the_text_is_that_of_plain_decoding_wherever_chains_end(price):
+    """Rows at temperature 0, sampled and filtered ones; dear levels are drafted less often."""
+    call = calls.mixed_call()
+    state = decoded(setups.setup("llama", "small_lm"), call, LEVELS[price])
+    assert calls.generated(call, state) == setups.expected("llama", call)
+    made, verified = np.asarray(state.control.drafts).sum(0)
+    rounds = int(np.asarray(state.stats.num_drafted).sum())
+    assert verified <= made <= 4 * rounds
+    assert (made == 4 * rounds) == (price == "free")
+    if price == "dear":
+        assert made < 3 * rounds
+
+
+def test_a_second_prompt_and_other_costs_compile_nothing():
+    setup = setups.setup("llama", "small_lm")
+    decoder = setup.decoder_with()
+    for level in LEVELS.values():
+        for call in (calls.mixed_call(), calls.mixed_call().rows([5, 4, 3, 2, 1, 0])):
+            decoded(dataclasses.replace(setup, decoder=decoder), call, level)
+    assert decoder.loop._cache_size() == decoder.prefill._cache_size() == 1
+
+
+@pytest.mark.parametrize("scheme", [DrawScheme.COUPLED, DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT])
+@pytest.mark.parametrize("price", [0.0, 0.05, 1.0, np.inf])
+def test_a_chain_that_ends_early_is_the_top_of_the_whole_one(scheme, price):
+    """The same drafts, distributions and, where drafts are not drawn, scores; the length is that of a plain loop."""
+    setup, call = setup_of(scheme, "match" if scheme is DrawScheme.COUPLED else "recursive"), calls.mixed_call()
+    state = call.start(setup.decoder, setup.models)
+    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
+    live = jnp.arange(call.batch) != 2
+    stop = Stop(jnp.log(jnp.linspace(0.5, 0.9, call.batch)), live, jnp.asarray(price, jnp.float32))
+    inputs = RoundInputs(root, state.length - 1, state.keys, call.arrays()[-1])
+    draft = jax.jit(setup.drafter.draft)
+    whole, _ = draft(setup.models, state.drafter, inputs)
+    free, _ = draft(setup.models, state.drafter, dataclasses.replace(inputs, stop=stop.replace(price=jnp.zeros(()))))
+    tree, after = draft(setup.models, state.drafter, dataclasses.replace(inputs, stop=stop))
+    score, trust, num = np.asarray(free.score), np.linspace(0.5, 0.9, call.batch), 1
+    while num < 4 and (np.exp(score[:, num] * (num + 1) / num) * trust ** (num + 1))[np.asarray(live)].sum() >= price:
+        num += 1
+    np.testing.assert_array_equal(tree.valid, np.arange(5) <= num + np.zeros((call.batch, 1)))
+    np.testing.assert_array_equal(after.num_drafted, num)
+    np.testing.assert_array_equal(tree.tokens[:, : num + 1], whole.tokens[:, : num + 1])
+    if tree.draft_logp is not None:
+        np.testing.assert_allclose(tree.draft_logp[:, :num], whole.draft_logp[:, :num], atol=1e-6)
+    else:
+        np.testing.assert_allclose(free.score, whole.score, atol=1e-6)
+    assert num == {0.0: 4, np.inf: 1}.get(price, num)
+
+
+def test_drafting_really_stops():
+    """`expand` counts its calls in the carry: one for every draft made, none for those left out."""
+
+    def expand(level, tokens, parents, count):
+        return jnp.zeros((1, 1, 4)).at[:, :, 2].set(1.0), count + 1
+
+    def pick(level, logits):
+        return early.Draft(jnp.argmax(logits, -1), jnp.full((1, 1), jnp.log(0.5)))
+
+    for price, wanted in ((0.0, 6), (0.2, 2), (0.25, 2), (0.26, 1), (jnp.nan, 1)):
+        stop = Stop(jnp.zeros(1), jnp.ones(1, bool), jnp.asarray(price))
+        args = expand, jnp.zeros((), jnp.int32), jnp.ones(1, jnp.int32), 6, pick, DrawScheme.ARBITRARY, stop
+        tree, count = early.grow_chain(*args)
+        assert int(count) == int(tree.valid.sum()) - 1 == wanted
+
+
+# --- drawn chains -----------------------------------------------------------------------------------------------------
+
+
+def table(seed: int, vocab: int = 3) -> list[list[Fraction]]:
+    numbers = np.random.default_rng(seed).integers(1, 12, vocab * vocab)
+    return distribution_oracle.random_table(numbers.tolist(), vocab)
+
+
+def is_sure(draft, tokens, num: int) -> bool:
+    """Whether the drafter is sure of the first `num` drafts behind `tokens[0]`."""
+    confidence = Fraction(1)
+    for token in tokens[:num]:
+        confidence *= max(draft[token])
+    return confidence >= Fraction(1, 4)
+
+
+def ends_after(draft, tokens) -> int:
+    """Drafts of the chain, by the tokens above the one in question."""
+    return 1 + sum(all(is_sure(draft, tokens, n) for n in range(2, m + 1)) for m in (2, 3))
+
+
+def ends_after_likely(draft, tokens) -> int:
+    """The mutant: a draft that is unlikely under its own distribution is dropped, with all below."""
+    likely = [draft[a][b] >= Fraction(1, 4) for a, b in itertools.pairwise(tokens)]
+    return next((n for n, keeps in enumerate(likely) if not keeps), 3)
+
+
+def text_of(seed: int, ends) -> Fraction:
+    """Total variation of four tokens of a round whose chain of up to 3 ends where `ends` says, from the target's."""
+    target, draft, parents = table(seed), table(seed + 50), [-1, 0, 1, 2]
+    found, lengths = defaultdict(Fraction), set()
+    for tokens, mass in oracle.tree_draws(draft, 0, parents, oracle.INDEPENDENT):
+        num = ends(draft, tokens)
+        lengths.add(num)
+        valid = [node <= num for node in range(4)]
+
+        def judged(node, tokens=tokens, valid=valid):
+            children = [tokens[n] for n in oracle.children_of(parents, valid, node)]
+            odds, residual = oracle.judge_node(target[tokens[node]], draft[tokens[node]], children, oracle.INDEPENDENT)
+            return odds, residual
+
+        emitted = oracle.verdict_distribution(tokens, parents, valid, judged)
+        for text, p in distribution_oracle.completed_distribution(target, emitted, 4).items():
+            found[text] += mass * p
+    assert len(lengths) > 1, "every chain is as long"
+    return distribution_oracle.total_variation(dict(found), distribution_oracle.text_distribution(target, 0, 4))
+
+
+SEEDS = (2, 3, 7)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_chain_that_ends_by_the_tokens_above_keeps_the_distribution(seed):
+    assert text_of(seed, ends_after) == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_enumeration_finds_a_chain_that_ends_by_its_own_token(seed):
+    assert text_of(seed, ends_after_likely) > 0
+
+
+def row_by_row(drafter: Drafter, price: float = 0.25, own: bool = False) -> Drafter:
+    """Every row a chain of its own length, as in a call of one row. `own`: the mutant drops a last draft that is
+    unlikely."""
+
+    def draft(models, state, inputs):
+        def one(state, keys, root, position, sampling):
+            stop = Stop(jnp.zeros(1), jnp.ones(1, bool), jnp.asarray(price))
+            inputs = RoundInputs(root, position, keys, sampling, None, stop)
+            return drafter.draft(models, state, inputs)
+
+        parts = state, inputs.keys, inputs.root, inputs.position, inputs.sampling
+        out = jax.vmap(one)(*jax.tree.map(lambda x: x[:, None], parts))
+        tree, state = jax.tree.map(lambda x: x[:, 0], out)
+        if own:
+            before = jnp.take_along_axis(tree.draft_logp, tree.tokens[:, 1:, None], 2)[:, :, 0]
+            keeps = jnp.cumprod(before >= jnp.log(0.25), 1, dtype=jnp.int32) > 0
+            tree = tree.replace(valid=tree.valid.at[:, 1:].set(tree.valid[:, 1:] & keeps))
+        return tree, state
+
+    return drafter._replace(draft=draft)
+
+
+@pytest.mark.parametrize("accept", ["recursive", pytest.param("block_verification", marks=pytest.mark.slow)])
+def test_the_loop_follows_the_distribution_of_the_target_wherever_chains_end(accept):
+    """Chains that end row by row, by the drafts above; eight chi-squares, each fires falsely once in 10^6."""
+    texts = tiny_texts(DRAWN_CHAIN, DrawScheme.INDEPENDENT, row_by_row, tiny_small_lm, accept=accept)
+    assert min(p_values(texts)) > FALSE_ALARM
+
+
+def test_the_chi_square_finds_chains_that_end_by_their_own_token():
+    texts = tiny_texts(DRAWN_CHAIN, DrawScheme.INDEPENDENT, lambda d: row_by_row(d, 0.0, True), tiny_small_lm)
+    assert min(p_values(texts)) < FALSE_ALARM
+
+
+def test_no_drawn_draft_is_dropped_by_worth():
+    """However dear a node is: under `match` it would go."""
+    setup, call = setup_of(DrawScheme.INDEPENDENT, "recursive"), calls.mixed_call()
+    state = decoded(setup, call, 0.3)
+    made, verified = np.asarray(state.control.drafts).sum(0)
+    assert made == verified > 0
+    assert [text for row, text in enumerate(calls.generated(call, state)) if call.temperature[row] == 0.0] == [
+        text for row, text in enumerate(setups.expected("llama", call)) if call.temperature[row] == 0.0
+    ]
+
+
+def test_a_level_that_costs_more_than_it_promises_is_not_drafted():
+    """A sure drafter behind rounds of two tokens a second: a level of less than half a second pays."""
+    control = dataclasses.replace(worth.first_control(1), tokens=jnp.asarray(2e6), seconds=jnp.asarray(1e6))
+    length, done = jnp.full(1, 9), jnp.zeros(1, bool)
+    score = jnp.zeros((1, 5))
+    for level, pays in ((0.49, True), (0.51, False)):
+        stop = worth.stop_rule(control, costs(1, level), 5, length, done)
+        assert bool(early.goes_on(stop, score, jnp.asarray(1))) is pays
+    assert worth.stop_rule(control, dataclasses.replace(costs(1, 1.0), level_seconds=None), 5, length, done) is None
+
+
+def test_the_option_of_a_call(pair):
+    """Stops and counts where it is asked for; refused where nothing could be left out."""
+    small, call = pair[0], {"max_new_tokens": 12, "temperature": 0.8, "tree": setups.CHAIN_OF_4}
+    plain = hsd_jax.decode(small, [5, 6, 7], **call | {"tree": None}, speculate=False)
+    fixed, adaptive = (hsd_jax.decode(small, [5, 6, 7], **call, adaptive=x) for x in (None, True))
+    np.testing.assert_array_equal(adaptive.tokens, plain.tokens)
+    assert fixed.stats.drafts is None and not fixed.stats.plan.is_chosen
+    made, verified = adaptive.stats.drafts
+    assert verified <= made <= 4 * adaptive.stats.num_target_passes
+    drawn = hsd_jax.decode(small, [5, 6, 7], **call, adaptive=True, accept="recursive").stats
+    assert drawn.drafts[0] == drawn.drafts[1] > 0
+    for params, options, wrong in (
+        (small, {"speculate": False}, "has no drafts"),
+        (small, {"tree": TreeConfig(4, 2, 2), "accept": "recursive"}, "only chains of a small_lm drafter"),
+        (pair[1], {"accept": "recursive"}, "a lookup drafter does not say how sure"),
+        (small, {"adaptive": "yes"}, "allowed are True, False and None"),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            hsd_jax.decode(params, [5], **call | {"adaptive": True} | options)
+
+
+@pytest.fixture
+def pair():
+    """Params of the small language model of "llama", and of prompt lookup."""
+    found = setups.setup("llama", "small_lm")
+    small = Params(found.models["target"], found.models["drafter"], found.config, found.drafter_config, max_len=64)
+    return small, dataclasses.replace(small, drafter={}, drafter_config=LookupConfig())
