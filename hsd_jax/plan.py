@@ -310,7 +310,7 @@ def _can_grow(params: Params, choice: Choice) -> bool:
 
 
 def pearl(params: Params, gamma: int | None = None) -> Params:
-    """The same models, the small one drafting while its last drafts are verified (methods.md 9.1); what is decoded is,
+    """The same models, the small one drafting while its last drafts are verified (methods.md 4.4); what is decoded is,
     too.
 
     On one device the two run one after the other: the exact machine, scheduled, and no faster for it.

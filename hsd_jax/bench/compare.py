@@ -25,10 +25,11 @@ from hsd_jax.bench.tables import say
 from hsd_jax.drafters.table import method_of
 from hsd_jax.files import read_yaml, write_json
 from hsd_jax.params import ALPHA, Params, default_tree, rescore
+from hsd_jax.plan import pearl
 
 PLAIN = "plain"
 KEYS = {"drafter": str, "tree": str, "accept": str, "draw": str, "reuse": str, "lossy": str}
-KEYS |= {"rescore": str, "alpha": float, "stack": str, "token_info": bool, "reference": bool}
+KEYS |= {"rescore": str, "alpha": float, "stack": str, "pearl": int, "token_info": bool, "reference": bool}
 """What a method may say, and the type of its value."""
 ALL = "all"
 """The task that holds all others."""
@@ -81,7 +82,9 @@ def read_methods(path: str | Path) -> dict[str, dict[str, Any]]:
             raise ValueError(f"{path}: method {name!r}: {shown!r} is none of {', '.join(KEYS)}")
         for key, value in about.items():
             if type(value) is not KEYS[key]:
-                wanted = {bool: "true or false", float: "a number like 0.5"}.get(KEYS[key], "a text, in quotes")
+                wanted = {bool: "true or false", float: "a number like 0.5", int: "a whole number"}.get(
+                    KEYS[key], "a text, in quotes"
+                )
                 raise ValueError(f"{path}: method {name!r}: {key}: {value!r}: expected {wanted}")
     if sum(bool(about.get("reference")) for about in methods.values()) > 1:
         raise ValueError(f"{path}: at most one method may say reference: true")
@@ -112,6 +115,8 @@ def make_modes(params, about: dict[str, dict[str, Any]], load: Callable[[str], A
                 found = rescore(found, method["rescore"], method.get("alpha", ALPHA))
             if "stack" in method:
                 found = stacked(found, method["stack"].split(","))
+            if "pearl" in method:
+                found = pearl(found, method["pearl"])
             own = found.tree or default_tree(found.drafter_config)
             tree = parse_tree(method["tree"]) if "tree" in method else own
             how = {key: method[key] for key in ("accept", "draw", "reuse", "lossy") if key in method}

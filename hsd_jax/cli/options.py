@@ -112,6 +112,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
     )
     add_value(group, "--rescore DIR", str, "what scores drafts: n-grams, a model, 0-gram (hsd bench rescore)")
     add_value(group, "--alpha X", WEIGHT, "of its scores beside the drafter's", without="0.5")
+    what = "a small model drafts GAMMA tokens while its last ones are verified (PEARL); auto: by costs"
+    add_value(group, "--pearl GAMMA", lambda text: text if text == "auto" else COUNT(text), what)
     what = "what drafts for a model that drafts, T tokens a round; again for a level more (hsd plan)"
     add_value(group, "--stack DIR[@T]", str, what, action="append")
     add_dtype_argument(group)
@@ -262,7 +264,12 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
         params = params_lib.rescore(params, args.rescore, params_lib.ALPHA if args.alpha is None else args.alpha)
     from hsd_jax.bench.hierarchy import stacked
 
-    return stacked(params, args.stack or ())
+    params = stacked(params, args.stack or ())
+    if args.pearl is None:
+        return params
+    from hsd_jax.plan import pearl
+
+    return pearl(params, None if args.pearl == "auto" else args.pearl)
 
 
 def tree_of(args: argparse.Namespace, params) -> Any:

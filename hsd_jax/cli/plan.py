@@ -35,7 +35,7 @@ hsd plan --demo --models runs/small-lm --temperature 0.8 --json plan.json
     add_value(parser, "--seed", SEED, "of prompt i: seed + i", 0)
     add_value(parser, "--repeats R", COUNT, "timed passes", 3)
     parser.add_argument("--json", type=options.NEW_FILE, metavar="OUT", help="write every figure to this file")
-    without = dict.fromkeys(("drafter", "rescore", "alpha", "stack", "max_len", "mesh"))
+    without = dict.fromkeys(("drafter", "rescore", "alpha", "stack", "pearl", "max_len", "mesh"))
     parser.set_defaults(precision="fast", **without)
 
 

@@ -1,4 +1,4 @@
-"""Drafting beside verification: PEARL's two phases (Liu et al., arXiv:2408.11850, algorithm 2; methods.md 9.1).
+"""Drafting beside verification: PEARL's two phases (Liu et al., arXiv:2408.11850, algorithm 2; methods.md 4.4).
 
 Every round the small model drafts gamma tokens y_1 .. y_gamma, whatever the target says meanwhile.
 
