@@ -182,7 +182,10 @@ def cut_by_the_token_itself(monkeypatch) -> dict:
     return {"change": change}
 
 
-@pytest.mark.parametrize("mutant", [with_the_noise_of_the_target, judged_as_the_bottom, cut_by_the_token_itself])
+SLOW_MUTANTS = [pytest.param(one, marks=pytest.mark.slow) for one in (judged_as_the_bottom, cut_by_the_token_itself)]
+
+
+@pytest.mark.parametrize("mutant", [with_the_noise_of_the_target, *SLOW_MUTANTS])
 def test_chi_square_finds(monkeypatch, mutant):
     options = mutant(monkeypatch)
     assert least_p_value("recursive", DrawScheme.WITHOUT_REPLACEMENT, **options) < FALSE_ALARM
@@ -286,7 +289,7 @@ def first_disagreement(proposer: str) -> str | None:
     return found
 
 
-FAST = ("stack_small_lm", "stack_hidden")
+FAST = ["stack_hidden"]
 SOME = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in setups.STACKS]
 
 

@@ -209,6 +209,7 @@ def test_the_loop_follows_the_distribution_of_the_target_wherever_chains_end(acc
     assert min(p_values(texts)) > FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_the_chi_square_finds_chains_that_end_by_their_own_token():
     texts = tiny_texts(DRAWN_CHAIN, DrawScheme.INDEPENDENT, lambda d: row_by_row(d, 0.0, True), tiny_small_lm)
     assert min(p_values(texts)) < FALSE_ALARM
