@@ -29,7 +29,8 @@ from hsd_jax.plan import pearl
 
 PLAIN = "plain"
 KEYS = {"drafter": str, "tree": str, "accept": str, "draw": str, "reuse": str, "lossy": str}
-KEYS |= {"rescore": str, "alpha": float, "stack": str, "pearl": int, "token_info": bool, "reference": bool}
+KEYS |= {"rescore": str, "alpha": float, "stack": str, "pearl": int, "adaptive": bool}
+KEYS |= {"token_info": bool, "reference": bool}
 """What a method may say, and the type of its value."""
 ALL = "all"
 """The task that holds all others."""
@@ -119,7 +120,7 @@ def make_modes(params, about: dict[str, dict[str, Any]], load: Callable[[str], A
                 found = pearl(found, method["pearl"])
             own = found.tree or default_tree(found.drafter_config)
             tree = parse_tree(method["tree"]) if "tree" in method else own
-            how = {key: method[key] for key in ("accept", "draw", "reuse", "lossy") if key in method}
+            how = {key: method[key] for key in ("accept", "draw", "reuse", "lossy", "adaptive") if key in method}
             modes.append(Mode(name, found, tree, **how))
             modes[-1].check()
         except ValueError as error:

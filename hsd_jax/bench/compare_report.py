@@ -41,6 +41,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     tree, rule = row.get("tree"), row.get("accept", "")
     if row.get("lossy"):
         rule += f", lossy {row['lossy']}"
+    if row.get("adaptive"):
+        rule += ", adaptive"
     rate = row["tokens_per_second"]
     return [
         row["method"],
@@ -135,7 +137,7 @@ def write_markdown(record: dict[str, Any], path: Path) -> None:
 
 def write_csv(record: dict[str, Any], path: Path) -> None:
     """A line a setting and method, numbers only."""
-    names = ["task", "temperature", "batch", "method", "dtype", "accept", "draw", "reuse", "lossy"]
+    names = ["task", "temperature", "batch", "method", "dtype", "accept", "draw", "reuse", "lossy", "adaptive"]
     names += ["nodes", "depth", "width", "branching", "tau", "num_tokens", "tokens_per_second"]
     names += [f"over_{rival}{end}" for rival in ("plain", "reference") for end in ("", "_low", "_high")]
     names += ["same_text_as_plain", "num_texts"]

@@ -18,6 +18,7 @@ from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import check_legal, make_rule
 from hsd_jax.infer.lossy import Lossy
+from hsd_jax.plan import check_adaptive
 from hsd_jax.request import rule_and_scheme
 
 RESAMPLES = 2000
@@ -68,6 +69,8 @@ class Mode:
     reuse: str = "none"
     lossy: str | None = None
     """As --lossy: such text is not the target's."""
+    adaptive: bool | None = None
+    """As `adaptive` of `decode`."""
     tuned: Any = None
     """A `hsd_jax.Tuned` that names the tree: of which a round then verifies what pays."""
 
@@ -82,6 +85,8 @@ class Mode:
             config = self.params.target_config
             drafter = make_drafter(config, self.params.drafter_config, self.tree, scheme=scheme, reuse=reuse)
             check_legal(make_rule(rule, self.tree, Lossy.parse(self.lossy, rule)), drafter.scheme, drafter.drafts_ahead)
+            if self.adaptive:
+                check_adaptive(self.params.drafter_config, rule, self.tree)
 
     def decode(self, prompts: Sequence[Any], seeds: Sequence[int], max_new_tokens: int, temperature: float):
         """`hsd_jax.decode` of one batch of texts or token ids."""
@@ -98,6 +103,7 @@ class Mode:
             draw=self.draw,
             reuse=self.reuse,
             lossy=self.lossy,
+            adaptive=self.adaptive,
             tuned=False if self.tuned is None else self.tuned,
         )
 
@@ -220,6 +226,7 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
             "draw": mode.draw,
             "reuse": mode.reuse,
             "lossy": mode.lossy,
+            "adaptive": mode.adaptive,
             "mean_accepted": record["tau"] - 1.0,
             "accepted_histogram": histogram,
             "conditional_acceptance": api.conditional_acceptance(histogram).tolist(),
