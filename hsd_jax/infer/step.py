@@ -24,6 +24,7 @@ from hsd_jax.kernels import program
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward
 from hsd_jax.types import (
+    DRAWN_SCHEMES,
     INVALID_TOKEN,
     AcceptRule,
     Costs,
@@ -54,6 +55,7 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
       ValueError: if `rule` is not lossless for the trees of `drafter`.
     """
     check_legal(rule, drafter.scheme, drafter.drafts_ahead)
+    is_drawn = drafter.scheme in DRAWN_SCHEMES
 
     def step(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState) -> DecodeState:
         with jax.named_scope("noise"):  # once a round, for drafts and target
@@ -64,7 +66,9 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         if costs is not None and control is not None:
             num_nodes = (costs.pass_seconds.shape[0] - 1) // len(state.length)
             stop = worth.stop_rule(control, costs, num_nodes, state.length, state.done)
-        tree, drafter_state = draft(models, drafter, sampling, state, noise, rule.looks_ahead, stop)
+        # What is learned of a round depends on drafts behind a rejection, too, and so on their noise.
+        by_round = is_drawn and (rule.looks_ahead or control is not None)
+        tree, drafter_state = draft(models, drafter, sampling, state, noise, by_round, stop)
         state, num_made = dataclasses.replace(state, drafter=drafter_state), jnp.sum(tree.valid & (tree.depth > 0), 1)
         if costs is not None:
             assert control is not None, "a decode with costs starts with a control"
@@ -94,7 +98,8 @@ def draft(
     """The tree of a round and the drafter's state after it; only coupled drafts may see the noise of the target.
 
     Args:
-      by_round: for rules that look ahead: no draft of another round may have met the same noise.
+      by_round: for rules that look ahead, and lengths that were learned: no draft of another round may have met the same
+        noise.
     """
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
