@@ -48,8 +48,8 @@ def place_keys(
     So what is drafted and judged ahead of time, or again, meets the same noise. After a rejection a round meets noise
     behind that position again. It is still fresh: what was kept depended on tokens up to the rejection alone, and so on
     no noise behind it. Not so where a verdict on a token looks at later ones (`AcceptRule.looks_ahead`), or where how
-    much is drafted is learned from all drafts of earlier rounds: there `round_row_keys`. `position_noise` folds the same keys with positions, so neither drafting nor judging sees
-    the noise of the target's own draws.
+    much is drafted is learned from all drafts of earlier rounds: there `round_row_keys`. `position_noise` folds the
+    same keys with positions, so neither drafting nor judging sees the noise of the target's own draws.
     """
 
     def one(key, position, place):

@@ -98,8 +98,8 @@ def draft(
     """The tree of a round and the drafter's state after it; only coupled drafts may see the noise of the target.
 
     Args:
-      by_round: for rules that look ahead, and lengths that were learned: no draft of another round may have met the same
-        noise.
+      by_round: for rules that look ahead, and where lengths are learned: no draft of another round may have met the
+        same noise.
     """
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
