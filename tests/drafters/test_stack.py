@@ -385,6 +385,8 @@ def test_stacks_are_made_level_by_level(folders):
         tree = {"tree": default_tree(own.drafter_config)} if "draw" in options else {}
         np.testing.assert_array_equal(hsd_jax.decode(own, prompts, **settings, **options, **tree).tokens, plain.tokens)
     drawn_text = hsd_jax.decode(three, prompts, accept="recursive", **settings)
+    passes = drawn_text.stats.drafter
+    assert set(passes) == {"passes of level 1", "passes of level 2"} and min(passes.values()) > 0
     np.testing.assert_array_equal(drawn_text.tokens[0], plain.tokens[0])
 
 

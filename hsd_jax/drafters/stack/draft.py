@@ -225,8 +225,11 @@ def stack_drafter(
             inner=inner.resize(state.inner, capacity),
         )
 
-    lookahead = levels.most + 1 + max(inner.max_depth, inner.lookahead)
-    return Drafter(init, read, draft, commit, resize, scheme, levels.depth, lookahead=lookahead, follow=follow)
+    def counts(state: StackState) -> dict[str, Array]:
+        return {f"passes of level {i}": one.num_target_passes for i, one in enumerate(rounds_of_levels(state), 1)}
+
+    last = {"lookahead": levels.most + 1 + max(inner.max_depth, inner.lookahead), "follow": follow, "counts": counts}
+    return Drafter(init, read, draft, commit, resize, scheme, levels.depth, **last)
 
 
 def models_below(models: Any) -> dict[str, Any]:
