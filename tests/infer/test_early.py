@@ -22,6 +22,7 @@ from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import early, worth
 from hsd_jax.infer.accept import make_rule
+from hsd_jax.infer.step import make_step
 from hsd_jax.params import Params
 from hsd_jax.types import Costs, Drafter, DrawScheme, RoundInputs, Stop
 
@@ -213,6 +214,32 @@ def test_the_loop_follows_the_distribution_of_the_target_wherever_chains_end(acc
 def test_the_chi_square_finds_chains_that_end_by_their_own_token():
     texts = tiny_texts(DRAWN_CHAIN, DrawScheme.INDEPENDENT, lambda d: row_by_row(d, 0.0, True), tiny_small_lm)
     assert min(p_values(texts)) < FALSE_ALARM
+
+
+@pytest.mark.parametrize("scheme", [DrawScheme.INDEPENDENT, DrawScheme.COUPLED])
+def test_drawn_chains_whose_length_is_learned_have_keys_of_their_round(scheme):
+    """What `Control` learns of a round depends on drafts behind a rejection. Were their noise met again, whether a draft
+    is made would depend on its own token. COUPLED chains need the row's own keys, and their text depends on no tree."""
+    accept = "match" if scheme is DrawScheme.COUPLED else "recursive"
+    setup, call, seen = setup_of(scheme, accept), calls.mixed_call(), []
+    _, _, _, limits, sampling = call.arrays()
+
+    def draft(models, state, inputs):
+        seen.append(inputs.keys)
+        return setup.drafter.draft(models, state, inputs)
+
+    step = make_step(setup.config, setup.drafter._replace(draft=draft), make_rule(accept, setups.CHAIN_OF_4))
+
+    def keys_of_drafts(models, state):
+        step(models, sampling, limits, state)
+        return seen[-1]
+
+    are_own = []
+    for models in (setup.models, setup.models | {"costs": costs(call.batch, 0.2)}):
+        state = call.start(setup.decoder, models)
+        found = jax.jit(keys_of_drafts)(models, state)
+        are_own.append(bool((jax.random.key_data(found) == jax.random.key_data(state.keys)).all()))
+    assert are_own == [True, scheme is DrawScheme.COUPLED]
 
 
 def test_no_drawn_draft_is_dropped_by_worth():
