@@ -218,8 +218,9 @@ def test_the_chi_square_finds_chains_that_end_by_their_own_token():
 
 @pytest.mark.parametrize("scheme", [DrawScheme.INDEPENDENT, DrawScheme.COUPLED])
 def test_drawn_chains_whose_length_is_learned_have_keys_of_their_round(scheme):
-    """What `Control` learns of a round depends on drafts behind a rejection. Were their noise met again, whether a draft
-    is made would depend on its own token. COUPLED chains need the row's own keys, and their text depends on no tree."""
+    """What `Control` learns of a round depends on drafts behind a rejection. Were their noise met again, whether a
+    draft is made would depend on its own token. COUPLED chains need the row's own keys; their text depends on no
+    tree."""
     accept = "match" if scheme is DrawScheme.COUPLED else "recursive"
     setup, call, seen = setup_of(scheme, accept), calls.mixed_call(), []
     _, _, _, limits, sampling = call.arrays()
