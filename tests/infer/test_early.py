@@ -203,7 +203,8 @@ def row_by_row(drafter: Drafter, price: float = 0.25, own: bool = False) -> Draf
     return drafter._replace(draft=draft)
 
 
-@pytest.mark.parametrize("accept", ["recursive", pytest.param("block_verification", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("accept", ["recursive", "block_verification"])
 def test_the_loop_follows_the_distribution_of_the_target_wherever_chains_end(accept):
     """Chains that end row by row, by the drafts above; eight chi-squares, each fires falsely once in 10^6."""
     texts = tiny_texts(DRAWN_CHAIN, DrawScheme.INDEPENDENT, row_by_row, tiny_small_lm, accept=accept)

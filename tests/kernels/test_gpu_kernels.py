@@ -290,6 +290,7 @@ def test_a_greedy_program_has_no_branch_and_the_same_tokens():
     assert "cond" not in str(jax.make_jaxpr(sampling.draw)(keys, logits, positions, greedy))
 
 
+@pytest.mark.slow
 def test_rings_decode_what_whole_caches_do(monkeypatch):
     """Rows longer and shorter than a ring, a tree, growth on the way: one layer in three keeps its window only."""
     monkeypatch.setattr(cache_lib, "RING_UNIT", 16)
