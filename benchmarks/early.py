@@ -1,4 +1,4 @@
-"""What a chain that ends early would give: fixed chains of 7 replayed, each cut where `hsd_jax/infer/early.py` would.
+"""What a chain that ends early would give: fixed chains of 7 replayed, each cut where `hsd_jax/infer/chains.py` would.
 
     python benchmarks/early.py --drafter DIR --prompts FILE --level-cost 0.1 0.2 0.3
 

@@ -230,7 +230,7 @@ class DecodeState:
 
 @flax.struct.dataclass
 class Stop:
-    """When a chain ends before its full depth, traced: `infer/early.py`."""
+    """When a chain ends before its full depth, traced: `infer/chains.py`."""
 
     log_trust: Float[Array, "B"]
     """Log of what an edge is worth that the drafter is sure of."""

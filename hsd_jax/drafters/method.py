@@ -50,7 +50,7 @@ class Method(NamedTuple):
     has_score: bool = True
     """Whether its trees carry how likely it takes each node to be accepted."""
     ends_early: bool = False
-    """Whether a chain costs it a pass a draft and may end early (`infer/early.py`)."""
+    """Whether a chain costs it a pass a draft and may end early (`infer/chains.py`)."""
     reuses: tuple[str, ...] = (NONE,)
     """Forms of reuse of spare states (`config.REUSES`) that it can draft with."""
     init_weights: Callable[..., Weights] | None = None

@@ -10,9 +10,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
+from hsd_jax.infer.accept import verdict_of
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import to_columns
-from hsd_jax.types import DRAWN_SCHEMES, Drafter, DraftTree, DrawScheme, ModelOutput, Verdict
+from hsd_jax.types import DRAWN_SCHEMES, Drafter, DraftTree, DrawScheme, ModelOutput
 
 
 def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, scheme: DrawScheme) -> None:
@@ -31,6 +32,21 @@ def check_children(tree: TreeConfig, draft_vocab_size: int, whole: str = "vocabu
     if tree.width > draft_vocab_size:
         asked = f"width={tree.width}" if tree.branching is None else f"branching={tree.branching}"
         raise ValueError(f"TreeConfig.{asked}: allowed are 1 to the {whole}, {draft_vocab_size}")
+
+
+def check_chain(tree: TreeConfig, who: str) -> None:
+    """Raises a ValueError for a tree that is no chain; `who`, as in "lookup drafts", makes nothing else."""
+    if tree.width != 1:
+        raise ValueError(f"TreeConfig.width={tree.width}: {who} chains, allowed is 1")
+
+
+def check_vocabulary(config: ModelConfig, target_config: ModelConfig, what: str) -> None:
+    """Raises a ValueError if a model that drafts, `what` it is, has another vocabulary than the target."""
+    if config.vocab_size != target_config.vocab_size:
+        raise ValueError(
+            f"{what} has vocab_size={config.vocab_size} and the target {target_config.vocab_size}: both must have the"
+            " same vocabulary"
+        )
 
 
 def last_feature(
@@ -88,8 +104,7 @@ def follow_path(
         first = index * num
         here = jnp.clip(num_committed - first, 0, num)
         text, hidden_here, *features_here = (take_nodes(x, first + path, axis=1) for x in (emitted, hidden, *features))
-        last = jnp.maximum(here - 1, 0)
-        verdict = Verdict(path, last, jnp.take_along_axis(text, last[:, None], 1)[:, 0], text)
+        verdict = verdict_of(text, here)
         output = ModelOutput(None, hidden_here, tuple(features_here), None)  # type: ignore[arg-type]  # nobody reads them
         assert drafter.follow is not None, "others are refused"
         return drafter.follow(models, state, verdict, output, here)

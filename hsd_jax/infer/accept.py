@@ -44,6 +44,14 @@ def check_legal(rule: AcceptRule, scheme: DrawScheme, drafts_ahead: bool = False
         raise ValueError(f"accept={rule.name!r} is not lossless for draw={scheme.value!r}; it allows {allowed}")
 
 
+def verdict_of(emitted: Int[Array, "B M"], count: Int[Array, "B"]) -> Verdict:
+    """The verdict on tokens that were committed without a tree: to a drafter a path that was accepted whole, of whose
+    `count` tokens the last is the target's own."""
+    path = jnp.broadcast_to(jnp.arange(emitted.shape[1], dtype=jnp.int32), emitted.shape)
+    last = jnp.maximum(count - 1, 0)
+    return Verdict(path, last, jnp.take_along_axis(emitted, last[:, None], 1)[:, 0], emitted)
+
+
 def without_bonus(verdict: Verdict, tree: DraftTree) -> Verdict:
     """A verdict in which a path that ends at a tip ends with it: the tip stands in the place of the target's token."""
     if tree.tip is None:

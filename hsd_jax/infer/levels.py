@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import draw
-from hsd_jax.infer.early import Draft, Pick, grow_chain
+from hsd_jax.infer.chains import Draft, Pick, grow_chain
 from hsd_jax.models.draft_vocab import to_tokens, to_vocabulary
 from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, Expand, RoundInputs, SamplingParams
 

@@ -15,10 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.infer.accept import verdict_of
 from hsd_jax.infer.step import Step, advance, cut, or_invalid
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward
-from hsd_jax.types import DecodeState, Drafter, Limits, ModelOutput, NewKV, SamplingParams, Verdict
+from hsd_jax.types import DecodeState, Drafter, Limits, ModelOutput, NewKV, SamplingParams
 
 
 def make_plain_step(config: ModelConfig, pad_rows: int = 1) -> Step:
@@ -104,10 +105,7 @@ def make_block(config: ModelConfig, drafter: Drafter) -> tuple[Callable, Callabl
         return state, Trail(put(trail.hidden, output.hidden), features, *rest)
 
     def end(models: dict, state: DecodeState, trail: Trail) -> DecodeState:
-        path = jnp.broadcast_to(jnp.arange(num, dtype=jnp.int32), trail.emitted.shape)
-        last = jnp.maximum(trail.count - 1, 0)
-        next_token = jnp.take_along_axis(trail.emitted, last[:, None], 1)[:, 0]
-        verdict = Verdict(path, last, next_token, trail.emitted)
+        verdict = verdict_of(trail.emitted, trail.count)
         output = ModelOutput(None, trail.hidden, trail.features, None)  # type: ignore[arg-type]  # nobody reads them
         return dataclasses.replace(state, drafter=follow(models, state.drafter, verdict, output, trail.count))
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer import levels
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.early import Draft, Pick, grow_chain
+from hsd_jax.infer.chains import Draft, Pick, chain_of, grow_chain
 from hsd_jax.kernels import ops
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import draft_columns, to_tokens
@@ -173,18 +173,15 @@ def _chain(
     scheme: DrawScheme,
 ) -> tuple[DraftTree, Any]:
     """The tree of `_beam` for width 1: nothing competes. (XLA drops the scores where nobody reads them.)"""
-    token, tokens = root[:, None], [root[:, None]]
+    token, drafts = root[:, None], []
     scores, pick = [jnp.zeros(token.shape)], likeliest_draft(draft_to_target, scale)
     for level in range(config.depth):
         logits, carry = expand(level, token, jnp.zeros_like(token), carry)
         token, log_confidence, _ = pick(level, logits)
         scores.append(scores[-1] + jnp.fmin(log_confidence, 0.0))
-        tokens.append(token)
-    shape = root.shape[0], config.nodes
-    depth = jnp.broadcast_to(jnp.arange(config.nodes, dtype=jnp.int32), shape)
-    valid = jnp.ones(shape, bool) if num_levels is None else depth <= num_levels[:, None]
-    tokens = jnp.concatenate(tokens, 1).astype(jnp.int32)
-    return DraftTree(tokens, depth - 1, depth, valid, scheme=scheme, score=jnp.concatenate(scores, 1)), carry
+        drafts.append(token)
+    num, score = config.depth if num_levels is None else num_levels, jnp.concatenate(scores, 1)
+    return chain_of(root, jnp.concatenate(drafts, 1), num, scheme=scheme, score=score), carry
 
 
 def _beam(

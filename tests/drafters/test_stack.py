@@ -386,7 +386,8 @@ def test_stacks_are_made_level_by_level(folders):
         np.testing.assert_array_equal(hsd_jax.decode(own, prompts, **settings, **options, **tree).tokens, plain.tokens)
     drawn_text = hsd_jax.decode(three, prompts, accept="recursive", **settings)
     passes = drawn_text.stats.drafter
-    assert set(passes) == {"passes of level 1", "passes of level 2"} and min(passes.values()) > 0
+    assert set(passes) == {f"{what} of level {i}" for what in ("passes", "tokens") for i in (1, 2)}
+    assert min(passes.values()) > 0 and passes["tokens of level 1"] >= passes["passes of level 1"]
     np.testing.assert_array_equal(drawn_text.tokens[0], plain.tokens[0])
 
 

@@ -20,7 +20,7 @@ import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.table import make_drafter
-from hsd_jax.infer import early, worth
+from hsd_jax.infer import chains, worth
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.params import Params
@@ -111,12 +111,12 @@ def test_drafting_really_stops():
         return jnp.zeros((1, 1, 4)).at[:, :, 2].set(1.0), count + 1
 
     def pick(level, logits):
-        return early.Draft(jnp.argmax(logits, -1), jnp.full((1, 1), jnp.log(0.5)))
+        return chains.Draft(jnp.argmax(logits, -1), jnp.full((1, 1), jnp.log(0.5)))
 
     for price, wanted in ((0.0, 6), (0.2, 2), (0.25, 2), (0.26, 1), (jnp.nan, 1)):
         stop = Stop(jnp.zeros(1), jnp.ones(1, bool), jnp.asarray(price))
         args = expand, jnp.zeros((), jnp.int32), jnp.ones(1, jnp.int32), 6, pick, DrawScheme.ARBITRARY, stop
-        tree, count = early.grow_chain(*args)
+        tree, count = chains.grow_chain(*args)
         assert int(count) == int(tree.valid.sum()) - 1 == wanted
 
 
@@ -262,7 +262,7 @@ def test_a_level_that_costs_more_than_it_promises_is_not_drafted():
     score = jnp.zeros((1, 5))
     for level, pays in ((0.49, True), (0.51, False)):
         stop = worth.stop_rule(control, costs(1, level), 5, length, done)
-        assert bool(early.goes_on(stop, score, jnp.asarray(1))) is pays
+        assert bool(chains.goes_on(stop, score, jnp.asarray(1))) is pays
     assert worth.stop_rule(control, dataclasses.replace(costs(1, 1.0), level_seconds=None), 5, length, done) is None
 
 

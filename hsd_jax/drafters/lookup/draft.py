@@ -16,8 +16,10 @@ from jaxtyping import Array, Bool, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
+from hsd_jax.drafters.shared import check_chain
+from hsd_jax.infer.chains import chain_of
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict
+from hsd_jax.types import DRAWN_SCHEMES, Drafter, DraftTree, DrawScheme, ModelOutput, RoundInputs, Verdict
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -59,14 +61,7 @@ def copied_chain(state: LookupState, root: Int[Array, "B"], config: LookupConfig
     period = jnp.maximum(state.length - first, 1)
     places = first[:, None] + jnp.arange(depth) % period[:, None]
     copied = jnp.take_along_axis(state.tokens, places, 1, mode="clip")
-    line = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32), (len(root), depth + 1))
-    is_root = line == 0
-    return DraftTree(
-        tokens=jnp.concatenate([root[:, None], copied], 1).astype(jnp.int32),
-        parents=jnp.where(is_root, NO_PARENT, line - 1),
-        depth=line,
-        valid=is_root | is_found[:, None],
-    )
+    return chain_of(root, copied, jnp.where(is_found, depth, 0))
 
 
 def lookup_drafter(
@@ -81,8 +76,7 @@ def lookup_drafter(
     Raises:
       ValueError: if the tree is no chain, or is to be drawn: copied tokens follow no distribution.
     """
-    if tree.width != 1:
-        raise ValueError(f"TreeConfig.width={tree.width}: lookup drafts chains, allowed is 1")
+    check_chain(tree, "lookup drafts")
     if scheme in DRAWN_SCHEMES:
         raise ValueError(f"draw={scheme.value!r}: lookup copies its drafts, allowed is arbitrary, with accept='match'")
     scheme = DrawScheme.ARBITRARY  # coupled to any noise, a distribution of one token is that token

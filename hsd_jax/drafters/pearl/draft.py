@@ -29,13 +29,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.pearl.config import PearlConfig
-from hsd_jax.drafters.shared import joined
+from hsd_jax.drafters.shared import check_chain, joined
 from hsd_jax.drafters.small_lm.draft import MAX_PENDING, small_lm_drafter
 from hsd_jax.drafters.small_lm.tree import SmallLMState
+from hsd_jax.infer.accept import verdict_of
+from hsd_jax.infer.chains import chain_of
 from hsd_jax.types import (
     DRAWN_SCHEMES,
     Drafter,
-    DraftTree,
     DrawScheme,
     ModelOutput,
     RoundInputs,
@@ -84,8 +85,7 @@ def pearl_drafter(
     Raises:
       ValueError: if the tree is no chain, or the two models differ in their vocabulary.
     """
-    if tree.width != 1:
-        raise ValueError(f"TreeConfig.width={tree.width}: PEARL drafts chains, allowed is 1")
+    check_chain(tree, "PEARL drafts")
     gamma, is_drawn = tree.depth, scheme in DRAWN_SCHEMES
     base = small_lm_drafter(target_config, config.base, tree, cache_dtype, scheme)
 
@@ -108,23 +108,15 @@ def pearl_drafter(
         believed = state.base.pending[:, 0], state.base.cache.length
         drafted, own = base.draft(models, state.base, RoundInputs(*believed, inputs.keys, inputs.sampling))
         fresh = Drafts(drafted.tokens[:, 1:], drafted.draft_logp)
-        own = base.commit(models, own, as_accepted(fresh.tokens), None, jnp.full_like(inputs.root, gamma))
+        all_of_them = jnp.full_like(inputs.root, gamma)
+        own = base.commit(models, own, verdict_of(fresh.tokens, all_of_them), None, all_of_them)
         num_pending = jnp.where(state.is_post, gamma - 1, 0)
-        depth = jnp.broadcast_to(jnp.arange(gamma + 1, dtype=jnp.int32), drafted.tokens.shape)
         tokens, logp = joined(state.pending.tokens, num_pending, fresh.tokens, gamma), None
         if state.pending.logp is not None and fresh.logp is not None:
             logp = joined(state.pending.logp, num_pending, fresh.logp, gamma)
-        chain = DraftTree(
-            tokens=jnp.concatenate([inputs.root[:, None], tokens], 1).astype(jnp.int32),
-            parents=depth - 1,
-            depth=depth,
-            valid=depth <= num_pending[:, None] + 1,
-            draft_logp=logp,
-            scheme=scheme,
-            tip=depth == num_pending[:, None] + 1,
-        )
+        chain = chain_of(inputs.root, tokens, num_pending + 1, draft_logp=logp, scheme=scheme)
         state = dataclasses.replace(state, base=own, fresh=fresh, root=inputs.root, position=inputs.position)
-        return chain, state
+        return dataclasses.replace(chain, tip=chain.depth == num_pending[:, None] + 1), state
 
     def commit(models, state: PearlState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         num_pending = jnp.where(state.is_post, gamma - 1, 0)
@@ -148,13 +140,6 @@ def pearl_drafter(
     functions = init, read, draft, commit, resize
     lookahead = 2 * gamma + MAX_PENDING
     return Drafter(*functions, scheme, gamma, lookahead=lookahead, drafts_ahead=True, counts=counts)
-
-
-def as_accepted(tokens: Int[Array, "B M"]) -> Verdict:
-    """The verdict on a chain that was accepted but for its last token, which stands in the place of the target's."""
-    num = tokens.shape[1]
-    path = jnp.broadcast_to(jnp.arange(num + 1, dtype=jnp.int32), (len(tokens), num + 1))
-    return Verdict(path, jnp.full(len(tokens), num - 1, jnp.int32), tokens[:, -1], jnp.pad(tokens, ((0, 0), (0, 1))))
 
 
 def kept(

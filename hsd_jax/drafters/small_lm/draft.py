@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.shared import check_children, joined
+from hsd_jax.drafters.shared import check_children, check_vocabulary, joined
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.small_lm.tree import SmallLMState, empty_state, read_prompt, tree_round
 from hsd_jax.infer.tree import Grower
@@ -52,11 +52,7 @@ def small_lm_drafter(
     check_children(tree, config.vocab_size)
     if scheme in DRAWN_SCHEMES:
         tree.level_widths()  # raises here, before anything compiles
-    if config.vocab_size != target_config.vocab_size:
-        raise ValueError(
-            f"the drafter has vocab_size={config.vocab_size} and the target {target_config.vocab_size}: both must have"
-            " the same vocabulary"
-        )
+    check_vocabulary(config, target_config, "the drafter")
     depth, grower, is_chain = tree.depth, Grower(tree, scheme, config.vocab_size), tree.width == 1
     max_pending = MAX_PENDING if is_chain else depth + 1
 

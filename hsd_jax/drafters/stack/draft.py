@@ -29,17 +29,17 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.method import Method
-from hsd_jax.drafters.shared import follow_path
+from hsd_jax.drafters.shared import check_chain, check_vocabulary, follow_path
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer import step as step_lib
 from hsd_jax.infer.accept import match_rule
+from hsd_jax.infer.chains import chain_of
 from hsd_jax.infer.tree import coupled_sharpness, sharpness
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk
 from hsd_jax.types import (
     DRAWN_SCHEMES,
-    NO_PARENT,
     AcceptRule,
     DecodeState,
     DecodeStats,
@@ -107,17 +107,6 @@ def level_keys(keys: jax.Array) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (0, None))(keys, sampling_lib.LEVEL_NOISE)
 
 
-def check_stack(target_config: ModelConfig, config: StackConfig, tree: TreeConfig) -> None:
-    """Raises a ValueError if a stack cannot draft such trees, or not for this target."""
-    if tree.width != 1:
-        raise ValueError(f"TreeConfig.width={tree.width}: a stack hands up chains, allowed is 1")
-    if config.middle.vocab_size != target_config.vocab_size:
-        raise ValueError(
-            f"the middle model of the stack has vocab_size={config.middle.vocab_size} and the target"
-            f" {target_config.vocab_size}: both must have the same vocabulary"
-        )
-
-
 class Levels(NamedTuple):
     """What is static of a stack."""
 
@@ -169,7 +158,8 @@ def stack_drafter(
       ValueError: if the tree is no chain, the vocabularies differ, or the inner drafter cannot draft for the middle
         model.
     """
-    check_stack(target_config, config, tree)
+    check_chain(tree, "a stack hands up")
+    check_vocabulary(config.middle, target_config, "the middle model of the stack")
     levels = make_levels(method, config, tree, cache_dtype, scheme)
     middle, inner = levels.middle, levels.inner
 
@@ -226,7 +216,12 @@ def stack_drafter(
         )
 
     def counts(state: StackState) -> dict[str, Array]:
-        return {f"passes of level {i}": one.num_target_passes for i, one in enumerate(rounds_of_levels(state), 1)}
+        found = {}
+        for i, level in enumerate(rounds_of_levels(state), 1):
+            sizes = jnp.arange(1, level.accepted_histogram.shape[1] + 1)
+            found[f"passes of level {i}"] = level.num_target_passes
+            found[f"tokens of level {i}"] = level.accepted_histogram @ sizes
+        return found
 
     last = {"lookahead": levels.most + 1 + max(inner.max_depth, inner.lookahead), "follow": follow, "counts": counts}
     return Drafter(init, read, draft, commit, resize, scheme, levels.depth, **last)
@@ -387,12 +382,9 @@ def handed_up(
     root: Int[Array, "B"], drafted: Int[Array, "B D"], num: Int[Array, "B"], drawn: Drawn, scheme: DrawScheme
 ) -> DraftTree:
     """The chain of the first `num` of these tokens."""
-    tokens = jnp.concatenate([root[:, None], jnp.maximum(drafted, 0)], 1).astype(jnp.int32)
-    depth = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    parents = jnp.where(depth == 0, NO_PARENT, depth - 1)
     score, draft_logp = drawn.logp, drawn.distribution
     if score is not None:
         score = jnp.pad(jnp.cumsum(score[:, : drafted.shape[1]], 1), ((0, 0), (1, 0)))
     if draft_logp is not None:
         draft_logp = draft_logp[:, : drafted.shape[1]]
-    return DraftTree(tokens, parents, depth, depth <= num[:, None], draft_logp, scheme, score)
+    return chain_of(root, jnp.maximum(drafted, 0), num, draft_logp=draft_logp, scheme=scheme, score=score)

@@ -1,4 +1,5 @@
-"""Chains that end early: a drafter that pays a pass for every draft stops once the next does not promise enough.
+"""Trees of one path; and those that end early: a drafter that pays a pass for every draft stops once the next does not
+promise enough.
 
 Whether a level is drafted is decided from the tokens above it, never from its own: no draft is made and then dropped,
 so drawn chains stay lossless under every rule (methods.md 8.1). Read first: `tree.py`; `worth.py` sets the price.
@@ -14,6 +15,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.types import DraftTree, DrawScheme, Expand, Stop
+
+
+def chain_of(
+    root: Int[Array, "B"], drafts: Int[Array, "B D"], num: Int[Array, "B"] | Int[Array, ""] | int, **more: Any
+) -> DraftTree:
+    """The tree of the first `num` of these drafts, one behind the other; `more` are further fields of a `DraftTree`."""
+    tokens = jnp.concatenate([root[:, None], drafts], 1).astype(jnp.int32)
+    depth = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return DraftTree(tokens, depth - 1, depth, depth <= jnp.reshape(num, (-1, 1)), **more)
 
 
 class Chain(NamedTuple):
@@ -96,6 +106,5 @@ def grow_chain(
     chain = grown(0, Chain(tokens, jnp.zeros(shape), draft_logp, carry))
     begin = jnp.ones((), jnp.int32), chain
     num, chain = lax.while_loop(wanted, lambda state: (state[0] + 1, grown(*state)), begin)
-    depths = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32), shape)
-    valid = depths <= num
-    return DraftTree(chain.tokens, depths - 1, depths, valid, chain.draft_logp, scheme, chain.score), chain.carry
+    more = {"draft_logp": chain.draft_logp, "scheme": scheme, "score": chain.score}
+    return chain_of(root, chain.tokens[:, 1:], num, **more), chain.carry
