@@ -1,6 +1,6 @@
 """The arguments of a call, checked row by row: prompts, lengths, settings, seeds and end tokens.
 
-Nothing here knows a drafter or a device. Read next: `request.py`, which makes a decode of them.
+Nothing here knows a drafter. Read next: `request.py`, which makes a decode of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from hsd_jax.config import bucket
 from hsd_jax.params import Params
 from hsd_jax.settings import HOTTEST, Temperature, fits, shown
-from hsd_jax.types import NO_TOKEN
+from hsd_jax.types import NO_TOKEN, SamplingParams
 
 COLDEST = 1e-6
 """Smaller temperatures are greedy: dividing by them would overflow float32."""
@@ -144,6 +144,12 @@ def sampling_of_rows(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray,
     temperatures = [t if t >= COLDEST else 0.0 for t in temperatures]
     ks = [min(k, 2**31 - 1) for k in ks]
     return np.array(temperatures, np.float32), np.array(ks, np.int32), np.array(ps, np.float32)
+
+
+def sampling_of_row(temperature: float, top_k: int | None = None, top_p: float | None = None) -> SamplingParams:
+    """The settings of one row alone, on the device; raises as `sampling_of_rows`."""
+    temperatures, ks, ps = jax.device_put(sampling_of_rows(1, temperature, top_k, top_p))
+    return SamplingParams(temperatures, ks, ps)
 
 
 def end_tokens_of(params: Params, eos) -> np.ndarray:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.scipy.stats import chi2
 from jaxtyping import Array, Float, Int
 
+from hsd_jax.arguments import sampling_of_row
 from hsd_jax.bench.replay import replay_logits
 from hsd_jax.infer.sampling import target_distribution
 from hsd_jax.types import SamplingParams
@@ -58,11 +59,7 @@ def judge(
       seed: of the random parts of tokens' own mass.
     """
     generator = np.random.default_rng(seed)
-    sampling = SamplingParams(
-        jnp.full(1, settings["temperature"], jnp.float32),
-        jnp.full(1, settings.get("top_k") or 0),
-        jnp.full(1, settings.get("top_p") or 1.0, jnp.float32),
-    )
+    sampling = sampling_of_row(settings["temperature"], settings.get("top_k"), settings.get("top_p"))
     found = []
     for prompt, text in zip(prompts, texts, strict=True):
         if len(text) == 0:

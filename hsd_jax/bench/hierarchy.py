@@ -21,13 +21,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax import hierarchy
-from hsd_jax.arguments import encode
+from hsd_jax.arguments import encode, sampling_of_row
 from hsd_jax.bench.machine import hardware
-from hsd_jax.bench.measure import Mode, Workload, mode_record, time_modes
+from hsd_jax.bench.measure import Mode, Runs, Workload, mode_record, time_modes
 from hsd_jax.bench.tables import make_console, make_table, say
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.distributed import fetch
-from hsd_jax.drafters.stack.draft import rounds_of_levels
 from hsd_jax.drafters.table import parse
 from hsd_jax.infer.decode import traced_with
 from hsd_jax.infer.sampling import target_distribution
@@ -35,7 +34,6 @@ from hsd_jax.kernels import ops
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, forward_sequence
 from hsd_jax.params import Params, stack
-from hsd_jax.request import Sampling, Speculation, prepare
 from hsd_jax.train.evaluate import Texts, write_texts
 from hsd_jax.types import SamplingParams
 
@@ -137,7 +135,7 @@ def acceptance_of(models: Sequence[Params], texts: Sequence[Texts], temperature:
     found = np.eye(len(models))
     for (i, small), (j, large) in itertools.combinations(enumerate(models), 2):
         own, sums = texts[j - 1], np.zeros(2)
-        sampling = SamplingParams(jnp.full(1, temperature), jnp.zeros(1, jnp.int32), jnp.ones(1))
+        sampling = sampling_of_row(temperature)
         for row in range(len(own.length)):
             configs, weights = (small.target_config, large.target_config), (small.target, large.target)
             values = fetch(overlap(weights, configs, jnp.asarray(own.tokens[row : row + 1]), sampling))[0]
@@ -200,20 +198,13 @@ def mode_of(name: str, way: Way, folders: Sequence[str], load: Callable[[str], P
     return mode
 
 
-def rounds_of(mode: Mode, texts: Sequence[str], work: Workload, temperature: float) -> dict[str, Any]:
+def rounds_of(runs: Runs, name: str) -> dict[str, Any]:
     """Passes of each model but the smallest, the target's first, and what a level hands up in a round, in the mean."""
-    passes, tokens = None, None
-    for number, text in enumerate(texts):
-        sampling = Sampling(work.max_new_tokens, temperature, seed=[work.seed + number])
-        request = prepare(mode.params, [text], sampling, Speculation(mode.tree, speculate=mode.tree is not None))
-        state = request.run(request.state)
-        levels = [state.stats, *rounds_of_levels(state.drafter)]
-        counts = [fetch(level.num_target_passes)[0] for level in levels]
-        given = [fetch(x.accepted_histogram)[0] @ np.arange(1, x.accepted_histogram.shape[1] + 1) for x in levels]
-        passes = np.array(counts) + (0 if passes is None else passes)
-        tokens = np.array(given) + (0 if tokens is None else tokens)
-    assert passes is not None and tokens is not None
-    return {"passes": passes.tolist(), "handed_up": (tokens[1:] / np.maximum(passes[:-1], 1)).tolist()}
+    stats = [result.stats for result in runs.results[name]]
+    counts = {kind: sum(one.drafter[kind] for one in stats) for kind in stats[0].drafter}  # level by level
+    passes, tokens = ([n for kind, n in counts.items() if kind.startswith(what)] for what in ("passes", "tokens"))
+    passes = [sum(one.num_target_passes for one in stats), *passes]
+    return {"passes": passes, "handed_up": [n / max(of, 1) for n, of in zip(tokens, passes, strict=False)]}
 
 
 def measure(
@@ -282,7 +273,7 @@ def measure(
                 "measured_seconds": measured,
                 "tau": record["tau"],
                 "same_text_as_plain": record["same_text_as_plain"],
-                **rounds_of(mode, prompts, work, temperature),
+                **rounds_of(runs, mode.name),
                 "predicted_handed_up": hierarchy.mean_accumulation(
                     acceptance[np.ix_(way.chain, way.chain)], way.lengths
                 ),

@@ -215,16 +215,14 @@ def candidate_gap(params, prompt, forced, seed, sampling, tokens) -> tuple[float
     import jax
     import jax.numpy as jnp
 
+    from hsd_jax.arguments import sampling_of_row
     from hsd_jax.bench.replay import replay_logits
     from hsd_jax.infer.sampling import perturb, round_noise, row_keys
-    from hsd_jax.types import SamplingParams
 
     with _precision(params):
         logits = replay_logits(params.target, params.target_config, prompt, forced, use_native=params.mesh is None)[-1]
     temperature, top_k, top_p = (sampling.get(k) for k in ("temperature", "top_k", "top_p"))
-    settings = SamplingParams(
-        jnp.full(1, temperature, jnp.float32), jnp.full(1, top_k or 0), jnp.full(1, top_p or 1.0, jnp.float32)
-    )
+    settings = sampling_of_row(temperature, top_k, top_p)
     last = jnp.full(1, len(prompt) + len(forced) - 2)
     noise = round_noise(row_keys([(seed, 0)]), last, 1, len(logits), settings)
     best = jax.lax.top_k(perturb(noise, jnp.asarray(logits)[None, None], settings), 2)[0][0, 0]

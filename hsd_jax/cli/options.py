@@ -262,14 +262,13 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
         return params
     if args.rescore is not None:
         params = params_lib.rescore(params, args.rescore, params_lib.ALPHA if args.alpha is None else args.alpha)
-    from hsd_jax.bench.hierarchy import stacked
+    if args.stack:
+        from hsd_jax.bench.hierarchy import stacked
 
-    params = stacked(params, args.stack or ())
-    if args.pearl is None:
-        return params
-    from hsd_jax.plan import pearl
-
-    return pearl(params, None if args.pearl == "auto" else args.pearl)
+        params = stacked(params, args.stack)
+    if args.pearl is not None:
+        params = hsd_jax.pearl(params, None if args.pearl == "auto" else args.pearl)
+    return params
 
 
 def tree_of(args: argparse.Namespace, params) -> Any:
