@@ -25,7 +25,7 @@ from hsd_jax.drafters.rescored.config import ALPHA, RescoredConfig
 from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.stack.config import StackConfig
-from hsd_jax.drafters.table import METHODS, make_drafter, method_of, parse
+from hsd_jax.drafters.table import METHODS, load_foreign, make_drafter, method_of, parse
 from hsd_jax.files import sha256
 from hsd_jax.kernels import native
 from hsd_jax.kernels.int8 import Int8
@@ -212,8 +212,7 @@ def _load_drafter(drafter: Any, target: Loaded, dtype: Any, placement: Placement
         return drafter, {}
     folder = Path(drafter)
     if (folder / "config.json").is_file() and not (folder / drafter_files.DRAFTER_CONFIG).is_file():
-        (load_foreign,) = (method.load for method in METHODS.values() if method.load is not None)
-        return load_foreign(folder, target.config, target.tokenizer, dtype, placement)
+        return load_foreign(folder, target.config, target.hash, target.tokenizer, dtype, placement)
     drafter_config, drafter_weights = drafter_files.read_drafter(folder, dtype, placement)
     drafter_files.check_drafter(drafter_config, target.config, target.hash)
     return drafter_config, _with_head(drafter_weights, target.weights, target.config)

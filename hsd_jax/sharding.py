@@ -42,6 +42,7 @@ WEIGHT_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
     ("down", "kernel"): ("embed", "mlp"),
     ("qkv", "kernel"): ("kv_heads", "embed"),  # packed (`models/packing.py`)
     ("gate_up", "kernel"): (None, "mlp", "embed"),
+    ("steer", "kernel"): (None, "mlp", "embed"),
     ("q", "bias"): ("heads",),
     ("k", "bias"): ("kv_heads",),
     ("v", "bias"): ("kv_heads",),

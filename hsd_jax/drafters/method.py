@@ -59,8 +59,9 @@ class Method(NamedTuple):
     """As `models.unroll.unroll`: the states of many anchors at once, for training."""
     parse: Callable[[str], Any] | None = None
     """`parse(name)`: the configuration that a name like "lookup:4" stands for, None for any other; without weights."""
-    load: Callable[..., tuple[Any, Weights]] | None = None
-    """`load(folder, target_config, tokenizer, dtype, placement)`: a drafter from a folder that is none of ours."""
+    load: Callable[..., tuple[Any, Weights] | None] | None = None
+    """`load(folder, target_config, target_hash, tokenizer, dtype, placement)`: a drafter from a Hugging Face folder;
+    None for one that it does not know."""
     token_information: TokenInformation | None = None
     lattice: Callable[..., Any] | None = None
     """`lattice(target_config, config, tree) -> levels`; `levels(models, state) -> (logits [B, D, C], inject, state)`:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,9 +19,11 @@ from hsd_jax.drafters.rescored import RescoredConfig, rescored
 from hsd_jax.drafters.small_lm import SMALL_LM
 from hsd_jax.drafters.stack import stack
 from hsd_jax.drafters.stack.config import StackConfig
+from hsd_jax.drafters.steered import STEERED
 from hsd_jax.types import Drafter, DrawScheme, Weights
 
-METHODS: dict[str, Method] = {method.config.kind: method for method in (HIDDEN, EAGLE, MEDUSA, SMALL_LM, LOOKUP, PEARL)}
+_KINDS = HIDDEN, EAGLE, MEDUSA, STEERED, SMALL_LM, LOOKUP, PEARL  # of a folder that two would load, the first does
+METHODS: dict[str, Method] = {method.config.kind: method for method in _KINDS}
 METHODS[RescoredConfig.kind] = rescored(METHODS)
 METHODS[StackConfig.kind] = stack(METHODS)
 
@@ -63,6 +66,12 @@ def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
     init_weights = method_of(config).init_weights
     assert init_weights is not None, f"a {config.kind} drafter is not trained"
     return init_weights(key, config)
+
+
+def load_foreign(folder: Path, *args: Any) -> tuple[Any, Weights]:
+    """A drafter from a Hugging Face folder, by the first `Method.load` that knows it."""
+    found = (method.load(folder, *args) for method in METHODS.values() if method.load is not None)
+    return next(drafter for drafter in found if drafter is not None)
 
 
 def parse(name: str) -> Any:

@@ -209,11 +209,13 @@ def gated_mlp(
     down: Float[Array, "H F"] | Int8,
     *,
     is_gelu: bool,
+    up_bias: Float[Array, "N F"] | None = None,
 ) -> Float[Array, "N H"]:
     """`ops.gated_mlp` in float32 arithmetic, in one call; rows as in `rows_matmul`."""
     out = jax.ShapeDtypeStruct((x.shape[0], down.shape[0]), jnp.float32)
-    operands = _operands(gate, up, down)
-    return _call("gated_mlp", out)(x.astype(jnp.float32), _flags(len(x)), *operands, is_gelu=is_gelu)
+    biases = jnp.zeros((0, gate.shape[0])) if up_bias is None else up_bias.astype(jnp.float32)
+    operands = x.astype(jnp.float32), _flags(len(x)), biases, *_operands(gate, up, down)
+    return _call("gated_mlp", out)(*operands, is_gelu=is_gelu)
 
 
 def attend_applies(query: Array, cached: tuple[Array, Array]) -> bool:

@@ -83,12 +83,15 @@ def gated_mlp(
     up: Float[Array, "F H"] | Int8,
     down: Float[Array, "H F"] | Int8,
     activation: str,
+    up_bias: Float[Array, "... F"] | None = None,
 ) -> Float[Array, "... H"]:
-    """`down . (activate(gate . x) * (up . x))`."""
+    """`down . (activate(gate . x) * (up . x + up_bias))`."""
     if all(native.applies(kernel) for kernel in (gate, up, down)):
-        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        return native.gated_mlp(rows, gate, up, down, is_gelu=activation != "silu").reshape(x.shape)
+        num_rows = math.prod(x.shape[:-1])
+        rows, bias = x.reshape(num_rows, -1), None if up_bias is None else up_bias.reshape(num_rows, -1)
+        return native.gated_mlp(rows, gate, up, down, is_gelu=activation != "silu", up_bias=bias).reshape(x.shape)
     gated, raised = matmuls(x, (gate, up))
+    raised = raised if up_bias is None else raised + up_bias
     return matmul(activate(gated, activation) * raised, down)
 
 

@@ -171,7 +171,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The gated MLP: down(act(gate(x)) * up(x))."""
+    """The gated MLP: down(act(gate(x)) * (up(x) + up_bias)); the bias is an input, one a node, or None."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -179,7 +179,7 @@ class MLP(nn.Module):
     output_std: float | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "... H"]) -> Float[Array, "... H"]:
+    def __call__(self, x: Float[Array, "... H"], up_bias: Float[Array, "... F"] | None = None) -> Float[Array, "... H"]:
         width, wider = x.shape[-1], self.intermediate_size
         down_weight = Weight(width, wider, self.use_bias, self.output_std, name="down")
         if self.has_variable("params", "gate_up"):  # `packing.py`
@@ -189,8 +189,9 @@ class MLP(nn.Module):
             gate_weight, up_weight = (Weight(wider, width, self.use_bias, name=name) for name in ("gate", "up"))
             if not self.use_bias:
                 gate, up, down = (weight()[0] for weight in (gate_weight, up_weight, down_weight))
-                return gated_mlp(x, gate, up, down, self.activation)
+                return gated_mlp(x, gate, up, down, self.activation, up_bias)
             gate, up = linears(x, gate_weight, up_weight)
+        up = up if up_bias is None else up + up_bias
         return linears(activate(gate, self.activation) * up, down_weight)[0]
 
 
@@ -201,7 +202,7 @@ class Block(nn.Module):
     """A `ModelConfig` or a `DrafterConfig`; the fields a drafter lacks take their plain values."""
 
     @nn.compact
-    def __call__(self, x, table, new_mask, cached, seen, attend_fn=attend, asking=None):
+    def __call__(self, x, table, new_mask, cached, seen, attend_fn=attend, asking=None, up_bias=None):
         c = self.config
         get = lambda name, default: getattr(c, name, default)  # noqa: E731
         offset, post_norms = get("norm_offset", 0.0), get("post_norms", False)
@@ -226,6 +227,6 @@ class Block(nn.Module):
         x = x if asking is None else take_nodes(x, asking, 1)
         x = x + (norm(name="attn_post_norm")(attended) if post_norms else attended)
         mlp = MLP(c.intermediate_size, get("activation", "silu"), get("mlp_bias", False), output_std, name="mlp")(
-            norm(feeds_product=True, name="mlp_norm")(x)
+            norm(feeds_product=True, name="mlp_norm")(x), up_bias
         )
         return x + (norm(name="mlp_post_norm")(mlp) if post_norms else mlp), kv

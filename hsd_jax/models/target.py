@@ -32,7 +32,9 @@ class Target(nn.Module):
     remat: bool = False
 
     @nn.compact
-    def __call__(self, tokens, positions, new_mask, cache, aux_layers, active=None, earlier: NewKV | None = None):
+    def __call__(
+        self, tokens, positions, new_mask, cache, aux_layers, active=None, earlier: NewKV | None = None, up_bias=None
+    ):
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
         x = embed(embedding, tokens) * c.embed_scale
@@ -49,7 +51,8 @@ class Target(nn.Module):
             rest = tables[kind], masks[kind][0], cached, masks[kind][1]
             if earlier is not None:
                 rest = *rest, attend_after(earlier.keys[layer], earlier.values[layer])
-            x, (key, value) = block(c, name=f"layer_{layer}")(x, *rest)
+            own = None if up_bias is None else up_bias[:, :, layer]
+            x, (key, value) = block(c, name=f"layer_{layer}")(x, *rest, up_bias=own)
             keys.append(key)
             values.append(value)
             if layer in aux_layers:
@@ -128,6 +131,7 @@ def forward(
     aux_layers: tuple[int, ...] = (),
     active: Bool[Array, "B N"] | None = None,
     earlier: NewKV | None = None,
+    up_bias: Float[Array, "B N L F"] | None = None,
     remat: bool = False,
 ) -> ModelOutput:
     """One pass of the target over N nodes a row.
@@ -139,10 +143,11 @@ def forward(
       aux_layers: layers whose residual stream is returned in `features`.
       active: nodes that count, None: all. What is returned of the others means nothing; the CPU kernels skip them.
       earlier: keys and values of earlier passes over drafts, which no cache holds: `small_lm` grows trees so.
+      up_bias: added in every layer's MLP before the gate: what steers a drafter (`drafters/steered`).
     """
     with native.only(active):
         output = Target(config, remat).apply(
-            {"params": weights}, tokens, positions, new_mask, cache, aux_layers, active, earlier
+            {"params": weights}, tokens, positions, new_mask, cache, aux_layers, active, earlier, up_bias
         )
     return cast(ModelOutput, output)  # flax allows for mutable collections, of which there are none
 
@@ -192,6 +197,7 @@ def read_chunk(
     num_read: Int[Array, "B"],
     *,
     aux_layers: tuple[int, ...] = (),
+    up_bias: Float[Array, "B chunk L F"] | None = None,
 ) -> tuple[ModelOutput, KVCache]:
     """A causal pass over the tokens at positions `start` to `start` + chunk, and the cache with their entries.
 
@@ -215,6 +221,7 @@ def read_chunk(
         None if is_first else before,
         aux_layers=aux_layers,
         active=active,
+        up_bias=up_bias,
     )
     cache = commit(before, output.new_kv, None, jnp.zeros(batch, jnp.int32), output.hidden, start, active)
     return output, dataclasses.replace(cache, length=jnp.minimum(num_read, start + num).astype(jnp.int32))

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from hsd_jax import lock
 from hsd_jax.config import ModelConfig
 from hsd_jax.distributed import check_same, fetch, wait_for_all
-from hsd_jax.drafters.small_lm import load
+from hsd_jax.drafters.small_lm import load_model
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.files import is_writer, read_json, replace_folder, write_json
 from hsd_jax.models import convert
@@ -70,8 +70,7 @@ def train_small_lm(
             f"on_policy.share={recipe.on_policy.share:g}: the drafter writes its text on one device; leave out --mesh"
         )
     target_config, start_dir = convert.read_config(target_dir), Path(start_dir)
-    config, params = load(start_dir, target_config, Tokenizer.find(target_dir), "float32", Placement(mesh))
-    config = ModelConfig(**vars(config))
+    config, params = load_model(start_dir, target_config, Tokenizer.find(target_dir), "float32", Placement(mesh))
     format_config(config)  # what cannot be written must not be trained
     run.check_length(train, config)
     rows = run.read_rows(data_files, target_dir, train, recipe.data, target_config)

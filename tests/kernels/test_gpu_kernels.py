@@ -180,7 +180,7 @@ def test_packed_weights_compute_the_same(bias):
     assert packed["layer_0"]["mlp"].keys() == {"gate_up", "down"}
     given = jnp.arange(6)[None] % config.vocab_size, jnp.arange(6)[None], causal_mask(1, 6)
     wanted = forward(weights, config, *given).logits
-    np.testing.assert_allclose(forward(packed, config, *given).logits, wanted, atol=1e-5)
+    np.testing.assert_allclose(forward(packed, config, *given).logits, wanted, atol=5e-5)  # of sums in another order
     copies = jax.tree.map(jnp.copy, weights)
     freed = pack(copies, config, frees=True)
     assert copies["layer_0"]["attn"]["q"]["kernel"].is_deleted()

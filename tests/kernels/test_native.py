@@ -115,6 +115,26 @@ def test_an_mlp_is_right_and_a_row_keeps_its_bits(width, activation, dtypes):
         np.testing.assert_array_equal(found, whole[:n])
 
 
+@pytest.mark.parametrize("dtypes", ["fff", "bbb"])
+@pytest.mark.parametrize("width", [31, 117, 2000])
+def test_a_rows_own_bias_on_the_up_projection(width, dtypes):
+    """Of the rows that count, whichever these are; a bias of zeros changes no bit."""
+    dtypes = [jnp.bfloat16 if dtype == "b" else jnp.float32 for dtype in dtypes]
+    weights, mlp = mlp_weights(40, width, dtypes), layers.MLP(width)
+    x, bias = 3 * normal(9, 130, 40), normal(10, 130, width)
+    exact = mlp.apply(jax.tree.map(lambda kernel: kernel.astype(jnp.float32), weights), x, bias)
+    whole = np.asarray(on(mlp.apply, weights, x, bias))
+    np.testing.assert_allclose(whole, exact, atol=1e-4)
+    np.testing.assert_array_equal(on(mlp.apply, weights, x, jnp.zeros_like(bias)), on(mlp.apply, weights, x))
+    active = jnp.arange(130) % 3 == 1
+
+    def some(weights, x, bias):
+        with native.only(active):
+            return mlp.apply(weights, x, bias)
+
+    np.testing.assert_array_equal(on(some, weights, x, bias), np.where(active[:, None], whole, 0))
+
+
 def test_an_mlp_goes_to_the_kernel_where_it_can():
     def calls(mlp, weights, num_rows):
         with native.enabled(True):

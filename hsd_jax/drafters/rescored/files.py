@@ -52,7 +52,7 @@ def read_scorer(
             raise ValueError(f"{folder}: a drafter without token information, which is what would score")
         return config, {name: weights[name] for name in ("injector", "draft_to_target") if name in weights}
     if (folder / "config.json").is_file():
-        return small_lm.load(folder, target, tokenizer, dtype, placement)
+        return small_lm.load(folder, target, target_hash, tokenizer, dtype, placement)
     raise FileNotFoundError(
         f"{folder}: no scorer; expected {ZERO_GRAM}, a folder with {NGRAM_CONFIG} (of `hsd train ngram`), with"
         f" {drafter_files.DRAFTER_CONFIG} (a hidden-state drafter) or with config.json (a language model)"

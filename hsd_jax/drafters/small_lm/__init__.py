@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ DEFAULT_CHAIN = TreeConfig(nodes=5, depth=4, width=1)
 """A small model pays for each token of its chain."""
 
 
-def drafting_seconds(costs: Any, config: SmallLMConfig, batch: int, tree: TreeConfig) -> float:
+def drafting_seconds(costs: Any, config: ModelConfig, batch: int, tree: TreeConfig) -> float:
     """A pass of the model for every token of the longest path, of the nodes that its level expands."""
     numbers = config.num_layers * layer_numbers(config) + config.vocab_size * config.hidden_size
     rows = batch * tree.most_expanded
@@ -26,9 +25,9 @@ def drafting_seconds(costs: Any, config: SmallLMConfig, batch: int, tree: TreeCo
     return tree.depth * one
 
 
-def load(
+def load_model(
     folder: Path, target: ModelConfig, tokenizer: Any, dtype: Any, placement: Placement
-) -> tuple[SmallLMConfig, Weights]:
+) -> tuple[ModelConfig, Weights]:
     """Any target folder whose vocabulary is the target's.
 
     Args:
@@ -36,16 +35,23 @@ def load(
     Raises:
       ValueError: if the vocabularies differ.
     """
-    config = SmallLMConfig(**vars(convert.read_config(folder)))
+    config = convert.read_config(folder)
     own = None if tokenizer is None else type(tokenizer).find(folder)
     if config.vocab_size != target.vocab_size or (own is not None and not own.has_vocabulary_of(tokenizer)):
         raise ValueError(
             f"{folder}: a small_lm drafter of {config.vocab_size} tokens for a target of {target.vocab_size}: both"
             " must have the same vocabulary, token by token"
         )
-    weights = convert.read_weights(folder, config, dtype, placement)
-    fingerprint = convert.stored_hash(folder, config, convert.weights_dtype(folder))
-    return dataclasses.replace(config, fingerprint=fingerprint), weights
+    return config, convert.read_weights(folder, config, dtype, placement)
+
+
+def load(
+    folder: Path, target: ModelConfig, target_hash: str, tokenizer: Any, dtype: Any, placement: Placement
+) -> tuple[SmallLMConfig, Weights]:
+    """`load_model`, as a drafter; it is made for no target in particular."""
+    model, weights = load_model(folder, target, tokenizer, dtype, placement)
+    fingerprint = convert.stored_hash(folder, model, convert.weights_dtype(folder))
+    return SmallLMConfig(**vars(model), fingerprint=fingerprint), weights
 
 
 SMALL_LM = Method(

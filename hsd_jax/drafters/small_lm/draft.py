@@ -15,9 +15,18 @@ from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.shared import check_children, check_vocabulary, joined
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.drafters.small_lm.tree import SmallLMState, empty_state, read_prompt, tree_round
+from hsd_jax.drafters.small_lm.tree import (
+    SmallLMState,
+    Steered,
+    bias_of_pending,
+    empty_state,
+    features_of_text,
+    read_prompt,
+    steered_prompt,
+    tree_round,
+)
 from hsd_jax.infer.tree import Grower
+from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward
 from hsd_jax.types import (
@@ -36,15 +45,19 @@ MAX_PENDING = 2
 
 def small_lm_drafter(
     target_config: ModelConfig,
-    config: SmallLMConfig,
+    config: ModelConfig,
     tree: TreeConfig,
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
+    steered: Steered | None = None,
 ) -> Drafter:
     """A `Drafter` whose trees have the shape of `tree`, their children chosen as `scheme` says.
 
     A round costs `tree.depth` passes of the small model: of a chain one or two rows each; of a tree first those that
     the last round committed, then the nodes of a level.
+
+    Args:
+      steered: by states of the target, if it is (`drafters/steered`).
 
     Raises:
       ValueError: if a tree of this scheme cannot have this shape, or the two models differ in their vocabulary.
@@ -57,12 +70,17 @@ def small_lm_drafter(
     max_pending = MAX_PENDING if is_chain else depth + 1
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        return empty_state(config, tokens, length, capacity, max_pending, cache_dtype)
+        return empty_state(config, tokens, length, capacity, max_pending, cache_dtype, steered)
 
     def read(models, state: SmallLMState, output: ModelOutput, tokens: Int[Array, "B chunk"], following, start, length):
-        return read_prompt(models["drafter"], config, state, tokens, start, length)
+        bias = None
+        if steered is not None:
+            bias, state = steered_prompt(models["drafter"], steered, state, output, start, length)
+        return read_prompt(models["drafter"], config, state, tokens, start, length, bias)
 
     def draft(models, state: SmallLMState, inputs: RoundInputs):
+        bias = bias_of_pending(models["drafter"], steered, state)
+
         def expand(level: int | Int[Array, ""], tokens: Array, parents: Array, cache: KVCache):
             """Reads the pending tokens, then each draft, and keeps them all."""
             is_first = isinstance(level, int) and level == 0  # of a chain that may end early the others are traced
@@ -70,7 +88,8 @@ def small_lm_drafter(
             nodes = state.pending if is_first else tokens
             batch, num = nodes.shape
             positions = cache.length[:, None] + jnp.arange(num)
-            output = forward(models["drafter"], config, nodes, positions, causal_mask(batch, num), cache)
+            rest = positions, causal_mask(batch, num), cache
+            output = forward(models["drafter"], config, nodes, *rest, up_bias=bias.pending if is_first else bias.drafts)
             logits = jnp.take_along_axis(output.logits, num_read[:, None, None] - 1, 1)
             return logits, cache_lib.commit(cache, output.new_kv, None, num_read, after=logits)
 
@@ -86,9 +105,13 @@ def small_lm_drafter(
         # draft of the chain; of a finished row (n = 0) the root is pending again.
         num_read = jnp.minimum(num_committed, state.num_drafted)
         text = jnp.concatenate([root, verdict.emitted], 1)
-        pending = jnp.take_along_axis(text, num_read[:, None] + jnp.arange(MAX_PENDING), 1, mode="clip")
+        places = num_read[:, None] + jnp.arange(MAX_PENDING)
+        pending = jnp.take_along_axis(text, places, 1, mode="clip")
         cache = dataclasses.replace(state.cache, length=root_position + num_read)
-        return SmallLMState(cache, pending, 1 + num_committed - num_read, state.num_drafted)
+        features = None
+        if steered is not None:
+            features = cache_lib.take_nodes(features_of_text(steered, state, verdict, output), places, axis=1)
+        return SmallLMState(cache, pending, 1 + num_committed - num_read, state.num_drafted, features)
 
     def follow(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         """Reads the tokens that it did not draft, but for the last one."""
@@ -97,22 +120,25 @@ def small_lm_drafter(
         node = jnp.arange(num_nodes)
         num_read = jnp.where(num_committed > 0, state.num_pending + num_committed - 1, 0)
         positions = state.cache.length[:, None] + node
-        output = forward(
-            models["drafter"],
-            config,
-            nodes,
-            positions,
-            causal_mask(batch, num_nodes),
-            state.cache,
-            active=node < num_read[:, None],
-        )
-        cache = cache_lib.commit(state.cache, output.new_kv, None, num_read, after=output.hidden)
+        active, bias, features = node < num_read[:, None], None, None
+        if steered is not None:
+            assert state.features is not None, "the state of a steered model"
+            of_text = features_of_text(steered, state, verdict, output)
+            with native.only(active):
+                of_nodes = joined(state.features, state.num_pending, of_text[:, 1:])
+                bias = steered.up_bias(models["drafter"], of_nodes)
+            newest = cache_lib.take_nodes(of_text, num_committed[:, None], axis=1)
+            features = jnp.pad(newest, ((0, 0), (0, max_pending - 1), (0, 0)))
+        rest = positions, causal_mask(batch, num_nodes), state.cache
+        own = forward(models["drafter"], config, nodes, *rest, active=active, up_bias=bias)
+        cache = cache_lib.commit(state.cache, own.new_kv, None, num_read, after=own.hidden)
         pending = jnp.pad(verdict.next_token[:, None], ((0, 0), (0, max_pending - 1)))
-        after = SmallLMState(cache, pending, jnp.ones_like(state.num_pending), state.num_drafted)
+        after = SmallLMState(cache, pending, jnp.ones_like(state.num_pending), state.num_drafted, features)
         return cache_lib.keep_idle(num_committed, state, after)
 
     def resize(state: SmallLMState, capacity: int):
         return dataclasses.replace(state, cache=cache_lib.grow(state.cache, capacity))
 
-    of_round = (draft, commit) if is_chain else tree_round(config, grower)
-    return Drafter(init, read, *of_round, resize, scheme, depth, lookahead=depth + max_pending, follow=follow)
+    of_round = (draft, commit) if is_chain else tree_round(config, grower, steered)
+    aux_layers, lookahead = () if steered is None else steered.aux_layers, depth + max_pending
+    return Drafter(init, read, *of_round, resize, scheme, depth, aux_layers, lookahead, follow=follow)

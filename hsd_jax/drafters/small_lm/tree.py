@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.config import ModelConfig
 from hsd_jax.infer.tree import Grower
+from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk
 from hsd_jax.types import KVCache, ModelOutput, NewKV, RoundInputs, Verdict, Weights
@@ -38,6 +39,30 @@ class SmallLMState:
     num_pending: Int[Array, "B"]
     num_drafted: Int[Array, "B"]
     """Drafts of the round that is judged, if it is a chain."""
+    features: Float[Array, "B M X"] | None = None
+    """What steers each pending token: the target's states of the token before it. None: nothing does."""
+
+
+class Steered(NamedTuple):
+    """What steers a model (`drafters/steered`), as functions of the weights."""
+
+    aux_layers: tuple[int, ...]
+    width: int
+    """Numbers of a token's features, all layers together."""
+    joined: Callable[..., Float[Array, "B N X"]]
+    """`joined(ModelOutput.features)`: those of a token side by side."""
+    up_bias: Callable[..., Float[Array, "B N L F"]]
+    """`up_bias(weights, features [B, N, X])`: what `forward` takes under that name."""
+
+
+class Bias(NamedTuple):
+    """`up_bias` of the tokens of a round; None: nothing steers them."""
+
+    pending: Float[Array, "B M L F"] | None = None
+    drafts: Float[Array, "B 1 L F"] | None = None
+
+
+NO_BIAS = Bias()
 
 
 class Level(NamedTuple):
@@ -50,44 +75,83 @@ class Level(NamedTuple):
 
 
 def empty_state(
-    config: SmallLMConfig,
+    config: ModelConfig,
     tokens: Int[Array, "B P"],
     length: Int[Array, "B"],
     capacity: int,
     max_pending: int,
     cache_dtype: Any,
+    steered: Steered | None = None,
 ) -> SmallLMState:
     """Before any of the prompts is read: their last tokens, the roots, are pending."""
     slots = (capacity,) * config.num_layers
     cache = cache_lib.empty_cache(slots, len(length), config.num_kv_heads, config.head_dim, cache_dtype)
     root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
-    return SmallLMState(
-        cache, jnp.pad(root, ((0, 0), (0, max_pending - 1))), jnp.ones_like(length), jnp.zeros_like(length)
-    )
+    pending = jnp.pad(root, ((0, 0), (0, max_pending - 1)))
+    features = None if steered is None else jnp.zeros((*pending.shape, steered.width))
+    return SmallLMState(cache, pending, jnp.ones_like(length), jnp.zeros_like(length), features)
 
 
 def read_prompt(
     weights: Weights,
-    config: SmallLMConfig,
+    config: ModelConfig,
     state: SmallLMState,
     tokens: Int[Array, "B chunk"],
     start: Int[Array, ""] | int,
     length: Int[Array, "B"],
+    up_bias: Float[Array, "B chunk L F"] | None = None,
 ) -> SmallLMState:
     """Reads a chunk of the prompts but their last tokens."""
-    _, cache = read_chunk(weights, config, state.cache, tokens, start, length - 1)
+    _, cache = read_chunk(weights, config, state.cache, tokens, start, length - 1, up_bias=up_bias)
     return dataclasses.replace(state, cache=cache)
 
 
+def steered_prompt(
+    weights: Weights,
+    steered: Steered,
+    state: SmallLMState,
+    output: ModelOutput,
+    start: Int[Array, ""] | int,
+    length: Int[Array, "B"],
+) -> tuple[Float[Array, "B chunk L F"], SmallLMState]:
+    """The bias of a chunk's tokens, each by the states of the token before it, and the state with those of the newest
+    token that was read; after the last chunk, of the one before the root."""
+    assert state.features is not None, "the state of a steered model"
+    features, before = steered.joined(output.features), state.features[:, :1]
+    num = features.shape[1]
+    shifted = jnp.concatenate([before, features[:, :-1]], 1)
+    with native.only(start + jnp.arange(num) < length[:, None] - 1):
+        bias = steered.up_bias(weights, shifted)
+    last = jnp.minimum(length - 2 - start, num - 1)[:, None]
+    newest = jnp.where(last[..., None] >= 0, cache_lib.take_nodes(features, jnp.maximum(last, 0), axis=1), before)
+    return bias, dataclasses.replace(state, features=state.features.at[:, :1].set(newest))
+
+
+def bias_of_pending(weights: Weights, steered: Steered | None, state: SmallLMState) -> Bias:
+    """What steers the pending tokens, and the drafts of the round as it does the root; None: nothing does."""
+    if steered is None:
+        return NO_BIAS
+    with native.only(jnp.arange(state.pending.shape[1]) < state.num_pending[:, None]):
+        pending = steered.up_bias(weights, state.features)
+    return Bias(pending, cache_lib.take_nodes(pending, state.num_pending[:, None] - 1, axis=1))
+
+
+def features_of_text(steered: Steered, state: SmallLMState, verdict: Verdict, output: ModelOutput) -> Array:
+    """What steers the root and each emitted token: states of the token before it, [B, D + 2, X]."""
+    assert state.features is not None, "the state of a steered model"
+    root = cache_lib.take_nodes(state.features, state.num_pending[:, None] - 1, axis=1)
+    return jnp.concatenate([root, cache_lib.take_nodes(steered.joined(output.features), verdict.path, axis=1)], 1)
+
+
 def read_pending(
-    weights: Weights, config: SmallLMConfig, state: SmallLMState
+    weights: Weights, config: ModelConfig, state: SmallLMState, bias: Bias = NO_BIAS
 ) -> tuple[Float[Array, "B 1 V"], SmallLMState]:
     """The logits behind the root, and the state with all that was pending in the cache."""
     batch, num = state.pending.shape
     place = jnp.arange(num)
     positions, is_there = state.cache.length[:, None] + place, place < state.num_pending[:, None]
     nodes = state.pending, positions, causal_mask(batch, num), state.cache
-    output = forward(weights, config, *nodes, active=is_there)
+    output = forward(weights, config, *nodes, active=is_there, up_bias=bias.pending)
     first = jnp.take_along_axis(output.logits, state.num_pending[:, None, None] - 1, 1)
     cache = cache_lib.commit(state.cache, output.new_kv, None, state.num_pending, after=first)
     return first, dataclasses.replace(state, cache=cache)
@@ -100,51 +164,66 @@ def no_level(batch: int) -> Level:
 
 def read_level(
     weights: Weights,
-    config: SmallLMConfig,
+    config: ModelConfig,
     cache: KVCache,
     level: int,
     tokens: Int[Array, "B w"],
     parents: Int[Array, "B w"],
     above: Level,
+    bias: Bias = NO_BIAS,
 ) -> tuple[Float[Array, "B w V"], Level]:
     """The logits behind the nodes of a level, 1 and more, and what the next level needs; the cache keeps none of it."""
     batch, width = tokens.shape
     own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
     sees = jnp.concatenate([cache_lib.take_nodes(above.sees, parents, axis=1), own], 2)
     positions = jnp.broadcast_to(cache.length[:, None] + level - 1, tokens.shape)
-    output = forward(weights, config, tokens, positions, sees, cache, earlier=above.drafted)
+    up_bias = None if bias.drafts is None else jnp.repeat(bias.drafts, width, 1)
+    output = forward(weights, config, tokens, positions, sees, cache, earlier=above.drafted, up_bias=up_bias)
     drafted = output.new_kv
     if above.drafted is not None:
         drafted = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 2), above.drafted, drafted)
     return output.logits, Level(sees, drafted)
 
 
-def all_pending(state: SmallLMState, verdict: Verdict, num_committed: Int[Array, "B"]) -> SmallLMState:
+def all_pending(
+    state: SmallLMState,
+    verdict: Verdict,
+    num_committed: Int[Array, "B"],
+    features: Float[Array, "B D+2 X"] | None = None,
+) -> SmallLMState:
     """After a round that began with `read_pending`: all that it committed is pending; of a finished row, which
-    committed nothing, the root again."""
+    committed nothing, the root again.
+
+    Args:
+      features: what steers the root and each token of the verdict.
+    """
     root = jnp.take_along_axis(state.pending, state.num_pending[:, None] - 1, 1)
     is_idle = num_committed == 0
     pending = jnp.where(is_idle[:, None], root, verdict.emitted)
     cache = dataclasses.replace(state.cache, length=state.cache.length - is_idle.astype(jnp.int32))
-    return SmallLMState(cache, pending, jnp.maximum(num_committed, 1), state.num_drafted)
+    if features is not None:
+        features = jnp.where(is_idle[:, None, None], features[:, :1], features[:, 1:])
+    return SmallLMState(cache, pending, jnp.maximum(num_committed, 1), state.num_drafted, features)
 
 
-def tree_round(config: SmallLMConfig, grower: Grower) -> tuple[Callable, Callable]:
+def tree_round(config: ModelConfig, grower: Grower, steered: Steered | None) -> tuple[Callable, Callable]:
     """`draft` and `commit` of a `Drafter` whose trees have siblings."""
 
     def draft(models, state: SmallLMState, inputs: RoundInputs):
         """Reads what is pending and keeps that; then reads the nodes of each level, and keeps none."""
-        first, state = read_pending(models["drafter"], config, state)
+        bias = bias_of_pending(models["drafter"], steered, state)
+        first, state = read_pending(models["drafter"], config, state, bias)
 
         def expand(level: int, tokens: Array, parents: Array, above: Level):
             if level == 0:
                 return first, above
-            return read_level(models["drafter"], config, state.cache, level, tokens, parents, above)
+            return read_level(models["drafter"], config, state.cache, level, tokens, parents, above, bias)
 
         drafted, _ = grower.grow(expand, no_level(len(inputs.root)), inputs)
         return drafted, state
 
     def commit(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        return all_pending(state, verdict, num_committed)
+        features = None if steered is None else features_of_text(steered, state, verdict, output)
+        return all_pending(state, verdict, num_committed, features)
 
     return draft, commit

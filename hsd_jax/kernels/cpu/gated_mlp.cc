@@ -1,4 +1,4 @@
-// down(act(gate(x)) * up(x)) for the rows that count, in one call.
+// down(act(gate(x)) * (up(x) + bias)) for the rows that count, in one call; the bias is one a row, or none.
 //
 // As two calls with XLA's activation between them, the threads were scheduled twice and stood still while one of them
 // computed the activation and put its rows in order for bfloat16.
@@ -49,8 +49,8 @@ static void Hidden(const float* gate, const float* up, int64_t first, int64_t la
 
 using Floats = ffi::Buffer<ffi::F32, 2>;
 
-static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED> flags, ffi::RemainingArgs weights,
-                           ffi::Result<Floats> y, bool is_gelu) {
+static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED> flags, Floats up_bias,
+                           ffi::RemainingArgs weights, ffi::Result<Floats> y, bool is_gelu) {
   int64_t rows = x.dimensions()[0], k = x.dimensions()[1], num_flags = flags.element_count();
   Matrix gate, up, down;
   size_t next = 0;
@@ -58,7 +58,9 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED
       !NextMatrix(weights, &next, gate.o, &down) || y->dimensions()[0] != rows || y->dimensions()[1] != down.o ||
       (num_flags != 0 && num_flags != rows))
     return ffi::Error::InvalidArgument("gated_mlp: weights must be [out, in], float32, bfloat16 or scaled int8, and fit");
-  int64_t width = gate.o;
+  int64_t width = gate.o, num_biases = up_bias.dimensions()[0];
+  if (num_biases != 0 && (num_biases != rows || up_bias.dimensions()[1] != width))
+    return ffi::Error::InvalidArgument("gated_mlp: biases must be none, or as many as rows and as wide as the MLP");
   if (k < 1 || width < 1) return ffi::Error::InvalidArgument("gated_mlp: rows of no width");
   int64_t threads = Threads(pool);
   int64_t pieces = Pieces(gate.bytes() + up.bytes(), gate.output() + up.output(), threads);
@@ -70,6 +72,7 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED
   int packs = n < 2 * kPack ? 0 : static_cast<int>((n + kPack - 1) / kPack);
   if (packs == 0) packed.Fill(active, 0, n);
   Aligned hidden(n * width), sums(threads * 2 * some * piece);
+  const float* biases = num_biases ? up_bias.typed_data() : nullptr;
   auto work = [=, out = y->typed_data(), active = std::move(active), packed = std::move(packed),
                hidden = std::move(hidden), sums = std::move(sums)](int phase, int i, int thread) mutable {
     if (phase == 0) return packed.Fill(active, i * kPack, std::min<int64_t>((i + 1) * kPack, n));
@@ -87,8 +90,13 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED
       Rows all = packed.rows(), x = {all.plain + from * k, all.paired + from * k};
       Outputs(x, gate, gates - first, count, piece, first, last);  // where output 0 would stand
       Outputs(x, up, ups - first, count, piece, first, last);
-      for (int64_t b = 0; b < count; b++)
+      for (int64_t b = 0; b < count; b++) {
+        if (biases != nullptr) {
+          const float* bias = biases + active[from + b] * width;
+          for (int64_t j = first; j < last; j++) ups[b * piece + j - first] += bias[j];
+        }
         Hidden(gates + b * piece, ups + b * piece, first, last, width, is_gelu, down.is_bf16, h + (from + b) * width);
+      }
     }
   };
   Phases(pool, {packs, static_cast<int>((width + piece - 1) / piece), static_cast<int>(downs)}, std::move(work));
@@ -100,6 +108,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGatedMlp, GatedMlp,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Floats>()
                                   .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<Floats>()
                                   .RemainingArgs()
                                   .Ret<Floats>()
                                   .Attr<bool>("is_gelu"));

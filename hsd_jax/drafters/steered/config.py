@@ -1,0 +1,62 @@
+"""What is static of a small language model that its target's states steer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, ClassVar
+
+from hsd_jax import settings
+from hsd_jax.config import LARGEST_TREE, ModelConfig
+from hsd_jax.settings import Count, Within
+
+Layer = Annotated[int, Within(1, 10_000)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SteeredConfig(ModelConfig):
+    """A language model whose MLPs have a bias made of the target's states; the other fields are those of the model."""
+
+    kind: ClassVar[str] = "steered"
+
+    target_hidden_size: Count
+    steering_layers: tuple[Layer, ...]
+    """Layers of the target whose states steer, ascending, counted as `hidden_states` of Hugging Face: 1 is the state
+    after the first layer."""
+    num_steps: Annotated[int, Within(1, LARGEST_TREE - 1)] = 8
+    """Tokens that a state is trained to steer: as deep as trees may be."""
+    target_hash: str = ""
+    """Fingerprint of the target it was trained for."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        settings.check(self, "SteeredConfig")
+        layers = self.steering_layers
+        if not layers or list(layers) != sorted(set(layers)):
+            raise ValueError(f"steering_layers={layers!r}: expected numbers of layers from 1, ascending, at least one")
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The same layers, counted from 0, as `forward` asks for them."""
+        return tuple(layer - 1 for layer in self.steering_layers)
+
+    def check_target(self, target: ModelConfig) -> None:
+        """Raises a ValueError if a target has other widths, or not these layers."""
+        if self.target_hidden_size != target.hidden_size:
+            raise ValueError(
+                f"the drafter was trained for states of {self.target_hidden_size} numbers; this target has"
+                f" hidden_size={target.hidden_size}. Take its own drafter or train one"
+            )
+        if self.steering_layers[-1] > target.num_layers:
+            raise ValueError(
+                f"steering_layers={list(self.steering_layers)}: the target has {target.num_layers} layers, allowed are"
+                f" 1 to {target.num_layers}"
+            )
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """Layers 3, L / 2 and L - 3 of a target of L layers, as the paper has them; of a shallow one a low, a middle and a
+    high one, of fewer than three layers all."""
+    if num_layers < 3:
+        return tuple(range(1, num_layers + 1))
+    low = 3 if num_layers >= 9 else max(1, num_layers // 4)
+    return low, num_layers // 2 if num_layers > 3 else 2, num_layers - low

@@ -1,0 +1,76 @@
+"""A steered model in a folder: a Hugging Face folder of the model, and two files for what steers it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+
+from hsd_jax import settings
+from hsd_jax.config import LARGEST_TREE, ModelConfig
+from hsd_jax.drafters.small_lm import load_model
+from hsd_jax.drafters.steered.config import Layer, SteeredConfig
+from hsd_jax.drafters.steered.steering import STEERING, init_steering
+from hsd_jax.files import write_json
+from hsd_jax.models.convert import shapes_of
+from hsd_jax.models.hf_config import read_json
+from hsd_jax.models.placement import Placement
+from hsd_jax.models.tensor_files import load_tree, open_all, store_tree
+from hsd_jax.settings import Count, Within
+from hsd_jax.types import Weights
+
+STEERING_CONFIG, STEERING_FILE = "steering_config.json", "steering.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """What STEERING_CONFIG holds: the fields of a `SteeredConfig` that are not the model's."""
+
+    target_hidden_size: Count
+    steering_layers: tuple[Layer, ...]
+    num_steps: Annotated[int, Within(1, LARGEST_TREE - 1)]
+    target_hash: str
+
+    def __post_init__(self):
+        settings.check(self, STEERING_CONFIG)
+
+
+def save_steering(folder: str | Path, config: SteeredConfig, weights: Weights) -> None:
+    """Writes the two files, beside a model that `convert.save_target` writes."""
+    folder, dtype = Path(folder), np.dtype(np.float32)
+    store_tree(folder / STEERING_FILE, weights, shapes_of(init_steering, config), dtype, lambda path: path)
+    own = {field.name: getattr(config, field.name) for field in dataclasses.fields(Stored)}
+    write_json(folder / STEERING_CONFIG, own)
+
+
+def load_steered(
+    folder: Path, target: ModelConfig, target_hash: str, tokenizer: Any, dtype: Any, placement: Placement
+) -> tuple[SteeredConfig, Weights] | None:
+    """What the trainer wrote; None for a folder that holds no steering.
+
+    Raises:
+      FileNotFoundError: if the weights are missing.
+      ValueError: as `small_lm.load_model`, or if it was trained for another target.
+    """
+    if not (folder / STEERING_CONFIG).is_file():
+        return None
+    own = settings.read(Stored, read_json(folder / STEERING_CONFIG), str(folder / STEERING_CONFIG))
+    model, weights = load_model(folder, target, tokenizer, dtype, placement)
+    config = SteeredConfig(**vars(model), **vars(own))
+    config.check_target(target)
+    if own.target_hash not in ("", target_hash):
+        raise ValueError(
+            f"{folder}: trained for target {own.target_hash[:12]}; this target is {target_hash[:12]}, same sizes but"
+            " other weights. Take its own drafter or train one"
+        )
+    if not (folder / STEERING_FILE).is_file():
+        raise FileNotFoundError(f"{folder / STEERING_FILE}: no such file, though {STEERING_CONFIG} is there")
+    shapes = shapes_of(init_steering, config)
+    with contextlib.ExitStack() as stack:
+        stored = {tensor.name: tensor for tensor in open_all([folder / STEERING_FILE], stack)}
+        names, dtype = {name: name for name in shapes}, np.dtype(dtype)
+        steering = load_tree(stored, names, shapes, dtype, folder, STEERING_CONFIG, (), placement)
+    return config, {**weights, STEERING: steering}
