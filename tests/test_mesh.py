@@ -93,7 +93,8 @@ def test_sampled_trees_under_the_recursive_rule_on_a_mesh():
         assert found.tokens[row, :count].tolist() == alone.tokens[row, :count].tolist()
 
 
-OTHERS = ["small_lm", "small_lm_branching", "lookup", "medusa", "eagle", "pearl", *setups.RESCORED, *setups.STACKS]
+OTHERS = ["small_lm", "small_lm_branching", "lookup", "medusa", "eagle", "pearl", "sd2", "sd2_branching"]
+OTHERS += [*setups.RESCORED, *setups.STACKS]
 
 
 @needs_devices

@@ -14,8 +14,8 @@ from hsd_jax.train.recipe import read_recipe, recipe_help, take_paths
 SET_HELP = "change one value of the recipe, for example train.steps=100 (may be repeated)"
 PATHS = {"drafter": (("target", "data", "out"), ("start",)), "target": (("data", "out"), ("tokenizer",))}
 """Of each kind of recipe: what must be given, here or in its file, and what may."""
-SMALL_LM = "small_lm"
-"""The drafter that is a language model of its own: `model.kind` says so, and its recipe is another one."""
+SMALL_LM, STEERED = "small_lm", "steered"
+"""Drafters that are language models of their own: `model.kind` says so, and their recipe is another one."""
 
 
 def add_parser(commands) -> None:
@@ -38,10 +38,11 @@ hsd train drafter --target runs/demo-target --data train.jsonl --out runs/demo
 hsd train drafter --target DIR --data a.jsonl b.txt --out DIR --config configs/demo_drafter.yaml --set train.steps=500
 hsd train drafter --config mine.yaml        # with paths: {target: DIR, data: [train.jsonl], out: DIR} in it
 hsd train drafter --kind small_lm --start SMALL --target DIR --data a.jsonl --out DIR --set on_policy.share=0.5
+hsd train drafter --kind steered --start SMALL --target DIR --data a.jsonl --out DIR --set model.frozen=true
 """,
     )
     drafter.add_argument("--target", metavar="DIR", help="a Hugging Face folder")
-    start = "a drafter of the same target to start from; for small_lm the Hugging Face folder to distil"
+    start = "a drafter of the same target to start from; for small_lm and steered the Hugging Face folder to distil"
     add_value(drafter, "--start DIR", str, start, without="random weights")
     add_value(drafter, "--kind KIND", str, "model.kind of the recipe", without="what it says, or hidden", dest="model")
     _add_run_arguments(drafter, False, "folder of the run; the drafter itself goes to OUT/drafter")
@@ -172,7 +173,7 @@ def run_recipe(args: argparse.Namespace) -> int:
     kind = getattr(args, "model", None)
     values = read_recipe(args.config, args.set + ([f"model.kind={kind}"] if kind else []))
     model = values.get("model") if args.kind == "drafter" else None
-    is_small_lm = isinstance(model, dict) and model.get("kind") == SMALL_LM
+    is_small_lm = isinstance(model, dict) and model.get("kind") in (SMALL_LM, STEERED)
     recipe, train = _recipe_of(SMALL_LM if is_small_lm else args.kind)
     paths = take_paths(values, args, *required, optional=optional)
     recipe = recipe.from_dict(values, args.config or "--set")

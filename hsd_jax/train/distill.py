@@ -1,5 +1,8 @@
 """Distilling a small language model towards the target (DistillSpec): its recipe, its loss, its held-out figures.
 
+A steered one (SD²) is conditioned on the target's states, each token on those of a token before it, 1 to `num_steps`
+places off at random: as far as drafts of a round are from what the target has read.
+
 The recipe says what is minimised (D, `loss.divergence`) and over which text (G): `--data` is fixed text or text the
 target wrote, and `on_policy.share` of the rows hold what the drafter itself writes after their beginnings. Read next:
 `own_text.py` for that text, `run_small_lm.py` for whole runs.
@@ -22,6 +25,8 @@ from hsd_jax import settings
 from hsd_jax.api import decode
 from hsd_jax.config import LARGEST_TREE, ModelConfig, TreeConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.steered.config import Layer, SteeredConfig, default_layers
+from hsd_jax.drafters.steered.steering import joined_features, steered_sequence
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.settings import HOTTEST, MOST, Count, OneOf, Within
@@ -31,22 +36,50 @@ from hsd_jax.train.evaluate import Texts
 from hsd_jax.train.loop import LoopConfig, Loss
 from hsd_jax.train.own_text import OnPolicyConfig
 from hsd_jax.train.target import starts_of
-from hsd_jax.types import Weights
+from hsd_jax.types import ModelOutput, Weights
 
 NLL = "nll"
 """The row's own next token in place of the target's distribution: plain training, no distillation."""
 SHOWN = ("fkl", "rkl", "jsd", "tvd")
+STEPS = 8
+"""Tokens that a state steers, where nobody says."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SmallModel:
     """Its sizes are those of --start."""
 
-    kind: Annotated[str, OneOf((SmallLMConfig.kind,))] = SmallLMConfig.kind
-    """small_lm: an independent language model of the target's vocabulary, read from the folder --start."""
+    kind: Annotated[str, OneOf((SmallLMConfig.kind, SteeredConfig.kind))] = SmallLMConfig.kind
+    """small_lm: an independent language model of the target's vocabulary, read from the folder --start; steered: the
+    same with a bias in every MLP, made of the target's states."""
+    steering_layers: tuple[Layer, ...] = ()
+    """steered: layers of the target whose states steer, counted from 1; empty: 3, L/2 and L-3, or what a shallow
+    target has."""
+    num_steps: Annotated[int, Within(1, LARGEST_TREE - 1)] | None = None
+    """steered: how many tokens a state is to steer, so the deepest draft; null: 8."""
+    frozen: bool = False
+    """steered: the model stays as it is, and what steers it is all that learns."""
 
     def __post_init__(self):
         settings.check(self, "model")
+        if self.kind != SteeredConfig.kind:
+            for name, default in (("steering_layers", ()), ("num_steps", None), ("frozen", False)):
+                if getattr(self, name) != default:
+                    raise ValueError(f"model.{name}={getattr(self, name)!r}: is for model.kind=steered alone")
+
+    def config_of(self, model: ModelConfig, target: ModelConfig, target_hash: str) -> ModelConfig:
+        """What is trained: the model itself, or the model steered by this target.
+
+        Raises:
+          ValueError: for layers that the target lacks.
+        """
+        if self.kind != SteeredConfig.kind:
+            return model
+        layers, steps = self.steering_layers or default_layers(target.num_layers), self.num_steps or STEPS
+        about = {"target_hidden_size": target.hidden_size, "target_hash": target_hash}
+        config = SteeredConfig(**vars(model), **about, steering_layers=layers, num_steps=steps)
+        config.check_target(target)
+        return config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +128,11 @@ class DistillRecipe:
 
     def __post_init__(self):
         self.on_policy.num_rows(self.train)  # refuses what does not fit the rows of a batch
+        if self.on_policy.share and self.model.kind == SteeredConfig.kind:
+            raise ValueError(
+                f"on_policy.share={self.on_policy.share:g}: a steered drafter writes no text without its target;"
+                " allowed is 0"
+            )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str) -> DistillRecipe:
@@ -107,7 +145,9 @@ class DistillRecipe:
 
 
 def make_loss(target_config: ModelConfig, config: ModelConfig, asked: DistillLoss, remat: bool = False) -> Loss:
-    """The mean of the divergence over a batch's labels, for `loop.fit`: `params` the drafter's, `frozen` the target's.
+    """The mean of the divergence over a batch's labels, for `loop.fit`.
+
+    `params` are the weights of the drafter that learn, `frozen` those of "target", and of "drafter" what does not.
 
     A batch is that of `data.Batches`. Its text is data: no gradient passes through how it was drawn. The metrics are
     `overlap`, the mean over labels of the sum of min(p, q), which is 1 - TVD and the chance that the chain rule accepts
@@ -119,11 +159,17 @@ def make_loss(target_config: ModelConfig, config: ModelConfig, asked: DistillLos
     """
 
     def loss(params, frozen, batch, key, step):
-        del key, step
+        del step
+        weights = frozen["drafter"] | params
         tokens, labels, mask = batch["tokens"][:, :-1], batch["tokens"][:, 1:], batch["mask"][:, 1:]
         with jax.named_scope("target"):
-            taught = lax.stop_gradient(forward_sequence(frozen, target_config, tokens, starts_of(batch)).logits)
-        own = forward_sequence(params, config, tokens, starts_of(batch), remat=remat).logits
+            aux_layers = config.aux_layers if isinstance(config, SteeredConfig) else ()
+            output = forward_sequence(frozen["target"], target_config, tokens, starts_of(batch), aux_layers=aux_layers)
+            output = lax.stop_gradient(output)
+        taught, lag = output.logits, 1
+        if isinstance(config, SteeredConfig):
+            lag = jax.random.randint(key, tokens.shape, 1, config.num_steps + 1)
+        own = drafted_logits(weights, config, tokens, output, lag, starts_of(batch), remat)
         if asked.divergence == NLL:
             values = optax.softmax_cross_entropy_with_integer_labels(own.astype(jnp.float32), labels)
         else:
@@ -136,6 +182,23 @@ def make_loss(target_config: ModelConfig, config: ModelConfig, asked: DistillLos
     return loss
 
 
+def drafted_logits(
+    weights: Weights,
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    output: ModelOutput,
+    lag: Int[Array, "B T"] | int,
+    starts: Int[Array, "B T"] | None = None,
+    remat: bool = False,
+) -> Float[Array, "B T V"]:
+    """What the drafter says behind each token, given what the target says of them all; of a steered one steered by
+    the states `lag` places before."""
+    if not isinstance(config, SteeredConfig):
+        return forward_sequence(weights, config, tokens, starts, remat=remat).logits
+    features = joined_features(output.features)
+    return steered_sequence(weights, config, tokens, features, lag, starts, remat).logits
+
+
 def over_labels(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
     """The mean over the labels of a batch; 0 if it has none."""
     return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1).astype(values.dtype)
@@ -144,25 +207,26 @@ def over_labels(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[
 def held_out(
     target_config: ModelConfig, config: ModelConfig, asked: DistillLoss, texts: Texts, temperature: float
 ) -> Callable[[Weights, Weights], dict[str, float]]:
-    """`measure(params, frozen)`: the mean of every divergence over what the target wrote, and 1 - TVD.
+    """`measure(weights, target)`: the mean of every divergence over what the target wrote, and 1 - TVD.
 
-    Both distributions are those of `temperature`; each text is read at once.
+    Both distributions are those of `temperature`; each text is read at once, a steered drafter as for the first draft
+    of a round.
     """
     at = np.arange(1, texts.tokens.shape[1])
     mask = (at >= texts.prompt_length[:, None]) & (at < texts.length[:, None])
 
     @jax.jit
-    def sums(params: Weights, frozen: Weights, tokens: Int[Array, "1 T"], mask: Bool[Array, "1 M"]):
-        logits = [
-            forward_sequence(weights, one, tokens[:, :-1]).logits / temperature
-            for weights, one in ((frozen, target_config), (params, config))
-        ]
+    def sums(weights: Weights, target: Weights, tokens: Int[Array, "1 T"], mask: Bool[Array, "1 M"]):
+        aux_layers = config.aux_layers if isinstance(config, SteeredConfig) else ()
+        output = forward_sequence(target, target_config, tokens[:, :-1], aux_layers=aux_layers)
+        own = drafted_logits(weights, config, tokens[:, :-1], output, 1)
+        logits = output.logits / temperature, own / temperature
         found = [losses.named(name, asked.jsd_beta)(*logits) for name in SHOWN]
         return jnp.stack([jnp.where(mask, values, 0.0).sum() for values in found])
 
-    def measure(params: Weights, frozen: Weights) -> dict[str, float]:
+    def measure(weights: Weights, target: Weights) -> dict[str, float]:
         rows = zip(texts.tokens[:, None], mask[:, None], strict=True)
-        total = sum(np.asarray(sums(params, frozen, *row), np.float64) for row in rows)
+        total = sum(np.asarray(sums(weights, target, *row), np.float64) for row in rows)
         values = dict(zip(SHOWN, (total / mask.sum()).tolist(), strict=True))
         return values | {"predicted_acceptance": 1 - values["tvd"]}
 

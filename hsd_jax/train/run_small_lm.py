@@ -1,7 +1,9 @@
-"""A whole run that distils a small language model towards its target. What `hsd train drafter --kind small_lm` calls.
+"""A whole run that distils a small language model towards its target, steered by it or not. What `hsd train drafter
+--kind small_lm` and `--kind steered` call.
 
 The folder is that of any run (`run.py`), with the drafter's own texts in `on_policy/` and the figures before step 1 in
-`before.json`. The result in `drafter/` is a Hugging Face folder, as the one it started from. Read first: `distill.py`.
+`before.json`. The result in `drafter/` is a Hugging Face folder, as the one it started from, with two files more if it
+is steered. Read first: `distill.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.distributed import check_same, fetch, wait_for_all
 from hsd_jax.drafters.small_lm import load_model
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.steered.config import SteeredConfig
+from hsd_jax.drafters.steered.files import save_steering
+from hsd_jax.drafters.steered.steering import STEERING, init_steering
 from hsd_jax.files import is_writer, read_json, replace_folder, write_json
 from hsd_jax.models import convert
 from hsd_jax.models.hf_config import format_config
@@ -60,9 +65,9 @@ def train_small_lm(
         text on a mesh, a temperature or share outside its bounds, and as `run.train_drafter`.
       FloatingPointError, OSError: see `loop.fit`.
     """
-    out, target_dir, report = Path(out), Path(target_dir), run.of_writer(report)
+    out, target_dir, report, kind = Path(out), Path(target_dir), run.of_writer(report), recipe.model.kind
     if start_dir is None:
-        raise ValueError("--kind small_lm: needs --start, the folder of the pretrained model to distil")
+        raise ValueError(f"--kind {kind}: needs --start, the folder of the pretrained model to distil")
     recipe = dataclasses.replace(recipe, train=recipe.train.on_platform())
     train = recipe.train
     if recipe.on_policy.share and (mesh is not None or jax.process_count() > 1):
@@ -70,26 +75,32 @@ def train_small_lm(
             f"on_policy.share={recipe.on_policy.share:g}: the drafter writes its text on one device; leave out --mesh"
         )
     target_config, start_dir = convert.read_config(target_dir), Path(start_dir)
-    config, params = load_model(start_dir, target_config, Tokenizer.find(target_dir), "float32", Placement(mesh))
+    config, weights = load_model(start_dir, target_config, Tokenizer.find(target_dir), "float32", Placement(mesh))
     format_config(config)  # what cannot be written must not be trained
     run.check_length(train, config)
     rows = run.read_rows(data_files, target_dir, train, recipe.data, target_config)
     about_rows = rows.describe()
     rows, prompts = run.hold_out(rows, recipe.eval, train)
-    frozen, target_hash = run.read_frozen(target_dir, target_config, mesh)
+    taught, target_hash = run.read_frozen(target_dir, target_config, mesh)
+    config = recipe.model.config_of(config, target_config, target_hash)
+    params, kept = to_learn(recipe, config, weights)
+    frozen = {"target": taught, "drafter": kept}
     about = {"target": target_hash, "start": convert.stored_hash(start_dir, config, "float32")}
     about |= {"files": manifest.fingerprints(data_files)}
-    claims = manifest.check(out, force, recipe, kind=SmallLMConfig.kind, **about)
+    claims = manifest.check(out, force, recipe, kind=kind, **about)
     check_same("recipe, target and data of the run", repr(claims))
     report(about_rows)
-    run.describe(report, f"{SmallLMConfig.kind} from {start_dir}", params, rows, train)
+    run.describe(report, f"{kind} from {start_dir}", params, rows, train)
     shardings, place = run.placement(mesh, train, config)
     eos, folder = end_tokens(target_dir, target_config), out / "drafter"
-    keep = functools.partial(_save, folder, start_dir, target_dir, config)
+
+    def keep(learned: Weights, judged: dict[str, Any] | None = None) -> None:
+        _save(folder, start_dir, target_dir, config, kept | learned, judged)
+
     judge = None
     if recipe.eval.every:
-        target = Params(frozen, None, target_config, eos=eos, max_len=target_config.max_position, mesh=mesh)
-        judged = _judged(recipe, out, target, target_hash, config, prompts, report)
+        target = Params(taught, None, target_config, eos=eos, max_len=target_config.max_position, mesh=mesh)
+        judged = _judged(recipe, out, target, target_hash, config, kept, prompts, report)
         judge = Judge(recipe.eval.every, judged, keep)
         if not manifest.has_checkpoints(out):
             before = judged(params)
@@ -108,6 +119,14 @@ def train_small_lm(
     wait_for_all(f"{folder} is written")
     report(f"wrote {folder}")
     return folder
+
+
+def to_learn(recipe: distill.DistillRecipe, config: ModelConfig, model: Weights) -> tuple[Weights, Weights]:
+    """The weights that the run changes, and those that it does not, both the drafter's."""
+    if not isinstance(config, SteeredConfig):
+        return model, {}
+    fresh = {STEERING: init_steering(jax.random.key(recipe.train.seed), config)}
+    return (fresh, model) if recipe.model.frozen else (model | fresh, {})
 
 
 @contextlib.contextmanager
@@ -131,6 +150,7 @@ def _judged(
     target: Params,
     target_hash: str,
     config: ModelConfig,
+    kept: Weights,
     prompts: Sequence[Any],
     report: run.Report,
 ) -> Callable[[Weights], dict[str, Any]]:
@@ -140,11 +160,12 @@ def _judged(
         out, "held-out-sampled", target, target_hash, prompts, asked.max_new_tokens, asked.temperature, report
     )
     measure = distill.held_out(target.target_config, config, recipe.loss, texts, asked.temperature)
-    own = SmallLMConfig(**vars(config))
+    own = config if isinstance(config, SteeredConfig) else SmallLMConfig(**vars(config))
 
-    def judged(params: Weights) -> dict[str, Any]:
-        pair = dataclasses.replace(target, drafter=params, drafter_config=own)
-        return distill.decoded(pair, prompts, asked) | measure(params, target.target)
+    def judged(learned: Weights) -> dict[str, Any]:
+        weights = kept | learned
+        pair = dataclasses.replace(target, drafter=weights, drafter_config=own)
+        return distill.decoded(pair, prompts, asked) | measure(weights, target.target)
 
     return judged
 
@@ -157,7 +178,11 @@ def _save(
     source = start if (start / run.TOKENIZER_FILES[0]).is_file() else target
 
     def write(new: Path) -> None:
-        convert.save_target(new, config, params, bos=convert.read_bos(source), eos=convert.read_eos(source))
+        weights = {name: part for name, part in params.items() if name != STEERING}
+        if isinstance(config, SteeredConfig):
+            save_steering(new, config, params[STEERING])
+        model = config.model if isinstance(config, SteeredConfig) else config
+        convert.save_target(new, model, weights, bos=convert.read_bos(source), eos=convert.read_eos(source))
         for name in (*run.TOKENIZER_FILES, "generation_config.json"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, new / name)

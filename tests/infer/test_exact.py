@@ -20,14 +20,23 @@ from hsd_jax.infer.accept import RULES
 from hsd_jax.types import DRAWN_SCHEMES, NO_TOKEN, DrawScheme
 
 PROPOSERS = ["beam", "branching", "chain", "steered", "block", setups.CHAIN_ORACLE, setups.DECOYS_ORACLE]
-BASELINES = [*setups.CHAINS, "pearl", "small_lm_branching", "eagle", "medusa"]
+BASELINES = [*setups.CHAINS, "pearl", "sd2", "small_lm_branching", "eagle", "medusa"]
 REUSE_PROPOSERS = ["ahead", "hot_sum", "steered_block_skip", "path_sum"]
 RESCORED = ["rescored_ngram", "rescored_lm"]
 STACKS = ["stack_lookup", "stack_hidden"]
 SLOW_PROPOSERS = sorted({*setups.STACKS} - {*STACKS}) + sorted({*setups.RESCORED} - {*RESCORED})
 SLOW_PROPOSERS += ["two", "no_embeddings", "layers", "steered_block", "eagle_layers", "steered_block_ahead"]
 SLOW_PROPOSERS += [f"{kind}_branching" for kind in ("block", "hot", "eagle", "medusa")]
-SLOW_PROPOSERS += ["small_lm_beam", "path_chain", "hot_path", "hot", "block_layers", "path"]
+SLOW_PROPOSERS += [
+    "sd2_branching",
+    "sd2_beam",
+    "small_lm_beam",
+    "path_chain",
+    "hot_path",
+    "hot",
+    "block_layers",
+    "path",
+]
 SLOW_PROPOSERS += [*sorted({*setups.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]
 TABLE = [
     *[("llama", proposer) for proposer in (*PROPOSERS, *BASELINES, *REUSE_PROPOSERS, *RESCORED, *STACKS)],

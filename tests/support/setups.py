@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,6 +31,8 @@ from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.stack.config import StackConfig
+from hsd_jax.drafters.steered.config import SteeredConfig
+from hsd_jax.drafters.steered.steering import STEERING, init_steering
 from hsd_jax.drafters.table import make_drafter as drafter_of
 from hsd_jax.drafters.table import pictures_of
 from hsd_jax.infer.accept import make_rule, match_rule
@@ -153,6 +156,12 @@ _OTHER = [
     Proposer("lookup", CHAIN_OF_4, is_trained=False, config=LookupConfig()),
     Proposer("small_lm", CHAIN_OF_4, is_trained=False, config=SMALL_LM),
 ]
+STEERED = SteeredConfig(**vars(VARIANTS["llama"]), target_hidden_size=32, steering_layers=(1, 2), num_steps=4)
+_STEERED_BY_STATES = [
+    Proposer("sd2", CHAIN_OF_4, is_trained=False, config=STEERED),
+    Proposer("sd2_branching", BRANCHING, is_trained=False, config=STEERED),
+    Proposer("sd2_beam", MIDDLE, is_trained=False, config=STEERED),
+]
 _AHEAD = [Proposer("pearl", TreeConfig.chain(3), is_trained=False, config=PearlConfig(SMALL_LM, 3))]
 _SMALL_LM_TREES = [
     Proposer("small_lm_branching", BRANCHING, is_trained=False, config=SMALL_LM),
@@ -195,6 +204,7 @@ PROPOSERS = {
         *_STEERED,
         *_OTHER,
         *_AHEAD,
+        *_STEERED_BY_STATES,
         *_SMALL_LM_TREES,
         *_RESCORED,
         *_STACKS,
@@ -232,7 +242,16 @@ def drafter_weights_of(config: Any, target: dict[str, Any], seed: int = 2) -> di
         return {"middle": middle, "inner": drafter_weights_of(config.inner, middle, seed + 1)}
     if config.kind in (SmallLMConfig.kind, PearlConfig.kind):
         return make_small_lm(target, seed=seed)
+    if config.kind == SteeredConfig.kind:
+        return {**make_small_lm(target, seed=seed), STEERING: make_steering(config)}
     return {} if config.kind == LookupConfig.kind else make_drafter(config, VARIANTS["llama"], target)
+
+
+def make_steering(config: SteeredConfig) -> dict[str, Any]:
+    """Weights that steer, a little."""
+    rng = np.random.default_rng(3)
+    fresh = init_steering(jax.random.key(0), config)
+    return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(0, 0.05, x.shape), jnp.float32), fresh)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ def test_the_loss_is_the_mean_over_labels(divergence, standard_dtypes):
     asked = distill.DistillLoss(divergence, 0.3)
     loss = distill.make_loss(TARGET, SMALL, asked)
     grad = jit(jax.value_and_grad(lambda p, f, b: loss(p, f, b, None, None), (0, 1), has_aux=True))
-    (value, metrics), (to_own, to_target) = grad(params, frozen, batch_of(rows, mask))
+    (value, metrics), (to_own, to_target) = grad(params, {"target": frozen, "drafter": {}}, batch_of(rows, mask))
     logits = [
         np.asarray(forward_sequence(w, c, jnp.asarray(rows[:, :-1])).logits)
         for w, c in ((frozen, TARGET), (params, SMALL))
@@ -69,7 +69,7 @@ def test_a_batch_without_labels_teaches_nothing():
     frozen, params = pair()
     loss = distill.make_loss(TARGET, SMALL, distill.DistillLoss())
     value, _ = jit(lambda *models: loss(*models, None, None))(
-        params, frozen, batch_of(random_rows(), some_mask("none"))
+        params, {"target": frozen, "drafter": {}}, batch_of(random_rows(), some_mask("none"))
     )
     assert value == 0.0
 

@@ -189,7 +189,7 @@ def all_pending(
     state: SmallLMState,
     verdict: Verdict,
     num_committed: Int[Array, "B"],
-    features: Float[Array, "B D+2 X"] | None = None,
+    features: Float[Array, "B M2 X"] | None = None,
 ) -> SmallLMState:
     """After a round that began with `read_pending`: all that it committed is pending; of a finished row, which
     committed nothing, the root again.

@@ -35,6 +35,11 @@ class SteeredConfig(ModelConfig):
             raise ValueError(f"steering_layers={layers!r}: expected numbers of layers from 1, ascending, at least one")
 
     @property
+    def model(self) -> ModelConfig:
+        """The model without what steers it."""
+        return ModelConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ModelConfig)})
+
+    @property
     def aux_layers(self) -> tuple[int, ...]:
         """The same layers, counted from 0, as `forward` asks for them."""
         return tuple(layer - 1 for layer in self.steering_layers)
@@ -55,8 +60,8 @@ class SteeredConfig(ModelConfig):
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
     """Layers 3, L / 2 and L - 3 of a target of L layers, as the paper has them; of a shallow one a low, a middle and a
-    high one, of fewer than three layers all."""
-    if num_layers < 3:
+    high one, of fewer than four layers all."""
+    if num_layers < 4:
         return tuple(range(1, num_layers + 1))
-    low = 3 if num_layers >= 9 else max(1, num_layers // 4)
-    return low, num_layers // 2 if num_layers > 3 else 2, num_layers - low
+    low = 3 if num_layers >= 9 else num_layers // 4
+    return low, num_layers // 2, num_layers - low

@@ -13,12 +13,14 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from hsd_jax.drafters.steered.config import SteeredConfig
 from hsd_jax.kernels import native
 from hsd_jax.kernels.ops import matmul
-from hsd_jax.types import Weights
+from hsd_jax.models.cache import take_nodes
+from hsd_jax.models.target import forward_sequence
+from hsd_jax.types import ModelOutput, Weights
 
 STEERING = "steering"
 """The name of its weights among those of the model."""
@@ -70,3 +72,25 @@ def init_steering(key: jax.Array, config: SteeredConfig) -> Weights:
 def joined_features(features: tuple[Float[Array, "B N H"], ...]) -> Float[Array, "B N X"]:
     """The states of several layers side by side, in float32."""
     return jnp.concatenate([part.astype(jnp.float32) for part in features], -1)
+
+
+def steered_sequence(
+    weights: Weights,
+    config: SteeredConfig,
+    tokens: Int[Array, "B T"],
+    features: Float[Array, "B T X"],
+    lag: Int[Array, "B T"] | int,
+    starts: Int[Array, "B T"] | None = None,
+    remat: bool = False,
+) -> ModelOutput:
+    """`forward_sequence`, each token steered by the target's states of the token `lag` places before it, at least 1.
+
+    Args:
+      features: of every token, those of the layers that steer side by side; no gradient passes into them.
+      starts: as in `sequence_layout`; a token whose lag reaches before its document is steered by zeros.
+    """
+    at = jnp.arange(tokens.shape[1]) - jnp.broadcast_to(jnp.asarray(lag), tokens.shape)
+    is_there = at >= (0 if starts is None else starts)
+    before = take_nodes(jax.lax.stop_gradient(features), jnp.maximum(at, 0), axis=1)
+    bias = up_bias(weights, config, jnp.where(is_there[..., None], before, 0.0))
+    return forward_sequence(weights, config, tokens, starts, up_bias=bias, remat=remat)
