@@ -24,6 +24,7 @@ from hsd_jax.models.draft_vocab import draft_columns, to_tokens
 from hsd_jax.train.ngram import make_ngram
 from hsd_jax.types import DraftTree, DrawScheme, Inject, RoundInputs, SamplingParams
 
+slow = pytest.mark.slow
 VOCAB, DEPTH, ARCS, BATCH = 300, 3, 16, 6
 BEAM = TreeConfig(nodes=13, depth=DEPTH, width=4)
 TREES = {"beam": BEAM, "chain": TreeConfig.chain(DEPTH), "branching": TreeConfig(branching=(3, 2, 1))}
@@ -103,7 +104,7 @@ def numbers(seed: int, is_hot: bool):
 @pytest.mark.parametrize("has_injector", [False, True], ids=["heads", "injector"])
 @pytest.mark.parametrize("is_hot", [False, True], ids=["all", "hot"])
 @pytest.mark.parametrize("scheme", [DrawScheme.ARBITRARY, DrawScheme.COUPLED, DrawScheme.WITHOUT_REPLACEMENT])
-@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("shape", ["beam", *(pytest.param(name, marks=slow) for name in ("chain", "branching"))])
 def test_trees_are_those_of_a_scan_of_the_vocabulary(shape, scheme, is_hot, has_injector):
     """Nodes to the bit; scores but for the order in which 16 numbers are summed. Nodes that the filters of a row leave
     no token for, score -inf, hold arcs in place of the first tokens of the vocabulary."""
