@@ -258,18 +258,31 @@ class RoundInputs:
     """None: chains grow to their full depth."""
 
 
+class Candidates(NamedTuple):
+    """What a drafter says after the nodes of a level, and of which tokens."""
+
+    logits: Float[Array, "B w C"]
+    tokens: Int[Array, "C"] | Int[Array, "B w C"] | None
+    """The token of each column, of all nodes or of each, ascending: of equals trees take the first. None: columns are
+    tokens."""
+
+
 Inject = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w C"], Any]]
 """`inject(tokens, above) -> (added, read)`: what drafted tokens add to the base logits after them.
 
 `read` [B, w, ...] is the proposer's own, handed on to the children as `above`, one a child; None at the root.
 """
-Expand = Callable[[int, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Float[Array, "B w C"], Any]]
+Expand = Callable[[int, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Float[Array, "B w C"] | Candidates, Any]]
 """`expand(level, tokens, parents, carry) -> (logits, carry)`: what the drafter says after the nodes of a level.
 
+Logits alone are of the tokens that may be drafted. `Candidates` say of which tokens they are; a tree costs what these
+cost, and its beam drafts no others.
 Called once a level, from the root (level 0) down. `parents` are the places of the nodes' parents among the nodes of the
 call before, 0 for the root; `carry` is the drafter's own, for example the keys and values of the nodes so far. Where a
 chain may end early, `level` is traced from 1 on, and the carry keeps its shapes.
 """
+ExpandNamed = Callable[[Any, Int[Array, "B w"], Int[Array, "B w"], Any], tuple[Candidates, Any]]
+"""An `Expand` that always says of which tokens its logits are: `tree.named`."""
 
 
 class Drafter(NamedTuple):

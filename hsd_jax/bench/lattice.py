@@ -70,8 +70,10 @@ def look(
         columns, is_known = to_columns(drafter.get("draft_to_target"), text[jnp.minimum(places, len(text) - 1)])
         informed, above = [], None
         for level in range(tree.depth):
-            added, above = inject(text[jnp.minimum(roots + level, len(text) - 1)][:, None], above)
-            informed.append(logits[:, level] + added[:, 0])
+            informed.append(logits[:, level])
+            if inject is not None:
+                added, above = inject(text[jnp.minimum(roots + level, len(text) - 1)][:, None], above)
+                informed[level] += added[:, 0]
 
         def rank(logits: Array) -> Array:
             own = jnp.take_along_axis(logits, columns[:, :, None], 2)

@@ -65,7 +65,8 @@ class Method(NamedTuple):
     token_information: TokenInformation | None = None
     lattice: Callable[..., Any] | None = None
     """`lattice(target_config, config, tree) -> levels`; `levels(models, state) -> (logits [B, D, C], inject, state)`:
-    what `tree.token_free` grows from, for drafters whose states read no drafted token. None: they do."""
+    what `tree.token_free` grows from, for drafters whose states read no drafted token; `inject` is None where such
+    tokens add nothing. None: they do."""
     stages: Callable[..., Any] | None = None
     """`stages(target_config, config, tree, scheme)`: the parts of drafting, for profiles. None: it is timed as a
     whole."""

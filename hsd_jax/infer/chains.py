@@ -46,8 +46,8 @@ class Draft(NamedTuple):
     """What it was drawn from."""
 
 
-Pick = Callable[[Any, Float[Array, "B 1 C"]], Draft]
-"""`pick(level, logits) -> Draft`: the child of the chain's node of that level."""
+Pick = Callable[[Any, Any], Draft]
+"""`pick(level, said) -> Draft`: the child of the chain's node of that level, from what `expand` says there."""
 
 
 def goes_on(stop: Stop, score: Float[Array, "B N"], num_drafts: Int[Array, ""]) -> Bool[Array, ""]:
@@ -85,8 +85,8 @@ def grow_chain(
 
     def grown(level: Any, chain: Chain) -> Chain:
         token = lax.dynamic_slice_in_dim(chain.tokens, level, 1, 1)
-        logits, carry = expand(level, token, jnp.zeros_like(token), chain.carry)
-        draft = pick(level, logits)
+        said, carry = expand(level, token, jnp.zeros_like(token), chain.carry)
+        draft = pick(level, said)
         above = lax.dynamic_slice_in_dim(chain.score, level, 1, 1)
         score = above + jnp.fmin(draft.log_confidence, 0.0)
         distributions = chain.draft_logp

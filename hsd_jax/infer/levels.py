@@ -18,17 +18,25 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.infer import draw
 from hsd_jax.infer.chains import Draft, Pick, grow_chain
 from hsd_jax.models.draft_vocab import to_tokens, to_vocabulary
-from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, Expand, RoundInputs, SamplingParams
+from hsd_jax.types import (
+    DRAWN_SCHEMES,
+    NO_PARENT,
+    Candidates,
+    DraftTree,
+    DrawScheme,
+    ExpandNamed,
+    RoundInputs,
+    SamplingParams,
+)
 
 
 def grow(
-    expand: Expand,
+    expand: ExpandNamed,
     carry: Any,
     inputs: RoundInputs,
     config: TreeConfig,
     scheme: DrawScheme,
     scale: Float[Array, "B"] | None,
-    draft_to_target: Int[Array, "C"] | None,
     num_levels: Int[Array, "B"] | None,
     vocab_size: int,
 ) -> tuple[DraftTree, Any]:
@@ -39,7 +47,8 @@ def grow(
 
     Args:
       scale: of trees that are not drawn, what the logits are multiplied by.
-      draft_to_target, num_levels, vocab_size: as in `Grower`. A cold token has no mass, so it is never drawn.
+      expand: as `tree.named` makes it. A token that is no candidate has no mass, so it is never drawn.
+      num_levels, vocab_size: as in `Grower`.
     Raises:
       ValueError: if the tree has more nodes than depth times width.
     """
@@ -51,22 +60,23 @@ def grow(
         num_rows = widths if scheme is DrawScheme.INDEPENDENT else (1, *widths[:-1])
         of_tree = draw.level_noise(inputs.keys, num_rows, inputs.position, vocab_size, is_sampled)
         if inputs.stop is not None and config.width == 1:
-            pick = drawn_draft(config, scheme, of_tree, draft_to_target, vocab_size, sampling)
+            pick = drawn_draft(config, scheme, of_tree, vocab_size, sampling)
             return grow_chain(expand, carry, inputs.root, config.depth, pick, scheme, inputs.stop, vocab_size)
         noise = jnp.split(of_tree, np.cumsum(num_rows)[:-1], axis=1)
     zero = jnp.zeros((batch, 1))
     level = draw.Level(inputs.root[:, None].astype(jnp.int32), jnp.full((batch, 1), NO_PARENT, jnp.int32), zero, zero)
     levels, parents, distributions, first_id = [level], [level.parents], [], 0
     for depth in range(config.depth):
-        logits, carry = expand(depth, level.tokens, jnp.maximum(level.parents, 0), carry)
+        said, carry = expand(depth, level.tokens, jnp.maximum(level.parents, 0), carry)
         if is_drawn:
-            logits = draw.draft_distribution(to_vocabulary(draft_to_target, logits, vocab_size), sampling)
-            distributions.append(logits)
-            level = _drawn(config, scheme, depth, noise[depth], logits, level, is_sampled)
+            draft_logp = draw.draft_distribution(to_vocabulary(said.tokens, said.logits, vocab_size), sampling)
+            distributions.append(draft_logp)
+            level = _drawn(config, scheme, depth, noise[depth], draft_logp, level, is_sampled)
         else:
             assert scale is not None and config.branching is not None, "a beam grows the others"
-            level = draw.likeliest(logits * scale[:, None, None], level, config.branching[depth])
-            level = level._replace(tokens=to_tokens(draft_to_target, level.tokens))
+            level = draw.likeliest(said.logits * scale[:, None, None], level, config.branching[depth])
+            columns = level.tokens.reshape(*said.logits.shape[:2], -1)
+            level = level._replace(tokens=to_tokens(said.tokens, columns).reshape(batch, -1))
         parents.append(first_id + level.parents)
         first_id += levels[-1].tokens.shape[1]
         levels.append(level)
@@ -91,7 +101,6 @@ def drawn_draft(
     config: TreeConfig,
     scheme: DrawScheme,
     noise: Float[Array, "B D V"],
-    draft_to_target: Int[Array, "C"] | None,
     vocab_size: int,
     sampling: SamplingParams,
 ) -> Pick:
@@ -101,9 +110,9 @@ def drawn_draft(
     it is likely: (1 + the largest probability) / 2, which `Control` corrects.
     """
 
-    def pick(level: Any, logits: Array) -> Draft:
-        draft_logp = draw.draft_distribution(to_vocabulary(draft_to_target, logits, vocab_size), sampling)
-        zero = jnp.zeros(logits.shape[:2])
+    def pick(level: Any, said: Candidates) -> Draft:
+        draft_logp = draw.draft_distribution(to_vocabulary(said.tokens, said.logits, vocab_size), sampling)
+        zero = jnp.zeros(said.logits.shape[:2])
         above = draw.Level(zero.astype(jnp.int32), zero.astype(jnp.int32), zero, zero)
         own = lax.dynamic_slice_in_dim(noise, level, 1, 1)
         below = _drawn(config, scheme, 0, own, draft_logp, above, sampling.temperature > 0.0)

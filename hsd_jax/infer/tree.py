@@ -6,10 +6,12 @@ Read next: `levels.py`, which draws; `accept.py`, which walks these trees.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -23,9 +25,11 @@ from hsd_jax.models.draft_vocab import draft_columns, to_tokens
 from hsd_jax.types import (
     DRAWN_SCHEMES,
     NO_PARENT,
+    Candidates,
     DraftTree,
     DrawScheme,
     Expand,
+    ExpandNamed,
     Inject,
     RoundInputs,
     SamplingParams,
@@ -63,12 +67,17 @@ def coupled_sharpness(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
     return jnp.where(temperature > 0.0, COUPLED_SHARPEST * jnp.minimum(temperature, 1.0), SHARPEST)
 
 
-def coupled(
-    expand: Expand,
-    noise: Float[Array, "B M V"],
-    draft_to_target: Int[Array, "C"] | None,
-    sampling: SamplingParams,
-) -> Expand:
+def named(expand: Expand, draft_to_target: Int[Array, "C"] | None) -> ExpandNamed:
+    """The same with the tokens: those of `draft_to_target` where the drafter names none."""
+
+    def expand_named(level: Any, tokens: Array, parents: Array, carry: Any):
+        said, carry = expand(level, tokens, parents, carry)
+        return said if isinstance(said, Candidates) else Candidates(said, draft_to_target), carry
+
+    return expand_named
+
+
+def coupled(expand: ExpandNamed, noise: Float[Array, "B M V"], sampling: SamplingParams) -> ExpandNamed:
     """An `Expand` that says log q + g, up to a constant a node: q the drafter's distribution, g the target's noise.
 
     All nodes of a level predict the same position, so they see the same noise, each token its own. Greedy rows are as
@@ -76,18 +85,24 @@ def coupled(
     """
 
     def expand_coupled(level: Any, tokens: Array, parents: Array, carry: Any):
-        logits, carry = expand(level, tokens, parents, carry)
-        return sampling_lib.perturb(
-            lambda: draft_columns(draft_to_target, noise[:, level, None]), logits, sampling
-        ), carry
+        said, carry = expand(level, tokens, parents, carry)
+        logits = sampling_lib.perturb(lambda: draft_columns(said.tokens, noise[:, level, None]), said.logits, sampling)
+        return said._replace(logits=logits), carry
 
     return expand_coupled
 
 
-def token_free(base_logits: Float[Array, "B D C"], inject: Inject) -> Expand:
-    """The `Expand` of a drafter whose states do not read drafted tokens: a level's base logits and what tokens add."""
+def token_free(base_logits: Float[Array, "B D C"], inject: Inject | None) -> Callable[..., tuple[Array, Any]]:
+    """The `Expand` of a drafter whose states do not read drafted tokens: a level's base logits and what tokens add.
+
+    Args:
+      inject: None: they add nothing.
+    """
 
     def expand(level: int, tokens: Array, parents: Array, carry: Any):
+        if inject is None:
+            shape = *tokens.shape, base_logits.shape[-1]
+            return jnp.broadcast_to(base_logits[:, level, None], shape), carry
         added, read = inject(tokens, jax.tree.map(lambda x: take_nodes(x, parents, axis=1), carry))
         return base_logits[:, level, None, :] + added, read
 
@@ -117,31 +132,33 @@ class Grower(NamedTuple):
         (`sharpness`); a COUPLED one is that of `coupled` logits.
 
         Args:
-          draft_to_target: the token of each column of the logits; None: the columns are the tokens.
+          draft_to_target: the token of each column of the logits where `expand` names none; None: the columns are the
+            tokens.
           num_levels: levels of each row that have logits; nodes below are not valid. None: all.
         """
         sampling, scale = inputs.sampling, None
+        named_expand = named(expand, draft_to_target)
         if self.scheme not in DRAWN_SCHEMES:
             scale = sharpness(sampling.temperature)
             if self.scheme is DrawScheme.COUPLED:
                 noise, size = inputs.noise, (self.config.depth, self.vocab_size)
                 if noise is None:
                     noise = sampling_lib.round_noise(inputs.keys, inputs.position, *size, sampling)
-                expand = coupled(expand, noise, draft_to_target, sampling)
+                named_expand = coupled(named_expand, noise, sampling)
                 scale = coupled_sharpness(sampling.temperature)
             if inputs.stop is not None and self.config.width == 1:
-                pick = likeliest_draft(draft_to_target, scale)
-                return grow_chain(expand, carry, inputs.root, self.config.depth, pick, self.scheme, inputs.stop)
+                rest = self.config.depth, likeliest_draft(scale), self.scheme, inputs.stop
+                return grow_chain(named_expand, carry, inputs.root, *rest)
             if self.config.branching is None or self.config.width == 1:
                 beam = _chain if self.config.width == 1 else _beam
-                return beam(expand, carry, inputs.root, self.config, draft_to_target, scale, num_levels, self.scheme)
-        rest = draft_to_target, num_levels, self.vocab_size
-        return levels.grow(expand, carry, inputs, self.config, self.scheme, scale, *rest)
+                return beam(named_expand, carry, inputs.root, self.config, scale, num_levels, self.scheme)
+        rest = num_levels, self.vocab_size
+        return levels.grow(named_expand, carry, inputs, self.config, self.scheme, scale, *rest)
 
     def grow_token_free(
         self,
         base_logits: Float[Array, "B D C"],
-        inject: Inject,
+        inject: Inject | None,
         inputs: RoundInputs,
         draft_to_target: Int[Array, "C"] | None = None,
         num_levels: Int[Array, "B"] | None = None,
@@ -150,34 +167,33 @@ class Grower(NamedTuple):
         return self.grow(token_free(base_logits, inject), None, inputs, draft_to_target, num_levels)[0]
 
 
-def likeliest_draft(draft_to_target: Int[Array, "C"] | None, scale: Float[Array, "B"]) -> Pick:
+def likeliest_draft(scale: Float[Array, "B"]) -> Pick:
     """The likeliest child under the log-softmax of `scale` times the logits, which is how sure the drafter is."""
 
-    def pick(level: Any, logits: Array) -> Draft:
-        best = ops.argmax(logits)
-        scaled = logits * scale[:, None, None]
-        top = jnp.take_along_axis(scaled, best[:, :, None], 2)[:, :, 0]
-        return Draft(to_tokens(draft_to_target, best), top - jax.nn.logsumexp(scaled, axis=-1))
+    def pick(level: Any, said: Candidates) -> Draft:
+        best = ops.argmax(said.logits)[:, :, None]
+        scaled = said.logits * scale[:, None, None]
+        top = jnp.take_along_axis(scaled, best, 2)[:, :, 0]
+        return Draft(to_tokens(said.tokens, best)[:, :, 0], top - jax.nn.logsumexp(scaled, axis=-1))
 
     return pick
 
 
 def _chain(
-    expand: Expand,
+    expand: ExpandNamed,
     carry: Any,
     root: Int[Array, "B"],
     config: TreeConfig,
-    draft_to_target: Int[Array, "C"] | None,
     scale: Float[Array, "B"],
     num_levels: Int[Array, "B"] | None,
     scheme: DrawScheme,
 ) -> tuple[DraftTree, Any]:
     """The tree of `_beam` for width 1: nothing competes. (XLA drops the scores where nobody reads them.)"""
     token, drafts = root[:, None], []
-    scores, pick = [jnp.zeros(token.shape)], likeliest_draft(draft_to_target, scale)
+    scores, pick = [jnp.zeros(token.shape)], likeliest_draft(scale)
     for level in range(config.depth):
-        logits, carry = expand(level, token, jnp.zeros_like(token), carry)
-        token, log_confidence, _ = pick(level, logits)
+        said, carry = expand(level, token, jnp.zeros_like(token), carry)
+        token, log_confidence, _ = pick(level, said)
         scores.append(scores[-1] + jnp.fmin(log_confidence, 0.0))
         drafts.append(token)
     num, score = config.depth if num_levels is None else num_levels, jnp.concatenate(scores, 1)
@@ -185,25 +201,23 @@ def _chain(
 
 
 def _beam(
-    expand: Expand,
+    expand: ExpandNamed,
     carry: Any,
     root: Int[Array, "B"],
     config: TreeConfig,
-    draft_to_target: Int[Array, "C"] | None,
     scale: Float[Array, "B"],
     num_levels: Int[Array, "B"] | None,
     scheme: DrawScheme,
 ) -> tuple[DraftTree, Any]:
     """Grows trees by cumulative log-probability and keeps the best nodes over all levels (EAGLE-2's rerank).
 
-    At every level the `width` best nodes are expanded, each into its `width` likeliest children under the log-softmax
+    At every level the `width` best nodes are expanded, each into its `width` likeliest candidates under the log-softmax
     of `scale` times what `expand` says. Scores fall along a path and ties go to the shallower node, so the nodes kept
     are closed under ancestors, and the order of scores puts parents first. Whether `expand` says what the drafter says,
     or that and the target's noise, is `scheme`.
 
     Args:
-      draft_to_target: the token of each of the C columns; None: the columns are the tokens. `expand` gets tokens, and
-        the tree holds tokens.
+      expand: gets tokens, and the tree holds tokens; which the C columns are it says itself.
       num_levels: as in `grow`; nodes below a row's levels come last.
     """
     batch, width = root.shape[0], config.width
@@ -212,32 +226,30 @@ def _beam(
     frontier_parents = jnp.zeros((batch, 1), jnp.int32)
     scores, tokens, parents = [], [], []
     for level in range(config.depth):
-        logits, carry = expand(level, frontier_tokens, frontier_parents, carry)
-        logits = logits * scale[:, None, None]
-        top, children, total = ops.top_k(logits, width)
+        said, carry = expand(level, frontier_tokens, frontier_parents, carry)
+        count = min(width, said.logits.shape[-1])
+        top, children, total = ops.top_k(said.logits * scale[:, None, None], count)
         # A score above its parent's, or none at all, would cut a node off from its parent: never trust a drafter.
         logp = jnp.fmin(top - total, 0.0)
         level_scores = (frontier_scores[:, :, None] + logp).reshape(batch, -1)
         if num_levels is not None:
             level_scores = jnp.where(level < num_levels[:, None], level_scores, -jnp.inf)
-        level_tokens = to_tokens(draft_to_target, children).reshape(batch, -1)
+        level_tokens = to_tokens(said.tokens, children).reshape(batch, -1)
         first_id = sum(s.shape[1] for s in scores)
         scores.append(level_scores)
         tokens.append(level_tokens)
-        parents.append(jnp.repeat(frontier_ids, width, axis=1))
-        frontier_scores, best = lax.top_k(level_scores, width)
+        parents.append(jnp.repeat(frontier_ids, count, axis=1))
+        frontier_scores, best = lax.top_k(level_scores, min(width, level_scores.shape[1]))
         frontier_tokens = jnp.take_along_axis(level_tokens, best, 1)
         frontier_ids = first_id + best
-        frontier_parents = best // width
+        frontier_parents = best // count
+    candidate_depth = np.repeat(np.arange(1, config.depth + 1), [x.shape[1] for x in scores])
     scores, tokens, parents = (jnp.concatenate(x, 1) for x in (scores, tokens, parents))
     best_scores, kept = lax.top_k(scores, config.nodes - 1)  # stable: of equals the shallower
     kept_parents = jnp.take_along_axis(parents, kept, 1)
     # The node index of each kept node's parent; the root is node 0, kept candidate i is node i + 1.
     is_parent = kept_parents[:, :, None] == kept[:, None, :]
     node_parent = jnp.where(kept_parents == NO_PARENT, 0, jnp.argmax(is_parent, -1) + 1)
-    candidate_depth = jnp.concatenate(
-        [jnp.full(width if level == 0 else width * width, level + 1) for level in range(config.depth)]
-    )
     column = jnp.zeros((batch, 1), jnp.int32)
     valid = jnp.ones((batch, config.nodes), bool)
     if num_levels is not None:
@@ -245,7 +257,7 @@ def _beam(
     tree = DraftTree(
         tokens=jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, kept, 1)], 1).astype(jnp.int32),
         parents=jnp.concatenate([column + NO_PARENT, node_parent.astype(jnp.int32)], 1),
-        depth=jnp.concatenate([column, candidate_depth[kept].astype(jnp.int32)], 1),
+        depth=jnp.concatenate([column, jnp.asarray(candidate_depth, jnp.int32)[kept]], 1),
         valid=valid,
         score=jnp.concatenate([jnp.zeros((batch, 1)), best_scores], 1),
         scheme=scheme,

@@ -19,15 +19,34 @@ from hsd_jax.config import DrafterConfig, ModelConfig
 from hsd_jax.models.target import head_rows
 from hsd_jax.types import Weights
 
-
-def to_tokens(draft_to_target: Int[Array, "C"] | None, columns: Int[Array, "..."]) -> Int[Array, "..."]:
-    """The token of each column; without a reduced draft vocabulary columns are tokens."""
-    return columns if draft_to_target is None else draft_to_target[columns]
+TokensOfColumns = Int[Array, "C"] | Int[Array, "B w C"] | None
+"""The token of each column: of all nodes, of each node (`types.Candidates`), or None where columns are tokens."""
 
 
-def draft_columns(draft_to_target: Int[Array, "C"] | None, values: Float[Array, "... V"]) -> Float[Array, "... C"]:
-    """Of values over the whole vocabulary those of the hot tokens; all without a reduced draft vocabulary."""
-    return values if draft_to_target is None else values[..., draft_to_target]
+def to_tokens(draft_to_target: TokensOfColumns, columns: Int[Array, "..."]) -> Int[Array, "..."]:
+    """The token of each column; without a reduced draft vocabulary columns are tokens.
+
+    Args:
+      columns: [B, w, k] where each node has tokens of its own.
+    """
+    if draft_to_target is None:
+        return columns
+    if draft_to_target.ndim == 1:
+        return draft_to_target[columns]
+    return jnp.take_along_axis(draft_to_target, columns, -1)
+
+
+def draft_columns(draft_to_target: TokensOfColumns, values: Float[Array, "... V"]) -> Float[Array, "... C"]:
+    """Of values over the whole vocabulary those of the hot tokens; all without a reduced draft vocabulary.
+
+    Args:
+      values: [B, w, V], or [B, 1, V] for all nodes, where each has tokens of its own.
+    """
+    if draft_to_target is None:
+        return values
+    if draft_to_target.ndim == 1:
+        return values[..., draft_to_target]
+    return jnp.take_along_axis(values, draft_to_target, -1)
 
 
 def to_columns(
@@ -41,12 +60,16 @@ def to_columns(
 
 
 def to_vocabulary(
-    draft_to_target: Int[Array, "C"] | None, logits: Float[Array, "... C"], vocab_size: int
+    draft_to_target: TokensOfColumns, logits: Float[Array, "... C"], vocab_size: int
 ) -> Float[Array, "... V"]:
     """Logits over the whole vocabulary, -inf for cold tokens; as they are without a reduced draft vocabulary."""
     if draft_to_target is None:
         return logits
-    return jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype).at[..., draft_to_target].set(logits)
+    whole = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype)
+    if draft_to_target.ndim == 1:
+        return whole.at[..., draft_to_target].set(logits)
+    row, node = jnp.ogrid[: logits.shape[0], : logits.shape[1]]
+    return whole.at[row[..., None], node[..., None], draft_to_target].set(logits, unique_indices=True)
 
 
 def attach(

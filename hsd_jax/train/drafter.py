@@ -121,7 +121,8 @@ class LossConfig:
     feature_steps: Whole = 0
     """Steps over which that weight falls to 0; 0: it stays."""
     on_policy: Annotated[float, Within(0, 1, below=True)] = 0.0
-    """Share of passes, at random, whose previous tokens the drafter draws itself and the target judges."""
+    """Share of passes, at random, whose previous tokens the drafter draws itself and the target judges. For heads and
+    rank 0, which read no previous token, the target's answers alone change."""
     on_policy_anchors: Count = 16
     """Anchors a row in such a pass; each costs the target num_steps - 1 nodes."""
     chunk: Count | None = None
@@ -256,12 +257,16 @@ def _check_loss(
     config.check_feature_layers(target_config.num_layers)
     if loss_config.on_policy and config.num_steps < 2:
         raise ValueError(f"loss.on_policy={loss_config.on_policy}: needs model.num_steps of at least 2")
-    for name in ("on_policy", "anneal_steps"):
-        if method.token_information is None and getattr(loss_config, name):
-            raise ValueError(
-                f"loss.{name}={getattr(loss_config, name)}: is about token information, which model.kind={config.kind}"
-                " does without"
-            )
+    if loss_config.on_policy and method.lattice is None:
+        raise ValueError(
+            f"loss.on_policy={loss_config.on_policy}: is for drafters whose states read no drafted token; those of"
+            f" model.kind={config.kind} are unrolled on the text's"
+        )
+    if loss_config.anneal_steps and method.token_information is None:
+        raise ValueError(
+            f"loss.anneal_steps={loss_config.anneal_steps}: is about token information, which model.kind={config.kind}"
+            " does without"
+        )
     num_kept = None if draft_to_target is None else len(draft_to_target)
     if num_kept != config.reduced_vocab_size:
         raise ValueError(
@@ -295,9 +300,9 @@ def make_loss(
       draft_to_target: of a drafter with a reduced draft vocabulary; `losses.py` says what becomes of the cold tokens.
       remat: compute the drafter's layers again in the backward pass. The frozen target has none to keep anything for.
     Raises:
-      ValueError: if the target lacks a layer the drafter reads, a single depth is to be trained on policy, the loss is
-        about token information and the drafter has none, trees are to start from states older than the drafter makes,
-        or there are not as many `draft_to_target` as it has hot tokens.
+      ValueError: if the target lacks a layer the drafter reads, a single depth or states that read drafted tokens are
+        to be trained on policy, the loss is about token information and the drafter has none, trees are to start from
+        states older than the drafter makes, or there are not as many `draft_to_target` as it has hot tokens.
     """
     unroll = method_of(config).unroll
     assert unroll is not None, "recipes name trained kinds only"

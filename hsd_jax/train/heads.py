@@ -97,12 +97,14 @@ def on_draws(
     hidden: Float[Array, "B T H"],
     starts: Int[Array, "B T"] | None = None,
 ) -> tuple[Drafts, Float[Array, "B AK H"]]:
-    """The same drafts after the drafter's own draws, and the target's final states given these."""
+    """The same drafts after the drafter's own draws, and the target's final states given these.
+
+    States are as they were: only drafters are here whose states read no drafted token.
+    """
     params, config, frozen, target_config = models
     told = method_of(config).token_information
-    assert told is not None, "other drafters are refused"
     root = take_nodes(tokens, drafts.anchors + 1, axis=1)
-    added_by = functools.partial(told.inject, params, config)
+    added_by = None if told is None else functools.partial(told.inject, params, config)
     base = base_logits(params, config, frozen, target_config, drafts.states.reshape(drafts.mask.size, -1))
     chains = on_policy.sample_chains(
         key, base.reshape(*drafts.mask.shape, -1), root, added_by, params.get("draft_to_target")

@@ -1,8 +1,10 @@
 """Labels from the drafter's own text (DistillSpec): chains sampled from its distribution, judged by the target in one
 pass.
 
-The trunk's states depend on no drafted token, so a pass of training unrolls as usual and only the previous tokens and
-the target's distributions change. Knows nothing of divergences or of the drafter's weights. Read next: `drafter.py`.
+For drafters whose states read no drafted token: a pass of training unrolls as usual, and only the previous tokens and
+the target's distributions change. Medusa heads and drafters of rank 0 read no previous token either, so a draw changes
+what the target is asked and nothing else (methods.md 7.4). Each draw is a node more in a pass of the target. Knows
+nothing of divergences or of the drafter's weights. Read next: `drafter.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def sample_chains(
     key: jax.Array,
     base: Float[Array, "B A K C"],
     root: Int[Array, "B A"],
-    inject: Inject,
+    inject: Inject | None,
     draft_to_target: Int[Array, "C"] | None = None,
 ) -> Int[Array, "B A D"]:
     """d_1 .. d_D after each root, D = K - 1, drawn at temperature 1 from base logits plus token information.
@@ -41,12 +43,16 @@ def sample_chains(
     Consumes the key. The token of depth K is not drawn: no depth follows whose distribution it could change.
 
     Args:
+      inject: None: there is no token information, and every depth is drawn apart from the others.
       draft_to_target: the token of each of the C columns; None: the columns are the tokens.
     """
     chain, previous, above = [], root, None
     for depth in range(base.shape[2] - 1):
-        added, above = inject(previous, above)
-        logits = lax.stop_gradient(base[:, :, depth] + added)
+        logits = base[:, :, depth]
+        if inject is not None:
+            added, above = inject(previous, above)
+            logits += added
+        logits = lax.stop_gradient(logits)
         drawn = jax.random.categorical(jax.random.fold_in(key, depth), logits)
         previous = to_tokens(draft_to_target, drawn).astype(root.dtype)
         chain.append(previous)

@@ -20,12 +20,12 @@ from support import calls, setups, toy
 import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.rescored.config import RescoredConfig
-from hsd_jax.drafters.rescored.draft import weighed
+from hsd_jax.drafters.rescored.draft import Lattice, weighed
 from hsd_jax.drafters.rescored.ngram import save_ngram
 from hsd_jax.drafters.rescored.scorers import ZERO_GRAMS, Scorer, low_rank_scorer, ngram_scorer
 from hsd_jax.drafters.table import METHODS, make_drafter
 from hsd_jax.infer.sampling import position_noise
-from hsd_jax.infer.tree import Grower, sharpness, token_free
+from hsd_jax.infer.tree import Grower, sharpness
 from hsd_jax.params import Params
 from hsd_jax.train.ngram import make_ngram
 from hsd_jax.types import DrawScheme, RoundInputs, SamplingParams
@@ -59,8 +59,7 @@ def grown(scorer: Scorer, tree: TreeConfig, alpha: float):
     def grow(base, recent):
         begun, _ = scorer.begin(weights, recent)
         inputs = RoundInputs(recent[:, -1], jnp.zeros(1, jnp.int32), jax.random.key(0), greedy)
-        expand = weighed(token_free(base, lambda tokens, above: (jnp.zeros((*tokens.shape, 1)), None)), scorer,
-                         weights, ARCS, None)  # fmt: skip
+        expand = weighed(Lattice(ARCS, None, greedy).expand(base, None), scorer, weights)
         return Grower(tree, DrawScheme.ARBITRARY, VOCAB).grow(expand, (None, begun), inputs)[0]
 
     return grow

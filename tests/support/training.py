@@ -125,7 +125,7 @@ def logits_of_states(models, config: DrafterConfig, states):
 def logits_of_round(models, config: DrafterConfig, rows, length, previous):
     """The drafter's logits [B, K, V] behind prompts of `length` tokens, with the previous token of each depth given."""
     base = np.asarray(logits_of_states(models, config, states_of_rounds(models, rows, config, 32, length)))
-    if config.kind != "hidden":
+    if "injector" not in models["drafter"]:
         return base
     weights, paths = models["drafter"]["injector"], [[row[: k + 1] for k in range(len(row))] for row in previous]
     return base + np.array([[injector.bias(weights, path, config.norm_eps) for path in row] for row in paths])

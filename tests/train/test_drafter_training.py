@@ -673,11 +673,19 @@ def test_folders_of_older_versions_load(changes, old, tmp_path):
             drafter_files.read_drafter(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["on_policy", "anneal_steps"])
-def test_losses_about_token_information_need_some(name):
-    config = drafter.drafter_config(dataclasses.replace(MODEL, **EAGLE_MODEL), TARGET)
-    with pytest.raises(ValueError, match=rf"loss\.{name}=.*model\.kind=eagle"):
-        drafter.make_loss(TARGET, config, drafter.LossConfig(**{name: {"on_policy": 0.5, "anneal_steps": 9}[name]}))
+@pytest.mark.parametrize(
+    ("changes", "loss", "message"),
+    [
+        (EAGLE_MODEL, {"anneal_steps": 9}, r"loss\.anneal_steps=9: is about token .* model\.kind=eagle"),
+        (MEDUSA_MODEL, {"anneal_steps": 9}, r"loss\.anneal_steps=9: is about token .* model\.kind=medusa"),
+        (EAGLE_MODEL, {"on_policy": 0.5}, r"loss\.on_policy=0\.5: .* read no drafted token; .* model\.kind=eagle"),
+    ],
+    ids=str,
+)
+def test_losses_that_a_drafter_has_no_part_for_are_refused(changes, loss, message):
+    config = drafter.drafter_config(dataclasses.replace(MODEL, **changes), TARGET)
+    with pytest.raises(ValueError, match=message):
+        drafter.make_loss(TARGET, config, drafter.LossConfig(**loss))
 
 
 def test_a_drafter_from_before_there_was_a_choice_of_trunk_and_kind(tmp_path):

@@ -76,6 +76,30 @@ def test_chains_follow_the_drafters_distribution():
             assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / len(drawn))).all(), (depth, previous, share, p)
 
 
+def test_without_token_information_depths_are_drawn_apart():
+    """20,000 chains of two: each of 25 pairs as often as the product says, within 5 standard errors."""
+    num, vocab = 20_000, 5
+    base = np.random.default_rng(1).normal(size=(3, vocab)).astype(np.float32)
+    whole = jnp.broadcast_to(jnp.asarray(base), (1, num, 3, vocab))
+    chains = on_policy.sample_chains(jax.random.key(0), whole, jnp.zeros((1, num), jnp.int32), None)
+    share = np.bincount(np.asarray(chains[0] @ jnp.int32([vocab, 1])), minlength=vocab**2) / num
+    p = np.outer(*np.exp([log_softmax(base[depth]) for depth in range(2)])).ravel()
+    assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / num)).all()
+
+
+def test_draws_change_what_heads_are_told_below_the_first_depth_alone():
+    """The same states and another loss; of one depth that counts, the same loss: its label follows the root."""
+    config, weights, frozen = make(**HEADS)
+    batch, key = batch_of(random_rows()), jax.random.key(key_of(0.5, True))
+    sometimes = dataclasses.replace(ALL, on_policy=0.5, on_policy_anchors=LENGTH)
+    for decay, is_same in ((0.7, False), (1e-9, True)):
+        losses = [dataclasses.replace(c, decay=decay) for c in (ALL, sometimes)]
+        of_text, of_draws = (
+            jit(drafter.make_loss(TARGET, config, c))(weights, frozen, batch, key, jnp.int32(0))[0] for c in losses
+        )
+        assert np.allclose(of_text, of_draws, rtol=1e-5) == is_same
+
+
 def test_chains_carry_what_was_read_of_their_path():
     """A bias that leaves no choice: the next token is one more than the sum of those before."""
     vocab, root = 11, np.array([[1, 4, 7]])
@@ -103,7 +127,8 @@ def test_chosen_anchors_have_labels_where_there_are_enough():
     assert on_policy.choose_anchors(jax.random.key(0), jnp.asarray(has_label), 9).shape == (300, 7)
 
 
-NUM_CHOSEN = 3
+NUM_CHOSEN, EVEN = 3, tuple(range(0, 29, 2))
+HEADS = {"kind": "medusa", "rank": 128}
 
 
 @functools.cache
@@ -122,19 +147,22 @@ def key_of(share: float, wanted: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    ("draft_to_target", "injection"),
+    ("draft_to_target", "changes"),
     [
-        pytest.param(None, "previous", id="all", marks=pytest.mark.slow),
-        pytest.param(None, "path", id="path"),
-        pytest.param(tuple(range(0, 29, 2)), "previous", id="hot", marks=pytest.mark.slow),
+        pytest.param(None, {"injection": "previous"}, id="all", marks=pytest.mark.slow),
+        pytest.param(None, {"injection": "path"}, id="path"),
+        pytest.param(EVEN, {"injection": "previous"}, id="hot", marks=pytest.mark.slow),
+        pytest.param(None, HEADS, id="heads"),
+        pytest.param(EVEN, HEADS, id="hot_heads", marks=pytest.mark.slow),
+        pytest.param(None, {"rank": 0}, id="rank_0"),
     ],
 )
-def test_loss_on_policy_against_loops(monkeypatch, draft_to_target, injection):
+def test_loss_on_policy_against_loops(monkeypatch, draft_to_target, changes):
     """Target and drafter decode every chain separately; masks are those of the row, and so are the metrics."""
     chosen, chains = forced()
     monkeypatch.setattr(on_policy, "choose_anchors", lambda key, has_label, count: jnp.asarray(chosen))
     monkeypatch.setattr(on_policy, "sample_chains", lambda *args: jnp.asarray(chains))
-    config, weights, frozen = make(injection=injection)
+    config, weights, frozen = make(**changes)
     columns, ids = np.arange(TARGET.vocab_size), None
     if draft_to_target is not None:
         config, weights = draft_vocab.restrict(config, weights, draft_to_target)

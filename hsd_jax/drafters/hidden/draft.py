@@ -94,12 +94,12 @@ def hidden_drafter(
 
 
 def lattice(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig) -> Callable[..., Any]:
-    """As `Method.lattice`: base logits of fresh states, and the injector."""
+    """As `Method.lattice`: base logits of fresh states, and the injector, if there is one."""
     levels_of_round = make_schedule(target_config, config, tree, NO_REUSE, tree.depth)
 
     def levels(models, state: TrunkState):
         fresh, state = levels_of_round(models, state)
-        return fresh.logits, functools.partial(inject, models["drafter"], config), state
+        return fresh.logits, functools.partial(inject, models["drafter"], config) if config.rank else None, state
 
     return levels
 

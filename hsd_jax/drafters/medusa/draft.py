@@ -105,13 +105,10 @@ def branching_tree(tree: TreeConfig) -> StaticTree:
 def lattice(target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig) -> Callable[..., Any]:
     """As `Method.lattice`: the logits of the heads, to which drafted tokens add nothing."""
 
-    def nothing(tokens: Int[Array, "B w"], above: None) -> tuple[Array, None]:
-        return jnp.zeros((*tokens.shape, 1)), None
-
     def levels(models, state: MedusaState):
         with jax.named_scope("head"):
             states = head_states(models["drafter"], config, state.feature, tree.depth)
-            return base_logits(models["drafter"], config, models["target"], target_config, states), nothing, state
+            return base_logits(models["drafter"], config, models["target"], target_config, states), None, state
 
     return levels
 
@@ -150,12 +147,10 @@ def medusa_drafter(
         return MedusaState(last_feature(features, start, length, state.feature))
 
     def draft(models, state: MedusaState, inputs: RoundInputs):
-        logits, nothing, _ = levels(models, state)
+        logits, _, _ = levels(models, state)
         draft_to_target = models["drafter"].get("draft_to_target")
         if scheme in DRAWN_SCHEMES:
-            return Grower(tree, scheme, config.vocab_size).grow_token_free(
-                logits, nothing, inputs, draft_to_target
-            ), state
+            return Grower(tree, scheme, config.vocab_size).grow_token_free(logits, None, inputs, draft_to_target), state
         if scheme is DrawScheme.COUPLED:
             noise, sampling = inputs.noise, inputs.sampling
             if noise is None:

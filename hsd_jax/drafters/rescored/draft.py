@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -22,10 +21,21 @@ from hsd_jax.drafters.method import Method
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.rescored.scorers import Scorer, make_scorer
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.tree import Expand, Grower, token_free
+from hsd_jax.infer.tree import Grower, token_free
 from hsd_jax.kernels import ops
 from hsd_jax.models.draft_vocab import draft_columns, to_tokens
-from hsd_jax.types import Drafter, DrawScheme, ModelOutput, RoundInputs, Verdict, Weights
+from hsd_jax.types import (
+    Candidates,
+    Drafter,
+    DrawScheme,
+    Expand,
+    Inject,
+    ModelOutput,
+    RoundInputs,
+    SamplingParams,
+    Verdict,
+    Weights,
+)
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -37,57 +47,62 @@ class RescoredState:
     scorer: Any
 
 
-Perturb = Callable[[int, Float[Array, "B w C"]], Float[Array, "B w C"]]
-"""`perturbed(level, logits) -> logits`."""
+class Lattice(NamedTuple):
+    """How arcs are chosen from the logits of states."""
+
+    num_arcs: int
+    draft_to_target: Int[Array, "C"] | None
+    sampling: SamplingParams
+    noise: Float[Array, "B D V"] | None = None
+    """Of the target's draws, for COUPLED trees: arcs are then the likeliest given that noise, for the likeliest of all
+    would leave out what the target draws."""
+
+    def arcs(self, level: Any, logits: Float[Array, "B M C"]) -> Candidates:
+        """The likeliest tokens of each state.
+
+        Args:
+          level: of all M states; None: the states are those of M levels.
+        """
+        ranked = logits
+        if self.noise is not None:
+            noise = self.noise[:, : logits.shape[1]] if level is None else self.noise[:, level, None]
+            ranked = sampling_lib.perturb(lambda: draft_columns(self.draft_to_target, noise), logits, self.sampling)
+        _, columns, _ = ops.top_k(ranked, min(self.num_arcs, logits.shape[-1]))
+        columns = jnp.sort(columns, -1)
+        return Candidates(jnp.take_along_axis(logits, columns, -1), to_tokens(self.draft_to_target, columns))
+
+    def expand(self, base_logits: Float[Array, "B D C"], inject: Inject | None) -> Expand:
+        """`token_free` of the arcs alone: chosen once for all levels where drafted tokens add nothing, else for every
+        node."""
+        if inject is not None:
+            whole = token_free(base_logits, inject)
+
+            def expand_arcs(level: Any, tokens: Array, parents: Array, carry: Any):
+                logits, carry = whole(level, tokens, parents, carry)
+                return self.arcs(level, logits), carry
+
+            return expand_arcs
+        chosen = self.arcs(None, base_logits)
+
+        def expand_chosen(level: Any, tokens: Array, parents: Array, carry: Any):
+            shape = *tokens.shape, chosen.logits.shape[-1]
+            return jax.tree.map(lambda x: jnp.broadcast_to(x[:, level, None], shape), chosen), carry
+
+        return expand_chosen
 
 
-def unperturbed(level: int, logits: Float[Array, "B w C"]) -> Float[Array, "B w C"]:
-    """Arcs are the likeliest tokens of a state."""
-    return logits
+def weighed(expand: Expand, scorer: Scorer, weights: Weights) -> Expand:
+    """An `Expand` that says log p_head + alpha * log p_scorer of the arcs, up to a constant a node.
 
-
-def with_noise(
-    inputs: RoundInputs, tree: TreeConfig, vocab_size: int, draft_to_target: Int[Array, "C"] | None
-) -> tuple[RoundInputs, Perturb]:
-    """Inputs with the noise of the target's draws, and arcs that are the likeliest given that noise: for COUPLED trees,
-    where the likeliest of all would leave out what the target draws."""
-    sampling, noise = inputs.sampling, inputs.noise
-    if noise is None:
-        noise = sampling_lib.round_noise(inputs.keys, inputs.position, tree.depth, vocab_size, sampling)
-
-    def perturbed(level: int, logits: Float[Array, "B w C"]) -> Array:
-        return sampling_lib.perturb(lambda: draft_columns(draft_to_target, noise[:, level, None]), logits, sampling)
-
-    return dataclasses.replace(inputs, noise=noise), perturbed
-
-
-def weighed(
-    expand: Expand,
-    scorer: Scorer,
-    weights: Weights,
-    num_arcs: int,
-    draft_to_target: Int[Array, "C"] | None,
-    perturbed: Perturb = unperturbed,
-) -> Expand:
-    """An `Expand` of `num_arcs` tokens of each node alone, its arcs, and -inf for the others.
-
-    It says log p_head + alpha * log p_scorer, up to a constant a node; alpha is `weights["alpha"]`. The carry is that
-    of `expand` and that of the scorer.
-
-    Args:
-      perturbed: arcs are the tokens that are the likeliest once this is done to what `expand` says.
+    alpha is `weights["alpha"]`. The carry is that of `expand`, which names arcs, and that of the scorer.
     """
 
-    def expand_weighed(level: int, tokens: Array, parents: Array, carry: Any):
+    def expand_weighed(level: Any, tokens: Array, parents: Array, carry: Any):
         own, others = carry
-        logits, own = expand(level, tokens, parents, own)
-        _, columns, _ = ops.top_k(perturbed(level, logits), min(num_arcs, logits.shape[-1]))
-        best = jnp.take_along_axis(logits, columns, 2)
-        arcs = to_tokens(draft_to_target, columns)
-        scores, others = scorer.score(weights, level, tokens, parents, arcs, others)
-        row, node = jnp.ogrid[: logits.shape[0], : logits.shape[1]]
-        kept = jnp.full(logits.shape, -jnp.inf).at[row[..., None], node[..., None], columns]
-        return kept.set(best + weights["alpha"] * scores, unique_indices=True), (own, others)
+        arcs, own = expand(level, tokens, parents, own)
+        assert isinstance(arcs, Candidates) and arcs.tokens is not None, "a scorer scores tokens"
+        scores, others = scorer.score(weights, level, tokens, parents, arcs.tokens, others)
+        return arcs._replace(logits=arcs.logits + weights["alpha"] * scores), (own, others)
 
     return expand_weighed
 
@@ -134,12 +149,13 @@ def rescored_drafter(
         weights, draft_to_target = models["drafter"]["rescorer"], models["drafter"].get("draft_to_target")
         with jax.named_scope("tree"):
             begun, remembered = scorer.begin(weights, state.scorer)
-            perturbed = unperturbed
-            if scheme is DrawScheme.COUPLED:
-                inputs, perturbed = with_noise(inputs, tree, config.base.vocab_size, draft_to_target)
-            expand = token_free(logits, inject)
-            expand = weighed(expand, scorer, weights, config.arcs, draft_to_target, perturbed)
-            drafted, _ = grower.grow(expand, (None, begun), inputs, draft_to_target)
+            if scheme is DrawScheme.COUPLED and inputs.noise is None:
+                size = tree.depth, config.base.vocab_size
+                noise = sampling_lib.round_noise(inputs.keys, inputs.position, *size, inputs.sampling)
+                inputs = dataclasses.replace(inputs, noise=noise)
+            noise = inputs.noise if scheme is DrawScheme.COUPLED else None
+            expand = Lattice(config.arcs, draft_to_target, inputs.sampling, noise).expand(logits, inject)
+            drafted, _ = grower.grow(weighed(expand, scorer, weights), (None, begun), inputs)
         return drafted, RescoredState(own, remembered)
 
     def commit(models, state: RescoredState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
