@@ -89,21 +89,21 @@ def submeshes(devices: Devices) -> tuple[Mesh, Mesh]:
         found = [list(x) for x in devices]  # type: ignore
     else:
         raise ValueError(
-            f"devices={shown(devices)}: expected a pair, the target's and the drafter's: two numbers from 1, or two lists"
-            " of jax.devices()"
+            f"devices={shown(devices)}: expected a pair, the target's and the drafter's: two numbers from 1, or two"
+            " lists of jax.devices()"
         )
     if not all(found):
         raise ValueError(
-            f"devices: {len(found[0])} for the target and {len(found[1])} for the drafter; each needs one, and there are"
-            f" {jax.device_count()}"
+            f"devices: {len(found[0])} for the target and {len(found[1])} for the drafter, of {jax.device_count()}:"
+            " each needs one at least"
         )
     both = [*found[0], *found[1]]
     if twice := sorted({x.id for x in both if both.count(x) > 1}):
         raise ValueError(
             f"devices: {', '.join(map(str, twice))} named twice; target and drafter need devices of their own"
         )
-    meshes = (sharding.make_mesh(Mesh(np.array([x]), sharding.MESH_AXES)) for x in found)
-    target, drafter = meshes
+    # No axis "data": XLA may or may not name an axis of one device, and either is a program of its own.
+    target, drafter = (sharding.make_mesh(Mesh(np.array(x), ("model",))) for x in found)
     assert target is not None and drafter is not None
     return target, drafter
 

@@ -8,8 +8,8 @@ A round is three programs. `propose` runs beside `look`: neither needs the other
                          (root and pending)     (accept, commit; the next round's look follows)
 
 The host only says what comes next, rounds ahead of the devices: what goes across are drafts and `Told`, by
-`jax.device_put`, which waits for nothing here. Every EVERY rounds it reads where rows were EVERY rounds ago, so there is
-always work left while it reads. Rounds past the end of a row leave it as it is. Read first: `draft.py`.
+`jax.device_put`, which waits for nothing here. Every EVERY rounds it reads where rows were EVERY rounds ago, so the
+devices have work while it reads. Rounds past the end of a row leave it as it is. Read first: `draft.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,8 @@ from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.distributed import fetch
 from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.pearl.draft import Drafts, Halves, PearlState, Phase, Told, halves, pearl_drafter
-from hsd_jax.drafters.small_lm.tree import SmallLMState
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.small_lm.tree import SmallLMState, read_prompt
 from hsd_jax.infer import step as step_lib
 from hsd_jax.infer.accept import check_legal
 from hsd_jax.infer.decode import CHUNK, UNBOUNDED, Decoder, is_full, larger, traced_with
@@ -68,12 +69,16 @@ class Overlapped(Decoder):
         check_legal(rule, drafter.scheme, drafter.drafts_ahead)
         both = halves(config, drafter_config, tree, cache_dtype, scheme)
         here = target_half(drafter, both)
+        # Prefill and growing caches are those of any decoder; its loop, in one program, is never compiled.
         super().__init__(config, make_plain_step(config), here, cache_dtype, precision, mesh=mesh)
         self.drafter, self.mesh, self.drafter_mesh = drafter, mesh, drafter_mesh
         self.look = self.compile(make_look(config, here, both))
         self.judge = self.compile(make_judge(here, rule, both, mesh), donate_argnums=2)
-        there = lambda function, **options: jax.jit(traced_with(precision, True, drafter_mesh, function), **options)  # noqa: E731
-        self.read_ahead = there(make_read(both.base), static_argnames="capacity")
+
+        def there(function: Callable, **options) -> Callable:
+            return jax.jit(traced_with(precision, True, drafter_mesh, function), **options)
+
+        self.read_ahead = there(make_read(drafter_config.base, both.base, drafter_mesh), static_argnames="capacity")
         self.propose = there(make_propose(both, drafter_mesh), donate_argnums=1)
 
     def read(self, models: dict, tokens: Array, length: Int[Array, "B"], keys, limits: Limits, **sizes) -> DecodeState:
@@ -81,9 +86,7 @@ class Overlapped(Decoder):
         small, target = ({name: models[name]} for name in ("drafter", "target"))
         base = self.read_ahead(small, *self._across((tokens, length)), capacity=sizes["capacity"])
         state = super().read(target, tokens, length, keys, limits, **sizes)
-        batch = len(length)
-        base = jax.device_put(base, sharding_lib.row_shardings(self.drafter_mesh, base, batch))
-        state = jax.device_put(state, sharding_lib.row_shardings(self.mesh, state, batch))
+        state = jax.device_put(state, sharding_lib.row_shardings(self.mesh, state, len(length)))
         told, phase = state.drafter
         return dataclasses.replace(state, drafter=PearlState(base, self._across(told), phase, is_overlapped=True))
 
@@ -101,43 +104,48 @@ class Overlapped(Decoder):
         most_slots: int = UNBOUNDED,
     ) -> DecodeState:
         """As `Decoder.run`: rounds until all rows are done, or so many; full caches grow between two rounds."""
-        rounds = Rounds(self, models, sampling, limits, state)
-        longest, num = fetch(limits.max_length), 0
-        seen, flying = (0, fetch(state.length), fetch(state.done)), deque()
+        rounds, longest, num = Rounds(self, models, sampling, limits, state), fetch(limits.max_length), 0
+        seen, flying = Seen(0, fetch(state.length), fetch(state.done)), deque()
         while True:
-            if num < num_rounds and self._is_safe(*seen, num, longest, rounds.state.cache.capacity):
-                where = rounds.begin()
-                num += 1
+            capacity = rounds.state.cache.capacity
+            if num < num_rounds and self._is_next(num, seen, longest, capacity):
+                where, num = rounds.begin(), num + 1
                 if num % EVERY == 0:
                     flying.append((num, where))
                     seen = landed(*flying.popleft()) if len(flying) > 1 else seen
-                continue
-            if seen[0] < num:  # by what was read no further round is needed, or there is no room for it
+            elif seen.num < num:  # by what was seen no further round is needed, or there may be no room for it
+                seen = Seen(num, fetch(rounds.state.length), fetch(rounds.state.done))
                 flying.clear()
-                seen = num, fetch(rounds.state.length), fetch(rounds.state.done)
-                continue
-            state, capacity = rounds.joined(), rounds.state.cache.capacity
-            if not is_full(seen[1], seen[2], capacity, self.lookahead):
-                return state
-            rounds = Rounds(self, models, sampling, limits, self._grow(state, larger(capacity, most_slots)))
+            elif is_full(seen.length, seen.done, capacity, self.lookahead):
+                state = self._grow(rounds.joined(), larger(capacity, most_slots))
+                rounds = Rounds(self, models, sampling, limits, state)
+            else:
+                return rounds.joined()
 
-    def _is_safe(self, at: int, length: np.ndarray, done: np.ndarray, num: int, longest: np.ndarray, capacity: int):
-        """Whether a round after `num` may still have something to do, and surely has room.
+    def _is_next(self, num: int, seen: Seen, longest: np.ndarray, capacity: int) -> bool:
+        """Whether a round after the first `num` may have something to do, and surely has room.
 
         Args:
-          at: the round after which rows had this `length`, and were `done` or not; each gives a row 1 to gamma tokens.
-          longest: tokens at which each row is done.
+          longest: tokens at which each row is done. A round gives a row 1 to gamma tokens.
         """
-        since = num - at
-        may_go_on = ~done & (length + since < longest)
-        most = np.minimum(length + since * self.max_depth, longest)
+        since = num - seen.num
+        may_go_on = ~seen.done & (seen.length + since < longest)
+        most = np.minimum(seen.length + since * self.max_depth, longest)
         return bool(may_go_on.any()) and not is_full(most, ~may_go_on, capacity, self.lookahead)
 
 
-def landed(num: int, where: jax.Array) -> tuple[int, np.ndarray, np.ndarray]:
-    """The length of each row, and whether it is done, after so many rounds."""
+class Seen(NamedTuple):
+    """Where rows were after so many rounds, on the host."""
+
+    num: int
+    length: np.ndarray
+    done: np.ndarray
+
+
+def landed(num: int, where: jax.Array) -> Seen:
+    """What `Rounds.begin` returned for round `num`, once it is there."""
     length, done = fetch(where)
-    return num, length, done.astype(bool)
+    return Seen(num, length, done.astype(bool))
 
 
 class Rounds:
@@ -184,19 +192,18 @@ def target_half(drafter: Drafter, both: Halves) -> Drafter:
     return drafter._replace(init=lambda tokens, length, capacity: both.first(length), read=read, commit=commit)
 
 
-def make_read(base: Drafter) -> Callable:
+def make_read(config: SmallLMConfig, base: Drafter, mesh: Mesh) -> Callable:
     """`read(models, tokens [B, P], length [B], capacity=) -> SmallLMState`: the prompts but their last tokens."""
 
     def read(models: dict, tokens: Int[Array, "B P"], length: Int[Array, "B"], *, capacity: int) -> SmallLMState:
         chunk = min(tokens.shape[1], CHUNK)
-        following = jnp.roll(tokens, -1, 1)
 
         def one(index: Array, state: SmallLMState) -> SmallLMState:
-            start = index * chunk
-            now, after = (lax.dynamic_slice_in_dim(x, start, chunk, 1) for x in (tokens, following))
-            return base.read(models, state, None, now, after, start, length)
+            now = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
+            return read_prompt(models["drafter"], config, state, now, index * chunk, length)
 
-        return lax.fori_loop(0, -(-jnp.max(length - 1) // chunk), one, base.init(tokens, length, capacity))
+        num = -(-jnp.max(length - 1) // chunk)
+        return placed(mesh, lax.fori_loop(0, num, one, base.init(tokens, length, capacity)), len(length))
 
     return read
 
@@ -226,7 +233,7 @@ def make_look(config: ModelConfig, here: Drafter, both: Halves) -> Callable:
 
 
 def make_judge(here: Drafter, rule: AcceptRule, both: Halves, mesh: Mesh) -> Callable:
-    """`judge(sampling, limits, state, drafts, output, noise) -> (state, told, where)`, `where` [2, B] as in `landed`."""
+    """`judge(sampling, limits, state, drafts, output, noise) -> (state, told, where)`, `where` [2, B] for `landed`."""
 
     def judge(
         sampling: SamplingParams, limits: Limits, state: DecodeState, fresh: Drafts, output: ModelOutput, noise: Array
