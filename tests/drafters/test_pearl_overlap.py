@@ -95,20 +95,28 @@ def test_other_gammas_and_streams(pair, gamma):
 
 
 @slow
-def test_caches_grow_between_rounds(apart, pair):
-    """From 16 slots to 64 and all: no round writes past the last one, though the host does not know how long rows are."""
+def test_caches_grow_between_rounds(pair):
+    """From 16 slots to 64 and all: no round writes past the last one, though the host knows no row's length.
+
+    The target drafts for itself: rows grow as fast as they can, and a draft that is refused was read wrongly.
+    """
     call = {"max_new_tokens": 100, "temperature": 0.8}
-    one = prepare(apart, PROMPTS[1], Sampling(**call))
+    prompt = [1, 5, 9, 2, 6, 5, 3, 5]  # with 8 slots more, what a round may write, all are full
+    same = dataclasses.replace(pair, drafter=pair.target)
+    one = prepare(hsd_jax.pearl(same, GAMMA, devices=(1, 1)), prompt, Sampling(**call))
     tokens, length = (
-        jnp.zeros((1, 16), jnp.int32).at[0, : len(PROMPTS[1])].set(jnp.array(PROMPTS[1])),
+        jnp.zeros((1, 16), jnp.int32).at[0, : len(prompt)].set(jnp.array(prompt)),
         one.prompt_length,
     )
     sizes = {"capacity": 16, "max_tokens": 17}
     state = one.decoder.read(one.models, tokens, jnp.asarray(length), one.state.keys, one.limits, **sizes)
     state = one.run(state)
     assert state.cache.capacity == state.drafter.base.cache.capacity == one.largest
-    plain = hsd_jax.decode(pair, PROMPTS[1], speculate=False, **call)
+    plain = hsd_jax.decode(pair, prompt, speculate=False, **call)
     np.testing.assert_array_equal(state.tokens[0, length[0] : length[0] + 100], plain.tokens[0])
+    scheduled = hsd_jax.decode(hsd_jax.pearl(same, GAMMA), prompt, **call).stats
+    np.testing.assert_array_equal(state.stats.accepted_histogram[0], scheduled.accepted_histogram)
+    assert scheduled.tau > 2.8
 
 
 # --- the host ---------------------------------------------------------------------------------------------------------
