@@ -227,6 +227,15 @@ def test_illegal_devices(pair, devices, message):
         hsd_jax.pearl(pair, GAMMA, devices=devices() if callable(devices) else devices)
 
 
+def test_where_models_lie_can_be_changed(apart):
+    """Another gamma moves nothing, another place undoes it."""
+    again = hsd_jax.pearl(apart, 2)
+    assert (again.mesh, again.drafter_mesh) == (apart.mesh, apart.drafter_mesh) and again.tree.depth == 2
+    together = hsd_jax.place(apart, apart.mesh)
+    assert together.drafter_mesh is None
+    assert {x.device.id for x in jax.tree.leaves((together.target, together.drafter))} == {0}
+
+
 def test_what_two_programs_cannot_do(pair, apart):
     """Each by its name, before anything compiles."""
     with pytest.raises(ValueError, match="gamma=0"):
