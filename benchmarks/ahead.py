@@ -1,22 +1,29 @@
-"""PEARL on one device: rounds by phase, and what two devices should give.
+"""PEARL: rounds by phase, and its speed, predicted and measured; scheduled on one device, overlapped on two.
 
     python benchmarks/ahead.py --drafter SMALL --prompts dev.jsonl --gammas 2 4 --temperatures 0 1
+    python benchmarks/ahead.py --drafter SMALL --prompts dev.jsonl --devices 1 1
 
 Plain decoding, a chain of gamma drafts and PEARL take turns, `--repeats` times. Every token of PEARL is an accepted
-draft or stands in the place of a rejected one, so `acceptance` is a count. c is the time of a plain pass over that of a
-draft: what a round of the chain takes beyond its pass, over gamma. `overlapped` lets each round last as long as the
-slower of both.
+draft or stands in the place of a rejected one, so `acceptance` is a count. c is the time of a plain pass of the target
+over that of the small model, where each lies; without `--gammas` gamma is round(c). Predicted are rounds that last as
+long as the slower of a pass of the target and gamma drafts.
+
+With `--devices T D` the target lies on T devices and the small model on D others, and both run at once; plain decoding
+and chains stay on the target's. On a CPU these devices are simulated: they share its cores, and its kernels are off, so
+such speeds say nothing of real ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 
 import jax
 
 import hsd_jax
 from hsd_jax import theory
+from hsd_jax.ahead import measured_c
 from hsd_jax.bench.machine import hardware
 from hsd_jax.bench.prompts import for_checkpoint
 from hsd_jax.config import TreeConfig
@@ -30,12 +37,15 @@ def totals(params, texts: list[str], temperature: float, new: int, **how) -> tup
     return sum(out.stats.decode_seconds for out in found), found
 
 
-def report(small, texts: list[str], gamma: int, temperature: float, new: int, repeats: int) -> None:
-    ahead = hsd_jax.pearl(small, gamma)
+def report(
+    small, ahead, c: float, texts: list[str], temperature: float, new: int, repeats: int, accept: str = "auto"
+) -> None:
+    """A line about one gamma, that of `ahead`; `small` drafts chains as long, in one program with the target."""
+    gamma = ahead.tree.depth
     ways = {
         PLAIN: (small, {"speculate": False}),
-        CHAIN: (small, {"tree": TreeConfig.chain(gamma)}),
-        PEARL: (ahead, {}),
+        CHAIN: (small, {"tree": TreeConfig.chain(gamma), "accept": accept}),
+        PEARL: (ahead, {"accept": accept}),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     results = {}
@@ -47,21 +57,22 @@ def report(small, texts: list[str], gamma: int, temperature: float, new: int, re
     num = {name: sum(int(out.num_tokens.sum()) for out in found) for name, found in results.items()}
     rounds = {name: sum(out.stats.num_target_passes for out in found) for name, found in results.items()}
     same = sum(a.tokens.tolist() == b.tokens.tolist() for a, b in zip(results[PLAIN], results[PEARL], strict=True))
-    pre, post = (sum(out.stats.drafter[f"{kind}-verify rounds"] for out in results[PEARL]) for kind in ("pre", "post"))
+    counted = [out.stats.drafter for out in results[PEARL]]
+    pre, post, overlapped = (
+        sum(one[f"{kind} rounds"] for one in counted) for kind in ("pre-verify", "post-verify", "overlapped")
+    )
     tau = {name: num[name] / rounds[name] for name in ways}
-    acceptance = (
-        1 - (pre - len(texts)) / num[PEARL]
-    )  # behind a rejection, and at first, a round verifies the root alone
-    one = took[PLAIN] / rounds[PLAIN]
-    draft = max((took[CHAIN] / rounds[CHAIN] - one) / gamma, 1e-9)
+    acceptance = 1 - (pre - len(texts)) / num[PEARL]  # a round verifies the root alone at first and behind a rejection
+    run = acceptance / (1 - acceptance) if acceptance < 1 else float("inf")
     speed = {name: took[PLAIN] / took[name] for name in (PEARL, CHAIN)}
-    at_this_c = tau[PEARL] * one / max(one, gamma * draft)
+    beside, in_turn = max(1, gamma / c), 1 + gamma / c
     analytic = theory.pearl_speedup(acceptance, gamma), theory.standard_speedup(acceptance, gamma)
     print(
-        f"T {temperature:g} gamma {gamma}: {same}/{len(texts)} texts as plain, {pre} pre and {post} post rounds,"
-        f" acceptance {acceptance:.2f}, mean run {acceptance / max(1 - acceptance, 1e-9):.2f}, tau {tau[PEARL]:.2f}"
-        f" (chain {tau[CHAIN]:.2f}), c {one / draft:.2f}; over plain: scheduled {speed[PEARL]:.2f}, chain"
-        f" {speed[CHAIN]:.2f} (measured), overlapped {at_this_c:.2f} (computed from this c); at c = gamma"
+        f"T {temperature:g} gamma {gamma}, c {c:.2f}: {same}/{len(texts)} texts as plain, {pre} pre and {post} post"
+        f" rounds, acceptance {acceptance:.2f}, mean run {run:.2f}, tau"
+        f" {tau[PEARL]:.2f} (chain {tau[CHAIN]:.2f}); over plain: {'overlapped' if overlapped else 'scheduled'}"
+        f" {speed[PEARL]:.2f}, chain {speed[CHAIN]:.2f} (measured); overlapped {tau[PEARL] / beside:.2f}, scheduled"
+        f" {tau[PEARL] / in_turn:.2f}, chain {tau[CHAIN] / in_turn:.2f} (predicted from this c and tau); at c = gamma"
         f" {analytic[0]:.2f}, chains {analytic[1]:.2f} (analytic)",
         flush=True,
     )
@@ -74,19 +85,28 @@ def main() -> None:
     parser.add_argument("--half", default="report")
     parser.add_argument("--limit", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--gammas", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--gammas", type=int, nargs="+", default=[None])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--accept", choices=("match", "recursive"), default="match")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--devices", type=int, nargs=2, metavar=("T", "D"))
+    parser.add_argument("--platform", default="cpu", help="as jax calls it, for example cuda (default: cpu)")
     args = parser.parse_args()
+    jax.config.update("jax_platforms", args.platform)
+    if args.devices and args.platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", sum(args.devices))
     small = hsd_jax.load("demo", drafter=args.drafter)
     new = args.max_new_tokens
     texts = [p.text for p in for_checkpoint(small, args.prompts, args.half, args.limit, new)]
-    print(f"{hardware()}; gamma by costs: {hsd_jax.pearl(small).drafter_config.gamma}")
+    print(f"{hardware()}; devices {args.devices or 'shared'}, accept {args.accept}")
+    found = [hsd_jax.pearl(small, gamma, args.devices) for gamma in args.gammas]
+    c = measured_c(found[0])
+    if args.devices:  # what runs in one program runs on the target's
+        small = hsd_jax.place(dataclasses.replace(small, tree=None), found[0].mesh)
     for temperature in args.temperatures:
-        for gamma in args.gammas:
-            report(small, texts, gamma, temperature, new, args.repeats)
+        for ahead in found:
+            report(small, ahead, c, texts, temperature, new, args.repeats, args.accept)
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
     main()

@@ -7,13 +7,13 @@ import importlib
 
 TYPE_CHECKING = False  # that of `typing`, whose import Ctrl-C would have to wait for
 if TYPE_CHECKING:
+    from hsd_jax.ahead import pearl
     from hsd_jax.api import DecodeResult, Piece, Stats, decode, stream
     from hsd_jax.bench.tune import tune
     from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
     from hsd_jax.distributed import initialize, is_writer
     from hsd_jax.drafters.lookup.config import LookupConfig
     from hsd_jax.params import Params, load, place, rescore, restrict, stack
-    from hsd_jax.plan import pearl
     from hsd_jax.programs import compilation_cache
     from hsd_jax.tuned import Tuned
 
@@ -44,13 +44,13 @@ __all__ = [
 ]
 
 _MODULES = {
+    "hsd_jax.ahead": ("pearl",),
     "hsd_jax.api": ("DecodeResult", "Piece", "Stats", "decode", "stream"),
     "hsd_jax.bench.tune": ("tune",),
     "hsd_jax.config": ("DrafterConfig", "ModelConfig", "TreeConfig"),
     "hsd_jax.distributed": ("initialize", "is_writer"),
     "hsd_jax.drafters.lookup.config": ("LookupConfig",),
     "hsd_jax.params": ("Params", "load", "place", "rescore", "restrict", "stack"),
-    "hsd_jax.plan": ("pearl",),
     "hsd_jax.programs": ("compilation_cache",),
     "hsd_jax.tuned": ("Tuned",),
 }

@@ -65,6 +65,8 @@ class Params:
     are the same."""
     pair: tuple[str, str] | None = flax.struct.field(pytree_node=False, default=None)
     """Fingerprints of target and drafter, by which a record of `tune` is found; None, as when made by hand: none is."""
+    drafter_mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
+    """Of a drafter that runs beside the target (`pearl`); None: one program runs both, on `mesh`."""
 
     @property
     def arithmetic(self) -> str:
@@ -324,33 +326,38 @@ def stack(params: Params, inner: str | Path | Any, length: int | None = None) ->
     return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=pair), params.mesh)
 
 
-def place(params: Params, mesh: Mesh | None) -> Params:
-    """Puts the weights on the default device, or on a mesh by the table of `sharding.py`."""
-    params = arranged(params, mesh)
+def place(params: Params, mesh: Mesh | None, drafter_mesh: Mesh | None = None) -> Params:
+    """Puts the weights on the default device, or on a mesh by the table of `sharding.py`.
+
+    Args:
+      drafter_mesh: of the drafter, where it is to run beside the target (`ahead.py`); None: `mesh`.
+    """
+    params = dataclasses.replace(arranged(params, mesh, drafter_mesh=drafter_mesh), drafter_mesh=drafter_mesh)
     if mesh is None:
         return jax.device_put(params)
     target = sharding_lib.weight_shardings(mesh, params.target, *sharding_lib.heads_of(params.target_config))
     placed = dataclasses.replace(params, target=put(params.target, target), mesh=mesh)
     if params.drafter:
         heads = sharding_lib.heads_of(params.drafter_config)
-        drafter = sharding_lib.weight_shardings(mesh, params.drafter, *heads)
+        drafter = sharding_lib.weight_shardings(drafter_mesh or mesh, params.drafter, *heads)
         placed = dataclasses.replace(placed, drafter=put(params.drafter, drafter))
     return placed
 
 
-def arranged(params: Params, mesh: Mesh | None, frees: bool = False) -> Params:
+def arranged(params: Params, mesh: Mesh | None, frees: bool = False, drafter_mesh: Mesh | None = None) -> Params:
     """The same weights as the devices of this process, or of a mesh, multiply them fastest (`models/packing.py`).
 
     Args:
       frees: the weights that change are gone afterwards.
+      drafter_mesh: as in `place`.
     """
     packs = native.traced_platform() != "cpu"
-    num_shards = 1 if mesh is None else mesh.shape.get("model", 1)
+    num_shards, of_drafter = (1 if x is None else x.shape.get("model", 1) for x in (mesh, drafter_mesh or mesh))
     target, config = packing.arranged(params.target, params.target_config, num_shards, packs, frees)
     params = dataclasses.replace(params, target=target, target_config=config)
     if not params.drafter:
         return params
-    drafter, config = packing.arranged(params.drafter, params.drafter_config, num_shards, packs, frees)
+    drafter, config = packing.arranged(params.drafter, params.drafter_config, of_drafter, packs, frees)
     return dataclasses.replace(params, drafter=drafter, drafter_config=config)
 
 

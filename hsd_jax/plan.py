@@ -11,20 +11,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.config import LARGEST_TREE, NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, layer_numbers
-from hsd_jax.drafters.pearl.config import PearlConfig
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.config import NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, layer_numbers
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer.accept import RULES
 from hsd_jax.kernels import native
-from hsd_jax.params import Params, drafter_hash
-from hsd_jax.settings import Within, fits, shown
+from hsd_jax.params import Params
 from hsd_jax.tuned import WARM, Choice, Tuned, is_warm, kept, num_cores
 from hsd_jax.types import Costs
 
@@ -267,7 +264,8 @@ def choose(model: CostModel, batch: int, context: int, temperature: float) -> Pl
     return Plan(best, f"should be {gain:.2f} times as fast as plain decoding ({what})")
 
 
-def _cost_model(params: Params) -> CostModel:
+def cost_model(params: Params) -> CostModel:
+    """Of these params, which have a drafter, on this process's device."""
     assert params.drafter_config is not None
     weights = (x for x in jax.tree.leaves(params.drafter) if jnp.issubdtype(x.dtype, jnp.floating))
     sizes = jax.tree.leaves(params.target["embedding"])[0].dtype.itemsize, next((x.dtype.itemsize for x in weights), 4)
@@ -291,7 +289,7 @@ def plan_for(params: Params, batch: int, capacity: int, temperature: float, tune
         reason = f"{choice.speedup:.2f} times as fast as plain decoding when `tune` measured it {size}"
         return Plan(choice.tree, reason, not choice.is_whole, ReuseConfig.parse(choice.reuse))
     # Two plans by temperature where a tree can be deep; one tree, or none, where it is short: each is a program.
-    return _chosen_before(_cost_model(params), batch, capacity, float(is_warm(temperature)))
+    return _chosen_before(cost_model(params), batch, capacity, float(is_warm(temperature)))
 
 
 _chosen_before = functools.lru_cache(maxsize=256)(choose)
@@ -309,41 +307,9 @@ def _can_grow(params: Params, choice: Choice) -> bool:
     return True
 
 
-def pearl(params: Params, gamma: int | None = None) -> Params:
-    """The same models, the small one drafting while its last drafts are verified (methods.md 4.4); what is decoded is,
-    too.
-
-    On one device the two run one after the other: the exact machine, scheduled, and no faster for it.
-
-    Args:
-      params: with a small language model that drafts.
-      gamma: tokens that it drafts in a round; None: as many as it should draft in the time of a pass of the target, by
-        the costs of this platform, and 1 to 8.
-    Raises:
-      ValueError: for any other drafter, or a gamma that is not allowed.
-    """
-    config = params.drafter_config
-    base = config.base if isinstance(config, PearlConfig) else config
-    if not isinstance(base, SmallLMConfig):
-        kind = "none is loaded" if base is None else f"this one is of kind {base.kind!r}"
-        raise ValueError(
-            f"pearl() is for a small language model that drafts, and {kind}. A hidden-state drafter's states run ahead"
-            " of verification with reuse='ahead'"
-        )
-    if gamma is None:
-        model = _cost_model(dataclasses.replace(params, drafter_config=base))
-        gamma = round(float(model.target_pass(1)) / model.drafting(1, TreeConfig.chain(1)))
-        gamma = min(max(gamma, 1), LONGEST_PLANNED)
-    if not fits(Annotated[int, Within(1, LARGEST_TREE - 1)], gamma):
-        raise ValueError(f"gamma={shown(gamma)}: allowed are 1 to {LARGEST_TREE - 1}, or None: by costs")
-    config = PearlConfig(base, int(gamma))
-    pair = None if params.pair is None else (params.pair[0], drafter_hash(config, params.drafter))
-    return dataclasses.replace(params, drafter_config=config, tree=TreeConfig.chain(int(gamma)), pair=pair)
-
-
 def costs_of(params: Params, batch: int, tree: TreeConfig, ends_early: bool = False) -> Costs:
     """What the loop weighs drafts by, on the device; `ends_early`: chains may."""
-    return _costs(_cost_model(params), batch, tree, ends_early)
+    return _costs(cost_model(params), batch, tree, ends_early)
 
 
 def may_end_early(config: Any, tree: TreeConfig) -> bool:

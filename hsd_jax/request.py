@@ -27,7 +27,7 @@ from hsd_jax.arguments import (
 )
 from hsd_jax.config import NO_REUSE, NONE, ModelConfig, ReuseConfig, TreeConfig, bucket
 from hsd_jax.distributed import check_mesh, check_same, put
-from hsd_jax.drafters.table import make_drafter
+from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer.accept import RULES, make_rule
 from hsd_jax.infer.decode import GROWTH, UNBOUNDED, Decoder
 from hsd_jax.infer.lossy import Lossy
@@ -128,13 +128,23 @@ def make_decoder(
     scheme: DrawScheme,
     reuse: ReuseConfig,
     lossy: Lossy | None = None,
+    drafter_mesh: Mesh | None = None,
 ) -> Decoder:
     """The compiled functions of a static configuration; `_decoder` keeps those of this process."""
     matmul_precision = "highest" if precision == "exact" else None
     if drafter_config is None or tree is None:
         return Decoder(config, make_plain_step(config, pad_rows), None, cache_dtype, matmul_precision, mesh=mesh)
+    rule = make_rule(accept, tree, lossy)
+    if drafter_mesh is not None:
+        overlapped = method_of(drafter_config).overlapped
+        if overlapped is None:
+            raise ValueError(
+                f"a {drafter_config.kind} drafter is part of the target's program: place() both on one mesh"
+            )
+        meshes = mesh, drafter_mesh
+        return overlapped(config, drafter_config, tree, scheme, rule, *meshes, cache_dtype, matmul_precision)
     drafter = make_drafter(config, drafter_config, tree, cache_dtype, scheme, reuse)
-    step = make_step(config, drafter, make_rule(accept, tree, lossy))
+    step = make_step(config, drafter, rule)
     return Decoder(config, step, drafter, cache_dtype, matmul_precision, mesh=mesh)
 
 
@@ -187,6 +197,7 @@ def prepare(
         scheme=DrawScheme.ARBITRARY if is_plain else scheme,
         reuse=plan.reuse,
         lossy=None if is_plain else lossy,
+        drafter_mesh=None if is_plain else params.drafter_mesh,
     )
     if decoder.lookahead > MOST_LOOKAHEAD:  # a tree that was asked for, deeper than any that is chosen
         capacity = first_capacity(longest_prompt, longest_row, decoder.lookahead, params.max_len)
@@ -200,7 +211,7 @@ def prepare(
         models["costs"] = costs_of(params, num_rows, plan.tree, ends_early)
     start = time.perf_counter()
     state = decoder.read(models, tokens, lengths, keys, limits, capacity=capacity, max_tokens=capacity + 1)
-    if params.mesh is not None:
+    if params.mesh is not None and (is_plain or params.drafter_mesh is None):
         state = put(state, sharding_lib.row_shardings(params.mesh, state, num_rows))
     jax.block_until_ready(state.length)
     seconds = time.perf_counter() - start

@@ -25,7 +25,7 @@ LAYERS = [
     "models",
     "infer",
     "drafters",
-    "api arguments params plan request tokenizer tuned",
+    "ahead api arguments params plan request tokenizer tuned",
     "train",
     "bench",
     "aot",

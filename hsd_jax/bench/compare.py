@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from hsd_jax import lock
+from hsd_jax.ahead import pearl
 from hsd_jax.bench import gap, prompts
 from hsd_jax.bench.hierarchy import stacked
 from hsd_jax.bench.machine import hardware
@@ -25,7 +26,6 @@ from hsd_jax.bench.tables import say
 from hsd_jax.drafters.table import method_of
 from hsd_jax.files import read_yaml, write_json
 from hsd_jax.params import ALPHA, Params, default_tree, rescore
-from hsd_jax.plan import pearl
 
 PLAIN = "plain"
 KEYS = {"drafter": str, "tree": str, "accept": str, "draw": str, "reuse": str, "lossy": str}

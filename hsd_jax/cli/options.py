@@ -112,7 +112,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
     )
     add_value(group, "--rescore DIR", str, "what scores drafts: n-grams, a model, 0-gram (hsd bench rescore)")
     add_value(group, "--alpha X", WEIGHT, "of its scores beside the drafter's", without="0.5")
-    what = "a small model drafts GAMMA tokens while its last ones are verified (PEARL); auto: by costs"
+    what = "a small model drafts GAMMA tokens while its last ones are verified (PEARL); auto: measured"
     add_value(group, "--pearl GAMMA", lambda text: text if text == "auto" else COUNT(text), what)
     what = "what drafts for a model that drafts, T tokens a round; again for a level more (hsd plan)"
     add_value(group, "--stack DIR[@T]", str, what, action="append")

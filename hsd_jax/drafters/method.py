@@ -73,5 +73,8 @@ class Method(NamedTuple):
     aged: Callable[..., Any] | None = None
     """`aged(models, target_config, config, num_states, state) -> (age -> state)`: states with spares of any age, for
     simulation. None: nothing is reused."""
+    overlapped: Callable[..., Any] | None = None
+    """`overlapped(target_config, config, tree, scheme, rule, mesh, drafter_mesh, cache_dtype, precision)`: a `Decoder`
+    in which both models run at once, each on its own devices. None: one program runs both."""
     pictures: Callable[..., Pictures] | None = None
     """`pictures(target_config, config, tree, reuse)`. None: it knows no probabilities of its nodes."""

@@ -269,7 +269,12 @@ class Decoder:
             capacity = state.cache.capacity
             if not is_full(fetch(state.length), fetch(state.done), capacity, self.lookahead):
                 return state
-            state = self._grow(state, most_slots if 2 * GROWTH * capacity > most_slots else GROWTH * capacity)
+            state = self._grow(state, larger(capacity, most_slots))
+
+
+def larger(capacity: int, most_slots: int) -> int:
+    """Slots of the next caches after full ones; `most_slots` as in `Decoder.run`."""
+    return most_slots if 2 * GROWTH * capacity > most_slots else GROWTH * capacity
 
 
 def traced_with(precision: str | None, use_native: bool, mesh: Mesh | None, function: Callable) -> Callable:

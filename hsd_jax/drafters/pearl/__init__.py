@@ -9,6 +9,7 @@ from hsd_jax.drafters import small_lm
 from hsd_jax.drafters.method import Method
 from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.pearl.draft import pearl_drafter
+from hsd_jax.drafters.pearl.overlap import Overlapped
 
 
 def drafting_seconds(costs: Any, config: PearlConfig, batch: int, tree: TreeConfig) -> float:
@@ -24,4 +25,5 @@ PEARL = Method(
     drafting_seconds,
     grows_wide=False,
     has_score=False,
+    overlapped=Overlapped,
 )

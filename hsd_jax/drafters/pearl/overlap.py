@@ -1,0 +1,259 @@
+"""PEARL on two sets of devices: the small model drafts on one while the target verifies on the other.
+
+A round is three programs. `propose` runs beside `look`: neither needs the other. `judge` needs both, and is small.
+
+    drafter's devices    propose -> drafts ----.              propose of the next round
+                                                \\            /
+    target's devices     look -> logits ------- judge -> told
+                         (root and pending)     (accept, commit; the next round's look follows)
+
+The host only says what comes next, rounds ahead of the devices: what goes across are drafts and `Told`, by
+`jax.device_put`, which waits for nothing here. Every EVERY rounds it reads where rows were EVERY rounds ago, so the
+devices have work while it reads. Rounds past the end of a row leave it as it is. Read first: `draft.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+from hsd_jax import sharding as sharding_lib
+from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.distributed import fetch
+from hsd_jax.drafters.pearl.config import PearlConfig
+from hsd_jax.drafters.pearl.draft import Drafts, Halves, PearlState, Phase, Told, halves, pearl_drafter
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.small_lm.tree import SmallLMState, read_prompt
+from hsd_jax.infer import step as step_lib
+from hsd_jax.infer.accept import check_legal
+from hsd_jax.infer.decode import CHUNK, UNBOUNDED, Decoder, is_full, larger, traced_with
+from hsd_jax.infer.plain import make_plain_step
+from hsd_jax.infer.sampling import round_noise
+from hsd_jax.infer.tree import ancestor_mask
+from hsd_jax.types import AcceptRule, DecodeState, Drafter, DrawScheme, Limits, ModelOutput, SamplingParams, Verdict
+
+EVERY = 2
+"""Rounds from one look at the rows to the next; as many are in flight meanwhile."""
+
+
+class Overlapped(Decoder):
+    """The compiled functions of PEARL on two meshes, used as a `Decoder` is.
+
+    Args:
+      tree: the chain, gamma long.
+      mesh, drafter_mesh: of the target's devices, and of the small model's.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        drafter_config: PearlConfig,
+        tree: TreeConfig,
+        scheme: DrawScheme,
+        rule: AcceptRule,
+        mesh: Mesh,
+        drafter_mesh: Mesh,
+        cache_dtype: Any = jnp.float32,
+        precision: str | None = None,
+    ):
+        drafter = pearl_drafter(config, drafter_config, tree, cache_dtype, scheme)
+        check_legal(rule, drafter.scheme, drafter.drafts_ahead)
+        both = halves(config, drafter_config, tree, cache_dtype, scheme)
+        here = target_half(drafter, both)
+        # Prefill and growing caches are those of any decoder; its loop, in one program, is never compiled.
+        super().__init__(config, make_plain_step(config), here, cache_dtype, precision, mesh=mesh)
+        self.drafter, self.mesh, self.drafter_mesh = drafter, mesh, drafter_mesh
+        self.look = self.compile(make_look(config, here, both))
+        self.judge = self.compile(make_judge(here, rule, both, mesh), donate_argnums=2)
+
+        def there(function: Callable, **options) -> Callable:
+            return jax.jit(traced_with(precision, True, drafter_mesh, function), **options)
+
+        self.read_ahead = there(make_read(drafter_config.base, both.base, drafter_mesh), static_argnames="capacity")
+        self.propose = there(make_propose(both, drafter_mesh), donate_argnums=1)
+
+    def read(self, models: dict, tokens: Array, length: Int[Array, "B"], keys, limits: Limits, **sizes) -> DecodeState:
+        """Both models read the prompts, each on its own devices."""
+        small, target = ({name: models[name]} for name in ("drafter", "target"))
+        base = self.read_ahead(small, *self._across((tokens, length)), capacity=sizes["capacity"])
+        state = super().read(target, tokens, length, keys, limits, **sizes)
+        state = jax.device_put(state, sharding_lib.row_shardings(self.mesh, state, len(length)))
+        told, phase = state.drafter
+        return dataclasses.replace(state, drafter=PearlState(base, self._across(told), phase, is_overlapped=True))
+
+    def _across(self, tree: Any) -> Any:
+        """Small arrays, whole on each of the small model's devices."""
+        return jax.device_put(tree, NamedSharding(self.drafter_mesh, PartitionSpec()))
+
+    def run(
+        self,
+        models: dict,
+        sampling: SamplingParams,
+        limits: Limits,
+        state: DecodeState,
+        num_rounds: int = UNBOUNDED,
+        most_slots: int = UNBOUNDED,
+    ) -> DecodeState:
+        """As `Decoder.run`: rounds until all rows are done, or so many; full caches grow between two rounds."""
+        rounds, longest, num = Rounds(self, models, sampling, limits, state), fetch(limits.max_length), 0
+        seen, flying = Seen(0, fetch(state.length), fetch(state.done)), deque()
+        while True:
+            capacity = rounds.state.cache.capacity
+            if num < num_rounds and self._is_next(num, seen, longest, capacity):
+                where, num = rounds.begin(), num + 1
+                if num % EVERY == 0:
+                    flying.append((num, where))
+                    seen = landed(*flying.popleft()) if len(flying) > 1 else seen
+            elif seen.num < num:  # by what was seen no further round is needed, or there may be no room for it
+                seen = Seen(num, fetch(rounds.state.length), fetch(rounds.state.done))
+                flying.clear()
+            elif is_full(seen.length, seen.done, capacity, self.lookahead):
+                state = self._grow(rounds.joined(), larger(capacity, most_slots))
+                rounds = Rounds(self, models, sampling, limits, state)
+            else:
+                return rounds.joined()
+
+    def _is_next(self, num: int, seen: Seen, longest: np.ndarray, capacity: int) -> bool:
+        """Whether a round after the first `num` may have something to do, and surely has room.
+
+        Args:
+          longest: tokens at which each row is done. A round gives a row 1 to gamma tokens.
+        """
+        since = num - seen.num
+        may_go_on = ~seen.done & (seen.length + since < longest)
+        most = np.minimum(seen.length + since * self.max_depth, longest)
+        return bool(may_go_on.any()) and not is_full(most, ~may_go_on, capacity, self.lookahead)
+
+
+class Seen(NamedTuple):
+    """Where rows were after so many rounds, on the host."""
+
+    num: int
+    length: np.ndarray
+    done: np.ndarray
+
+
+def landed(num: int, where: jax.Array) -> Seen:
+    """What `Rounds.begin` returned for round `num`, once it is there."""
+    length, done = fetch(where)
+    return Seen(num, length, done.astype(bool))
+
+
+class Rounds:
+    """A decode in flight: the state of either half, as arrays that may still have to be computed."""
+
+    def __init__(self, decoder: Overlapped, models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState):
+        self.decoder, self.settings = decoder, (sampling, limits)
+        self.target, self.small = ({name: models[name]} for name in ("target", "drafter"))
+        own: PearlState = state.drafter
+        self.base, self.told = own.base, own.told
+        self.state = dataclasses.replace(state, drafter=own.phase)
+        self.there = decoder._across((state.keys, sampling))
+
+    def begin(self) -> jax.Array:
+        """Dispatches a round, and reads nothing; returns where rows will be, as in `landed`."""
+        sampling, _ = self.settings
+        one, across = self.decoder, NamedSharding(self.decoder.mesh, PartitionSpec())
+        fresh, self.base = one.propose(self.small, self.base, self.told, *self.there)
+        output, noise = one.look(self.target, sampling, self.state)
+        fresh = jax.device_put(fresh, across)
+        self.state, told, where = one.judge(*self.settings, self.state, fresh, output, noise)
+        self.told = one._across(told)
+        where.copy_to_host_async()
+        return where
+
+    def joined(self) -> DecodeState:
+        """The state of both halves."""
+        drafter = PearlState(self.base, self.told, self.state.drafter, is_overlapped=True)
+        return dataclasses.replace(self.state, drafter=drafter)
+
+
+# --- the programs -----------------------------------------------------------------------------------------------------
+
+
+def target_half(drafter: Drafter, both: Halves) -> Drafter:
+    """The target's half as a `Drafter` whose state is (Told, Phase) and which drafts nothing."""
+
+    def commit(models, state: Phase, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
+        return both.judged(state, verdict, num_committed)
+
+    def read(models, state, *chunk):
+        return state
+
+    return drafter._replace(init=lambda tokens, length, capacity: both.first(length), read=read, commit=commit)
+
+
+def make_read(config: SmallLMConfig, base: Drafter, mesh: Mesh) -> Callable:
+    """`read(models, tokens [B, P], length [B], capacity=) -> SmallLMState`: the prompts but their last tokens."""
+
+    def read(models: dict, tokens: Int[Array, "B P"], length: Int[Array, "B"], *, capacity: int) -> SmallLMState:
+        chunk = min(tokens.shape[1], CHUNK)
+
+        def one(index: Array, state: SmallLMState) -> SmallLMState:
+            now = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
+            return read_prompt(models["drafter"], config, state, now, index * chunk, length)
+
+        num = -(-jnp.max(length - 1) // chunk)
+        return placed(mesh, lax.fori_loop(0, num, one, base.init(tokens, length, capacity)), len(length))
+
+    return read
+
+
+def make_propose(both: Halves, mesh: Mesh) -> Callable:
+    """`propose(models, base, told, keys, sampling) -> (drafts, base)`: as `Halves.propose`, its state where it was."""
+
+    def propose(models: dict, base: SmallLMState, told: Told, keys: jax.Array, sampling: SamplingParams):
+        fresh, base = both.propose(models, base, told, keys, sampling)
+        return fresh, placed(mesh, base, len(told.root))
+
+    return propose
+
+
+def make_look(config: ModelConfig, here: Drafter, both: Halves) -> Callable:
+    """`look(models, sampling, state) -> (output, noise)`: the target's pass over the root and what is pending.
+
+    The tip is not known yet: its node has the token of an earlier one, and no row of the target.
+    """
+
+    def look(models: dict, sampling: SamplingParams, state: DecodeState) -> tuple[ModelOutput, Array]:
+        noise = round_noise(state.keys, state.length - 1, here.max_depth + 1, config.vocab_size, sampling)
+        tree, _ = both.chained(state.drafter, state.drafter.fresh, *root_of(state))
+        return step_lib.target_pass(models, config, here, state, tree)[0], noise
+
+    return look
+
+
+def make_judge(here: Drafter, rule: AcceptRule, both: Halves, mesh: Mesh) -> Callable:
+    """`judge(sampling, limits, state, drafts, output, noise) -> (state, told, where)`, `where` [2, B] for `landed`."""
+
+    def judge(
+        sampling: SamplingParams, limits: Limits, state: DecodeState, fresh: Drafts, output: ModelOutput, noise: Array
+    ) -> tuple[DecodeState, Told, Int[Array, "2 B"]]:
+        tree, phase = both.chained(state.drafter, fresh, *root_of(state))
+        state, ancestors = dataclasses.replace(state, drafter=phase), ancestor_mask(tree, here.max_depth)
+        after, _, _ = step_lib.commit({}, here, rule, sampling, limits, state, tree, output, ancestors, noise)
+        told, phase = after.drafter
+        after = placed(mesh, dataclasses.replace(after, drafter=phase), len(state.length))
+        return after, told, jnp.stack([after.length, after.done.astype(jnp.int32)])
+
+    return judge
+
+
+def root_of(state: DecodeState) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+    """The last committed token of each row, and its position."""
+    position = state.length - 1
+    return jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0], position
+
+
+def placed(mesh: Mesh, tree: Any, batch: int) -> Any:
+    """Per-row arrays of a program's result where its next call expects them."""
+    return lax.with_sharding_constraint(tree, sharding_lib.row_shardings(mesh, tree, batch))

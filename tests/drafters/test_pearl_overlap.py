@@ -1,0 +1,263 @@
+"""PEARL on two sets of fake devices: the text of the scheduled one, a host that waits for no round, bad arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support import setups
+from support.meshes import needs_devices
+
+import hsd_jax
+from hsd_jax import ahead
+from hsd_jax.drafters.pearl import overlap
+from hsd_jax.request import Sampling, prepare
+
+pytestmark = needs_devices
+slow = pytest.mark.slow
+
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
+CALL = {"max_new_tokens": [24, 40, 9], "temperature": [0.0, 0.8, 0.8], "seed": [1, 2, 3]}
+GAMMA = 3
+
+
+@pytest.fixture(scope="module")
+def pair():
+    one = setups.setup("llama", "small_lm")
+    return hsd_jax.Params(
+        one.models["target"], one.models["drafter"], one.config, one.drafter_config, max_len=128, precision="exact"
+    )
+
+
+@pytest.fixture(scope="module")
+def apart(pair):
+    return hsd_jax.pearl(pair, GAMMA, devices=(1, 1))
+
+
+def assert_scheduled(found: hsd_jax.DecodeResult, scheduled: hsd_jax.DecodeResult) -> None:
+    """The same tokens in the same rounds, and each of these overlapped."""
+    np.testing.assert_array_equal(found.tokens, scheduled.tokens)
+    np.testing.assert_array_equal(found.stats.accepted_histogram, scheduled.stats.accepted_histogram)
+    rounds = {"overlapped rounds": scheduled.stats.num_target_passes}
+    assert found.stats.drafter == scheduled.stats.drafter | rounds
+
+
+# --- the text ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_any_length_say_what_plain_decoding_says(pair, apart):
+    """Greedy and sampled rows, which end in different rounds; the weights of each model lie on its own device."""
+    found = hsd_jax.decode(apart, PROMPTS, **CALL)
+    np.testing.assert_array_equal(found.tokens, hsd_jax.decode(pair, PROMPTS, speculate=False, **CALL).tokens)
+    assert_scheduled(found, hsd_jax.decode(hsd_jax.pearl(pair, GAMMA), PROMPTS, **CALL))
+    for name, device in (("target", 0), ("drafter", 1)):
+        assert {x.device.id for x in jax.tree.leaves(getattr(apart, name))} == {device}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_ends_inside_a_round(pair, apart, temperature):
+    """Each token of a text in turn ends it: in every place of a round, with rounds in flight behind it."""
+    call = {"max_new_tokens": 30, "temperature": temperature, "seed": 1}
+    whole = hsd_jax.decode(pair, PROMPTS[0], speculate=False, **call).tokens[0].tolist()
+    inside = 0
+    for eos in sorted(set(whole)):
+        found = hsd_jax.decode(apart, PROMPTS[0], eos=eos, **call)
+        assert found.tokens[0].tolist() == whole[: whole.index(eos) + 1]
+        inside += found.stats.num_target_passes < found.num_tokens[0]
+    assert inside > 1
+
+
+@slow
+@pytest.mark.parametrize("devices", [(6, 2), (2, 6)])
+@pytest.mark.parametrize("accept", ["match", "recursive"])
+def test_models_in_parts_under_either_rule(pair, accept, devices):
+    """Drafts, coins and residuals are keyed by position: drawn text, too, is that of the scheduled rounds."""
+    split = hsd_jax.pearl(pair, GAMMA, devices=(jax.devices()[: devices[0]], jax.devices()[devices[0] :]))
+    kernel = split.target["layer_0"]["mlp"]["up"]["kernel"].sharding
+    assert len(kernel.device_set) == devices[0]
+    found = hsd_jax.decode(split, PROMPTS, accept=accept, **CALL)
+    assert_scheduled(found, hsd_jax.decode(hsd_jax.pearl(pair, GAMMA), PROMPTS, accept=accept, **CALL))
+
+
+@slow
+@pytest.mark.parametrize("gamma", [1, 5])
+def test_other_gammas_and_streams(pair, gamma):
+    one = hsd_jax.pearl(pair, gamma, devices=(1, 1))
+    plain = hsd_jax.decode(pair, PROMPTS, speculate=False, **CALL)
+    texts: list[list[int]] = [[] for _ in PROMPTS]
+    for piece in hsd_jax.stream(one, PROMPTS, rounds=3, **CALL):
+        texts[piece.row] += piece.tokens.tolist()
+    assert texts == [row[:num].tolist() for row, num in zip(plain.tokens, plain.num_tokens, strict=True)]
+
+
+@slow
+def test_caches_grow_between_rounds(pair):
+    """From 16 slots to 64 and all: no round writes past the last one, though the host knows no row's length.
+
+    The target drafts for itself: rows grow as fast as they can, and a draft that is refused was read wrongly.
+    """
+    call = {"max_new_tokens": 100, "temperature": 0.8}
+    prompt = [1, 5, 9, 2, 6, 5, 3, 5]  # with 8 slots more, what a round may write, all are full
+    same = dataclasses.replace(pair, drafter=pair.target)
+    one = prepare(hsd_jax.pearl(same, GAMMA, devices=(1, 1)), prompt, Sampling(**call))
+    tokens, length = (
+        jnp.zeros((1, 16), jnp.int32).at[0, : len(prompt)].set(jnp.array(prompt)),
+        one.prompt_length,
+    )
+    sizes = {"capacity": 16, "max_tokens": 17}
+    state = one.decoder.read(one.models, tokens, jnp.asarray(length), one.state.keys, one.limits, **sizes)
+    state = one.run(state)
+    assert state.cache.capacity == state.drafter.base.cache.capacity == one.largest
+    plain = hsd_jax.decode(pair, prompt, speculate=False, **call)
+    np.testing.assert_array_equal(state.tokens[0, length[0] : length[0] + 100], plain.tokens[0])
+    scheduled = hsd_jax.decode(hsd_jax.pearl(same, GAMMA), prompt, **call).stats
+    np.testing.assert_array_equal(state.stats.accepted_histogram[0], scheduled.accepted_histogram)
+    assert scheduled.tau > 2.8
+
+
+# --- the host ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_host_reads_rarely_and_never_the_rounds_in_flight(apart, monkeypatch):
+    begun, reads = [], []
+    begin, fetch = overlap.Rounds.begin, overlap.fetch
+
+    def counting(rounds):
+        begun.append(begin(rounds))
+        return begun[-1]
+
+    def reading(x):
+        reads.append((len(begun), next((i + 1 for i, where in enumerate(begun) if where is x), None)))
+        return fetch(x)
+
+    monkeypatch.setattr(overlap.Rounds, "begin", counting)
+    monkeypatch.setattr(overlap, "fetch", reading)
+    hsd_jax.decode(apart, PROMPTS, **CALL)
+    first, last = [x for x in reads if x[0] == 0], [x for x in reads if x[1] is None and x[0] > 0]
+    assert len(first) == 3 and len(last) == 2  # before the first round: limits, lengths, ends; after the last one
+    between = [x for x in reads if x[1] is not None]
+    assert len(begun) / overlap.EVERY - 2 <= len(between) <= len(begun) / overlap.EVERY
+    assert min(num - read for num, read in between) >= overlap.EVERY
+
+
+def test_drafts_are_made_while_the_target_reads(apart):
+    """With a target that is slow, two rounds are dispatched and the first one's drafts are there before its verdict."""
+    request = prepare(apart, PROMPTS[0], Sampling(8))
+    decoder = request.decoder
+    assert isinstance(decoder, overlap.Overlapped)
+
+    @jax.jit
+    def late(x):
+        large = jnp.full((256, 256), x[0, 0, 0])  # without a large product a CPU would run it while the host waits
+        spun = lax.fori_loop(0, 8_000_000, lambda i, y: 0.999 * y + 0.001 * jnp.sin(y), (large @ large)[0, :16])
+        return x.at[0, 0, :16].add(0 * spun)
+
+    def look(*args):
+        output, noise = decoder.look(*args)
+        return output, late(noise)
+
+    late(jax.device_put(jnp.zeros((1, GAMMA + 1, apart.target_config.vocab_size)), apart.mesh.devices[0]))
+    rounds = overlap.Rounds(decoder, request.models, request.sampling, request.limits, request.state)
+    rounds.begin()  # compiles
+    rounds.decoder = Slow(decoder, look)
+    jax.block_until_ready(rounds.state.length)
+    where = rounds.begin()
+    drafted = rounds.base.cache.length
+    jax.block_until_ready(drafted)
+    assert not where.is_ready()
+    later = rounds.begin()
+    assert not where.is_ready() and not later.is_ready()
+    assert np.asarray(later)[0, 0] > np.asarray(where)[0, 0]
+
+
+class Slow:
+    """A decoder with another pass of the target."""
+
+    def __init__(self, decoder, look):
+        self.decoder, self.look = decoder, look
+
+    def __getattr__(self, name):
+        return getattr(self.decoder, name)
+
+
+def test_rounds_past_the_end_change_nothing(apart):
+    """Not a bit of a text, a length, a statistic or what is committed to a cache."""
+    request = prepare(apart, PROMPTS, Sampling(**CALL))
+    state = request.run(request.state)
+    rounds = overlap.Rounds(request.decoder, request.models, request.sampling, request.limits, state)
+
+    def look():
+        own = rounds.joined()
+        base = own.drafter.base
+        length = np.asarray(own.length)
+        caches = [np.asarray(x) for cache in (own.cache, base.cache) for x in (*cache.keys, *cache.values)]
+        rest = own.tokens, own.length, own.done, own.stats, own.drafter.phase.rounds, own.drafter.told
+        kept = [x[row, :, : num - 1] for x in caches for row, num in enumerate(length)]
+        return jax.tree.map(np.array, (rest, kept))
+
+    before = look()
+    for _ in range(2 * GAMMA):
+        rounds.begin()
+    jax.tree.map(np.testing.assert_array_equal, look(), before)
+
+
+# --- users ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ((8, 1), r"too small for two programs. There are 8 devices, and 9 are needed: 8 for the target and 1"),
+        ((0, 1), "two numbers from 1"),
+        ((True, 1), "two numbers from 1"),
+        (2, "expected a pair"),
+        ((1, 1, 1), "expected a pair"),
+        ("ab", "expected a pair"),
+        ((lambda: (jax.devices()[:2], jax.devices()[1:3])), "1 named twice"),
+        ((lambda: (jax.devices()[:1] * 2, jax.devices()[1:2])), "0 named twice"),
+        ((lambda: (jax.devices()[:1], [])), "1 for the target and 0 for the drafter"),
+    ],
+)
+def test_illegal_devices(pair, devices, message):
+    with pytest.raises(ValueError, match=message):
+        hsd_jax.pearl(pair, GAMMA, devices=devices() if callable(devices) else devices)
+
+
+def test_where_models_lie_can_be_changed(apart):
+    """Another gamma moves nothing, another place undoes it."""
+    again = hsd_jax.pearl(apart, 2)
+    assert (again.mesh, again.drafter_mesh) == (apart.mesh, apart.drafter_mesh) and again.tree.depth == 2
+    together = hsd_jax.place(apart, apart.mesh)
+    assert together.drafter_mesh is None
+    assert {x.device.id for x in jax.tree.leaves((together.target, together.drafter))} == {0}
+
+
+def test_what_two_programs_cannot_do(pair, apart):
+    """Each by its name, before anything compiles."""
+    with pytest.raises(ValueError, match="gamma=0"):
+        hsd_jax.pearl(pair, 0, devices=(1, 1))
+    with pytest.raises(ValueError, match="judges drafts of one round together"):
+        hsd_jax.decode(apart, [[1]], 4, accept="block_verification")
+    with pytest.raises(ValueError, match="stack"):
+        hsd_jax.stack(apart, "lookup")
+    with pytest.raises(ValueError, match="adaptive=True"):
+        hsd_jax.decode(apart, [[1]], 4, adaptive=True)
+    with pytest.raises(ValueError, match="a small_lm drafter is part of the target's program"):
+        small = dataclasses.replace(apart, drafter_config=pair.drafter_config)
+        hsd_jax.decode(small, [[1]], 4)
+
+
+@pytest.mark.parametrize(("c", "gamma"), [(0.2, 1), (1.4, 1), (2.6, 3), (11.0, 11)])
+def test_gamma_is_the_drafts_in_the_time_of_a_pass(pair, monkeypatch, c, gamma):
+    monkeypatch.setattr(ahead, "measured_c", lambda params: c)
+    assert hsd_jax.pearl(pair).drafter_config.gamma == gamma
+
+
+def test_c_is_measured(pair):
+    """A small model that is the target takes as long as the target, on the same device; on others, about."""
+    same = dataclasses.replace(pair, drafter=pair.target)
+    assert 0.1 < ahead.measured_c(same) < 10
