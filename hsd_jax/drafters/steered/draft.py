@@ -5,7 +5,7 @@ those of the token before it, of a draft those of the token before the round's r
 reads no earlier than the drafts. So one g steers all drafts of a round, and it changes at `commit` alone. A cached
 draft that is accepted stays as it was read. The first token of a text, which nothing is before, is steered by zeros.
 
-Drafting is that of the small model (`drafters/small_lm`), handed the bias. Read first: `steering.py`.
+Drafting is that of the small model (`drafters/small_lm`), handed the bias. Read first: `models/steering.py`.
 """
 
 from __future__ import annotations
