@@ -78,14 +78,14 @@ def compare(
         say(f"{name}: {len(prompts)} prompts")
         how = sampling | {"reuse": reuse, "tree": tree, **rule}
         if sampling["temperature"] and rule["accept"] not in ("auto", "match"):
-            texts, tau, share = _decode_all(params, prompts, max_new_tokens, batch, seed, how)
+            texts, tau, share = decode_all(params, prompts, max_new_tokens, batch, seed, how)
             found = distribution.judge(params, [ids for _, ids in prompts], texts, sampling, seed)
             counts = {"tokens_compared": found.tokens, "tau": tau, "drafted_share": share}
             told = {"chi_square": found.chi_square, "p_value": found.p_value, "ok": found.p_value >= FALSE_ALARM}
             settings.append({"name": name, **sampling, **counts, **told, "differences": []})
             continue
-        plain, _, _ = _decode_all(params, prompts, max_new_tokens, batch, seed, sampling | {"speculate": False})
-        drafted, tau, share = _decode_all(params, prompts, max_new_tokens, batch, seed, how)
+        plain, _, _ = decode_all(params, prompts, max_new_tokens, batch, seed, sampling | {"speculate": False})
+        drafted, tau, share = decode_all(params, prompts, max_new_tokens, batch, seed, how)
         if noise is None and params.precision != "exact":
             noise = logit_noise(params, prompts[:NOISE_ROWS], plain[:NOISE_ROWS], num_nodes)
         differences, compared = [], 0
@@ -145,7 +145,7 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
-def _decode_all(params, prompts, max_new_tokens, batch, seed, how) -> tuple[list[list[int]], float, float]:
+def decode_all(params, prompts, max_new_tokens, batch, seed, how) -> tuple[list[list[int]], float, float]:
     """The generated tokens of every prompt, in order, tau, and the share of passes that verified drafts.
 
     Prompts of like length share a batch.

@@ -1,0 +1,53 @@
+"""Are 10^5 tokens of every rule that draws its text anew distributed as the target's? (docs/family.md)
+
+    python benchmarks/distribution.py --prompts dev.jsonl --limit 900
+
+A line a rule and tree, of the demo pair: tokens, tau, the chi-square of their places in the target's distribution
+(`hsd_jax/bench/distribution.py`) and its p; plain decoding first.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import hsd_jax
+from hsd_jax import TreeConfig
+from hsd_jax.bench import distribution, identity
+from hsd_jax.bench.prompts import for_checkpoint
+
+CASES = {
+    "plain": ("match", None, None),
+    "recursive": ("recursive", None, TreeConfig.chain(7)),
+    "recursive, RSD-S": ("recursive", None, TreeConfig(8, 5, 2)),
+    "recursive, RSD-C": ("recursive", None, TreeConfig(branching=(2, 1, 1, 1))),
+    "recursive, independent": ("recursive", "independent", TreeConfig(branching=(2, 1, 1, 1))),
+    "kseq": ("kseq", None, TreeConfig(branching=(2, 1, 1, 1))),
+    "optimal": ("optimal", None, TreeConfig(branching=(2, 1, 1, 1))),
+    "block_verification": ("block_verification", None, TreeConfig.chain(7)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", nargs="+", required=True)
+    parser.add_argument("--limit", type=int, default=900)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    args = parser.parse_args()
+    params = hsd_jax.load("demo")
+    found = for_checkpoint(params, args.prompts, "report", args.limit, args.max_new_tokens)
+    prompts = [(one.text, params.tokenizer.encode(one.text)) for one in found]
+    for name in args.cases:
+        accept, draw, tree = CASES[name]
+        how = {"temperature": args.temperature, "speculate": tree is not None, "tree": tree}
+        how |= {} if tree is None else {"accept": accept, "draw": draw}
+        texts, tau, _ = identity.decode_all(params, prompts, args.max_new_tokens, args.batch, 10_000, how)
+        told = distribution.judge(params, [ids for _, ids in prompts], texts, {"temperature": args.temperature})
+        print(f"{name}: {told.tokens:,} tokens, tau {tau:.2f}, chi-square {told.chi_square:.1f}, p {told.p_value:.3f}",
+              flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
