@@ -181,6 +181,10 @@ def test_packed_weights_compute_the_same(bias):
     given = jnp.arange(6)[None] % config.vocab_size, jnp.arange(6)[None], causal_mask(1, 6)
     wanted = forward(weights, config, *given).logits
     np.testing.assert_allclose(forward(packed, config, *given).logits, wanted, atol=5e-5)  # of sums in another order
+    bias = jax.random.normal(jax.random.key(1), (1, 6, config.num_layers, config.intermediate_size))
+    steered = [forward(w, config, *given, up_bias=bias).logits for w in (packed, weights)]
+    np.testing.assert_allclose(*steered, atol=5e-5)
+    assert np.abs(steered[0] - wanted).max() > 0.1
     copies = jax.tree.map(jnp.copy, weights)
     freed = pack(copies, config, frees=True)
     assert copies["layer_0"]["attn"]["q"]["kernel"].is_deleted()

@@ -245,6 +245,16 @@ def test_a_run_that_broke_off_ends_with_the_same_bits(folders, tmp_path, standar
     assert drafted.text == hsd_jax.decode(params, "Question: 1", 8, speculate=False).text
 
 
+def test_a_run_without_judgement(folders, tmp_path, standard_dtypes):
+    """Two steps on the text; the result is a model of its own that drafts."""
+    asked = {"eval": {"every": 0}, "on_policy": {"share": 0.0}, "train": dict(VALUES["train"], steps=2)}
+    folder = distil(folders, tmp_path / "run", **asked)
+    params = hsd_jax.load(target=folders / "target", drafter=folder, precision="exact")
+    start = hsd_jax.load(target=folders / "target", drafter=folders / "start", precision="exact")
+    assert params.drafter_config.kind == "small_lm"
+    assert not np.array_equal(params.drafter["embedding"], start.drafter["embedding"])
+
+
 def test_runs_that_are_refused_before_the_first_step(folders, tmp_path):
     with pytest.raises(ValueError, match="--kind small_lm: needs --start"):
         distil(folders, tmp_path / "out", start=None)
