@@ -103,6 +103,11 @@ class ModelConfig:
         return self.layer_types[layer] if self.layer_types else FULL
 
 
+def model_of(config: ModelConfig) -> ModelConfig:
+    """A language model in whatever role, without it."""
+    return ModelConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
     """A drafter that is trained on its target's features; each kind is a subclass, in its room under `drafters/`."""

@@ -252,7 +252,7 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
     """
     config = params.drafter_config
     if params.drafter is None or config is None or method_of(config).init_weights is None:
-        raise ValueError("restrict() cuts down a drafter, and these params have none: load with drafter=FOLDER")
+        raise ValueError("restrict() cuts down a trained drafter, and these params have none: load with drafter=FOLDER")
     config, weights = draft_vocab.restrict(params.drafter_config, params.drafter, draft_to_target)
     weights = _with_head(weights, params.target, params.target_config)
     pair = None if params.pair is None else (params.pair[0], drafter_hash(config, weights))
@@ -327,14 +327,15 @@ def stack(params: Params, inner: str | Path | Any, length: int | None = None) ->
 
 
 def place(params: Params, mesh: Mesh | None, drafter_mesh: Mesh | None = None) -> Params:
-    """Puts the weights on the default device, or on a mesh by the table of `sharding.py`.
+    """Puts the weights on one device, or on a mesh by the table of `sharding.py`.
 
     Args:
       drafter_mesh: of the drafter, where it is to run beside the target (`ahead.py`); None: `mesh`.
     """
     params = dataclasses.replace(arranged(params, mesh, drafter_mesh=drafter_mesh), drafter_mesh=drafter_mesh)
     if mesh is None:
-        return jax.device_put(params)
+        was_on_mesh = params.mesh is not None
+        return dataclasses.replace(jax.device_put(params, jax.devices()[0] if was_on_mesh else None), mesh=None)
     target = sharding_lib.weight_shardings(mesh, params.target, *sharding_lib.heads_of(params.target_config))
     placed = dataclasses.replace(params, target=put(params.target, target), mesh=mesh)
     if params.drafter:

@@ -329,7 +329,7 @@ def check_adaptive(config: Any, rule: str, tree: TreeConfig) -> None:
     if rule != "match" and not may_end_early(config, tree):
         raise ValueError(
             f"adaptive=True with accept={rule!r}, a {config.kind} drafter and tree {tree.name}: there only chains"
-            " of a small_lm drafter can end early; accept='match' allows every tree"
+            " of a small language model can end early; accept='match' allows every tree"
         )
 
 

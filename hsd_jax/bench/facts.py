@@ -8,6 +8,7 @@ from typing import Any
 
 from hsd_jax.bench.quality import model_record
 from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.steered import files as steered_files
 from hsd_jax.models import convert
 from hsd_jax.params import describe_arithmetic
 from hsd_jax.tokenizer import Tokenizer
@@ -23,6 +24,8 @@ def facts_of(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder}: no such folder")
     if (folder / drafter_files.DRAFTER_CONFIG).is_file():
         return _drafter(folder)
+    if (stored := steered_files.read_stored(folder)) is not None:
+        return _steered(folder, stored)
     if (folder / "config.json").is_file():
         return _target(folder)
     raise FileNotFoundError(f"{folder}: neither config.json (a target) nor {drafter_files.DRAFTER_CONFIG} (a drafter)")
@@ -44,6 +47,20 @@ def _target(folder: Path) -> dict[str, Any]:
         "tokenizer": "none: token ids only" if tokenizer is None else "yes",
         "hash": convert.weights_hash(weights),
     }
+
+
+def _steered(folder: Path, stored: steered_files.Stored) -> dict[str, Any]:
+    """A language model and what steers it."""
+    config = steered_files.SteeredConfig(**vars(convert.read_config(folder)), **vars(stored))
+    weights = steered_files.read_steering(folder, config)
+    return (
+        _target(folder)
+        | dataclasses.asdict(stored)
+        | {
+            "kind": "steered drafter",
+            "parameters of the steering": f"{model_record(weights)['parameters']:,}",
+        }
+    )
 
 
 def _drafter(folder: Path) -> dict[str, Any]:

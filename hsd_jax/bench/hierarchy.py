@@ -25,8 +25,9 @@ from hsd_jax.arguments import encode, sampling_of_row
 from hsd_jax.bench.machine import hardware
 from hsd_jax.bench.measure import Mode, Runs, Workload, mode_record, time_modes
 from hsd_jax.bench.tables import make_console, make_table, say
-from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.config import ModelConfig, TreeConfig, model_of
 from hsd_jax.distributed import fetch
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import parse
 from hsd_jax.infer.decode import traced_with
 from hsd_jax.infer.sampling import target_distribution
@@ -62,7 +63,7 @@ def as_target(params: Params) -> Params:
     """The small model that drafts, as the target of a pair without a drafter."""
     config = params.drafter_config
     assert params.drafter is not None, "checked by `measure`"
-    own = ModelConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)})
+    own = model_of(config)
     dtype = jnp.dtype(params.drafter["embedding"].dtype).name
     return dataclasses.replace(
         params, target=params.drafter, drafter=None, target_config=own, drafter_config=None, pair=None, dtype=dtype
@@ -230,7 +231,7 @@ def measure(
             raise ValueError(f"--models {folder}: expected a folder of a language model; it has no distribution")
     pairs = [load(folder) for folder in folders]
     for folder, pair in zip(folders, pairs, strict=True):
-        if not isinstance(pair.drafter_config, ModelConfig):
+        if not isinstance(pair.drafter_config, SmallLMConfig):
             raise ValueError(f"--models {folder}: a {pair.drafter_config.kind} drafter; expected a language model")
     found = work.read(params, work.prompts)
     ids = [np.asarray(row) for row in encode(params, [prompt.text for prompt in found])]

@@ -19,12 +19,17 @@ from hsd_jax.types import DRAWN_SCHEMES, Drafter, DraftTree, DrawScheme, ModelOu
 def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, scheme: DrawScheme) -> None:
     """Raises a ValueError if a trained drafter cannot draft such trees, or not for this target."""
     config.check_feature_layers(target_config.num_layers)
-    if tree.depth > config.num_steps:
-        raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps")
+    check_depth(tree, config.num_steps)
     whole = "vocabulary" if config.reduced_vocab_size is None else "reduced draft vocabulary"
     check_children(tree, config.draft_vocab_size, whole)
     if scheme in DRAWN_SCHEMES:
         tree.level_widths()  # raises here, before anything compiles
+
+
+def check_depth(tree: TreeConfig, num_steps: int) -> None:
+    """Raises a ValueError for a tree deeper than a drafter was trained for."""
+    if tree.depth > num_steps:
+        raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {num_steps} steps")
 
 
 def check_children(tree: TreeConfig, draft_vocab_size: int, whole: str = "vocabulary") -> None:

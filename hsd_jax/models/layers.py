@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import RopeConfig
 from hsd_jax.kernels import triton
 from hsd_jax.kernels.int8 import Kernel
-from hsd_jax.kernels.ops import activate, apply_rope, attend, gated_mlp, matmuls, rms_norm, rounded
+from hsd_jax.kernels.ops import activate, apply_rope, attend, gated_mlp, matmul, matmuls, rms_norm, rounded
 from hsd_jax.models.cache import take_nodes
 
 
@@ -171,7 +171,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The gated MLP: down(act(gate(x)) * (up(x) + up_bias)); the bias is an input, one a node, or None."""
+    """The gated MLP: down(act(gate(x)) * (up(x) + up_bias)). The bias is an input, one a node, or what it is the
+    product of, or None."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -179,7 +180,11 @@ class MLP(nn.Module):
     output_std: float | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "... H"], up_bias: Float[Array, "... F"] | None = None) -> Float[Array, "... H"]:
+    def __call__(
+        self, x: Float[Array, "... H"], up_bias: Float[Array, "... F"] | tuple[Array, Array] | None = None
+    ) -> Float[Array, "... H"]:
+        if isinstance(up_bias, tuple):
+            up_bias = matmul(*up_bias)
         width, wider = x.shape[-1], self.intermediate_size
         down_weight = Weight(width, wider, self.use_bias, self.output_std, name="down")
         if self.has_variable("params", "gate_up"):  # `packing.py`

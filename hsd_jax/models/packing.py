@@ -37,7 +37,7 @@ def arranged(
         return weights, config
     if num_shards % groups == 0 and config.num_heads % num_shards == 0 and num_shards > groups:
         times = num_shards // groups
-        weights = _mapped(weights, lambda node: _repeated(node, groups, times))
+        weights = _mapped(weights, lambda node: _repeated(node, config, times))
         config = dataclasses.replace(config, num_kv_heads=num_shards)
     return pack(weights, config, num_shards, frees) if packs else weights, config
 
@@ -49,14 +49,25 @@ def _mapped(node: Any, change: Callable[[dict], dict]) -> Any:
     return change({name: _mapped(child, change) for name, child in node.items()})
 
 
-def _repeated(node: dict, groups: int, times: int) -> dict:
-    if not {"q", "k", "v"} <= node.keys():
-        return node
+def _repeated(node: dict, config: Any, times: int) -> dict:
+    """Attention with each key/value head `times` over, packed already or not."""
+    groups = config.num_kv_heads
 
     def repeat(x: Array) -> Array:
         heads = x.reshape(groups, -1, *x.shape[1:])
         return jnp.repeat(heads, times, axis=0).reshape(-1, *x.shape[1:])
 
+    def repeat_packed(x: Array) -> Array:
+        per_group = config.num_heads // groups
+        heads = x.reshape(groups, per_group + 2, -1, *x.shape[1:])
+        query = heads[:, :per_group].reshape(groups * times, per_group // times, *heads.shape[2:])
+        pairs = jnp.repeat(heads[:, per_group:], times, axis=0)
+        return jnp.concatenate([query, pairs], 1).reshape(-1, *x.shape[1:])
+
+    if "qkv" in node:
+        return {**node, "qkv": jax.tree.map(repeat_packed, node["qkv"])}
+    if not {"q", "k", "v"} <= node.keys():
+        return node
     return {name: jax.tree.map(repeat, part) if name in ("k", "v") else part for name, part in node.items()}
 
 

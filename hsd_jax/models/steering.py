@@ -2,13 +2,14 @@
 
     g = LayerNorm(W_mix [h; m; l]),   a -> W_down((W_up a + W_steer g) * act(W_gate a))
 
-W_mix begins as the sum of the states, W_steer as zeros: an untrained one changes no bit of the model. Products of all
-layers are one, once for all tokens that share a g (Berdoz et al., arXiv:2511.09844). Read next: `drafters/steered`.
+W_mix begins as the sum of the states, W_steer as zeros: an untrained one changes no bit of the model (Berdoz et al.,
+arXiv:2511.09844). Read next: `drafters/steered`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -16,6 +17,26 @@ from jaxtyping import Array, Float
 
 from hsd_jax.kernels import native
 from hsd_jax.kernels.ops import matmul
+
+
+class Steer(NamedTuple):
+    """What steers tokens: a vector for each, and what makes a bias of it in every layer."""
+
+    vectors: Float[Array, "B N W"]
+    kernel: Float[Array, "L F W"]
+
+    def up_bias(self) -> Float[Array, "B N L F"]:
+        """The biases of all layers, in one product: for the few tokens of a round. A prompt or a row of training has
+        many, and a layer makes its own."""
+        if not native.applies(self.kernel):
+            return matmul(self.vectors, self.kernel)
+        num_layers, num_outputs, width = self.kernel.shape
+        product = matmul(self.vectors, self.kernel.reshape(-1, width))
+        return product.reshape(*self.vectors.shape[:-1], num_layers, num_outputs)
+
+    def of_layer(self, layer: int) -> tuple[Float[Array, "B N W"], Float[Array, "F W"]]:
+        """What the bias of one layer is the product of."""
+        return self.vectors, self.kernel[layer]
 
 
 class Kernel(nn.Module):
@@ -30,7 +51,7 @@ class Kernel(nn.Module):
 
 
 class Steering(nn.Module):
-    """From states of the target to a bias on the up-projection of every layer of the drafter."""
+    """From states of the target to what steers every layer of the drafter."""
 
     width: int
     """Numbers of one of the target's states."""
@@ -40,14 +61,11 @@ class Steering(nn.Module):
     intermediate_size: int
 
     @nn.compact
-    def __call__(self, features: Float[Array, "B N X"]) -> Float[Array, "B N L F"]:
+    def __call__(self, features: Float[Array, "B N X"]) -> Steer:
         def summing(key, shape):
             return jnp.tile(jnp.eye(self.width), (1, self.num_states))
 
         mixed = matmul(features, Kernel((self.width, self.num_states * self.width), summing, name="mix")())
         g = nn.LayerNorm(epsilon=1e-5, name="norm", dtype=jnp.float32)(mixed)
         shape = self.num_layers, self.intermediate_size, self.width
-        steer = Kernel(shape, nn.initializers.zeros, name="steer")()
-        if not native.applies(steer):
-            return matmul(g, steer)
-        return matmul(g, steer.reshape(-1, self.width)).reshape(*g.shape[:-1], self.num_layers, -1)
+        return Steer(g, Kernel(shape, nn.initializers.zeros, name="steer")())

@@ -22,6 +22,7 @@ from hsd_jax.kernels.int8 import Kernel
 from hsd_jax.kernels.ops import embed, matmul
 from hsd_jax.models.cache import commit
 from hsd_jax.models.layers import Block, RMSNorm, attend_after, rope_table
+from hsd_jax.models.steering import Steer
 from hsd_jax.types import KVCache, ModelOutput, NewKV, Weights
 
 
@@ -51,7 +52,8 @@ class Target(nn.Module):
             rest = tables[kind], masks[kind][0], cached, masks[kind][1]
             if earlier is not None:
                 rest = *rest, attend_after(earlier.keys[layer], earlier.values[layer])
-            own = None if up_bias is None else up_bias[:, :, layer]
+            own = up_bias.of_layer(layer) if isinstance(up_bias, Steer) else up_bias
+            own = own[:, :, layer] if isinstance(own, jax.Array) else own
             x, (key, value) = block(c, name=f"layer_{layer}")(x, *rest, up_bias=own)
             keys.append(key)
             values.append(value)
@@ -131,7 +133,7 @@ def forward(
     aux_layers: tuple[int, ...] = (),
     active: Bool[Array, "B N"] | None = None,
     earlier: NewKV | None = None,
-    up_bias: Float[Array, "B N L F"] | None = None,
+    up_bias: Float[Array, "B N L F"] | Steer | None = None,
     remat: bool = False,
 ) -> ModelOutput:
     """One pass of the target over N nodes a row.
@@ -197,7 +199,7 @@ def read_chunk(
     num_read: Int[Array, "B"],
     *,
     aux_layers: tuple[int, ...] = (),
-    up_bias: Float[Array, "B chunk L F"] | None = None,
+    up_bias: Steer | None = None,
 ) -> tuple[ModelOutput, KVCache]:
     """A causal pass over the tokens at positions `start` to `start` + chunk, and the cache with their entries.
 

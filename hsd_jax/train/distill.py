@@ -67,6 +67,10 @@ class SmallModel:
                 if getattr(self, name) != default:
                     raise ValueError(f"model.{name}={getattr(self, name)!r}: is for model.kind=steered alone")
 
+    @property
+    def steps(self) -> int:
+        return self.num_steps or STEPS
+
     def config_of(self, model: ModelConfig, target: ModelConfig, target_hash: str) -> ModelConfig:
         """What is trained: the model itself, or the model steered by this target.
 
@@ -75,7 +79,7 @@ class SmallModel:
         """
         if self.kind != SteeredConfig.kind:
             return model
-        layers, steps = self.steering_layers or default_layers(target.num_layers), self.num_steps or STEPS
+        layers, steps = self.steering_layers or default_layers(target.num_layers), self.steps
         about = {"target_hidden_size": target.hidden_size, "target_hash": target_hash}
         config = SteeredConfig(**vars(model), **about, steering_layers=layers, num_steps=steps)
         config.check_target(target)
@@ -117,7 +121,7 @@ class DistillEval:
 
 @dataclasses.dataclass(frozen=True)
 class DistillRecipe:
-    """A whole run of `hsd train drafter --kind small_lm`."""
+    """A whole run of `hsd train drafter --kind small_lm`, or `--kind steered`."""
 
     model: SmallModel = SmallModel()
     loss: DistillLoss = DistillLoss()
@@ -132,6 +136,11 @@ class DistillRecipe:
             raise ValueError(
                 f"on_policy.share={self.on_policy.share:g}: a steered drafter writes no text without its target;"
                 " allowed is 0"
+            )
+        if self.model.kind == SteeredConfig.kind and self.eval.every and self.eval.depth > self.model.steps:
+            raise ValueError(
+                f"eval.depth={self.eval.depth}: deeper than model.num_steps={self.model.steps}; allowed are 1 to"
+                f" {self.model.steps}"
             )
 
     @classmethod
@@ -163,10 +172,10 @@ def make_loss(target_config: ModelConfig, config: ModelConfig, asked: DistillLos
         weights = frozen["drafter"] | params
         tokens, labels, mask = batch["tokens"][:, :-1], batch["tokens"][:, 1:], batch["mask"][:, 1:]
         with jax.named_scope("target"):
-            aux_layers = config.aux_layers if isinstance(config, SteeredConfig) else ()
-            output = forward_sequence(frozen["target"], target_config, tokens, starts_of(batch), aux_layers=aux_layers)
+            rest = tokens, starts_of(batch)
+            output = forward_sequence(frozen["target"], target_config, *rest, aux_layers=aux_layers_of(config))
             output = lax.stop_gradient(output)
-        taught, lag = output.logits, 1
+        taught, lag = output.logits, None
         if isinstance(config, SteeredConfig):
             lag = jax.random.randint(key, tokens.shape, 1, config.num_steps + 1)
         own = drafted_logits(weights, config, tokens, output, lag, starts_of(batch), remat)
@@ -182,12 +191,17 @@ def make_loss(target_config: ModelConfig, config: ModelConfig, asked: DistillLos
     return loss
 
 
+def aux_layers_of(config: ModelConfig) -> tuple[int, ...]:
+    """Layers of the target whose states the drafter asks for."""
+    return config.aux_layers if isinstance(config, SteeredConfig) else ()
+
+
 def drafted_logits(
     weights: Weights,
     config: ModelConfig,
     tokens: Int[Array, "B T"],
     output: ModelOutput,
-    lag: Int[Array, "B T"] | int,
+    lag: Int[Array, "B T"] | int | None,
     starts: Int[Array, "B T"] | None = None,
     remat: bool = False,
 ) -> Float[Array, "B T V"]:
@@ -195,6 +209,7 @@ def drafted_logits(
     the states `lag` places before."""
     if not isinstance(config, SteeredConfig):
         return forward_sequence(weights, config, tokens, starts, remat=remat).logits
+    assert lag is not None, "a steered drafter is steered from somewhere"
     features = joined_features(output.features)
     return steered_sequence(weights, config, tokens, features, lag, starts, remat).logits
 
@@ -217,8 +232,7 @@ def held_out(
 
     @jax.jit
     def sums(weights: Weights, target: Weights, tokens: Int[Array, "1 T"], mask: Bool[Array, "1 M"]):
-        aux_layers = config.aux_layers if isinstance(config, SteeredConfig) else ()
-        output = forward_sequence(target, target_config, tokens[:, :-1], aux_layers=aux_layers)
+        output = forward_sequence(target, target_config, tokens[:, :-1], aux_layers=aux_layers_of(config))
         own = drafted_logits(weights, config, tokens[:, :-1], output, 1)
         logits = output.logits / temperature, own / temperature
         found = [losses.named(name, asked.jsd_beta)(*logits) for name in SHOWN]

@@ -20,12 +20,12 @@ import jax
 from jax.sharding import Mesh
 
 from hsd_jax import lock
-from hsd_jax.config import ModelConfig
+from hsd_jax.config import ModelConfig, model_of
 from hsd_jax.distributed import check_same, fetch, wait_for_all
 from hsd_jax.drafters.small_lm import load_model
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.steered.config import SteeredConfig
-from hsd_jax.drafters.steered.files import save_steering
+from hsd_jax.drafters.steered.files import read_steering, read_stored, save_steering
 from hsd_jax.drafters.steered.steering import STEERING, init_steering
 from hsd_jax.files import is_writer, read_json, replace_folder, write_json
 from hsd_jax.models import convert
@@ -83,10 +83,17 @@ def train_small_lm(
     rows, prompts = run.hold_out(rows, recipe.eval, train)
     taught, target_hash = run.read_frozen(target_dir, target_config, mesh)
     config = recipe.model.config_of(config, target_config, target_hash)
-    params, kept = to_learn(recipe, config, weights)
+    params, kept = to_learn(recipe, config, weights, start_dir)
     frozen = {"target": taught, "drafter": kept}
     about = {"target": target_hash, "start": convert.stored_hash(start_dir, config, "float32")}
     about |= {"files": manifest.fingerprints(data_files)}
+    if manifest.has_checkpoints(out) and force:
+        was_frozen = manifest.claimed(out).get("model", {}).get("frozen", recipe.model.frozen)
+        if was_frozen != recipe.model.frozen:
+            raise ValueError(
+                f"{out} holds a run with model.frozen={was_frozen}, whose checkpoints have other weights than one with"
+                f" {recipe.model.frozen}: choose another folder"
+            )
     claims = manifest.check(out, force, recipe, kind=kind, **about)
     check_same("recipe, target and data of the run", repr(claims))
     report(about_rows)
@@ -121,11 +128,29 @@ def train_small_lm(
     return folder
 
 
-def to_learn(recipe: distill.DistillRecipe, config: ModelConfig, model: Weights) -> tuple[Weights, Weights]:
-    """The weights that the run changes, and those that it does not, both the drafter's."""
+def to_learn(
+    recipe: distill.DistillRecipe, config: ModelConfig, model: Weights, start: Path
+) -> tuple[Weights, Weights]:
+    """The weights that the run changes, and those that it does not, both the drafter's.
+
+    Raises:
+      ValueError: if the model in `start` is steered already, and not as it is to be.
+    """
+    stored = read_stored(start)
     if not isinstance(config, SteeredConfig):
+        if stored is not None:
+            raise ValueError(f"--start {start}: is steered; give --kind steered, or the model that it was trained from")
         return model, {}
-    fresh = {STEERING: init_steering(jax.random.key(recipe.train.seed), config)}
+    if stored is None:
+        fresh = {STEERING: init_steering(jax.random.key(recipe.train.seed), config)}
+    else:
+        for name in ("target_hash", "steering_layers"):
+            if getattr(stored, name) != getattr(config, name):
+                raise ValueError(
+                    f"--start {start}: steered with {name}={getattr(stored, name)!r}; this run has"
+                    f" {getattr(config, name)!r}"
+                )
+        fresh = {STEERING: read_steering(start, config)}
     return (fresh, model) if recipe.model.frozen else (model | fresh, {})
 
 
@@ -181,8 +206,7 @@ def _save(
         weights = {name: part for name, part in params.items() if name != STEERING}
         if isinstance(config, SteeredConfig):
             save_steering(new, config, params[STEERING])
-        model = config.model if isinstance(config, SteeredConfig) else config
-        convert.save_target(new, model, weights, bos=convert.read_bos(source), eos=convert.read_eos(source))
+        convert.save_target(new, model_of(config), weights, bos=convert.read_bos(source), eos=convert.read_eos(source))
         for name in (*run.TOKENIZER_FILES, "generation_config.json"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, new / name)

@@ -206,7 +206,7 @@ def test_another_vocabulary_is_refused(tmp_path):
     config, small_config = toy.target_config(), toy.target_config(vocab_size=toy.VOCAB - 1)
     convert.save_target(tmp_path / "target", config, setups.weights("llama"))
     convert.save_target(tmp_path / "small", small_config, toy.make_target(small_config))
-    with pytest.raises(ValueError, match=r"small_lm drafter of 23 tokens for a target of 24.*the same vocabulary"):
+    with pytest.raises(ValueError, match=r"language model of 23 tokens for a target of 24.*the same vocabulary"):
         hsd_jax.load(target=tmp_path / "target", drafter=tmp_path / "small")
     with pytest.raises(ValueError, match="vocab_size=23"):
         small_lm_drafter(config, SmallLMConfig(**vars(small_config)), setups.TREES["chain"])

@@ -393,7 +393,7 @@ def test_stacks_are_made_level_by_level(folders):
 
 def test_a_level_of_another_model_is_refused(folders):
     params = hsd_jax.load(target=folders / "target", drafter=folders / "small")
-    with pytest.raises(ValueError, match=r"small_lm drafter of 23 tokens for a target of 24"):
+    with pytest.raises(ValueError, match=r"language model of 23 tokens for a target of 24"):
         hsd_jax.stack(params, folders / "other")
     own = hsd_jax.load(target=folders / "target", drafter=folders / "target")
     with pytest.raises(ValueError, match="same sizes but other weights"):

@@ -16,11 +16,16 @@ from support.recipes import LOOP, TARGET_VALUES, TEXT
 from support.training import LENGTH, TARGET, batch_of, jit, random_rows, random_weights, some_mask
 
 import hsd_jax
+from hsd_jax.bench.facts import facts_of
 from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.steered.config import SteeredConfig, default_layers
-from hsd_jax.drafters.steered.files import STEERING_CONFIG, STEERING_FILE, save_steering
-from hsd_jax.drafters.steered.steering import STEERING, init_steering, joined_features, up_bias
+from hsd_jax.drafters.steered.files import STEERING_CONFIG, STEERING_FILE, read_steering, save_steering
+from hsd_jax.drafters.steered.steering import STEERING, init_steering, joined_features, steer
 from hsd_jax.drafters.table import make_drafter
+from hsd_jax.infer import decode as decode_lib
+from hsd_jax.infer.plain import make_block
+from hsd_jax.kernels.ops import matmul
 from hsd_jax.models.convert import save_target
 from hsd_jax.models.target import causal_mask, forward, forward_sequence, init_target
 from hsd_jax.train import distill, run, run_small_lm, target
@@ -44,14 +49,17 @@ def test_the_vector_begins_as_the_normalised_sum_of_the_states():
     found = steer_of({STEERING: {**weights[STEERING], "steer": {"kernel": ones}}}, config, features)
     total = features[:32] + features[32:]
     np.testing.assert_allclose(found, np.sum((total - total.mean()) / np.sqrt(total.var() + 1e-5)), atol=1e-9)
-    assert not np.asarray(up_bias(weights, config, jnp.asarray(features[None, None]))).any()
+    assert not np.asarray(steer(weights, config, jnp.asarray(features[None, None])).up_bias()).any()
 
 
 def test_the_bias_is_that_of_plain_numpy():
     config, rng = setups.STEERED, np.random.default_rng(0)
     weights = {STEERING: setups.make_steering(config)}
     features = rng.normal(0, 3, (2, 3, 64)).astype(np.float32)
-    found = np.asarray(up_bias(weights, config, jnp.asarray(features)))
+    steered = steer(weights, config, jnp.asarray(features))
+    found = np.asarray(steered.up_bias())
+    by_layer = [np.asarray(matmul(*steered.of_layer(layer))) for layer in range(2)]
+    np.testing.assert_allclose(found, np.stack(by_layer, 2), atol=1e-6)
     for row in range(2):
         for place in range(3):
             np.testing.assert_allclose(found[row, place], steer_of(weights, config, features[row, place]), atol=1e-5)
@@ -97,48 +105,91 @@ def test_untrained_it_is_the_plain_model_to_the_bit(tree, use_native):
     assert not np.array_equal(*caches)
 
 
-def one_pass(setup: setups.Setup, tokens: np.ndarray, sources: np.ndarray) -> list[np.ndarray]:
-    """Keys and values of one causal pass of the drafter over texts [B, T], each token steered by the target's states
-    of the token at `sources` [B, T]; by zeros where that is -1."""
-    batch, num = tokens.shape
-    rest = jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(num), tokens.shape), causal_mask(batch, num)
-    config, weights = setup.drafter_config, setup.models["drafter"]
-    features = joined_features(
-        forward(setup.models["target"], setup.config, *rest, aux_layers=config.aux_layers).features
-    )
-    own = np.take_along_axis(np.asarray(features), np.maximum(sources, 0)[..., None], 1)
-    bias = up_bias(weights, config, jnp.asarray(np.where(sources[..., None] < 0, 0.0, own)))
+def target_states(setup: setups.Setup, tokens: np.ndarray) -> tuple[tuple, np.ndarray]:
+    """The arguments of a causal pass over texts [B, T], and the states of the target that steer, [B, T, X]."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    rest = jnp.asarray(tokens), positions, causal_mask(*tokens.shape)
+    output = forward(setup.models["target"], setup.config, *rest, aux_layers=setup.drafter_config.aux_layers)
+    return rest, np.asarray(joined_features(output.features))
+
+
+def wrong_entries(setup: setups.Setup, state, sources: np.ndarray) -> int:
+    """Of caches, pending tokens and what steers these: what one causal pass does not say, in which each token is
+    steered by the target's states of the token at `sources` [B, T], by zeros where that is -1."""
+    tokens, wrong = np.maximum(np.asarray(state.tokens), 0), 0
+    rest, states = target_states(setup, tokens)
+    own = np.take_along_axis(states, np.maximum(sources, 0)[..., None], 1)
+    config, weights, drafter = setup.drafter_config, setup.models["drafter"], state.drafter
+    bias = steer(weights, config, jnp.asarray(np.where(sources[..., None] < 0, 0.0, own)))
     kv = forward(weights, config, *rest, up_bias=bias).new_kv
-    return [np.asarray(x) for x in (*kv.keys, *kv.values)]
+    same = lambda a, b: np.allclose(a, b, rtol=1e-3, atol=1e-4)  # noqa: E731
+    for row, length in enumerate(np.asarray(drafter.cache.length)):
+        for found, wanted in zip((*drafter.cache.keys, *drafter.cache.values), (*kv.keys, *kv.values), strict=True):
+            wrong += not same(np.asarray(found)[row, :, :length], np.asarray(wanted)[row, :, :length])
+        for place in range(int(drafter.num_pending[row])):
+            at = length + place
+            before = states[row, at - 1] if at > 0 else np.zeros_like(states[row, 0])
+            wrong += int(drafter.pending[row, place]) != int(tokens[row, at])
+            wrong += not same(np.asarray(drafter.features)[row, place], before)
+    return wrong
+
+
+def first_sources(state) -> np.ndarray:
+    """The token before each."""
+    return np.broadcast_to(np.arange(state.tokens.shape[1]) - 1, state.tokens.shape).copy()
+
+
+def a_round(setup: setups.Setup, call: calls.Call, state, sources: np.ndarray):
+    """One round, and `sources` [B, T] with what its new cache entries were read with, in place."""
+    before, roots = np.asarray(state.drafter.cache.length), np.asarray(state.length) - 1
+    state = call.resume(setup.decoder, setup.models, state, 1)
+    for row, length in enumerate(np.asarray(state.drafter.cache.length)):
+        for place in range(before[row], length):
+            sources[row, place] = min(place, roots[row]) - 1
+    return state
 
 
 @pytest.mark.parametrize("proposer", ["sd2", "sd2_branching", pytest.param("sd2_beam", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("shift", [0, 1])
-def test_every_cached_entry_was_read_with_the_states_it_should_be(proposer, shift):
+def test_every_cached_entry_was_read_with_the_states_it_should_be(proposer):
     """Whatever was refused: a committed token that is read by those of the token before, a draft that is kept by those
     of the token before its round's root, as though all had been read at once. Off by one (the mutant) it is not."""
     setup, call = setups.setup("llama", proposer), calls.mixed_call()
     state = call.start(setup.decoder, setup.models, capacity=16)
-    sources = np.full(np.asarray(state.tokens).shape, -1) + np.arange(state.tokens.shape[1])
-    lags, differs = set(), False
+    sources, lags = first_sources(state), set()
+    assert wrong_entries(setup, state, sources) == 0
     while not bool(state.done.all()):
-        before, roots = np.asarray(state.drafter.cache.length), np.asarray(state.length) - 1
-        state = call.resume(setup.decoder, setup.models, state, 1)
-        if state.tokens.shape[1] > sources.shape[1]:
-            more = np.arange(sources.shape[1], state.tokens.shape[1]) - 1
-            sources = np.concatenate([sources, np.broadcast_to(more, (len(sources), len(more)))], 1)
-        for row, length in enumerate(np.asarray(state.drafter.cache.length)):
-            for place in range(before[row], length):
-                sources[row, place] = min(place, roots[row]) - 1
-                lags.add(int(place - sources[row, place]))
-        wrong = np.where(sources >= 0, np.maximum(sources - shift, 0), -1)
-        wanted = one_pass(setup, np.maximum(np.asarray(state.tokens), 0), wrong)
-        for row, length in enumerate(np.asarray(state.drafter.cache.length)):
-            for found, one in zip((*state.drafter.cache.keys, *state.drafter.cache.values), wanted, strict=True):
-                part, whole = np.asarray(found)[row, :, :length], one[row, :, :length]
-                differs |= not np.allclose(part, whole, rtol=1e-4, atol=1e-5)
-    assert differs == bool(shift)
+        state = a_round(setup, call, state, sources)
+        assert wrong_entries(setup, state, sources) == 0
+        cached = np.arange(sources.shape[1]) < np.asarray(state.drafter.cache.length)[:, None]
+        lags |= set((np.arange(sources.shape[1]) - sources)[cached].tolist())
     assert lags == ({1, 2, 3, 4} if proposer == "sd2" else {1})  # trees keep no draft
+    assert wrong_entries(setup, state, np.where(sources >= 0, np.maximum(sources - 1, 0), -1)) > 0
+
+
+@pytest.mark.parametrize("chunk", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("proposer", ["sd2", pytest.param("sd2_branching", marks=pytest.mark.slow)])
+def test_plain_rounds_in_between_and_prompts_in_chunks(proposer, chunk, monkeypatch):
+    """The drafter follows rounds for which it drafted nothing, and reads prompts over the borders of chunks."""
+    monkeypatch.setattr(decode_lib, "CHUNK_OF_KERNELS", chunk)
+    setup, call, rng = setups.setup("llama", proposer), calls.mixed_call(), np.random.default_rng(1)
+    setup = dataclasses.replace(setup, decoder=setup.decoder_with())
+    state = call.start(setup.decoder, setup.models, capacity=64)
+    _, _, _, limits, sampling = call.arrays()
+    start, step, end = make_block(setup.config, setup.drafter)
+    step, end = setup.decoder.compile(step), setup.decoder.compile(end)
+    sources, turns = first_sources(state), set()
+    assert wrong_entries(setup, state, sources) == 0
+    while not bool(state.done.all()):
+        turns.add(is_plain := bool(rng.random() < 0.5))
+        if is_plain:
+            trail = start(state)
+            for _ in range(int(rng.integers(1, setup.drafter.max_depth + 2))):
+                state, trail = step(setup.models, sampling, limits, state, trail)
+            state = end(setup.models, state, trail)
+        else:
+            state = a_round(setup, call, state, sources)
+        assert wrong_entries(setup, state, sources) == 0
+    assert turns == {True, False}
 
 
 def test_drafts_that_are_refused():
@@ -244,6 +295,36 @@ def test_a_run_and_its_folder(folders, tmp_path, standard_dtypes):
     with pytest.raises(ValueError, match="layers"):
         hsd_jax.load(target=folders / "target", drafter=folder)
     (folder / STEERING_CONFIG).write_text(json.dumps(values))
+    assert facts_of(folder) | {"kind": "steered drafter", "steering_layers": (1,)} == facts_of(folder)
+    with pytest.raises(ValueError, match="a small model steered by its target; take the plain one"):
+        read_scorer(folder, params.target_config, "", params.tokenizer)
+    other = dict(VALUES, model={"kind": "small_lm"})
+    with pytest.raises(ValueError, match=r"is steered; give --kind steered"):
+        run_small_lm.train_small_lm(
+            folders / "target",
+            [folders / "text.jsonl"],
+            tmp_path / "out",
+            distill.DistillRecipe.from_dict(other, "d"),
+            report=str,
+            start_dir=folder,
+        )
+    again = train(folders, tmp_path / "again", folder, frozen=True, num_steps=4)  # goes on from what steers it
+    first, second = (read_steering(one, params.drafter_config)["mix"]["kernel"] for one in (folder, again))
+    eye = np.eye(*first.shape)
+    assert np.abs(second - eye).max() > np.abs(first - eye).max() > 0
+    with pytest.raises(
+        ValueError, match=r"model\.frozen=True, whose checkpoints have other weights than one with False"
+    ):
+        recipe = distill.DistillRecipe.from_dict(VALUES, "d")
+        run_small_lm.train_small_lm(
+            folders / "target",
+            [folders / "text.jsonl"],
+            tmp_path / "again",
+            recipe,
+            report=str,
+            start_dir=folder,
+            force=True,
+        )
     (folder / STEERING_FILE).unlink()
     with pytest.raises(FileNotFoundError, match="no such file, though steering_config"):
         hsd_jax.load(target=folders / "target", drafter=folder)
@@ -267,6 +348,8 @@ def test_runs_that_are_refused(folders, tmp_path):
         train(folders, tmp_path / "out", None)
     with pytest.raises(ValueError, match=r"steering_layers=\[7\]: the target has 1 layers, allowed are 1 to 1"):
         train(folders, tmp_path / "out", steering_layers=[7])
+    with pytest.raises(ValueError, match=r"eval\.depth=3: deeper than model\.num_steps=2; allowed are 1 to 2"):
+        train(folders, tmp_path / "out", num_steps=2)
     with pytest.raises(ValueError, match=r"model\.frozen=True: is for model\.kind=steered alone"):
         distill.DistillRecipe.from_dict({"model": {"frozen": True}}, "d")
     with pytest.raises(ValueError, match=r"on_policy\.share=0\.5: a steered drafter writes no text without its target"):

@@ -279,7 +279,7 @@ def test_the_option_of_a_call(pair):
     assert drawn.drafts[0] == drawn.drafts[1] > 0
     for params, options, wrong in (
         (small, {"speculate": False}, "has no drafts"),
-        (small, {"tree": TreeConfig(4, 2, 2), "accept": "recursive"}, "only chains of a small_lm drafter"),
+        (small, {"tree": TreeConfig(4, 2, 2), "accept": "recursive"}, "only chains of a small language model"),
         (pair[1], {"accept": "recursive"}, "a lookup drafter does not say how sure"),
         (small, {"adaptive": "yes"}, "allowed are True, False and None"),
     ):

@@ -56,7 +56,9 @@ def divergences(p: np.ndarray, q: np.ndarray, beta: float) -> dict[str, np.ndarr
 def test_nothing_to_learn_where_both_say_the_same(name, standard_dtypes):
     _, frozen = models()
     grad = jit(jax.value_and_grad(distill.make_loss(TARGET, TARGET, distill.DistillLoss(name)), has_aux=True))
-    (loss, metrics), own = grad(frozen, frozen, batch_of(random_rows()), jax.random.key(0), jnp.int32(0))
+    (loss, metrics), own = grad(
+        frozen, {"target": frozen, "drafter": {}}, batch_of(random_rows()), jax.random.key(0), jnp.int32(0)
+    )
     assert abs(float(loss)) < 1e-6 and float(metrics["overlap"]) == pytest.approx(1.0, abs=1e-6)
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(own)) < 1e-5
 

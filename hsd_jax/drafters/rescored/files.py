@@ -11,6 +11,7 @@ from hsd_jax.drafters import small_lm
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.rescored.config import ZERO_GRAM
 from hsd_jax.drafters.rescored.ngram import NGRAM_CONFIG, read_ngram
+from hsd_jax.drafters.steered.files import STEERING_CONFIG
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.types import Weights
 
@@ -51,6 +52,8 @@ def read_scorer(
         if not isinstance(config, HiddenConfig) or config.rank == 0:
             raise ValueError(f"{folder}: a drafter without token information, which is what would score")
         return config, {name: weights[name] for name in ("injector", "draft_to_target") if name in weights}
+    if (folder / STEERING_CONFIG).is_file():
+        raise ValueError(f"{folder}: a small model steered by its target; take the plain one, what it was trained from")
     if (folder / "config.json").is_file():
         return small_lm.load(folder, target, target_hash, tokenizer, dtype, placement)
     raise FileNotFoundError(

@@ -39,7 +39,7 @@ def load_model(
     own = None if tokenizer is None else type(tokenizer).find(folder)
     if config.vocab_size != target.vocab_size or (own is not None and not own.has_vocabulary_of(tokenizer)):
         raise ValueError(
-            f"{folder}: a small_lm drafter of {config.vocab_size} tokens for a target of {target.vocab_size}: both"
+            f"{folder}: a language model of {config.vocab_size} tokens for a target of {target.vocab_size}: both"
             " must have the same vocabulary, token by token"
         )
     return config, convert.read_weights(folder, config, dtype, placement)

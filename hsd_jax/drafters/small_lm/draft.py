@@ -73,10 +73,10 @@ def small_lm_drafter(
         return empty_state(config, tokens, length, capacity, max_pending, cache_dtype, steered)
 
     def read(models, state: SmallLMState, output: ModelOutput, tokens: Int[Array, "B chunk"], following, start, length):
-        bias = None
+        steer = None
         if steered is not None:
-            bias, state = steered_prompt(models["drafter"], steered, state, output, start, length)
-        return read_prompt(models["drafter"], config, state, tokens, start, length, bias)
+            steer, state = steered_prompt(models["drafter"], steered, state, output, start, length)
+        return read_prompt(models["drafter"], config, state, tokens, start, length, steer)
 
     def draft(models, state: SmallLMState, inputs: RoundInputs):
         bias = bias_of_pending(models["drafter"], steered, state)
@@ -126,7 +126,7 @@ def small_lm_drafter(
             of_text = features_of_text(steered, state, verdict, output)
             with native.only(active):
                 of_nodes = joined(state.features, state.num_pending, of_text[:, 1:])
-                bias = steered.up_bias(models["drafter"], of_nodes)
+                bias = steered.steer(models["drafter"], of_nodes)
             newest = cache_lib.take_nodes(of_text, num_committed[:, None], axis=1)
             features = jnp.pad(newest, ((0, 0), (0, max_pending - 1), (0, 0)))
         rest = positions, causal_mask(batch, num_nodes), state.cache

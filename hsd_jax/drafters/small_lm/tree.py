@@ -20,6 +20,7 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.infer.tree import Grower
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.steering import Steer
 from hsd_jax.models.target import causal_mask, forward, read_chunk
 from hsd_jax.types import KVCache, ModelOutput, NewKV, RoundInputs, Verdict, Weights
 
@@ -51,8 +52,8 @@ class Steered(NamedTuple):
     """Numbers of a token's features, all layers together."""
     joined: Callable[..., Float[Array, "B N X"]]
     """`joined(ModelOutput.features)`: those of a token side by side."""
-    up_bias: Callable[..., Float[Array, "B N L F"]]
-    """`up_bias(weights, features [B, N, X])`: what `forward` takes under that name."""
+    steer: Callable[..., Steer]
+    """`steer(weights, features [B, N, X])`: what `forward` takes as `up_bias`."""
 
 
 class Bias(NamedTuple):
@@ -99,7 +100,7 @@ def read_prompt(
     tokens: Int[Array, "B chunk"],
     start: Int[Array, ""] | int,
     length: Int[Array, "B"],
-    up_bias: Float[Array, "B chunk L F"] | None = None,
+    up_bias: Steer | None = None,
 ) -> SmallLMState:
     """Reads a chunk of the prompts but their last tokens."""
     _, cache = read_chunk(weights, config, state.cache, tokens, start, length - 1, up_bias=up_bias)
@@ -113,18 +114,18 @@ def steered_prompt(
     output: ModelOutput,
     start: Int[Array, ""] | int,
     length: Int[Array, "B"],
-) -> tuple[Float[Array, "B chunk L F"], SmallLMState]:
-    """The bias of a chunk's tokens, each by the states of the token before it, and the state with those of the newest
+) -> tuple[Steer, SmallLMState]:
+    """What steers a chunk's tokens, each by the states of the token before it, and the state with those of the newest
     token that was read; after the last chunk, of the one before the root."""
     assert state.features is not None, "the state of a steered model"
     features, before = steered.joined(output.features), state.features[:, :1]
     num = features.shape[1]
     shifted = jnp.concatenate([before, features[:, :-1]], 1)
     with native.only(start + jnp.arange(num) < length[:, None] - 1):
-        bias = steered.up_bias(weights, shifted)
+        steer = steered.steer(weights, shifted)
     last = jnp.minimum(length - 2 - start, num - 1)[:, None]
     newest = jnp.where(last[..., None] >= 0, cache_lib.take_nodes(features, jnp.maximum(last, 0), axis=1), before)
-    return bias, dataclasses.replace(state, features=state.features.at[:, :1].set(newest))
+    return steer, dataclasses.replace(state, features=state.features.at[:, :1].set(newest))
 
 
 def bias_of_pending(weights: Weights, steered: Steered | None, state: SmallLMState) -> Bias:
@@ -132,7 +133,7 @@ def bias_of_pending(weights: Weights, steered: Steered | None, state: SmallLMSta
     if steered is None:
         return NO_BIAS
     with native.only(jnp.arange(state.pending.shape[1]) < state.num_pending[:, None]):
-        pending = steered.up_bias(weights, state.features)
+        pending = steered.steer(weights, state.features).up_bias()
     return Bias(pending, cache_lib.take_nodes(pending, state.num_pending[:, None] - 1, axis=1))
 
 
@@ -177,7 +178,7 @@ def read_level(
     own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
     sees = jnp.concatenate([cache_lib.take_nodes(above.sees, parents, axis=1), own], 2)
     positions = jnp.broadcast_to(cache.length[:, None] + level - 1, tokens.shape)
-    up_bias = None if bias.drafts is None else jnp.repeat(bias.drafts, width, 1)
+    up_bias = None if bias.drafts is None else jnp.broadcast_to(bias.drafts, (batch, width, *bias.drafts.shape[2:]))
     output = forward(weights, config, tokens, positions, sees, cache, earlier=above.drafted, up_bias=up_bias)
     drafted = output.new_kv
     if above.drafted is not None:

@@ -35,11 +35,6 @@ class SteeredConfig(ModelConfig):
             raise ValueError(f"steering_layers={layers!r}: expected numbers of layers from 1, ascending, at least one")
 
     @property
-    def model(self) -> ModelConfig:
-        """The model without what steers it."""
-        return ModelConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ModelConfig)})
-
-    @property
     def aux_layers(self) -> tuple[int, ...]:
         """The same layers, counted from 0, as `forward` asks for them."""
         return tuple(layer - 1 for layer in self.steering_layers)

@@ -15,10 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.drafters.shared import check_depth
 from hsd_jax.drafters.small_lm.draft import small_lm_drafter
 from hsd_jax.drafters.small_lm.tree import Steered
 from hsd_jax.drafters.steered.config import SteeredConfig
-from hsd_jax.drafters.steered.steering import joined_features, up_bias
+from hsd_jax.drafters.steered.steering import joined_features, steer
 from hsd_jax.types import Drafter, DrawScheme
 
 
@@ -35,10 +36,9 @@ def steered_drafter(
       ValueError: as `small_lm_drafter`, for a tree deeper than was trained, or a target without these layers.
     """
     config.check_target(target_config)
-    if tree.depth > config.num_steps:
-        raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {config.num_steps} steps")
+    check_depth(tree, config.num_steps)
     width = len(config.steering_layers) * config.target_hidden_size
     steered = Steered(
-        config.aux_layers, width, joined_features, lambda weights, features: up_bias(weights, config, features)
+        config.aux_layers, width, joined_features, lambda weights, features: steer(weights, config, features)
     )
     return small_lm_drafter(target_config, config, tree, cache_dtype, scheme, steered)

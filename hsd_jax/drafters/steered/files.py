@@ -17,7 +17,7 @@ from hsd_jax.drafters.steered.steering import STEERING, init_steering
 from hsd_jax.files import write_json
 from hsd_jax.models.convert import shapes_of
 from hsd_jax.models.hf_config import read_json
-from hsd_jax.models.placement import Placement
+from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.tensor_files import load_tree, open_all, store_tree
 from hsd_jax.settings import Count, Within
 from hsd_jax.types import Weights
@@ -46,18 +46,34 @@ def save_steering(folder: str | Path, config: SteeredConfig, weights: Weights) -
     write_json(folder / STEERING_CONFIG, own)
 
 
+def read_stored(folder: Path) -> Stored | None:
+    """What steers the model in a folder; None: nothing does.
+
+    Raises:
+      FileNotFoundError: if one of the two files is there alone.
+    """
+    names = STEERING_CONFIG, STEERING_FILE
+    there = [name for name in names if (folder / name).is_file()]
+    if not there:
+        return None
+    if len(there) == 1:
+        (missing,) = {*names} - {*there}
+        raise FileNotFoundError(f"{folder / missing}: no such file, though {there[0]} is there")
+    return settings.read(Stored, read_json(folder / STEERING_CONFIG), str(folder / STEERING_CONFIG))
+
+
 def load_steered(
     folder: Path, target: ModelConfig, target_hash: str, tokenizer: Any, dtype: Any, placement: Placement
 ) -> tuple[SteeredConfig, Weights] | None:
     """What the trainer wrote; None for a folder that holds no steering.
 
     Raises:
-      FileNotFoundError: if the weights are missing.
+      FileNotFoundError: as `read_stored`.
       ValueError: as `small_lm.load_model`, or if it was trained for another target.
     """
-    if not (folder / STEERING_CONFIG).is_file():
+    own = read_stored(folder)
+    if own is None:
         return None
-    own = settings.read(Stored, read_json(folder / STEERING_CONFIG), str(folder / STEERING_CONFIG))
     model, weights = load_model(folder, target, tokenizer, dtype, placement)
     config = SteeredConfig(**vars(model), **vars(own))
     config.check_target(target)
@@ -66,11 +82,17 @@ def load_steered(
             f"{folder}: trained for target {own.target_hash[:12]}; this target is {target_hash[:12]}, same sizes but"
             " other weights. Take its own drafter or train one"
         )
-    if not (folder / STEERING_FILE).is_file():
-        raise FileNotFoundError(f"{folder / STEERING_FILE}: no such file, though {STEERING_CONFIG} is there")
+    return config, {**weights, STEERING: read_steering(folder, config, dtype, placement)}
+
+
+def read_steering(folder: Path, config: SteeredConfig, dtype: Any = "float32", placement: Placement = HERE) -> Weights:
+    """The weights that `save_steering` wrote.
+
+    Raises:
+      ValueError: for tensors that are not of such a configuration.
+    """
     shapes = shapes_of(init_steering, config)
     with contextlib.ExitStack() as stack:
         stored = {tensor.name: tensor for tensor in open_all([folder / STEERING_FILE], stack)}
         names, dtype = {name: name for name in shapes}, np.dtype(dtype)
-        steering = load_tree(stored, names, shapes, dtype, folder, STEERING_CONFIG, (), placement)
-    return config, {**weights, STEERING: steering}
+        return load_tree(stored, names, shapes, dtype, folder, STEERING_CONFIG, (), placement)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.drafters.steered.config import SteeredConfig
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.steering import Steering
+from hsd_jax.models.steering import Steer, Steering
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.types import ModelOutput, Weights
 
@@ -23,8 +23,8 @@ def _module(config: SteeredConfig) -> Steering:
     return Steering(config.target_hidden_size, len(config.steering_layers), config.num_layers, config.intermediate_size)
 
 
-def up_bias(weights: Weights, config: SteeredConfig, features: Float[Array, "B N X"]) -> Float[Array, "B N L F"]:
-    """What `forward` takes under that name, for tokens that the states `features` steer."""
+def steer(weights: Weights, config: SteeredConfig, features: Float[Array, "B N X"]) -> Steer:
+    """What `forward` takes as `up_bias`, for tokens that the states `features` steer."""
     return _module(config).apply({"params": weights[STEERING]}, features)  # type: ignore[return-value]
 
 
@@ -57,5 +57,5 @@ def steered_sequence(
     at = jnp.arange(tokens.shape[1]) - jnp.broadcast_to(jnp.asarray(lag), tokens.shape)
     is_there = at >= (0 if starts is None else starts)
     before = take_nodes(jax.lax.stop_gradient(features), jnp.maximum(at, 0), axis=1)
-    bias = up_bias(weights, config, jnp.where(is_there[..., None], before, 0.0))
-    return forward_sequence(weights, config, tokens, starts, up_bias=bias, remat=remat)
+    own = steer(weights, config, jnp.where(is_there[..., None], before, 0.0))
+    return forward_sequence(weights, config, tokens, starts, up_bias=own, remat=remat)
