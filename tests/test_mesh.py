@@ -19,6 +19,7 @@ from support.meshes import CALL, PROMPTS, assert_same, needs_devices, on, params
 import hsd_jax
 from hsd_jax import sharding
 from hsd_jax.config import PARALLEL
+from hsd_jax.models import packing
 from hsd_jax.request import _decoder
 from hsd_jax.train import loop
 
@@ -35,6 +36,17 @@ def test_fewer_heads_than_devices_are_repeated():
     assert kernel.shape == (32, 32) and kernel.sharding.shard_shape(kernel.shape) == (4, 32)
     heads = np.asarray(kernel).reshape(8, 4, 32)
     np.testing.assert_array_equal(heads[0::2], heads[1::2])
+
+
+def test_heads_are_repeated_in_weights_packed_for_one_device():
+    """As weights of a GPU are that move to a mesh: the same arrays as those that are repeated first, biases too."""
+    config = toy.target_config(num_heads=8, num_kv_heads=2, qkv_bias=True)
+    weights = toy.make_target(config)
+    wanted, repeated = packing.arranged(weights, config, 4)
+    packed, _ = packing.arranged(weights, config)
+    found, again = packing.arranged(packed, config, 4)
+    assert repeated.num_kv_heads == again.num_kv_heads == 4 and "qkv" in packed["layer_0"]["attn"]
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 @needs_devices

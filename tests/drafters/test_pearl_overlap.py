@@ -234,6 +234,9 @@ def test_where_models_lie_can_be_changed(apart):
     together = hsd_jax.place(apart, apart.mesh)
     assert together.drafter_mesh is None
     assert {x.device.id for x in jax.tree.leaves((together.target, together.drafter))} == {0}
+    alone = hsd_jax.place(apart, None)
+    assert alone.mesh is None and alone.drafter_mesh is None
+    assert {x.device.id for x in jax.tree.leaves((alone.target, alone.drafter))} == {0}
 
 
 def test_what_two_programs_cannot_do(pair, apart):
