@@ -1,8 +1,9 @@
 """Which of several models should draft for which on this machine: measured, planned, and the plan measured.
 
-c_i(T), the seconds of a pass of model i over T drafts, is timed here; a_ij, the chance that model j accepts a token of
-model i, is 1 - E[TV] over text that model j writes. `hsd_jax/hierarchy.py` makes a plan of them; the best stack, the
-best single drafter and plain decoding then decode the prompts in turns. A single drafter may win, or none.
+c_i(T), the seconds of a pass of model i over T drafts, is timed here, and what a round of it takes besides; a_ij, the
+chance that model j accepts a token of model i, is 1 - E[TV] over text that model j writes. `hsd_jax/hierarchy.py` makes
+a plan of them; the best stack, the best single drafter and plain decoding then decode the prompts in turns. A single
+drafter may win, or none.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax import hierarchy
+from hsd_jax.api import decode
 from hsd_jax.arguments import encode, sampling_of_row
 from hsd_jax.bench.machine import hardware
 from hsd_jax.bench.measure import Mode, Runs, Workload, mode_record, time_modes
@@ -42,6 +44,8 @@ TIMED_DRAFTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 """Drafts of the passes that are timed; between them costs are taken to lie on lines."""
 PASSES, TIMES = 20, 9
 """Passes of a timing, one after another, and timings of each kind of pass."""
+CALIBRATION, CALIBRATIONS = 2, 3
+"""Drafts of the rounds that tell what a round takes besides passes, and decodes of which the fastest counts."""
 PLAIN, SINGLE, STACK = "plain decoding", "best single drafter", "best stack"
 
 
@@ -110,6 +114,31 @@ def cost_tables(models: Sequence[Params], context: int, most: int) -> list[list[
     timed = [[timed_passes(model, n, context) for n in drafts] for model in models]
     seconds = np.array([[[one() for one in row] for row in timed] for _ in range(TIMES)]).min(0)
     return [np.interp(np.arange(most + 1), drafts, row).tolist() for row in seconds]
+
+
+def round_seconds(small: Params, large: Params, prompts: Sequence[np.ndarray], num_tokens: int) -> float:
+    """Seconds of a round of `large` with a chain of CALIBRATION drafts of `small`: the least of a few decodes."""
+    pair = dataclasses.replace(
+        large, drafter=small.target, drafter_config=SmallLMConfig(**vars(small.target_config)), tokenizer=None
+    )
+    tree, found = TreeConfig.chain(CALIBRATION), []
+    for _ in range(1 + CALIBRATIONS):
+        stats = decode(pair, [prompts[0]], num_tokens, tree=tree, eos=()).stats
+        found.append(stats.decode_seconds / stats.num_target_passes)
+    return min(found[1:])  # the first one compiles
+
+
+def with_rounds(costs: Sequence[Sequence[float]], rounds: Sequence[float]) -> list[list[float]]:
+    """The same costs, a pass that verifies drafts with what its round takes besides passes.
+
+    Args:
+      rounds: seconds of a round of each model but the smallest with CALIBRATION drafts of the one below it.
+    """
+    found = [list(costs[0])]
+    for (small, large), seconds in zip(itertools.pairwise(costs), rounds, strict=True):
+        besides = max(seconds - large[CALIBRATION] - CALIBRATION * small[0], 0.0)
+        found.append([large[0], *(cost + besides for cost in large[1:])])
+    return found
 
 
 @functools.partial(jax.jit, static_argnames="configs")
@@ -246,6 +275,8 @@ def measure(
     for number, model in enumerate(models[1:], 1):
         say(f"text of {folders[number] if number < len(folders) else 'the target'}")
         texts.append(write_texts(model, ids, work.max_new_tokens, temperature, work.seed))
+    rounds = [round_seconds(*two, ids, work.max_new_tokens) for two in itertools.pairwise(models)]
+    passes, costs = costs, with_rounds(costs, rounds)
     acceptance = acceptance_of(models, texts, temperature)
     chosen = ways(costs, acceptance, max_length)
     modes = [mode_of(name, way, folders, load, params) for name, way in chosen.items()]
@@ -287,6 +318,7 @@ def measure(
         "num_prompts": len(prompts),
         "context": context,
         "models": [*folders, "target"],
+        "passes": passes,
         "costs": costs,
         "acceptance": acceptance.tolist(),
         "rows": rows,

@@ -50,6 +50,7 @@ def test_a_plan_from_the_command_line(folders, models, prompts, monkeypatch, cap
     out = prompts.parent / "plan.json"
     if price is not None:
         monkeypatch.setattr(hierarchy, "timed_passes", price)
+        monkeypatch.setattr(hierarchy, "round_seconds", lambda *models: 0.0)
     options = ["--prompts", prompts, "--limit", "2", "--max-new-tokens", "8", "--max-length", "2", "--repeats", "1"]
     assert hsd("plan", "--target", folders.target, "--models", *models, *options, "--json", out) == 0
     record, printed = json.loads(out.read_text()), capsys.readouterr().out
@@ -84,6 +85,15 @@ def test_the_ways_are_those_of_the_least_prediction():
     dear = hierarchy.ways([[0.02], [0.9], [1.0]], ACCEPTANCE, 8)
     assert min(dear.values(), key=lambda way: way.predicted) == dear[hierarchy.SINGLE]
     assert dear[hierarchy.SINGLE].chain == (0, 2)
+
+
+def test_a_round_costs_what_it_takes_besides_passes():
+    """A round of 2 drafts took 1.5: 1.2 are the target's pass, 0.2 the drafter's two. Plain passes cost as before."""
+    passes = [[0.1, 0.11, 0.12, 0.13], [1.0, 1.1, 1.2, 1.3], [2.0, 2.1, 2.2, 2.3]]
+    found = hierarchy.with_rounds(passes, [1.5, 4.0])
+    assert found[0] == passes[0] and passes[1] == [1.0, 1.1, 1.2, 1.3]
+    np.testing.assert_allclose(found[1], [1.0, 1.2, 1.3, 1.4])
+    np.testing.assert_allclose(found[2], passes[2])  # its pass and two of the middle model take 4.2 already
 
 
 def test_acceptance_is_the_overlap_on_text_of_the_larger_model(folders, models):
