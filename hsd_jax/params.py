@@ -252,7 +252,7 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
     """
     config = params.drafter_config
     if params.drafter is None or config is None or method_of(config).init_weights is None:
-        raise ValueError("restrict() cuts down a trained drafter, and these params have none: load with drafter=FOLDER")
+        raise ValueError("restrict() cuts down a drafter, and these params have none: load with drafter=FOLDER")
     config, weights = draft_vocab.restrict(params.drafter_config, params.drafter, draft_to_target)
     weights = _with_head(weights, params.target, params.target_config)
     pair = None if params.pair is None else (params.pair[0], drafter_hash(config, weights))
