@@ -116,14 +116,14 @@ def cost_tables(models: Sequence[Params], context: int, most: int) -> list[list[
     return [np.interp(np.arange(most + 1), drafts, row).tolist() for row in seconds]
 
 
-def round_seconds(small: Params, large: Params, prompts: Sequence[np.ndarray], num_tokens: int) -> float:
+def round_seconds(small: Params, large: Params, prompt: np.ndarray, num_tokens: int) -> float:
     """Seconds of a round of `large` with a chain of CALIBRATION drafts of `small`: the least of a few decodes."""
     pair = dataclasses.replace(
         large, drafter=small.target, drafter_config=SmallLMConfig(**vars(small.target_config)), tokenizer=None
     )
     tree, found = TreeConfig.chain(CALIBRATION), []
     for _ in range(1 + CALIBRATIONS):
-        stats = decode(pair, [prompts[0]], num_tokens, tree=tree, eos=()).stats
+        stats = decode(pair, [prompt], num_tokens, tree=tree, eos=()).stats
         found.append(stats.decode_seconds / stats.num_target_passes)
     return min(found[1:])  # the first one compiles
 
@@ -275,8 +275,8 @@ def measure(
     for number, model in enumerate(models[1:], 1):
         say(f"text of {folders[number] if number < len(folders) else 'the target'}")
         texts.append(write_texts(model, ids, work.max_new_tokens, temperature, work.seed))
-    rounds = [round_seconds(*two, ids, work.max_new_tokens) for two in itertools.pairwise(models)]
-    passes, costs = costs, with_rounds(costs, rounds)
+    rounds = [round_seconds(*two, ids[0], work.max_new_tokens) for two in itertools.pairwise(models)]
+    pass_seconds, costs = costs, with_rounds(costs, rounds)
     acceptance = acceptance_of(models, texts, temperature)
     chosen = ways(costs, acceptance, max_length)
     modes = [mode_of(name, way, folders, load, params) for name, way in chosen.items()]
@@ -318,7 +318,7 @@ def measure(
         "num_prompts": len(prompts),
         "context": context,
         "models": [*folders, "target"],
-        "passes": passes,
+        "pass_seconds": pass_seconds,
         "costs": costs,
         "acceptance": acceptance.tolist(),
         "rows": rows,
@@ -334,10 +334,13 @@ def print_record(record: dict[str, Any]) -> None:
     table = make_table(
         title, 1, "model", "ms alone", "ms with 4 drafts", *(f"taken by {i}" for i in range(1, len(names)))
     )
-    for i, (name, cost, row) in enumerate(zip(names, record["costs"], record["acceptance"], strict=True)):
+    for i, (name, cost, row) in enumerate(zip(names, record["pass_seconds"], record["acceptance"], strict=True)):
         taken = [f"{x:.3f}" if j > i else "" for j, x in enumerate(row)][1:]
         table.add_row(name, f"{1e3 * cost[0]:.3f}", f"{1e3 * cost[min(4, len(cost) - 1)]:.3f}", *taken)
     console.print(table)
+    besides = [whole[1] - one[1] for whole, one in zip(record["costs"], record["pass_seconds"], strict=True)]
+    shown = ", ".join(f"{1e3 * seconds:.3f}" for seconds in besides[1:])
+    console.print(f"a round takes besides its passes, by the model that verifies: {shown} ms")
     columns = "models", "lengths", "tau", "ms a token", "predicted", "times plain", "predicted", "off", "same text"
     table = make_table("seconds a token, and speed over that of plain decoding", 3, "way", *columns)
     first = record["rows"][0]

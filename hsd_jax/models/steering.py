@@ -34,9 +34,12 @@ class Steer(NamedTuple):
         product = matmul(self.vectors, self.kernel.reshape(-1, width))
         return product.reshape(*self.vectors.shape[:-1], num_layers, num_outputs)
 
-    def of_layer(self, layer: int) -> tuple[Float[Array, "B N W"], Float[Array, "F W"]]:
-        """What the bias of one layer is the product of."""
-        return self.vectors, self.kernel[layer]
+
+def of_layer(up_bias: Float[Array, "B N L F"] | Steer | None, layer: int) -> Array | tuple[Array, Array] | None:
+    """The bias of one layer, or the two that it is the product of."""
+    if up_bias is None:
+        return None
+    return (up_bias.vectors, up_bias.kernel[layer]) if isinstance(up_bias, Steer) else up_bias[:, :, layer]
 
 
 class Kernel(nn.Module):

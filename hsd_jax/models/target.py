@@ -22,7 +22,7 @@ from hsd_jax.kernels.int8 import Kernel
 from hsd_jax.kernels.ops import embed, matmul
 from hsd_jax.models.cache import commit
 from hsd_jax.models.layers import Block, RMSNorm, attend_after, rope_table
-from hsd_jax.models.steering import Steer
+from hsd_jax.models.steering import Steer, of_layer
 from hsd_jax.types import KVCache, ModelOutput, NewKV, Weights
 
 
@@ -52,9 +52,7 @@ class Target(nn.Module):
             rest = tables[kind], masks[kind][0], cached, masks[kind][1]
             if earlier is not None:
                 rest = *rest, attend_after(earlier.keys[layer], earlier.values[layer])
-            own = up_bias.of_layer(layer) if isinstance(up_bias, Steer) else up_bias
-            own = own[:, :, layer] if isinstance(own, jax.Array) else own
-            x, (key, value) = block(c, name=f"layer_{layer}")(x, *rest, up_bias=own)
+            x, (key, value) = block(c, name=f"layer_{layer}")(x, *rest, up_bias=of_layer(up_bias, layer))
             keys.append(key)
             values.append(value)
             if layer in aux_layers:

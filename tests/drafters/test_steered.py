@@ -27,6 +27,7 @@ from hsd_jax.infer import decode as decode_lib
 from hsd_jax.infer.plain import make_block
 from hsd_jax.kernels.ops import matmul
 from hsd_jax.models.convert import save_target
+from hsd_jax.models.steering import of_layer
 from hsd_jax.models.target import causal_mask, forward, forward_sequence, init_target
 from hsd_jax.train import distill, run, run_small_lm, target
 
@@ -58,7 +59,7 @@ def test_the_bias_is_that_of_plain_numpy():
     features = rng.normal(0, 3, (2, 3, 64)).astype(np.float32)
     steered = steer(weights, config, jnp.asarray(features))
     found = np.asarray(steered.up_bias())
-    by_layer = [np.asarray(matmul(*steered.of_layer(layer))) for layer in range(2)]
+    by_layer = [np.asarray(matmul(*of_layer(steered, layer))) for layer in range(2)]
     np.testing.assert_allclose(found, np.stack(by_layer, 2), atol=1e-6)
     for row in range(2):
         for place in range(3):

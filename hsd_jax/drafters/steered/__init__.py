@@ -24,7 +24,7 @@ STEERED = Method(
     SteeredConfig,
     steered_drafter,
     lambda config: TreeConfig.chain(min(small_lm.DEFAULT_CHAIN.depth, config.num_steps)),
-    lambda config: min(7, config.num_steps),
+    lambda config: min(small_lm.SMALL_LM.max_depth(config), config.num_steps),
     drafting_seconds,
     grows_wide=False,
     ends_early=True,
