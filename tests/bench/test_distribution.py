@@ -9,8 +9,10 @@ from support import setups
 from support.meshes import PROMPTS
 
 import hsd_jax
+from hsd_jax.arguments import sampling_of_row
 from hsd_jax.bench import distribution
 from hsd_jax.bench.identity import FALSE_ALARM
+from hsd_jax.bench.replay import replay_logits
 from hsd_jax.types import SamplingParams
 
 
@@ -53,6 +55,23 @@ def verdict(pair, temperature: float = 0.8, **how):
     prompts = [PROMPTS[i % 3] for i in range(24)]
     out = hsd_jax.decode(pair, prompts, 96, temperature=0.8, eos=(), seed=0, tree=hsd_jax.TreeConfig(5, 2, 2), **how)
     return distribution.judge(pair, prompts, out.tokens.tolist(), {"temperature": temperature})
+
+
+def test_places_are_those_of_every_token_of_the_text(pair, monkeypatch):
+    """Against the target's logits behind each prefix, filtered, so that none may be off by one."""
+    seen, verdict_of = [], distribution.verdict_of
+    monkeypatch.setattr(distribution, "verdict_of", lambda found: seen.append(found) or verdict_of(found))
+    prompts, how = [PROMPTS[0], PROMPTS[1]], {"temperature": 0.8, "top_k": 5}
+    texts = hsd_jax.decode(pair, prompts, 9, eos=(), speculate=False, seed=1, **how).tokens.tolist()
+    assert distribution.judge(pair, prompts, texts, how, seed=7).tokens == 18
+    (found,), generator, wanted = seen, np.random.default_rng(7), []
+    sampling = sampling_of_row(0.8, 5, None)
+    for prompt, text in zip(prompts, texts, strict=True):
+        coins = generator.random(distribution.SHORTEST, np.float32)[len(prompt) - 1 :][: len(text)]
+        logits = replay_logits(pair.target, pair.target_config, prompt, text)
+        wanted.append(distribution.places(logits, np.asarray(text, np.int32), coins, sampling))
+    np.testing.assert_allclose(found, np.concatenate(wanted), atol=1e-5)
+    assert found.max() <= 1.0
 
 
 def test_a_drawn_text_is_the_targets(pair):
