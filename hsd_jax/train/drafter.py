@@ -296,8 +296,8 @@ def make_loss(
       remat: compute the drafter's layers again in the backward pass. The frozen target has none to keep anything for.
     Raises:
       ValueError: if the target lacks a layer the drafter reads, a single depth is to be trained on policy, the loss is
-        about token information and the drafter has none, trees are to start from states older than the drafter makes,
-        or there are not as many `draft_to_target` as it has hot tokens.
+        about token information and the drafter has none, trees start from states older than it makes, or the
+        `draft_to_target` are not as many as its hot tokens.
     """
     unroll = method_of(config).unroll
     assert unroll is not None, "recipes name trained kinds only"
@@ -350,8 +350,7 @@ def make_loss(
             some = jax.tree.map(lambda x: take_nodes(x, few, axis=1), drafts)
             _, found = judged(some, hidden)
             with jax.named_scope("on_policy"):
-                rest = hidden, features, embeddings, some.anchors, starts
-                again = functools.partial(states_of, params, *rest)
+                again = functools.partial(states_of, params, hidden, features, embeddings, some.anchors, starts)
                 drawn = heads.on_draws(draw_key, models, some, tokens, hidden, starts, again, remat)
             values, _ = judged(*drawn)
             return losses.over_depths(values, some.mask, weights), chain_metrics(found, some.mask)
