@@ -80,7 +80,8 @@ def logits_of(
     draft_logits = base
     if (told := method_of(config).token_information) is not None:
         read = told.read_paths(params, config, drafts.previous)
-        draft_logits = base + told.bias(params, config, read.reshape(num, -1))
+        slots = told.slots(params, config, drafts.states.reshape(num, -1), base)
+        draft_logits = base + told.bias(params, config, read.reshape(num, -1), slots)
     if logits is None:
         at_nodes = take_nodes(hidden, drafts.positions.reshape(len(hidden), -1), axis=1)
         return lm_head(frozen, target_config, at_nodes.reshape(num, -1)), base, draft_logits
@@ -104,11 +105,13 @@ def on_draws(
     params, config, frozen, target_config = models
     told = method_of(config).token_information
     root = take_nodes(tokens, drafts.anchors + 1, axis=1)
-    added_by = None if told is None else functools.partial(told.inject, params, config)
     base = base_logits(params, config, frozen, target_config, drafts.states.reshape(drafts.mask.size, -1))
-    chains = on_policy.sample_chains(
-        key, base.reshape(*drafts.mask.shape, -1), root, added_by, params.get("draft_to_target")
-    )
+    base = base.reshape(*drafts.mask.shape, -1)
+    added_by = None
+    if told is not None:
+        slots = told.slots(params, config, drafts.states, base)
+        added_by = functools.partial(told.inject, params, config, slots)
+    chains = on_policy.sample_chains(key, base, root, added_by, params.get("draft_to_target"))
     behind_chains = on_policy.read_chains(frozen, target_config, tokens, drafts.anchors, chains, starts)
     behind_root = take_nodes(hidden, drafts.anchors + 1, axis=1)[:, :, None]
     states = jnp.concatenate([behind_root, behind_chains], 2)

@@ -23,7 +23,7 @@ from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.config import PATH, PREVIOUS
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
-from hsd_jax.drafters.hidden.weights import inject, read_paths, read_tree, token_bias
+from hsd_jax.drafters.hidden.weights import NO_SLOTS, inject, read_paths, read_tree, token_bias
 from hsd_jax.drafters.table import init_drafter, pictures_of
 from hsd_jax.models.trunk import base_logits
 from hsd_jax.train.trained import started_from
@@ -63,7 +63,7 @@ def test_the_recurrence_is_that_of_plain_loops():
     for k in range(4):
         wanted = biases(weights["injector"], paths[..., : k + 1].reshape(15, -1), config.norm_eps).reshape(3, 5, -1)
         np.testing.assert_allclose(found[:, :, k], wanted, **TOLERANCE)
-        step, above = inject(weights, config, jnp.asarray(paths[..., k]), above)
+        step, above = inject(weights, config, NO_SLOTS, k, jnp.asarray(paths[..., k]), above)
         np.testing.assert_allclose(step, wanted, **TOLERANCE)
     tokens, parents = np.array([[3, 5, 5, 1, 1, 9, 2]]), np.array([[-1, 0, 0, 1, 2, 4, 5]])
     read = read_tree(weights, config, jnp.asarray(tokens), jnp.asarray(parents), 4)

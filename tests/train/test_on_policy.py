@@ -104,7 +104,7 @@ def test_chains_carry_what_was_read_of_their_path():
     """A bias that leaves no choice: the next token is one more than the sum of those before."""
     vocab, root = 11, np.array([[1, 4, 7]])
 
-    def bias(tokens, above):
+    def bias(level, tokens, above):
         read = tokens if above is None else tokens + above
         return 1e3 * jax.nn.one_hot((read + 1) % vocab, vocab), read
 

@@ -9,7 +9,7 @@ from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter, lattice, pictures
 from hsd_jax.drafters.hidden.schedule import aged
 from hsd_jax.drafters.hidden.stages import stages
-from hsd_jax.drafters.hidden.weights import init_weights, inject, read_paths, token_bias
+from hsd_jax.drafters.hidden.weights import init_weights, inject, read_paths, slots_of, token_bias
 from hsd_jax.drafters.method import Method, TokenInformation
 from hsd_jax.drafters.shared import chain_of_training
 from hsd_jax.models.unroll import unroll
@@ -38,7 +38,7 @@ HIDDEN = Method(
     reuses=REUSES,
     init_weights=init_weights,
     unroll=unroll,
-    token_information=TokenInformation(inject, read_paths, token_bias),
+    token_information=TokenInformation(slots_of, inject, read_paths, token_bias),
     lattice=lattice,
     stages=stages,
     aged=aged,

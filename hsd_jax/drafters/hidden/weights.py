@@ -6,6 +6,8 @@ The injector adds a low-rank bias after the LM head, from the previous token or 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,6 +17,32 @@ from hsd_jax.kernels.ops import matmul, rms_norm, rows_of
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.trunk import init_fusion, init_trunk
 from hsd_jax.types import NO_PARENT, Weights
+
+
+class Slots(NamedTuple):
+    """What token information asks of the slots that it corrects."""
+
+
+NO_SLOTS = Slots()
+"""It asks nothing."""
+
+
+def slots_of(
+    weights: Weights, config: HiddenConfig, states: Float[Array, "... H"] | None, logits: Float[Array, "... C"]
+) -> Slots:
+    """What it asks of slots whose base logits these are.
+
+    Args:
+      states: before the output norm.
+    """
+    return Slots()
+
+
+def level_slots(
+    weights: Weights, config: HiddenConfig, states: Float[Array, "B K H"] | None, logits: Float[Array, "B K C"]
+) -> Slots:
+    """The same with an axis of one for the nodes of a level, for trees."""
+    return slots_of(weights, config, None if states is None else states[:, None], logits[:, None])
 
 
 def init_weights(key: jax.Array, config: HiddenConfig) -> Weights:
@@ -53,7 +81,9 @@ def read_token(
     return rms_norm(row, weights["injector"]["norm"], config.norm_eps)
 
 
-def token_bias(weights: Weights, config: HiddenConfig, read: Float[Array, "... r"]) -> Float[Array, "... C"]:
+def token_bias(
+    weights: Weights, config: HiddenConfig, read: Float[Array, "... r"], slots: Slots = NO_SLOTS
+) -> Float[Array, "... C"]:
     """The bias after a token: what the injector has read . W2; C are the tokens that may be drafted.
 
     A drafter of rank 0 was trained without token information.
@@ -64,14 +94,20 @@ def token_bias(weights: Weights, config: HiddenConfig, read: Float[Array, "... r
 
 
 def inject(
-    weights: Weights, config: HiddenConfig, tokens: Int[Array, "..."], above: Float[Array, "... r"] | None
+    weights: Weights,
+    config: HiddenConfig,
+    slots: Slots,
+    level: Int[Array, ""] | int,
+    tokens: Int[Array, "..."],
+    above: Float[Array, "... r"] | None,
 ) -> tuple[Float[Array, "... C"], Float[Array, "... r"] | None]:
     """The bias after each token, and what its children need of it: `above` of their own call, None without a path.
 
     The bias is zero at initialisation (methods.md 1.5, 3).
     """
     read = read_token(weights, config, tokens, above)
-    return token_bias(weights, config, read), read if config.injection == PATH else None
+    own = jax.tree.map(lambda x: x[..., level, :], slots)
+    return token_bias(weights, config, read, own), read if config.injection == PATH else None
 
 
 def read_paths(weights: Weights, config: HiddenConfig, paths: Int[Array, "... K"]) -> Float[Array, "... K r"]:
