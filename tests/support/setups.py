@@ -133,6 +133,7 @@ _READING = [
     Proposer("path", TreeConfig(nodes=12, depth=4, width=3), PATHS),
     Proposer("path_chain", CHAIN_OF_4, PATHS),
     Proposer("hot_path", MIDDLE, PATHS, is_restricted=True),
+    Proposer("gated", MIDDLE, PATHS | {"gated": True}),
     Proposer("branching", BRANCHING, PATHS),
     Proposer("block_branching", BRANCHING, BLOCK),
     Proposer("hot_branching", BRANCHING, is_restricted=True),

@@ -110,6 +110,10 @@ def make_drafter(config: DrafterConfig, target: ModelConfig, weights: Any, seed:
         drafter["injector"]["path"] = jnp.asarray(
             np.random.default_rng(seed).normal(0.0, 0.3 * config.rank**-0.5, (config.rank, config.rank)), jnp.float32
         )
+    if config.gated:
+        drafter["injector"]["gate"] = jnp.asarray(
+            np.random.default_rng(seed).normal(0.0, 3.0, (config.rank, config.hidden_size)), jnp.float32
+        )
     drafter["output_norm"] = {"weight": jnp.full(config.hidden_size, 0.1)}
     return drafter
 

@@ -25,8 +25,9 @@ def drafting_seconds(costs: Any, config: HiddenConfig, batch: int, tree: TreeCon
     else:
         states = float(costs.product(trunk, batch * 0.9 * tree.depth, size)) + per_pass + 30 * small
     logits = float(costs.product(config.draft_vocab_size * config.hidden_size, batch * tree.depth, size))
+    gate = float(costs.product(config.rank * config.hidden_size, batch * tree.depth, size)) if config.gated else 0.0
     bias = costs.product(config.rank * config.draft_vocab_size, batch * tree.most_expanded, size)
-    return states + logits + tree.depth * float(bias + 12 * small)
+    return states + logits + gate + tree.depth * float(bias + 12 * small)
 
 
 HIDDEN = Method(

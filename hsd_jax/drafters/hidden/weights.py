@@ -15,12 +15,15 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
 from hsd_jax.kernels.ops import matmul, rms_norm, rows_of
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.trunk import init_fusion, init_trunk
+from hsd_jax.models.trunk import init_fusion, init_trunk, normed_states
 from hsd_jax.types import NO_PARENT, Weights
 
 
 class Slots(NamedTuple):
     """What token information asks of the slots that it corrects."""
+
+    gate: Float[Array, "... r"] | None = None
+    """1 + H h of their normed states: what is read of tokens is multiplied by it. None: it is not gated."""
 
 
 NO_SLOTS = Slots()
@@ -35,7 +38,10 @@ def slots_of(
     Args:
       states: before the output norm.
     """
-    return Slots()
+    if not config.gated:
+        return NO_SLOTS
+    assert states is not None, "others were refused"
+    return Slots(gate=1.0 + matmul(normed_states(weights, config, states), weights["injector"]["gate"]))
 
 
 def level_slots(
@@ -61,6 +67,8 @@ def init_weights(key: jax.Array, config: HiddenConfig) -> Weights:
         }
         if config.injection == PATH:
             weights["injector"]["path"] = jnp.zeros((config.rank, config.rank))
+        if config.gated:
+            weights["injector"]["gate"] = jnp.zeros((config.rank, config.hidden_size))
     return weights
 
 
@@ -84,12 +92,15 @@ def read_token(
 def token_bias(
     weights: Weights, config: HiddenConfig, read: Float[Array, "... r"], slots: Slots = NO_SLOTS
 ) -> Float[Array, "... C"]:
-    """The bias after a token: what the injector has read . W2; C are the tokens that may be drafted.
+    """The bias after a token: what is read, gated by the slot, . W2; C are the tokens that may be drafted.
 
+    The gate multiplies what W2 reads, not what is handed on along the path: that is the same whatever the states.
     A drafter of rank 0 was trained without token information.
     """
     if config.rank == 0:
         return jnp.zeros((*read.shape[:-1], config.draft_vocab_size))
+    if slots.gate is not None:
+        read = read * slots.gate
     return matmul(read, weights["injector"]["bias"])
 
 
