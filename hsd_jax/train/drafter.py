@@ -45,7 +45,7 @@ from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
 
 TRAINED = tuple(name for name, method in METHODS.items() if method.init_weights is not None)
-CHOICES = ("trunk", "num_layers", "rank", "injection", "gated", "committed_embeddings", "window")
+CHOICES = ("trunk", "num_layers", "rank", "injection", "gated", "shortlist", "committed_embeddings", "window")
 """Settings of a recipe that not every kind of drafter has."""
 LOW_MID_HIGH = "low_mid_high"
 """Three feature layers: 2, half of all, the third from the last. EAGLE-3 reads before them, we after."""
@@ -74,6 +74,8 @@ class DrafterModel:
     gated: bool = False
     """Whether what token information adds depends on the trunk's state at the place it corrects: a matrix of rank x
     hidden_size, zero at first."""
+    shortlist: Whole = 0
+    """Tokens of a place that token information adds to, the likeliest by the trunk alone, for example 16; 0 for all."""
     committed_embeddings: bool = True
     feature_layers: tuple[Whole, ...] | Annotated[str, OneOf((LOW_MID_HIGH,))] = ()
     """Layers of the target, from 0, after which the trunk reads; low_mid_high for 2, L // 2 and L - 3; empty for the

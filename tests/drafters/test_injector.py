@@ -30,7 +30,7 @@ from hsd_jax.models.trunk import base_logits, normed_states
 from hsd_jax.train.trained import started_from
 from hsd_jax.types import DrawScheme, RoundInputs
 
-ARMS = ["gated"]
+ARMS = ["gated", "shortlist"]
 """Proposers whose token information knows more than the path."""
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -158,7 +158,8 @@ def test_drawn_trees_carry_the_distribution_of_their_paths(scheme, proposer):
         for node, path in enumerate(paths_of(found.tokens[row], found.parents[row])):
             if found.depth[row, node] < DRAWN.depth and found.valid[row, node]:
                 slot = row, len(path) - 1
-                logits = base[slot] + oracle.bias(injector, path, config.norm_eps, normed[slot])
+                added = oracle.bias(injector, path, config.norm_eps, normed[slot])
+                logits = base[slot] + oracle.shortlisted(added, base[slot], config.shortlist)
                 np.testing.assert_allclose(found.draft_logp[row, node], log_softmax(logits), rtol=1e-3, atol=1e-3)
 
 
@@ -172,7 +173,8 @@ def test_pictures_know_the_slots_of_nodes(tree, arm):
     for row in np.flatnonzero(state.drafter.num_pending):
         for node, path in list(enumerate(paths_of(found.tokens[row], found.parents[row])))[1:]:
             slot = row, len(path) - 2
-            logits = base[slot] + oracle.bias(injector, path[:-1], config.norm_eps, normed[slot])
+            added = oracle.bias(injector, path[:-1], config.norm_eps, normed[slot])
+            logits = base[slot] + oracle.shortlisted(added, base[slot], config.shortlist)
             np.testing.assert_allclose(logp[row, node], log_softmax(logits)[path[-1]], **TOLERANCE)
 
 
@@ -191,6 +193,20 @@ def test_a_gate_of_zeros_changes_no_bit(scheme):
         hidden_drafter(setup.config, config, tree, reuse=ReuseConfig("sum"))
     with pytest.raises(ValueError, match=r"scorer: token information trained with model\.gated"):
         make_scorer(config, tree.depth, jnp.float32)
+
+
+@pytest.mark.parametrize("scheme", [DrawScheme.ARBITRARY, DrawScheme.COUPLED, DrawScheme.WITHOUT_REPLACEMENT])
+def test_a_shortlist_begins_as_none_and_of_all_tokens_is_none(scheme):
+    """A new W2 adds nothing, so every bit is as without; a shortlist of the whole vocabulary adds what W2 does."""
+    setup, *_ = mid_state("shortlist")
+    config, injector = setup.drafter_config, setup.models["drafter"]["injector"]
+    tree, whole = DRAWN if scheme is not DrawScheme.ARBITRARY else BEAM, dataclasses.replace(config, shortlist=0)
+    new = injector | {"bias": jnp.zeros_like(injector["bias"])}
+    grown = functools.partial(drawn, scheme, tree, proposer="shortlist")
+    jax.tree.map(np.testing.assert_array_equal, grown(config, new), grown(whole, new))
+    of_all, wanted = grown(dataclasses.replace(config, shortlist=toy.VOCAB), injector), grown(whole, injector)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **TOLERANCE), of_all, wanted)
+    assert (grown(config, injector)[0].tokens != wanted[0].tokens).any()
 
 
 @pytest.mark.parametrize(

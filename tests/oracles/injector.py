@@ -7,6 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 
+def shortlisted(bias: np.ndarray, base: np.ndarray, count: int) -> np.ndarray:
+    """What is added of a bias where only the `count` largest of the base logits are corrected; 0: all are."""
+    return np.where(base >= np.sort(base)[-count], bias, 0.0) if count else bias
+
+
 def bias(
     injector: Mapping[str, np.ndarray], path: Sequence[int], eps: float, state: np.ndarray | None = None
 ) -> np.ndarray:

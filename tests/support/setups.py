@@ -134,6 +134,8 @@ _READING = [
     Proposer("path_chain", CHAIN_OF_4, PATHS),
     Proposer("hot_path", MIDDLE, PATHS, is_restricted=True),
     Proposer("gated", MIDDLE, PATHS | {"gated": True}),
+    Proposer("shortlist", MIDDLE, PATHS | {"shortlist": 6}),
+    Proposer("hot_shortlist_sum", SMALL, PATHS | {"shortlist": 6}, ReuseConfig(SUM), is_restricted=True),
     Proposer("branching", BRANCHING, PATHS),
     Proposer("block_branching", BRANCHING, BLOCK),
     Proposer("hot_branching", BRANCHING, is_restricted=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -131,10 +132,13 @@ def logits_of_round(models, config: DrafterConfig, rows, length, previous):
     weights, paths = models["drafter"]["injector"], [[row[: k + 1] for k in range(len(row))] for row in previous]
     normed = np.asarray(normed_states(models["drafter"], config, states), np.float64)
 
-    def of_row(row, states):
-        return [injector.bias(weights, path, config.norm_eps, h) for path, h in zip(row, states, strict=True)]
+    def added(path, state, base):
+        return injector.shortlisted(injector.bias(weights, path, config.norm_eps, state), base, config.shortlist)
 
-    return base + np.array([of_row(*both) for both in zip(paths, normed, strict=True)])
+    slots = zip(
+        itertools.chain(*paths), normed.reshape(-1, normed.shape[-1]), base.reshape(-1, base.shape[-1]), strict=True
+    )
+    return base + np.array([added(*slot) for slot in slots]).reshape(base.shape)
 
 
 def counted(models, config: DrafterConfig, rows: np.ndarray, mask: np.ndarray) -> tuple[float, np.ndarray]:

@@ -239,6 +239,8 @@ def test_a_target_learns_the_same_from_a_document_alone_and_packed(standard_dtyp
         pytest.param("half", {"trunk": "parallel", "num_layers": 2}, marks=pytest.mark.slow),
         ("half", {"trunk": "parallel", "injection": "path", "num_steps": 4}),
         ("half", {"trunk": "parallel", "gated": True}),
+        ("half", {"trunk": "parallel", "injection": "path", "shortlist": 4}),
+        pytest.param("half", {"gated": True, "shortlist": 4}, marks=pytest.mark.slow),
         ("half", EAGLE_MODEL),
     ],
     ids=str,

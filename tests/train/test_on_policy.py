@@ -152,6 +152,7 @@ def key_of(share: float, wanted: bool) -> int:
         pytest.param(None, {"injection": "previous"}, id="all", marks=pytest.mark.slow),
         pytest.param(None, {"injection": "path"}, id="path"),
         pytest.param(None, {"injection": "path", "gated": True}, id="gated", marks=pytest.mark.slow),
+        pytest.param(EVEN, {"injection": "path", "shortlist": 4}, id="shortlist", marks=pytest.mark.slow),
         pytest.param(EVEN, {"injection": "previous"}, id="hot", marks=pytest.mark.slow),
         pytest.param(None, HEADS, id="heads"),
         pytest.param(EVEN, HEADS, id="hot_heads", marks=pytest.mark.slow),

@@ -26,7 +26,7 @@ def drafting_seconds(costs: Any, config: HiddenConfig, batch: int, tree: TreeCon
         states = float(costs.product(trunk, batch * 0.9 * tree.depth, size)) + per_pass + 30 * small
     logits = float(costs.product(config.draft_vocab_size * config.hidden_size, batch * tree.depth, size))
     gate = float(costs.product(config.rank * config.hidden_size, batch * tree.depth, size)) if config.gated else 0.0
-    bias = costs.product(config.rank * config.draft_vocab_size, batch * tree.most_expanded, size)
+    bias = costs.product(config.rank * (config.shortlist or config.draft_vocab_size), batch * tree.most_expanded, size)
     return states + logits + gate + tree.depth * float(bias + 12 * small)
 
 
