@@ -119,6 +119,11 @@ class LossConfig:
     reuse skip and ahead, whose ages reach the tree's depth + 1; needs a model.num_steps as much larger."""
     anchors_per_row: Count = 128
     """Random positions a row drafts from in a step; all of them if the row has fewer."""
+    choice_weight: NotNegative = 0.0
+    """Weight, beside the divergence, of a forward KL among the likeliest tokens by the trunk alone: of the choice that
+    token information makes."""
+    choices: Count = 16
+    """How many these are."""
     anneal_steps: Whole = 0
     """Steps over which the loss moves from the trunk's logits alone to those with token information; 0: at once."""
     feature_weight: NotNegative = 0.0
@@ -241,14 +246,19 @@ def node_loss(
 ) -> Float[Array, "M"]:
     """The divergence of each node, moved over `anneal_steps` from the base logits to those with token information.
 
-    So the trunk learns what it can before the injector explains its mistakes away (Domino, arXiv:2605.29707).
+    To the latter, `choice_weight` times `losses.choice` is added. So the trunk learns what it can before the injector
+    explains its mistakes away (Domino, arXiv:2605.29707).
     """
     named = losses.named(config.divergence, config.jsd_beta)
     divergence = functools.partial(named, draft_to_target=draft_to_target)
+    informed = divergence(target_logits, draft_logits)
+    if config.choice_weight:
+        of_choice = losses.choice(target_logits, draft_logits, base, config.choices, draft_to_target)
+        informed += config.choice_weight * of_choice
     if not config.anneal_steps:
-        return divergence(target_logits, draft_logits)
+        return informed
     share = losses.progress(step, config.anneal_steps)
-    return (1 - share) * divergence(target_logits, base) + share * divergence(target_logits, draft_logits)
+    return (1 - share) * divergence(target_logits, base) + share * informed
 
 
 def _check_loss(

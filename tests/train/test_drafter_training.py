@@ -488,6 +488,23 @@ def test_token_information_is_faded_in():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale), grad, whole_grad)
 
 
+def test_the_choice_is_weighed_beside_the_divergence():
+    """Twice the weight adds twice as much, none adds nothing; while the loss is annealed it waits as the rest does."""
+    changes = {"injection": "path", "shortlist": 4}
+    _, weights, frozen = make(**changes)
+    batch = batch_of(random_rows(), some_mask("half"))
+
+    def value(weight: float, step: int = 0, **options) -> float:
+        config = dataclasses.replace(ALL, choice_weight=weight, choices=4, **options)
+        return float(graded(config, **changes)(weights, frozen, batch, step=step)[0][0])
+
+    none, one, two = value(0.0), value(1.0), value(2.0)
+    np.testing.assert_allclose(two - one, one - none, rtol=1e-4)
+    assert one - none > 0.01
+    np.testing.assert_allclose(value(1.0, 0, anneal_steps=4), value(0.0, 0, anneal_steps=4), rtol=1e-6)
+    np.testing.assert_allclose(value(1.0, 4, anneal_steps=4), one, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", losses.DIVERGENCES)
 def test_every_divergence_is_the_one_named(name):
     target, base, draft = (jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32))
