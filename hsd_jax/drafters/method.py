@@ -12,12 +12,16 @@ from hsd_jax.types import Drafter, Weights
 class TokenInformation(NamedTuple):
     """What a drafter adds to the logits of token-free states, as functions of its weights and configuration."""
 
+    slots: Callable[..., Any]
+    """`slots(weights, config, states [..., H], logits [..., C]) -> slots`: what it asks of the slots that it corrects,
+    their base logits given; a pytree of [..., x]."""
     inject: Callable[..., Any]
-    """`inject(weights, config, tokens, above) -> (bias, above)`: after each token, node by node of a tree."""
+    """`inject(weights, config, slots [..., K, x], level, tokens, above) -> (bias, above)`: after each token, node by
+    node of a tree; the bias corrects the slots of `level`."""
     read_paths: Callable[..., Any]
     """`read_paths(weights, config, paths [..., K]) -> [..., K, r]`: of whole paths at once."""
     bias: Callable[..., Any]
-    """`bias(weights, config, read [..., r]) -> [..., C]`."""
+    """`bias(weights, config, read [..., r], slots) -> [..., C]`."""
 
 
 class Pictures(NamedTuple):

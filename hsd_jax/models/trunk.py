@@ -244,6 +244,12 @@ def trunk_features(
     return matmul(jnp.concatenate(normed, -1), weights["fusion"]["kernel"])
 
 
+def normed_states(weights: Weights, config: DrafterConfig, states: Float[Array, "... H"]) -> Float[Array, "... H"]:
+    """States as the LM head reads them."""
+    norm = weights["output_norm"]["weight"]
+    return rms_norm(states, norm, config.norm_eps, dtype=norm.dtype)
+
+
 def base_logits(
     weights: Weights,
     config: DrafterConfig,
@@ -256,8 +262,7 @@ def base_logits(
     With a reduced draft vocabulary the rows that `draft_vocab.attach` copied from
     the target's head stand in for the whole of it.
     """
-    norm = weights["output_norm"]["weight"]
-    normed = rms_norm(states, norm, config.norm_eps, dtype=norm.dtype)
+    normed = normed_states(weights, config, states)
     if config.reduced_vocab_size is None:
         return lm_head(target_weights, target_config, normed)
     if "head" not in weights:

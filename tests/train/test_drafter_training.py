@@ -238,6 +238,9 @@ def test_a_target_learns_the_same_from_a_document_alone_and_packed(standard_dtyp
         ("few", {}),
         pytest.param("half", {"trunk": "parallel", "num_layers": 2}, marks=pytest.mark.slow),
         ("half", {"trunk": "parallel", "injection": "path", "num_steps": 4}),
+        ("half", {"trunk": "parallel", "gated": True}),
+        ("half", {"trunk": "parallel", "injection": "path", "shortlist": 4}),
+        pytest.param("half", {"gated": True, "shortlist": 4}, marks=pytest.mark.slow),
         ("half", EAGLE_MODEL),
     ],
     ids=str,
@@ -308,6 +311,19 @@ def test_a_recurrence_of_zeros_changes_no_loss():
     jax.tree.map(close, (metrics, grad), (wanted_metrics, wanted_grad))
 
 
+def test_a_gate_of_zeros_changes_no_bit_of_the_loss():
+    """The same loss and gradients as without; its own gradient is not zero, so it is learned."""
+    _, weights, frozen = make()
+    shape = weights["injector"]["previous"].shape[1], TARGET.hidden_size
+    zero = weights | {"injector": weights["injector"] | {"gate": jnp.zeros(shape)}}
+    batch = batch_of(random_rows(), some_mask("half"))
+    (wanted, wanted_metrics), (wanted_grad, _) = graded()(weights, frozen, batch)
+    (found, metrics), (grad, _) = graded(gated=True)(zero, frozen, batch)
+    assert found == wanted and np.any(grad["injector"].pop("gate"))
+    jax.tree.map(np.testing.assert_array_equal, metrics, wanted_metrics)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), grad, wanted_grad)
+
+
 def test_a_batch_without_labels():
     _, weights, frozen = make()
     (found, metrics), (grad, _) = graded()(weights, frozen, batch_of(random_rows(), some_mask("none")))
@@ -369,7 +385,9 @@ def test_anchors_are_different_and_have_a_label():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"trunk": "parallel", "num_layers": 2}, {"injection": "path"}, EAGLE_MODEL, MEDUSA_MODEL], ids=str
+    "changes",
+    [{}, {"trunk": "parallel", "num_layers": 2}, {"injection": "path", "gated": True}, EAGLE_MODEL, MEDUSA_MODEL],
+    ids=str,
 )
 def test_gradient_reaches_all_of_the_drafter_and_none_of_the_target(changes):
     _, weights, frozen = make(**changes)
@@ -468,6 +486,23 @@ def test_token_information_is_faded_in():
         assert np.any(grad["output_norm"]["weight"])
     scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grad))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale), grad, whole_grad)
+
+
+def test_the_choice_is_weighed_beside_the_divergence():
+    """Twice the weight adds twice as much, none adds nothing; while the loss is annealed it waits as the rest does."""
+    changes = {"injection": "path", "shortlist": 4}
+    _, weights, frozen = make(**changes)
+    batch = batch_of(random_rows(), some_mask("half"))
+
+    def value(weight: float, step: int = 0, **options) -> float:
+        config = dataclasses.replace(ALL, choice_weight=weight, choices=4, **options)
+        return float(graded(config, **changes)(weights, frozen, batch, step=step)[0][0])
+
+    none, one, two = value(0.0), value(1.0), value(2.0)
+    np.testing.assert_allclose(two - one, one - none, rtol=1e-4)
+    assert one - none > 0.01
+    np.testing.assert_allclose(value(1.0, 0, anneal_steps=4), value(0.0, 0, anneal_steps=4), rtol=1e-6)
+    np.testing.assert_allclose(value(1.0, 4, anneal_steps=4), one, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", losses.DIVERGENCES)
