@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import PARALLEL, RECURRENT, DrafterConfig, ModelConfig, TrunkConfig
+from hsd_jax.config import MASK, PARALLEL, RECURRENT, DrafterConfig, ModelConfig, TrunkConfig
 from hsd_jax.kernels import native
 from hsd_jax.kernels.ops import attend, embed, matmul, rms_norm
 from hsd_jax.models.layers import Block, RMSNorm, Weight, attend_after, linears, rope_table
@@ -47,6 +47,8 @@ class Trunk(nn.Module):
                 self.no_token = self.param("no_token", nn.initializers.zeros, (c.hidden_size,))
         if c.trunk == PARALLEL and c.num_steps > 1:
             self.slots = self.param("slots", nn.initializers.zeros, (c.num_steps - 1, c.hidden_size))
+            if c.slots == MASK:
+                self.mask = self.param("mask", nn.initializers.normal(0.02), (c.hidden_size,))
 
     def inputs(self, states, embeddings):
         """What the first layer reads at features of committed positions, or at the trunk's own states."""
@@ -61,6 +63,8 @@ class Trunk(nn.Module):
 
     def slot_inputs(self, last, num_slots):
         """What it reads at the slots [..., slots, H] after the committed position whose input is `last` [..., H]."""
+        if self.config.slots == MASK:
+            last = jnp.broadcast_to(self.mask.astype(jnp.float32), last.shape)
         return last[..., None, :] + self.slots[:num_slots].astype(jnp.float32)
 
     def __call__(
@@ -198,8 +202,9 @@ def parallel_states(
 
     The first state is what the trunk makes of the last feature, as in the recurrence: that node is the first slot.
     The slot of depth k is k - 1 positions further. It starts as the last feature does, its embedding included,
-    plus a vector learned for its depth, and sees the features and the slots up to itself. Features see no slot, so
-    what is committed of them does not depend on K; nor do the states of the lower depths.
+    plus a vector learned for its depth (with `config.slots` MASK as one learned vector, plus that of its depth), and
+    sees the features and the slots up to itself. Features see no slot, so what is committed of them does not depend on
+    K; nor do the states of the lower depths.
 
     Args, Returns: as `recurrent_states`.
     """

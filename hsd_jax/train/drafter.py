@@ -20,7 +20,9 @@ from jaxtyping import Array, Float, Int
 from hsd_jax import settings
 from hsd_jax.config import (
     LARGEST_TREE,
+    LAST,
     RECURRENT,
+    SLOTS,
     TRUNKS,
     DrafterConfig,
     HeadDim,
@@ -28,7 +30,7 @@ from hsd_jax.config import (
     ModelConfig,
     check_window,
 )
-from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig
+from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig, check_slots
 from hsd_jax.drafters.table import METHODS, method_of
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import attach
@@ -45,7 +47,7 @@ from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
 
 TRAINED = tuple(name for name, method in METHODS.items() if method.init_weights is not None)
-CHOICES = ("trunk", "num_layers", "rank", "injection", "committed_embeddings", "window")
+CHOICES = ("trunk", "slots", "num_layers", "rank", "injection", "committed_embeddings", "window")
 """Settings of a recipe that not every kind of drafter has."""
 LOW_MID_HIGH = "low_mid_high"
 """Three feature layers: 2, half of all, the third from the last. EAGLE-3 reads before them, we after."""
@@ -59,6 +61,9 @@ class DrafterModel:
     """hidden: token-free states and token information; eagle: a recurrence over drafted tokens; medusa: heads."""
     trunk: Annotated[str, OneOf(TRUNKS)] = RECURRENT
     """recurrent: num_steps passes over one state each; parallel: one pass over num_steps slots."""
+    slots: Annotated[str, OneOf(SLOTS)] = LAST
+    """last: slots of a parallel trunk start as the last feature does; mask: from a learned vector. Both add one that is
+    learned for the depth."""
     num_layers: Layers = 1
     num_heads: Count | None = None
     num_kv_heads: Count | None = None
@@ -90,6 +95,7 @@ class DrafterModel:
             if field.name in CHOICES and field.name not in own and value != field.default:
                 raise ValueError(f"model.{field.name}={value!r}: kind {self.kind!r} has no such choice")
         check_window(self.window, self.num_steps, "model")
+        check_slots(self, "model")
         layers = self.feature_layers
         if layers != LOW_MID_HIGH and not DrafterConfig.are_layers(layers):
             shown = list(layers) if isinstance(layers, tuple) else layers

@@ -161,6 +161,7 @@ BAD_DRAFTER = {
     "feature_layers": [5, "x", [1, 0], [-1], [True]],
     "reduced_vocab_size": [0, "5", 10**12],
     "trunk": [5, "tree", []],
+    "slots": [5, "tree", [], "mask"],
     "kind": ["small_lm", None],
     "committed_embeddings": ["no"],
     "rope": [5, [], {"theta": "x"}, {"theta": float("inf")}, {"base": 1}, {"kind": "yarn"}],

@@ -35,6 +35,7 @@ SLOW_PROPOSERS += [
     "hot_path",
     "hot",
     "block_layers",
+    "block_mask",
     "path",
 ]
 SLOW_PROPOSERS += [*sorted({*setups.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]

@@ -126,6 +126,7 @@ _READING = [
     Proposer("layers", SMALL, {"feature_layers": (0, 1)}),
     Proposer("hot", MIDDLE, is_restricted=True),
     Proposer("block", BEAM, BLOCK | {"num_layers": 2}),
+    Proposer("block_mask", BEAM, BLOCK | {"slots": "mask", "num_layers": 2}),
     Proposer("block_layers", SMALL, BLOCK | {"feature_layers": (0, 1), "committed_embeddings": False}),
     Proposer("eagle", BEAM, {"kind": "eagle"}),
     Proposer("eagle_layers", SMALL, {"kind": "eagle", "feature_layers": (0, 1)}),

@@ -65,6 +65,7 @@ EAGLE_MODEL, MEDUSA_MODEL = ({"kind": kind, "rank": 128, "num_layers": 1} for ki
         ),
         pytest.param({"trunk": "parallel", "feature_layers": (0, 1), "num_steps": 6}, marks=pytest.mark.slow),
         {"trunk": "parallel", "num_steps": 1},
+        {"trunk": "parallel", "slots": "mask", "num_layers": 2, "window": 8},
         EAGLE_MODEL | {"feature_layers": (0, 1)},
         MEDUSA_MODEL,
         {"num_steps": 3, "window": 6},
@@ -369,7 +370,16 @@ def test_anchors_are_different_and_have_a_label():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"trunk": "parallel", "num_layers": 2}, {"injection": "path"}, EAGLE_MODEL, MEDUSA_MODEL], ids=str
+    "changes",
+    [
+        {},
+        {"trunk": "parallel", "num_layers": 2},
+        {"injection": "path"},
+        {"trunk": "parallel", "slots": "mask"},
+        EAGLE_MODEL,
+        MEDUSA_MODEL,
+    ],
+    ids=str,
 )
 def test_gradient_reaches_all_of_the_drafter_and_none_of_the_target(changes):
     _, weights, frozen = make(**changes)
@@ -552,6 +562,8 @@ def _down(grad) -> np.ndarray:
             {"kind": "eagle", "injection": "path"},
             r"model\.injection='path': kind 'eagle' has no such choice",
         ),
+        ("model", {"slots": "mask"}, r"model\.slots='mask': is about slots, so model\.trunk must be 'parallel'"),
+        ("model", {"kind": "eagle", "slots": "mask"}, r"model\.slots='mask': kind 'eagle' has no such choice"),
         ("model", {"trunk": 1}, r"model\.trunk=1: allowed are recurrent, parallel"),
         ("model", {"feature_layers": 2}, r"model\.feature_layers=2: allowed are"),
         ("model", {"feature_layers": [2, 1]}, r"model\.feature_layers=\[2, 1\]: allowed are .* ascending"),

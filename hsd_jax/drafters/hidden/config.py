@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from hsd_jax.config import RECURRENT, TRUNKS, TrunkConfig
+from hsd_jax.config import LAST, PARALLEL, RECURRENT, SLOTS, TRUNKS, TrunkConfig
 from hsd_jax.settings import OneOf, Whole
 
 PREVIOUS, PATH = INJECTIONS = ("previous", "path")
@@ -19,6 +19,23 @@ class HiddenConfig(TrunkConfig):
     kind: ClassVar[str] = "hidden"
 
     trunk: Annotated[str, OneOf(TRUNKS)] = RECURRENT
+    slots: Annotated[str, OneOf(SLOTS)] = LAST
     rank: Whole = 128
     injection: Annotated[str, OneOf(INJECTIONS)] = PREVIOUS
     committed_embeddings: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_slots(self, "DrafterConfig")
+
+
+OF_SLOTS = {"slots": LAST}
+"""Settings that are about the slots of a parallel trunk, and what they are without one."""
+
+
+def check_slots(config: Any, where: str) -> None:
+    """Raises a ValueError for a setting of slots where the trunk has none."""
+    for name, plain in OF_SLOTS.items():
+        value = getattr(config, name)
+        if value != plain and config.trunk != PARALLEL:
+            raise ValueError(f"{where}.{name}={value!r}: is about slots, so {where}.trunk must be {PARALLEL!r}")
