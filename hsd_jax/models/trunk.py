@@ -19,6 +19,7 @@ from hsd_jax.config import MASK, PARALLEL, RECURRENT, DrafterConfig, ModelConfig
 from hsd_jax.kernels import native
 from hsd_jax.kernels.ops import attend, embed, matmul, rms_norm
 from hsd_jax.models.layers import Block, RMSNorm, Weight, attend_after, linears, rope_table
+from hsd_jax.models.slot_mixing import mixing_of_round
 from hsd_jax.models.target import causal_mask, lm_head, logits_of_rows, masks_within
 from hsd_jax.types import KVCache, NewKV, Weights
 
@@ -93,7 +94,11 @@ class Trunk(nn.Module):
             if earlier is not None:
                 see = attend_after(earlier.keys[i], earlier.values[i])
             is_last = i == c.num_layers - 1
-            x, (key, value) = layer(x, table, masks[0], cached, masks[1], see, asking if is_last else None)
+            asked = asking if is_last else None
+            mixing = None
+            if c.slot_mixing and num_slots and slots_after is not None:
+                mixing = mixing_of_round(states.shape[1], num_slots, slots_after, asked is not None)
+            x, (key, value) = layer(x, table, masks[0], cached, masks[1], see, asked, mixing=mixing)
             keys.append(key)
             values.append(value)
         return x, NewKV(tuple(keys), tuple(values))
@@ -285,7 +290,8 @@ def init_fusion(key: jax.Array, config: DrafterConfig) -> Weights:
 
 def init_trunk(key: jax.Array, config: TrunkConfig) -> Weights:
     """Random float32 weights of the trunk."""
-    one = jnp.zeros((1, 1), jnp.int32)
-    state = jnp.zeros((1, 1, config.hidden_size))
-    mask = jnp.ones((1, 1, 1), bool)
-    return cast(Weights, Trunk(config).init(key, state, state, one, mask, None, None)["params"])
+    num = 2 if config.slot_mixing and config.num_steps > 1 else 1  # what mixes slots is there where a slot is
+    state, last = jnp.zeros((1, 1, config.hidden_size)), jnp.zeros(1, jnp.int32)
+    positions, mask = jnp.zeros((1, num), jnp.int32), jnp.ones((1, num, num), bool)
+    found = Trunk(config).init(key, state, state, positions, mask, None, None, num - 1, last)
+    return cast(Weights, found["params"])

@@ -162,6 +162,7 @@ BAD_DRAFTER = {
     "reduced_vocab_size": [0, "5", 10**12],
     "trunk": [5, "tree", []],
     "slots": [5, "tree", [], "mask"],
+    "slot_mixing": ["no", 1, True],
     "kind": ["small_lm", None],
     "committed_embeddings": ["no"],
     "rope": [5, [], {"theta": "x"}, {"theta": float("inf")}, {"base": 1}, {"kind": "yarn"}],

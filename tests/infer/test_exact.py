@@ -36,6 +36,7 @@ SLOW_PROPOSERS += [
     "hot",
     "block_layers",
     "block_mask",
+    "block_mixing",
     "path",
 ]
 SLOW_PROPOSERS += [*sorted({*setups.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]

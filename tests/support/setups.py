@@ -127,6 +127,7 @@ _READING = [
     Proposer("hot", MIDDLE, is_restricted=True),
     Proposer("block", BEAM, BLOCK | {"num_layers": 2}),
     Proposer("block_mask", BEAM, BLOCK | {"slots": "mask", "num_layers": 2}),
+    Proposer("block_mixing", BEAM, BLOCK | {"slot_mixing": True, "num_layers": 2}),
     Proposer("block_layers", SMALL, BLOCK | {"feature_layers": (0, 1), "committed_embeddings": False}),
     Proposer("eagle", BEAM, {"kind": "eagle"}),
     Proposer("eagle_layers", SMALL, {"kind": "eagle", "feature_layers": (0, 1)}),

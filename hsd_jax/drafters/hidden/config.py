@@ -20,6 +20,7 @@ class HiddenConfig(TrunkConfig):
 
     trunk: Annotated[str, OneOf(TRUNKS)] = RECURRENT
     slots: Annotated[str, OneOf(SLOTS)] = LAST
+    slot_mixing: bool = False
     rank: Whole = 128
     injection: Annotated[str, OneOf(INJECTIONS)] = PREVIOUS
     committed_embeddings: bool = True
@@ -29,7 +30,7 @@ class HiddenConfig(TrunkConfig):
         check_slots(self, "DrafterConfig")
 
 
-OF_SLOTS = {"slots": LAST}
+OF_SLOTS = {"slots": LAST, "slot_mixing": False}
 """Settings that are about the slots of a parallel trunk, and what they are without one."""
 
 
