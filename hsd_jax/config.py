@@ -178,6 +178,7 @@ class TrunkConfig(DrafterConfig):
     trunk: ClassVar[str] = RECURRENT
     slots: ClassVar[str] = LAST
     slot_mixing: ClassVar[bool] = False
+    feature_keys: ClassVar[bool] = False
     committed_embeddings: ClassVar[bool] = True
     reads_drafts: ClassVar[bool] = False
     """Whether its states depend on drafted tokens, so that a tree costs a pass for each level."""

@@ -47,7 +47,7 @@ def _around(read: Slots, written: Slots) -> tuple[Around, Around]:
     return attention, lambda x, asking: SlotMixing(name="mlp_mixing")(x, written, written, asking)
 
 
-def mixing_of_round(num: int, num_slots: int, last: Int[Array, "B"], is_asked: bool) -> tuple[Around, Around]:
+def mixing_of_round(num: int, num_slots: int, last: Int[Array, "B"] | None, is_asked: bool) -> tuple[Around, Around]:
     """Of a layer of a round: `num` features and the slots behind them.
 
     Args:

@@ -149,6 +149,10 @@ def unroll(
     for layer in range(config.num_layers):
         before, (x, kv) = x, _block(weights, config, layer, x, table, sees, None, None)
         committed.append(kv)
+        if config.feature_keys:
+            x = inputs
+    if config.feature_keys:
+        return _all_slots(weights, config, _take(inputs, anchors), context, committed)
 
     # Step 1 once more, for the anchors only, through the last layer: of the pass above XLA then keeps no more than
     # the keys and values of that layer.
@@ -222,18 +226,22 @@ def _all_slots(
 ) -> Float[Array, "B A later H"]:
     """g_2..g_K of every anchor in one pass over K - 1 slots each; `last` is the trunk's input at the anchors.
 
-    Where slots are mixed the pass has a node more: the anchor's, which stands before the first slot.
+    Where slots are mixed the pass has a node more: the anchor's, which stands before the first slot. Where features
+    give keys and values alone, it is the slot of depth 1, and g_1 comes with the others.
     """
-    (batch, num), first = context.at_anchors.shape, 0 if config.slot_mixing else 1
+    batch, num = context.at_anchors.shape
+    first = 0 if config.slot_mixing or config.feature_keys else 1
     num_nodes, mixing = config.num_steps - first, None
-    x = slot_inputs(weights, config, last, config.num_steps - 1)
+    x = last[:, :, None]
+    if config.num_steps > 1:
+        x = jnp.concatenate([x, slot_inputs(weights, config, last, config.num_steps - 1)], 2)[:, :, first:]
     if config.slot_mixing:
-        x, mixing = jnp.concatenate([last[:, :, None], x], 2), mixing_of_anchors(num, num_nodes)
+        mixing = mixing_of_anchors(num, num_nodes)
     x = x.reshape(batch, num * num_nodes, -1)
     positions = context.at_anchors[:, :, None] + first + jnp.arange(num_nodes)
     table = rope_table(config.rope, config.head_dim, positions.reshape(batch, -1))
     mask = jnp.stack([context.mask(first + node) for node in range(num_nodes)], 2).reshape(batch, num * num_nodes, -1)
-    see = functools.partial(attend_slots, num_slots=num_nodes, is_committed=config.slot_mixing)
+    see = functools.partial(attend_slots, num_slots=num_nodes, is_committed=first == 0 and not config.feature_keys)
     for layer in range(config.num_layers):
         x, _ = _block(weights, config, layer, x, table, None, committed[layer], mask, attend_fn=see, mixing=mixing)
-    return x.reshape(batch, num, num_nodes, -1)[:, :, 1 - first :]
+    return x.reshape(batch, num, num_nodes, -1)[:, :, int(first == 0 and not config.feature_keys) :]

@@ -47,7 +47,8 @@ from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
 
 TRAINED = tuple(name for name, method in METHODS.items() if method.init_weights is not None)
-CHOICES = ("trunk", "slots", "slot_mixing", "num_layers", "rank", "injection", "committed_embeddings", "window")
+OF_TRUNKS = ("trunk", "slots", "slot_mixing", "feature_keys", "num_layers", "committed_embeddings", "window")
+CHOICES = (*OF_TRUNKS, "rank", "injection")
 """Settings of a recipe that not every kind of drafter has."""
 LOW_MID_HIGH = "low_mid_high"
 """Three feature layers: 2, half of all, the third from the last. EAGLE-3 reads before them, we after."""
@@ -66,6 +67,8 @@ class DrafterModel:
     learned for the depth."""
     slot_mixing: bool = False
     """Each slot of a parallel trunk reads the one before it around attention and MLP, by a convolution of two taps."""
+    feature_keys: bool = False
+    """Features give keys and values in every layer of a parallel trunk, and run through none."""
     num_layers: Layers = 1
     num_heads: Count | None = None
     num_kv_heads: Count | None = None

@@ -163,6 +163,7 @@ BAD_DRAFTER = {
     "trunk": [5, "tree", []],
     "slots": [5, "tree", [], "mask"],
     "slot_mixing": ["no", 1, True],
+    "feature_keys": ["no", 1, True],
     "kind": ["small_lm", None],
     "committed_embeddings": ["no"],
     "rope": [5, [], {"theta": "x"}, {"theta": float("inf")}, {"base": 1}, {"kind": "yarn"}],

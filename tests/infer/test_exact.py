@@ -35,6 +35,7 @@ SLOW_PROPOSERS += [
     "hot_path",
     "hot",
     "block_layers",
+    "block_keys",
     "block_mask",
     "block_mixing",
     "path",

@@ -68,6 +68,9 @@ EAGLE_MODEL, MEDUSA_MODEL = ({"kind": kind, "rank": 128, "num_layers": 1} for ki
         {"trunk": "parallel", "slots": "mask", "num_layers": 2, "window": 8},
         {"trunk": "parallel", "slot_mixing": True, "num_layers": 2, "window": 8},
         {"trunk": "parallel", "slot_mixing": True, "num_steps": 1},
+        {"trunk": "parallel", "feature_keys": True, "num_layers": 2, "window": 8, "feature_layers": (0, 1)},
+        {"trunk": "parallel", "feature_keys": True, "num_layers": 2, "num_steps": 1},
+        {"trunk": "parallel", "feature_keys": True, "num_layers": 3, "slot_mixing": True, "slots": "mask"},
         EAGLE_MODEL | {"feature_layers": (0, 1)},
         MEDUSA_MODEL,
         {"num_steps": 3, "window": 6},
@@ -90,7 +93,11 @@ def test_unroll_equals_inference(changes):
         np.testing.assert_allclose(states[:, i], wanted, rtol=1e-5, atol=1e-5 * float(jnp.abs(wanted).max()))
 
 
-@pytest.mark.parametrize("changes", [{}, {"slots": "mask"}, {"slot_mixing": True, "num_layers": 2}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"slots": "mask"}, *({name: True, "num_layers": 2} for name in ("slot_mixing", "feature_keys"))],
+    ids=str,
+)
 def test_slots_of_an_anchor_stand_alone(changes):
     """Other anchors in other places change no bit of a state; fewer slots change no state."""
     config, weights, frozen = make(trunk="parallel", **changes)
@@ -403,6 +410,7 @@ def test_anchors_are_different_and_have_a_label():
         {"injection": "path"},
         {"trunk": "parallel", "slots": "mask"},
         {"trunk": "parallel", "slot_mixing": True},
+        {"trunk": "parallel", "feature_keys": True, "num_layers": 2},
         EAGLE_MODEL,
         MEDUSA_MODEL,
     ],
@@ -594,6 +602,11 @@ def _down(grad) -> np.ndarray:
             "model",
             {"slot_mixing": True},
             r"model\.slot_mixing=True: is about slots, so model\.trunk must be 'parallel'",
+        ),
+        (
+            "model",
+            {"trunk": "parallel", "feature_keys": True},
+            r"model\.feature_keys=True: in a trunk of one layer .* set model\.num_layers to 2 or more",
         ),
         ("model", {"kind": "eagle", "slots": "mask"}, r"model\.slots='mask': kind 'eagle' has no such choice"),
         ("model", {"trunk": 1}, r"model\.trunk=1: allowed are recurrent, parallel"),

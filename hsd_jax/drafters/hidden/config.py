@@ -21,6 +21,7 @@ class HiddenConfig(TrunkConfig):
     trunk: Annotated[str, OneOf(TRUNKS)] = RECURRENT
     slots: Annotated[str, OneOf(SLOTS)] = LAST
     slot_mixing: bool = False
+    feature_keys: bool = False
     rank: Whole = 128
     injection: Annotated[str, OneOf(INJECTIONS)] = PREVIOUS
     committed_embeddings: bool = True
@@ -30,13 +31,18 @@ class HiddenConfig(TrunkConfig):
         check_slots(self, "DrafterConfig")
 
 
-OF_SLOTS = {"slots": LAST, "slot_mixing": False}
+OF_SLOTS = {"slots": LAST, "slot_mixing": False, "feature_keys": False}
 """Settings that are about the slots of a parallel trunk, and what they are without one."""
 
 
 def check_slots(config: Any, where: str) -> None:
-    """Raises a ValueError for a setting of slots where the trunk has none."""
+    """Raises a ValueError for a setting of slots where the trunk has none, or which changes nothing."""
     for name, plain in OF_SLOTS.items():
         value = getattr(config, name)
         if value != plain and config.trunk != PARALLEL:
             raise ValueError(f"{where}.{name}={value!r}: is about slots, so {where}.trunk must be {PARALLEL!r}")
+    if config.feature_keys and config.num_layers == 1:
+        raise ValueError(
+            f"{where}.feature_keys=True: in a trunk of one layer features give nothing but keys and values anyway; drop"
+            f" it, or set {where}.num_layers to 2 or more"
+        )
