@@ -2,7 +2,8 @@
 
 out_k = a_k x_k + b_k x_(k-1), of the sublayer's input and again of its output. a and b are a learned value a channel
 plus one that the sublayer's input gives to each group of channels; at first a = 1 and b = 0, so a fresh trunk is one
-without (DFlash2; methods.md 1.4b). Features are left as they are: what is committed of them knows no round.
+without (DFlash2, `dflash2/model_definitions.py` of vllm-project/speculators). Features are left as they are: what is
+committed of them knows no round.
 """
 
 from __future__ import annotations
