@@ -20,7 +20,9 @@ from jaxtyping import Array, Float, Int
 from hsd_jax import settings
 from hsd_jax.config import (
     LARGEST_TREE,
+    LAST,
     RECURRENT,
+    SLOTS,
     TRUNKS,
     DrafterConfig,
     HeadDim,
@@ -28,7 +30,7 @@ from hsd_jax.config import (
     ModelConfig,
     check_window,
 )
-from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig
+from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig, check_slots
 from hsd_jax.drafters.table import METHODS, method_of
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import attach
@@ -45,7 +47,8 @@ from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
 
 TRAINED = tuple(name for name, method in METHODS.items() if method.init_weights is not None)
-CHOICES = ("trunk", "num_layers", "rank", "injection", "gated", "shortlist", "committed_embeddings", "window")
+OF_TRUNKS = ("trunk", "slots", "slot_mixing", "feature_keys", "num_layers", "committed_embeddings", "window")
+CHOICES = (*OF_TRUNKS, "rank", "injection", "gated", "shortlist")
 """Settings of a recipe that not every kind of drafter has."""
 LOW_MID_HIGH = "low_mid_high"
 """Three feature layers: 2, half of all, the third from the last. EAGLE-3 reads before them, we after."""
@@ -59,6 +62,12 @@ class DrafterModel:
     """hidden: token-free states and token information; eagle: a recurrence over drafted tokens; medusa: heads."""
     trunk: Annotated[str, OneOf(TRUNKS)] = RECURRENT
     """recurrent: num_steps passes over one state each; parallel: one pass over num_steps slots."""
+    slots: Annotated[str, OneOf(SLOTS)] = LAST
+    """last: slots of a parallel trunk start as the last feature does; mask: from a learned vector."""
+    slot_mixing: bool = False
+    """Each slot of a parallel trunk reads the one before it around attention and MLP, by a convolution of two taps."""
+    feature_keys: bool = False
+    """Features give keys and values in every layer of a parallel trunk, and run through none."""
     num_layers: Layers = 1
     num_heads: Count | None = None
     num_kv_heads: Count | None = None
@@ -95,6 +104,7 @@ class DrafterModel:
             if field.name in CHOICES and field.name not in own and value != field.default:
                 raise ValueError(f"model.{field.name}={value!r}: kind {self.kind!r} has no such choice")
         check_window(self.window, self.num_steps, "model")
+        check_slots(self, "model")
         layers = self.feature_layers
         if layers != LOW_MID_HIGH and not DrafterConfig.are_layers(layers):
             shown = list(layers) if isinstance(layers, tuple) else layers
@@ -131,8 +141,8 @@ class LossConfig:
     feature_steps: Whole = 0
     """Steps over which that weight falls to 0; 0: it stays."""
     on_policy: Annotated[float, Within(0, 1, below=True)] = 0.0
-    """Share of passes, at random, whose previous tokens the drafter draws itself and the target judges. EAGLE's states
-    read the draws; for heads and rank 0, which read no previous token, the target's answers alone change."""
+    """Share of passes, at random, whose previous tokens the drafter draws itself and the target judges. For heads and
+    rank 0, which read none, the target's answers alone change."""
     on_policy_anchors: Count = 16
     """Anchors a row in such a pass; each costs the target num_steps - 1 nodes."""
     chunk: Count | None = None

@@ -45,6 +45,9 @@ SLOW_PROPOSERS += [
     "hot_path",
     "hot",
     "block_layers",
+    "block_keys",
+    "block_mask",
+    "block_mixing",
     "path",
 ]
 SLOW_PROPOSERS += [*sorted({*setups.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]
