@@ -52,8 +52,8 @@ hsd train drafter --kind steered --start SMALL --target DIR --data a.jsonl --out
         "target",
         run_recipe,
         "train a small target language model",
-        "Train a tokenizer, if there is none yet, and a language model, from scratch or grown from a shallower one. A run\n"
-        "that broke off continues from its newest checkpoint when the same command is given again.",
+        "Train a tokenizer, if there is none yet, and a language model, from scratch or grown from a shallower one. A\n"
+        "run that broke off continues from its newest checkpoint when the same command is given again.",
         """
 hsd train target --config configs/demo_target.yaml --data dialogues.jsonl maths.jsonl --out runs/demo-target
 """,
