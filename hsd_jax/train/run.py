@@ -180,7 +180,7 @@ def train_target(
             f"vocab_size={recipe.vocab_size}: the tokenizer in {tokenizer_dir} has {tokenizer.get_vocab_size()} tokens"
         )
     rows = read_rows(data_files, tokenizer_dir, recipe.train, recipe.data, recipe.model)
-    about = {"tokenizer": manifest.fingerprints([tokenizer_dir / "tokenizer.json"])}
+    about: dict[str, Any] = {"tokenizer": manifest.fingerprints([tokenizer_dir / "tokenizer.json"])}
     params = target.first_weights(recipe, start_dir)
     if start_dir is not None:
         about["start"] = convert.weights_hash(params)
