@@ -26,7 +26,7 @@ hsd plan --demo --models runs/small-lm --temperature 0.8 --json plan.json
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--demo", action="store_true", help="the bundled target")
     add_value(which, "--target DIR", str, "a Hugging Face folder, the largest model")
-    add_value(parser, "--models DIR", str, "smaller models of its vocabulary, and drafters of any of these", nargs="+", required=True)
+    add_value(parser, "--models DIR", str, "smaller models, and drafters of any", nargs="+", required=True)
     options.add_dtype_argument(parser)
     options.add_prompt_arguments(parser, 8)
     add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 96)

@@ -201,3 +201,9 @@ def test_what_is_no_plan_is_refused(folders, models, tmp_path, capsys):
     ):
         assert hsd("plan", "--target", folders.target, "--models", *names) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_round_above_a_middle_model():
+    """Of 3 drafts it adds 1, 3 or 4 tokens: its drafter follows 1, 3 and 3 of them, two at a time."""
+    found = hierarchy.outer_rounds(lambda drafts: {1: 0.25, 3: 0.5, 4: 0.25}, [1.0, 1.1, 1.2, 1.3], 0.5, 0.01, 1, 0.2)
+    assert found.seconds(3) == pytest.approx(1.3 + 0.5 + 0.01 * (0.25 * 1 + 0.5 * 2 + 0.25 * 2)) and found.again == 0.2
