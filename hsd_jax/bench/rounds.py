@@ -31,13 +31,13 @@ from hsd_jax.drafters.shared import follow_path
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.hierarchy import Law
 from hsd_jax.infer.decode import traced_with
-from hsd_jax.infer.sampling import target_distribution
+from hsd_jax.infer.sampling import draw, row_keys, target_distribution
 from hsd_jax.kernels import ops
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.request import Sampling, Speculation, prepare
-from hsd_jax.train.evaluate import Texts, accepted_lengths
+from hsd_jax.train.evaluate import Texts, accepted_lengths, walk
 from hsd_jax.types import SamplingParams
 
 TIMED_DRAFTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
@@ -139,11 +139,42 @@ def laws_of(pair: Params, texts: Texts, most: int, temperature: float) -> list[L
     Under `match` a walk over the text is the decode, round by round: acceptance may differ from place to place, and
     the rounds that the end of a text cuts count as they do there.
     """
-    drafts = [(TreeConfig.chain(n), NO_REUSE) for n in range(1, most + 1)]
     assert pair.drafter is not None, "of a pair"
-    models = pair.drafter, pair.drafter_config, pair.target, pair.target_config
-    found, _ = accepted_lengths(*models, texts, drafts, temperature)
-    return [{k + 1: n / fate.num_passes for k, n in enumerate(fate.histogram)} for fate in found]
+    if isinstance(pair.drafter_config, SmallLMConfig):
+        counts = right_in_a_row(pair.drafter, model_of(pair.drafter_config), texts, temperature)
+        fates = [walk(np.minimum(counts, n), texts, n) for n in range(1, most + 1)]
+    else:
+        drafts = [(TreeConfig.chain(n), NO_REUSE) for n in range(1, most + 1)]
+        models = pair.drafter, pair.drafter_config, pair.target, pair.target_config
+        fates, _ = accepted_lengths(*models, texts, drafts, temperature)
+    return [{k + 1: n / fate.num_passes for k, n in enumerate(fate.histogram)} for fate in fates]
+
+
+def right_in_a_row(
+    weights: Any, config: ModelConfig, texts: Texts, temperature: float
+) -> Int[np.ndarray, "texts ages roots"]:
+    """How many tokens a language model would get right behind every token of some texts, from the last one of the
+    prompt on: one pass a text says it, since a draft that counts has the text before it. There is one age, as in
+    `evaluate.walk`."""
+    sampling, (num, length) = sampling_of_row(temperature), texts.tokens.shape
+    found = np.zeros((num, length), int)
+    for row in range(num):
+        tokens, keys = jnp.asarray(texts.tokens[row : row + 1]), row_keys([(int(texts.seeds[row]), 0)])
+        said = fetch(said_behind(weights, config, tokens, keys, sampling))[0]
+        for place in reversed(range(int(texts.length[row]) - 1)):
+            is_right = said[place] == texts.tokens[row, place + 1]
+            found[row, place] = found[row, place + 1] + 1 if is_right else 0
+    roots = texts.prompt_length[:, None] - 1 + np.arange(int((texts.length - texts.prompt_length).max()))
+    return np.take_along_axis(found, np.minimum(roots, length - 1), 1)[:, None]
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def said_behind(
+    weights: Any, config: ModelConfig, tokens: Int[Array, "B T"], keys: jax.Array, sampling: SamplingParams
+) -> Int[Array, "B T"]:
+    """What a model says behind every token of some text, with the noise that the text was drawn with."""
+    positions = jnp.broadcast_to(1 + jnp.arange(tokens.shape[1]), tokens.shape)
+    return draw(keys, forward_sequence(weights, config, tokens).logits, positions, sampling)
 
 
 def with_rounds(costs: Sequence[Sequence[float]], rounds: Sequence[float]) -> list[list[float]]:

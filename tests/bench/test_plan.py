@@ -13,10 +13,11 @@ from support import command_line, toy
 from support.command_line import TEXTS, hsd
 
 import hsd_jax
+from hsd_jax import hierarchy as hierarchy_lib
 from hsd_jax.bench import compare, hierarchy, rounds
-from hsd_jax.config import TreeConfig
+from hsd_jax.config import NO_REUSE, TreeConfig
 from hsd_jax.models import convert
-from hsd_jax.train.evaluate import Texts
+from hsd_jax.train.evaluate import Texts, accepted_lengths, write_texts
 from hsd_jax.train.target import grown, layer_sources
 
 folders, own_cache = command_line.folders, command_line.own_cache
@@ -166,6 +167,25 @@ def test_acceptance_is_the_overlap_on_text_of_the_larger_model(folders, models):
     ]
     found = rounds.acceptance_of([small, params], [texts], 0.0)
     assert found[0, 1] == pytest.approx((best[0] == best[1]).mean()) and 0 < found[0, 1] < 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_is_right_where_its_drafts_are(folders, models, temperature):
+    """One pass over a text counts what drafting from every token of it does, for chains of every length."""
+    params = hsd_jax.load(target=folders.target, drafter=models[0], precision="exact")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, params.target_config.vocab_size, n) for n in (3, 6)]
+    texts = write_texts(params, prompts, 12, temperature, seed=5)
+    laws = rounds.laws_of(params, texts, 4, temperature)
+    drafts = [(TreeConfig.chain(n), NO_REUSE) for n in (1, 2, 3, 4)]
+    names = params.drafter, params.drafter_config, params.target, params.target_config
+    fates, _ = accepted_lengths(*names, texts, drafts, temperature)
+    for n, (law, fate) in enumerate(zip(laws, fates, strict=True), 1):
+        assert hierarchy_lib.mean(law) == pytest.approx(fate.tau) and sum(law.values()) == pytest.approx(1.0)
+        assert [law[k + 1] * fate.num_passes for k in range(n + 1)] == pytest.approx(list(fate.histogram))
+    assert hierarchy_lib.mean(laws[3]) > 1.2  # so something was right
+    counts = rounds.right_in_a_row(params.drafter, params.target_config, texts, temperature)
+    assert counts.shape == (2, 1, int((texts.length - texts.prompt_length).max()))
 
 
 def test_stacks_by_name(folders, models, prompts, capsys):
