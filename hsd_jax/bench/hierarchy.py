@@ -22,7 +22,7 @@ from hsd_jax.arguments import encode
 from hsd_jax.bench import rounds
 from hsd_jax.bench.machine import hardware
 from hsd_jax.bench.measure import Mode, Runs, Workload, mode_record, time_modes
-from hsd_jax.bench.rounds import CALIBRATION
+from hsd_jax.bench.rounds import CALIBRATION, CALIBRATION_PROMPTS
 from hsd_jax.bench.tables import say
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters import files as drafter_files
@@ -241,7 +241,7 @@ def rounds_by_part(table: Table, way: Way, calls: Calls) -> list[hierarchy.Round
         else:
             passes, one, length = table.pass_seconds[j], table.pass_seconds[i][0], way.lengths[level - 1]
             besides = calls.round_seconds(pair, CALIBRATION) - passes[CALIBRATION] - CALIBRATION * one
-            follow = rounds.follow_seconds(below, calls.prompt, length)
+            follow = rounds.follow_seconds(below, calls.prompts[0], length)
             found.append(outer_rounds(adds, passes, max(besides, 0.0), follow, length, one + follow))
         below = pair
     return found
@@ -275,7 +275,7 @@ class Calls:
     """What all that is measured for one plan has in common."""
 
     load: Callable[[str], Params]
-    prompt: np.ndarray
+    prompts: Sequence[np.ndarray]
     """Of the decodes whose rounds are timed."""
     num_tokens: int
     temperature: float
@@ -284,7 +284,7 @@ class Calls:
 
     def round_seconds(self, pair: Params, drafts: int | None) -> float:
         """Of a pair here."""
-        return rounds.round_seconds(pair, self.prompt, self.num_tokens, drafts, self.temperature)
+        return rounds.round_seconds(pair, self.prompts, self.num_tokens, drafts, self.temperature)
 
     def texts(self, model: Params, ids: Sequence[np.ndarray]) -> Texts:
         """What a model writes."""
@@ -311,7 +311,8 @@ def measure(
     models = read_models(params, folders, load)
     found = work.read(params, work.prompts)
     ids = [np.asarray(row) for row in encode(params, [prompt.text for prompt in found])]
-    calls = Calls(load, ids[0], work.max_new_tokens, temperature, max_length, work.seed)
+    some = ids[:: max(1, len(ids) // CALIBRATION_PROMPTS)][:CALIBRATION_PROMPTS]
+    calls = Calls(load, some, work.max_new_tokens, temperature, max_length, work.seed)
     table = table_of(params, models, ids, calls)
     names = [model.folder for model in table.models]
     chosen = ways(table.costs, table.acceptance, table.longest)

@@ -44,8 +44,9 @@ TIMED_DRAFTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 """Drafts of the passes that are timed; between them costs are taken to lie on lines."""
 PASSES, TIMES = 20, 9
 """Passes of a timing, one after another, and timings of each kind of pass."""
-CALIBRATION, CALIBRATIONS = 2, 5
-"""Drafts of the rounds that tell what a round takes besides passes, and decodes of which the median counts."""
+CALIBRATION, CALIBRATIONS, CALIBRATION_PROMPTS = 2, 3, 4
+"""Drafts of the rounds that tell what a round takes besides passes; how often such rounds are timed, and on how many
+prompts."""
 
 
 def as_target(params: Params) -> Params:
@@ -107,13 +108,16 @@ def pair_of(small: Params, large: Params) -> Params:
     return dataclasses.replace(large, drafter=small.target, drafter_config=config, tokenizer=None, pair=None)
 
 
-def round_seconds(pair: Params, prompt: np.ndarray, num_tokens: int, drafts: int | None, temperature: float) -> float:
-    """Seconds of a round that drafts and verifies a chain, or of a plain one (None): the median of a few decodes."""
+def round_seconds(
+    pair: Params, prompts: Sequence[np.ndarray], num_tokens: int, drafts: int | None, temperature: float
+) -> float:
+    """Seconds of a round that drafts and verifies a chain, or of a plain one (None): the median of a few times in which
+    all prompts are decoded, so that what the machine does besides and lengths of context weigh as in a measurement."""
     tree, found = None if drafts is None else TreeConfig.chain(drafts), []
+    shape = {"tree": tree, "speculate": tree is not None, "eos": ()}
     for _ in range(1 + CALIBRATIONS):
-        speculates = {"tree": tree, "speculate": tree is not None}
-        stats = decode(pair, [prompt], num_tokens, temperature, **speculates, eos=()).stats
-        found.append(stats.decode_seconds / stats.num_target_passes)
+        stats = [decode(pair, [prompt], num_tokens, temperature, **shape).stats for prompt in prompts]
+        found.append(sum(one.decode_seconds for one in stats) / sum(one.num_target_passes for one in stats))
     return statistics.median(found[1:])  # the first one compiles
 
 

@@ -48,7 +48,7 @@ def priced(model, drafts: int, context: int):
     return lambda: layers * (1 + 0.1 * drafts) * 1e-3
 
 
-def round_priced(pair, prompt, num_tokens: int, drafts: int | None, temperature: float) -> float:
+def round_priced(pair, prompts, num_tokens: int, drafts: int | None, temperature: float) -> float:
     """A pass of the target, and of the drafter for each draft."""
     whole = priced(pair, drafts or 0, 0)()
     return whole + (drafts * priced(rounds.as_target(pair), 0, 0)() if drafts else 0.0)
