@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hsd_jax import sharding
 from hsd_jax.aot.kinds import PLAIN, PREFILL, TRAIN
-from hsd_jax.config import NO_REUSE, ModelConfig, TreeConfig
+from hsd_jax.config import NO_REUSE, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.accept import RULES
 from hsd_jax.infer.sampling import row_keys
@@ -49,6 +49,7 @@ class Job:
     slots: int = 4096
     """Of the caches."""
     temperature: float = 0.0
+    reuse: ReuseConfig = NO_REUSE
     train: LoopConfig = LoopConfig(batch=4, length=2048, compute="bfloat16")
 
 
@@ -129,7 +130,7 @@ def _of_decode(job: Job, what: str, mesh: Mesh) -> Program:
         mesh=_mesh_or_none(mesh),
         accept="match",
         scheme=RULES["match"].scheme,
-        reuse=NO_REUSE,
+        reuse=job.reuse,
     )
     models = {"target": params.target, "drafter": None if is_plain else params.drafter}
     tokens, length, keys, limits, sampling = _rows_of_decode(job, mesh)

@@ -243,7 +243,7 @@ def make_job(
         raise ValueError(f"mesh axis model={parts}: must divide the {config.num_heads} heads of the target")
     slots = -(-context // CAPACITY_UNIT) * CAPACITY_UNIT
     training = LoopConfig(batch=rows * -(-4 // rows), length=2048, compute="bfloat16")
-    return Job(target, config, drafter_config, tree, rows_bucket(batch, rows), slots, temperature, training)
+    return Job(target, config, drafter_config, tree, rows_bucket(batch, rows), slots, temperature, train=training)
 
 
 def print_record(record: dict[str, Any]) -> None:

@@ -3,13 +3,14 @@
 An anchor a is the position of the last committed feature of a round whose root is token a + 1. Its first state reads
 the committed entries 0..a; state k + 1 is at position a + k and also sees what is between, of the same anchor.
 The recurrent trunk feeds it state k (EAGLE-3's training-time test, with no token in the recurrence), an EAGLE
-drafter's also the row's token there (EAGLE-3's own, and HASS), the parallel trunk slot k, all slots at once. Equal to a
-round's states, which a test holds it to. Read next: `train/drafter.py`.
+drafter's also the token there, the row's (EAGLE-3's own, and HASS) or one drawn from state k, the parallel trunk slot
+k, all slots at once. Equal to a round's states, which a test holds it to. Read next: `train/drafter.py`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import jax
@@ -24,6 +25,8 @@ from hsd_jax.models.trunk import slot_inputs, trunk_inputs
 from hsd_jax.types import Weights
 
 KV = tuple[Array, Array]
+EmbedDraft = Callable[[int, Float[Array, "B A H"]], Float[Array, "B A H"]]
+"""`embed_draft(depth, state)`: the target's embedding of the token of that depth, which `state` predicts."""
 
 
 def attend_own(
@@ -124,6 +127,7 @@ def unroll(
     embeddings: Float[Array, "B T H"] | None,
     anchors: Int[Array, "B A"],
     starts: Int[Array, "B T"] | None = None,
+    embed_draft: EmbedDraft | None = None,
 ) -> Float[Array, "B A K H"]:
     """States g_1..g_K of every anchor, before the output norm; g_k of anchor a predicts the token at a + 1 + k.
 
@@ -132,6 +136,7 @@ def unroll(
       embeddings: the target's embedding of the token after each position; None without committed embeddings.
       anchors: places in the row, 0..T-1, in any order.
       starts: where the document of each token begins; no state sees what comes before. None: rows of one document.
+      embed_draft: what states that read drafted tokens read; None: the row's tokens.
     """
     batch, num = features.shape[:2]
     positions, causal = sequence_layout(batch, num, starts)
@@ -167,9 +172,19 @@ def unroll(
     if config.trunk == PARALLEL:
         later = _all_slots(weights, config, _take(inputs, anchors), context, committed)
     else:
-        read = embeddings if config.reads_drafts else None
-        later = _recurrence(weights, config, state, read, anchors, context, committed)
+        if embed_draft is None and config.reads_drafts:
+            assert embeddings is not None
+            embed_draft = functools.partial(_row_tokens, embeddings, anchors)
+        later = _recurrence(weights, config, state, embed_draft, context, committed)
     return jnp.concatenate([state[:, :, None], later], 2)
+
+
+def _row_tokens(
+    embeddings: Float[Array, "B T H"], anchors: Int[Array, "B A"], step: int, state: Array
+) -> Float[Array, "B A H"]:
+    """An `EmbedDraft` of the row's own tokens."""
+    del state
+    return _take(embeddings, jnp.minimum(anchors + step, embeddings.shape[1] - 1))
 
 
 def _block(weights: Weights, config: TrunkConfig, layer: int, *args, **options) -> tuple[Array, KV]:
@@ -182,25 +197,18 @@ def _recurrence(
     weights: Weights,
     config: TrunkConfig,
     state: Float[Array, "B A H"],
-    embeddings: Float[Array, "B T H"] | None,
-    anchors: Int[Array, "B A"],
+    embed_draft: EmbedDraft | None,
     context: _Context,
     committed: list[KV],
 ) -> Float[Array, "B A later H"]:
-    """g_2..g_K of every anchor, each from the one before; `state` is g_1.
-
-    Args:
-      embeddings: of the token after each position, where states read drafted tokens: in training those of the row.
-    """
+    """g_2..g_K of every anchor, each from the one before; `state` is g_1."""
     states: list[Array] = []
     own: list[tuple[KV, ...]] = [()] * config.num_layers
     for step in range(1, config.num_steps):
         at = rope_table(config.rope, config.head_dim, context.at_anchors + step)
         mask = context.mask(step)
-        of_drafts = None
-        if embeddings is not None:
-            of_drafts = _take(embeddings, jnp.minimum(anchors + step, embeddings.shape[1] - 1))
-        state = trunk_inputs(weights, config, state, of_drafts)
+        drafted = None if embed_draft is None else embed_draft(step, state)
+        state = trunk_inputs(weights, config, state, drafted)
         for layer in range(config.num_layers):
             see = functools.partial(attend_own, own=own[layer])
             state, kv = _block(weights, config, layer, state, at, None, committed[layer], mask, attend_fn=see)

@@ -121,8 +121,8 @@ class LossConfig:
     feature_steps: Whole = 0
     """Steps over which that weight falls to 0; 0: it stays."""
     on_policy: Annotated[float, Within(0, 1, below=True)] = 0.0
-    """Share of passes, at random, whose previous tokens the drafter draws itself and the target judges. For heads and
-    rank 0, which read no previous token, the target's answers alone change."""
+    """Share of passes, at random, whose previous tokens the drafter draws itself and the target judges. EAGLE's states
+    read the draws; for heads and rank 0, which read no previous token, the target's answers alone change."""
     on_policy_anchors: Count = 16
     """Anchors a row in such a pass; each costs the target num_steps - 1 nodes."""
     chunk: Count | None = None
@@ -257,11 +257,6 @@ def _check_loss(
     config.check_feature_layers(target_config.num_layers)
     if loss_config.on_policy and config.num_steps < 2:
         raise ValueError(f"loss.on_policy={loss_config.on_policy}: needs model.num_steps of at least 2")
-    if loss_config.on_policy and method.lattice is None:
-        raise ValueError(
-            f"loss.on_policy={loss_config.on_policy}: is for drafters whose states read no drafted token; those of"
-            f" model.kind={config.kind} are unrolled on the text's"
-        )
     if loss_config.anneal_steps and method.token_information is None:
         raise ValueError(
             f"loss.anneal_steps={loss_config.anneal_steps}: is about token information, which model.kind={config.kind}"
@@ -291,7 +286,7 @@ def make_loss(
     first two never are: no anchor drafts them). It may hold `starts` [B, T+1], where the document of each token begins,
     and `hidden` [B, T, H], the target's final states, after which then only the LM head is computed. Labels are the
     target's distributions given the row's text, and the previous token of a depth is the row's, which is exact on
-    accepted paths; in passes on policy both follow the drafter's own draws.
+    accepted paths; in passes on policy both follow the drafter's own draws, and so do states that read them (EAGLE).
 
     The metrics are those of `chain_metrics`, always of the row's text, and where they apply `on_policy`, 1 in a pass
     on policy, and `feature_distance`.
@@ -300,18 +295,18 @@ def make_loss(
       draft_to_target: of a drafter with a reduced draft vocabulary; `losses.py` says what becomes of the cold tokens.
       remat: compute the drafter's layers again in the backward pass. The frozen target has none to keep anything for.
     Raises:
-      ValueError: if the target lacks a layer the drafter reads, a single depth or states that read drafted tokens are
-        to be trained on policy, the loss is about token information and the drafter has none, trees are to start from
-        states older than the drafter makes, or there are not as many `draft_to_target` as it has hot tokens.
+      ValueError: if the target lacks a layer the drafter reads, a single depth is to be trained on policy, the loss is
+        about token information and the drafter has none, trees start from states older than it makes, or the
+        `draft_to_target` are not as many as its hot tokens.
     """
     unroll = method_of(config).unroll
     assert unroll is not None, "recipes name trained kinds only"
     _check_loss(target_config, config, loss_config, draft_to_target)
     weights = losses.depth_weights(config.num_steps, loss_config.decay, loss_config.max_age)
 
-    def states_of(params, hidden, features, embeddings, anchors, starts):
+    def states_of(params, hidden, features, embeddings, anchors, starts, *embed_draft):
         read = trunk_features(params, config, hidden, features)
-        return unroll(params, config, read, embeddings, anchors, starts)
+        return unroll(params, config, read, embeddings, anchors, starts, *embed_draft)
 
     def loss(params, frozen, batch, key, step):
         frozen = lax.stop_gradient(frozen)  # the LM head and the embeddings too
@@ -355,7 +350,8 @@ def make_loss(
             some = jax.tree.map(lambda x: take_nodes(x, few, axis=1), drafts)
             _, found = judged(some, hidden)
             with jax.named_scope("on_policy"):
-                drawn = heads.on_draws(draw_key, models, some, tokens, hidden, starts)
+                again = functools.partial(states_of, params, hidden, features, embeddings, some.anchors, starts)
+                drawn = heads.on_draws(draw_key, models, some, tokens, hidden, starts, again, remat)
             values, _ = judged(*drawn)
             return losses.over_depths(values, some.mask, weights), chain_metrics(found, some.mask)
 

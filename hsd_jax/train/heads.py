@@ -19,7 +19,8 @@ from hsd_jax.config import DrafterConfig, ModelConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.target import lm_head
-from hsd_jax.models.trunk import base_logits
+from hsd_jax.models.trunk import base_logits, embed_committed
+from hsd_jax.models.unroll import EmbedDraft
 from hsd_jax.train import on_policy
 from hsd_jax.types import Weights
 
@@ -49,6 +50,8 @@ class Models(NamedTuple):
     target_config: ModelConfig
 
 
+Unrolled = Callable[[EmbedDraft], Float[Array, "B A K H"]]
+"""`models.unroll.unroll` of everything but its `embed_draft`."""
 Taught = tuple[Float[Array, "B M H"], Float[Array, "B M V"] | None]
 """The target's final states at M places of each row, and their logits where all are wanted at once."""
 
@@ -89,26 +92,58 @@ def logits_of(
     return logits.reshape(batch * length, -1)[at], base, draft_logits
 
 
+def chains_of_states(key: jax.Array, models: Models, drafts: Drafts, root: Int[Array, "B A"]) -> Int[Array, "B A D"]:
+    """The drafter's own draws after each root, where its states read no drafted token."""
+    params, config, frozen, target_config = models
+    told = method_of(config).token_information
+    added_by = None if told is None else functools.partial(told.inject, params, config)
+    base = base_logits(params, config, frozen, target_config, drafts.states.reshape(drafts.mask.size, -1))
+    base = base.reshape(*drafts.mask.shape, -1)
+    return on_policy.sample_chains(key, base, root, added_by, params.get("draft_to_target"))
+
+
+def states_on_draws(
+    key: jax.Array, models: Models, unrolled: Unrolled, remat: bool
+) -> tuple[Float[Array, "B A K H"], Int[Array, "B A D"]]:
+    """States that read the drafter's own draws, each drawn from the state before, and these draws."""
+    params, config, frozen, target_config = models
+
+    def drawn():
+        chain = []
+
+        def embed_draft(depth: int, state: Float[Array, "B A H"]) -> Float[Array, "B A H"]:
+            logits = base_logits(params, config, frozen, target_config, state)
+            chain.append(on_policy.draw(jax.random.fold_in(key, depth), logits, params.get("draft_to_target")))
+            embedded = embed_committed(frozen, target_config, config, chain[-1])
+            assert embedded is not None, "states that read drafts read embeddings"
+            return embedded
+
+        return unrolled(embed_draft), jnp.stack(chain, 2)
+
+    return jax.checkpoint(drawn)() if remat else drawn()
+
+
 def on_draws(
     key: jax.Array,
     models: Models,
     drafts: Drafts,
     tokens: Int[Array, "B T"],
     hidden: Float[Array, "B T H"],
-    starts: Int[Array, "B T"] | None = None,
+    starts: Int[Array, "B T"] | None,
+    unrolled: Unrolled,
+    remat: bool = False,
 ) -> tuple[Drafts, Float[Array, "B AK H"]]:
     """The same drafts after the drafter's own draws, and the target's final states given these.
 
-    States are as they were: only drafters are here whose states read no drafted token.
+    States that read drafted tokens are unrolled again, with `remat` twice; others stay as they were.
     """
-    params, config, frozen, target_config = models
-    told = method_of(config).token_information
+    _, config, frozen, target_config = models
     root = take_nodes(tokens, drafts.anchors + 1, axis=1)
-    added_by = None if told is None else functools.partial(told.inject, params, config)
-    base = base_logits(params, config, frozen, target_config, drafts.states.reshape(drafts.mask.size, -1))
-    chains = on_policy.sample_chains(
-        key, base.reshape(*drafts.mask.shape, -1), root, added_by, params.get("draft_to_target")
-    )
+    if method_of(config).lattice is None:
+        states, chains = states_on_draws(key, models, unrolled, remat)
+        drafts = drafts._replace(states=states)
+    else:
+        chains = chains_of_states(key, models, drafts, root)
     behind_chains = on_policy.read_chains(frozen, target_config, tokens, drafts.anchors, chains, starts)
     behind_root = take_nodes(hidden, drafts.anchors + 1, axis=1)[:, :, None]
     states = jnp.concatenate([behind_root, behind_chains], 2)

@@ -1,10 +1,11 @@
 """Labels from the drafter's own text (DistillSpec): chains sampled from its distribution, judged by the target in one
 pass.
 
-For drafters whose states read no drafted token: a pass of training unrolls as usual, and only the previous tokens and
-the target's distributions change. Medusa heads and drafters of rank 0 read no previous token either, so a draw changes
-what the target is asked and nothing else (methods.md 7.4). Each draw is a node more in a pass of the target. Knows
-nothing of divergences or of the drafter's weights. Read next: `drafter.py`.
+Where states read no drafted token, a pass of training unrolls as usual, and only the previous tokens and the target's
+distributions change. Medusa heads and drafters of rank 0 read no previous token either, so a draw changes what the
+target is asked and nothing else (methods.md 7.4). EAGLE's states are unrolled again, each over a draw from the one
+before. Each draw is a node more in a pass of the target. Knows nothing of divergences or of the drafter's weights. Read
+next: `drafter.py`.
 """
 
 from __future__ import annotations
@@ -52,11 +53,17 @@ def sample_chains(
         if inject is not None:
             added, above = inject(previous, above)
             logits += added
-        logits = lax.stop_gradient(logits)
-        drawn = jax.random.categorical(jax.random.fold_in(key, depth), logits)
-        previous = to_tokens(draft_to_target, drawn).astype(root.dtype)
+        previous = draw(jax.random.fold_in(key, depth), logits, draft_to_target)
         chain.append(previous)
     return jnp.stack(chain, 2)
+
+
+def draw(
+    key: jax.Array, logits: Float[Array, "... C"], draft_to_target: Int[Array, "C"] | None = None
+) -> Int[Array, "..."]:
+    """Tokens drawn at temperature 1; no gradient comes back. Consumes the key."""
+    drawn = jax.random.categorical(key, lax.stop_gradient(logits))
+    return to_tokens(draft_to_target, drawn).astype(jnp.int32)
 
 
 def read_chains(

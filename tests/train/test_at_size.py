@@ -153,11 +153,12 @@ def test_a_whole_loss_in_chunks(hot, changes):
 
 
 @pytest.mark.slow
-def test_draws_in_chunks():
-    _, weights, frozen = make()
+@pytest.mark.parametrize("changes", [{}, {"kind": "eagle", "rank": 128}], ids=str)
+def test_draws_in_chunks(changes):
+    _, weights, frozen = make(**changes)
     batch = batch_of(random_rows(), some_mask("half"))
     options = [dataclasses.replace(c, on_policy=0.99, on_policy_anchors=5) for c in (ALL, CHUNKED)]
-    (wanted, found) = (graded(option)(weights, frozen, batch) for option in options)
+    (wanted, found) = (graded(option, **changes)(weights, frozen, batch) for option in options)
     assert found[0][1]["on_policy"] == 1.0
     np.testing.assert_allclose(found[0][0], wanted[0][0], rtol=1e-6)
     assert_close(found[1][0], wanted[1][0], 2e-6)

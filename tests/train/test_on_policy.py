@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +22,18 @@ from support.training import (
     graded,
     jit,
     logits_of_round,
+    logits_of_states,
     make,
     random_rows,
+    read_rows,
     some_mask,
+    states_of_rounds,
 )
 
 from hsd_jax.models import draft_vocab
 from hsd_jax.models.target import forward_sequence, lm_head
-from hsd_jax.train import drafter, on_policy
+from hsd_jax.models.unroll import unroll
+from hsd_jax.train import drafter, heads, on_policy
 from hsd_jax.train.loop import LoopConfig, make_optimizer, make_train_step
 
 
@@ -129,6 +134,7 @@ def test_chosen_anchors_have_labels_where_there_are_enough():
 
 NUM_CHOSEN, EVEN = 3, tuple(range(0, 29, 2))
 HEADS = {"kind": "medusa", "rank": 128}
+EAGLE = {"kind": "eagle", "rank": 128}
 
 
 @functools.cache
@@ -155,6 +161,8 @@ def key_of(share: float, wanted: bool) -> int:
         pytest.param(None, HEADS, id="heads"),
         pytest.param(EVEN, HEADS, id="hot_heads", marks=pytest.mark.slow),
         pytest.param(None, {"rank": 0}, id="rank_0"),
+        pytest.param(None, EAGLE, id="eagle"),
+        pytest.param(EVEN, EAGLE, id="hot_eagle", marks=pytest.mark.slow),
     ],
 )
 def test_loss_on_policy_against_loops(monkeypatch, draft_to_target, changes):
@@ -162,6 +170,8 @@ def test_loss_on_policy_against_loops(monkeypatch, draft_to_target, changes):
     chosen, chains = forced()
     monkeypatch.setattr(on_policy, "choose_anchors", lambda key, has_label, count: jnp.asarray(chosen))
     monkeypatch.setattr(on_policy, "sample_chains", lambda *args: jnp.asarray(chains))
+    drawn = itertools.cycle(jnp.asarray(chains[:, :, depth]) for depth in range(2))
+    monkeypatch.setattr(on_policy, "draw", lambda *args: next(drawn))
     config, weights, frozen = make(**changes)
     columns, ids = np.arange(TARGET.vocab_size), None
     if draft_to_target is not None:
@@ -186,7 +196,7 @@ def test_loss_on_policy_against_loops(monkeypatch, draft_to_target, changes):
         target_logits = np.asarray(causal(jnp.asarray(text)))[0, length - 1 : length + 2]
         # The drafter has read the row's prefix; all rows at once serve its compiled round, one is looked at.
         prompts, previous = (
-            np.repeat(rows[row : row + 1], ROWS, 0),
+            np.repeat(text, ROWS, 0),
             np.repeat(text[:, length - 1 : length + 2], ROWS, 0),
         )
         lengths = jnp.full(ROWS, length, jnp.int32)
@@ -199,6 +209,26 @@ def test_loss_on_policy_against_loops(monkeypatch, draft_to_target, changes):
                     overlap.append(np.minimum(p[k], q[k]).sum())
     np.testing.assert_allclose(found, total / chosen.size, rtol=1e-5)
     np.testing.assert_allclose(metrics["overlap"][0], np.mean(overlap), rtol=1e-5)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_eagle_draws_each_token_from_the_state_over_those_before(monkeypatch, remat):
+    """With the likeliest token in place of a draw: a greedy chain of a round, and the states of that round."""
+    monkeypatch.setattr(on_policy, "draw", lambda key, logits, ids: jnp.argmax(logits, -1).astype(jnp.int32))
+    config, weights, frozen = make(**EAGLE)
+    models, rows, anchors = {"target": frozen, "drafter": weights}, random_rows(), jnp.asarray([[0, 3, 6]] * ROWS)
+    _, features, embeddings = read_rows(models, config, jnp.asarray(rows))
+    unrolled = functools.partial(unroll, weights, config, features, embeddings, anchors, None)
+    drawing = functools.partial(heads.states_on_draws, unrolled=unrolled, remat=remat)
+    states, chains = drawing(jax.random.key(0), heads.Models(weights, config, frozen, TARGET))
+    for row, i in np.ndindex(anchors.shape):
+        length = int(anchors[row, i]) + 2
+        text = np.zeros((ROWS, LENGTH + 3), np.int32)
+        text[:, :length], text[:, length : length + 2] = rows[row, :length], chains[row, i]
+        wanted = states_of_rounds(models, jnp.asarray(text), config, 32, jnp.full(ROWS, length, jnp.int32))
+        np.testing.assert_allclose(states[row, i], wanted[0], 1e-4, 1e-4)
+        greedy = jnp.argmax(logits_of_states(models, config, wanted[0]), -1)
+        np.testing.assert_array_equal(chains[row, i], greedy[:-1])
 
 
 @pytest.mark.slow

@@ -1,0 +1,85 @@
+"""tau of drafters of one target, side by side: trees of the likeliest tokens greedy, coupled drafts at temperature 1.
+
+    python benchmarks/arms.py --prompts dialogue=dev.jsonl maths=test.jsonl --half tune --limit 48 \
+        --drafters base=runs/base/drafter gate=runs/gate/drafter --json arms.json
+
+Tokens a pass of the target, decoded in batches: no speed is measured here. Behind each tau of a later drafter stands
+its difference from the first's, with the interval of 95 % of 2,000 resamplings of the prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import numpy as np
+
+import hsd_jax
+from hsd_jax import TreeConfig
+from hsd_jax.api import conditional_acceptance
+from hsd_jax.bench.prompts import for_checkpoint
+
+CASES = {
+    "chain of 8": (TreeConfig.chain(8), 0.0),
+    "8 nodes": (TreeConfig(8, 7, 1), 0.0),
+    "16 nodes": (TreeConfig(16, 8, 4), 0.0),
+    "31 nodes": (TreeConfig(31, 8, 4), 0.0),
+    "chain of 8, T=1": (TreeConfig.chain(8), 1.0),
+    "16 nodes, T=1": (TreeConfig(16, 8, 4), 1.0),
+}
+
+
+def counts(params: hsd_jax.Params, prompts: list[str], case: str, args: argparse.Namespace):
+    """Tokens and target passes of each prompt, and acceptance by depth."""
+    tree, temperature = CASES[case]
+    tokens, passes, histogram = [], [], 0
+    for first in range(0, len(prompts), args.batch):
+        some = prompts[first : first + args.batch]
+        stats = hsd_jax.decode(params, some, args.max_new_tokens, temperature, first, tree=tree, accept="match").stats
+        passes.append(stats.per_row.num_target_passes)
+        tokens.append(np.round(stats.per_row.tau * stats.per_row.num_target_passes))
+        histogram = histogram + stats.accepted_histogram
+    return np.concatenate(tokens), np.concatenate(passes), conditional_acceptance(histogram)
+
+
+def difference(ours, theirs, seed: int = 0) -> list[float]:
+    """The interval of the difference of two pooled taus, over resampled prompts."""
+    draws = np.random.default_rng(seed).integers(0, len(ours[0]), (2000, len(ours[0])))
+    tau = [tokens[draws].sum(1) / passes[draws].sum(1) for tokens, passes in (ours, theirs)]
+    return np.percentile(tau[0] - tau[1], [2.5, 97.5]).tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="demo")
+    parser.add_argument("--drafters", nargs="+", required=True, metavar="NAME=DIR")
+    parser.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE")
+    parser.add_argument("--half", choices=["tune", "report"], default="tune")
+    parser.add_argument("--limit", type=int, default=48)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    first, record = {}, {}
+    for name, folder in (item.split("=", 1) for item in args.drafters):
+        params = hsd_jax.load(args.target, folder)
+        for source in args.prompts:
+            kind = source.split("=", 1)[0]
+            texts = [one.text for one in for_checkpoint(params, [source], args.half, args.limit, args.max_new_tokens)]
+            for case in args.cases:
+                tokens, passes, acceptance = counts(params, texts, case, args)
+                tau, key, line = tokens.sum() / passes.sum(), (kind, case), ""
+                if (reference := first.setdefault(key, (tokens, passes)))[0] is not tokens:
+                    low, high = difference((tokens, passes), reference)
+                    line = f" ({tau - reference[0].sum() / reference[1].sum():+.2f} [{low:+.2f}, {high:+.2f}])"
+                record.setdefault(name, {}).setdefault(kind, {})[case] = {"tau": tau, "acceptance": acceptance.tolist()}
+                shown = " ".join(f"{x:.2f}" for x in acceptance)
+                print(f"{name:12} {kind}, {case}: tau {tau:.2f}{line}; by depth {shown}", flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(record, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
