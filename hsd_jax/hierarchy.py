@@ -8,7 +8,7 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,9 @@ from hsd_jax.settings import shown
 Costs = Sequence[Any] | np.ndarray
 """Seconds of a pass of each model: a number; or one for 0, 1, 2, ... drafts in it, as an array or a function of their
 number. That for none is what a token costs that the model writes alone."""
+
+Law = Mapping[int, float]
+"""Chances of numbers of tokens."""
 
 
 class Hierarchy(NamedTuple):
@@ -63,7 +66,7 @@ def hierarchy_latency(
         if buffered or level == 1:
             handed_up = {need: 1.0}
         else:
-            handed_up = _accumulated(handed_up, float(accept[level - 2, level - 1]), need)
+            handed_up = accumulated(adds_of(handed_up, accept[level - 2, level - 1]), need)
         spent = sum(p * (seconds[level](n) + n * latency) for n, p in handed_up.items())
         latency = spent / sum(p * expected_tokens(chance, n) for n, p in handed_up.items())
     return latency
@@ -74,32 +77,103 @@ def expected_tokens(acceptance: float, drafts: int) -> float:
     return drafts + 1.0 if acceptance == 1.0 else (1.0 - acceptance ** (drafts + 1)) / (1.0 - acceptance)
 
 
+def acceptance_giving(tokens: float, drafts: int) -> float:
+    """The acceptance, the same everywhere, with which a verification of so many drafts gives so many tokens: S
+    inverted, by halving."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens(middle, drafts) < tokens else (low, middle)
+    return (low + high) / 2
+
+
 def mean_accumulation(acceptance: Sequence[Sequence[float]] | np.ndarray, lengths: Sequence[int]) -> list[float]:
     """E[N_i] of each level but the last, where all that were accumulated go up; arguments as in `hierarchy_latency`."""
     accept, handed_up, found = np.asarray(acceptance, float), {}, []
     for level, need in enumerate(lengths):
-        handed_up = {need: 1.0} if level == 0 else _accumulated(handed_up, float(accept[level - 1, level]), need)
-        found.append(sum(n * p for n, p in handed_up.items()))
+        handed_up = {need: 1.0} if level == 0 else accumulated(adds_of(handed_up, accept[level - 1, level]), need)
+        found.append(mean(handed_up))
     return found
 
 
-def _accumulated(judged: dict[int, float], acceptance: float, need: int) -> dict[int, float]:
-    """How many tokens a level has once it has `need`.
+def adds_of(judged: Law, acceptance: float) -> Law:
+    """What a verification adds that judges so many drafts, of the same acceptance everywhere."""
+    return mixed(judged, lambda drafts: geometric(float(acceptance), drafts))
 
-    Args:
-      judged: chances of how many drafts a verification of its model judges.
-    """
-    adds: dict[int, float] = {}
+
+def mean(law: Law) -> float:
+    """Of a number of tokens."""
+    return sum(n * p for n, p in law.items())
+
+
+def geometric(acceptance: float, drafts: int) -> Law:
+    """What one verification of so many drafts adds, each accepted with this chance if those before it were."""
+    stops = [1.0 - acceptance] * drafts + [1.0]
+    return {count + 1: acceptance**count * stop for count, stop in enumerate(stops)}
+
+
+def mixed(judged: Law, adds: Callable[[int], Law]) -> Law:
+    """What a verification adds that judges so many drafts."""
+    found: dict[int, float] = {}
     for drafts, p in judged.items():
-        for count in range(drafts + 1):
-            stops = acceptance**count * (1.0 if count == drafts else 1.0 - acceptance)
-            adds[count + 1] = adds.get(count + 1, 0.0) + p * stops
+        for count, q in adds(drafts).items():
+            found[count] = found.get(count, 0.0) + p * q
+    return found
+
+
+def accumulated(adds: Law, need: int) -> Law:
+    """How many tokens a level has once it has `need`, if each of its rounds adds so many."""
     reached, final = {0: 1.0}, {}
     for have in range(need):
         for more, p in adds.items():
             into = reached if have + more < need else final
             into[have + more] = into.get(have + more, 0.0) + reached.get(have, 0.0) * p
     return final
+
+
+class Rounds(NamedTuple):
+    """What was measured of the rounds of a model over drafts from below, their acceptance by place in it."""
+
+    adds: Callable[[int], Law]
+    """Tokens that a verification of so many drafts adds."""
+    seconds: Callable[[int], float]
+    """Of a round that verifies so many drafts; of the first level with what drafting them takes, of others without what
+    the levels below take."""
+    again: float = 0.0
+    """Seconds more of a round behind one whose drafts were all accepted: the level below reads the token after them."""
+
+
+class Replay(NamedTuple):
+    """What a hierarchy takes by `Rounds`."""
+
+    latency: float
+    """Seconds a token of the last model."""
+    tau: float
+    """Tokens of the last model in a round of it."""
+    handed_up: tuple[float, ...]
+    """Tokens that each level but the last hands up, in the mean."""
+
+
+def replayed(levels: Sequence[Rounds], lengths: Sequence[int]) -> Replay:
+    """What rounds add and take, level by level, where all that were accumulated go up.
+
+    Nothing is taken to be the same at every place; but that how much a level accumulates says nothing of how much of it
+    the next one accepts. With rounds whose acceptance is the same everywhere this is `hierarchy_latency`, unbuffered.
+
+    Args:
+      levels: of each model but the smallest.
+      lengths: as there.
+    """
+    handed_up, means, spent, adds = {}, [], 0.0, {}
+    for number, (level, need) in enumerate(zip(levels, lengths, strict=True)):
+        handed_up = {need: 1.0} if number == 0 else accumulated(adds, need)
+        rounds = mean(handed_up) / mean(adds) if number else 0.0  # of the level below (Wald)
+        all_accepted = sum(p * level.adds(n).get(n + 1, 0.0) for n, p in handed_up.items())
+        own = sum(p * level.seconds(n) for n, p in handed_up.items())
+        spent = own + rounds * spent + all_accepted * level.again
+        adds = mixed(handed_up, level.adds)
+        means.append(mean(handed_up))
+    return Replay(spent / mean(adds), mean(adds), tuple(means))
 
 
 def plan_hierarchy(costs: Costs, acceptance: Sequence[Sequence[float]] | np.ndarray, max_length: int) -> Hierarchy:

@@ -177,7 +177,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
 
     def draft(models, inputs):
         drafted, after = step.draft(models, drafter, sampling, dataclasses.replace(state, drafter=inputs), noise)
-        return drafted, _with_counts_of(after, inputs)
+        return drafted, with_counts_of(after, inputs)
 
     def verify(models, inputs):
         tree_, cache = inputs
@@ -187,7 +187,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
         tree_, ancestors, output, before = inputs
         given = before, tree_, output, ancestors, noise
         after, _, count = step.commit(models, drafter, rule, sampling, limits, *given)
-        cache, own = at_length(after.cache, before.cache.length), _with_counts_of(after.drafter, before.drafter)
+        cache, own = at_length(after.cache, before.cache.length), with_counts_of(after.drafter, before.drafter)
         restored = dataclasses.replace(
             after, length=before.length, done=before.done, cache=cache, drafter=own, stats=before.stats
         )
@@ -219,7 +219,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
     }
 
 
-def _with_counts_of(new: Any, old: Any) -> Any:
+def with_counts_of(new: Any, old: Any) -> Any:
     """The drafter state `new` with the lengths and counts, one a row, of `old`."""
     return jax.tree.map(lambda a, b: b if b.ndim == 1 else a, new, old)
 

@@ -26,7 +26,7 @@ hsd plan --demo --models runs/small-lm --temperature 0.8 --json plan.json
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--demo", action="store_true", help="the bundled target")
     add_value(which, "--target DIR", str, "a Hugging Face folder, the largest model")
-    add_value(parser, "--models DIR", str, "folders of smaller models of its vocabulary", nargs="+", required=True)
+    add_value(parser, "--models DIR", str, "smaller models, and drafters of any", nargs="+", required=True)
     options.add_dtype_argument(parser)
     options.add_prompt_arguments(parser, 8)
     add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 96)
@@ -41,11 +41,11 @@ hsd plan --demo --models runs/small-lm --temperature 0.8 --json plan.json
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes what was asked for."""
-    from hsd_jax.bench import hierarchy, measure
+    from hsd_jax.bench import hierarchy, hierarchy_report, measure
 
     work = measure.Workload.of(vars(args))
     load = lambda drafter: options.load_params(args, drafter=drafter)  # noqa: E731
     record = hierarchy.measure(load(None), args.models, load, work, args.temperature, args.max_length)
-    hierarchy.print_record(record)
+    hierarchy_report.print_record(record)
     options.write_record(args.json, record)
     return 0

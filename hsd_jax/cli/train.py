@@ -12,7 +12,7 @@ from hsd_jax.cli.options import add_value
 from hsd_jax.train.recipe import read_recipe, recipe_help, take_paths
 
 SET_HELP = "change one value of the recipe, for example train.steps=100 (may be repeated)"
-PATHS = {"drafter": (("target", "data", "out"), ("start",)), "target": (("data", "out"), ("tokenizer",))}
+PATHS = {"drafter": (("target", "data", "out"), ("start",)), "target": (("data", "out"), ("tokenizer", "start"))}
 """Of each kind of recipe: what must be given, here or in its file, and what may."""
 SMALL_LM, STEERED = "small_lm", "steered"
 """Drafters that are language models of their own: `model.kind` says so, and their recipe is another one."""
@@ -52,15 +52,15 @@ hsd train drafter --kind steered --start SMALL --target DIR --data a.jsonl --out
         "target",
         run_recipe,
         "train a small target language model",
-        "Train a tokenizer, if there is none in --out yet, and a language model. A run that broke off continues from\n"
-        "its newest checkpoint when the same command is given again.",
+        "Train a tokenizer, if there is none yet, and a language model, from scratch or grown from a shallower one. A\n"
+        "run that broke off continues from its newest checkpoint when the same command is given again.",
         """
 hsd train target --config configs/demo_target.yaml --data dialogues.jsonl maths.jsonl --out runs/demo-target
 """,
     )
     _add_run_arguments(target, True, "folder of the result and its checkpoints")
-    otherwise = "the one in --out, or a new one"
-    add_value(target, "--tokenizer DIR", str, "a folder with tokenizer.json", without=otherwise)
+    add_value(target, "--tokenizer DIR", str, "with tokenizer.json", without="that of --start or --out, or a new one")
+    add_value(target, "--start DIR", str, "a model to start from, grown to model.num_layers", without="random weights")
     _with_keys(target, "target", leave_out=("model.vocab_size",))
     tokenizer = options.add_command(
         kinds,

@@ -29,7 +29,6 @@ from hsd_jax.files import is_writer, replace_folder, write_json
 from hsd_jax.models import convert, draft_vocab
 from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.placement import Placement
-from hsd_jax.models.target import init_target
 from hsd_jax.params import Params, end_tokens
 from hsd_jax.train import data, distill, drafter, evaluate, features, frequent_tokens, manifest, target
 from hsd_jax.train.curves import draw_curves
@@ -144,18 +143,22 @@ def train_target(
     report: Report = print,
     tokenizer_dir: str | Path | None = None,
     force: bool = False,
+    start_dir: str | Path | None = None,
 ) -> Path:
-    """Trains a target from scratch and leaves `out` as a Hugging Face folder with its tokenizer.
+    """Trains a target and leaves `out` as a Hugging Face folder with its tokenizer.
 
     Args:
-      tokenizer_dir: a folder with a `tokenizer.json`; None: the one in `out`, or a new one learned from the data.
+      tokenizer_dir: with a `tokenizer.json`; None: `start_dir`, else `out`, and a new one learned from the data.
       force: continue a run that was begun with another recipe.
+      start_dir: a model to start from, grown to the recipe's layers; a run that is continued needs it too. None: from
+        scratch.
     Returns:
       `out`.
     Raises:
       FileNotFoundError: if a data file or the tokenizer is missing.
       ValueError: for unreadable data, a tokenizer larger than the vocabulary, a model that a Hugging Face folder cannot
-        describe, or an `out` that holds checkpoints of another recipe or is being written by another process.
+        describe, a start of another shape than the recipe's, or an `out` that holds checkpoints of another recipe or
+        is being written by another process.
       FloatingPointError, OSError: see `loop.fit`.
     """
     check_mesh(mesh)
@@ -163,6 +166,7 @@ def train_target(
     recipe = dataclasses.replace(recipe, train=recipe.train.on_platform())
     format_config(recipe.model)  # what cannot be written must not be trained
     check_length(recipe.train, recipe.model)
+    tokenizer_dir = start_dir if tokenizer_dir is None else tokenizer_dir
     if tokenizer_dir is None:
         tokenizer_dir = out
         if is_writer() and not all((out / name).is_file() for name in TOKENIZER_FILES[:2]):
@@ -176,10 +180,12 @@ def train_target(
             f"vocab_size={recipe.vocab_size}: the tokenizer in {tokenizer_dir} has {tokenizer.get_vocab_size()} tokens"
         )
     rows = read_rows(data_files, tokenizer_dir, recipe.train, recipe.data, recipe.model)
-    about = {"tokenizer": manifest.fingerprints([tokenizer_dir / "tokenizer.json"])}
+    about: dict[str, Any] = {"tokenizer": manifest.fingerprints([tokenizer_dir / "tokenizer.json"])}
+    params = target.first_weights(recipe, start_dir)
+    if start_dir is not None:
+        about["start"] = convert.weights_hash(params)
     claims = manifest.check(out, force, recipe, kind="target", **about, files=manifest.fingerprints(data_files))
     check_same("recipe and data of the run", repr(claims))
-    params = init_target(jax.random.key(recipe.train.seed), recipe.model)
     report(rows.describe())
     describe(report, "target", params, rows, recipe.train)
     is_sliding = all(recipe.model.layer_type(i) == SLIDING for i in range(recipe.model.num_layers))

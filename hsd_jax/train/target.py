@@ -1,4 +1,5 @@
-"""Training a target language model from scratch: its recipe, and next-token cross-entropy on packed text.
+"""Training a target language model, from scratch or from a shallower one: its recipe, its first weights, and next-token
+cross-entropy on packed text.
 
 Read next: `run.py`.
 """
@@ -6,18 +7,22 @@ Read next: `run.py`.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
-from hsd_jax.models.target import forward_sequence
+from hsd_jax.models import convert
+from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.settings import MOST, Count, Within, fits
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.loop import LoopConfig
+from hsd_jax.types import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +51,50 @@ class TargetRecipe:
                 model = dict(model, vocab_size=vocab_size)
             values = {"vocab_size": vocab_size} | values | {"model": model}
         return settings.read(cls, values, where)
+
+
+def first_weights(recipe: TargetRecipe, start_dir: str | Path | None) -> Weights:
+    """Random weights, or those of the model in `start_dir`, grown to the recipe's depth.
+
+    Raises:
+      FileNotFoundError: if there is no such model.
+      ValueError: naming what of it the recipe has otherwise.
+    """
+    if start_dir is None:
+        return init_target(jax.random.key(recipe.train.seed), recipe.model)
+    config, deeper = convert.read_config(start_dir), recipe.model
+    sources = layer_sources(config.num_layers, deeper.num_layers)
+    own, wanted = dataclasses.asdict(config), dataclasses.asdict(deeper)
+    own["layer_types"] = [config.layer_type(layer) for layer in sources]
+    wanted["layer_types"] = [deeper.layer_type(layer) for layer in range(deeper.num_layers)]
+    for name, value in own.items():
+        if name not in ("num_layers", "max_position") and wanted[name] != value:
+            raise ValueError(f"model.{name}={wanted[name]!r}: the model in {start_dir} has {value!r}")
+    return grown(convert.read_weights(Path(start_dir), config), sources)
+
+
+def layer_sources(num_layers: int, deeper: int) -> list[int]:
+    """The layer that each of `deeper` layers is made of, as evenly as it goes: 2 layers -> 0 0 0 1 1.
+
+    Raises:
+      ValueError: if there are fewer than before.
+    """
+    if deeper < num_layers:
+        raise ValueError(f"model.num_layers={deeper}: the model to start from has {num_layers}; allowed are more")
+    return [layer * num_layers // deeper for layer in range(deeper)]
+
+
+def grown(weights: Weights, sources: list[int]) -> Weights:
+    """A model of more layers that says what the one of `weights` says: the first layer of each source is that layer,
+    the others are copies that add nothing yet, their output projections being zero (Wu et al., arXiv:2401.02415)."""
+    found = {name: part for name, part in weights.items() if not name.startswith("layer_")}
+    for layer, source in enumerate(sources):
+        own = dict(weights[f"layer_{source}"])
+        if layer and sources[layer - 1] == source:
+            for part, output in (("attn", "o"), ("mlp", "down")):
+                own[part] = own[part] | {output: jax.tree.map(jnp.zeros_like, own[part][output])}
+        found[f"layer_{layer}"] = jax.tree.map(jnp.copy, own)  # the step is given each array to keep
+    return found
 
 
 def starts_of(batch: dict[str, Array]) -> Int[Array, "B T"] | None:

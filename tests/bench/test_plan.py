@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,10 +13,12 @@ from support import command_line, toy
 from support.command_line import TEXTS, hsd
 
 import hsd_jax
-from hsd_jax.bench import compare, hierarchy
-from hsd_jax.config import TreeConfig
+from hsd_jax import hierarchy as hierarchy_lib
+from hsd_jax.bench import compare, hierarchy, rounds
+from hsd_jax.config import NO_REUSE, TreeConfig
 from hsd_jax.models import convert
-from hsd_jax.train.evaluate import Texts
+from hsd_jax.train.evaluate import Texts, accepted_lengths, write_texts
+from hsd_jax.train.target import grown, layer_sources
 
 folders, own_cache = command_line.folders, command_line.own_cache
 
@@ -44,13 +48,20 @@ def priced(model, drafts: int, context: int):
     return lambda: layers * (1 + 0.1 * drafts) * 1e-3
 
 
+def round_priced(pair, prompts, num_tokens: int, drafts: int | None, temperature: float) -> float:
+    """A pass of the target, and of the drafter for each draft."""
+    whole = priced(pair, drafts or 0, 0)()
+    return whole + (drafts * priced(rounds.as_target(pair), 0, 0)() if drafts else 0.0)
+
+
 @pytest.mark.parametrize("price", [priced, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_plan_from_the_command_line(folders, models, prompts, monkeypatch, capsys, price):
     """Every way is predicted and measured, each with the text of plain decoding; the largest model comes last."""
     out = prompts.parent / "plan.json"
     if price is not None:
-        monkeypatch.setattr(hierarchy, "timed_passes", price)
-        monkeypatch.setattr(hierarchy, "round_seconds", lambda *models: 0.0)
+        monkeypatch.setattr(rounds, "timed_passes", price)
+        monkeypatch.setattr(rounds, "round_seconds", round_priced)
+        monkeypatch.setattr(rounds, "follow_seconds", lambda *asked: 1e-4)
     options = ["--prompts", prompts, "--limit", "2", "--max-new-tokens", "8", "--max-length", "2", "--repeats", "1"]
     assert hsd("plan", "--target", folders.target, "--models", *models, *options, "--json", out) == 0
     record, printed = json.loads(out.read_text()), capsys.readouterr().out
@@ -58,6 +69,8 @@ def test_a_plan_from_the_command_line(folders, models, prompts, monkeypatch, cap
     assert list(rows) == [hierarchy.PLAIN, hierarchy.SINGLE, hierarchy.STACK]
     for row in rows.values():
         assert row["same_text_as_plain"] == 2 and row["measured_seconds"] > 0 and row["predicted_seconds"] > 0
+    # A single drafter's rounds are those of the walk over the text.
+    assert rows[hierarchy.SINGLE]["predicted_tau"] == pytest.approx(rows[hierarchy.SINGLE]["tau"])
     accept = np.array(record["acceptance"])
     assert (np.diag(accept) == 1).all() and (np.tril(accept, -1) == 0).all() and (accept >= 0).all()
     stack = rows[hierarchy.STACK]
@@ -71,26 +84,70 @@ def test_a_plan_from_the_command_line(folders, models, prompts, monkeypatch, cap
         assert rows[hierarchy.PLAIN]["predicted_seconds"] == pytest.approx(2e-3)
 
 
+def test_a_trained_drafter_at_the_bottom(folders, prompts, tmp_path, monkeypatch, capsys):
+    """A deeper target, the model that it was grown from, and that model's hidden-state drafter, which drafts for no
+    other: so what drafts for the target alone is the model."""
+    config = convert.read_config(folders.target)
+    sources = layer_sources(config.num_layers, 2 * config.num_layers)
+    deep = grown(convert.read_weights(folders.target, config), sources)
+    convert.save_target(tmp_path / "deep", dataclasses.replace(config, num_layers=len(sources)), deep, eos=(1,))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(f"{folders.target}/{name}", tmp_path / "deep" / name)
+    monkeypatch.setattr(rounds, "timed_passes", priced)
+    monkeypatch.setattr(rounds, "round_seconds", lambda pair, *asked: 5e-3)
+    options = ["--prompts", prompts, "--limit", "2", "--max-new-tokens", "8", "--max-length", "2", "--repeats", "1"]
+    out, names = prompts.parent / "plan.json", [folders.target, folders.drafter]
+    assert hsd("plan", "--target", tmp_path / "deep", "--models", *names, *options, "--json", out) == 0
+    record, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert record["models"] == [folders.drafter, folders.target, "target"]
+    rows = {row["way"]: row for row in record["rows"]}
+    assert [rows[way]["chain"] for way in (hierarchy.SINGLE, hierarchy.STACK)] == [[1, 2], [0, 1, 2]]
+    assert all(row["same_text_as_plain"] == 2 for row in rows.values())
+    accept = record["acceptance"]
+    assert accept[0][2] == 0 and 0 < accept[0][1] <= 1 and accept[1][2] == pytest.approx(1.0)
+    assert rows[hierarchy.SINGLE]["predicted_tau"] == pytest.approx(rows[hierarchy.SINGLE]["tau"])
+    assert "of a drafter, ms a draft" in printed
+
+
 COSTS = [[0.02], [0.15], [1.0]]
 ACCEPTANCE = np.array([[1, 0.75, 0.5], [0, 1, 0.85], [0, 0, 1.0]])
 
 
+def all_edges(num: int, longest: int) -> dict[tuple[int, int], int]:
+    return dict.fromkeys(itertools.combinations(range(num), 2), longest)
+
+
 def test_the_ways_are_those_of_the_least_prediction():
     """The stack of the worked example, with its lengths free; and where the middle costs too much, a single drafter."""
-    found = hierarchy.ways(COSTS, ACCEPTANCE, 8)
+    found = hierarchy.ways(COSTS, ACCEPTANCE, all_edges(3, 8))
     assert found[hierarchy.PLAIN].predicted == 1.0 and found[hierarchy.SINGLE].chain == (1, 2)
     assert found[hierarchy.STACK].chain == (0, 1, 2) and found[hierarchy.STACK].predicted <= 0.3162
-    example = hierarchy.predicted(COSTS, ACCEPTANCE, (0, 1, 2), (4, 6))
+    example = hierarchy.by_formula(COSTS, ACCEPTANCE, (0, 1, 2), (4, 6))
     assert round(example.predicted, 4) == 0.3162 and example.tree == TreeConfig.chain(10)
-    dear = hierarchy.ways([[0.02], [0.9], [1.0]], ACCEPTANCE, 8)
+    dear = hierarchy.ways([[0.02], [0.9], [1.0]], ACCEPTANCE, all_edges(3, 8))
     assert min(dear.values(), key=lambda way: way.predicted) == dear[hierarchy.SINGLE]
     assert dear[hierarchy.SINGLE].chain == (0, 2)
+
+
+def test_ways_have_the_edges_that_are_there():
+    """A drafter of the middle model alone, of chains of 3: neither it nor a longer chain drafts for the target."""
+    cheap = [[0.001], [0.9], [1.0]]
+    found = hierarchy.ways(cheap, ACCEPTANCE, {(0, 1): 3, (1, 2): 8})
+    assert found[hierarchy.SINGLE].chain == (1, 2) and found[hierarchy.STACK].lengths[0] == 3
+    assert hierarchy.STACK not in hierarchy.ways(cheap, ACCEPTANCE, {(0, 2): 8})
+    assert [found[hierarchy.STACK].most(level) for level in (0, 1)] == [3, 3 + found[hierarchy.STACK].lengths[1]]
+    costs, accept = [[0.001], [0.01], [0.1], [1.0]], np.triu(np.full((4, 4), 0.3))
+    accept[range(3), range(1, 4)] = 0.95
+    deep = hierarchy.ways(costs, accept, all_edges(4, 4))[hierarchy.STACK]
+    assert deep.chain == (0, 1, 2, 3)  # by the dynamic program
+    without = {edge: most for edge, most in all_edges(4, 4).items() if edge != (0, 1)}
+    assert len(hierarchy.ways(costs, accept, without)[hierarchy.STACK].chain) == 3
 
 
 def test_a_round_costs_what_it_takes_besides_passes():
     """A round of 2 drafts took 1.5: 1.2 are the target's pass, 0.2 the drafter's two. Plain passes cost as before."""
     passes = [[0.1, 0.11, 0.12, 0.13], [1.0, 1.1, 1.2, 1.3], [2.0, 2.1, 2.2, 2.3]]
-    found = hierarchy.with_rounds(passes, [1.5, 4.0])
+    found = rounds.with_rounds(passes, [1.5, 4.0])
     assert found[0] == passes[0] and passes[1] == [1.0, 1.1, 1.2, 1.3]
     np.testing.assert_allclose(found[1], [1.0, 1.2, 1.3, 1.4])
     np.testing.assert_allclose(found[2], passes[2])  # its pass and two of the middle model take 4.2 already
@@ -99,17 +156,36 @@ def test_a_round_costs_what_it_takes_besides_passes():
 def test_acceptance_is_the_overlap_on_text_of_the_larger_model(folders, models):
     """Of a model with itself 1; greedy, the share of places where both would say the same."""
     params = hsd_jax.load(target=folders.target, drafter=models[0], precision="exact")
-    small = hierarchy.as_target(params)
+    small = rounds.as_target(params)
     tokens = np.random.default_rng(0).integers(0, params.target_config.vocab_size, (2, 12))
     texts = Texts.join([row[:3] for row in tokens], [row[3:] for row in tokens])
-    found = hierarchy.acceptance_of([params, params], [texts], 1.0)
+    found = rounds.acceptance_of([params, params], [texts], 1.0)
     np.testing.assert_allclose(found, [[1, 1], [0, 1]], atol=1e-5)
     best = [
         np.asarray(toy.causal_pass(one.target, one.target_config, texts.tokens).logits).argmax(-1)[:, 2:-1]
         for one in (small, params)
     ]
-    found = hierarchy.acceptance_of([small, params], [texts], 0.0)
+    found = rounds.acceptance_of([small, params], [texts], 0.0)
     assert found[0, 1] == pytest.approx((best[0] == best[1]).mean()) and 0 < found[0, 1] < 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_is_right_where_its_drafts_are(folders, models, temperature):
+    """One pass over a text counts what drafting from every token of it does, for chains of every length."""
+    params = hsd_jax.load(target=folders.target, drafter=models[0], precision="exact")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, params.target_config.vocab_size, n) for n in (3, 6)]
+    texts = write_texts(params, prompts, 12, temperature, seed=5)
+    laws = rounds.laws_of(params, texts, 4, temperature)
+    drafts = [(TreeConfig.chain(n), NO_REUSE) for n in (1, 2, 3, 4)]
+    names = params.drafter, params.drafter_config, params.target, params.target_config
+    fates, _ = accepted_lengths(*names, texts, drafts, temperature)
+    for n, (law, fate) in enumerate(zip(laws, fates, strict=True), 1):
+        assert hierarchy_lib.mean(law) == pytest.approx(fate.tau) and sum(law.values()) == pytest.approx(1.0)
+        assert [law[k + 1] * fate.num_passes for k in range(n + 1)] == pytest.approx(list(fate.histogram))
+    assert hierarchy_lib.mean(laws[3]) > 1.2  # so something was right
+    counts = rounds.right_in_a_row(params.drafter, params.target_config, texts, temperature)
+    assert counts.shape == (2, 1, int((texts.length - texts.prompt_length).max()))
 
 
 def test_stacks_by_name(folders, models, prompts, capsys):
@@ -133,12 +209,21 @@ def test_stacks_by_name(folders, models, prompts, capsys):
     assert "stack() is for a small language model that drafts" in capsys.readouterr().err
 
 
-def test_what_is_no_plan_is_refused(folders, models, capsys):
+def test_what_is_no_plan_is_refused(folders, models, tmp_path, capsys):
+    shutil.copytree(folders.drafter, tmp_path / "strange")
+    config = json.loads((tmp_path / "strange/drafter_config.json").read_text())
+    (tmp_path / "strange/drafter_config.json").write_text(json.dumps(config | {"target_hash": "0" * 64}))
     for names, said in (
         (["lookup"], "--models lookup: expected a folder of a language model"),
         ([models[0], models[0]], "each once"),
-        ([folders.drafter], "a hidden drafter; expected a language model"),
+        ([models[0], str(tmp_path / "strange")], "a drafter of none of these models"),
         (["nowhere"], "nowhere"),
     ):
         assert hsd("plan", "--target", folders.target, "--models", *names) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_round_above_a_middle_model():
+    """Of 3 drafts it adds 1, 3 or 4 tokens: its drafter follows 1, 3 and 3 of them, two at a time."""
+    found = hierarchy.outer_rounds(lambda drafts: {1: 0.25, 3: 0.5, 4: 0.25}, [1.0, 1.1, 1.2, 1.3], 0.5, 0.01, 1, 0.2)
+    assert found.seconds(3) == pytest.approx(1.3 + 0.5 + 0.01 * (0.25 * 1 + 0.5 * 2 + 0.25 * 2)) and found.again == 0.2

@@ -1,0 +1,102 @@
+"""A target that starts from a shallower one: it says the same before it is trained, and a run of it goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.recipes import LOOP, TARGET_VALUES, TEXT
+
+from hsd_jax.models import convert
+from hsd_jax.models.target import forward_sequence, init_target
+from hsd_jax.train import run, target
+
+
+def recipe_of(num_layers: int, **train) -> target.TargetRecipe:
+    values = dict(TARGET_VALUES, model=dict(TARGET_VALUES["model"], num_layers=num_layers), train=dict(LOOP, **train))
+    return target.TargetRecipe.from_dict(values, "recipe")
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory):
+    """A target of two layers, and its text."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.txt").write_text(TEXT)
+    with jax.numpy_dtype_promotion("standard"):
+        run.train_target([folder / "text.txt"], folder / "target", recipe_of(2), report=str)
+    return folder
+
+
+def test_layers_are_spread_evenly():
+    assert target.layer_sources(2, 5) == [0, 0, 0, 1, 1]
+    assert target.layer_sources(6, 24) == [i for i in range(6) for _ in range(4)]
+    assert target.layer_sources(3, 3) == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"model\.num_layers=2: the model to start from has 3; allowed are more"):
+        target.layer_sources(3, 2)
+
+
+@pytest.mark.parametrize("change", [{}, {"output_bias": True, "mlp_bias": True, "post_norms": True}])
+def test_a_grown_model_says_the_same(change):
+    """To the last bit but those of adding zeros; and its new layers are copies, but for what they add."""
+    config = dataclasses.replace(recipe_of(2).model, **change)
+    weights = jax.tree.map(lambda x: x + 0.1, init_target(jax.random.key(0), config))
+    deep = target.grown(weights, target.layer_sources(2, 5))
+    tokens = jnp.arange(12).reshape(1, 12)
+    before = forward_sequence(weights, config, tokens).logits
+    after = forward_sequence(deep, dataclasses.replace(config, num_layers=5), tokens).logits
+    np.testing.assert_allclose(before, after, atol=1e-6)
+    for layer, source in enumerate((0, 0, 0, 1, 1)):
+        own, given = deep[f"layer_{layer}"], weights[f"layer_{source}"]
+        np.testing.assert_array_equal(own["mlp"]["up"]["kernel"], given["mlp"]["up"]["kernel"])
+        is_new = layer in (1, 2, 4)
+        for part, output in (("attn", "o"), ("mlp", "down")):
+            for leaf in jax.tree.leaves(own[part][output]):
+                assert bool((leaf == 0).all()) == is_new
+
+
+def test_a_run_starts_from_a_shallower_model(shallow, tmp_path, standard_dtypes):
+    """With no step size it ends as it began, with the tokenizer of the model it started from."""
+    data, start, still = [shallow / "text.txt"], shallow / "target", recipe_of(4, learning_rate=0.0, steps=1, warmup=0)
+    run.train_target(data, tmp_path / "deep", still, report=str, start_dir=start)
+    tokens = jnp.arange(12).reshape(1, 12)
+    logits = [
+        forward_sequence(convert.read_weights(folder, config), config, tokens).logits
+        for folder in (start, tmp_path / "deep")
+        for config in (convert.read_config(folder),)
+    ]
+    np.testing.assert_allclose(*logits, atol=1e-6)
+    assert (tmp_path / "deep" / "tokenizer.json").read_bytes() == (start / "tokenizer.json").read_bytes()
+
+
+def test_a_grown_run_that_broke_off_goes_on(shallow, tmp_path, standard_dtypes):
+    """Bit for bit, with --start given again; from another start, or none, it is another run."""
+    data, start, recipe = [shallow / "text.txt"], shallow / "target", recipe_of(3)
+    run.train_target(data, tmp_path / "whole", recipe, report=str, start_dir=start)
+    run.train_target(data, tmp_path / "cut", recipe, report=str, start_dir=start)
+    for name in ("4", "model.safetensors"):  # as after a kill behind step 2
+        path = tmp_path / "cut" / ("checkpoints/4" if name == "4" else name)
+        path.rename(tmp_path / f"gone-{name}")
+    run.train_target(data, tmp_path / "cut", recipe, report=str, start_dir=start)
+    own, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert own == other
+    with pytest.raises(ValueError, match="another recipe: start is"):
+        run.train_target(data, tmp_path / "cut", recipe, report=str, tokenizer_dir=start)
+
+
+def test_a_start_that_does_not_fit_is_refused(shallow, tmp_path):
+    data, start = [shallow / "text.txt"], shallow / "target"
+    for change, message in (
+        ({"num_layers": 1}, r"model\.num_layers=1: the model to start from has 2"),
+        ({"intermediate_size": 24}, r"model\.intermediate_size=24: the model in .* has 16"),
+        ({"model_type": "mistral"}, r"model\.model_type='mistral': the model in .* has 'llama'"),
+    ):
+        model = TARGET_VALUES["model"] | {"num_layers": 2, "max_position": 64} | change
+        recipe = target.TargetRecipe.from_dict(dict(TARGET_VALUES, model=model), "recipe")
+        with pytest.raises(ValueError, match=message):
+            run.train_target(data, tmp_path / "out", recipe, report=str, start_dir=start)
+    with pytest.raises(FileNotFoundError):
+        run.train_target(data, tmp_path / "out", recipe_of(2), report=str, start_dir=tmp_path, tokenizer_dir=start)
+    assert not (tmp_path / "out").exists()
