@@ -337,10 +337,10 @@ def measure(
     chosen = ways(table.costs, table.acceptance, table.longest)
     modes = [mode_of(name, way, names, load, params) for name, way in chosen.items()]
     parts = sorted({part for way in chosen.values() for part in parts_of(table, way)})
-    timed = {
-        part: Mode(f"part {part}", paired(*(table.models[i] for i in part[:2]), load), TreeConfig.chain(part[2]))
-        for part in parts
-    }
+    timed = {}
+    for i, j, drafts in parts:
+        pair = paired(table.models[i], table.models[j], load)
+        timed[i, j, drafts] = Mode(f"{drafts} of {i} for {j}", pair, TreeConfig.chain(drafts))
     runs = time_modes(
         [*modes, *timed.values()],
         [row.tolist() for row in ids],
