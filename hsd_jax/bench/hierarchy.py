@@ -228,21 +228,40 @@ def table_of(params: Params, models: Sequence[Model], ids: Sequence[np.ndarray],
     return Table(everything, [*of_drafts, *seconds], [*of_drafts, *costs], acceptance, longest, texts)
 
 
-def rounds_by_part(table: Table, way: Way, calls: Calls) -> list[hierarchy.Rounds]:
-    """What rounds of every level of a way add and take; none of its stack is run."""
-    found, below = [], None
+def parts_of(table: Table, way: Way) -> list[tuple[int, int, int]]:
+    """The pairs whose rounds tell what rounds of a way take: what drafts, what verifies, and how many drafts. A trained
+    drafter drafts as many as in the way, since none of its drafts is a pass; models draft CALIBRATION."""
+    found = []
     for level, (i, j) in enumerate(itertools.pairwise(way.chain)):
+        found.append((i, j, way.lengths[level] if table.models[i].alone is None else CALIBRATION))
+    return found
+
+
+def rounds_by_part(
+    table: Table, way: Way, calls: Calls, taken: Mapping[tuple[int, int, int], float], pace: float
+) -> list[hierarchy.Rounds]:
+    """What rounds of every level of a way add and take; none of its stack is run.
+
+    Args:
+      taken: seconds of a round of each of `parts_of`, timed in turns with plain decoding.
+      pace: seconds then over those of when passes were timed.
+    """
+    found, below = [], None
+    for level, (i, j, drafts) in enumerate(parts_of(table, way)):
         pair = paired(table.models[i], table.models[j], calls.load)
         laws = rounds.laws_of(pair, table.texts[j], way.most(level), calls.temperature)
-        adds = lambda drafts, laws=laws: laws[drafts - 1]  # noqa: E731
-        if below is None:
-            whole = calls.round_seconds(pair, way.lengths[0])
-            found.append(hierarchy.Rounds(adds, lambda drafts, whole=whole: whole))
+        adds = lambda number, laws=laws: laws[number - 1]  # noqa: E731
+        passes, one = (pace * np.array(table.pass_seconds[model]) for model in (j, i))
+        besides = max(taken[i, j, drafts] - passes[drafts] - drafts * one[0], 0.0)
+        if below is None and table.models[i].alone is None:
+            found.append(hierarchy.Rounds(adds, lambda number, part=(i, j, drafts): taken[part]))
+        elif below is None:
+            whole = passes[way.lengths[0]] + way.lengths[0] * one[0] + besides
+            found.append(hierarchy.Rounds(adds, lambda number, whole=whole: whole))
         else:
-            passes, one, length = table.pass_seconds[j], table.pass_seconds[i][0], way.lengths[level - 1]
-            besides = calls.round_seconds(pair, CALIBRATION) - passes[CALIBRATION] - CALIBRATION * one
+            length = way.lengths[level - 1]
             follow = rounds.follow_seconds(below, calls.prompts[0], length)
-            found.append(outer_rounds(adds, passes, max(besides, 0.0), follow, length, one + follow))
+            found.append(outer_rounds(adds, passes.tolist(), besides, follow, length, one[0] + follow))
         below = pair
     return found
 
@@ -316,22 +335,28 @@ def measure(
     table = table_of(params, models, ids, calls)
     names = [model.folder for model in table.models]
     chosen = ways(table.costs, table.acceptance, table.longest)
-    replays = {PLAIN: hierarchy.Replay(calls.round_seconds(params, None), 1.0, ())}
-    for name, way in chosen.items():
-        if way.lengths:
-            say(f"parts of the rounds of the {name}")
-            replays[name] = hierarchy.replayed(rounds_by_part(table, way, calls), way.lengths)
     modes = [mode_of(name, way, names, load, params) for name, way in chosen.items()]
-    prompts = [prompt.text for prompt in found]
+    parts = sorted({part for way in chosen.values() for part in parts_of(table, way)})
+    timed = {}
+    for i, j, drafts in parts:
+        pair = paired(table.models[i], table.models[j], load)
+        timed[i, j, drafts] = Mode(f"{drafts} of {i} for {j}", pair, TreeConfig.chain(drafts))
     runs = time_modes(
-        modes,
-        prompts,
+        [*modes, *timed.values()],
+        [row.tolist() for row in ids],
         max_new_tokens=work.max_new_tokens,
         temperature=temperature,
         seed=work.seed,
         repeats=work.repeats,
         progress=lambda what, done, of: say(f"{what}, prompt {done + 1} of {of}") if done % 5 == 0 else None,
     )
+    per_round = lambda mode: mode_record(mode, runs, PLAIN)["seconds_per_round"]["median"]  # noqa: E731
+    taken = {part: per_round(mode) for part, mode in timed.items()}
+    replays = {PLAIN: hierarchy.Replay(per_round(modes[0]), 1.0, ())}
+    pace = replays[PLAIN].latency / table.pass_seconds[-1][0]
+    for name, way in chosen.items():
+        if way.lengths:
+            replays[name] = hierarchy.replayed(rounds_by_part(table, way, calls, taken, pace), way.lengths)
     rows = []
     for mode, way in zip(modes, chosen.values(), strict=True):
         record, replay = mode_record(mode, runs, PLAIN), replays[mode.name]
@@ -356,7 +381,7 @@ def measure(
         "command": work.command_line,
         "hardware": hardware(),
         "temperature": temperature,
-        "num_prompts": len(prompts),
+        "num_prompts": len(ids),
         "models": names,
         "pass_seconds": table.pass_seconds,
         "costs": table.costs,

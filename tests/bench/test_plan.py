@@ -61,7 +61,6 @@ def test_a_plan_from_the_command_line(folders, models, prompts, monkeypatch, cap
     if price is not None:
         monkeypatch.setattr(rounds, "timed_passes", price)
         monkeypatch.setattr(rounds, "round_seconds", round_priced)
-        monkeypatch.setattr(rounds, "follow_seconds", lambda *asked: 1e-4)
     options = ["--prompts", prompts, "--limit", "2", "--max-new-tokens", "8", "--max-length", "2", "--repeats", "1"]
     assert hsd("plan", "--target", folders.target, "--models", *models, *options, "--json", out) == 0
     record, printed = json.loads(out.read_text()), capsys.readouterr().out
@@ -81,7 +80,7 @@ def test_a_plan_from_the_command_line(folders, models, prompts, monkeypatch, cap
     assert "fastest by prediction" in printed and f"measured: {record['fastest_measured']}" in printed
     if price is not None:
         assert record["models"] == [models[1], models[0], "target"]  # by what they cost
-        assert rows[hierarchy.PLAIN]["predicted_seconds"] == pytest.approx(2e-3)
+        assert rows[hierarchy.PLAIN]["formula_seconds"] == pytest.approx(2e-3)
 
 
 def test_a_trained_drafter_at_the_bottom(folders, prompts, tmp_path, monkeypatch, capsys):
@@ -221,6 +220,29 @@ def test_what_is_no_plan_is_refused(folders, models, tmp_path, capsys):
     ):
         assert hsd("plan", "--target", folders.target, "--models", *names) == 2
         assert said in capsys.readouterr().err
+
+
+def test_parts_of_rounds(monkeypatch):
+    """A model's round is timed with 2 drafts, a trained drafter's with those of the way; passes are put to the pace of
+    the rounds (twice as slow here) and make up for the length. Nothing of the stack itself is asked for."""
+    models = [hierarchy.Model("d", None, "m"), hierarchy.Model("m", "middle"), hierarchy.Model("target", "target")]
+    passes = [[0.1], [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], [5.0, 5.1, 5.2, 5.3, 5.4, 5.5]]
+    edges = {(0, 1): 3, (1, 2): 3}
+    table = hierarchy.Table(models, passes, passes, np.eye(3), edges, {1: "text", 2: "text"})
+    monkeypatch.setattr(hierarchy, "paired", lambda small, large, load: (small.folder, large.folder))
+    sure = lambda pair, texts, most, temperature: [{n + 1: 1.0} for n in range(1, most + 1)]  # noqa: E731
+    monkeypatch.setattr(rounds, "laws_of", sure)
+    monkeypatch.setattr(rounds, "follow_seconds", lambda pair, prompt, length: 0.25)
+    calls = hierarchy.Calls(lambda folder: None, [np.zeros(2)], 8, 0.0, 3, 0)
+    single, stack = hierarchy.Way((1, 2), (3,), 0.0), hierarchy.Way((0, 1, 2), (3, 1), 0.0)
+    assert hierarchy.parts_of(table, single) == [(1, 2, 2)]
+    assert hierarchy.parts_of(table, stack) == [(0, 1, 3), (1, 2, 2)]
+    taken = {(1, 2, 2): 15.4, (0, 1, 3): 4.0}  # 2 * (5.2 + 2 * 1.0) are passes
+    (alone,) = hierarchy.rounds_by_part(table, single, calls, taken, 2.0)
+    assert alone.seconds(3) == pytest.approx(2 * (5.3 + 3 * 1.0) + 1.0)
+    below, above = hierarchy.rounds_by_part(table, stack, calls, taken, 2.0)
+    assert below.seconds(3) == 4.0 and below.adds(3) == {4: 1.0}
+    assert above.seconds(4) == pytest.approx(2 * 5.4 + 1.0 + 0.25) and above.again == pytest.approx(2.0 + 0.25)
 
 
 def test_a_round_above_a_middle_model():
