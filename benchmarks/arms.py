@@ -19,23 +19,23 @@ from hsd_jax import TreeConfig
 from hsd_jax.api import conditional_acceptance
 from hsd_jax.bench.prompts import for_checkpoint
 
-CASES = {
-    "chain of 8": (TreeConfig.chain(8), 0.0),
-    "8 nodes": (TreeConfig(8, 7, 1), 0.0),
-    "16 nodes": (TreeConfig(16, 8, 4), 0.0),
-    "31 nodes": (TreeConfig(31, 8, 4), 0.0),
-    "chain of 8, T=1": (TreeConfig.chain(8), 1.0),
-    "16 nodes, T=1": (TreeConfig(16, 8, 4), 1.0),
-}
+
+def cases(depth: int) -> dict[str, tuple[TreeConfig, float]]:
+    """Trees and temperatures, no deeper than the drafters are trained for."""
+    chain = TreeConfig.chain(depth)
+    trees = {nodes: TreeConfig(nodes, depth, width) for nodes, width in ((8, 2), (16, 4), (31, 4))}
+    found = {f"chain of {depth}": (chain, 0.0)} | {f"{n} nodes": (tree, 0.0) for n, tree in trees.items()}
+    return found | {f"chain of {depth}, T=1": (chain, 1.0), "16 nodes, T=1": (trees[16], 1.0)}
 
 
-def counts(params: hsd_jax.Params, prompts: list[str], case: str, args: argparse.Namespace):
+def counts(params: hsd_jax.Params, prompts: list[str], tree: TreeConfig, temperature: float, args: argparse.Namespace):
     """Tokens and target passes of each prompt, and acceptance by depth."""
-    tree, temperature = CASES[case]
     tokens, passes, histogram = [], [], 0
     for first in range(0, len(prompts), args.batch):
         some = prompts[first : first + args.batch]
-        stats = hsd_jax.decode(params, some, args.max_new_tokens, temperature, first, tree=tree, accept="match").stats
+        stats = hsd_jax.decode(
+            params, some, args.max_new_tokens, temperature, seed=first, tree=tree, accept="match"
+        ).stats
         passes.append(stats.per_row.num_target_passes)
         tokens.append(np.round(stats.per_row.tau * stats.per_row.num_target_passes))
         histogram = histogram + stats.accepted_histogram
@@ -51,24 +51,25 @@ def difference(ours, theirs, seed: int = 0) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="demo")
+    parser.add_argument("--target", help="a folder (default: the bundled demo target)")
     parser.add_argument("--drafters", nargs="+", required=True, metavar="NAME=DIR")
     parser.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE")
     parser.add_argument("--half", choices=["tune", "report"], default="tune")
     parser.add_argument("--limit", type=int, default=48)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--json")
     args = parser.parse_args()
     first, record = {}, {}
     for name, folder in (item.split("=", 1) for item in args.drafters):
-        params = hsd_jax.load(args.target, folder)
+        base = {"name": "demo"} if args.target is None else {"target": args.target}
+        params = hsd_jax.load(**base, drafter=folder)
         for source in args.prompts:
-            kind = source.split("=", 1)[0]
-            texts = [one.text for one in for_checkpoint(params, [source], args.half, args.limit, args.max_new_tokens)]
-            for case in args.cases:
-                tokens, passes, acceptance = counts(params, texts, case, args)
+            kind, file = source.split("=", 1)
+            texts = [one.text for one in for_checkpoint(params, [file], args.half, args.limit, args.max_new_tokens)]
+            for case, (tree, temperature) in cases(args.depth).items():
+                tokens, passes, acceptance = counts(params, texts, tree, temperature, args)
                 tau, key, line = tokens.sum() / passes.sum(), (kind, case), ""
                 if (reference := first.setdefault(key, (tokens, passes)))[0] is not tokens:
                     low, high = difference((tokens, passes), reference)
