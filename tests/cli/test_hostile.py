@@ -527,7 +527,7 @@ def test_a_refused_recipe_leaves_no_claim(folders, tmp_path, monkeypatch):
 
     monkeypatch.setattr(run, "fit", refused)
     monkeypatch.setattr(manifest, "_revision", lambda: "r")
-    monkeypatch.setattr(run, "init_target", lambda key, config: {})
+    monkeypatch.setattr(run.target, "first_weights", lambda recipe, start_dir: {})
     (tmp_path / "data.txt").write_text("the cat sat on the mat and the dog ran\n" * 200)
     arguments = [tmp_path / "data.txt"], tmp_path / "out"
     values = {"model": MODEL, "vocab_size": 280, "train": {"length": 8, "batch": 2}}
