@@ -1,7 +1,7 @@
 """tau of drafters of one target, side by side: trees of the likeliest tokens greedy, coupled drafts at temperature 1.
 
     python benchmarks/arms.py --prompts dialogue=dev.jsonl maths=test.jsonl --half tune --limit 48 \
-        --drafters base=runs/base/drafter gate=runs/gate/drafter --json arms.json
+        --drafters base=runs/base/drafter other=runs/other/drafter --json arms.json
 
 Tokens a pass of the target, decoded in batches: no speed is measured here. Behind each tau of a later drafter stands
 its difference from the first's, with the interval of 95 % of 2,000 resamplings of the prompts.

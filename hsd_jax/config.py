@@ -16,8 +16,6 @@ from hsd_jax.settings import Count, OneOf, Positive, Whole, Within
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 RECURRENT, PARALLEL = TRUNKS = ("recurrent", "parallel")
-LAST, MASK = SLOTS = ("last", "mask")
-"""What the slots of a parallel trunk start from: the input at the last feature, or a learned vector."""
 """Kinds of trunk: K passes over one state each, or one pass over K slots."""
 LARGEST_TREE = 256
 """Nodes of a tree."""
@@ -176,9 +174,6 @@ class TrunkConfig(DrafterConfig):
     """A drafter with a trunk of decoder layers (`models/trunk.py`)."""
 
     trunk: ClassVar[str] = RECURRENT
-    slots: ClassVar[str] = LAST
-    slot_mixing: ClassVar[bool] = False
-    feature_keys: ClassVar[bool] = False
     committed_embeddings: ClassVar[bool] = True
     reads_drafts: ClassVar[bool] = False
     """Whether its states depend on drafted tokens, so that a tree costs a pass for each level."""

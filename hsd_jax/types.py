@@ -267,9 +267,8 @@ class Candidates(NamedTuple):
     tokens."""
 
 
-Inject = Callable[[Any, Int[Array, "B w"], Any], tuple[Float[Array, "B w C"], Any]]
-"""`inject(level, tokens, above) -> (added, read)`: what drafted tokens add to the base logits after them, those of
-`level`, traced where an `Expand`'s is.
+Inject = Callable[[Int[Array, "B w"], Any], tuple[Float[Array, "B w C"], Any]]
+"""`inject(tokens, above) -> (added, read)`: what drafted tokens add to the base logits after them.
 
 `read` [B, w, ...] is the proposer's own, handed on to the children as `above`, one a child; None at the root.
 """

@@ -301,7 +301,7 @@ class Calls:
     max_length: int
     seed: int
 
-    def round_seconds(self, pair: Params, drafts: int | None) -> float:
+    def round_seconds(self, pair: Params, drafts: int) -> float:
         """Of a pair here."""
         return rounds.round_seconds(pair, self.prompts, self.num_tokens, drafts, self.temperature)
 

@@ -72,7 +72,7 @@ def look(
         for level in range(tree.depth):
             informed.append(logits[:, level])
             if inject is not None:
-                added, above = inject(level, text[jnp.minimum(roots + level, len(text) - 1)][:, None], above)
+                added, above = inject(text[jnp.minimum(roots + level, len(text) - 1)][:, None], above)
                 informed[level] += added[:, 0]
 
         def rank(logits: Array) -> Array:

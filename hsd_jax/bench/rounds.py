@@ -109,14 +109,16 @@ def pair_of(small: Params, large: Params) -> Params:
 
 
 def round_seconds(
-    pair: Params, prompts: Sequence[np.ndarray], num_tokens: int, drafts: int | None, temperature: float
+    pair: Params, prompts: Sequence[np.ndarray], num_tokens: int, drafts: int, temperature: float
 ) -> float:
-    """Seconds of a round that drafts and verifies a chain, or of a plain one (None): the median of a few times in which
-    all prompts are decoded, so that what the machine does besides and lengths of context weigh as in a measurement."""
-    tree, found = None if drafts is None else TreeConfig.chain(drafts), []
-    shape = {"tree": tree, "speculate": tree is not None, "eos": ()}
+    """Seconds of a round that drafts and verifies a chain.
+
+    The median of a few times in which all prompts are decoded, so that what the machine does besides and lengths of
+    context weigh as in a measurement.
+    """
+    tree, found = TreeConfig.chain(drafts), []
     for _ in range(1 + CALIBRATIONS):
-        stats = [decode(pair, [prompt], num_tokens, temperature, **shape).stats for prompt in prompts]
+        stats = [decode(pair, [prompt], num_tokens, temperature, tree=tree, eos=()).stats for prompt in prompts]
         found.append(sum(one.decode_seconds for one in stats) / sum(one.num_target_passes for one in stats))
     return statistics.median(found[1:])  # the first one compiles
 

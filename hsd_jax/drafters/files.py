@@ -27,6 +27,8 @@ from hsd_jax.types import Weights
 DRAFTER_CONFIG, DRAFTER_FILE = "drafter_config.json", "drafter.safetensors"
 _DRAFT_TO_TARGET = "draft_to_target"
 _GONE_KEY, _GONE_TENSORS = "has_mix", ("mix.new", "mix.old")
+_GONE = {"slots": "last", "shortlist": 0, "feature_keys": False, "slot_mixing": False, "gated": False}
+"""Settings of experiments that are gone, and what they were where they changed nothing."""
 _OLD_NAMES = {"hot_tokens": "reduced_vocab_size", "hot_ids": "draft_to_target"}
 _OLD_KINDS, _OLD_PARALLEL = {"feature": "eagle", "block": "medusa"}, "block"
 
@@ -54,6 +56,10 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
     path = Path(folder) / DRAFTER_CONFIG
     values = read_json(path)
     values = {_OLD_NAMES.get(key, key): value for key, value in values.items() if key != _GONE_KEY}
+    for key, plain in _GONE.items():
+        value = values.pop(key, plain)
+        if value != plain:
+            raise ValueError(f"{path}: {key}={shown(value)}: that experiment is gone; allowed is {shown(plain)}")
     kind = values.pop("kind", HiddenConfig.kind)
     kind = _OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind
     trained = {name: method.config for name, method in METHODS.items() if method.init_weights is not None}

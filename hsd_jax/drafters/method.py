@@ -12,16 +12,14 @@ from hsd_jax.types import Drafter, Weights
 class TokenInformation(NamedTuple):
     """What a drafter adds to the logits of token-free states, as functions of its weights and configuration."""
 
-    slots: Callable[..., Any]
-    """`slots(weights, config, states [..., H], logits [..., C]) -> slots`: what it asks of the slots that it corrects,
-    their base logits given; a pytree of [..., x]."""
     inject: Callable[..., Any]
-    """`inject(weights, config, slots [..., K, x], level, tokens, above) -> (bias, above)`: after each token, node by
-    node of a tree; the bias corrects the slots of `level`."""
+    """`inject(weights, config, tokens, above) -> (bias, above)`: after each token, node by node of a tree."""
     read_paths: Callable[..., Any]
     """`read_paths(weights, config, paths [..., K]) -> [..., K, r]`: of whole paths at once."""
     bias: Callable[..., Any]
-    """`bias(weights, config, read [..., r], slots) -> [..., C]`."""
+    """`bias(weights, config, read [..., r]) -> [..., C]`."""
+    begin_from: Callable[..., Weights]
+    """`begin_from(weights, embedding [V, H]) -> weights`: fresh ones that know the target's embeddings."""
 
 
 class Pictures(NamedTuple):

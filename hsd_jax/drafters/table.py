@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from hsd_jax.config import NO_REUSE, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.eagle import EAGLE
@@ -61,11 +62,18 @@ def pictures_of(target_config: ModelConfig, config: Any, tree: TreeConfig, reuse
     return Pictures() if pictures is None else pictures(target_config, config, tree, reuse)
 
 
-def init_drafter(key: jax.Array, config: DrafterConfig) -> Weights:
-    """Random float32 weights of a drafter that is trained on its target's features."""
-    init_weights = method_of(config).init_weights
-    assert init_weights is not None, f"a {config.kind} drafter is not trained"
-    return init_weights(key, config)
+def init_drafter(key: jax.Array, config: DrafterConfig, embedding: Float[Array, "V H"] | None = None) -> Weights:
+    """Random float32 weights of a drafter that is trained on its target's features.
+
+    Args:
+      embedding: the target's, which token information then begins with.
+    """
+    method = method_of(config)
+    assert method.init_weights is not None, f"a {config.kind} drafter is not trained"
+    weights = method.init_weights(key, config)
+    if embedding is None or method.token_information is None:
+        return weights
+    return method.token_information.begin_from(weights, embedding)
 
 
 def load_foreign(folder: Path, *args: Any) -> tuple[Any, Weights]:

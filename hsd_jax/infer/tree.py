@@ -103,7 +103,7 @@ def token_free(base_logits: Float[Array, "B D C"], inject: Inject | None) -> Cal
         if inject is None:
             shape = *tokens.shape, base_logits.shape[-1]
             return jnp.broadcast_to(base_logits[:, level, None], shape), carry
-        added, read = inject(level, tokens, jax.tree.map(lambda x: take_nodes(x, parents, axis=1), carry))
+        added, read = inject(tokens, jax.tree.map(lambda x: take_nodes(x, parents, axis=1), carry))
         return base_logits[:, level, None, :] + added, read
 
     return expand

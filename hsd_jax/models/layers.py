@@ -7,7 +7,6 @@ Read next: `target.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -201,31 +200,20 @@ class MLP(nn.Module):
         return linears(activate(gate, self.activation) * up, down_weight)[0]
 
 
-def _unmixed(x: Array, asking: Array | None) -> tuple[Array, Callable[[Array], Array]]:
-    """A sublayer's input as it is, and its output."""
-    del asking
-    return x, lambda out: out
-
-
 class Block(nn.Module):
     """One decoder layer, with Gemma's second norms where `post_norms` asks for them."""
 
     config: Any
-    """A `ModelConfig` or a `DrafterConfig`; the fields a drafter lacks take their plain values.
-
-    `mixing` of a call is what stands around its two sublayers (`slot_mixing.py`); None: nothing.
-    """
+    """A `ModelConfig` or a `DrafterConfig`; the fields a drafter lacks take their plain values."""
 
     @nn.compact
-    def __call__(self, x, table, new_mask, cached, seen, attend_fn=attend, asking=None, up_bias=None, mixing=None):
+    def __call__(self, x, table, new_mask, cached, seen, attend_fn=attend, asking=None, up_bias=None):
         c = self.config
         get = lambda name, default: getattr(c, name, default)  # noqa: E731
         offset, post_norms = get("norm_offset", 0.0), get("post_norms", False)
         output_std = (2 * c.num_layers * c.hidden_size) ** -0.5
 
         norm = functools.partial(RMSNorm, c.norm_eps, offset)
-        around_attention, around_mlp = mixing or (_unmixed, _unmixed)
-        read, finish = around_attention(norm(feeds_product=True, name="attn_norm")(x), asking)
         attended, kv = Attention(
             c.num_heads,
             c.num_kv_heads,
@@ -240,13 +228,10 @@ class Block(nn.Module):
             get("attention_softcap", None),
             output_std,
             name="attn",
-        )(read, table, new_mask, cached, seen, attend_fn, asking)
-        attended = finish(attended)
+        )(norm(feeds_product=True, name="attn_norm")(x), table, new_mask, cached, seen, attend_fn, asking)
         x = x if asking is None else take_nodes(x, asking, 1)
         x = x + (norm(name="attn_post_norm")(attended) if post_norms else attended)
-        read, finish = around_mlp(norm(feeds_product=True, name="mlp_norm")(x), None)
         mlp = MLP(c.intermediate_size, get("activation", "silu"), get("mlp_bias", False), output_std, name="mlp")(
-            read, up_bias
+            norm(feeds_product=True, name="mlp_norm")(x), up_bias
         )
-        mlp = finish(mlp)
         return x + (norm(name="mlp_post_norm")(mlp) if post_norms else mlp), kv

@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.config import MASK, PARALLEL, RECURRENT, DrafterConfig, ModelConfig, TrunkConfig
+from hsd_jax.config import PARALLEL, RECURRENT, DrafterConfig, ModelConfig, TrunkConfig
 from hsd_jax.kernels import native
 from hsd_jax.kernels.ops import attend, embed, matmul, rms_norm
 from hsd_jax.models.layers import Block, RMSNorm, Weight, attend_after, linears, rope_table
-from hsd_jax.models.slot_mixing import mixing_of_round
 from hsd_jax.models.target import causal_mask, lm_head, logits_of_rows, masks_within
 from hsd_jax.types import KVCache, NewKV, Weights
 
@@ -31,9 +30,6 @@ class Trunk(nn.Module):
     last state, from whose input they start and whose positions they continue. `positions` and `new_mask` then cover
     states and slots. `asking` [B, asked] are the nodes whose next states are wanted: of the others the last layer makes
     keys and values only.
-
-    With `config.feature_keys` every layer makes keys and values of the same features, which run through none: the last
-    one then stands among the slots once more, as the first, and `asking` are all slots.
     """
 
     config: TrunkConfig
@@ -51,8 +47,6 @@ class Trunk(nn.Module):
                 self.no_token = self.param("no_token", nn.initializers.zeros, (c.hidden_size,))
         if c.trunk == PARALLEL and c.num_steps > 1:
             self.slots = self.param("slots", nn.initializers.zeros, (c.num_steps - 1, c.hidden_size))
-            if c.slots == MASK:
-                self.mask = self.param("mask", nn.initializers.normal(0.02), (c.hidden_size,))
 
     def inputs(self, states, embeddings):
         """What the first layer reads at features of committed positions, or at the trunk's own states."""
@@ -67,8 +61,6 @@ class Trunk(nn.Module):
 
     def slot_inputs(self, last, num_slots):
         """What it reads at the slots [..., slots, H] after the committed position whose input is `last` [..., H]."""
-        if self.config.slots == MASK:
-            last = jnp.broadcast_to(self.mask.astype(jnp.float32), last.shape)
         return last[..., None, :] + self.slots[:num_slots].astype(jnp.float32)
 
     def __call__(
@@ -85,12 +77,9 @@ class Trunk(nn.Module):
         active=None,
     ):
         c, x = self.config, self.inputs(states, embeddings)
-        features, num = x, x.shape[1] + c.feature_keys  # what stands before the slots of depth 2 and more
-        if slots_after is not None:
+        if num_slots and slots_after is not None:
             last = jnp.take_along_axis(x, slots_after[:, None, None], 1)[:, 0]
-            own = [last[:, None]] if c.feature_keys else []
-            later = [self.slot_inputs(last, num_slots)] if num_slots else []
-            x = jnp.concatenate([x, *own, *later], 1)
+            x = jnp.concatenate([x, self.slot_inputs(last, num_slots)], 1)
         table = rope_table(c.rope, c.head_dim, positions)
         masks = masks_within(c.window, positions, new_mask, cache, active)
         keys, values = [], []
@@ -100,18 +89,9 @@ class Trunk(nn.Module):
             if earlier is not None:
                 see = attend_after(earlier.keys[i], earlier.values[i])
             is_last = i == c.num_layers - 1
-            asked = asking if is_last or c.feature_keys else None
-            mixing = None
-            if c.slot_mixing and num_slots and slots_after is not None:
-                before = None if c.feature_keys else slots_after
-                mixing = mixing_of_round(num, num_slots, before, asked is not None)
-            x, (key, value) = layer(x, table, masks[0], cached, masks[1], see, asked, mixing=mixing)
+            x, (key, value) = layer(x, table, masks[0], cached, masks[1], see, asking if is_last else None)
             keys.append(key)
             values.append(value)
-            if c.feature_keys and asked is None:
-                x = features
-            elif c.feature_keys and not is_last:
-                x = jnp.concatenate([features, x], 1)
         return x, NewKV(tuple(keys), tuple(values))
 
 
@@ -218,26 +198,21 @@ def parallel_states(
 
     The first state is what the trunk makes of the last feature, as in the recurrence: that node is the first slot.
     The slot of depth k is k - 1 positions further. It starts as the last feature does, its embedding included,
-    plus a vector learned for its depth (with `config.slots` MASK as one learned vector, plus that of its depth), and
-    sees the features and the slots up to itself. Features see no slot, so what is committed of them does not depend on
-    K; nor do the states of the lower depths.
-
-    With `config.feature_keys` the first slot is a node of its own, where the last feature stands.
+    plus a vector learned for its depth, and sees the features and the slots up to itself. Features see no slot, so
+    what is committed of them does not depend on K; nor do the states of the lower depths.
 
     Args, Returns: as `recurrent_states`.
     """
     (batch, num), num_slots = features.shape[:2], num_states - 1
-    last = jnp.maximum(num_features - 1, 0)
-    ahead = jnp.arange(num_states) if config.feature_keys else 1 + jnp.arange(num_slots)  # of the last feature
-    offsets = [jnp.broadcast_to(jnp.arange(num), (batch, num)), num_features[:, None] - 1 + ahead]
+    offsets = [jnp.broadcast_to(jnp.arange(num), (batch, num)), num_features[:, None] + jnp.arange(num_slots)]
     positions = cache.length[:, None] + jnp.concatenate(offsets, 1)
-    node = jnp.arange(positions.shape[1])
+    node = jnp.arange(num + num_slots)
     is_padding = (num_features[:, None] <= node) & (node < num)
-    sees = causal_mask(batch, len(node)) & ~((node >= num)[:, None] & is_padding[:, None])
+    sees = causal_mask(batch, num + num_slots) & ~((node >= num)[:, None] & is_padding[:, None])
+    last = jnp.maximum(num_features - 1, 0)
     variables = {"params": weights["trunk"]}
-    asking = jnp.broadcast_to(num + jnp.arange(len(ahead)), (batch, len(ahead)))
-    if not config.feature_keys:
-        asking = jnp.concatenate([last[:, None], asking], 1)
+    slots = jnp.broadcast_to(num + jnp.arange(num_slots), (batch, num_slots))
+    asking = jnp.concatenate([last[:, None], slots], 1)
     output = Trunk(config).apply(variables, features, embeddings, positions, sees, cache, None, num_slots, last, asking)
     states, kv = cast(tuple[Array, NewKV], output)
     return states, jax.tree.map(lambda x: x[:, :, :num], kv)
@@ -269,12 +244,6 @@ def trunk_features(
     return matmul(jnp.concatenate(normed, -1), weights["fusion"]["kernel"])
 
 
-def normed_states(weights: Weights, config: DrafterConfig, states: Float[Array, "... H"]) -> Float[Array, "... H"]:
-    """States as the LM head reads them."""
-    norm = weights["output_norm"]["weight"]
-    return rms_norm(states, norm, config.norm_eps, dtype=norm.dtype)
-
-
 def base_logits(
     weights: Weights,
     config: DrafterConfig,
@@ -287,7 +256,8 @@ def base_logits(
     With a reduced draft vocabulary the rows that `draft_vocab.attach` copied from
     the target's head stand in for the whole of it.
     """
-    normed = normed_states(weights, config, states)
+    norm = weights["output_norm"]["weight"]
+    normed = rms_norm(states, norm, config.norm_eps, dtype=norm.dtype)
     if config.reduced_vocab_size is None:
         return lm_head(target_weights, target_config, normed)
     if "head" not in weights:
@@ -310,10 +280,7 @@ def init_fusion(key: jax.Array, config: DrafterConfig) -> Weights:
 
 def init_trunk(key: jax.Array, config: TrunkConfig) -> Weights:
     """Random float32 weights of the trunk."""
-    num, slots = 1, ()
-    if config.slot_mixing and config.num_steps > 1:  # what mixes slots is there where a slot is
-        num = 2 + config.feature_keys
-        slots = 1, jnp.zeros(1, jnp.int32), num - 2 + jnp.arange(2)[None]
-    state, mask = jnp.zeros((1, 1, config.hidden_size)), jnp.ones((1, num, num), bool)
-    found = Trunk(config).init(key, state, state, jnp.zeros((1, num), jnp.int32), mask, None, None, *slots)
-    return cast(Weights, found["params"])
+    one = jnp.zeros((1, 1), jnp.int32)
+    state = jnp.zeros((1, 1, config.hidden_size))
+    mask = jnp.ones((1, 1, 1), bool)
+    return cast(Weights, Trunk(config).init(key, state, state, one, mask, None, None)["params"])

@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from hsd_jax.config import PARALLEL, TrunkConfig
 from hsd_jax.kernels.attention import MASKED, widen
 from hsd_jax.models.layers import Block, rope_table
-from hsd_jax.models.slot_mixing import mixing_of_anchors
 from hsd_jax.models.target import masks_within, sequence_layout
 from hsd_jax.models.trunk import slot_inputs, trunk_inputs
 from hsd_jax.types import Weights
@@ -78,7 +77,6 @@ def attend_slots(
     softcap: float | None,
     *,
     num_slots: int,
-    is_committed: bool = False,
 ) -> Float[Array, "B G n E"]:
     """`ops.attend` where each slot sees committed entries under a mask, and its anchor's slots up to itself.
 
@@ -87,14 +85,12 @@ def attend_slots(
     Args:
       new: keys and values of all slots [B, G, A S, E].
       num_slots: S, of an anchor.
-      is_committed: the first of them is the anchor itself, which nobody sees but among the committed entries.
     """
     del new_mask, softcap
     batch, groups, nodes, width = query.shape
     keys, values = (x.reshape(batch, groups, -1, num_slots, width) for x in new)
     per_anchor = query.reshape(batch, groups, keys.shape[2], -1, width)
-    sees = jnp.tril(jnp.ones((num_slots, num_slots), bool)) & (jnp.arange(num_slots) >= int(is_committed))
-    sees = jnp.repeat(sees, per_anchor.shape[3] // num_slots, axis=0)
+    sees = jnp.repeat(jnp.tril(jnp.ones((num_slots, num_slots), bool)), per_anchor.shape[3] // num_slots, axis=0)
     own_scores = jnp.where(sees, jnp.einsum("bgane,bgase->bgans", per_anchor, keys) * scale, MASKED)
     scores = jnp.einsum("bgne,bgte->bgnt", query, committed[0]) * scale
     scores = jnp.where(widen(committed_mask, query), scores, MASKED)
@@ -154,10 +150,6 @@ def unroll(
     for layer in range(config.num_layers):
         before, (x, kv) = x, _block(weights, config, layer, x, table, sees, None, None)
         committed.append(kv)
-        if config.feature_keys:
-            x = inputs
-    if config.feature_keys:
-        return _all_slots(weights, config, _take(inputs, anchors), context, committed)
 
     # Step 1 once more, for the anchors only, through the last layer: of the pass above XLA then keeps no more than
     # the keys and values of that layer.
@@ -232,24 +224,13 @@ def _all_slots(
     context: _Context,
     committed: list[KV],
 ) -> Float[Array, "B A later H"]:
-    """g_2..g_K of every anchor in one pass over K - 1 slots each; `last` is the trunk's input at the anchors.
-
-    Where slots are mixed the pass has a node more: the anchor's, which stands before the first slot. Where features
-    give keys and values alone, it is the slot of depth 1, and g_1 comes with the others.
-    """
-    batch, num = context.at_anchors.shape
-    first = 0 if config.slot_mixing or config.feature_keys else 1
-    num_nodes, mixing = config.num_steps - first, None
-    x = last[:, :, None]
-    if config.num_steps > 1:
-        x = jnp.concatenate([x, slot_inputs(weights, config, last, config.num_steps - 1)], 2)[:, :, first:]
-    if config.slot_mixing:
-        mixing = mixing_of_anchors(num, num_nodes)
-    x = x.reshape(batch, num * num_nodes, -1)
-    positions = context.at_anchors[:, :, None] + first + jnp.arange(num_nodes)
+    """g_2..g_K of every anchor in one pass over K - 1 slots each; `last` is the trunk's input at the anchors."""
+    (batch, num), num_slots = context.at_anchors.shape, config.num_steps - 1
+    x = slot_inputs(weights, config, last, num_slots).reshape(batch, num * num_slots, -1)
+    positions = context.at_anchors[:, :, None] + 1 + jnp.arange(num_slots)
     table = rope_table(config.rope, config.head_dim, positions.reshape(batch, -1))
-    mask = jnp.stack([context.mask(first + node) for node in range(num_nodes)], 2).reshape(batch, num * num_nodes, -1)
-    see = functools.partial(attend_slots, num_slots=num_nodes, is_committed=first == 0 and not config.feature_keys)
+    mask = jnp.stack([context.mask(1 + slot) for slot in range(num_slots)], 2).reshape(batch, num * num_slots, -1)
+    see = functools.partial(attend_slots, num_slots=num_slots)
     for layer in range(config.num_layers):
-        x, _ = _block(weights, config, layer, x, table, None, committed[layer], mask, attend_fn=see, mixing=mixing)
-    return x.reshape(batch, num, num_nodes, -1)[:, :, int(first == 0 and not config.feature_keys) :]
+        x, _ = _block(weights, config, layer, x, table, None, committed[layer], mask, attend_fn=see)
+    return x.reshape(batch, num, num_slots, -1)

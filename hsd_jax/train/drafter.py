@@ -20,9 +20,7 @@ from jaxtyping import Array, Float, Int
 from hsd_jax import settings
 from hsd_jax.config import (
     LARGEST_TREE,
-    LAST,
     RECURRENT,
-    SLOTS,
     TRUNKS,
     DrafterConfig,
     HeadDim,
@@ -30,7 +28,7 @@ from hsd_jax.config import (
     ModelConfig,
     check_window,
 )
-from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig, check_slots
+from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig
 from hsd_jax.drafters.table import METHODS, method_of
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import attach
@@ -47,8 +45,7 @@ from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
 
 TRAINED = tuple(name for name, method in METHODS.items() if method.init_weights is not None)
-OF_TRUNKS = ("trunk", "slots", "slot_mixing", "feature_keys", "num_layers", "committed_embeddings", "window")
-CHOICES = (*OF_TRUNKS, "rank", "injection", "gated", "shortlist")
+CHOICES = ("trunk", "num_layers", "rank", "injection", "committed_embeddings", "window")
 """Settings of a recipe that not every kind of drafter has."""
 LOW_MID_HIGH = "low_mid_high"
 """Three feature layers: 2, half of all, the third from the last. EAGLE-3 reads before them, we after."""
@@ -62,12 +59,6 @@ class DrafterModel:
     """hidden: token-free states and token information; eagle: a recurrence over drafted tokens; medusa: heads."""
     trunk: Annotated[str, OneOf(TRUNKS)] = RECURRENT
     """recurrent: num_steps passes over one state each; parallel: one pass over num_steps slots."""
-    slots: Annotated[str, OneOf(SLOTS)] = LAST
-    """last: slots of a parallel trunk start as the last feature does; mask: from a learned vector."""
-    slot_mixing: bool = False
-    """Each slot of a parallel trunk reads the one before it around attention and MLP, by a convolution of two taps."""
-    feature_keys: bool = False
-    """Features give keys and values in every layer of a parallel trunk, and run through none."""
     num_layers: Layers = 1
     num_heads: Count | None = None
     num_kv_heads: Count | None = None
@@ -80,11 +71,6 @@ class DrafterModel:
     injection: Annotated[str, OneOf(INJECTIONS)] = PREVIOUS
     """What token information knows. previous: the token before; path: all drafted tokens up to it, by a recurrence of
     the rank's width along the tree."""
-    gated: bool = False
-    """Whether what token information adds depends on the trunk's state at the place it corrects: a matrix of rank x
-    hidden_size, zero at first."""
-    shortlist: Whole = 0
-    """Tokens of a place that token information adds to, the likeliest by the trunk alone, for example 16; 0 for all."""
     committed_embeddings: bool = True
     feature_layers: tuple[Whole, ...] | Annotated[str, OneOf((LOW_MID_HIGH,))] = ()
     """Layers of the target, from 0, after which the trunk reads; low_mid_high for 2, L // 2 and L - 3; empty for the
@@ -104,7 +90,6 @@ class DrafterModel:
             if field.name in CHOICES and field.name not in own and value != field.default:
                 raise ValueError(f"model.{field.name}={value!r}: kind {self.kind!r} has no such choice")
         check_window(self.window, self.num_steps, "model")
-        check_slots(self, "model")
         layers = self.feature_layers
         if layers != LOW_MID_HIGH and not DrafterConfig.are_layers(layers):
             shown = list(layers) if isinstance(layers, tuple) else layers
@@ -129,11 +114,6 @@ class LossConfig:
     reuse skip and ahead, whose ages reach the tree's depth + 1; needs a model.num_steps as much larger."""
     anchors_per_row: Count = 128
     """Random positions a row drafts from in a step; all of them if the row has fewer."""
-    choice_weight: NotNegative = 0.0
-    """Weight, beside the divergence, of a forward KL among the likeliest tokens by the trunk alone: of the choice that
-    token information makes."""
-    choices: Count = 16
-    """How many these are."""
     anneal_steps: Whole = 0
     """Steps over which the loss moves from the trunk's logits alone to those with token information; 0: at once."""
     feature_weight: NotNegative = 0.0
@@ -256,19 +236,14 @@ def node_loss(
 ) -> Float[Array, "M"]:
     """The divergence of each node, moved over `anneal_steps` from the base logits to those with token information.
 
-    To the latter, `choice_weight` times `losses.choice` is added. So the trunk learns what it can before the injector
-    explains its mistakes away (Domino, arXiv:2605.29707).
+    So the trunk learns what it can before the injector explains its mistakes away (Domino, arXiv:2605.29707).
     """
     named = losses.named(config.divergence, config.jsd_beta)
     divergence = functools.partial(named, draft_to_target=draft_to_target)
-    informed = divergence(target_logits, draft_logits)
-    if config.choice_weight:
-        of_choice = losses.choice(target_logits, draft_logits, base, config.choices, draft_to_target)
-        informed += config.choice_weight * of_choice
     if not config.anneal_steps:
-        return informed
+        return divergence(target_logits, draft_logits)
     share = losses.progress(step, config.anneal_steps)
-    return (1 - share) * divergence(target_logits, base) + share * informed
+    return (1 - share) * divergence(target_logits, base) + share * divergence(target_logits, draft_logits)
 
 
 def _check_loss(

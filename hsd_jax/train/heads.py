@@ -83,8 +83,7 @@ def logits_of(
     draft_logits = base
     if (told := method_of(config).token_information) is not None:
         read = told.read_paths(params, config, drafts.previous)
-        slots = told.slots(params, config, drafts.states.reshape(num, -1), base)
-        draft_logits = base + told.bias(params, config, read.reshape(num, -1), slots)
+        draft_logits = base + told.bias(params, config, read.reshape(num, -1))
     if logits is None:
         at_nodes = take_nodes(hidden, drafts.positions.reshape(len(hidden), -1), axis=1)
         return lm_head(frozen, target_config, at_nodes.reshape(num, -1)), base, draft_logits
@@ -99,10 +98,7 @@ def chains_of_states(key: jax.Array, models: Models, drafts: Drafts, root: Int[A
     told = method_of(config).token_information
     base = base_logits(params, config, frozen, target_config, drafts.states.reshape(drafts.mask.size, -1))
     base = base.reshape(*drafts.mask.shape, -1)
-    added_by = None
-    if told is not None:
-        slots = told.slots(params, config, drafts.states, base)
-        added_by = functools.partial(told.inject, params, config, slots)
+    added_by = None if told is None else functools.partial(told.inject, params, config)
     return on_policy.sample_chains(key, base, root, added_by, params.get("draft_to_target"))
 
 

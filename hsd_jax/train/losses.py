@@ -92,27 +92,6 @@ def total_variation(
     return jnp.sum(jnp.maximum(jnp.exp(draft_logp) - jnp.exp(target_logp), 0.0), -1)
 
 
-def choice(
-    target_logits: Float[Array, "... V"],
-    draft_logits: Float[Array, "... C"],
-    base: Float[Array, "... C"],
-    count: int,
-    draft_to_target: DraftToTarget = None,
-) -> Float[Array, "..."]:
-    """p(S) KL(p_S || q_S) in nats, of both given that the token is in S: the `count` likeliest by the base logits.
-
-    `forward_kl` is this, and how much q gives to the tokens outside S and how. As there a node weighs as much as S has
-    of p: where the token is another, there is nothing to choose. (DFlash2 trains its selector by such a 16-way cross
-    entropy beside the one over the vocabulary.)
-    """
-    _, columns = lax.top_k(lax.stop_gradient(base), min(count, base.shape[-1]))
-    tokens = columns if draft_to_target is None else draft_to_target[columns]
-    target_logp = jax.nn.log_softmax(lax.stop_gradient(target_logits).astype(jnp.float32), -1)
-    target_logp = jnp.take_along_axis(target_logp, tokens, -1)
-    draft_logp = jax.nn.log_softmax(jnp.take_along_axis(draft_logits.astype(jnp.float32), columns, -1), -1)
-    return jnp.sum(jnp.exp(target_logp) * (jax.nn.log_softmax(target_logp, -1) - draft_logp), -1)
-
-
 CE_SHARE = 0.1
 
 

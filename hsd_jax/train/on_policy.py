@@ -51,7 +51,7 @@ def sample_chains(
     for depth in range(base.shape[2] - 1):
         logits = base[:, :, depth]
         if inject is not None:
-            added, above = inject(depth, previous, above)
+            added, above = inject(previous, above)
             logits += added
         previous = draw(jax.random.fold_in(key, depth), logits, draft_to_target)
         chain.append(previous)

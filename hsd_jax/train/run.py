@@ -29,6 +29,7 @@ from hsd_jax.files import is_writer, replace_folder, write_json
 from hsd_jax.models import convert, draft_vocab
 from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.placement import Placement
+from hsd_jax.models.target import init_target
 from hsd_jax.params import Params, end_tokens
 from hsd_jax.train import data, distill, drafter, evaluate, features, frequent_tokens, manifest, target
 from hsd_jax.train.curves import draw_curves
@@ -100,7 +101,7 @@ def train_drafter(
     folder = out / "drafter"
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: is a file; the drafter is to become a folder there")
-    params = init_drafter(jax.random.key(train.seed), drafter_config)
+    params = init_drafter(jax.random.key(train.seed), drafter_config, frozen["embedding"])
     report(about_rows)
     describe(report, "drafter", params, rows, train)
     if isinstance(drafter_config, TrunkConfig):  # others have no attention
@@ -181,11 +182,12 @@ def train_target(
         )
     rows = read_rows(data_files, tokenizer_dir, recipe.train, recipe.data, recipe.model)
     about: dict[str, Any] = {"tokenizer": manifest.fingerprints([tokenizer_dir / "tokenizer.json"])}
-    params = target.first_weights(recipe, start_dir)
-    if start_dir is not None:
-        about["start"] = convert.weights_hash(params)
+    start = None if start_dir is None else target.grown_from(start_dir, recipe.model)
+    if start is not None:
+        about["start"] = convert.weights_hash(start)
     claims = manifest.check(out, force, recipe, kind="target", **about, files=manifest.fingerprints(data_files))
     check_same("recipe and data of the run", repr(claims))
+    params = init_target(jax.random.key(recipe.train.seed), recipe.model) if start is None else start
     report(rows.describe())
     describe(report, "target", params, rows, recipe.train)
     is_sliding = all(recipe.model.layer_type(i) == SLIDING for i in range(recipe.model.num_layers))

@@ -1,4 +1,4 @@
-"""Training a target language model, from scratch or from a shallower one: its recipe, its first weights, and next-token
+"""Training a target language model, from scratch or from a shallower one: its recipe, how it is grown, and next-token
 cross-entropy on packed text.
 
 Read next: `run.py`.
@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 from hsd_jax.models import convert
-from hsd_jax.models.target import forward_sequence, init_target
+from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import MOST, Count, Within, fits
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.loop import LoopConfig
@@ -53,16 +53,14 @@ class TargetRecipe:
         return settings.read(cls, values, where)
 
 
-def first_weights(recipe: TargetRecipe, start_dir: str | Path | None) -> Weights:
-    """Random weights, or those of the model in `start_dir`, grown to the recipe's depth.
+def grown_from(start_dir: str | Path, deeper: ModelConfig) -> Weights:
+    """The weights of the model in `start_dir`, grown to more layers.
 
     Raises:
       FileNotFoundError: if there is no such model.
-      ValueError: naming what of it the recipe has otherwise.
+      ValueError: naming what of it the deeper one has otherwise.
     """
-    if start_dir is None:
-        return init_target(jax.random.key(recipe.train.seed), recipe.model)
-    config, deeper = convert.read_config(start_dir), recipe.model
+    config = convert.read_config(start_dir)
     sources = layer_sources(config.num_layers, deeper.num_layers)
     own, wanted = dataclasses.asdict(config), dataclasses.asdict(deeper)
     own["layer_types"] = [config.layer_type(layer) for layer in sources]
@@ -80,7 +78,9 @@ def layer_sources(num_layers: int, deeper: int) -> list[int]:
       ValueError: if there are fewer than before.
     """
     if deeper < num_layers:
-        raise ValueError(f"model.num_layers={deeper}: the model to start from has {num_layers}; allowed are more")
+        raise ValueError(
+            f"model.num_layers={deeper}: the model to start from has {num_layers}; allowed are as many and more"
+        )
     return [layer * num_layers // deeper for layer in range(deeper)]
 
 

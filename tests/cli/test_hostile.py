@@ -161,9 +161,6 @@ BAD_DRAFTER = {
     "feature_layers": [5, "x", [1, 0], [-1], [True]],
     "reduced_vocab_size": [0, "5", 10**12],
     "trunk": [5, "tree", []],
-    "slots": [5, "tree", [], "mask"],
-    "slot_mixing": ["no", 1, True],
-    "feature_keys": ["no", 1, True],
     "kind": ["small_lm", None],
     "committed_embeddings": ["no"],
     "rope": [5, [], {"theta": "x"}, {"theta": float("inf")}, {"base": 1}, {"kind": "yarn"}],
@@ -527,7 +524,7 @@ def test_a_refused_recipe_leaves_no_claim(folders, tmp_path, monkeypatch):
 
     monkeypatch.setattr(run, "fit", refused)
     monkeypatch.setattr(manifest, "_revision", lambda: "r")
-    monkeypatch.setattr(run.target, "first_weights", lambda recipe, start_dir: {})
+    monkeypatch.setattr(run, "init_target", lambda key, config: {})
     (tmp_path / "data.txt").write_text("the cat sat on the mat and the dog ran\n" * 200)
     arguments = [tmp_path / "data.txt"], tmp_path / "out"
     values = {"model": MODEL, "vocab_size": 280, "train": {"length": 8, "batch": 2}}

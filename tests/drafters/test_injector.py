@@ -18,20 +18,17 @@ from oracles import injector as oracle
 from oracles.tree import grow_paths, log_softmax
 from support import calls, setups, toy
 
-from hsd_jax.config import DrafterConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import DrafterConfig, TreeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.config import PATH, PREVIOUS
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
-from hsd_jax.drafters.hidden.weights import NO_SLOTS, inject, read_paths, read_tree, token_bias
-from hsd_jax.drafters.rescored.scorers import make_scorer
+from hsd_jax.drafters.hidden.weights import FIRST_SIZE, inject, read_paths, read_tree, token_bias
 from hsd_jax.drafters.table import init_drafter, pictures_of
-from hsd_jax.models.trunk import base_logits, normed_states
+from hsd_jax.models.trunk import base_logits
 from hsd_jax.train.trained import started_from
 from hsd_jax.types import DrawScheme, RoundInputs
 
-ARMS = ["gated", "shortlist"]
-"""Proposers whose token information knows more than the path."""
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -66,7 +63,7 @@ def test_the_recurrence_is_that_of_plain_loops():
     for k in range(4):
         wanted = biases(weights["injector"], paths[..., : k + 1].reshape(15, -1), config.norm_eps).reshape(3, 5, -1)
         np.testing.assert_allclose(found[:, :, k], wanted, **TOLERANCE)
-        step, above = inject(weights, config, NO_SLOTS, k, jnp.asarray(paths[..., k]), above)
+        step, above = inject(weights, config, jnp.asarray(paths[..., k]), above)
         np.testing.assert_allclose(step, wanted, **TOLERANCE)
     tokens, parents = np.array([[3, 5, 5, 1, 1, 9, 2]]), np.array([[-1, 0, 0, 1, 2, 4, 5]])
     read = read_tree(weights, config, jnp.asarray(tokens), jnp.asarray(parents), 4)
@@ -81,8 +78,7 @@ def test_the_recurrence_is_that_of_plain_loops():
 
 @functools.cache
 def mid_state(proposer: str = "path"):
-    """Models and the decode state of six rows after three rounds, the roots, and base logits and normed states of four
-    depths."""
+    """Models and the decode state of six rows after three rounds, the roots, and base logits of four depths."""
     setup, call = setups.setup("llama", proposer), calls.mixed_call()
     state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 3)
     position = state.length - 1
@@ -92,17 +88,14 @@ def mid_state(proposer: str = "path"):
     @jax.jit
     def logits(models, state):
         states, _ = trunk_states(models, setup.config, config, 4, state)
-        drafter = models["drafter"]
-        base = base_logits(drafter, config, models["target"], setup.config, states)
-        return base, normed_states(drafter, config, states)
+        return base_logits(models["drafter"], config, models["target"], setup.config, states)
 
-    found = jax.tree.map(lambda x: np.asarray(x, np.float64), logits(setup.models, state.drafter))
-    return setup, state, root, position, *found
+    return setup, state, root, position, np.asarray(logits(setup.models, state.drafter), np.float64)
 
 
-def drawn(scheme: DrawScheme, tree: TreeConfig, config: DrafterConfig, injector=None, proposer: str = "path"):
+def drawn(scheme: DrawScheme, tree: TreeConfig, config: DrafterConfig, injector=None):
     """The trees that these drafters draw at temperature 1, one greedily so, and `node_logp` of them."""
-    setup, state, root, position, *_ = mid_state(proposer)
+    setup, state, root, position, _ = mid_state()
     drafter = hidden_drafter(setup.config, config, tree, scheme=scheme)
     shown = pictures_of(setup.config, config, tree)
     models = setup.models
@@ -127,7 +120,7 @@ CHAIN = TreeConfig(nodes=5, depth=4, width=1)
 @pytest.mark.parametrize("tree", [BEAM, CHAIN], ids=["beam", "chain"])
 def test_a_beam_knows_its_paths(tree):
     """Against the oracle's beam, whose logits are those of whole paths; rows without a feature are left out."""
-    setup, state, root, _, base, _ = mid_state()
+    setup, state, root, _, base = mid_state()
     config, injector = setup.drafter_config, setup.models["drafter"]["injector"]
     found, logp = drawn(DrawScheme.ARBITRARY, tree, config)
     differs = False
@@ -147,66 +140,17 @@ def test_a_beam_knows_its_paths(tree):
     assert differs
 
 
-@pytest.mark.parametrize("proposer", ["path", *ARMS])
 @pytest.mark.parametrize("scheme", [DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT])
-def test_drawn_trees_carry_the_distribution_of_their_paths(scheme, proposer):
+def test_drawn_trees_carry_the_distribution_of_their_paths(scheme):
     """What the recursive rule judges by is what the children were drawn from."""
-    setup, state, _, _, base, normed = mid_state(proposer)
+    setup, state, _, _, base = mid_state()
     config, injector = setup.drafter_config, setup.models["drafter"]["injector"]
-    found, _ = drawn(scheme, DRAWN, config, proposer=proposer)
+    found, _ = drawn(scheme, DRAWN, config)
     for row in np.flatnonzero(state.drafter.num_pending):
         for node, path in enumerate(paths_of(found.tokens[row], found.parents[row])):
             if found.depth[row, node] < DRAWN.depth and found.valid[row, node]:
-                slot = row, len(path) - 1
-                added = oracle.bias(injector, path, config.norm_eps, normed[slot])
-                logits = base[slot] + oracle.shortlisted(added, base[slot], config.shortlist)
+                logits = base[row, len(path) - 1] + oracle.bias(injector, path, config.norm_eps)
                 np.testing.assert_allclose(found.draft_logp[row, node], log_softmax(logits), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize("tree", [BEAM, CHAIN], ids=["beam", "chain"])
-def test_pictures_know_the_slots_of_nodes(tree, arm):
-    """Of a beam: what a node says of its children is what the oracle says, with the state of its depth."""
-    setup, state, _, _, base, normed = mid_state(arm)
-    config, injector = setup.drafter_config, setup.models["drafter"]["injector"]
-    found, logp = drawn(DrawScheme.ARBITRARY, tree, config, proposer=arm)
-    for row in np.flatnonzero(state.drafter.num_pending):
-        for node, path in list(enumerate(paths_of(found.tokens[row], found.parents[row])))[1:]:
-            slot = row, len(path) - 2
-            added = oracle.bias(injector, path[:-1], config.norm_eps, normed[slot])
-            logits = base[slot] + oracle.shortlisted(added, base[slot], config.shortlist)
-            np.testing.assert_allclose(logp[row, node], log_softmax(logits)[path[-1]], **TOLERANCE)
-
-
-@pytest.mark.parametrize("scheme", [DrawScheme.ARBITRARY, DrawScheme.COUPLED, DrawScheme.WITHOUT_REPLACEMENT])
-def test_a_gate_of_zeros_changes_no_bit(scheme):
-    """H of zeros drafts what the drafter drafts that has none; some H does not. Spare states have no gate."""
-    setup, *_ = mid_state("gated")
-    config, injector = setup.drafter_config, dict(setup.models["drafter"]["injector"])
-    tree = DRAWN if scheme is not DrawScheme.ARBITRARY else BEAM
-    gated = drawn(scheme, tree, config, proposer="gated")
-    zero = drawn(scheme, tree, config, injector | {"gate": jnp.zeros_like(injector.pop("gate"))}, "gated")
-    without = drawn(scheme, tree, dataclasses.replace(config, gated=False), injector, "gated")
-    jax.tree.map(np.testing.assert_array_equal, zero, without)
-    assert (gated[0].tokens != zero[0].tokens).any()
-    with pytest.raises(ValueError, match=r"reuse='sum' with model\.gated"):
-        hidden_drafter(setup.config, config, tree, reuse=ReuseConfig("sum"))
-    with pytest.raises(ValueError, match=r"scorer: token information trained with model\.gated"):
-        make_scorer(config, tree.depth, jnp.float32)
-
-
-@pytest.mark.parametrize("scheme", [DrawScheme.ARBITRARY, DrawScheme.COUPLED, DrawScheme.WITHOUT_REPLACEMENT])
-def test_a_shortlist_begins_as_none_and_of_all_tokens_is_none(scheme):
-    """A new W2 adds nothing, so every bit is as without; a shortlist of the whole vocabulary adds what W2 does."""
-    setup, *_ = mid_state("shortlist")
-    config, injector = setup.drafter_config, setup.models["drafter"]["injector"]
-    tree, whole = DRAWN if scheme is not DrawScheme.ARBITRARY else BEAM, dataclasses.replace(config, shortlist=0)
-    new = injector | {"bias": jnp.zeros_like(injector["bias"])}
-    grown = functools.partial(drawn, scheme, tree, proposer="shortlist")
-    jax.tree.map(np.testing.assert_array_equal, grown(config, new), grown(whole, new))
-    of_all, wanted = grown(dataclasses.replace(config, shortlist=toy.VOCAB), injector), grown(whole, injector)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, **TOLERANCE), of_all, wanted)
-    assert (grown(config, injector)[0].tokens != wanted[0].tokens).any()
 
 
 @pytest.mark.parametrize(
@@ -222,6 +166,31 @@ def test_without_a_recurrence_nothing_changes(scheme):
     without = drawn(scheme, tree, dataclasses.replace(config, injection=PREVIOUS), injector)
     jax.tree.map(np.testing.assert_array_equal, zero, without)
     assert (recurrent[0].tokens != zero[0].tokens).any()
+
+
+def test_token_information_begins_with_the_targets_embeddings():
+    """W1's rows are, but for their length, the embeddings seen from their mean, in as many directions as there are."""
+    config, _ = random_injector()
+    fresh = init_drafter(jax.random.key(0), config)
+    rank, rng = config.rank, np.random.default_rng(0)
+    for width in (rank, rank + 3):  # with more directions than the rank those that vary most are kept
+        scale = np.where(np.arange(width) < rank, 1.0, 1e-3)
+        rotation = np.linalg.qr(rng.normal(size=(width, width)))[0]
+        embedding = 5.0 + (rng.normal(size=(config.vocab_size, width)) * scale) @ rotation
+        begun = init_drafter(jax.random.key(0), config, jnp.asarray(embedding, jnp.float32))
+        rows = np.asarray(begun["injector"].pop("previous"), np.float64)
+        np.testing.assert_allclose(np.sqrt((rows**2).mean(-1)), FIRST_SIZE, rtol=1e-4)
+        centred = embedding - embedding.mean(0)
+        lengths = np.linalg.norm(centred, axis=1)
+        cosines = centred @ centred.T / lengths / lengths[:, None]
+        np.testing.assert_allclose(rows @ rows.T / (rank * FIRST_SIZE**2), cosines, atol=2e-2)
+        others = {**fresh, "injector": {k: v for k, v in fresh["injector"].items() if k != "previous"}}
+        jax.tree.map(np.testing.assert_array_equal, begun, others)
+    narrow = init_drafter(jax.random.key(0), config, jnp.asarray(rng.normal(size=(config.vocab_size, 2)), jnp.float32))
+    rows = np.asarray(narrow["injector"]["previous"])
+    assert np.linalg.matrix_rank(rows) == rank  # the other columns are random
+    none = dataclasses.replace(config, rank=0)
+    assert "injector" not in init_drafter(jax.random.key(0), none, jnp.ones((config.vocab_size, 4)))
 
 
 def test_a_drafter_begins_as_the_one_it_starts_from(tmp_path):

@@ -19,17 +19,7 @@ from hsd_jax.drafters.table import METHODS
 from hsd_jax.infer.accept import RULES
 from hsd_jax.types import DRAWN_SCHEMES, NO_TOKEN, DrawScheme
 
-PROPOSERS = [
-    "beam",
-    "branching",
-    "chain",
-    "gated",
-    "shortlist",
-    "steered",
-    "block",
-    setups.CHAIN_ORACLE,
-    setups.DECOYS_ORACLE,
-]
+PROPOSERS = ["beam", "branching", "chain", "steered", "block", setups.CHAIN_ORACLE, setups.DECOYS_ORACLE]
 BASELINES = [*setups.CHAINS, "pearl", "sd2", "small_lm_branching", "eagle", "medusa"]
 REUSE_PROPOSERS = ["ahead", "hot_sum", "steered_block_skip", "path_sum"]
 RESCORED = ["rescored_ngram", "rescored_lm"]
@@ -45,9 +35,6 @@ SLOW_PROPOSERS += [
     "hot_path",
     "hot",
     "block_layers",
-    "block_keys",
-    "block_mask",
-    "block_mixing",
     "path",
 ]
 SLOW_PROPOSERS += [*sorted({*setups.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]

@@ -707,6 +707,28 @@ def test_drafter_folders_of_a_form_of_reuse_that_is_gone(tmp_path, has_mix):
         drafter_files.read_drafter(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("key", "plain", "other"),
+    [
+        ("slots", "last", "mask"),
+        ("shortlist", 0, 16),
+        *((key, False, True) for key in ("feature_keys", "slot_mixing", "gated")),
+    ],
+)
+def test_drafter_folders_of_experiments_that_are_gone(tmp_path, key, plain, other):
+    """A setting that changed nothing is not read; one that did something is refused."""
+    weights = random_weights(init_drafter, DRAFTER)
+    drafter_files.save_drafter(tmp_path, DRAFTER, weights)
+    path = tmp_path / "drafter_config.json"
+    edit_json(path, **{key: plain})
+    config, read = drafter_files.read_drafter(tmp_path)
+    assert config == DRAFTER and same_tree(read, weights)
+    edit_json(path, **{key: other})
+    with pytest.raises(ValueError, match=rf"{key}={other!r}: .* allowed is {plain!r}") as raised:
+        drafter_files.read_drafter(tmp_path)
+    assert str(path) in str(raised.value)
+
+
 def test_bad_drafter_files(tmp_path):
     drafter_files.save_drafter(tmp_path, DRAFTER, random_weights(init_drafter, DRAFTER))
     config, file = tmp_path / "drafter_config.json", tmp_path / "drafter.safetensors"

@@ -22,7 +22,7 @@ from hsd_jax.bench import prompts
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
-from hsd_jax.drafters.hidden.weights import NO_SLOTS, inject, read_tree, token_bias
+from hsd_jax.drafters.hidden.weights import inject, read_tree, token_bias
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import base_logits
@@ -96,7 +96,7 @@ def _drafted(models, state, root, noise, *rest):
         drafter = hidden_drafter(p.target_config, p.drafter_config, p.tree)
         tree, _ = drafter.draft(models, state, RoundInputs(root, *rest))
     else:
-        added_by = functools.partial(inject, weights, p.drafter_config, NO_SLOTS)
+        added_by = functools.partial(inject, weights, p.drafter_config)
         grower = Grower(p.tree, DrawScheme.ARBITRARY, vocab)
         tree = grower.grow_token_free(base + noise, added_by, RoundInputs(root, *rest), draft_to_target)
     level = jnp.minimum(tree.depth[0], p.tree.depth - 1)  # a leaf at the bottom has no distribution

@@ -100,7 +100,6 @@ SMALL, MIDDLE = TreeConfig(nodes=6, depth=2, width=2), TreeConfig(nodes=8, depth
 DRAWN_BEAM = TreeConfig(nodes=9, depth=3, width=3)
 BRANCHING, SMALL_BRANCHING = TreeConfig(branching=(3, 2, 1)), TreeConfig(branching=(2, 2))
 BLOCK, PATHS = {"trunk": PARALLEL}, {"injection": PATH}
-KEYS = BLOCK | {"feature_keys": True, "num_layers": 2, "feature_layers": (0, 1)}
 HEADS = {"kind": "medusa"}
 CHAIN_ORACLE, DECOYS_ORACLE = "chain_oracle", "decoys_oracle"
 DRAFT_TO_TARGET = np.flatnonzero(np.arange(VOCAB) % 3 != 1).astype(np.int32)
@@ -127,9 +126,6 @@ _READING = [
     Proposer("layers", SMALL, {"feature_layers": (0, 1)}),
     Proposer("hot", MIDDLE, is_restricted=True),
     Proposer("block", BEAM, BLOCK | {"num_layers": 2}),
-    Proposer("block_mask", BEAM, BLOCK | {"slots": "mask", "num_layers": 2}),
-    Proposer("block_mixing", BEAM, BLOCK | {"slot_mixing": True, "num_layers": 2}),
-    Proposer("block_keys", BEAM, KEYS),
     Proposer("block_layers", SMALL, BLOCK | {"feature_layers": (0, 1), "committed_embeddings": False}),
     Proposer("eagle", BEAM, {"kind": "eagle"}),
     Proposer("eagle_layers", SMALL, {"kind": "eagle", "feature_layers": (0, 1)}),
@@ -137,9 +133,6 @@ _READING = [
     Proposer("path", TreeConfig(nodes=12, depth=4, width=3), PATHS),
     Proposer("path_chain", CHAIN_OF_4, PATHS),
     Proposer("hot_path", MIDDLE, PATHS, is_restricted=True),
-    Proposer("gated", MIDDLE, PATHS | {"gated": True}),
-    Proposer("shortlist", MIDDLE, PATHS | {"shortlist": 6}),
-    Proposer("hot_shortlist_sum", SMALL, PATHS | {"shortlist": 6}, ReuseConfig(SUM), is_restricted=True),
     Proposer("branching", BRANCHING, PATHS),
     Proposer("block_branching", BRANCHING, BLOCK),
     Proposer("hot_branching", BRANCHING, is_restricted=True),
@@ -154,7 +147,6 @@ _STEERED = [  # the trunk under the oracle's trees, which are deeper
     for one in (
         Proposer(""),
         Proposer("block", None, BLOCK),
-        Proposer("block_keys", None, KEYS),
         Proposer("eagle", None, {"kind": "eagle"}),
         *(one for one in _READING if one.reuse.form in (SKIP, AHEAD)),
     )

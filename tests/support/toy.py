@@ -15,7 +15,7 @@ from hsd_jax.config import (
     TreeConfig,
 )
 from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
-from hsd_jax.drafters.hidden.weights import NO_SLOTS, inject
+from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.drafters.table import METHODS, init_drafter
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models.target import forward_sequence, init_target
@@ -110,10 +110,6 @@ def make_drafter(config: DrafterConfig, target: ModelConfig, weights: Any, seed:
         drafter["injector"]["path"] = jnp.asarray(
             np.random.default_rng(seed).normal(0.0, 0.3 * config.rank**-0.5, (config.rank, config.rank)), jnp.float32
         )
-    if config.gated:
-        drafter["injector"]["gate"] = jnp.asarray(
-            np.random.default_rng(seed).normal(0.0, 3.0, (config.rank, config.hidden_size)), jnp.float32
-        )
     drafter["output_norm"] = {"weight": jnp.full(config.hidden_size, 0.1)}
     return drafter
 
@@ -161,12 +157,12 @@ def markov_target(logits: np.ndarray) -> tuple[ModelConfig, dict[str, Any]]:
 
 def token_info(weights, config: DrafterConfig, previous):
     """The bias of the previous token alone."""
-    return inject(weights, config, NO_SLOTS, 0, previous, None)[0]
+    return inject(weights, config, previous, None)[0]
 
 
 def of_tokens(bias):
     """The `Inject` of a function of the previous tokens alone."""
-    return lambda level, tokens, above: (bias(tokens), None)
+    return lambda tokens, above: (bias(tokens), None)
 
 
 def grow_beam(base_logits, bias, root, config: TreeConfig, draft_to_target=None, num_levels=None):

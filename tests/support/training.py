@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from hsd_jax.drafters.medusa.weights import head_states
 from hsd_jax.drafters.table import init_drafter, make_drafter
 from hsd_jax.infer.decode import drafter_after
 from hsd_jax.models.target import forward_sequence, init_target
-from hsd_jax.models.trunk import base_logits, normed_states, trunk_features
+from hsd_jax.models.trunk import base_logits, trunk_features
 from hsd_jax.train import drafter
 
 TARGET = ModelConfig(29, 24, 2, 4, 2, 8, 40, tie_embeddings=True, embed_scale=1.5)
@@ -125,20 +124,11 @@ def logits_of_states(models, config: DrafterConfig, states):
 
 def logits_of_round(models, config: DrafterConfig, rows, length, previous):
     """The drafter's logits [B, K, V] behind prompts of `length` tokens, with the previous token of each depth given."""
-    states = states_of_rounds(models, rows, config, 32, length)
-    base = np.asarray(logits_of_states(models, config, states))
+    base = np.asarray(logits_of_states(models, config, states_of_rounds(models, rows, config, 32, length)))
     if "injector" not in models["drafter"]:
         return base
     weights, paths = models["drafter"]["injector"], [[row[: k + 1] for k in range(len(row))] for row in previous]
-    normed = np.asarray(normed_states(models["drafter"], config, states), np.float64)
-
-    def added(path, state, base):
-        return injector.shortlisted(injector.bias(weights, path, config.norm_eps, state), base, config.shortlist)
-
-    slots = zip(
-        itertools.chain(*paths), normed.reshape(-1, normed.shape[-1]), base.reshape(-1, base.shape[-1]), strict=True
-    )
-    return base + np.array([added(*slot) for slot in slots]).reshape(base.shape)
+    return base + np.array([[injector.bias(weights, path, config.norm_eps) for path in row] for row in paths])
 
 
 def counted(models, config: DrafterConfig, rows: np.ndarray, mask: np.ndarray) -> tuple[float, np.ndarray]:

@@ -34,7 +34,9 @@ def test_layers_are_spread_evenly():
     assert target.layer_sources(2, 5) == [0, 0, 0, 1, 1]
     assert target.layer_sources(6, 24) == [i for i in range(6) for _ in range(4)]
     assert target.layer_sources(3, 3) == [0, 1, 2]
-    with pytest.raises(ValueError, match=r"model\.num_layers=2: the model to start from has 3; allowed are more"):
+    with pytest.raises(
+        ValueError, match=r"model\.num_layers=2: the model to start from has 3; allowed are as many and more"
+    ):
         target.layer_sources(3, 2)
 
 

@@ -197,23 +197,3 @@ def test_depth_weights_of_trees_that_start_from_old_states():
 def test_progress():
     at = functools.partial(losses.progress, num_steps=8)
     assert [float(at(jnp.int32(step))) for step in (0, 2, 8, 9, 1000)] == [0.0, 0.25, 1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize("hot", [None, np.array([0, 2, 3, 5, 7, 8, 10, 12])], ids=["whole", "hot"])
-def test_the_choice_among_the_likeliest_by_loops(hot):
-    """Given S, weighed by how often the target says one of S; no gradient comes back by the base logits."""
-    target, draft = random_logits(scale=2.0)
-    columns = np.arange(13) if hot is None else hot
-    draft, base = draft[..., columns], random_logits(seed=1)[0][..., columns]
-    ids = None if hot is None else jnp.asarray(hot)
-    for count in (4, 99):
-        found, wanted = np.asarray(losses.choice(target, draft, base, count, ids)), np.zeros((3, 5))
-        for node in np.ndindex(3, 5):
-            chosen = np.argsort(-np.asarray(base[node]))[:count]
-            p = np.exp(oracle.log_softmax(target[node]))[columns[chosen]]
-            q = np.exp(oracle.log_softmax(np.asarray(draft[node])[chosen]))
-            wanted[node] = p.sum() * oracle.kl(p / p.sum(), q)
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
-        assert (found <= losses.forward_kl(target, draft, ids) + 1e-5).all() or hot is not None
-    slopes = jax.grad(lambda *logits: losses.choice(*logits, 4, ids).sum(), (0, 1, 2))(target, draft, base)
-    assert [bool(np.any(slope)) for slope in slopes] == [False, True, False]

@@ -109,7 +109,7 @@ def test_chains_carry_what_was_read_of_their_path():
     """A bias that leaves no choice: the next token is one more than the sum of those before."""
     vocab, root = 11, np.array([[1, 4, 7]])
 
-    def bias(level, tokens, above):
+    def bias(tokens, above):
         read = tokens if above is None else tokens + above
         return 1e3 * jax.nn.one_hot((read + 1) % vocab, vocab), read
 
@@ -157,8 +157,6 @@ def key_of(share: float, wanted: bool) -> int:
     [
         pytest.param(None, {"injection": "previous"}, id="all", marks=pytest.mark.slow),
         pytest.param(None, {"injection": "path"}, id="path"),
-        pytest.param(None, {"injection": "path", "gated": True}, id="gated", marks=pytest.mark.slow),
-        pytest.param(EVEN, {"injection": "path", "shortlist": 4}, id="shortlist", marks=pytest.mark.slow),
         pytest.param(EVEN, {"injection": "previous"}, id="hot", marks=pytest.mark.slow),
         pytest.param(None, HEADS, id="heads"),
         pytest.param(EVEN, HEADS, id="hot_heads", marks=pytest.mark.slow),

@@ -269,6 +269,7 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard
     assert any("starting from" in line and line.endswith(changes) for line in lines)
     config, weights = drafter_files.read_drafter(tmp_path / "run" / "drafter")
     given = drafter_files.read_drafter(start)[1]
+    assert np.sqrt(np.mean(given["injector"]["previous"] ** 2)) < 0.5  # it began with the target's embeddings
     assert config.trunk == "parallel" and weights["trunk"].pop("slots").shape == (3, 16)
     given["trunk"].pop("no_token")
     jax.tree.map(np.testing.assert_array_equal, weights, given)

@@ -9,7 +9,7 @@ from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter, lattice, pictures
 from hsd_jax.drafters.hidden.schedule import aged
 from hsd_jax.drafters.hidden.stages import stages
-from hsd_jax.drafters.hidden.weights import init_weights, inject, read_paths, slots_of, token_bias
+from hsd_jax.drafters.hidden.weights import begin_from, init_weights, inject, read_paths, token_bias
 from hsd_jax.drafters.method import Method, TokenInformation
 from hsd_jax.drafters.shared import chain_of_training
 from hsd_jax.models.unroll import unroll
@@ -25,9 +25,8 @@ def drafting_seconds(costs: Any, config: HiddenConfig, batch: int, tree: TreeCon
     else:
         states = float(costs.product(trunk, batch * 0.9 * tree.depth, size)) + per_pass + 30 * small
     logits = float(costs.product(config.draft_vocab_size * config.hidden_size, batch * tree.depth, size))
-    gate = float(costs.product(config.rank * config.hidden_size, batch * tree.depth, size)) if config.gated else 0.0
-    bias = costs.product(config.rank * (config.shortlist or config.draft_vocab_size), batch * tree.most_expanded, size)
-    return states + logits + gate + tree.depth * float(bias + 12 * small)
+    bias = costs.product(config.rank * config.draft_vocab_size, batch * tree.most_expanded, size)
+    return states + logits + tree.depth * float(bias + 12 * small)
 
 
 HIDDEN = Method(
@@ -39,7 +38,7 @@ HIDDEN = Method(
     reuses=REUSES,
     init_weights=init_weights,
     unroll=unroll,
-    token_information=TokenInformation(slots_of, inject, read_paths, token_bias),
+    token_information=TokenInformation(inject, read_paths, token_bias, begin_from),
     lattice=lattice,
     stages=stages,
     aged=aged,

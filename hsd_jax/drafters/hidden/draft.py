@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.config import AHEAD, NO_REUSE, NONE, SKIP, UNFUSED, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.schedule import Levels, append_pending, make_schedule, run_trunk, spares_of
-from hsd_jax.drafters.hidden.weights import inject, level_slots, read_tree, slots_of, token_bias
+from hsd_jax.drafters.hidden.schedule import append_pending, make_schedule, run_trunk, spares_of
+from hsd_jax.drafters.hidden.weights import inject, read_tree, token_bias
 from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.shared import logp_of_tokens
 from hsd_jax.drafters.trunk_state import TrunkState, trunk_drafter
@@ -59,8 +59,7 @@ def hidden_drafter(
     def draft(models, state: TrunkState, inputs: RoundInputs):
         levels, state = levels_of_round(models, state)
         with jax.named_scope("tree"):
-            slots = level_slots(models["drafter"], config, levels.states, levels.logits)
-            added_by = functools.partial(inject, models["drafter"], config, slots)
+            added_by = functools.partial(inject, models["drafter"], config)
             draft_to_target = models["drafter"].get("draft_to_target")
             return grower.grow_token_free(levels.logits, added_by, inputs, draft_to_target, levels.num), state
 
@@ -100,10 +99,7 @@ def lattice(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig) 
 
     def levels(models, state: TrunkState):
         fresh, state = levels_of_round(models, state)
-        if not config.rank:
-            return fresh.logits, None, state
-        slots = level_slots(models["drafter"], config, fresh.states, fresh.logits)
-        return fresh.logits, functools.partial(inject, models["drafter"], config, slots), state
+        return fresh.logits, functools.partial(inject, models["drafter"], config) if config.rank else None, state
 
     return levels
 
@@ -114,7 +110,7 @@ def pictures(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig,
 
     def node_logp(models, state: TrunkState, drafted: DraftTree, sampling: SamplingParams):
         levels, _ = levels_of_round(models, state)
-        return _logp_of_nodes(models["drafter"], config, levels, drafted, sharpness(sampling.temperature))
+        return _logp_of_nodes(models["drafter"], config, levels.logits, drafted, sharpness(sampling.temperature))
 
     def node_origins(state: TrunkState, drafted: DraftTree):
         return reuse_lib.origins(reuse, spares_of(state), drafted, config.num_steps, tree.depth)
@@ -123,13 +119,11 @@ def pictures(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig,
 
 
 def _logp_of_nodes(
-    weights, config: HiddenConfig, levels: Levels, drafted: DraftTree, scale: Float[Array, "B"]
+    weights, config: HiddenConfig, logits: Float[Array, "B D C"], drafted: DraftTree, scale: Float[Array, "B"]
 ) -> Float[Array, "B N"]:
     """Log-probability of each node given its parent, 0 for the root."""
     depth_index = jnp.maximum(drafted.depth - 1, 0)[:, :, None]
-    slots = slots_of(weights, config, levels.states, levels.logits)
-    logits, slots = jax.tree.map(lambda x: jnp.take_along_axis(x, depth_index, 1), (levels.logits, slots))
-    read = read_tree(weights, config, drafted.tokens, drafted.parents, levels.logits.shape[1])
-    added = token_bias(weights, config, cache_lib.take_nodes(read, jnp.maximum(drafted.parents, 0), axis=1), slots)
-    scaled = scale[:, None, None] * (logits + added)
+    read = read_tree(weights, config, drafted.tokens, drafted.parents, logits.shape[1])
+    added = token_bias(weights, config, cache_lib.take_nodes(read, jnp.maximum(drafted.parents, 0), axis=1))
+    scaled = scale[:, None, None] * (jnp.take_along_axis(logits, depth_index, 1) + added)
     return logp_of_tokens(scaled, drafted, weights.get("draft_to_target"))

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import AHEAD, NONE, SKIP, SUM, UNFUSED, DrafterConfig, ReuseConfig, TreeConfig
-from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.types import DraftTree
 
@@ -118,11 +117,6 @@ def check_reuse(reuse: ReuseConfig, config: DrafterConfig, tree: TreeConfig) -> 
       ValueError: naming the wrong value and the allowed ones, before anything compiles.
     """
     trained, depth, form = config.num_steps, tree.depth, reuse.form
-    if form != NONE and isinstance(config, HiddenConfig) and config.gated:
-        raise ValueError(
-            f"reuse={str(reuse)!r} with model.gated: of spare states the logits are kept, and a gate reads the states;"
-            f" allowed: {NONE}"
-        )
     if form == AHEAD and reuse.num_states(depth, trained) > trained:
         allowed = f"depth 1 to {(trained - 1) // 2}" if trained >= 3 else "none"
         raise ValueError(

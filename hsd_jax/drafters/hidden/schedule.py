@@ -32,8 +32,6 @@ class Levels(NamedTuple):
     logits: Float[Array, "B D C"]
     num: Int[Array, "B"] | None = None
     """Levels of each row that have logits; None: all."""
-    states: Float[Array, "B D H"] | None = None
-    """Those whose logits these are; None where a round reuses logits."""
 
 
 def run_trunk(
@@ -99,17 +97,21 @@ def make_schedule(
 ) -> Callable[[Any, TrunkState], tuple[Levels, TrunkState]]:
     """`levels_of_round(models, state) -> (levels, state)`: what a round drafts from, and when the trunk runs for it."""
 
-    def read_pending(models, state: TrunkState) -> tuple[Levels, TrunkState]:
-        """What a trunk run says for every row, and the state with the pending features committed."""
+    def read_pending(models, state: TrunkState) -> tuple[Float[Array, "B K C"], TrunkState]:
+        """Base logits of a trunk run for every row, and the state with the pending features committed."""
         with jax.named_scope("trunk"):
             states, cache = trunk_states(models, target_config, config, num_states, state)
         with jax.named_scope("head"):
             logits = base_logits(models["drafter"], config, models["target"], target_config, states)
-        return Levels(logits, states=states), dataclasses.replace(state, cache=cache)
+        return logits, dataclasses.replace(state, cache=cache)
+
+    def drop(models, state: TrunkState):
+        logits, state = read_pending(models, state)
+        return Levels(logits), state
 
     def fuse(models, state: TrunkState):
         """SUM: old and new states take part in one tree, so one target pass judges both."""
-        (fresh, *_), after = read_pending(models, state)
+        fresh, after = read_pending(models, state)
         with jax.named_scope("reuse"):
             levels = Levels(reuse_lib.add(fresh, spares_of(state)))
         # Only what a trunk says itself is kept, so no state counts in more than two rounds (methods.md, A8).
@@ -121,7 +123,7 @@ def make_schedule(
         The tree needs nothing of this trunk run, nor the run anything of this round's target pass: they may go side by
         side.
         """
-        (fresh, *_), after = read_pending(models, state)
+        fresh, after = read_pending(models, state)
         levels = Levels(spares_of(state).logits[:, : tree.depth])
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
@@ -153,5 +155,5 @@ def make_schedule(
         )
         return Levels(logits[:, : tree.depth], num=jnp.minimum(num, tree.depth)), state
 
-    schedules = {NONE: read_pending, SUM: fuse, SKIP: run_if_needed, AHEAD: run_ahead, UNFUSED: run_if_needed}
+    schedules = {NONE: drop, SUM: fuse, SKIP: run_if_needed, AHEAD: run_ahead, UNFUSED: run_if_needed}
     return schedules[reuse.form]

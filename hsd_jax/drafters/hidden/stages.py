@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.hidden.schedule import Levels, trunk_states
-from hsd_jax.drafters.hidden.weights import inject, level_slots
+from hsd_jax.drafters.hidden.schedule import trunk_states
+from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.drafters.trunk_state import TrunkState
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models.trunk import base_logits
@@ -19,7 +19,7 @@ from hsd_jax.types import DraftTree, DrawScheme, RoundInputs
 def stages(
     target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, scheme: DrawScheme
 ) -> tuple[Callable, ...]:
-    """`trunk(models, state) -> (states, state)`, `head(models, states) -> levels` and `grow(models, levels, inputs)`.
+    """`trunk(models, state) -> (states, state)`, `head(models, states) -> logits` and `grow(models, logits, inputs)`.
 
     The trunk's cache keeps its length, so that every run does the same work.
     """
@@ -32,12 +32,10 @@ def stages(
         return states, dataclasses.replace(state, cache=cache)
 
     def head(models, states):
-        logits = base_logits(models["drafter"], config, models["target"], target_config, states)
-        return Levels(logits, states=states)
+        return base_logits(models["drafter"], config, models["target"], target_config, states)
 
-    def grow(models, levels: Levels, inputs: RoundInputs) -> DraftTree:
-        slots = level_slots(models["drafter"], config, levels.states, levels.logits)
-        added_by = functools.partial(inject, models["drafter"], config, slots)
-        return grower.grow_token_free(levels.logits, added_by, inputs, models["drafter"].get("draft_to_target"))
+    def grow(models, logits, inputs: RoundInputs) -> DraftTree:
+        added_by = functools.partial(inject, models["drafter"], config)
+        return grower.grow_token_free(logits, added_by, inputs, models["drafter"].get("draft_to_target"))
 
     return trunk, head, grow

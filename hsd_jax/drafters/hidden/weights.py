@@ -6,57 +6,16 @@ The injector adds a low-rank bias after the LM head, from the previous token or 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
+from hsd_jax.distributed import fetch
 from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
-from hsd_jax.kernels.ops import matmul, rms_norm, rows_of, top_k
+from hsd_jax.kernels.ops import matmul, rms_norm, rows_of
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.trunk import init_fusion, init_trunk, normed_states
+from hsd_jax.models.trunk import init_fusion, init_trunk
 from hsd_jax.types import NO_PARENT, Weights
-
-
-class Slots(NamedTuple):
-    """What token information asks of the slots that it corrects."""
-
-    gate: Float[Array, "... r"] | None = None
-    """1 + H h of their normed states: what is read of tokens is multiplied by it. None: it is not gated."""
-    columns: Int[Array, "... S"] | None = None
-    """The likeliest by their base logits: the others keep these. None: all are corrected."""
-
-
-NO_SLOTS = Slots()
-"""It asks nothing."""
-
-
-def slots_of(
-    weights: Weights, config: HiddenConfig, states: Float[Array, "... H"] | None, logits: Float[Array, "... C"]
-) -> Slots:
-    """What it asks of slots whose base logits these are.
-
-    Args:
-      states: before the output norm.
-    """
-    gate, columns = None, None
-    if config.gated:
-        assert states is not None, "others were refused"
-        gate = 1.0 + matmul(normed_states(weights, config, states), weights["injector"]["gate"])
-    if config.shortlist:
-        found = top_k(lax.stop_gradient(logits), min(config.shortlist, logits.shape[-1]))
-        # XLA on CPU would move the slice of a level before the search, and then sort: 2.4 ms in place of 0.04.
-        _, columns, _ = lax.optimization_barrier(found)
-    return Slots(gate, columns)
-
-
-def level_slots(
-    weights: Weights, config: HiddenConfig, states: Float[Array, "B K H"] | None, logits: Float[Array, "B K C"]
-) -> Slots:
-    """The same with an axis of one for the nodes of a level, for trees."""
-    return slots_of(weights, config, None if states is None else states[:, None], logits[:, None])
 
 
 def init_weights(key: jax.Array, config: HiddenConfig) -> Weights:
@@ -75,9 +34,37 @@ def init_weights(key: jax.Array, config: HiddenConfig) -> Weights:
         }
         if config.injection == PATH:
             weights["injector"]["path"] = jnp.zeros((config.rank, config.rank))
-        if config.gated:
-            weights["injector"]["gate"] = jnp.zeros((config.rank, config.hidden_size))
     return weights
+
+
+FIRST_SIZE = 0.2
+"""Root mean square of W1's first rows. `read_token` takes it out again; the smaller, the faster Adam turns them."""
+
+
+def begin_from(weights: Weights, embedding: Float[Array, "V H"]) -> Weights:
+    """Fresh weights whose W1 begins as what tells the target's embeddings apart: their first principal components.
+
+    So tokens that the target takes for alike are read alike from the first step. After 0.2 M tokens of training the
+    demo drafter's loss was 0.31 in place of 0.45 (docs/history.md, session 18). Columns beyond H stay random.
+    """
+    if "injector" not in weights:
+        return weights
+    previous = weights["injector"]["previous"]
+    rank = previous.shape[1]
+
+    @jax.jit
+    def components(embedding):
+        rows = embedding.astype(jnp.float32)
+        rows = rows - rows.mean(0)
+        _, directions = jnp.linalg.eigh(rows.T @ rows)
+        return rows @ directions[:, ::-1][:, :rank]
+
+    def sized(rows):
+        return rows / jnp.maximum(jnp.sqrt(jnp.mean(rows * rows, -1, keepdims=True)), 1e-6)
+
+    rows = sized(jnp.asarray(fetch(components(embedding))))
+    rows = FIRST_SIZE * sized(previous.at[:, : rows.shape[1]].set(rows))
+    return {**weights, "injector": {**weights["injector"], "previous": rows}}
 
 
 def read_token(
@@ -97,44 +84,25 @@ def read_token(
     return rms_norm(row, weights["injector"]["norm"], config.norm_eps)
 
 
-def token_bias(
-    weights: Weights, config: HiddenConfig, read: Float[Array, "... r"], slots: Slots = NO_SLOTS
-) -> Float[Array, "... C"]:
-    """The bias after a token: what is read, gated by the slot, . W2; C are the tokens that may be drafted.
+def token_bias(weights: Weights, config: HiddenConfig, read: Float[Array, "... r"]) -> Float[Array, "... C"]:
+    """The bias after a token: what the injector has read . W2; C are the tokens that may be drafted.
 
-    The gate multiplies what W2 reads, not what is handed on along the path: that is the same whatever the states.
     A drafter of rank 0 was trained without token information.
     """
     if config.rank == 0:
         return jnp.zeros((*read.shape[:-1], config.draft_vocab_size))
-    if slots.gate is not None:
-        read = read * slots.gate
-    if slots.columns is None:
-        return matmul(read, weights["injector"]["bias"])
-    # Not by W2 whole: width x S x r a level in place of width x C x r.
-    added = jnp.einsum("...sr,...r->...s", rows_of(weights["injector"]["bias"], slots.columns), read)
-    nothing, columns = (
-        jnp.zeros((*read.shape[:-1], config.draft_vocab_size)),
-        jnp.broadcast_to(slots.columns, added.shape),
-    )
-    return jnp.put_along_axis(nothing, columns, added, axis=-1, inplace=False)
+    return matmul(read, weights["injector"]["bias"])
 
 
 def inject(
-    weights: Weights,
-    config: HiddenConfig,
-    slots: Slots,
-    level: Int[Array, ""] | int,
-    tokens: Int[Array, "..."],
-    above: Float[Array, "... r"] | None,
+    weights: Weights, config: HiddenConfig, tokens: Int[Array, "..."], above: Float[Array, "... r"] | None
 ) -> tuple[Float[Array, "... C"], Float[Array, "... r"] | None]:
     """The bias after each token, and what its children need of it: `above` of their own call, None without a path.
 
     The bias is zero at initialisation (methods.md 1.5, 3).
     """
     read = read_token(weights, config, tokens, above)
-    own = jax.tree.map(lambda x: x[..., level, :], slots)
-    return token_bias(weights, config, read, own), read if config.injection == PATH else None
+    return token_bias(weights, config, read), read if config.injection == PATH else None
 
 
 def read_paths(weights: Weights, config: HiddenConfig, paths: Int[Array, "... K"]) -> Float[Array, "... K r"]:

@@ -47,18 +47,12 @@ class Scorer(NamedTuple):
 
 
 def make_scorer(config: Any, depth: int, cache_dtype: Any) -> Scorer:
-    """The scorer that `RescoredConfig.scorer` describes, for trees of this depth.
-
-    Raises:
-      ValueError: for token information that a state gates: a scorer has none.
-    """
+    """The scorer that `RescoredConfig.scorer` describes, for trees of this depth."""
     if config is None:
         return ZERO_GRAMS
     if isinstance(config, NgramConfig):
         return ngram_scorer(config)
     if isinstance(config, HiddenConfig):
-        if config.gated:
-            raise ValueError("scorer: token information trained with model.gated reads states, and a scorer has none")
         return low_rank_scorer(config)
     return small_lm_scorer(config, depth, cache_dtype)
 
