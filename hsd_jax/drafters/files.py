@@ -27,7 +27,7 @@ from hsd_jax.types import Weights
 DRAFTER_CONFIG, DRAFTER_FILE = "drafter_config.json", "drafter.safetensors"
 _DRAFT_TO_TARGET = "draft_to_target"
 _GONE_KEY, _GONE_TENSORS = "has_mix", ("mix.new", "mix.old")
-_GONE = {"slots": "last", "shortlist": 0, "feature_keys": False, "slot_mixing": False, "gated": False}
+GONE = {"slots": "last", "shortlist": 0, "feature_keys": False, "slot_mixing": False, "gated": False}
 """Settings of experiments that are gone, and what they were where they changed nothing."""
 _OLD_NAMES = {"hot_tokens": "reduced_vocab_size", "hot_ids": "draft_to_target"}
 _OLD_KINDS, _OLD_PARALLEL = {"feature": "eagle", "block": "medusa"}, "block"
@@ -56,7 +56,7 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
     path = Path(folder) / DRAFTER_CONFIG
     values = read_json(path)
     values = {_OLD_NAMES.get(key, key): value for key, value in values.items() if key != _GONE_KEY}
-    for key, plain in _GONE.items():
+    for key, plain in GONE.items():
         value = values.pop(key, plain)
         if value != plain:
             raise ValueError(f"{path}: {key}={shown(value)}: that experiment is gone; allowed is {shown(plain)}")

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.models.draft_vocab import to_columns
 from hsd_jax.train import losses
 
 ABLATED_DEPTH = 3
@@ -64,29 +63,24 @@ class Agreement(NamedTuple):
 
 
 def agreement(
-    target_logits: Float[Array, "BAK V"],
-    draft_logits: Float[Array, "BAK C"],
-    base: Float[Array, "BAK C"],
-    shape: tuple[int, ...],
-    draft_to_target: losses.DraftToTarget = None,
+    target: losses.Told, draft_logits: Float[Array, "BAK C"], base: Float[Array, "BAK C"], shape: tuple[int, ...]
 ) -> Agreement:
-    """Where both models agree; no gradient comes back.
+    """Where both models agree; no gradient comes back. Where the target says a cold token the drafter never agrees.
 
     Args:
+      target: of all nodes.
       shape: B, A, K.
-      draft_to_target: the tokens of the drafter's columns; where the target says a cold one the drafter never agrees.
     """
-    target_logits, draft_logits, base = lax.stop_gradient((target_logits, draft_logits, base))
-    best, is_hot = to_columns(draft_to_target, jnp.argmax(target_logits, -1))
+    draft_logits, base = lax.stop_gradient((draft_logits, base))
 
     def agrees(logits: Array, best: Array) -> Array:
         # A maximum costs a tenth of an argmax on CPU; exact ties count as agreement.
         return jnp.take_along_axis(logits, best[:, None], -1)[:, 0] >= jnp.max(logits, -1)
 
     ablated = slice(_ablated(shape[2]), None, shape[2])
-    base_agreed = agrees(base[ablated], best[ablated]) & is_hot[ablated]
-    overlap = 1.0 - losses.total_variation(target_logits, draft_logits, draft_to_target)
-    agreed = agrees(draft_logits, best) & is_hot
+    base_agreed = agrees(base[ablated], target.best[ablated]) & target.is_hot[ablated]
+    overlap = 1.0 - losses.total_variation(target, draft_logits)
+    agreed = agrees(draft_logits, target.best) & target.is_hot
     return Agreement(agreed.reshape(shape), base_agreed.reshape(shape[:2]), overlap.reshape(shape))
 
 

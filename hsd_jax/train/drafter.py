@@ -228,22 +228,20 @@ def read_target(
 
 def node_loss(
     config: LossConfig,
-    target_logits: Float[Array, "M V"],
+    target: losses.Told,
     base: Float[Array, "M C"],
     draft_logits: Float[Array, "M C"],
     step: Int[Array, ""],
-    draft_to_target: losses.DraftToTarget = None,
 ) -> Float[Array, "M"]:
     """The divergence of each node, moved over `anneal_steps` from the base logits to those with token information.
 
     So the trunk learns what it can before the injector explains its mistakes away (Domino, arXiv:2605.29707).
     """
-    named = losses.named(config.divergence, config.jsd_beta)
-    divergence = functools.partial(named, draft_to_target=draft_to_target)
+    divergence = losses.named(config.divergence, config.jsd_beta)
     if not config.anneal_steps:
-        return divergence(target_logits, draft_logits)
+        return divergence(target, draft_logits)
     share = losses.progress(step, config.anneal_steps)
-    return (1 - share) * divergence(target_logits, base) + share * divergence(target_logits, draft_logits)
+    return (1 - share) * divergence(target, base) + share * divergence(target, draft_logits)
 
 
 def _check_loss(
@@ -332,10 +330,10 @@ def make_loss(
 
             def of_some(some: heads.Drafts):
                 with jax.named_scope("head"):
-                    target_logits, base, draft_logits = heads.logits_of(models, some, teacher)
-                found = agreement(target_logits, draft_logits, base, some.mask.shape, draft_to_target)
+                    told, base, draft_logits = heads.logits_of(models, some, teacher)
+                found = agreement(told, draft_logits, base, some.mask.shape)
                 with jax.named_scope("divergence"):
-                    values = node_loss(loss_config, target_logits, base, draft_logits, step, draft_to_target)
+                    values = node_loss(loss_config, told, base, draft_logits, step)
                 return values.reshape(some.mask.shape), found
 
             return heads.in_chunks(of_some, drafts, chunk)

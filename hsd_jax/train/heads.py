@@ -21,7 +21,7 @@ from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.target import lm_head
 from hsd_jax.models.trunk import base_logits, embed_committed
 from hsd_jax.models.unroll import EmbedDraft
-from hsd_jax.train import on_policy
+from hsd_jax.train import losses, on_policy
 from hsd_jax.types import Weights
 
 LARGEST_WHOLE = 2**27
@@ -52,44 +52,52 @@ class Models(NamedTuple):
 
 Unrolled = Callable[[EmbedDraft], Float[Array, "B A K H"]]
 """`models.unroll.unroll` of everything but its `embed_draft`."""
-Taught = tuple[Float[Array, "B M H"], Float[Array, "B M V"] | None]
-"""The target's final states at M places of each row, and their logits where all are wanted at once."""
+Taught = tuple[Float[Array, "B M H"], losses.Told | None]
+"""The target's final states at M places of each row, and what it says at all B M where that is wanted at once."""
 
 
 def taught(models: Models, drafts: Drafts, hidden: Float[Array, "B M H"], chunk: int) -> Taught:
-    """The target's states, with their logits where it is cheaper to make these once for all nodes.
+    """The target's states, with what it says there where it is cheaper to make that once for all nodes.
 
-    That is where a row has no more places than nodes (A K), and all its anchors are taken in one chunk. Else the logits
-    are None, and `logits_of` makes those of its nodes.
+    That is where a row has no more places than nodes (A K), and all its anchors are taken in one chunk. Else it is
+    None, and `logits_of` makes that of its nodes.
     """
     num_anchors, num_steps = drafts.mask.shape[1:]
     if chunk < num_anchors or num_anchors * num_steps < hidden.shape[1]:
         return hidden, None
-    return hidden, lm_head(models.frozen, models.target_config, hidden)
+    return hidden, _told_by(models, hidden)
+
+
+def _told_by(models: Models, hidden: Float[Array, "... H"]) -> losses.Told:
+    """What the target says at final states, their places on one axis."""
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    logits = lm_head(models.frozen, models.target_config, hidden)
+    return losses.told(logits, models.params.get("draft_to_target"))
 
 
 def logits_of(
     models: Models, drafts: Drafts, teacher: Taught
-) -> tuple[Float[Array, "BAK V"], Float[Array, "BAK C"], Float[Array, "BAK C"]]:
-    """The target's logits, the base logits, and those with token information, if any.
+) -> tuple[losses.Told, Float[Array, "BAK C"], Float[Array, "BAK C"]]:
+    """What the target says at all B A K nodes, the base logits, and those with token information, if any.
 
-    The drafter's have a column for each of the C tokens it may draft.
+    The logits have a column for each of the C tokens the drafter may draft.
     """
     params, config, frozen, target_config = models
-    hidden, logits = teacher
+    hidden, told = teacher
     # Two axes only: XLA on CPU needs twice the time for the same gradients over [B, A, K, V].
     num = drafts.mask.size
     base = base_logits(params, config, frozen, target_config, drafts.states.reshape(num, -1))
     draft_logits = base
-    if (told := method_of(config).token_information) is not None:
-        read = told.read_paths(params, config, drafts.previous)
-        draft_logits = base + told.bias(params, config, read.reshape(num, -1))
-    if logits is None:
-        at_nodes = take_nodes(hidden, drafts.positions.reshape(len(hidden), -1), axis=1)
-        return lm_head(frozen, target_config, at_nodes.reshape(num, -1)), base, draft_logits
+    if (injected := method_of(config).token_information) is not None:
+        read = injected.read_paths(params, config, drafts.previous)
+        draft_logits = base + injected.bias(params, config, read.reshape(num, -1))
     batch, length = hidden.shape[:2]
-    at = (drafts.positions + length * jnp.arange(batch)[:, None, None]).reshape(-1)
-    return logits.reshape(batch * length, -1)[at], base, draft_logits
+    if told is None:
+        told = _told_by(models, take_nodes(hidden, drafts.positions.reshape(batch, -1), axis=1))
+    else:
+        at = (drafts.positions + length * jnp.arange(batch)[:, None, None]).reshape(-1)
+        told = jax.tree.map(lambda x: x[at], told)
+    return told, base, draft_logits
 
 
 def chains_of_states(key: jax.Array, models: Models, drafts: Drafts, root: Int[Array, "B A"]) -> Int[Array, "B A D"]:

@@ -1,7 +1,8 @@
 """How far the drafter's distribution q is from the target's p at one node, and how depths and steps are weighed.
 
 Pure functions of logits over the last axis, one value a node, all in float32. Divergences are in nats, total variation
-is a probability. No gradient reaches the target's logits. Read next: `drafter.py`.
+is a probability. No gradient reaches the target's logits; nodes at one place share what `told` says of them. Read next:
+`drafter.py`.
 
 With `draft_to_target` the columns of `draft_logits` are hot tokens, and the drafter gives the cold ones nothing. The
 target's distribution p is normalised over all tokens, not over the hot ones, so what it gives to cold tokens counts as
@@ -17,52 +18,76 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from hsd_jax.models.draft_vocab import to_columns
+
 DraftToTarget = Int[Array, "C"] | None
 """The token of each column of the drafter's logits; None: the columns are the tokens, C = V."""
 
 
-def _log_distributions(
-    target_logits: Array, draft_logits: Array, draft_to_target: DraftToTarget
-) -> tuple[Array, Array]:
-    """log p and log q of the drafter's columns."""
-    target_logp = jax.nn.log_softmax(lax.stop_gradient(target_logits).astype(jnp.float32), -1)
+class Told(NamedTuple):
+    """What the target says at some places, of the tokens that may be drafted. Made once, it serves many nodes."""
+
+    logp: Float[Array, "... C"]
+    """Log-probabilities, normalised over all tokens."""
+    best: Int[Array, "..."]
+    """The column of the likeliest token."""
+    is_hot: Bool[Array, "..."]
+    """Whether that token has a column; if not, `best` is some other's."""
+
+
+def told(target_logits: Float[Array, "... V"], draft_to_target: DraftToTarget = None) -> Told:
+    """What logits of the target say; no gradient reaches them."""
+    target_logits = lax.stop_gradient(target_logits)
+    logp = jax.nn.log_softmax(target_logits.astype(jnp.float32), -1)
     if draft_to_target is not None:
-        target_logp = target_logp[..., draft_to_target]
-    return target_logp, jax.nn.log_softmax(draft_logits.astype(jnp.float32), -1)
+        logp = logp[..., draft_to_target]
+    return Told(logp, *to_columns(draft_to_target, jnp.argmax(target_logits, -1)))
+
+
+Target = Float[Array, "... V"] | Told
+"""The target's logits, or what `told` has made of them; that needs no `draft_to_target` any more."""
+
+
+def _log_distributions(target: Target, draft_logits: Array, draft_to_target: DraftToTarget) -> tuple[Array, Array]:
+    """log p and log q of the drafter's columns."""
+    if not isinstance(target, Told):
+        target = told(target, draft_to_target)
+    return target.logp, jax.nn.log_softmax(draft_logits.astype(jnp.float32), -1)
 
 
 def cross_entropy(
-    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
+    target: Target, draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
 ) -> Float[Array, "..."]:
     """-sum p log q in nats: `forward_kl` plus the target's entropy, which is what is left where p = q."""
-    target_logp, draft_logp = _log_distributions(target_logits, draft_logits, draft_to_target)
+    target_logp, draft_logp = _log_distributions(target, draft_logits, draft_to_target)
     return -jnp.sum(jnp.exp(target_logp) * draft_logp, -1)
 
 
 def forward_kl(
-    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
+    target: Target, draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
 ) -> Float[Array, "..."]:
     """KL(p || q) in nats: q must cover all that p says. The same gradient as `cross_entropy`."""
-    target_logp, draft_logp = _log_distributions(target_logits, draft_logits, draft_to_target)
+    target_logp, draft_logp = _log_distributions(target, draft_logits, draft_to_target)
     return jnp.sum(jnp.exp(target_logp) * (target_logp - draft_logp), -1)
 
 
 def reverse_kl(
-    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
+    target: Target, draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
 ) -> Float[Array, "..."]:
     """KL(q || p) in nats: q may keep to a part of what p says."""
-    target_logp, draft_logp = _log_distributions(target_logits, draft_logits, draft_to_target)
+    target_logp, draft_logp = _log_distributions(target, draft_logits, draft_to_target)
     return jnp.sum(jnp.exp(draft_logp) * (draft_logp - target_logp), -1)
 
 
 def jensen_shannon(
-    target_logits: Float[Array, "... V"],
+    target: Target,
     draft_logits: Float[Array, "... C"],
     beta: float = 0.5,
     draft_to_target: DraftToTarget = None,
@@ -74,7 +99,7 @@ def jensen_shannon(
     References:
       DistillSpec (arXiv:2310.08461); methods.md 7.2.
     """
-    target_logp, draft_logp = _log_distributions(target_logits, draft_logits, draft_to_target)
+    target_logp, draft_logp = _log_distributions(target, draft_logits, draft_to_target)
     mixed_logp = jnp.logaddexp(math.log(beta) + target_logp, math.log1p(-beta) + draft_logp)
     to_target = jnp.sum(jnp.exp(target_logp) * (target_logp - mixed_logp), -1)
     to_draft = jnp.sum(jnp.exp(draft_logp) * (draft_logp - mixed_logp), -1)
@@ -82,13 +107,13 @@ def jensen_shannon(
 
 
 def total_variation(
-    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
+    target: Target, draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
 ) -> Float[Array, "..."]:
     """Half the L1 norm of p - q, a probability: one minus the chance that a draw from q survives the chain rule.
 
     Summed as what q has beyond p: q has no cold tokens, p may.
     """
-    target_logp, draft_logp = _log_distributions(target_logits, draft_logits, draft_to_target)
+    target_logp, draft_logp = _log_distributions(target, draft_logits, draft_to_target)
     return jnp.sum(jnp.maximum(jnp.exp(draft_logp) - jnp.exp(target_logp), 0.0), -1)
 
 
@@ -96,14 +121,14 @@ CE_SHARE = 0.1
 
 
 def cross_entropy_and_variation(
-    target_logits: Float[Array, "... V"], draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
+    target: Target, draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
 ) -> Float[Array, "..."]:
     """0.1 `cross_entropy` + 0.9 `total_variation`, where total variation is HALF the L1 norm.
 
     DSpark's 0.9 multiplies the whole L1 norm, which would be 1.8 here (methods.md, A4).
     """
-    cross = cross_entropy(target_logits, draft_logits, draft_to_target)
-    return CE_SHARE * cross + (1 - CE_SHARE) * total_variation(target_logits, draft_logits, draft_to_target)
+    cross = cross_entropy(target, draft_logits, draft_to_target)
+    return CE_SHARE * cross + (1 - CE_SHARE) * total_variation(target, draft_logits, draft_to_target)
 
 
 DIVERGENCES = {

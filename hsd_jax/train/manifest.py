@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax import lock
+from hsd_jax.drafters import files as drafter_files
 from hsd_jax.files import is_writer, read_json, sha256, write_json
 
 RECIPE = "recipe.json"
@@ -54,6 +55,10 @@ def claimed(out: Path) -> dict[str, Any]:
         return {}
 
 
+_GONE = {"loss.choice_weight": 0.0, "loss.choices": 16}
+"""Settings of experiments that are gone, as they are in the recipes of runs that did without."""
+
+
 def check(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
     """Refuses to continue the run in a folder by another recipe, unless `force`; writes nothing.
 
@@ -73,7 +78,8 @@ def check(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{error}; choose another folder") from error
     here = _flatten(values)
-    for key in [*here, *there]:
+    gone = _GONE | {f"model.{key}": plain for key, plain in drafter_files.GONE.items()}
+    for key in [*here, *(key for key in there if key not in gone or there[key] != gone[key])]:
         old = there.get(key, _default(recipe, key))
         if key not in here or here[key] != old:
             raise ValueError(

@@ -376,6 +376,8 @@ def test_divergences_from_a_distribution_with_cold_tokens(name):
         }[name]()
 
     np.testing.assert_allclose(divergence(*args), whole(draft), rtol=1e-4, atol=1e-6)
+    shared = losses.DIVERGENCES[name](losses.told(args[0], jnp.asarray(SOME)), args[1])
+    np.testing.assert_array_equal(shared, divergence(*args))
     if name == "tv":
         kept = np.minimum(p[:, SOME], np.exp(oracle.log_softmax(draft))).sum(-1)
         np.testing.assert_allclose(1 - divergence(*args), kept, rtol=1e-5)
@@ -406,8 +408,8 @@ def test_a_greedy_chain_ends_at_a_cold_token():
     target_logits = jnp.eye(5)[jnp.array([3, 2, 3, 4])]  # hot, cold, hot, cold behind all
     draft_logits = jnp.array([[0.0, 1.0]] * 4)
     mask = jnp.ones((1, 1, 4), bool)
-    logits = target_logits, draft_logits, draft_logits
-    found = anchors_lib.chain_metrics(anchors_lib.agreement(*logits, mask.shape, draft_to_target), mask)
+    told = losses.told(target_logits, draft_to_target)
+    found = anchors_lib.chain_metrics(anchors_lib.agreement(told, draft_logits, draft_logits, mask.shape), mask)
     assert found["acceptance"].tolist() == [1.0, 0.0, 0.0, 0.0] and found["tau"] == 2.0
     assert found["agreement_3"] == found["agreement_3_base"] == 1.0
 

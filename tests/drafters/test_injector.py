@@ -186,9 +186,15 @@ def test_token_information_begins_with_the_targets_embeddings():
         np.testing.assert_allclose(rows @ rows.T / (rank * FIRST_SIZE**2), cosines, atol=2e-2)
         others = {**fresh, "injector": {k: v for k, v in fresh["injector"].items() if k != "previous"}}
         jax.tree.map(np.testing.assert_array_equal, begun, others)
-    narrow = init_drafter(jax.random.key(0), config, jnp.asarray(rng.normal(size=(config.vocab_size, 2)), jnp.float32))
-    rows = np.asarray(narrow["injector"]["previous"])
+    small = jnp.asarray(0.01 * rng.normal(size=(config.vocab_size, 2)), jnp.float32)
+    rows = np.asarray(init_drafter(jax.random.key(0), config, small)["injector"]["previous"])
     assert np.linalg.matrix_rank(rows) == rank  # the other columns are random
+    np.testing.assert_allclose(np.sqrt((rows**2).mean(-1)), FIRST_SIZE, rtol=1e-4)
+    np.testing.assert_allclose((rows[:, :2] ** 2).sum() / (rows**2).sum(), 2 / rank, atol=0.4 / rank)
+    equal = init_drafter(jax.random.key(0), config, jnp.ones((config.vocab_size, rank)))["injector"]["previous"]
+    random = np.asarray(fresh["injector"]["previous"])
+    wanted = FIRST_SIZE * random / np.sqrt((random**2).mean(-1, keepdims=True))
+    np.testing.assert_allclose(equal, wanted, rtol=1e-4)  # what is all alike leaves them as they were
     none = dataclasses.replace(config, rank=0)
     assert "injector" not in init_drafter(jax.random.key(0), none, jnp.ones((config.vocab_size, 4)))
 

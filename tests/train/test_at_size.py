@@ -72,9 +72,9 @@ def test_a_loss_in_chunks_is_that_of_all_nodes_at_once(name, hot):
         teacher = heads.taught(models, drafts, hidden, chunk)
 
         def of_some(some):
-            logits = heads.logits_of(models, some, teacher)
-            values = drafter.node_loss(loss_config, *logits, jnp.int32(3), ids)
-            return values.reshape(some.mask.shape), agreement(logits[0], logits[2], logits[1], some.mask.shape, ids)
+            told, base, draft_logits = heads.logits_of(models, some, teacher)
+            values = drafter.node_loss(loss_config, told, base, draft_logits, jnp.int32(3))
+            return values.reshape(some.mask.shape), agreement(told, draft_logits, base, some.mask.shape)
 
         values, found = heads.in_chunks(of_some, drafts, chunk)
         return losses.over_depths(values, mask, losses.depth_weights(config.num_steps, 0.8)), found

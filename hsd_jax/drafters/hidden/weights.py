@@ -45,7 +45,10 @@ def begin_from(weights: Weights, embedding: Float[Array, "V H"]) -> Weights:
     """Fresh weights whose W1 begins as what tells the target's embeddings apart: their first principal components.
 
     So tokens that the target takes for alike are read alike from the first step. After 0.2 M tokens of training the
-    demo drafter's loss was 0.31 in place of 0.45 (docs/history.md, session 18). Columns beyond H stay random.
+    demo drafter's loss was 0.31 in place of 0.45 (docs/history.md, session 18). Columns beyond H stay random, and so
+    do rows of tokens that nothing tells apart.
+
+    The embedding may be sharded; not to be called under `jit`.
     """
     if "injector" not in weights:
         return weights
@@ -59,11 +62,13 @@ def begin_from(weights: Weights, embedding: Float[Array, "V H"]) -> Weights:
         _, directions = jnp.linalg.eigh(rows.T @ rows)
         return rows @ directions[:, ::-1][:, :rank]
 
-    def sized(rows):
-        return rows / jnp.maximum(jnp.sqrt(jnp.mean(rows * rows, -1, keepdims=True)), 1e-6)
+    def size(rows):
+        return jnp.sqrt(jnp.mean(rows * rows, -1, keepdims=True))
 
-    rows = sized(jnp.asarray(fetch(components(embedding))))
-    rows = FIRST_SIZE * sized(previous.at[:, : rows.shape[1]].set(rows))
+    rows = jnp.asarray(fetch(components(embedding)))
+    rows = jnp.where(size(rows) > 1e-6, rows / size(rows), previous[:, : rows.shape[1]])
+    rows = previous.at[:, : rows.shape[1]].set(rows)
+    rows *= FIRST_SIZE / size(rows)
     return {**weights, "injector": {**weights["injector"], "previous": rows}}
 
 
