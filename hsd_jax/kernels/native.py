@@ -46,6 +46,7 @@ SYMBOLS = {
     "rope": "HsdRope",
     "gumbel": "HsdGumbel",
     "first_best": "HsdFirstBest",
+    "gather": "HsdGather",
 }
 
 
@@ -256,6 +257,11 @@ def rope(x: Float[Array, "B N heads E"], table: tuple[Array, Array]) -> Float[Ar
 def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     """`ops.argmax` in one call."""
     return _call("first_best", jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32))(x)
+
+
+def gather(table: Float[Array, "V H"], index: Int[Array, "*n"]) -> Float[Array, "*n H"]:
+    """`table[index]` of a bfloat16 table, in float32; of the table nothing but these rows is read or copied."""
+    return _call("gather", jax.ShapeDtypeStruct((*index.shape, table.shape[1]), jnp.float32))(table, index)
 
 
 def gumbel_applies(keys: jax.Array) -> bool:

@@ -98,16 +98,15 @@ def gated_mlp(
 def rows_of(table: Kernel, index: Int[Array, "..."]) -> Float[Array, "... H"]:
     """`table[index]` in float32.
 
-    On a CPU XLA gathers no bfloat16: it would widen the whole table, at every call of the decode loop. So bits are
-    gathered, where nothing asks for a gradient.
+    On a CPU XLA gathers no bfloat16, nor words of 16 bits: it makes the whole table anew, at every call of the decode
+    loop. So a kernel of ours does, where nothing asks for a gradient.
     """
     if isinstance(table, Int8):
         rows = table[index]
         return rows.values.astype(jnp.float32) * rows.scale[..., None]
-    if table.dtype != jnp.bfloat16 or not native.is_on():
-        return table[index].astype(jnp.float32)
-    bits = lax.bitcast_convert_type(table, jnp.uint16)[index]
-    return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+    if table.dtype == jnp.bfloat16 and native.is_on():
+        return native.gather(table, index)
+    return table[index].astype(jnp.float32)
 
 
 def embed(table: Kernel, tokens: Int[Array, "B N"]) -> Float[Array, "B N H"]:

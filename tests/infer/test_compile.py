@@ -19,7 +19,7 @@ from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
-from hsd_jax.kernels import native
+from hsd_jax.kernels import int8, native
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.types import DrawScheme, Limits, SamplingParams
 
@@ -98,9 +98,22 @@ def compiled_loop(
     capacity: int,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
     reuse: ReuseConfig = NO_REUSE,
-    dtype=jnp.float32,
 ):
-    """The compiled loop for abstract inputs with weights in `dtype`, and the bytes of all cache buffers."""
+    """The compiled loop for abstract inputs, and the bytes of all cache buffers."""
+    programs = lowered_programs(config, drafter_config, batch, capacity, scheme, reuse)
+    return programs["loop"].compile(), programs["cache_bytes"]
+
+
+def lowered_programs(
+    config: ModelConfig,
+    drafter_config: DrafterConfig | None,
+    batch: int,
+    capacity: int,
+    scheme: DrawScheme = DrawScheme.ARBITRARY,
+    reuse: ReuseConfig = NO_REUSE,
+    held: str = "float32",
+):
+    """Loop and prefill, lowered, for abstract inputs with weights `held` so, and the bytes of all cache buffers."""
     drafter, step = None, make_plain_step(config)
     if drafter_config is not None:
         tree = TreeConfig(nodes=8, depth=4, width=3)
@@ -109,23 +122,34 @@ def compiled_loop(
         step = make_step(config, drafter, rule)
     decoder = Decoder(config, step, drafter)
 
-    def inputs():
+    def weights():
         models = {"target": init_target(jax.random.key(0), config), "drafter": None}
         if drafter_config is not None:
             models["drafter"] = init_drafter(jax.random.key(0), drafter_config)
-        models = jax.tree.map(lambda x: x.astype(dtype), models)
-        ints, ones = jnp.ones(batch, jnp.int32), jnp.ones(batch)
+        if held == "int8":
+            return jax.tree.map(lambda x: int8.quantize(x) if x.ndim == 2 else x, models)
+        return jax.tree.map(lambda x: x.astype(held), models)
+
+    tokens, ints, ones = jnp.zeros((batch, 16), jnp.int32), jnp.ones(batch, jnp.int32), jnp.ones(batch)
+    sizes = {"capacity": capacity, "max_tokens": capacity}
+
+    def inputs():
         limits = Limits(ints, jnp.zeros(4, jnp.int32))
         keys = jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32))
-        state = decoder.prefill(
-            models, jnp.zeros((batch, 16), jnp.int32), ints, keys, limits, capacity=capacity, max_tokens=capacity
-        )
+        models = weights()
+        state = decoder.prefill(models, tokens, ints, keys, limits, **sizes)
         return models, SamplingParams(ones, ints, ones), limits, jnp.int32(1), state
 
     shapes = jax.eval_shape(inputs)
     state = shapes[-1]
     caches = [state.cache] + ([] if state.drafter is None else [state.drafter.cache])
-    return decoder.loop.lower(*shapes).compile(), sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches))
+    models, _, limits, _, state = shapes
+    prefill = decoder.prefill.lower(models, tokens, ints, state.keys, limits, **sizes)
+    return {
+        "loop": decoder.loop.lower(*shapes),
+        "prefill": prefill,
+        "cache_bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches)),
+    }
 
 
 SMALL = ModelConfig(
@@ -195,14 +219,16 @@ def test_a_window_copies_its_own_slots_only(batch):
 
 
 @pytest.mark.skipif(not native.available(), reason="needs the CPU kernels")
-def test_no_table_is_widened():
-    """A token's row of a bfloat16 table is read, and nothing else of the table: it may be gigabytes."""
+@pytest.mark.parametrize("program", ["loop", "prefill"])
+@pytest.mark.parametrize("held", ["bfloat16", "float32", "int8"])
+def test_no_program_makes_a_table(held, program):
+    """A token's row of a table is read where the table lies: no program makes anything of a table's size anew."""
     config = dataclasses.replace(SMALL, vocab_size=97)
     drafter_config = drafter_for(config, committed_embeddings=True)
-    compiled, _ = compiled_loop(config, drafter_config, 1, 64, dtype=jnp.bfloat16)
-    tables = f"97,({config.hidden_size}|{drafter_config.rank})"
-    text = compiled.as_text()
-    assert re.search(rf"bf16\[{tables}\]", text) and not re.search(rf"[fsu]32\[{tables}\]", text)
+    text = lowered_programs(config, drafter_config, 1, 64, held=held)[program].compile().as_text()
+    made = re.findall(rf"\w+\[97,(?:{config.hidden_size}|{drafter_config.rank})\]\S* ([\w-]+)\(", text)
+    assert "parameter" in made
+    assert set(made) <= {"parameter", "get-tuple-element", "bitcast"}, made
 
 
 @pytest.mark.parametrize(

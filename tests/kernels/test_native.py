@@ -195,6 +195,21 @@ def test_a_rotation_is_right_and_a_row_keeps_its_bits():
         np.testing.assert_array_equal(found, whole[:, :n])
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3, 4)])
+def test_rows_of_a_table_are_those_of_jax(shape):
+    """Indices outside the table too: padded nodes have them."""
+    rng = np.random.default_rng(3)
+    table = jnp.asarray(rng.normal(size=(7, 19)), jnp.bfloat16)
+    index = jnp.asarray(rng.integers(-9, 9, shape), jnp.int32)
+
+    def rows(on: bool):
+        with native.enabled(on):
+            return jax.jit(lambda table, index: ops.rows_of(table, index))(table, index)
+
+    assert rows(True).shape == (*shape, 19) and rows(True).dtype == jnp.float32
+    np.testing.assert_array_equal(rows(True), rows(False))
+
+
 @pytest.mark.parametrize("width", [1, 37, 64, 131, 4096])
 def test_the_first_best_is_that_of_jax(width):
     x = np.array(normal(0, 9, 2, width))

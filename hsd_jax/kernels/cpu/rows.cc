@@ -1,4 +1,8 @@
-// What is done to each row on its own: root-mean-square norm, rotary embedding, the place of the largest number.
+// What is done to each row on its own: a row of a table looked up, root-mean-square norm, rotary embedding, the place of
+// the largest number.
+//
+// A table is read where it lies. XLA gathers no bfloat16 on a CPU: it would make the whole table anew, in another type,
+// at every call of the decode loop.
 //
 // XLA adds squares up in an order that depends on how many rows there are, and rounds a rotation once or twice depending
 // on what it is fused with. Here a row's result depends on the row alone.
@@ -105,3 +109,30 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdFirstBest, FirstBest,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>());
+
+using Table = ffi::Buffer<ffi::BF16, 2>;
+
+// y[r] = table[index[r]] in float32, of a table [V, H] in bfloat16. As jax indexes: negative ones count from the end, and
+// the others are brought into the table.
+static ffi::Error Gather(Table table, ffi::Buffer<ffi::S32> index, ffi::ResultBuffer<ffi::F32> y) {
+  int64_t height = table.dimensions()[0], width = table.dimensions()[1], rows = index.element_count();
+  if (height < 1 && rows > 0) return ffi::Error::InvalidArgument("gather: a table without rows");
+  const auto* from = static_cast<const uint16_t*>(table.untyped_data());
+  for (int64_t r = 0; r < rows; r++) {
+    int64_t at = index.typed_data()[r];
+    at = std::clamp<int64_t>(at < 0 ? at + height : at, 0, height - 1);
+    const uint16_t* in = from + at * width;
+    float* out = y->typed_data() + r * width;
+    for (int64_t i = 0; i < width; i++) {
+      uint32_t bits = static_cast<uint32_t>(in[i]) << 16;
+      std::memcpy(out + i, &bits, sizeof(bits));
+    }
+  }
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGather, Gather,
+                              ffi::Ffi::Bind()
+                                  .Arg<Table>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
