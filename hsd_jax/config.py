@@ -126,6 +126,9 @@ class DrafterConfig:
     max_position: Count = 2048
     target_hash: str = ""
     """Fingerprint of the target the drafter was trained for."""
+    vocabulary_hash: str = dataclasses.field(default="", repr=False)
+    """Fingerprint of that target's vocabulary, which a fine-tune of it shares; empty: unknown. Left out of `repr`, by
+    which records of `tune` know a drafter."""
     feature_layers: tuple[int, ...] = ()
     """Layers of the target, counted from 0 and ascending, after which the drafter reads the residual stream
     (methods.md, A2); empty: the final hidden state."""

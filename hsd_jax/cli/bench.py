@@ -77,9 +77,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         ways = against_plain.tuned_modes(params, tuned, args.temperature, args.tuned)
     if args.plain_variants:
-        drafter = args.drafter if args.demo else None
         ways += against_plain.plain_variants(
-            params, lambda dtype: options.load_params(args, dtype=dtype, quantize=None, drafter=drafter)
+            params, lambda dtype: options.load_params(args, dtype=dtype, quantize=None, drafter=args.drafter)
         )
     modes = [Mode(f"plain {params.dtype}", params), *ways]
     options.say(f"{len(found)} prompts, {', '.join(m.name for m in modes)}")

@@ -33,8 +33,8 @@ hsd demo --precision exact --temperature 0.8
     add_value(parser, "--precision", str, "exact: float32, no token ever differs", "fast", choices=precisions)
     options.add_tree_arguments(parser)
     options.add_plot_argument(parser)
-    none = dict.fromkeys(("target", "drafter", "mesh", "max_len", "rescore", "alpha", "stack", "pearl"))
-    parser.set_defaults(demo=True, **none)
+    names = "target", "revision", "tokenizer", "drafter", "mesh", "max_len", "rescore", "alpha", "stack", "pearl"
+    parser.set_defaults(demo=True, strict=False, **dict.fromkeys(names))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, SEED, add_value
@@ -70,19 +69,17 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the responses, after all checks that need no target."""
-    from hsd_jax import params as params_lib
     from hsd_jax.train import responses
     from hsd_jax.train.response_prompts import GenerateConfig
 
     named = {f.name: getattr(args, f.name) for f in dataclasses.fields(GenerateConfig) if hasattr(args, f.name)}
     config = GenerateConfig(**named, chat_template=not args.no_chat_template)
-    folder = params_lib.DEMO / "target" if args.demo else Path(args.target)
     settings = {name: getattr(args, name) for name in ("precision", "mesh", "max_len")}
 
     def load():
         params = options.load_params(args)
         return params, options.tree_of(args, params) if args.drafter else None
 
-    num = responses.run(args.prompts, args.out, folder, config, settings, load, options.say)
+    num = responses.run(args.prompts, args.out, options.source_of(args), config, settings, load, options.say)
     options.say(f"wrote {args.out}: {num:,} responses")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from hsd_jax.cli import options
 
@@ -14,22 +13,24 @@ def add_parser(commands) -> None:
         commands,
         "info",
         run,
-        "show what a checkpoint or drafter folder holds",
-        "Print configuration, parameter count, end tokens, tokenizer and fingerprint of a target (a Hugging Face\n"
-        "folder) or of a drafter. All weights are read and checked.",
+        "show what a checkpoint or drafter holds",
+        "Print configuration, parameter count, end tokens, tokenizer and fingerprint of a target (a name, a\n"
+        "Hugging Face folder or a GGUF file) or of a drafter. All weights are read and checked.",
         """
+hsd info smollm2
 hsd info runs/demo-target
 hsd info runs/demo/drafter
 """,
     )
-    parser.add_argument("folder", metavar="DIR", help="a Hugging Face folder, or one written by `hsd train drafter`")
+    what = "a target, named as elsewhere; or a folder written by `hsd train drafter`"
+    parser.add_argument("source", metavar="NAME", help=what)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the facts of one folder, a line each."""
     from hsd_jax.bench.facts import facts_of
 
-    facts = facts_of(Path(args.folder))
+    facts = facts_of(args.source)
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name:<{width}}  {value}")

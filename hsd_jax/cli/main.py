@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 
 from hsd_jax.interrupts import EXIT_CODE, LINE, Interrupts
 
@@ -90,6 +91,7 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
             raise ValueError("--hot-vocab is now --draft-vocab")
         args = build_parser().parse_args(argv)
         args.command_line = " ".join(["hsd", *argv])
+        warnings.showwarning = _show_warning
         use_setting()
         if getattr(args, "distributed", False) or ("distributed" in args and os.environ.get("HSD_COORDINATOR")):
             importlib.import_module("hsd_jax.distributed").join(args.command)
@@ -112,6 +114,11 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
             _drop_output()
         _end_others(error)
         return ERROR
+
+
+def _show_warning(message: Warning | str, *_: object) -> None:
+    """A warning in a line, without the place in the code that Python names."""
+    print(f"hsd: warning: {message}", file=sys.stderr)
 
 
 def _end_others(error: BaseException) -> None:

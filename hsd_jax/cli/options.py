@@ -101,15 +101,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
     """
     group = parser.add_argument_group("models")
     which = group.add_mutually_exclusive_group(required=is_required)
-    which.add_argument("--demo", action="store_true", help="the bundled target and drafter")
-    what = "a Hugging Face folder: config.json, safetensors, tokenizer if there is one"
-    add_value(which, "--target DIR", str, what)
-    group.add_argument(
-        "--drafter",
-        metavar="DIR",
-        help="a folder written by `hsd train drafter`; a Hugging Face folder, whose model drafts; lookup, or"
-        " lookup:MIN-MAX, for n-grams of the context",
-    )
+    which.add_argument("--demo", action="store_true", help="the bundled target and drafter, as --target demo")
+    add_target_arguments(group, which)
+    what = "what drafts: a folder of `hsd train drafter`, or ORG/NAME of one on the hub; another language model, named"
+    what += " as --target is; lookup, or lookup:MIN-MAX, for n-grams of the context"
+    add_value(group, "--drafter NAME", str, what, without="that of demo or smollm2; else plain decoding")
+    what = "refuse a drafter that was trained for other weights of the same sizes, which else drafts with a warning"
+    group.add_argument("--strict", action="store_true", help=what)
     add_value(group, "--rescore DIR", str, "what scores drafts: n-grams, a model, 0-gram (hsd bench rescore)")
     add_value(group, "--alpha X", WEIGHT, "of its scores beside the drafter's", without="0.5")
     what = "a small model drafts GAMMA tokens while its last ones are verified (PEARL); auto: measured"
@@ -125,6 +123,28 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
     )
     add_mesh_argument(group)
     add_value(group, "--max-len TOKENS", COUNT, "longest prompt and answer", without="what the model allows")
+
+
+def add_target_arguments(group: Group, which: Group | None = None, is_required: bool = False) -> None:
+    """Declares --target, in the group `which` if it is given, --revision and --tokenizer; `source_of` reads them."""
+    what = "demo; smollm2; a Hugging Face folder; a GGUF file; or ORG/NAME on the Hugging Face hub"
+    more = {"required": True} if is_required else {}  # which an argument of an exclusive group must not say
+    add_value(which or group, "--target NAME", str, what, **more)
+    add_value(group, "--revision REV", str, "of ORG/NAME: branch, tag or commit", without="its main branch")
+    what = "whose tokenizer and chat template to take, named as --target is"
+    add_value(group, "--tokenizer NAME", str, what, without="the target's own")
+
+
+def source_of(args: argparse.Namespace) -> Any:
+    """The target that `add_target_arguments` asked for; None if none was.
+
+    Raises:
+      FileNotFoundError, ValueError: as `models.checkpoint.find`.
+    """
+    from hsd_jax.models.checkpoint import find
+
+    source = "demo" if getattr(args, "demo", False) else args.target
+    return None if source is None else find(source, args.revision, args.tokenizer)
 
 
 def add_mesh_argument(group: Group) -> None:
@@ -242,22 +262,19 @@ def tuned_of(args: argparse.Namespace, params) -> Any:
 
 
 def load_params(args: argparse.Namespace, **changes: Any) -> Any:
-    """The models that `add_model_arguments` asked for, with changes of --dtype or --drafter."""
+    """The models that `add_model_arguments` asked for, with changes of --dtype or --drafter.
+
+    Raises as `hsd_jax.load`.
+    """
     import hsd_jax
     from hsd_jax import params as params_lib
 
     if not args.demo and args.target is None:
         raise ValueError("one of the arguments --demo --target is required")
-    needed = ("target/config.json", "drafter/drafter_config.json")
-    if args.demo and not all((params_lib.DEMO / name).is_file() for name in needed):
-        raise FileNotFoundError(
-            f"{params_lib.DEMO}: the bundled demo models are missing from this installation; reinstall hsd_jax from a"
-            " complete checkout, or use --target DIR --drafter DIR"
-        )
-    names = ("target", "drafter", "dtype", "quantize", "max_len", "precision", "mesh")
+    names = ("drafter", "dtype", "quantize", "max_len", "precision", "mesh", "strict")
     if args.rescore is None and args.alpha is not None:
         raise ValueError("--alpha weighs the scores of --rescore DIR: give both")
-    params = hsd_jax.load("demo" if args.demo else None, **{name: getattr(args, name) for name in names} | changes)
+    params = hsd_jax.load(source_of(args), **{name: getattr(args, name) for name in names} | changes)
     if "drafter" in changes:
         return params
     if args.rescore is not None:

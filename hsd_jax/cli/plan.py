@@ -24,8 +24,8 @@ hsd plan --demo --models runs/small-lm --temperature 0.8 --json plan.json
 """,
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--demo", action="store_true", help="the bundled target")
-    add_value(which, "--target DIR", str, "a Hugging Face folder, the largest model")
+    which.add_argument("--demo", action="store_true", help="the bundled target, as --target demo")
+    options.add_target_arguments(parser, which)
     add_value(parser, "--models DIR", str, "smaller models, and drafters of any", nargs="+", required=True)
     options.add_dtype_argument(parser)
     options.add_prompt_arguments(parser, 8)
@@ -36,7 +36,7 @@ hsd plan --demo --models runs/small-lm --temperature 0.8 --json plan.json
     add_value(parser, "--repeats R", COUNT, "timed passes", 3)
     parser.add_argument("--json", type=options.NEW_FILE, metavar="OUT", help="write every figure to this file")
     without = dict.fromkeys(("drafter", "rescore", "alpha", "stack", "pearl", "max_len", "mesh"))
-    parser.set_defaults(precision="fast", **without)
+    parser.set_defaults(precision="fast", strict=False, **without)
 
 
 def run(args: argparse.Namespace) -> int:

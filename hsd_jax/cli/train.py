@@ -41,8 +41,8 @@ hsd train drafter --kind small_lm --start SMALL --target DIR --data a.jsonl --ou
 hsd train drafter --kind steered --start SMALL --target DIR --data a.jsonl --out DIR --set model.frozen=true
 """,
     )
-    drafter.add_argument("--target", metavar="DIR", help="a Hugging Face folder")
-    start = "a drafter of the same target to start from; for small_lm and steered the Hugging Face folder to distil"
+    options.add_target_arguments(drafter)
+    start = "a drafter of the same target to start from; for small_lm and steered the language model to distil"
     add_value(drafter, "--start DIR", str, start, without="random weights")
     add_value(drafter, "--kind KIND", str, "model.kind of the recipe", without="what it says, or hidden", dest="model")
     _add_run_arguments(drafter, False, "folder of the run; the drafter itself goes to OUT/drafter")
@@ -102,7 +102,7 @@ def _add_restrict(kinds) -> None:
 hsd train restrict --target DIR --drafter runs/demo/drafter --data own.jsonl --draft-vocab 0.5 --out runs/reduced
 """,
     )
-    restrict.add_argument("--target", metavar="DIR", required=True, help="a Hugging Face folder")
+    options.add_target_arguments(restrict, is_required=True)
     restrict.add_argument("--drafter", metavar="DIR", required=True, help="a folder written by `hsd train drafter`")
     _add_data_arguments(restrict, True, "folder of the new drafter")
     add_value(restrict, "--draft-vocab SHARE", options.SHARE, "of the vocabulary", 0.5)
@@ -122,7 +122,7 @@ def _add_ngram(kinds) -> None:
 hsd train ngram --target DIR --data own.jsonl --order 4 --out runs/ngram
 """,
     )
-    ngram.add_argument("--target", metavar="DIR", required=True, help="a Hugging Face folder")
+    options.add_target_arguments(ngram, is_required=True)
     _add_data_arguments(ngram, True, "folder of the model")
     add_value(ngram, "--order N", options.COUNT, "tokens of the longest n-grams, 2 to 8", 4)
     add_value(ngram, "--loss-on", str, "the tokens to count", "responses", "responses", choices=("all", "responses"))
@@ -177,6 +177,10 @@ def run_recipe(args: argparse.Namespace) -> int:
     recipe, train = _recipe_of(SMALL_LM if is_small_lm else args.kind)
     paths = take_paths(values, args, *required, optional=optional)
     recipe = recipe.from_dict(values, args.config or "--set")
+    if "source" in paths:
+        from hsd_jax.models.checkpoint import find
+
+        paths["source"] = find(paths["source"], args.revision, args.tokenizer)
     train(**paths, recipe=recipe, mesh=make_mesh(args.mesh, TRAINING_AXES), report=options.say, force=args.force)
     return 0
 
@@ -185,7 +189,7 @@ def run_restrict(args: argparse.Namespace) -> int:
     """Cuts a drafter down to a reduced draft vocabulary."""
     from hsd_jax.train.frequent_tokens import restrict_drafter
 
-    restrict_drafter(args.target, args.drafter, args.data, args.out, args.draft_vocab, args.loss_on, options.say)
+    restrict_drafter(options.source_of(args), args.drafter, args.data, args.out, args.draft_vocab, args.loss_on, options.say)
     return 0
 
 
@@ -193,7 +197,7 @@ def run_ngram(args: argparse.Namespace) -> int:
     """Counts n-grams."""
     from hsd_jax.train.ngram import train_ngram
 
-    train_ngram(args.target, args.data, args.out, args.order, args.loss_on, options.say)
+    train_ngram(options.source_of(args), args.data, args.out, args.order, args.loss_on, options.say)
     return 0
 
 

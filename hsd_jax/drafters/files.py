@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax import settings, sharding
-from hsd_jax.config import PARALLEL, DrafterConfig, ModelConfig
+from hsd_jax.config import PARALLEL, DrafterConfig
+from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.table import METHODS, init_drafter
 from hsd_jax.files import write_json
@@ -108,27 +109,25 @@ def read_drafter(
     return config, weights
 
 
-def check_drafter(drafter_config: DrafterConfig, target_config: ModelConfig, target_hash: str) -> None:
-    """Refuses a drafter that was trained for another target.
+def check_drafter(config: DrafterConfig, target: DraftedFor, strict: bool = True) -> None:
+    """Refuses a drafter that cannot draft for a target.
 
     A drafter with an empty `target_hash` says nothing of its target; then only the sizes are compared.
 
+    Args:
+      strict: whether one that was trained for other weights of the same sizes is refused, too; else a warning says so.
     Raises:
-      ValueError: naming both targets, if hidden size, vocabulary or fingerprint differ.
+      ValueError: naming both targets, if hidden size, vocabulary or, where they count, weights differ.
     """
     trained_for = (
-        f"the drafter was trained for target {drafter_config.target_hash[:12] or '(no fingerprint)'} with hidden_size="
-        f"{drafter_config.hidden_size}, vocab_size={drafter_config.vocab_size}"
+        f"the drafter was trained for target {config.target_hash[:12] or '(no fingerprint)'} with hidden_size="
+        f"{config.hidden_size}, vocab_size={config.vocab_size}"
     )
     for name in ("hidden_size", "vocab_size"):
-        found = getattr(target_config, name)
-        if getattr(drafter_config, name) != found:
+        found = getattr(target.config, name)
+        if getattr(config, name) != found:
             raise ValueError(f"{trained_for}; this target has {name}={found}. Take its own drafter or train one")
-    if drafter_config.target_hash not in ("", target_hash):
-        raise ValueError(
-            f"{trained_for}; this target is {target_hash[:12]}, same sizes but other weights. Take its own drafter or"
-            " train one"
-        )
+    target.check_weights(trained_for, config.target_hash, config.vocabulary_hash, strict)
 
 
 def _shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:

@@ -62,8 +62,8 @@ class Method(NamedTuple):
     parse: Callable[[str], Any] | None = None
     """`parse(name)`: the configuration that a name like "lookup:4" stands for, None for any other; without weights."""
     load: Callable[..., tuple[Any, Weights] | None] | None = None
-    """`load(folder, target_config, target_hash, tokenizer, dtype, placement)`: a drafter from a Hugging Face folder;
-    None for one that it does not know."""
+    """`load(checkpoint, target, dtype, placement, strict)`: a language model as a drafter for a `DraftedFor`, `strict`
+    as in `hsd_jax.load`; None for one that it does not know."""
     token_information: TokenInformation | None = None
     lattice: Callable[..., Any] | None = None
     """`lattice(target_config, config, tree) -> levels`; `levels(models, state) -> (logits [B, D, C], inject, state)`:

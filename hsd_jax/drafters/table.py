@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from hsd_jax.drafters.small_lm import SMALL_LM
 from hsd_jax.drafters.stack import stack
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.steered import STEERED
+from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.types import Drafter, DrawScheme, Weights
 
 _KINDS = HIDDEN, EAGLE, MEDUSA, STEERED, SMALL_LM, LOOKUP, PEARL  # of a folder that two would load, the first does
@@ -76,9 +76,9 @@ def init_drafter(key: jax.Array, config: DrafterConfig, embedding: Float[Array, 
     return method.token_information.begin_from(weights, embedding)
 
 
-def load_foreign(folder: Path, *args: Any) -> tuple[Any, Weights]:
-    """A drafter from a Hugging Face folder, by the first `Method.load` that knows it."""
-    found = (method.load(folder, *args) for method in METHODS.values() if method.load is not None)
+def load_foreign(checkpoint: Checkpoint, *args: Any) -> tuple[Any, Weights]:
+    """A language model as a drafter, by the first `Method.load` that knows it, whose arguments these are."""
+    found = (method.load(checkpoint, *args) for method in METHODS.values() if method.load is not None)
     return next(drafter for drafter in found if drafter is not None)
 
 

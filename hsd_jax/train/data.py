@@ -18,9 +18,10 @@ from hsd_jax.settings import OneOf, Seed
 from hsd_jax.train.documents import (
     CALCULATOR_NOTE,
     SPEAKERS,
+    ChatTemplate,
+    chat_template_of,
     conversation,
     load_documents,
-    read_chat_template,
     read_documents,
     render_record,
     render_turns,
@@ -28,8 +29,10 @@ from hsd_jax.train.documents import (
 )
 from hsd_jax.train.rows import ALL, PACKED, PADDED, RESPONSES, Rows, encoded, make_rows
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the programs that only render records need not wait for jax
     from tokenizers import Tokenizer
+
+    from hsd_jax.models.checkpoint import Checkpoint
 
 __all__ = [
     "CALCULATOR_NOTE",
@@ -38,10 +41,10 @@ __all__ = [
     "DataConfig",
     "Rows",
     "conversation",
-    "read_chat_template",
     "read_documents",
     "read_rows",
     "read_tokenizer",
+    "template_of",
     "render_record",
     "render_turns",
     "text_of",
@@ -66,44 +69,37 @@ class DataConfig:
         settings.check(self, "data")
 
 
-def read_tokenizer(folder: str | Path) -> tuple[Tokenizer, int | None, int]:
-    """The tokenizer of a folder, the token it puts before a text (None if it puts none), and the end token.
+def read_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer, int | None, int]:
+    """The tokenizer of a checkpoint, the token it puts before a text (None if it puts none), and the end token.
 
     Raises:
-      FileNotFoundError: without a `tokenizer.json`.
-      ValueError: if it cannot be read, or the folder names no end token.
+      FileNotFoundError: without a tokenizer in this form.
+      ValueError: if it cannot be read, or the checkpoint names no end token.
     """
-    from tokenizers import Tokenizer
-
-    from hsd_jax.models import convert  # imports jax, which the programs that only render records need not wait for
-
-    folder = Path(folder)
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: training needs the target's tokenizer in this form")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ValueError(f"{path}: not a tokenizer ({error})") from error
+    tokenizer = checkpoint.raw_tokenizer()
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    eos = convert.read_eos(folder, tokenizer)
+    eos, bos = checkpoint.named_eos, checkpoint.bos
     if not eos:
-        raise ValueError(f"{folder}: names no end token; set eos_token_id in config.json")
-    bos = convert.read_bos(folder, tokenizer)
+        raise ValueError(f"{checkpoint}: names no end token; set eos_token_id in config.json")
     starts = tokenizer.encode("", add_special_tokens=True).ids[:1] == [bos]
     return tokenizer, bos if starts else None, eos[0]
 
 
+def template_of(checkpoint: Checkpoint) -> ChatTemplate | None:
+    """The chat template of a checkpoint, None if it has none; the tokenizer is loaded with the first conversation."""
+    return chat_template_of(checkpoint.render) if checkpoint.has_chat_template else None
+
+
 def read_rows(
     files: Sequence[str | Path],
-    folder: str | Path,
+    checkpoint: Checkpoint,
     length: int,
     seed: int,
     vocab_size: int,
     config: DataConfig = DataConfig(),
 ) -> Rows:
-    """The rows of some files for the tokenizer, and the chat template if wanted, of `folder`.
+    """The rows of some files for the tokenizer, and the chat template if wanted, of a checkpoint.
 
     Args:
       length: tokens of a row, less the last label.
@@ -115,8 +111,8 @@ def read_rows(
     """
     if not files:
         raise ValueError("no data files given")
-    tokenizer, bos, eos = read_tokenizer(folder)
-    template = read_chat_template(folder) if config.chat_template else None
+    tokenizer, bos, eos = read_tokenizer(checkpoint)
+    template = template_of(checkpoint) if config.chat_template else None
     find = config.loss_on == RESPONSES
     documents = [document for file in files for document in load_documents(file, template, find)]
     seed = seed if config.seed is None else config.seed
@@ -124,17 +120,15 @@ def read_rows(
 
 
 def read_encoded(
-    files: Sequence[str | Path], folder: str | Path, vocab_size: int, loss_on: str
+    files: Sequence[str | Path], checkpoint: Checkpoint, vocab_size: int, loss_on: str
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Of every document of some files, in their order, the tokens int32 [n] and which are labels, bool [n].
 
     Raises as `read_rows`.
     """
-    tokenizer, bos, eos = read_tokenizer(folder)
-    on_responses = loss_on == RESPONSES
-    documents = [
-        document for file in files for document in load_documents(file, read_chat_template(folder), on_responses)
-    ]
+    tokenizer, bos, eos = read_tokenizer(checkpoint)
+    on_responses, template = loss_on == RESPONSES, template_of(checkpoint)
+    documents = [document for file in files for document in load_documents(file, template, on_responses)]
     return list(encoded(documents, tokenizer, bos, eos, vocab_size, on_responses))
 
 

@@ -154,9 +154,13 @@ class DrafterRecipe:
         return settings.read(cls, {} if values is None else values, where)  # a file without text has no sections
 
 
-def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = "") -> DrafterConfig:
+def drafter_config(
+    model: DrafterModel, target: ModelConfig, target_hash: str = "", vocabulary_hash: str = ""
+) -> DrafterConfig:
     """The configuration of a drafter for `target`: its width, vocabulary, rotary embedding and head shape.
 
+    Args:
+      target_hash, vocabulary_hash: fingerprints of the target's weights and of its tokenizer's vocabulary.
     Raises:
       ValueError: if query heads are no multiple of key/value heads, or the target lacks a layer to read.
     """
@@ -177,6 +181,7 @@ def drafter_config(model: DrafterModel, target: ModelConfig, target_hash: str = 
     config = kind(
         num_steps=model.num_steps,
         target_hash=target_hash,
+        vocabulary_hash=vocabulary_hash,
         feature_layers=_feature_layers(model.feature_layers, target.num_layers),
         reduced_vocab_size=None if model.draft_vocab is None else math.ceil(model.draft_vocab * target.vocab_size),
         **{name: value for name, value in values.items() if name in own},

@@ -19,10 +19,10 @@ from hsd_jax.config import DrafterConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.files import read_json, replace_folder, write_json
 from hsd_jax.models import draft_vocab
-from hsd_jax.params import end_tokens
+from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.train import manifest
 from hsd_jax.train.rows import ALL
-from hsd_jax.train.trained import read_pair, read_split
+from hsd_jax.train.trained import read_drafter_of, read_split
 
 GOAL = 0.94
 """Coverage of held-out text of the target to aim at (methods.md, A11)."""
@@ -103,7 +103,7 @@ def of_run(
 
 @manifest.alone(lock.beside)
 def restrict_drafter(
-    target_dir: str | Path,
+    source: Source,
     drafter_dir: str | Path,
     data_files: Sequence[str | Path],
     out: str | Path,
@@ -116,6 +116,7 @@ def restrict_drafter(
     The last tenth of the rows is not counted, it is what coverage is reported on beside the rest.
 
     Args:
+      source: the target (`models/checkpoint.py`).
       share: of the vocabulary that may still be drafted.
       loss_on: which tokens are counted, as `data.loss_on` of a recipe.
     Raises:
@@ -125,10 +126,11 @@ def restrict_drafter(
     """
     if not 0 < share < 1:
         raise ValueError(f"draft_vocab={share}: allowed is 0 < draft_vocab < 1")
-    target_config, config, weights = read_pair(target_dir, drafter_dir, out)
-    labels, held_out = read_split(data_files, target_dir, config.vocab_size, loss_on)
+    checkpoint = find(source)
+    config, weights = read_drafter_of(checkpoint, drafter_dir, out)
+    labels, held_out = read_split(data_files, checkpoint, config.vocab_size, loss_on)
     num_kept = math.ceil(share * config.vocab_size)
-    draft_to_target = choose(labels, num_kept, config.vocab_size, end_tokens(target_dir, target_config))
+    draft_to_target = choose(labels, num_kept, config.vocab_size, checkpoint.eos)
     report(describe(draft_to_target, labels, "labels counted"))
     report(describe(draft_to_target, held_out, "labels held out"))
     replace_folder(

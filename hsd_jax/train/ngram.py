@@ -24,7 +24,7 @@ from hsd_jax import lock
 from hsd_jax.drafters.rescored.config import NgramConfig
 from hsd_jax.drafters.rescored.ngram import contexts_of, log_probabilities, save_ngram
 from hsd_jax.files import replace_folder
-from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.tokenizer import hash_of
 from hsd_jax.train import manifest
 from hsd_jax.train.data import read_encoded, read_tokenizer
@@ -158,7 +158,7 @@ def perplexity(config: NgramConfig, weights: Weights, documents: Documents) -> f
 
 @manifest.alone(lock.beside)
 def train_ngram(
-    target_dir: str | Path,
+    source: Source,
     data_files: Sequence[str | Path],
     out: str | Path,
     order: int,
@@ -170,6 +170,7 @@ def train_ngram(
     What it is worth is reported on the last tenth of the documents, before these are counted as well.
 
     Args:
+      source: the target (`models/checkpoint.py`).
       loss_on: the tokens to count, as `data.loss_on` of a recipe.
     Raises:
       FileNotFoundError: if a folder or a data file is missing.
@@ -177,9 +178,10 @@ def train_ngram(
     """
     if Path(out).exists():
         raise ValueError(f"{out}: is there already; choose another folder")
-    vocab_size = convert.read_config(target_dir).vocab_size
-    vocabulary = hash_of(read_tokenizer(target_dir)[0].get_vocab())
-    documents = read_encoded(data_files, target_dir, vocab_size, loss_on)
+    checkpoint = find(source)
+    vocab_size = checkpoint.config.vocab_size
+    vocabulary = hash_of(read_tokenizer(checkpoint)[0].get_vocab())
+    documents = read_encoded(data_files, checkpoint, vocab_size, loss_on)
     num_held_out = int(len(documents) * SHARE_HELD_OUT)
     if num_held_out:
         used, held_out = documents[:-num_held_out], documents[-num_held_out:]

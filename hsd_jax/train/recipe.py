@@ -15,7 +15,7 @@ from typing import Any
 from hsd_jax.files import parse_yaml, read_yaml
 
 WIDTH = 110
-_ARGUMENTS = {"target": "target_dir", "data": "data_files", "tokenizer": "tokenizer_dir", "start": "start_dir"}
+_ARGUMENTS = {"target": "source", "data": "data_files", "tokenizer": "tokenizer_dir", "start": "start_dir"}
 
 
 def recipe_help(kind: type, leave_out: tuple[str, ...] = (), name: str = "") -> str:
@@ -78,7 +78,7 @@ def take_paths(values: dict[str, Any], args: Any, *required: str, optional: Sequ
     They are no part of the recipe proper: a run may move, and its folder knows files and target by content.
 
     Returns:
-      What the trainers call `target_dir`, `data_files`, `out`, `tokenizer_dir`.
+      What the trainers call `source`, `data_files`, `out`, `tokenizer_dir`.
     Raises:
       ValueError: naming an unknown key, or what is missing and how to give it.
     """

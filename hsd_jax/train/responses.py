@@ -22,7 +22,7 @@ from hsd_jax import lock
 from hsd_jax.api import decode
 from hsd_jax.config import TreeConfig
 from hsd_jax.files import check_new_file, parse_json, read_json, write_json
-from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.params import Params
 from hsd_jax.train import data, manifest
 from hsd_jax.train.response_prompts import GenerateConfig, Prompt, Report, draw, read_prompts
@@ -124,7 +124,7 @@ def lines_done(out: Path, jobs: Sequence[Job]) -> int:
 def run(
     files: Sequence[str | Path],
     out: Path,
-    folder: Path,
+    source: Source,
     config: GenerateConfig,
     settings: dict[str, Any],
     load: Callable[[], tuple[Params, TreeConfig | None]],
@@ -133,7 +133,7 @@ def run(
     """Reads the prompts, checks everything that can be checked, then loads the target and writes its responses.
 
     Args:
-      folder: of the target.
+      source: the target (`models/checkpoint.py`).
       settings: what else the text depends on and is known before any weights are read: precision, mesh, max_len.
       load: the models, and the tree of their drafter; None: plain decoding.
     Returns:
@@ -147,9 +147,10 @@ def run(
     settings = dataclasses.asdict(config) | {"prompts": manifest.fingerprints(files)} | settings
     check_settings(out, settings)
     lock.check_free(lock.beside(out))
-    positions = convert.read_config(folder).max_position
-    tokenizer, bos, _ = data.read_tokenizer(folder)
-    template = data.read_chat_template(folder) if config.chat_template else None
+    checkpoint = find(source)
+    positions = checkpoint.config.max_position
+    tokenizer, bos, _ = data.read_tokenizer(checkpoint)
+    template = data.template_of(checkpoint) if config.chat_template else None
     room = min(positions, settings["max_len"] or positions)
     found = read_prompts(files, tokenizer, bos, template, room, config, report)
     plan = make_plan(found, config)

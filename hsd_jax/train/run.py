@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,16 @@ from hsd_jax import lock, sharding
 from hsd_jax.config import SLIDING, DrafterConfig, ModelConfig, TrunkConfig
 from hsd_jax.distributed import check_mesh, check_same, fetch, wait_for_all
 from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.files import is_writer, replace_folder, write_json
 from hsd_jax.models import convert, draft_vocab
+from hsd_jax.models.checkpoint import Checkpoint, Source, find, path_of
 from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import init_target
-from hsd_jax.params import Params, end_tokens
+from hsd_jax.params import Params
+from hsd_jax.tokenizer import TOKENIZER_FILES
 from hsd_jax.train import data, distill, drafter, evaluate, features, frequent_tokens, manifest, target
 from hsd_jax.train.curves import draw_curves
 from hsd_jax.train.journal import Journal
@@ -40,13 +42,12 @@ from hsd_jax.train.tokenizer import train_tokenizer
 from hsd_jax.train.trained import started_from
 from hsd_jax.types import Weights
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 Report = Callable[[str], None]
 
 
 @manifest.alone(lock.of_folder)
 def train_drafter(
-    target_dir: str | Path,
+    source: Source,
     data_files: Sequence[str | Path],
     out: str | Path,
     recipe: drafter.DrafterRecipe,
@@ -56,9 +57,10 @@ def train_drafter(
     force: bool = False,
     start_dir: str | Path | None = None,
 ) -> Path:
-    """Trains a drafter of the recipe's kind for the target in `target_dir` and writes the best so far to `out/drafter`.
+    """Trains a drafter of the recipe's kind for a target and writes the best so far to `out/drafter`.
 
     Args:
+      source: the target (`models/checkpoint.py`).
       start_dir: a drafter of the same target to start from; weights of another shape than the recipe's start fresh.
       target_dtype: of the frozen target; None: float32 on CPU, else bfloat16.
       force: continue a run that was begun with another recipe.
@@ -71,31 +73,32 @@ def train_drafter(
       FloatingPointError, OSError: see `loop.fit`.
     """
     check_mesh(mesh)
-    out, target_dir, report = Path(out), Path(target_dir), of_writer(report)
+    out, checkpoint, report = Path(out), find(source), of_writer(report)
     recipe = dataclasses.replace(recipe, train=recipe.train.on_platform())
-    train = recipe.train
-    config = convert.read_config(target_dir)
-    rows = read_rows(data_files, target_dir, train, recipe.data, config)
+    train, config = recipe.train, checkpoint.config
+    rows = read_rows(data_files, checkpoint, train, recipe.data, config)
     about_rows = rows.describe()
     rows, prompts = hold_out(rows, recipe.eval, train)
-    frozen, target_hash = read_frozen(target_dir, config, mesh, target_dtype)
-    drafter_config = drafter.drafter_config(recipe.model, config, target_hash)
+    frozen, target_hash = read_frozen(checkpoint, mesh, target_dtype)
+    owner = DraftedFor(config, target_hash, checkpoint.tokenizer)
+    drafter_config = drafter.drafter_config(recipe.model, config, target_hash, owner.vocabulary_hash)
     if train.length <= drafter_config.num_steps:
         raise ValueError(
             f"train.length={train.length}: must be greater than model.num_steps={drafter_config.num_steps}"
         )
     if recipe.features.cache is not None:
         drafter.check_hidden_cache(drafter_config, f"features.cache={recipe.features.cache!r}")
-    eos = end_tokens(target_dir, config)
+    eos = checkpoint.eos
     is_begun, start = manifest.has_checkpoints(out), None
     about = {"kind": "drafter", "target": drafter_config.target_hash, "files": manifest.fingerprints(data_files)}
     if is_begun and "start" in (claimed := manifest.claimed(out)):
         # Where it once began does not matter any more, nor whether that is still there.
         about["start"] = claimed["start"]
     elif start_dir is not None:
+        start_dir = path_of(start_dir)
         start = drafter_files.read_drafter(start_dir)
-        drafter_files.check_drafter(start[0], config, drafter_config.target_hash)
-        about["start"] = manifest.fingerprints([Path(start_dir) / drafter_files.DRAFTER_FILE])
+        drafter_files.check_drafter(start[0], owner)
+        about["start"] = manifest.fingerprints([start_dir / drafter_files.DRAFTER_FILE])
     claims = manifest.check(out, force, recipe, **about)
     check_same("recipe, target and data of the run", repr(claims))
     folder = out / "drafter"
@@ -174,15 +177,16 @@ def train_target(
             report(f"learning {recipe.vocab_size} tokens")
             train_tokenizer([str(f) for f in data_files], recipe.vocab_size, out)
         wait_for_all("the tokenizer is there")
-    tokenizer_dir = Path(tokenizer_dir)
-    tokenizer, bos, eos = data.read_tokenizer(tokenizer_dir)
+    words = find(tokenizer_dir)
+    tokenizer, bos, eos = data.read_tokenizer(words)
     if tokenizer.get_vocab_size() > recipe.vocab_size:
         raise ValueError(
-            f"vocab_size={recipe.vocab_size}: the tokenizer in {tokenizer_dir} has {tokenizer.get_vocab_size()} tokens"
+            f"vocab_size={recipe.vocab_size}: the tokenizer in {words} has {tokenizer.get_vocab_size()} tokens"
         )
-    rows = read_rows(data_files, tokenizer_dir, recipe.train, recipe.data, recipe.model)
-    about: dict[str, Any] = {"tokenizer": manifest.fingerprints([tokenizer_dir / "tokenizer.json"])}
-    start = None if start_dir is None else target.grown_from(start_dir, recipe.model)
+    rows = read_rows(data_files, words, recipe.train, recipe.data, recipe.model)
+    holder = words.path / TOKENIZER_FILES[0] if words.path.is_dir() else words.path
+    about: dict[str, Any] = {"tokenizer": manifest.fingerprints([holder])}
+    start = None if start_dir is None else target.grown_from(find(start_dir), recipe.model)
     if start is not None:
         about["start"] = convert.weights_hash(start)
     claims = manifest.check(out, force, recipe, kind="target", **about, files=manifest.fingerprints(data_files))
@@ -201,9 +205,7 @@ def train_target(
         params = fit(loss, params, None, batches, recipe.train, out, journal, shardings, place, None, note, begin)
     params = jax.tree.map(fetch, params)
     if is_writer():
-        for name in TOKENIZER_FILES:
-            if tokenizer_dir.resolve() != out.resolve() and (tokenizer_dir / name).is_file():
-                shutil.copyfile(tokenizer_dir / name, out / name)
+        words.save_tokenizer(out)
         convert.save_target(out, recipe.model, params, bos=bos, eos=(eos,))
         write_json(out / "generation_config.json", {"bos_token_id": bos, "eos_token_id": eos})
     wait_for_all(f"{out} is written")
@@ -240,21 +242,24 @@ def journal_of(out: Path, train: LoopConfig, report: Report) -> Iterator[Journal
         report("no curves.png: pip install 'hsd_jax[train]' for it")
 
 
-def read_frozen(target_dir: Path, config: ModelConfig, mesh: Mesh | None, dtype: Any = None) -> tuple[Weights, str]:
+def read_frozen(checkpoint: Checkpoint, mesh: Mesh | None, dtype: Any = None) -> tuple[Weights, str]:
     """The weights of a target that is not trained, and their fingerprint; without `dtype` in float32 on CPU, else
     in bfloat16."""
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    weights = convert.read_weights(target_dir, config, dtype, Placement(mesh))
-    return weights, convert.stored_hash(target_dir, config, dtype)
+    return checkpoint.weights(dtype, Placement(mesh)), checkpoint.hash(dtype)
 
 
 def read_rows(
-    files: Sequence[str | Path], folder: Path, train: LoopConfig, config: data.DataConfig, model: ModelConfig
+    files: Sequence[str | Path],
+    checkpoint: Checkpoint,
+    train: LoopConfig,
+    config: data.DataConfig,
+    model: ModelConfig,
 ) -> data.Rows:
     """The rows of a run, none longer than the model allows."""
     check_length(train, model)
-    return data.read_rows(files, folder, train.length, train.seed, model.vocab_size, config)
+    return data.read_rows(files, checkpoint, train.length, train.seed, model.vocab_size, config)
 
 
 def check_length(train: LoopConfig, model: ModelConfig) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,10 @@ from hsd_jax.drafters.steered.files import read_steering, read_stored, save_stee
 from hsd_jax.drafters.steered.steering import STEERING, init_steering
 from hsd_jax.files import is_writer, read_json, replace_folder, write_json
 from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import Checkpoint, Source, find
 from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.placement import Placement
-from hsd_jax.params import Params, end_tokens
-from hsd_jax.tokenizer import Tokenizer
+from hsd_jax.params import Params
 from hsd_jax.train import data, distill, evaluate, manifest, run
 from hsd_jax.train.loop import Judge, LoopConfig, fit
 from hsd_jax.train.own_text import MixedBatches
@@ -43,7 +42,7 @@ BEFORE = "before.json"
 
 @manifest.alone(lock.of_folder)
 def train_small_lm(
-    target_dir: str | Path,
+    source: Source,
     data_files: Sequence[str | Path],
     out: str | Path,
     recipe: distill.DistillRecipe,
@@ -55,7 +54,8 @@ def train_small_lm(
     """Distils the model in `start_dir` towards the target and writes the best so far to `out/drafter`.
 
     Args:
-      start_dir: a Hugging Face folder of the target's vocabulary; a run that is continued needs it too.
+      source: the target (`models/checkpoint.py`).
+      start_dir: a language model of the target's vocabulary, named as a target is; a run that is continued needs it too.
       force: continue a run that was begun with another recipe.
     Returns:
       The folder of the drafter, which `--drafter` takes.
@@ -65,27 +65,27 @@ def train_small_lm(
         text on a mesh, a temperature or share outside its bounds, and as `run.train_drafter`.
       FloatingPointError, OSError: see `loop.fit`.
     """
-    out, target_dir, report, kind = Path(out), Path(target_dir), run.of_writer(report), recipe.model.kind
+    out, checkpoint, report, kind = Path(out), find(source), run.of_writer(report), recipe.model.kind
     if start_dir is None:
-        raise ValueError(f"--kind {kind}: needs --start, the folder of the pretrained model to distil")
+        raise ValueError(f"--kind {kind}: needs --start, the pretrained model to distil")
     recipe = dataclasses.replace(recipe, train=recipe.train.on_platform())
     train = recipe.train
     if recipe.on_policy.share and (mesh is not None or jax.process_count() > 1):
         raise ValueError(
             f"on_policy.share={recipe.on_policy.share:g}: the drafter writes its text on one device; leave out --mesh"
         )
-    target_config, start_dir = convert.read_config(target_dir), Path(start_dir)
-    config, weights = load_model(start_dir, target_config, Tokenizer.find(target_dir), "float32", Placement(mesh))
+    target_config, start = checkpoint.config, find(start_dir)
+    config, weights = load_model(start, target_config, checkpoint.tokenizer, "float32", Placement(mesh))
     format_config(config)  # what cannot be written must not be trained
     run.check_length(train, config)
-    rows = run.read_rows(data_files, target_dir, train, recipe.data, target_config)
+    rows = run.read_rows(data_files, checkpoint, train, recipe.data, target_config)
     about_rows = rows.describe()
     rows, prompts = run.hold_out(rows, recipe.eval, train)
-    taught, target_hash = run.read_frozen(target_dir, target_config, mesh)
+    taught, target_hash = run.read_frozen(checkpoint, mesh)
     config = recipe.model.config_of(config, target_config, target_hash)
-    params, kept = to_learn(recipe, config, weights, start_dir)
+    params, kept = to_learn(recipe, config, weights, start.path)
     frozen = {"target": taught, "drafter": kept}
-    about = {"target": target_hash, "start": convert.stored_hash(start_dir, config, "float32")}
+    about = {"target": target_hash, "start": start.hash("float32")}
     about |= {"files": manifest.fingerprints(data_files)}
     if manifest.has_checkpoints(out) and force:
         was_frozen = manifest.claimed(out).get("model", {}).get("frozen", recipe.model.frozen)
@@ -97,12 +97,12 @@ def train_small_lm(
     claims = manifest.check(out, force, recipe, kind=kind, **about)
     check_same("recipe, target and data of the run", repr(claims))
     report(about_rows)
-    run.describe(report, f"{kind} from {start_dir}", params, rows, train)
+    run.describe(report, f"{kind} from {start}", params, rows, train)
     shardings, place = run.placement(mesh, train, config)
-    eos, folder = end_tokens(target_dir, target_config), out / "drafter"
+    eos, folder = checkpoint.eos, out / "drafter"
 
     def keep(learned: Weights, judged: dict[str, Any] | None = None) -> None:
-        _save(folder, start_dir, target_dir, config, kept | learned, judged)
+        _save(folder, start if start.tokenizer else checkpoint, config, kept | learned, judged)
 
     judge = None
     if recipe.eval.every:
@@ -196,20 +196,17 @@ def _judged(
 
 
 def _save(
-    folder: Path, start: Path, target: Path, config: ModelConfig, params: Any, judged: dict[str, Any] | None = None
+    folder: Path, words: Checkpoint, config: ModelConfig, params: Any, judged: dict[str, Any] | None = None
 ) -> None:
-    """Puts the model, its tokenizer and its figures, if there are any, in the place of the one in `folder`."""
+    """Puts the model, the tokenizer of `words` and its figures, if there are any, in the place of those in `folder`."""
     params = jax.tree.map(fetch, params)
-    source = start if (start / run.TOKENIZER_FILES[0]).is_file() else target
 
     def write(new: Path) -> None:
         weights = {name: part for name, part in params.items() if name != STEERING}
         if isinstance(config, SteeredConfig):
             save_steering(new, config, params[STEERING])
-        convert.save_target(new, model_of(config), weights, bos=convert.read_bos(source), eos=convert.read_eos(source))
-        for name in (*run.TOKENIZER_FILES, "generation_config.json"):
-            if (source / name).is_file():
-                shutil.copyfile(source / name, new / name)
+        convert.save_target(new, model_of(config), weights, bos=words.bos, eos=words.named_eos)
+        words.save_tokenizer(new)
         if judged is not None:
             write_json(new / "judged.json", judged)
 

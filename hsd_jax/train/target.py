@@ -7,7 +7,6 @@ Read next: `run.py`.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -17,7 +16,7 @@ from jaxtyping import Array, Int
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
-from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import MOST, Count, Within, fits
 from hsd_jax.train.data import DataConfig
@@ -53,22 +52,22 @@ class TargetRecipe:
         return settings.read(cls, values, where)
 
 
-def grown_from(start_dir: str | Path, deeper: ModelConfig) -> Weights:
-    """The weights of the model in `start_dir`, grown to more layers.
+def grown_from(start: Checkpoint, deeper: ModelConfig) -> Weights:
+    """The weights of a model, grown to more layers.
 
     Raises:
       FileNotFoundError: if there is no such model.
       ValueError: naming what of it the deeper one has otherwise.
     """
-    config = convert.read_config(start_dir)
+    config = start.config
     sources = layer_sources(config.num_layers, deeper.num_layers)
     own, wanted = dataclasses.asdict(config), dataclasses.asdict(deeper)
     own["layer_types"] = [config.layer_type(layer) for layer in sources]
     wanted["layer_types"] = [deeper.layer_type(layer) for layer in range(deeper.num_layers)]
     for name, value in own.items():
         if name not in ("num_layers", "max_position") and wanted[name] != value:
-            raise ValueError(f"model.{name}={wanted[name]!r}: the model in {start_dir} has {value!r}")
-    return grown(convert.read_weights(Path(start_dir), config), sources)
+            raise ValueError(f"model.{name}={wanted[name]!r}: the model in {start} has {value!r}")
+    return grown(start.weights("float32"), sources)
 
 
 def layer_sources(num_layers: int, deeper: int) -> list[int]:

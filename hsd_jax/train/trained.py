@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.config import DrafterConfig, ModelConfig
+from hsd_jax.config import DrafterConfig
 from hsd_jax.drafters import files as drafter_files
-from hsd_jax.models import convert
+from hsd_jax.drafters.drafted_for import DraftedFor
+from hsd_jax.models.checkpoint import Checkpoint, path_of
 from hsd_jax.models.draft_vocab import to_columns
 from hsd_jax.train.data import DataConfig, read_rows
 from hsd_jax.types import Weights
@@ -34,28 +35,22 @@ class Started(NamedTuple):
     """Names of weights that only it has."""
 
 
-def read_pair(
-    target_dir: str | Path, drafter_dir: str | Path, out: str | Path
-) -> tuple[ModelConfig, DrafterConfig, Weights]:
-    """Reads both, for a result that is to be written to `out`.
+def read_drafter_of(checkpoint: Checkpoint, drafter_dir: str | Path, out: str | Path) -> tuple[DrafterConfig, Weights]:
+    """Reads a drafter of a target, for a result that is to be written to `out`.
 
-    Returns:
-      The target's configuration, and the drafter's with its weights.
     Raises:
       FileNotFoundError: if a folder is missing.
       ValueError: if `out` exists, or the drafter is another target's.
     """
     if Path(out).exists():
         raise ValueError(f"{out}: is there already; choose another folder")
-    target_config = convert.read_config(target_dir)
-    target_hash = convert.weights_hash(convert.read_weights(target_dir, target_config))
-    config, drafter = drafter_files.read_drafter(drafter_dir)
-    drafter_files.check_drafter(config, target_config, target_hash)
-    return target_config, config, drafter
+    config, drafter = drafter_files.read_drafter(path_of(drafter_dir))
+    drafter_files.check_drafter(config, DraftedFor(checkpoint.config, checkpoint.hash(), checkpoint.tokenizer))
+    return config, drafter
 
 
 def read_split(
-    data_files: Sequence[str | Path], target_dir: str | Path, vocab_size: int, loss_on: str
+    data_files: Sequence[str | Path], checkpoint: Checkpoint, vocab_size: int, loss_on: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """The labels of the rows to use, and of the last tenth of the rows, held out to judge by.
 
@@ -65,7 +60,7 @@ def read_split(
       FileNotFoundError: if a file is missing.
       ValueError: if there are fewer than two rows, or data cannot be read.
     """
-    rows = read_rows(data_files, target_dir, ROW, 0, vocab_size, DataConfig(loss_on=loss_on))
+    rows = read_rows(data_files, checkpoint, ROW, 0, vocab_size, DataConfig(loss_on=loss_on))
     num = len(rows.tokens)
     if num < 2:
         raise ValueError(f"the data fill one row of {ROW} tokens: at least two are needed, one to judge by")

@@ -448,7 +448,7 @@ def test_paths_of_a_recipe(folders, tmp_path):
     values = {"paths": {"target": "a", "data": "b.jsonl", "out": "c"}, "train": {"steps": 3}}
     given = argparse.Namespace(target=None, data=["d", "e"], out=None)
     found = recipe.take_paths(values, given, "target", "data", "out")
-    assert found == {"target_dir": "a", "data_files": ["d", "e"], "out": "c"} and list(values) == ["train"]
+    assert found == {"source": "a", "data_files": ["d", "e"], "out": "c"} and list(values) == ["train"]
     given = argparse.Namespace(data=None, out="x", tokenizer=None)
     assert recipe.take_paths({"paths": {"data": "b"}}, given, "data", "out", optional=["tokenizer"]) == {
         "data_files": ["b"],

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 import hsd_jax
 from hsd_jax import distributed, sharding
 from hsd_jax.bench.prompts import demo_prompts
-from hsd_jax.params import DEMO
+from hsd_jax.models.checkpoint import DEMO
 from hsd_jax.train import run
 from hsd_jax.train.drafter import DrafterRecipe
 

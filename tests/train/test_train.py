@@ -25,7 +25,7 @@ from support.recipes import DRAFTER_VALUES, LOOP, TARGET_VALUES, TEXT
 from tokenizers import Tokenizer
 
 import hsd_jax
-from hsd_jax import checkpoint, sharding
+from hsd_jax.train import checkpoint, sharding
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.models import convert

@@ -2,60 +2,55 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from hsd_jax.config import ModelConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters import small_lm
+from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.rescored.config import ZERO_GRAM
 from hsd_jax.drafters.rescored.ngram import NGRAM_CONFIG, read_ngram
 from hsd_jax.drafters.steered.files import STEERING_CONFIG
+from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.types import Weights
 
 
 def read_scorer(
-    scorer: str | Path,
-    target: ModelConfig,
-    target_hash: str,
-    tokenizer: Any,
-    dtype: Any = "float32",
-    placement: Placement = HERE,
+    scorer: Source, target: DraftedFor, dtype: Any = "float32", placement: Placement = HERE
 ) -> tuple[Any, Weights]:
-    """The configuration and the weights of ZERO_GRAM, or of what a folder holds.
+    """The configuration and the weights of ZERO_GRAM, or of what a folder or a name stands for.
 
     Args:
       scorer: ZERO_GRAM; or a folder of `hsd train ngram`; of a hidden-state drafter, whose token information scores; or
-        a Hugging Face folder, whose model does.
-      target, target_hash, tokenizer: of the target that is drafted for; its tokenizer may be None.
+        a language model, named as a target is.
       dtype: of weights that are multiplied.
     Raises:
       FileNotFoundError, ValueError: if it is none of these, or was made for another target or tokenizer.
     """
     if scorer == ZERO_GRAM:
         return None, {}
-    folder = Path(scorer)
+    checkpoint = find(scorer)
+    folder = checkpoint.path
     if (folder / NGRAM_CONFIG).is_file():
         config, weights = read_ngram(folder, placement)
-        vocabulary = config.vocabulary if tokenizer is None else tokenizer.vocabulary_hash
-        if (config.vocab_size, config.vocabulary) != (target.vocab_size, vocabulary):
+        vocabulary = target.vocabulary_hash or config.vocabulary
+        if (config.vocab_size, config.vocabulary) != (target.config.vocab_size, vocabulary):
             raise ValueError(
                 f"{folder}: n-grams of the tokenizer {config.vocabulary[:12]} ({config.vocab_size:,} tokens); this"
-                f" target has {vocabulary[:12]} ({target.vocab_size:,} tokens): count again with `hsd train ngram`"
+                f" target has {vocabulary[:12]} ({target.config.vocab_size:,} tokens): count again with `hsd train ngram`"
             )
         return config, weights
     if (folder / drafter_files.DRAFTER_CONFIG).is_file():
         config, weights = drafter_files.read_drafter(folder, dtype, placement)
-        drafter_files.check_drafter(config, target, target_hash)
+        drafter_files.check_drafter(config, target)
         if not isinstance(config, HiddenConfig) or config.rank == 0:
             raise ValueError(f"{folder}: a drafter without token information, which is what would score")
         return config, {name: weights[name] for name in ("injector", "draft_to_target") if name in weights}
     if (folder / STEERING_CONFIG).is_file():
         raise ValueError(f"{folder}: a small model steered by its target; take the plain one, what it was trained from")
-    if (folder / "config.json").is_file():
-        return small_lm.load(folder, target, target_hash, tokenizer, dtype, placement)
+    if folder.is_file() or (folder / "config.json").is_file():
+        return small_lm.load(checkpoint, target, dtype, placement)
     raise FileNotFoundError(
         f"{folder}: no scorer; expected {ZERO_GRAM}, a folder with {NGRAM_CONFIG} (of `hsd train ngram`), with"
         f" {drafter_files.DRAFTER_CONFIG} (a hidden-state drafter) or with config.json (a language model)"

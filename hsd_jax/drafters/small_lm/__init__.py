@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from hsd_jax.config import ModelConfig, TreeConfig, layer_numbers
 from hsd_jax.drafters.method import Method
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.small_lm.draft import small_lm_drafter
-from hsd_jax.models import convert
+from hsd_jax.drafters.drafted_for import DraftedFor
+from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.models.placement import Placement
+from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
 
 DEFAULT_CHAIN = TreeConfig(nodes=5, depth=4, width=1)
@@ -26,32 +27,31 @@ def drafting_seconds(costs: Any, config: ModelConfig, batch: int, tree: TreeConf
 
 
 def load_model(
-    folder: Path, target: ModelConfig, tokenizer: Any, dtype: Any, placement: Placement
+    checkpoint: Checkpoint, target: ModelConfig, tokenizer: Tokenizer | None, dtype: Any, placement: Placement
 ) -> tuple[ModelConfig, Weights]:
-    """Any target folder whose vocabulary is the target's.
+    """Any language model whose vocabulary is the target's.
 
     Args:
-      tokenizer: the target's, a `tokenizer.Tokenizer`, or None.
+      tokenizer: the target's.
     Raises:
       ValueError: if the vocabularies differ.
     """
-    config = convert.read_config(folder)
-    own = None if tokenizer is None else type(tokenizer).find(folder)
-    if config.vocab_size != target.vocab_size or (own is not None and not own.has_vocabulary_of(tokenizer)):
+    config = checkpoint.config
+    own = None if tokenizer is None else checkpoint.tokenizer
+    if config.vocab_size != target.vocab_size or (own and tokenizer and not own.has_vocabulary_of(tokenizer)):
         raise ValueError(
-            f"{folder}: a language model of {config.vocab_size} tokens for a target of {target.vocab_size}: both"
+            f"{checkpoint}: a language model of {config.vocab_size} tokens for a target of {target.vocab_size}: both"
             " must have the same vocabulary, token by token"
         )
-    return config, convert.read_weights(folder, config, dtype, placement)
+    return config, checkpoint.weights(dtype, placement)
 
 
 def load(
-    folder: Path, target: ModelConfig, target_hash: str, tokenizer: Any, dtype: Any, placement: Placement
+    checkpoint: Checkpoint, target: DraftedFor, dtype: Any, placement: Placement, strict: bool = False
 ) -> tuple[SmallLMConfig, Weights]:
     """`load_model`, as a drafter; it is made for no target in particular."""
-    model, weights = load_model(folder, target, tokenizer, dtype, placement)
-    fingerprint = convert.stored_hash(folder, model, convert.weights_dtype(folder))
-    return SmallLMConfig(**vars(model), fingerprint=fingerprint), weights
+    model, weights = load_model(checkpoint, target.config, target.tokenizer, dtype, placement)
+    return SmallLMConfig(**vars(model), fingerprint=checkpoint.hash()), weights
 
 
 SMALL_LM = Method(

@@ -10,11 +10,13 @@ from typing import Annotated, Any
 import numpy as np
 
 from hsd_jax import settings
-from hsd_jax.config import LARGEST_TREE, ModelConfig
+from hsd_jax.config import LARGEST_TREE
+from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.small_lm import load_model
 from hsd_jax.drafters.steered.config import Layer, SteeredConfig
 from hsd_jax.drafters.steered.steering import STEERING, init_steering
 from hsd_jax.files import write_json
+from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.models.convert import shapes_of
 from hsd_jax.models.hf_config import read_json
 from hsd_jax.models.placement import HERE, Placement
@@ -63,26 +65,24 @@ def read_stored(folder: Path) -> Stored | None:
 
 
 def load_steered(
-    folder: Path, target: ModelConfig, target_hash: str, tokenizer: Any, dtype: Any, placement: Placement
+    checkpoint: Checkpoint, target: DraftedFor, dtype: Any, placement: Placement, strict: bool = False
 ) -> tuple[SteeredConfig, Weights] | None:
-    """What the trainer wrote; None for a folder that holds no steering.
+    """What the trainer wrote; None for a model that nothing steers.
 
     Raises:
       FileNotFoundError: as `read_stored`.
-      ValueError: as `small_lm.load_model`, or if it was trained for another target.
+      ValueError: as `small_lm.load_model`, or if it was trained for a target of other sizes, or is `strict` and the
+        target has other weights.
     """
-    own = read_stored(folder)
+    own = read_stored(checkpoint.path)
     if own is None:
         return None
-    model, weights = load_model(folder, target, tokenizer, dtype, placement)
-    config = SteeredConfig(**vars(model), **vars(own))
-    config.check_target(target)
-    if own.target_hash not in ("", target_hash):
-        raise ValueError(
-            f"{folder}: trained for target {own.target_hash[:12]}; this target is {target_hash[:12]}, same sizes but"
-            " other weights. Take its own drafter or train one"
-        )
-    return config, {**weights, STEERING: read_steering(folder, config, dtype, placement)}
+    config = SteeredConfig(**vars(checkpoint.config), **vars(own))
+    config.check_target(target.config)
+    trained_for = f"{checkpoint}: trained for target {own.target_hash[:12]}"
+    target.check_weights(trained_for, own.target_hash, target.vocabulary_hash, strict)  # `load_model` compares them
+    _, weights = load_model(checkpoint, target.config, target.tokenizer, dtype, placement)
+    return config, {**weights, STEERING: read_steering(checkpoint.path, config, dtype, placement)}
 
 
 def read_steering(folder: Path, config: SteeredConfig, dtype: Any = "float32", placement: Placement = HERE) -> Weights:

