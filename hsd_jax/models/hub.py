@@ -184,11 +184,9 @@ def _download(
     if lacks:
         raise HubError(name, revision, _useless(lacks, name, listing))
     try:
-        folder = [_get(cache, name, commit, file) for file in SMALL_FILES if file in names][0].parent
-        shards = _shards(folder, names)
-        lacks = _missing(names, shards)
-        if lacks:
-            raise HubError(name, revision, f"the repository is not whole: {lacks}. Tell its owner, or take another")
+        small = [_get(cache, name, commit, file) for file in SMALL_FILES if file in names]
+        folder = small.pop().parent
+        shards = _checked_shards(folder, names, name, revision)
         weights = [*shards, *(file for file in PAIRS.values() if file in names)]
         _check_room(cache, name, revision, commit, weights)
         for file in weights:
@@ -201,13 +199,24 @@ def _download(
     return folder
 
 
+def _checked_shards(folder: Path, names: set[str], name: str, revision: str) -> list[str]:
+    """`_shards`, all of which the repository holds; a HubError where it does not."""
+    try:
+        shards = _shards(folder, names)
+        lacks = _missing(names, shards)
+    except ValueError as error:
+        shards, lacks = [], str(error)
+    if lacks:
+        raise HubError(name, revision, f"the repository is not whole: {lacks}. Tell its owner, or take another")
+    return shards
+
+
 def _get(cache: Path, name: str, commit: str, file: str, dry_run: bool = False) -> Any:
     """The path of one file, fetched if it is not in the cache; with `dry_run` what fetching it would take."""
     from huggingface_hub import constants, hf_hub_download
 
-    found = hf_hub_download(
-        name, file, revision=commit, cache_dir=cache, endpoint=constants.ENDPOINT, dry_run=dry_run, library_name="hsd_jax"
-    )
+    where = {"revision": commit, "cache_dir": cache, "endpoint": constants.ENDPOINT, "library_name": "hsd_jax"}
+    found = hf_hub_download(name, file, dry_run=dry_run, **where)
     return found if dry_run else Path(found)
 
 
@@ -220,8 +229,8 @@ def _check_room(cache: Path, name: str, revision: str, commit: str, weights: lis
         raise HubError(
             name,
             revision,
-            f"{wanted / 1e9:,.1f} GB are to be fetched and {cache} has room for {free / 1e9:,.1f} GB. Make room there, or"
-            " set HF_HOME to a folder on a larger disk",
+            f"{wanted / 1e9:,.1f} GB are to be fetched and {cache} has room for {free / 1e9:,.1f} GB. Make room there,"
+            " or set HF_HOME to a folder on a larger disk",
         )
 
 
@@ -369,8 +378,6 @@ def _broken(error: Exception, name: str, cache: Path) -> str:
         return f"no room is left on the disk of {cache}. Make room there, or set HF_HOME to a folder on a larger disk"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{cache} cannot be written. Set HF_HOME to a folder that can"
-    if isinstance(error, ValueError):
-        return f"{_short(error)}. Tell its owner, or take another repository"
     return f"the download broke off ({_short(chain[-1])}). Start again: what has come whole is kept"
 
 
