@@ -49,6 +49,7 @@ SMALL_FILES = (
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _BRANCH = "main"
+_BAD_TOKEN = "Invalid credentials in Authorization header"  # so the hub says where a token, not its absence, is wrong
 _PART = re.compile(r"\w(?:[\w.-]{0,94}\w)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".jsonl", ".yaml", *PICKLES)
@@ -347,17 +348,19 @@ def _refusal(error: Exception, name: str) -> str:
             f"gated: its owner lets in who asks. Ask for access at {page}, then log in with `hf auth login` or set"
             " HF_TOKEN"
         )
-    if isinstance(error, errors.RepositoryNotFoundError):
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+    is_stranger = status == 401 and error.response.headers.get("X-Error-Message") != _BAD_TOKEN
+    if is_stranger or isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"no such repository, or a private one ({page}). Look at its name, or log in with `hf auth login` or set"
             " HF_TOKEN"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"the repository has no such branch, tag or commit; {page}/tree/main lists them"
-    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
+    if status in (401, 403):
         return (
-            f"the hub refuses the token (status {error.response.status_code}). Log in again with `hf auth login`, or"
-            " set HF_TOKEN to a valid one"
+            f"the hub refuses the token (status {status}). Log in again with `hf auth login`, or set HF_TOKEN to one that"
+            " is valid"
         )
     return f"the hub refuses it ({_short(error)}); look at {page}"
 
