@@ -359,8 +359,8 @@ def _refusal(error: Exception, name: str) -> str:
         return f"the repository has no such branch, tag or commit; {page}/tree/main lists them"
     if status in (401, 403):
         return (
-            f"the hub refuses the token (status {status}). Log in again with `hf auth login`, or set HF_TOKEN to one that"
-            " is valid"
+            f"the hub refuses the token (status {status}). Log in again with `hf auth login`, or set HF_TOKEN to one"
+            " that is valid"
         )
     return f"the hub refuses it ({_short(error)}); look at {page}"
 
