@@ -309,7 +309,7 @@ def test_an_assistant_of_another_vocabulary_is_refused_before_anything_runs(fold
         assert peers.main(["--target", folders.target, "--assistant", assistant]) == 2
         assert message in capsys.readouterr().err
     vocab_size = peers.convert.read_config(folders.target).vocab_size
-    peers.check_assistant(folders.target, vocab_size, peers.Tokenizer(folders.target))
+    peers.check_assistant(folders.target, vocab_size, peers.Tokenizer.read(folders.target))
 
 
 @pytest.mark.slow
