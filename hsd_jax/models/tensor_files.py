@@ -154,13 +154,6 @@ def _check_finite(is_finite: bool, dtype: np.dtype, where: str) -> None:
                          " or its numbers need a wider dtype")  # fmt: skip
 
 
-def _cast(array: Any, dtype: np.dtype, where: str) -> np.ndarray:
-    with np.errstate(over="ignore"):  # an overflow is reported below
-        cast = np.asarray(array).astype(dtype)
-    _check_finite(bool(np.isfinite(cast).all()), dtype, where)
-    return np.ascontiguousarray(cast)
-
-
 @functools.lru_cache(maxsize=64)
 def _starts(file: Path, size: int, changed: int) -> dict[str, int]:
     """Where the numbers of each tensor of a file begin; size and time of change keep the answer fresh."""
@@ -198,6 +191,24 @@ def _check_shape(found: Iterable[int], expected: tuple[int, ...], where: str, co
         )
 
 
+def check_tensors(
+    stored: dict[str, Stored],
+    wanted: dict[str, str],
+    shapes: dict[str, tuple[int, ...]],
+    folder: Path,
+    config: str,
+    ids: tuple[str, ...] = (),
+) -> None:
+    """Raises a ValueError that names the tensor, unless exactly those `wanted` are there, as `load_tree` reads them."""
+    _check_names(stored, wanted.values(), str(folder), config)
+    for path, name in wanted.items():
+        tensor = stored[name]
+        _check_shape(tensor.shape, shapes[path], str(tensor), config)
+        allowed = (_IDS,) if path in ids else tensor.readable
+        if tensor.dtype not in allowed:
+            raise ValueError(f"{tensor}: found dtype {tensor.dtype}, expected one of {', '.join(allowed)}")
+
+
 def load_tree(
     stored: dict[str, Stored],
     wanted: dict[str, str],
@@ -215,13 +226,7 @@ def load_tree(
       ids: paths that hold token ids, int32 whatever `dtype` is.
       heads: query heads and key/value heads, which a mesh never cuts in two.
     """
-    _check_names(stored, wanted.values(), str(folder), config)
-    for path, name in wanted.items():
-        tensor = stored[name]
-        _check_shape(tensor.shape, shapes[path], str(tensor), config)
-        allowed = (_IDS,) if path in ids else tensor.readable
-        if tensor.dtype not in allowed:
-            raise ValueError(f"{tensor}: found dtype {tensor.dtype}, expected one of {', '.join(allowed)}")
+    check_tensors(stored, wanted, shapes, folder, config, ids)
     held = placement.held_dtype(dtype)
     kinds = {path: (jnp.dtype(jnp.int32),) * 2 if path in ids else (dtype, held) for path in wanted}
     floats = unflatten_dict({path: jax.ShapeDtypeStruct(shapes[path], kinds[path][1]) for path in wanted}, sep=".")
@@ -238,6 +243,23 @@ def load_tree(
     return unflatten_dict(arrays, sep=".")
 
 
+def checked_weights(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Weights to save by their dotted paths; a ValueError for a missing, unexpected or misshapen one."""
+    flat: dict[str, Any] = flatten_dict(weights, sep=".")
+    _check_names(flat, shapes, "weights to save", "the configuration")
+    for key, array in flat.items():
+        _check_shape(np.shape(array), shapes[key], f"weights to save: {key!r}", "the configuration")
+    return flat
+
+
+def checked_numbers(key: str, array: Any, dtype: np.dtype) -> np.ndarray:
+    """The numbers of a weight to save in `dtype`; a ValueError for one that is not finite in it."""
+    with np.errstate(over="ignore"):  # an overflow is reported below
+        cast = np.asarray(array).astype(dtype)
+    _check_finite(bool(np.isfinite(cast).all()), dtype, f"weights to save: {key!r}")
+    return np.ascontiguousarray(cast)
+
+
 def store_tree(
     path: Path,
     weights: Weights,
@@ -252,13 +274,9 @@ def store_tree(
       ValueError: if a weight is missing, unexpected, misshapen or not finite.
       OSError: naming the file, if it cannot be written.
     """
-    flat: dict[str, Any] = flatten_dict(weights, sep=".")
-    _check_names(flat, shapes, "weights to save", "the configuration")
-    tensors = {}
+    flat, tensors = checked_weights(weights, shapes), {}
     for key, array in flat.items():
-        _check_shape(np.shape(array), shapes[key], f"weights to save: {key!r}", "the configuration")
-        where = f"weights to save: {key!r}"
-        tensors[name(key)] = np.asarray(array, np.int32) if key in ids else _cast(array, dtype, where)
+        tensors[name(key)] = np.asarray(array, np.int32) if key in ids else checked_numbers(key, array, dtype)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         try:
