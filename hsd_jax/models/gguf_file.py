@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 _METADATA = "its metadata"
+_AT_ONCE = 1 << 17
+"""Numbers that are dequantized in a go: what a core's cache holds."""
 
 
 def _can_dequantize(kind: gguf.GGMLQuantizationType) -> bool:
@@ -68,10 +70,18 @@ class GgufTensor(Stored):
         return np.memmap(self.file, np.uint8, "r", self.start, shape)
 
     def _floats(self, blocks: np.ndarray) -> np.ndarray:
-        """[n, bytes of some blocks] -> float32 [n, numbers of these blocks]."""
+        """[n, blocks, bytes of a block] -> float32 [n, numbers of the blocks]."""
+        per_block, block_bytes = gguf.GGML_QUANT_SIZES[self._kind]
+        flat = blocks.reshape(-1, block_bytes)
+        out, step = np.empty((len(flat), per_block), np.float32), max(_AT_ONCE // per_block, 1)
         with np.errstate(all="ignore"):  # of damaged scales; whoever reads looks for infinities
-            floats = gguf.quants.dequantize(np.ascontiguousarray(blocks), self._kind)
-            return floats - np.float32(self.added) if self.added else floats
+            for at in range(0, len(flat), step):
+                # As one row: gguf goes 16 rows at a time, whatever they hold.
+                part = np.ascontiguousarray(flat[at : at + step]).reshape(1, -1)
+                out[at : at + step] = gguf.quants.dequantize(part, self._kind).reshape(-1, per_block)
+            if self.added:
+                out -= np.float32(self.added)
+        return out.reshape(len(blocks), -1)
 
     def _theirs(self, rows: np.ndarray) -> np.ndarray:
         """Where the file has our rows."""
@@ -80,14 +90,14 @@ class GgufTensor(Stored):
     def blocks(self, index: tuple[slice, ...], step: int) -> Iterator[np.ndarray]:
         stored, (rows, *rest) = self._bytes(), index
         if not rest:
-            yield self._floats(stored.reshape(1, -1))[0][self._theirs(np.arange(rows.start, rows.stop))]
+            yield self._floats(stored)[0][self._theirs(np.arange(rows.start, rows.stop))]
             return
         (columns,) = rest
         per_block = gguf.GGML_QUANT_SIZES[self._kind][0]
         first, last = columns.start // per_block, -(-columns.stop // per_block)
         for row in range(rows.start, rows.stop, step):
             theirs = self._theirs(np.arange(row, min(row + step, rows.stop)))
-            floats = self._floats(stored[theirs, first:last].reshape(len(theirs), -1))
+            floats = self._floats(stored[theirs, first:last])
             yield floats[:, columns.start - first * per_block : columns.stop - first * per_block]
 
     def sample(self, stride: int) -> np.ndarray:
@@ -96,7 +106,7 @@ class GgufTensor(Stored):
             return next(self.blocks((slice(0, *self.shape),), 1))[at]
         row, column = np.divmod(at, self.shape[-1])
         block, place = np.divmod(column, gguf.GGML_QUANT_SIZES[self._kind][0])
-        return self._floats(self._bytes()[self._theirs(row), block])[np.arange(len(at)), place]
+        return self._floats(self._bytes()[self._theirs(row), block][:, None])[np.arange(len(at)), place]
 
 
 class GgufFile:

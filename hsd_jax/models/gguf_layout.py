@@ -113,8 +113,8 @@ def parse(
     name = get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ValueError(
-            f"{where}: general.architecture={shown(name)}: allowed are {', '.join(ARCHITECTURES)}; other models are read"
-            " from Hugging Face folders"
+            f"{where}: general.architecture={shown(name)}: allowed are {', '.join(ARCHITECTURES)}; other models"
+            " are read from Hugging Face folders"
         )
     if get("split.count") not in (None, 0, 1):
         raise ValueError(

@@ -7,6 +7,7 @@ A GGUF file has the tokens and the merges. How text is split before merging it s
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 from hsd_jax.files import sha256
@@ -150,6 +151,7 @@ def wrapped(header: Header) -> Tokenizer:
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: _token(header, f"{_KEY}{key}_token_id") for name, key in names.items()}
     special = {f"{name}_token": inner.id_to_token(token) for name, token in ids.items() if token is not None}
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch
     import transformers  # after what may fail: it takes seconds
 
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=False, **special)
