@@ -27,6 +27,7 @@ from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import (
     Stored,
     are_equal,
+    check_tensors,
     checked_dtype,
     load_tree,
     open_all,
@@ -47,6 +48,7 @@ __all__ = [
     "save_target",
     "shapes_of",
     "stored_hash",
+    "stored_weights",
     "weights_dtype",
     "weights_hash",
 ]
@@ -104,12 +106,16 @@ def read_weights(
         a dtype that is no float, NaN or infinity; too little memory, before anything is read.
     """
     dtype, folder = checked_dtype(dtype), Path(folder)
-    stored = _open(folder, config)
-    check_num_layers(config.num_layers, stored, folder, "config.json")
-    shapes = shapes_of(init_target, config)
-    wanted = {path: _hf_name(path, config) for path in shapes}
+    stored, wanted, shapes = _tensors(folder, config)
     heads = sharding.heads_of(config)
     return load_tree(stored, wanted, shapes, dtype, folder, "config.json", placement=placement, heads=heads)
+
+
+def stored_weights(folder: str | Path, config: ModelConfig) -> dict[str, Stored]:
+    """The tensors of a target by our paths, unread, each of the shape it must have; raises as `read_weights`."""
+    stored, wanted, shapes = _tensors(Path(folder), config)
+    check_tensors(stored, wanted, shapes, Path(folder), "config.json")
+    return {path: stored[name] for path, name in wanted.items()}
 
 
 def stored_hash(folder: str | Path, config: ModelConfig, dtype: Any = "float32") -> str:
@@ -127,6 +133,14 @@ def sampled_hash(stored: dict[str, Stored], dtype: Any) -> str:
     return _hash(
         (path, tensor.shape, sample(tensor, _stride(math.prod(tensor.shape)), dtype)) for path, tensor in stored.items()
     )
+
+
+def _tensors(folder: Path, config: ModelConfig) -> tuple[dict[str, Stored], dict[str, str], dict[str, tuple[int, ...]]]:
+    """The tensors by the names of the files, those names by our paths, and the shapes by our paths."""
+    stored = _open(folder, config)
+    check_num_layers(config.num_layers, stored, folder, "config.json")
+    shapes = shapes_of(init_target, config)
+    return stored, {path: _hf_name(path, config) for path in shapes}, shapes
 
 
 def _open(folder: Path, config: ModelConfig) -> dict[str, Stored]:

@@ -8,7 +8,7 @@ Gemma's norms have 1 added, and Llama 3's rotary scaling is a factor for each fr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -223,11 +223,9 @@ def _llama3(factors: np.ndarray, config: ModelConfig, where: str) -> RopeConfig:
     )
 
 
-def describe(config: ModelConfig, names: Collection[str]) -> tuple[dict[str, Any], np.ndarray | None]:
+def describe(config: ModelConfig) -> tuple[dict[str, Any], np.ndarray | None]:
     """The metadata of a configuration, and the numbers of ROPE_FACTORS if it needs them; the other way of `parse`.
 
-    Args:
-      names: of its tensors, as GGUF calls them.
     Raises:
       ValueError: naming the field, if a GGUF file cannot express it.
     """
@@ -262,7 +260,10 @@ def describe(config: ModelConfig, names: Collection[str]) -> tuple[dict[str, Any
         value = metadata.get(key)
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
-    shapes = dict.fromkeys(names, ()) | {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    telling = {"head": not config.tie_embeddings, "layer_0.attn.q.bias": config.qkv_bias}
+    telling["layer_0.mlp.gate.bias"] = config.mlp_bias
+    shapes |= {tensor_name(path): () for path, is_there in telling.items() if is_there}
     again = parse(get, shapes, factors, "the GGUF file as written")
     for field in dataclasses.fields(config):
         wanted, found = getattr(config, field.name), getattr(again, field.name)

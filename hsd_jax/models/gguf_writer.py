@@ -17,9 +17,9 @@ import numpy as np
 from hsd_jax.config import ModelConfig
 from hsd_jax.files import replacing
 from hsd_jax.models import gguf_layout
-from hsd_jax.models.convert import shapes_of
+from hsd_jax.models.convert import shapes_of, stored_weights
 from hsd_jax.models.target import init_target
-from hsd_jax.models.tensor_files import checked_numbers, checked_weights
+from hsd_jax.models.tensor_files import Stored, checked_numbers, checked_weights, read_whole
 from hsd_jax.types import Weights
 
 _PLAIN = {"F32": np.dtype(np.float32), "BF16": jnp.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
@@ -31,18 +31,20 @@ TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {kind: kind f
 def save_gguf(
     path: str | Path,
     config: ModelConfig,
-    weights: Weights,
+    weights: Weights | str | Path,
     dtype: str = "float32",
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the file, whole or not at all.
 
     Args:
-      weights: in the tree of `init_target`, of any float dtype.
+      weights: in the tree of `init_target`, of any float dtype; or a Hugging Face folder, of which one tensor at a time
+        is read.
       dtype: of the matrices, one of TYPES.
       metadata: further keys, those of a tokenizer for example: truths, whole numbers (written as uint32), numbers
         (float32), texts, or lists of them. Without a tokenizer llama.cpp works with token ids alone.
     Raises:
+      FileNotFoundError: if a folder is given that is none.
       ValueError: naming the field, if GGUF cannot express `config`; naming the weight, if it is missing, unexpected,
         misshapen or not finite, or its rows are no multiple of what the type packs together.
       OSError: naming the file, if it cannot be written.
@@ -50,8 +52,12 @@ def save_gguf(
     if dtype not in TYPES:
         raise ValueError(f"dtype {dtype!r}: allowed are {', '.join(TYPES)}")
     path, matrices, shapes = Path(path), gguf.GGMLQuantizationType[TYPES[dtype]], shapes_of(init_target, config)
-    flat, names = checked_weights(weights, shapes), {key: gguf_layout.tensor_name(key) for key in shapes}
-    values, factors = gguf_layout.describe(config, names.values())
+    values, factors = gguf_layout.describe(config)
+    if isinstance(weights, str | Path):
+        flat: dict[str, Any] = stored_weights(weights, config)
+    else:
+        flat = checked_weights(weights, shapes)
+    names = {key: gguf_layout.tensor_name(key) for key in shapes}
     per_block = gguf.GGML_QUANT_SIZES[matrices][0]
     kinds = {key: matrices if len(shape) > 1 else gguf.GGMLQuantizationType.F32 for key, shape in shapes.items()}
     for key, shape in shapes.items():
@@ -86,7 +92,7 @@ def save_gguf(
 def _encoded(key: str, array: Any, config: ModelConfig, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     """The bytes of a weight in GGUF's layout."""
     heads, added = gguf_layout.interleaved_heads(key, config), gguf_layout.added(key, config)
-    array = np.asarray(array)
+    array = read_whole(array, np.dtype(np.float32)) if isinstance(array, Stored) else np.asarray(array)
     if added:
         array = array.astype(np.float32) + np.float32(added)
     if heads is not None:

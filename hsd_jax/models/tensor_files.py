@@ -148,6 +148,11 @@ def _read(tensor: Stored, index: tuple[slice, ...], dtype: np.dtype, held_dtype:
     return out
 
 
+def read_whole(tensor: Stored, dtype: np.dtype) -> np.ndarray:
+    """All numbers of a tensor on the host, rounded to `dtype`."""
+    return _read(tensor, (slice(None),) * len(tensor.shape), dtype, dtype)
+
+
 def _check_finite(is_finite: bool, dtype: np.dtype, where: str) -> None:
     if not is_finite:
         raise ValueError(f"{where}: holds NaN or infinity in {dtype.name}, expected finite numbers; the file is damaged"
