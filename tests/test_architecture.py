@@ -19,13 +19,13 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hsd_jax"
 # A module imports only from its own layer and from those before it.
 LAYERS = [
     "settings files programs interrupts watch distributed",
-    "types hierarchy theory config lock",
+    "types hierarchy theory config lock tokenizer",
     "kernels",
     "sharding checkpoint",
     "models",
     "infer",
     "drafters",
-    "ahead api arguments params plan request tokenizer tuned",
+    "ahead api arguments params plan request tuned",
     "train",
     "bench",
     "aot",
