@@ -109,10 +109,12 @@ def build(header: Header) -> tokenizers.Tokenizer:
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise ValueError(f"{path}: {_KEY}token_type: expected a number for each of {len(tokens)} tokens")
     vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED}
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    for merge, pair in zip(merges, pairs, strict=True):
-        if len(pair) != 2:
+    pairs = []
+    for merge in merges:
+        first, _, second = merge.partition(" ")
+        if not first or not second or " " in second:
             raise ValueError(f"{path}: {_KEY}merges: {merge!r}: expected two parts with a space between them")
+        pairs.append((first, second))
     try:
         tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=splitting.ignores_merges))
     except Exception as error:  # tokenizers raises bare Exception

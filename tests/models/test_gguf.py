@@ -11,6 +11,8 @@ import importlib.util
 import math
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +313,38 @@ def test_rows_come_in_small_pieces(tmp_path, monkeypatch):
     config = CONFIGS["llama"]
     file = GgufFile(by_hand(config, tmp_path))
     assert_same(file.weights(), convert.read_weights(tmp_path / "folder", config))
+
+
+MEMORY = """
+import resource, sys
+import jax, numpy as np
+from hsd_jax.models.gguf_file import GgufFile
+jax.block_until_ready(jax.numpy.ones(3) + 1)
+file = GgufFile(sys.argv[1])
+file.hash()  # traces the shapes
+data = [line for line in open("/proc/self/status") if line.startswith("VmData")][0]
+resource.setrlimit(resource.RLIMIT_DATA, (int(data.split()[1]) * 1024 + int(sys.argv[2]),) * 2)
+print(sum(x.nbytes for x in jax.tree.leaves(file.weights())))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
+def test_the_host_holds_little_besides_the_weights(tmp_path):
+    """290 MB in bfloat16 load with 120 MB to spare; the largest tensor in float32 would need 459."""
+    config = toy.target_config(
+        vocab_size=56_000, hidden_size=2048, intermediate_size=4096, num_layers=1, num_heads=16, num_kv_heads=8,
+        head_dim=128, max_position=64,
+    )  # fmt: skip
+    tree = jax.eval_shape(lambda: init_target(jax.random.key(0), config))
+    weights = jax.tree.map(lambda leaf: np.ones(leaf.shape, ml_dtypes.bfloat16), tree)
+    total = sum(array.nbytes for array in jax.tree.leaves(weights))
+    assert total > 290e6
+    save_gguf(tmp_path / "large.gguf", config, weights, "Q4_1")
+    command = [sys.executable, "-c", MEMORY, str(tmp_path / "large.gguf"), str(total + 120_000_000)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) == total
 
 
 def changed(root: Path, metadata: dict[str, Any], tensors: dict[str, Any], name: str = "llama", arch: str = "") -> Path:
