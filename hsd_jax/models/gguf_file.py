@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from hsd_jax.tokenizer import Tokenizer
 
-SUFFIX = ".gguf"
 _METADATA = "its metadata"
 _AT_ONCE = 1 << 17
 """Numbers that are dequantized in a go: what a core's cache holds."""
@@ -149,7 +148,7 @@ class GgufFile:
           ValueError: as `config`; naming the tensor, if one is missing, unexpected, misshapen, of a type that cannot be
             read, or holds NaN or infinity; too little memory, before anything is read.
         """
-        dtype, heads = checked_dtype(dtype or self.dtype), sharding.heads_of(self.config)
+        dtype, heads = checked_dtype(self.dtype if dtype is None else dtype), sharding.heads_of(self.config)
         stored, wanted, shapes = self._tensors()
         return load_tree(stored, wanted, shapes, dtype, self.path, _METADATA, placement=placement, heads=heads)
 
@@ -161,7 +160,9 @@ class GgufFile:
         """
         stored, wanted, shapes = self._tensors()
         check_tensors(stored, wanted, shapes, self.path, _METADATA)
-        return sampled_hash({path: stored[name] for path, name in wanted.items()}, dtype or self.dtype)
+        return sampled_hash(
+            {path: stored[name] for path, name in wanted.items()}, self.dtype if dtype is None else dtype
+        )
 
     @property
     def bos(self) -> int | None:

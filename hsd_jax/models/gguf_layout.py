@@ -16,7 +16,7 @@ import numpy as np
 from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.models.layers import rope_frequencies
-from hsd_jax.settings import shown
+from hsd_jax.settings import MOST, shown
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 """GGUF's architectures and our `model_type`."""
@@ -213,7 +213,7 @@ def _llama3(factors: np.ndarray, config: ModelConfig, where: str) -> RopeConfig:
         lengths = (2 * np.pi / plain * (_LOW + (_HIGH - _LOW) * smooth))[middle]
         # Without a frequency in the middle every length that parts the rest is as good as another.
         for length in [round(np.median(lengths))] if lengths.size else [1 << i for i in range(24)]:
-            rope = RopeConfig(theta, "llama3", largest, _LOW, _HIGH, max(length, 1))
+            rope = RopeConfig(theta, "llama3", largest, _LOW, _HIGH, min(max(length, 1), MOST))
             if np.allclose(plain / rope_frequencies(rope, head_dim), factors, rtol=1e-5, atol=0):
                 return rope
     raise ValueError(
