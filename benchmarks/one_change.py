@@ -32,7 +32,7 @@ from hsd_jax.train.recipe import read_recipe
 
 def write_texts(params: Params, args: argparse.Namespace) -> dict[str, tuple[evaluate.Texts, float]]:
     """Greedy and sampled texts behind the prompts of each file; made once for a target, prompts and lengths."""
-    tokenizer, texts = Tokenizer(args.target), {}
+    tokenizer, texts = Tokenizer.read(args.target), {}
     target_hash = convert.weights_hash(params.target)
     for named in args.prompts:
         name, _, file = named.partition("=")

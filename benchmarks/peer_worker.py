@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 
@@ -133,34 +132,29 @@ class LlamaCpp:
 
     def __init__(self, config: dict) -> None:
         try:
-            import gguf
             import llama_cpp
         except (ImportError, RuntimeError, OSError) as error:  # the latter two: a library that does not load
             raise ValueError(
-                f"{error}: --llama-cpp needs llama_cpp and gguf; pip install llama-cpp-python gguf (it compiles"
-                " llama.cpp for this machine), and name a Python that has them by --peer-python"
+                f"{error}: --llama-cpp needs llama_cpp; pip install llama-cpp-python (it compiles llama.cpp for this"
+                " machine), and name a Python that has it by --peer-python"
             ) from error
-        self.lib, self.gguf, self.config, self.contexts = llama_cpp, gguf, config, {}
+        self.lib, self.config, self.contexts = llama_cpp, config, {}
         # Its log of how it loads a model is of no use here; errors are. ctypes does not keep the function alive.
         self.log = llama_cpp.llama_log_callback(self._log)
         llama_cpp.llama_log_set(self.log, None)
         llama_cpp.llama_backend_init()
         self.sampler = llama_cpp.llama_sampler_init_greedy()
-        self.folder = tempfile.TemporaryDirectory()  # the files stay mapped
         self.methods = {method["name"]: method for method in config["methods"]}
         for name, method in self.methods.items():
-            self.contexts[name] = self._load(method["dtype"])
+            self.contexts[name] = self._load(method["path"], method["dtype"])
 
     @staticmethod
     def _log(level: int, text: bytes, _) -> None:
         if level == 4:  # GGML_LOG_LEVEL_ERROR
             print(text.decode("utf-8", "replace"), end="", file=sys.stderr)
 
-    def _load(self, dtype: str):
-        from gguf_writer import write
-
-        lib, path = self.lib, os.path.join(self.folder.name, f"{dtype}.gguf")
-        write(self.config["target"], path, dtype, self.config["gguf"], self.config["is_tied"])
+    def _load(self, path: str, dtype: str):
+        lib = self.lib
         model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
         how = lib.llama_context_default_params()
         how.n_ctx = how.n_batch = how.n_ubatch = self.config["context"]
@@ -169,7 +163,7 @@ class LlamaCpp:
             how.type_k = how.type_v = lib.GGML_TYPE_F32
         context = lib.llama_init_from_model(model, how) if model else None
         if not context:
-            raise ValueError(f"llama.cpp could not load {self.config['target']} as a GGUF file in {dtype}")
+            raise ValueError(f"llama.cpp could not load {path}, the target as a GGUF file")
         return context
 
     def about(self) -> dict:

@@ -3,7 +3,7 @@
     pip install 'hsd_jax[peers]'
     python benchmarks/peers.py --demo --prompts dev.jsonl --half report --limit 20 --assistant runs/demo-small \\
         --trees 8x5x2,7x6x1 --json peers.json
-    python -m venv peers && peers/bin/pip install llama-cpp-python gguf  # compiles llama.cpp for this machine
+    python -m venv peers && peers/bin/pip install llama-cpp-python  # compiles llama.cpp for this machine
     python benchmarks/peers.py --demo --llama-cpp --peer-python peers/bin/python --prompts dev.jsonl --half report
 
 Each framework has a process of its own (`peer_worker.py`), so that two pools of threads never share the cores; one
@@ -16,9 +16,10 @@ tokens honoured, token ids in and out. The first round over the prompts warms up
   that gave them.
 * whole call: from ids to ids, prefill included; all tokens count.
 
-llama.cpp gets the target's weights as GGUF files (`gguf_writer.py`), one for each of --llama-dtypes, and is driven by
-its C functions, greedy sampler included. Its Llama has no sliding window, so prompts and texts are kept within the
-target's. Its bfloat16 and float16 round activations to that type too; its float32 keeps keys and values in float32.
+llama.cpp gets the target's weights as GGUF files, one for each of --llama-dtypes, which this process writes, and is
+driven by its C functions, greedy sampler included. A Mistral is a Llama there, without a sliding window, so prompts and
+texts are kept within the target's. Its bfloat16 and float16 round activations to that type too; its float32 keeps keys
+and values in float32.
 
 Greedy text must be the same everywhere. Where it is not, the place is printed, with how far each side prefers its own
 token to the other's: a gap of about the arithmetic's noise is a tie, a larger one a mistake. Exit status 1 for a
@@ -28,18 +29,20 @@ mistake in float32. Texts are compared with the peer's plain ones in float32, if
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import gguf_writer
+import jax
 import numpy as np
 
 import hsd_jax
@@ -51,13 +54,16 @@ from hsd_jax.bench.measure import FEWEST_BATCHES, bootstrap_ratio, spread
 from hsd_jax.bench.prompts import BenchPrompt
 from hsd_jax.bench.quality import pooled_repeated_ngram_share
 from hsd_jax.cli import options
-from hsd_jax.models import convert
+from hsd_jax.config import ModelConfig
+from hsd_jax.models import convert, gguf_layout
+from hsd_jax.models.gguf_writer import save_gguf
 from hsd_jax.tokenizer import Tokenizer
 
 WORKER = Path(__file__).with_name("peer_worker.py")
 CLOCKS = {"decode": ("decode_tokens", "decode_seconds"), "whole_call": ("num_tokens", "seconds")}
 NEAR_TIE = 1e-3
 """Logits of one prefix that two float32 programs computed may differ by about 1e-4; ten times that excuses."""
+LLAMA_DTYPES = ("bfloat16", "float32", "float16")
 SETTLE_SECONDS = 0.02
 """Before another process takes over: idle threads of a pool spin for some milliseconds."""
 
@@ -85,9 +91,9 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--llama-cpp", action="store_true", help="compare with llama.cpp in place of transformers")
     group.add_argument(
         "--llama-dtypes",
-        choices=tuple(gguf_writer.TYPES),
+        choices=LLAMA_DTYPES,
         nargs="+",
-        default=["bfloat16", "float32", "float16"],
+        default=list(LLAMA_DTYPES),
         help="of its weights; the first one's speed is what all others are compared with (default: all three)",
     )
     group.add_argument(
@@ -128,7 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--peer-python",
         default=sys.executable,
         metavar="PYTHON",
-        help="has torch and transformers, or llama_cpp and gguf (default: this one)",
+        help="has torch and transformers, or llama_cpp (default: this one)",
     )
     parser.add_argument("--json", metavar="OUT", help="write every figure to this file")
     return parser
@@ -155,9 +161,32 @@ def transformers_methods(args: argparse.Namespace) -> list[dict[str, Any]]:
     return methods
 
 
-def llama_methods(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What the worker of llama.cpp is asked for; the first is the one others are compared with."""
-    return [{"name": f"llama.cpp plain {d}", "dtype": d} for d in dict.fromkeys(args.llama_dtypes)]
+def llama_methods(args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
+    """What the worker of llama.cpp is asked for; the first is the one others are compared with.
+
+    Args:
+      folder: where `write_gguf` puts the files.
+    """
+    return [
+        {"name": f"llama.cpp plain {dtype}", "dtype": dtype, "path": str(Path(folder) / f"{dtype}.gguf")}
+        for dtype in dict.fromkeys(args.llama_dtypes)
+    ]
+
+
+def as_llama_cpp_has_it(config: ModelConfig) -> ModelConfig:
+    """What the GGUF files say: a Mistral is a Llama, without a window."""
+    if config.model_type != "mistral":
+        return config
+    return dataclasses.replace(config, model_type="llama", sliding_window=None, layer_types=())
+
+
+def write_gguf(args: argparse.Namespace, target: str, folder: str) -> None:
+    """Writes the files of `llama_methods`."""
+    jax.config.update("jax_platforms", "cpu")  # a GPU's memory is for the workers
+    config = as_llama_cpp_has_it(convert.read_config(target))
+    for method in llama_methods(args, folder):
+        options.say(f"writing {method['path']}")
+        save_gguf(method["path"], config, target, method["dtype"])
 
 
 def hsd_methods(args: argparse.Namespace, drafter: str | None) -> list[dict[str, Any]]:
@@ -221,26 +250,24 @@ class Worker:
         self.process.wait()
 
 
-def peer_config(args: argparse.Namespace, target: str, context: int) -> dict[str, Any]:
+def peer_config(args: argparse.Namespace, folder: str, context: int) -> dict[str, Any]:
     """What the peer's worker is told beside what both are told; `context`: tokens of the longest row."""
     if not args.llama_cpp:
         return {"methods": transformers_methods(args), "threads": args.threads}
-    config = convert.read_config(target)
-    gguf = {"gguf": gguf_writer.metadata(config), "is_tied": config.tie_embeddings, "context": context}
-    return {"methods": llama_methods(args), "threads": args.threads, **gguf}
+    return {"methods": llama_methods(args, folder), "threads": args.threads, "context": context}
 
 
 def start_workers(
-    args: argparse.Namespace, target: str, drafter: str | None, eos: Sequence[int], context: int
+    args: argparse.Namespace, target: str, drafter: str | None, eos: Sequence[int], context: int, folder: str
 ) -> list[Worker]:
-    """The peer first, then ours, which loads the hsd_jax of this process."""
+    """The peer first, then ours, which loads the hsd_jax of this process; `folder`: as of `llama_methods`."""
     shared = {"target": target, "eos": list(eos), "max_new_tokens": args.max_new_tokens}
     # On a GPU two processes share the memory, of which jax would otherwise take three quarters at once.
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     ours = env | {"PYTHONPATH": os.pathsep.join([str(Path(hsd_jax.__file__).parents[1]), env.get("PYTHONPATH", "")])}
     workers = []
     try:
-        peer, config = "llama.cpp" if args.llama_cpp else "transformers", shared | peer_config(args, target, context)
+        peer, config = "llama.cpp" if args.llama_cpp else "transformers", shared | peer_config(args, folder, context)
         workers.append(Worker(peer, [args.peer_python, str(WORKER), peer], config, env))
         config = shared | {"methods": hsd_methods(args, drafter)}
         workers.append(Worker("hsd_jax", [sys.executable, str(WORKER), "hsd_jax"], config, ours))
@@ -516,10 +543,10 @@ def run(args: argparse.Namespace) -> int:
     config, tokenizer = convert.read_config(target), Tokenizer.find(target)
     max_len = config.max_position
     if args.llama_cpp:
-        gguf_writer.metadata(config)  # says what cannot be written
+        gguf_layout.describe(as_llama_cpp_has_it(config))  # says what cannot be written
         if args.assistant and not args.same_methods:
             raise ValueError("--assistant: llama.cpp is measured without one; --same-methods gives it to ours")
-        if config.sliding_window is not None:
+        if config.sliding_window is not None and config.model_type == "mistral":
             max_len = min(max_len, config.sliding_window)
             options.say(f"llama.cpp has no sliding window: prompts and texts are kept within the target's {max_len}")
     # No weights in this process: it only counts tokens and reads prompts.
@@ -534,11 +561,14 @@ def run(args: argparse.Namespace) -> int:
         options.say("no drafter: ours decodes plainly only; give --drafter DIR")
     eos = params_lib.end_tokens(target, config, tokenizer)
     context = max(len(tokenizer.encode(p.text)) for p in found) + args.max_new_tokens
-    workers = start_workers(args, target, drafter, eos, context)
-    try:
-        record = measure(args, workers, found, tokenizer)
-    finally:
-        close_all(workers)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.llama_cpp:
+            write_gguf(args, target, folder)
+        workers = start_workers(args, target, drafter, eos, context, folder)
+        try:
+            record = measure(args, workers, found, tokenizer)
+        finally:
+            close_all(workers)
     print_record(record)
     if args.json:
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -81,20 +81,29 @@ def render_chat(inner: Any, messages: Sequence[Mapping[str, str]], is_open: bool
 
 
 class Tokenizer:
-    """Encodes prompts, decodes tokens. Two are equal if their folders hold the same files beside the weights.
+    """Encodes prompts, decodes tokens. Two are equal if they were read from the same bytes.
 
     So it can be a static field of a pytree: what was compiled for one load of a folder serves the next.
+
+    Args:
+      inner: a tokenizer of transformers.
+      fingerprint: of all that `inner` was read from.
     """
 
-    def __init__(self, folder: str | Path):
-        self._inner = read_pretrained(folder)
-        self._files = _fingerprint(Path(folder))
+    def __init__(self, inner: Any, fingerprint: str):
+        self._inner = inner
+        self._fingerprint = fingerprint
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tokenizer) and self._files == other._files
+        return isinstance(other, Tokenizer) and self._fingerprint == other._fingerprint
 
     def __hash__(self) -> int:
-        return hash(self._files)
+        return hash(self._fingerprint)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Tokenizer:
+        """The tokenizer of a folder that has one; raises what transformers raises for files it cannot read."""
+        return cls(read_pretrained(folder), _fingerprint(Path(folder)))
 
     @staticmethod
     def find(folder: str | Path) -> Tokenizer | None:
@@ -109,7 +118,7 @@ class Tokenizer:
         for path in _files_of(folder):
             check_regular(path)  # whoever reads a FIFO waits for ever
         try:
-            return Tokenizer(folder)
+            return Tokenizer.read(folder)
         except Exception as error:  # transformers raises many kinds for one cause: a file it cannot read
             reason = " ".join(str(error).split())[:300]
             raise ValueError(f"{folder}: the tokenizer cannot be read ({reason}); restore tokenizer.json") from error

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hsd_jax"
 # A module imports only from its own layer and from those before it.
 LAYERS = [
     "settings files programs interrupts watch distributed",
-    "types hierarchy theory config lock",
+    "types hierarchy theory config lock tokenizer",
     "kernels",
     "sharding tokenizer",
     "models",

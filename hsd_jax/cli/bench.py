@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         ways = against_plain.tuned_modes(params, tuned, args.temperature, args.tuned)
     if args.plain_variants:
         ways += against_plain.plain_variants(
-            params, lambda dtype: options.load_params(args, dtype=dtype, quantize=None, drafter=args.drafter)
+            params, lambda dtype: options.load_params(args, dtype=dtype, quantize=None, drafter=None)
         )
     modes = [Mode(f"plain {params.dtype}", params), *ways]
     options.say(f"{len(found)} prompts, {', '.join(m.name for m in modes)}")

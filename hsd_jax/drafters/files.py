@@ -6,7 +6,6 @@ under those of now.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -90,18 +89,17 @@ def read_drafter(
         `draft_to_target` ids that are no ascending tokens.
     """
     dtype, folder, config = checked_dtype(dtype), Path(folder), read_drafter_config(folder)
-    with contextlib.ExitStack() as stack:
-        if not (folder / DRAFTER_FILE).is_file():
-            raise FileNotFoundError(f"{folder / DRAFTER_FILE}: no such file, though {DRAFTER_CONFIG} is there")
-        tensors = open_all([folder / DRAFTER_FILE], stack)
-        stored = {
-            _OLD_NAMES.get(tensor.name, tensor.name): tensor for tensor in tensors if tensor.name not in _GONE_TENSORS
-        }
-        check_num_layers(getattr(config, "num_layers", 1), stored, folder, DRAFTER_CONFIG)
-        shapes = _shapes(config)
-        names = {path: path for path in shapes}
-        heads = sharding.heads_of(config)
-        weights = load_tree(stored, names, shapes, dtype, folder, DRAFTER_CONFIG, (_DRAFT_TO_TARGET,), placement, heads)
+    if not (folder / DRAFTER_FILE).is_file():
+        raise FileNotFoundError(f"{folder / DRAFTER_FILE}: no such file, though {DRAFTER_CONFIG} is there")
+    tensors = open_all([folder / DRAFTER_FILE])
+    stored = {
+        _OLD_NAMES.get(tensor.name, tensor.name): tensor for tensor in tensors if tensor.name not in _GONE_TENSORS
+    }
+    check_num_layers(getattr(config, "num_layers", 1), stored, folder, DRAFTER_CONFIG)
+    shapes = _shapes(config)
+    names = {path: path for path in shapes}
+    heads = sharding.heads_of(config)
+    weights = load_tree(stored, names, shapes, dtype, folder, DRAFTER_CONFIG, (_DRAFT_TO_TARGET,), placement, heads)
     if config.reduced_vocab_size is not None:
         checked_ids(
             weights[_DRAFT_TO_TARGET], config.vocab_size, f"{folder / DRAFTER_FILE}: tensor {_DRAFT_TO_TARGET!r}"

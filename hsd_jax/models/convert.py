@@ -7,7 +7,6 @@ for `config.json`, `tensor_files.py` for the files themselves.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,6 +27,7 @@ from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import (
     Stored,
     are_equal,
+    check_tensors,
     checked_dtype,
     load_tree,
     open_all,
@@ -44,9 +44,11 @@ __all__ = [
     "read_config",
     "read_eos",
     "read_weights",
+    "sampled_hash",
     "save_target",
     "shapes_of",
     "stored_hash",
+    "stored_weights",
     "weights_dtype",
     "weights_hash",
 ]
@@ -85,8 +87,7 @@ def weights_dtype(folder: str | Path) -> str:
     Raises:
       FileNotFoundError, ValueError: as `read_weights`.
     """
-    with contextlib.ExitStack() as stack:
-        return stored_dtype(open_all(_weight_files(Path(folder)), stack))
+    return stored_dtype(open_all(_weight_files(Path(folder))))
 
 
 def read_weights(
@@ -105,13 +106,16 @@ def read_weights(
         a dtype that is no float, NaN or infinity; too little memory, before anything is read.
     """
     dtype, folder = checked_dtype(dtype), Path(folder)
-    with contextlib.ExitStack() as stack:
-        stored = _open(folder, config, stack)
-        check_num_layers(config.num_layers, stored, folder, "config.json")
-        shapes = shapes_of(init_target, config)
-        wanted = {path: _hf_name(path, config) for path in shapes}
-        heads = sharding.heads_of(config)
-        return load_tree(stored, wanted, shapes, dtype, folder, "config.json", placement=placement, heads=heads)
+    stored, wanted, shapes = _tensors(folder, config)
+    heads = sharding.heads_of(config)
+    return load_tree(stored, wanted, shapes, dtype, folder, "config.json", placement=placement, heads=heads)
+
+
+def stored_weights(folder: str | Path, config: ModelConfig) -> dict[str, Stored]:
+    """The tensors of a target by our paths, unread, each of the shape it must have; raises as `read_weights`."""
+    stored, wanted, shapes = _tensors(Path(folder), config)
+    check_tensors(stored, wanted, shapes, Path(folder), "config.json")
+    return {path: stored[name] for path, name in wanted.items()}
 
 
 def stored_hash(folder: str | Path, config: ModelConfig, dtype: Any = "float32") -> str:
@@ -119,19 +123,30 @@ def stored_hash(folder: str | Path, config: ModelConfig, dtype: Any = "float32")
 
     Takes its sample from the files, a few megabytes, which `read_weights` has found to be whole.
     """
+    stored = _open(Path(folder), config)
+    return sampled_hash({path: stored[_hf_name(path, config)] for path in shapes_of(init_target, config)}, dtype)
+
+
+def sampled_hash(stored: dict[str, Stored], dtype: Any) -> str:
+    """`weights_hash` of tensors in files by our paths, read in `dtype`; few of their numbers are read."""
     dtype = checked_dtype(dtype)
-    with contextlib.ExitStack() as stack:
-        stored = _open(Path(folder), config, stack)
-        return _hash(
-            (path, shape, sample(stored[_hf_name(path, config)], _stride(math.prod(shape)), dtype))
-            for path, shape in shapes_of(init_target, config).items()
-        )
+    return _hash(
+        (path, tensor.shape, sample(tensor, _stride(math.prod(tensor.shape)), dtype)) for path, tensor in stored.items()
+    )
 
 
-def _open(folder: Path, config: ModelConfig, stack: contextlib.ExitStack) -> dict[str, Stored]:
+def _tensors(folder: Path, config: ModelConfig) -> tuple[dict[str, Stored], dict[str, str], dict[str, tuple[int, ...]]]:
+    """The tensors by the names of the files, those names by our paths, and the shapes by our paths."""
+    stored = _open(folder, config)
+    check_num_layers(config.num_layers, stored, folder, "config.json")
+    shapes = shapes_of(init_target, config)
+    return stored, {path: _hf_name(path, config) for path in shapes}, shapes
+
+
+def _open(folder: Path, config: ModelConfig) -> dict[str, Stored]:
     """The tensors of the text model by their names without prefixes, unread."""
     stored: dict[str, Stored] = {}
-    for tensor in open_all(_weight_files(folder), stack):
+    for tensor in open_all(_weight_files(folder)):
         name = _bare_name(tensor.name)
         if not name.startswith(_TEXT) or name.endswith("rotary_emb.inv_freq"):
             continue

@@ -1,17 +1,19 @@
-"""Trees of weights in safetensors files: opening, checking, reading, and writing whole or not at all.
+"""Trees of weights in files: checking, reading, and for safetensors opening and writing whole or not at all.
 
 Every name and shape is checked before a number is read, and every number before it is used. A tensor goes from its file
-to where it will lie, slice by slice. Knows files and dotted paths, no models. Read next: `placement.py`, `convert.py`.
+to where it will lie, slice by slice. The kind of file is known only to the subclasses of `Stored`: `Safetensor` here
+and `GgufTensor` in `gguf_file.py`. Knows dotted paths, no models. Read next: `placement.py`, `convert.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import abc
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,21 +28,58 @@ from hsd_jax.types import Weights
 
 DTYPES = ("float32", "bfloat16", "float16")
 """What weights may be held and stored in."""
-_READABLE = {"F64": np.float64, "F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16}
+_NUMPY = {"F64": np.float64, "F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16}
 _IDS = "I32"
 _ROWS_BYTES = 64 << 20
 """Of a slice that is read in a go, about: what the host holds besides the weights themselves."""
 
 
-class Stored(NamedTuple):
-    """A tensor in an open file, under the name it has there."""
+@dataclasses.dataclass(frozen=True)
+class Stored(abc.ABC):
+    """A tensor in a file, unread, under the name it has there."""
+
+    readable: ClassVar[tuple[str, ...]]
+    """The dtypes of this kind of file whose numbers can be read as floats."""
 
     file: Path
-    handle: Any
     name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As the file calls it."""
 
     def __str__(self) -> str:
         return f"{self.file}: tensor {self.name!r}"
+
+    @abc.abstractmethod
+    def blocks(self, index: tuple[slice, ...], step: int) -> Iterator[np.ndarray]:
+        """A slice in blocks of at most `step` rows, in their order. Holds no pages of the file when it ends.
+
+        Args:
+          index: a slice of step 1 for each axis, within the shape.
+        """
+
+    @abc.abstractmethod
+    def sample(self, stride: int) -> np.ndarray:
+        """Every `stride`-th number of the tensor, row after row; what lies between is read little or not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Safetensor(Stored):
+    """A tensor of a safetensors file."""
+
+    readable = tuple(_NUMPY)
+
+    def blocks(self, index: tuple[slice, ...], step: int) -> Iterator[np.ndarray]:
+        with safe_open(self.file, framework="np") as handle:  # mapped anew: pages read before do not add up
+            part, (rows, *rest) = handle.get_slice(self.name), index
+            for row in range(rows.start, rows.stop, step):
+                yield part[tuple([slice(row, min(row + step, rows.stop)), *rest])]
+
+    def sample(self, stride: int) -> np.ndarray:
+        about = self.file.stat()
+        start = _starts(self.file, about.st_size, about.st_mtime_ns)[self.name]
+        size = int(np.prod(self.shape))
+        return np.memmap(self.file, _NUMPY[self.dtype], "r", start, size)[::stride]
 
 
 def checked_dtype(dtype: Any) -> np.dtype:
@@ -54,47 +93,42 @@ def checked_dtype(dtype: Any) -> np.dtype:
     return found
 
 
-def open_all(files: list[Path], stack: contextlib.ExitStack) -> list[Stored]:
-    """All tensors of some safetensors files, unread; `stack` closes them."""
-    tensors = []
+def open_all(files: list[Path]) -> list[Stored]:
+    """All tensors of some safetensors files, unread."""
+    tensors: list[Stored] = []
     for file in files:
         size = file.stat().st_size
         if size == 0:  # cannot be mapped
             raise ValueError(f"{file}: empty; fetch the file again")
         try:
-            handle = stack.enter_context(safe_open(file, framework="np"))
+            with safe_open(file, framework="np") as handle:
+                for name in handle.keys():  # noqa: SIM118
+                    facts = handle.get_slice(name)
+                    tensors.append(Safetensor(file, name, tuple(facts.get_shape()), facts.get_dtype()))
         except SafetensorError as error:
             raise ValueError(
                 f"{file}: not a whole safetensors file ({error}; {size} bytes found). A download cut short or a"
                 " Git LFS pointer? Fetch it again"
             ) from error
-        tensors += [Stored(file, handle, name) for name in handle.keys()]  # noqa: SIM118
     return tensors
 
 
 def stored_dtype(tensors: Iterable[Stored]) -> str:
     """What tensors are to be held in so that none is rounded: bfloat16 if all are stored in it, else float32."""
-    kinds = {tensor.handle.get_slice(tensor.name).get_dtype() for tensor in tensors}
-    return "bfloat16" if kinds == {"BF16"} else "float32"
+    return "bfloat16" if {tensor.dtype for tensor in tensors} == {"BF16"} else "float32"
 
 
 def _rows(tensor: Stored, index: tuple[slice, ...] = ()) -> Iterator[np.ndarray]:
-    """A slice of a tensor in blocks of rows. The file is mapped anew, so that pages read before do not add up."""
-    with safe_open(tensor.file, framework="np") as handle:
-        part = handle.get_slice(tensor.name)
-        shape = part.get_shape()
-        first, *rest = [
-            slice(*s.indices(n)) for s, n in zip((*index, *[slice(None)] * len(shape)), shape, strict=False)
-        ]
-        step = max(_ROWS_BYTES // (8 * int(np.prod(shape[1:], dtype=np.int64)) or 1), 1)
-        for row in range(first.start, first.stop, step):
-            yield part[tuple([slice(row, min(row + step, first.stop)), *rest])]
+    """A slice of a tensor in blocks of rows of about `_ROWS_BYTES`."""
+    whole = (*index, *[slice(None)] * len(tensor.shape))
+    within = tuple(slice(*s.indices(n)[:2]) for s, n in zip(whole, tensor.shape, strict=False))
+    step = max(_ROWS_BYTES // (8 * int(np.prod(tensor.shape[1:], dtype=np.int64)) or 1), 1)
+    return tensor.blocks(within, step)
 
 
 def are_equal(one: Stored, other: Stored) -> bool:
     """Whether two tensors hold the same numbers."""
-    shapes = [tensor.handle.get_slice(tensor.name).get_shape() for tensor in (one, other)]
-    return shapes[0] == shapes[1] and all(np.array_equal(a, b) for a, b in zip(_rows(one), _rows(other), strict=True))
+    return one.shape == other.shape and all(np.array_equal(a, b) for a, b in zip(_rows(one), _rows(other), strict=True))
 
 
 def _read(tensor: Stored, index: tuple[slice, ...], dtype: np.dtype, held_dtype: np.dtype) -> np.ndarray:
@@ -102,8 +136,7 @@ def _read(tensor: Stored, index: tuple[slice, ...], dtype: np.dtype, held_dtype:
 
     There jax takes an array of the host for one of a CPU device without a copy.
     """
-    shape = tensor.handle.get_slice(tensor.name).get_shape()
-    shape = [len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)]
+    shape = [len(range(*s.indices(n))) for s, n in zip(index, tensor.shape, strict=True)]
     size = int(np.prod(shape)) * held_dtype.itemsize
     room = np.empty(size + 64, np.uint8)
     start = -room.ctypes.data % 64
@@ -115,17 +148,15 @@ def _read(tensor: Stored, index: tuple[slice, ...], dtype: np.dtype, held_dtype:
     return out
 
 
+def read_whole(tensor: Stored, dtype: np.dtype) -> np.ndarray:
+    """All numbers of a tensor on the host, rounded to `dtype`."""
+    return _read(tensor, (slice(None),) * len(tensor.shape), dtype, dtype)
+
+
 def _check_finite(is_finite: bool, dtype: np.dtype, where: str) -> None:
     if not is_finite:
         raise ValueError(f"{where}: holds NaN or infinity in {dtype.name}, expected finite numbers; the file is damaged"
                          " or its numbers need a wider dtype")  # fmt: skip
-
-
-def _cast(array: Any, dtype: np.dtype, where: str) -> np.ndarray:
-    with np.errstate(over="ignore"):  # an overflow is reported below
-        cast = np.asarray(array).astype(dtype)
-    _check_finite(bool(np.isfinite(cast).all()), dtype, where)
-    return np.ascontiguousarray(cast)
 
 
 @functools.lru_cache(maxsize=64)
@@ -138,12 +169,8 @@ def _starts(file: Path, size: int, changed: int) -> dict[str, int]:
 
 
 def sample(tensor: Stored, stride: int, dtype: np.dtype) -> np.ndarray:
-    """Every `stride`-th number of a tensor in `dtype`; the others are not read."""
-    facts = tensor.handle.get_slice(tensor.name)
-    about = tensor.file.stat()
-    start = _starts(tensor.file, about.st_size, about.st_mtime_ns)[tensor.name]
-    size = int(np.prod(facts.get_shape()))
-    return np.memmap(tensor.file, _READABLE[facts.get_dtype()], "r", start, size)[::stride].astype(dtype)
+    """Every `stride`-th number of a tensor in `dtype`."""
+    return tensor.sample(stride).astype(dtype)
 
 
 def _check_names(found: Iterable[str], expected: Iterable[str], where: str, config: str) -> None:
@@ -169,6 +196,24 @@ def _check_shape(found: Iterable[int], expected: tuple[int, ...], where: str, co
         )
 
 
+def check_tensors(
+    stored: dict[str, Stored],
+    wanted: dict[str, str],
+    shapes: dict[str, tuple[int, ...]],
+    folder: Path,
+    config: str,
+    ids: tuple[str, ...] = (),
+) -> None:
+    """Raises a ValueError that names the tensor, unless exactly those `wanted` are there, as `load_tree` reads them."""
+    _check_names(stored, wanted.values(), str(folder), config)
+    for path, name in wanted.items():
+        tensor = stored[name]
+        _check_shape(tensor.shape, shapes[path], str(tensor), config)
+        allowed = (_IDS,) if path in ids else tensor.readable
+        if tensor.dtype not in allowed:
+            raise ValueError(f"{tensor}: found dtype {tensor.dtype}, expected one of {', '.join(allowed)}")
+
+
 def load_tree(
     stored: dict[str, Stored],
     wanted: dict[str, str],
@@ -186,14 +231,7 @@ def load_tree(
       ids: paths that hold token ids, int32 whatever `dtype` is.
       heads: query heads and key/value heads, which a mesh never cuts in two.
     """
-    _check_names(stored, wanted.values(), str(folder), config)
-    for path, name in wanted.items():
-        tensor = stored[name]
-        facts = tensor.handle.get_slice(tensor.name)
-        _check_shape(facts.get_shape(), shapes[path], str(tensor), config)
-        allowed = (_IDS,) if path in ids else _READABLE
-        if facts.get_dtype() not in allowed:
-            raise ValueError(f"{tensor}: found dtype {facts.get_dtype()}, expected one of {', '.join(allowed)}")
+    check_tensors(stored, wanted, shapes, folder, config, ids)
     held = placement.held_dtype(dtype)
     kinds = {path: (jnp.dtype(jnp.int32),) * 2 if path in ids else (dtype, held) for path in wanted}
     floats = unflatten_dict({path: jax.ShapeDtypeStruct(shapes[path], kinds[path][1]) for path in wanted}, sep=".")
@@ -210,6 +248,23 @@ def load_tree(
     return unflatten_dict(arrays, sep=".")
 
 
+def checked_weights(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Weights to save by their dotted paths; a ValueError for a missing, unexpected or misshapen one."""
+    flat: dict[str, Any] = flatten_dict(weights, sep=".")
+    _check_names(flat, shapes, "weights to save", "the configuration")
+    for key, array in flat.items():
+        _check_shape(np.shape(array), shapes[key], f"weights to save: {key!r}", "the configuration")
+    return flat
+
+
+def checked_numbers(key: str, array: Any, dtype: np.dtype) -> np.ndarray:
+    """The numbers of a weight to save in `dtype`; a ValueError for one that is not finite in it."""
+    with np.errstate(over="ignore"):  # an overflow is reported below
+        cast = np.asarray(array).astype(dtype)
+    _check_finite(bool(np.isfinite(cast).all()), dtype, f"weights to save: {key!r}")
+    return np.ascontiguousarray(cast)
+
+
 def store_tree(
     path: Path,
     weights: Weights,
@@ -224,13 +279,9 @@ def store_tree(
       ValueError: if a weight is missing, unexpected, misshapen or not finite.
       OSError: naming the file, if it cannot be written.
     """
-    flat: dict[str, Any] = flatten_dict(weights, sep=".")
-    _check_names(flat, shapes, "weights to save", "the configuration")
-    tensors = {}
+    flat, tensors = checked_weights(weights, shapes), {}
     for key, array in flat.items():
-        _check_shape(np.shape(array), shapes[key], f"weights to save: {key!r}", "the configuration")
-        where = f"weights to save: {key!r}"
-        tensors[name(key)] = np.asarray(array, np.int32) if key in ids else _cast(array, dtype, where)
+        tensors[name(key)] = np.asarray(array, np.int32) if key in ids else checked_numbers(key, array, dtype)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         try:

@@ -7,12 +7,12 @@ import os
 import sys
 import types
 
-import gguf_writer
 import pytest
 from support import command_line, toy
 
 from benchmarks import peer_worker, peers
 from hsd_jax.bench.prompts import BenchPrompt
+from hsd_jax.models.gguf_file import GgufFile
 
 folders = command_line.folders
 FOUND = [BenchPrompt("one", "a"), BenchPrompt("two", "b")]
@@ -42,14 +42,27 @@ def test_what_is_asked_of_transformers():
 
 def test_what_is_asked_of_llama_cpp():
     parse = peers.build_parser().parse_args
-    assert names(peers.llama_methods(parse(["--demo", "--llama-cpp"]))) == [
+    assert names(peers.llama_methods(parse(["--demo", "--llama-cpp"]), "folder")) == [
         f"llama.cpp plain {dtype}" for dtype in ("bfloat16", "float32", "float16")
     ]
     args = parse(["--demo", "--llama-cpp", "--llama-dtypes", "float16", "float16", "--threads", "3"])
-    config = peers.peer_config(args, str(peers.params_lib.DEMO / "target"), 99)
-    assert config["methods"] == [{"name": "llama.cpp plain float16", "dtype": "float16"}]
-    assert (config["threads"], config["context"], config["is_tied"]) == (3, 99, True)
-    assert config["gguf"]["llama.block_count"] == 6
+    config = peers.peer_config(args, "folder", 99)
+    assert config["methods"] == [
+        {"name": "llama.cpp plain float16", "dtype": "float16", "path": os.path.join("folder", "float16.gguf")}
+    ]
+    assert (config["threads"], config["context"]) == (3, 99)
+
+
+def test_llama_cpp_gets_the_target_without_its_window(tmp_path):
+    """The demo's Mistral is a Llama in the file; its weights are the folder's."""
+    args = peers.build_parser().parse_args(["--demo", "--llama-cpp", "--llama-dtypes", "bfloat16"])
+    target = str(peers.params_lib.DEMO / "target")
+    peers.write_gguf(args, target, str(tmp_path))
+    [method] = peers.llama_methods(args, str(tmp_path))
+    written, config = GgufFile(method["path"]), peers.convert.read_config(target)
+    assert config.sliding_window == 512 and written.config.sliding_window is None
+    assert (written.config.model_type, written.config.num_layers, written.dtype) == ("llama", 6, "bfloat16")
+    assert written.hash() == peers.convert.stored_hash(target, config, "bfloat16")
 
 
 def test_what_is_asked_of_ours():
@@ -276,20 +289,17 @@ def test_without_torch_the_message_says_what_to_install(monkeypatch):
         peer_worker.Transformers({})
 
 
-@pytest.mark.parametrize("missing", ["llama_cpp", "gguf"])
-def test_without_llama_cpp_the_message_says_what_to_install(missing, monkeypatch):
-    monkeypatch.setitem(sys.modules, "llama_cpp", types.ModuleType("llama_cpp"))
-    monkeypatch.setitem(sys.modules, "gguf", types.ModuleType("gguf"))
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ValueError, match=rf"{missing}.*pip install llama-cpp-python gguf.*--peer-python"):
+def test_without_llama_cpp_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(ValueError, match=r"llama_cpp.*pip install llama-cpp-python .*--peer-python"):
         peer_worker.LlamaCpp({})
 
 
 def test_what_llama_cpp_cannot_run_is_refused_before_anything_runs(folders, tmp_path, capsys):
-    config = toy.target_config(model_type="qwen3", qk_norm=True)
+    config = toy.target_config(model_type="llama", qkv_bias=True, output_bias=True, activation="gelu_pytorch_tanh")
     peers.convert.save_target(tmp_path, config, toy.make_target(config))
     assert peers.main(["--target", str(tmp_path), "--llama-cpp"]) == 2
-    assert "model_type 'qwen3': only llama and mistral are written as GGUF" in capsys.readouterr().err
+    assert "ModelConfig.activation='gelu_pytorch_tanh': a GGUF file of llama" in capsys.readouterr().err
     assert peers.main(["--target", folders.target, "--llama-cpp", "--assistant", folders.target]) == 2
     assert "--assistant: llama.cpp is measured without one" in capsys.readouterr().err
 
@@ -309,7 +319,7 @@ def test_an_assistant_of_another_vocabulary_is_refused_before_anything_runs(fold
         assert peers.main(["--target", folders.target, "--assistant", assistant]) == 2
         assert message in capsys.readouterr().err
     vocab_size = peers.convert.read_config(folders.target).vocab_size
-    peers.check_assistant(folders.target, vocab_size, peers.Tokenizer(folders.target))
+    peers.check_assistant(folders.target, vocab_size, peers.Tokenizer.read(folders.target))
 
 
 @pytest.mark.slow
@@ -349,7 +359,6 @@ def test_a_tiny_run_against_transformers(folders, tmp_path, monkeypatch, capsys)
 def test_a_tiny_run_against_llama_cpp(folders, tmp_path, monkeypatch, capsys):
     """In float32 all texts are the same; each dtype is a method of its own."""
     pytest.importorskip("llama_cpp")
-    pytest.importorskip("gguf")
     monkeypatch.setenv("XLA_FLAGS", "")  # one device, as users have
     out = tmp_path / "peers.json"
     models = ["--llama-cpp", "--target", folders.target, "--drafter", folders.drafter, "--threads", "1"]
@@ -359,7 +368,7 @@ def test_a_tiny_run_against_llama_cpp(folders, tmp_path, monkeypatch, capsys):
     rows = {row["method"]: row for row in record["rows"]}
     assert record["reference"] == next(iter(rows)) == "llama.cpp plain bfloat16"
     assert record["text_reference"] == "llama.cpp plain float32"
-    assert {f"llama.cpp plain {d}" for d in gguf_writer.TYPES} < set(rows)
+    assert {f"llama.cpp plain {d}" for d in peers.LLAMA_DTYPES} < set(rows)
     for name in ("hsd_jax plain float32", "hsd_jax default float32"):
         assert rows[name]["differences"] == []
     for a in record["answers"]["llama.cpp plain float32"][1]:

@@ -9,7 +9,6 @@ the order of their tokens. A node takes 16 bytes, whatever the vocabulary. The p
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -55,10 +54,9 @@ def read_ngram(folder: str | Path, placement: Placement = HERE) -> tuple[NgramCo
     config = settings.read(NgramConfig, read_json(folder / NGRAM_CONFIG), str(folder / NGRAM_CONFIG))
     if not (folder / NGRAM_FILE).is_file():
         raise FileNotFoundError(f"{folder / NGRAM_FILE}: no such file, though {NGRAM_CONFIG} is there")
-    with contextlib.ExitStack() as stack:
-        stored = {tensor.name: tensor for tensor in open_all([folder / NGRAM_FILE], stack)}
-        names, dtype = {name: name for name in _shapes(config)}, np.dtype(np.float32)
-        return config, load_tree(stored, names, _shapes(config), dtype, folder, NGRAM_CONFIG, _IDS, placement)
+    stored = {tensor.name: tensor for tensor in open_all([folder / NGRAM_FILE])}
+    names, dtype = {name: name for name in _shapes(config)}, np.dtype(np.float32)
+    return config, load_tree(stored, names, _shapes(config), dtype, folder, NGRAM_CONFIG, _IDS, placement)
 
 
 def children(weights: Weights, config: NgramConfig, nodes: Int[Array, "..."], tokens: Int[Array, "..."]) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,7 +91,6 @@ def read_steering(folder: Path, config: SteeredConfig, dtype: Any = "float32", p
       ValueError: for tensors that are not of such a configuration.
     """
     shapes = shapes_of(init_steering, config)
-    with contextlib.ExitStack() as stack:
-        stored = {tensor.name: tensor for tensor in open_all([folder / STEERING_FILE], stack)}
-        names, dtype = {name: name for name in shapes}, np.dtype(dtype)
-        return load_tree(stored, names, shapes, dtype, folder, STEERING_CONFIG, (), placement)
+    stored = {tensor.name: tensor for tensor in open_all([folder / STEERING_FILE])}
+    names, dtype = {name: name for name in shapes}, np.dtype(dtype)
+    return load_tree(stored, names, shapes, dtype, folder, STEERING_CONFIG, (), placement)

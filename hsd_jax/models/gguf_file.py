@@ -1,0 +1,226 @@
+"""A target in one GGUF file: its configuration, weights, hash, special tokens and tokenizer.
+
+Weights are dequantized to float32, block of rows by block of rows, and rounded to the dtype they are held in, so they
+are those of a Hugging Face folder in that dtype, number by number. Read next: `gguf_layout.py` for what GGUF calls
+what, `gguf_tokenizer.py` for text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+
+from hsd_jax import sharding
+from hsd_jax.config import ModelConfig
+from hsd_jax.models import gguf_layout, gguf_tokenizer
+from hsd_jax.models.convert import check_num_layers, sampled_hash, shapes_of
+from hsd_jax.models.gguf_header import Header
+from hsd_jax.models.placement import HERE, Placement
+from hsd_jax.models.target import init_target
+from hsd_jax.models.tensor_files import Stored, check_tensors, checked_dtype, load_tree
+from hsd_jax.types import Weights
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from hsd_jax.tokenizer import Tokenizer
+
+_METADATA = "its metadata"
+_AT_ONCE = 1 << 17
+"""Numbers that are dequantized in a go: what a core's cache holds."""
+
+
+def _can_dequantize(kind: gguf.GGMLQuantizationType) -> bool:
+    try:
+        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTensor(Stored):
+    """A tensor of a GGUF file, as float32 in our layout."""
+
+    readable = tuple(kind.name for kind in gguf.GGMLQuantizationType if _can_dequantize(kind))
+
+    start: int
+    """Of its bytes in the file."""
+    heads: int | None = None
+    """Of `gguf_layout.interleaved_rows`; None: the rows are in our order."""
+    added: float = 0.0
+    """To every number, in the file."""
+
+    @functools.cached_property
+    def _kind(self) -> gguf.GGMLQuantizationType:
+        return gguf.GGMLQuantizationType[self.dtype]
+
+    def _bytes(self) -> np.ndarray:
+        """[rows, blocks of a row, bytes of a block]; one axis is one row. Mapped anew: pages read do not add up."""
+        per_block, block_bytes = gguf.GGML_QUANT_SIZES[self._kind]
+        shape = (math.prod(self.shape[:-1]), self.shape[-1] // per_block, block_bytes)
+        return np.memmap(self.file, np.uint8, "r", self.start, shape)
+
+    def _floats(self, blocks: np.ndarray) -> np.ndarray:
+        """[n, blocks, bytes of a block] -> float32 [n, numbers of the blocks]."""
+        per_block, block_bytes = gguf.GGML_QUANT_SIZES[self._kind]
+        flat = blocks.reshape(-1, block_bytes)
+        out, step = np.empty((len(flat), per_block), np.float32), max(_AT_ONCE // per_block, 1)
+        with np.errstate(all="ignore"):  # of damaged scales; whoever reads looks for infinities
+            for at in range(0, len(flat), step):
+                # As one row: gguf goes 16 rows at a time, whatever they hold.
+                part = np.ascontiguousarray(flat[at : at + step]).reshape(1, -1)
+                out[at : at + step] = gguf.quants.dequantize(part, self._kind).reshape(-1, per_block)
+            if self.added:
+                out -= np.float32(self.added)
+        return out.reshape(len(blocks), -1)
+
+    def _theirs(self, rows: np.ndarray) -> np.ndarray:
+        """Where the file has our rows."""
+        return rows if self.heads is None else gguf_layout.interleaved_rows(rows, self.shape[0], self.heads)
+
+    def blocks(self, index: tuple[slice, ...], step: int) -> Iterator[np.ndarray]:
+        stored, (rows, *rest) = self._bytes(), index
+        if not rest:
+            yield self._floats(stored)[0][self._theirs(np.arange(rows.start, rows.stop))]
+            return
+        (columns,) = rest
+        per_block = gguf.GGML_QUANT_SIZES[self._kind][0]
+        first, last = columns.start // per_block, -(-columns.stop // per_block)
+        for row in range(rows.start, rows.stop, step):
+            theirs = self._theirs(np.arange(row, min(row + step, rows.stop)))
+            floats = self._floats(stored[theirs, first:last])
+            yield floats[:, columns.start - first * per_block : columns.stop - first * per_block]
+
+    def sample(self, stride: int) -> np.ndarray:
+        at = np.arange(0, math.prod(self.shape), stride)
+        if len(self.shape) == 1:
+            return next(self.blocks((slice(0, *self.shape),), 1))[at]
+        row, column = np.divmod(at, self.shape[-1])
+        block, place = np.divmod(column, gguf.GGML_QUANT_SIZES[self._kind][0])
+        return self._floats(self._bytes()[self._theirs(row), block][:, None])[np.arange(len(at)), place]
+
+
+class GgufFile:
+    """A GGUF file of a model this library runs; reading the header takes milliseconds, the rest waits until asked for.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      ValueError: naming the file, if it is no whole GGUF file.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._header = Header(self.path)
+
+    @functools.cached_property
+    def config(self) -> ModelConfig:
+        """The architecture.
+
+        Raises:
+          ValueError: naming the key or tensor, its value and the allowed ones, if the model is none this library runs.
+        """
+        return gguf_layout.parse(self._header.get, self._shapes, self._rope_factors(), str(self.path))
+
+    @functools.cached_property
+    def dtype(self) -> str:
+        """What the weights are held in: bfloat16 if a matrix is stored in it or quantized, else float32.
+
+        Norms do not count: GGUF has them in float32 always.
+        """
+        kinds = {place.kind_name for place in self._header.places.values() if len(place.shape) > 1}
+        return "float32" if kinds <= {"F32", "F16", "F64"} else "bfloat16"
+
+    def weights(self, dtype: Any = None, placement: Placement = HERE) -> Weights:
+        """The weights in the tree of `init_target`.
+
+        Args:
+          dtype: None: `self.dtype`.
+          placement: where the weights are to lie. Each device is sent its own slices, one tensor at a time.
+        Raises:
+          ValueError: as `config`; naming the tensor, if one is missing, unexpected, misshapen, of a type that cannot be
+            read, or holds NaN or infinity; too little memory, before anything is read.
+        """
+        dtype, heads = checked_dtype(self.dtype if dtype is None else dtype), sharding.heads_of(self.config)
+        stored, wanted, shapes = self._tensors()
+        return load_tree(stored, wanted, shapes, dtype, self.path, _METADATA, placement=placement, heads=heads)
+
+    def hash(self, dtype: Any = None) -> str:
+        """`convert.weights_hash` of what `weights` reads in this dtype, from a few megabytes of the file.
+
+        Raises:
+          ValueError: as `weights`, but for the numbers, few of which are read.
+        """
+        stored, wanted, shapes = self._tensors()
+        check_tensors(stored, wanted, shapes, self.path, _METADATA)
+        return sampled_hash(
+            {path: stored[name] for path, name in wanted.items()}, self.dtype if dtype is None else dtype
+        )
+
+    @property
+    def bos(self) -> int | None:
+        """The start token, None if the file names none; whether prompts begin with it, says `adds_bos`."""
+        return gguf_tokenizer.bos(self._header)
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the file's tokenizer begins a text with the start token."""
+        return gguf_tokenizer.adds_bos(self._header)
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """The end tokens, each once: of a text, of a turn, of a message."""
+        return gguf_tokenizer.eos(self._header)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the template, None if the file has none."""
+        return gguf_tokenizer.chat_template(self._header)
+
+    def raw_tokenizer(self) -> tokenizers.Tokenizer:
+        """`gguf_tokenizer.build` for this file."""
+        return gguf_tokenizer.build(self._header)
+
+    def tokenizer(self) -> Tokenizer:
+        """`gguf_tokenizer.wrapped` for this file."""
+        return gguf_tokenizer.wrapped(self._header)
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: place.shape for name, place in self._header.places.items()}
+
+    def _tensors(self) -> tuple[dict[str, Stored], dict[str, str], dict[str, tuple[int, ...]]]:
+        """The tensors by GGUF's names, those names by our paths, and our shapes by our paths."""
+        num_layers = self.config.num_layers
+        stored: dict[str, Stored] = {
+            name: self._tensor(name) for name in self._header.places if name != gguf_layout.ROPE_FACTORS
+        }
+        check_num_layers(num_layers, stored, self.path, _METADATA)
+        shapes = shapes_of(init_target, self.config)
+        wanted = {path: gguf_layout.tensor_name(path) for path in shapes}
+        for path, name in wanted.items():
+            if name in stored:
+                heads, added = gguf_layout.interleaved_heads(path, self.config), gguf_layout.added(path, self.config)
+                stored[name] = dataclasses.replace(self._tensor(name), heads=heads, added=added)
+        return stored, wanted, shapes
+
+    def _tensor(self, name: str) -> GgufTensor:
+        """A tensor as it stands in the file."""
+        place = self._header.places[name]
+        return GgufTensor(self.path, name, place.shape, place.kind_name, place.start)
+
+    def _rope_factors(self) -> np.ndarray | None:
+        place = self._header.places.get(gguf_layout.ROPE_FACTORS)
+        if place is None:
+            return None
+        tensor = self._tensor(gguf_layout.ROPE_FACTORS)
+        if tensor.dtype not in tensor.readable or len(tensor.shape) != 1:
+            raise ValueError(f"{tensor}: found {tensor.dtype} {list(tensor.shape)}, expected a list of floats")
+        return next(tensor.blocks((slice(0, *tensor.shape),), 1))

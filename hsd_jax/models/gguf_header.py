@@ -1,0 +1,235 @@
+"""The header of a GGUF file: its metadata, and which tensors lie where. Every length is checked before it is believed.
+
+The package `gguf` has a reader too. It makes an array of each token, three seconds for 49 thousand of them, and has no
+word for a file cut short; so this one steps over lists and decodes those that are asked for. Knows no models. Read
+next: `gguf_file.py`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from hsd_jax.files import check_regular
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+"""GGUF's numbers of its kinds of value, as `struct` calls these."""
+_FLOAT, _STRING, _LIST = 6, 8, 9
+_LENGTH = struct.Struct("<Q")
+_MOST_AXES = 4
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in the file."""
+
+    shape: tuple[int, ...]
+    """As arrays have it, rows first; the file has it the other way round."""
+    kind: int
+    """GGML's number of how its numbers are stored."""
+    start: int
+    """In bytes, from the file's begin."""
+
+    @property
+    def kind_name(self) -> str:
+        """`F32`, `Q4_1`; `type 99` for a number that the package gguf does not know."""
+        known = {kind.value for kind in GGMLQuantizationType}
+        return GGMLQuantizationType(self.kind).name if self.kind in known else f"type {self.kind}"
+
+
+class _List(NamedTuple):
+    kind: int
+    count: int
+    start: int
+
+
+class Header:
+    """What a file says of itself.
+
+    Attributes:
+      path: the file.
+      places: the tensors by their names, in the file's order.
+      tokenizer_bytes: the metadata whose keys begin with "tokenizer.", as they stand in the file.
+    Raises:
+      FileNotFoundError: if there is no such file.
+      ValueError: naming the file and the place, if it is no GGUF file, or not a whole one.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.exists():
+            raise FileNotFoundError(f"{path}: no such file; give a GGUF file")
+        check_regular(self.path)
+        self._size = self.path.stat().st_size
+        with self.path.open("rb") as opened:
+            begin = opened.read(len(MAGIC))
+            if begin != MAGIC:
+                raise ValueError(
+                    f"{path}: not a GGUF file: begins with {begin!r}, expected {MAGIC!r}. A Git LFS pointer or a page"
+                    " of a web site? Fetch it again"
+                )
+            self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        self._at = len(MAGIC)
+        (version,) = self._take("I")
+        if version not in VERSIONS:
+            big = version & 0xFFFF == 0  # a small number, the other way round
+            raise ValueError(
+                f"{path}: GGUF version {version}{' (of a big-endian machine)' if big else ''}: allowed are"
+                f" {', '.join(map(str, VERSIONS))}, little-endian; convert the model again"
+            )
+        num_tensors, num_keys = self._take("QQ")
+        self._values: dict[str, Any] = {}
+        parts = []
+        for _ in range(num_keys):
+            start = self._at
+            key = self._text("a key of the metadata")
+            if key in self._values:
+                raise ValueError(f"{path}: the metadata has {key} twice; convert the model again")
+            self._values[key] = self._value(key, *self._take("I"))
+            if key.startswith("tokenizer."):
+                parts.append(self._bytes[start : self._at])
+        self.tokenizer_bytes = b"".join(parts)
+        self.places = self._read_places(num_tensors)
+        self._check_whole()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the metadata: a number, a truth, a text, or a list of one of them.
+
+        A float32 comes as the shortest decimal that is rounded to it, as whoever wrote the model has it: 1e-05, not
+        9.999999747378752e-06.
+
+        Raises:
+          ValueError: naming the key, for a text that is no UTF-8.
+        """
+        value = self._values.get(key, default)
+        return self._list(key, value) if isinstance(value, _List) else value
+
+    def length(self, key: str) -> int:
+        """How many values a list has, without decoding them; 0 if there is no such list."""
+        found = self._values.get(key)
+        return found.count if isinstance(found, _List) else 0
+
+    def _cut(self, what: str) -> ValueError:
+        return ValueError(
+            f"{self.path}: cut short: {what} goes on behind the end of the file, which has {self._size} bytes; fetch it"
+            " again"
+        )
+
+    def _take(self, form: str) -> tuple[Any, ...]:
+        form = "<" + form
+        end = self._at + struct.calcsize(form)
+        if end > self._size:
+            raise self._cut(f"the header, at byte {self._at},")
+        found = struct.unpack_from(form, self._bytes, self._at)
+        self._at = end
+        return found
+
+    def _text(self, what: str) -> str:
+        (length,) = self._take("Q")
+        start, self._at = self._at, self._at + length
+        if self._at > self._size:
+            raise self._cut(f"{what}, a text of {length} bytes at byte {start},")
+        return self._decoded(self._bytes[start : self._at], what)
+
+    def _decoded(self, text: bytes, what: str) -> str:
+        try:
+            return text.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{self.path}: {what} is no UTF-8 text ({text[:40]!r}); the file is damaged, fetch it again"
+            ) from error
+
+    def _value(self, key: str, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text(key)
+        if kind in _SCALARS:
+            (value,) = self._take(_SCALARS[kind])
+            return _shortest(value) if kind == _FLOAT else value
+        if kind != _LIST:
+            raise ValueError(
+                f"{self.path}: {key} has a value of kind {kind}: allowed are 0 to 12; the file is damaged, fetch it"
+                " again"
+            )
+        inner, count = self._take("IQ")
+        found = _List(inner, count, self._at)
+        if inner == _STRING:
+            for start, length in self._texts_of(key, found):
+                self._at = start + length
+        elif inner in _SCALARS:
+            self._at += count * struct.calcsize("<" + _SCALARS[inner])
+        else:
+            raise ValueError(f"{self.path}: {key} is a list of values of kind {inner}: allowed are texts and numbers")
+        if self._at > self._size:
+            raise self._cut(f"the list {key} of {count} values")
+        return found
+
+    def _texts_of(self, key: str, found: _List) -> Iterator[tuple[int, int]]:
+        """Where each text of a list begins, and its length, in bytes."""
+        at = found.start
+        for _ in range(found.count):
+            if at + _LENGTH.size > self._size:
+                raise self._cut(f"the list {key} of {found.count} texts")
+            (length,) = _LENGTH.unpack_from(self._bytes, at)
+            yield at + _LENGTH.size, length
+            at += _LENGTH.size + length
+
+    def _list(self, key: str, found: _List) -> list[Any]:
+        if found.kind == _STRING:
+            places = self._texts_of(key, found)
+            return [self._decoded(self._bytes[at : at + length], f"a text of {key}") for at, length in places]
+        values = struct.unpack_from(f"<{found.count}{_SCALARS[found.kind]}", self._bytes, found.start)
+        return [_shortest(value) for value in values] if found.kind == _FLOAT else list(values)
+
+    def _read_places(self, num_tensors: int) -> dict[str, Place]:
+        places: dict[str, Place] = {}
+        for _ in range(num_tensors):
+            name = self._text("the name of a tensor")
+            (num_axes,) = self._take("I")
+            if num_axes > _MOST_AXES:
+                raise ValueError(
+                    f"{self.path}: tensor {name!r} has {num_axes} axes: at most {_MOST_AXES} are allowed; the file is"
+                    " damaged, fetch it again"
+                )
+            *sizes, kind, offset = self._take(f"{num_axes}QIQ")
+            if name in places:
+                raise ValueError(f"{self.path}: has tensor {name!r} twice; convert the model again")
+            places[name] = Place(tuple(reversed(sizes)), kind, offset)
+        alignment = self.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ValueError(f"{self.path}: general.alignment={alignment!r}: expected a number of bytes, from 1")
+        begin = -(-self._at // alignment) * alignment
+        return {name: place._replace(start=begin + place.start) for name, place in places.items()}
+
+    def _check_whole(self) -> None:
+        for name, place in self.places.items():
+            if place.kind_name.startswith("type"):
+                continue  # of a size nobody knows; refused where it is read
+            per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(place.kind)]
+            count, row = 1, place.shape[-1] if place.shape else 1
+            for size in place.shape:
+                count *= size
+            if row % per_block:
+                raise ValueError(
+                    f"{self.path}: tensor {name!r} has rows of {row} numbers: {place.kind_name} takes multiples of"
+                    f" {per_block}; the file is damaged, fetch it again"
+                )
+            end = place.start + count // per_block * block_bytes
+            if end > self._size:
+                raise ValueError(
+                    f"{self.path}: cut short: tensor {name!r} ends at byte {end}, the file at {self._size}; fetch it"
+                    " again"
+                )
+
+
+def _shortest(value: float) -> float:
+    return float(str(np.float32(value)))  # numpy writes the shortest decimal that is read as the same float32

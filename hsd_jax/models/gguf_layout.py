@@ -1,0 +1,272 @@
+"""What GGUF calls the sizes and weights of a model, and how it lays them out: one table for reading and for writing.
+
+Beside the names three things differ from ours. The rows of q and k of the architecture "llama" are in another order,
+Gemma's norms have 1 added, and Llama 3's rotary scaling is a factor for each frequency. Knows no files. Read next:
+`gguf_file.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
+from hsd_jax.models.hf_config import parse_config
+from hsd_jax.models.layers import rope_frequencies
+from hsd_jax.settings import MOST, shown
+
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+"""GGUF's architectures and our `model_type`."""
+EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+
+_OUTER = {"embedding": EMBEDDING, "head": HEAD, "final_norm.weight": "output_norm.weight"}
+_MODULES = {
+    "attn.q": "attn_q",
+    "attn.k": "attn_k",
+    "attn.v": "attn_v",
+    "attn.o": "attn_output",
+    "attn.q_norm": "attn_q_norm",
+    "attn.k_norm": "attn_k_norm",
+    "attn_norm": "attn_norm",
+    "attn_post_norm": "post_attention_norm",
+    "mlp.gate": "ffn_gate",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+    "mlp_norm": "ffn_norm",
+    "mlp_post_norm": "post_ffw_norm",
+}
+_SIZES = {  # GGUF's keys behind the architecture, and those of config.json
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_ONLY = {  # settings of other models, and the values that leave a model as it is
+    "expert_count": (0,),
+    "logit_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "attention.scale": (0,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+    "rope.scaling.attn_factor": (0, 1),
+}
+_LAYERS_OF_27B = 62
+"""Of Gemma 3, whose 27B alone does not scale queries by their own size; llama.cpp tells it by its layers."""
+_LOCAL_THETA = 10_000.0
+_LOW, _HIGH = 1.0, 4.0
+"""Frequency factors of every Llama 3 so far; a GGUF file does not say them."""
+
+
+def tensor_name(path: str) -> str:
+    """`layer_3.attn.q.kernel` -> `blk.3.attn_q.weight`."""
+    if path in _OUTER:
+        return _OUTER[path]
+    layer, _, rest = path.partition(".")
+    module, _, leaf = rest.rpartition(".")
+    return f"blk.{layer.removeprefix('layer_')}.{_MODULES[module]}.{'bias' if leaf == 'bias' else 'weight'}"
+
+
+def interleaved_heads(path: str, config: ModelConfig) -> int | None:
+    """Heads whose rows GGUF has in the order of `interleaved_rows`, None for a weight in our order.
+
+    llama.cpp rotates neighbours in "llama", and in the other architectures halves as we do.
+    """
+    if config.model_type != "llama":
+        return None
+    heads = {"attn.q": config.num_heads, "attn.k": config.num_kv_heads}
+    return heads.get(path.partition(".")[2].rpartition(".")[0])
+
+
+def interleaved_rows(rows: np.ndarray, num_rows: int, heads: int) -> np.ndarray:
+    """Where GGUF has our rows of q or k: in each head row i and row i + half become neighbours."""
+    head, within = np.divmod(rows, num_rows // heads)
+    half, place = np.divmod(within, num_rows // heads // 2)
+    return head * (num_rows // heads) + 2 * place + half
+
+
+def added(path: str, config: ModelConfig) -> float:
+    """What GGUF has added to a weight: to norms whatever the model adds to them, 1 in Gemma."""
+    return config.norm_offset if path.endswith(".weight") else 0.0
+
+
+def parse(
+    get: Callable[[str], Any], shapes: Mapping[str, tuple[int, ...]], rope_factors: np.ndarray | None, where: str
+) -> ModelConfig:
+    """The architecture that metadata and tensors describe.
+
+    Args:
+      get: the value of a key of the metadata, None for a key that is not there.
+      shapes: of the tensors by GGUF's names.
+      rope_factors: the numbers of ROPE_FACTORS, None without that tensor.
+      where: names the file in errors.
+    Raises:
+      ValueError: naming the key or the tensor, its value and the allowed ones, if the model is none this library runs.
+    """
+    name = get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ValueError(
+            f"{where}: general.architecture={shown(name)}: allowed are {', '.join(ARCHITECTURES)}; other models"
+            " are read from Hugging Face folders"
+        )
+    if get("split.count") not in (None, 0, 1):
+        raise ValueError(
+            f"{where}: split.count={shown(get('split.count'))}: only models in one file are read; join the parts by"
+            " llama-gguf-split --merge"
+        )
+    for key, allowed in _ONLY.items():
+        if get(f"{name}.{key}") not in (None, *allowed):
+            found = f"{name}.{key}={shown(get(f'{name}.{key}'))}"
+            raise ValueError(f"{where}: {found}: allowed are {', '.join(map(str, allowed))}; this model is not run")
+
+    def number(key: str, *default: Any) -> Any:
+        value = get(f"{name}.{key}")
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]  # one number a layer
+        if value is None and default:
+            return default[0]
+        if type(value) not in (int, float):
+            raise ValueError(f"{where}: {name}.{key}={shown(value)}: expected a number, the same for every layer")
+        return value
+
+    if len(shapes.get(EMBEDDING, ())) != 2:
+        raise ValueError(f"{where}: no matrix {EMBEDDING!r}; expected a whole language model")
+    values = {own: number(key) for key, own in _SIZES.items()}
+    heads, hidden_size = values["num_attention_heads"], values["hidden_size"]
+    head_dim = number("attention.key_length", hidden_size // max(heads, 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if number(key, head_dim) != head_dim:
+            raise ValueError(f"{where}: {name}.{key}={number(key)}: only the size of a head, {head_dim}, is supported")
+    window = number("attention.sliding_window", 0) or None
+    if window is not None and name != "gemma3":
+        raise ValueError(f"{where}: {name}.attention.sliding_window={window}: only gemma3 has one in a GGUF file")
+    values |= {
+        "model_type": ARCHITECTURES[name],
+        "vocab_size": shapes[EMBEDDING][0],
+        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rope_theta": number("rope.freq_base", 10_000.0),
+        "rope_scaling": _linear(get, name, number, where),
+        "tie_word_embeddings": HEAD not in shapes,
+        "attention_bias": tensor_name("layer_0.attn.q.bias") in shapes,
+        "mlp_bias": tensor_name("layer_0.mlp.gate.bias") in shapes,
+    }
+    if name == "gemma3":
+        is_27b = values["num_hidden_layers"] == _LAYERS_OF_27B
+        pattern = get("gemma3.attention.sliding_window_pattern")
+        values |= {
+            "query_pre_attn_scalar": hidden_size // max(heads, 1) if is_27b else head_dim,
+            "final_logit_softcapping": number("final_logit_softcapping", 0) or None,
+            "sliding_window": window,
+            "rope_local_base_freq": number("rope.freq_base_swa", _LOCAL_THETA),
+        }
+        if isinstance(pattern, list):
+            values["layer_types"] = [SLIDING if is_sliding else FULL for is_sliding in pattern]
+        elif pattern is not None:
+            values["sliding_window_pattern"] = pattern
+    config = parse_config(values, where)
+    if rope_factors is None:
+        return config
+    if values["rope_scaling"] is not None:
+        raise ValueError(
+            f"{where}: tensor {ROPE_FACTORS!r} beside {name}.rope.scaling.*; only one scaling is supported"
+        )
+    return dataclasses.replace(config, rope=_llama3(rope_factors, config, where))
+
+
+def _linear(get: Callable[[str], Any], name: str, number: Callable[..., Any], where: str) -> dict[str, Any] | None:
+    """`rope_scaling` of config.json; a factor without a type is linear, as llama.cpp has it."""
+    key = f"{name}.rope.scaling.type"
+    kind = get(key)
+    if kind not in (None, "none", "linear"):
+        raise ValueError(f"{where}: {key}={shown(kind)}: allowed are none, linear, and Llama 3's {ROPE_FACTORS!r}")
+    factor = number("rope.scaling.factor", number("rope.scale_linear", 0))
+    return None if kind == "none" or factor in (0, 1) else {"rope_type": "linear", "factor": factor}
+
+
+def llama3_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """What Llama 3's scaling divides each frequency by, float32 [head_dim / 2]; llama.cpp's ROPE_FACTORS."""
+    turns = rope.original_max_position * rope_frequencies(RopeConfig(rope.theta), head_dim).astype(np.float64)
+    smooth = (turns / (2 * np.pi) - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = np.clip(smooth, 0, 1)
+    return (1 / ((1 - smooth) / rope.factor + smooth)).astype(np.float32)
+
+
+def _llama3(factors: np.ndarray, config: ModelConfig, where: str) -> RopeConfig:
+    """The scaling that gives these factors."""
+    theta, head_dim = config.rope.theta, config.head_dim
+    plain = rope_frequencies(RopeConfig(theta), head_dim)
+    if factors.shape == plain.shape and np.isfinite(factors).all() and factors.min() >= 1:
+        largest = float(str(factors.max()))  # the shortest decimal
+        if largest == 1:
+            return config.rope
+        wanted = factors.astype(np.float64)
+        middle = (factors > 1) & (factors < factors.max())
+        smooth = (1 / wanted - 1 / largest) / (1 - 1 / largest)
+        lengths = (2 * np.pi / plain * (_LOW + (_HIGH - _LOW) * smooth))[middle]
+        # Without a frequency in the middle every length that parts the rest is as good as another.
+        for length in [round(np.median(lengths))] if lengths.size else [1 << i for i in range(24)]:
+            rope = RopeConfig(theta, "llama3", largest, _LOW, _HIGH, min(max(length, 1), MOST))
+            if np.allclose(plain / rope_frequencies(rope, head_dim), factors, rtol=1e-5, atol=0):
+                return rope
+    raise ValueError(
+        f"{where}: tensor {ROPE_FACTORS!r}: its {factors.size} factors, from {factors.min(initial=np.inf):g} to"
+        f" {factors.max(initial=0):g}, are not those of Llama 3's scaling of {head_dim // 2} frequencies with"
+        f" low_freq_factor={_LOW:g} and high_freq_factor={_HIGH:g}; read this model from a Hugging Face folder"
+    )
+
+
+def describe(config: ModelConfig) -> tuple[dict[str, Any], np.ndarray | None]:
+    """The metadata of a configuration, and the numbers of ROPE_FACTORS if it needs them; the other way of `parse`.
+
+    Raises:
+      ValueError: naming the field, if a GGUF file cannot express it.
+    """
+    by_type = {own: name for name, own in ARCHITECTURES.items()}
+    name = by_type.get(config.model_type)
+    if name is None:
+        raise ValueError(f"ModelConfig.model_type={config.model_type!r}: written as GGUF are {', '.join(by_type)}")
+    values: dict[str, Any] = {
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "context_length": config.max_position,
+        "vocab_size": config.vocab_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": float(config.rope.theta),
+    }
+    if config.rope.kind == "linear":
+        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(config.rope.factor)}
+    if config.sliding_window is not None:
+        values["attention.sliding_window"] = config.sliding_window
+    if config.logit_softcap is not None:
+        values["final_logit_softcapping"] = float(config.logit_softcap)
+    factors = llama3_factors(config.rope, config.head_dim) if config.rope.kind == "llama3" else None
+    metadata = {"general.architecture": name} | {f"{name}.{key}": value for key, value in values.items()}
+
+    def get(key: str) -> Any:
+        value = metadata.get(key)
+        return float(str(np.float32(value))) if isinstance(value, float) else value
+
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    telling = {"head": not config.tie_embeddings, "layer_0.attn.q.bias": config.qkv_bias}
+    telling["layer_0.mlp.gate.bias"] = config.mlp_bias
+    shapes |= {tensor_name(path): () for path, is_there in telling.items() if is_there}
+    again = parse(get, shapes, factors, "the GGUF file as written")
+    for field in dataclasses.fields(config):
+        wanted, found = getattr(config, field.name), getattr(again, field.name)
+        if wanted != found:
+            raise ValueError(f"ModelConfig.{field.name}={wanted!r}: a GGUF file of {name} can only say {found!r}")
+    return metadata, factors

@@ -1,0 +1,196 @@
+"""The tokenizer in a GGUF file, as far as it is a byte-level BPE whose splitting of text is known.
+
+A GGUF file has the tokens and the merges. How text is split before merging it says by a name alone
+(`tokenizer.ggml.pre`), behind which stand llama.cpp's regular expressions. Read next: `hsd_jax/tokenizer.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+from hsd_jax.files import sha256
+from hsd_jax.models.gguf_header import Header
+from hsd_jax.settings import shown
+from hsd_jax.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_KEY = "tokenizer.ggml."
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+"""Kinds of tokens. A control token stands for no text; an unused one fills a hole between the ids."""
+
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Splitting:
+    """How text becomes words; each expression splits what the ones before have left whole."""
+
+    expressions: tuple[str, ...]
+    ignores_merges: bool = False
+    """A word that is a token becomes it, even if no merges lead there."""
+    composes: bool = False
+    """Letters and their accents are joined first (NFC)."""
+    adds_bos: bool = False
+    """Where the file does not say."""
+
+
+_LLAMA3 = _Splitting((_CONTRACTIONS + _WORDS % r"\p{N}{1,3}",), ignores_merges=True, adds_bos=True)
+_SPLITTINGS = {
+    "smollm": _Splitting((r"\p{N}", _GPT2)),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _Splitting((_CONTRACTIONS + _WORDS % r"\p{N}",), composes=True),
+    "gpt-2": _Splitting((_GPT2,)),
+    "default": _Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+}
+
+
+def bos(header: Header) -> int | None:
+    """The start token, None if the file names none; raises a ValueError for what is no token id."""
+    return _token(header, _KEY + "bos_token_id")
+
+
+def adds_bos(header: Header) -> bool:
+    """Whether a text begins with the start token: as the file says, else as the name of its splitting does.
+
+    Raises:
+      ValueError: if the file says something else than true or false.
+    """
+    found = header.get(_KEY + "add_bos_token")
+    if found is None:
+        splitting = _SPLITTINGS.get(str(header.get(_KEY + "pre")))
+        found = splitting is not None and splitting.adds_bos
+    if not isinstance(found, bool):
+        raise ValueError(f"{header.path}: {_KEY}add_bos_token={shown(found)}: allowed are true and false")
+    return found and bos(header) is not None
+
+
+def eos(header: Header) -> tuple[int, ...]:
+    """The end tokens: those of a text, of a turn and of a message, each once, in this order.
+
+    Raises:
+      ValueError: naming the key, for what is no token id.
+    """
+    found = [_token(header, _KEY + "eos_token_id")]
+    more = header.get(_KEY + "eos_token_ids")
+    found += [] if more is None else [_checked(header, _KEY + "eos_token_ids", token) for token in _list(more)]
+    found += [_token(header, f"{_KEY}{name}_token_id") for name in ("eot", "eom")]
+    return tuple(dict.fromkeys(token for token in found if token is not None))
+
+
+def chat_template(header: Header) -> str | None:
+    """The text of the template, None if the file has none; raises a ValueError for what is no text."""
+    found = header.get("tokenizer.chat_template")
+    if not isinstance(found, str | None):
+        raise ValueError(f"{header.path}: tokenizer.chat_template={shown(found)}: expected a text")
+    return found
+
+
+def build(header: Header) -> tokenizers.Tokenizer:
+    """The tokenizer of the file, with its control and user-defined tokens as added ones.
+
+    Raises:
+      ValueError: naming the key, for a tokenizer of another kind, another way to split text, or lists that do not
+        belong together.
+    """
+    # Seconds of import time that whoever works with token ids need not pay.
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    splitting, path = _splitting(header), header.path
+    tokens, merges = (_texts(header, _KEY + name) for name in ("tokens", "merges"))
+    kinds = header.get(_KEY + "token_type", [_NORMAL] * len(tokens))
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise ValueError(f"{path}: {_KEY}token_type: expected a number for each of {len(tokens)} tokens")
+    vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED}
+    pairs = []
+    for merge in merges:
+        first, _, second = merge.partition(" ")
+        if not first or not second or " " in second:
+            raise ValueError(f"{path}: {_KEY}merges: {merge!r}: expected two parts with a space between them")
+        pairs.append((first, second))
+    try:
+        tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=splitting.ignores_merges))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ValueError(f"{path}: {_KEY}tokens and {_KEY}merges do not belong together ({error})") from error
+    if splitting.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(expression), "isolated") for expression in splitting.expressions]
+        + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    added = {_CONTROL: [], _USER_DEFINED: []}
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind in added:
+            added[kind].append(AddedToken(token, special=kind == _CONTROL, normalized=False))
+    tokenizer.add_special_tokens(added[_CONTROL])
+    tokenizer.add_tokens(added[_USER_DEFINED])
+    if adds_bos(header):
+        start = bos(header)
+        assert start is not None  # adds_bos has looked
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[tokens[start], "$A"],
+            pair=[tokens[start], "$A", f"{tokens[start]}:1", "$B:1"],
+            special_tokens=[(tokens[start], start)],
+        )
+    return tokenizer
+
+
+def wrapped(header: Header) -> Tokenizer:
+    """The tokenizer of the file as text needs it; two are equal if their files hold the same tokenizer.
+
+    Raises:
+      ValueError: as `build`, `bos`, `eos` and `chat_template`.
+    """
+    inner = build(header)
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {name: _token(header, f"{_KEY}{key}_token_id") for name, key in names.items()}
+    special = {f"{name}_token": inner.id_to_token(token) for name, token in ids.items() if token is not None}
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch
+    import transformers  # after what may fail: it takes seconds
+
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=False, **special)
+    fast.chat_template = chat_template(header)
+    return Tokenizer(fast, sha256(header.tokenizer_bytes))
+
+
+def _splitting(header: Header) -> _Splitting:
+    instead = "; give another one by tokenizer= (--tokenizer), a name or a folder"
+    kind, pre = header.get(_KEY + "model"), header.get(_KEY + "pre")
+    if kind != "gpt2":
+        raise ValueError(
+            f"{header.path}: {_KEY}model={shown(kind)}: only byte-level BPE, 'gpt2', is read from a GGUF file{instead}"
+        )
+    if not isinstance(pre, str) or pre not in _SPLITTINGS:
+        raise ValueError(f"{header.path}: {_KEY}pre={shown(pre)}: known are {', '.join(_SPLITTINGS)}{instead}")
+    return _SPLITTINGS[pre]
+
+
+def _texts(header: Header, key: str) -> list[str]:
+    found = header.get(key)
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise ValueError(f"{header.path}: {key}: expected a list of texts")
+    return found
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _token(header: Header, key: str) -> int | None:
+    found = header.get(key)
+    return None if found is None else _checked(header, key, found)
+
+
+def _checked(header: Header, key: str, token: Any) -> int:
+    most = header.length(_KEY + "tokens") - 1
+    if type(token) is not int or not 0 <= token <= most:
+        raise ValueError(f"{header.path}: {key}={shown(token)}: expected a token id, from 0 to {most}")
+    return token

