@@ -123,6 +123,10 @@ class Tokenizer:
             reason = " ".join(str(error).split())[:300]
             raise ValueError(f"{folder}: the tokenizer cannot be read ({reason}); restore tokenizer.json") from error
 
+    def save(self, folder: str | Path) -> None:
+        """Writes the files that `read` reads."""
+        self._inner.save_pretrained(str(folder))
+
     @property
     def eos_id(self) -> int | None:
         return self._inner.eos_token_id

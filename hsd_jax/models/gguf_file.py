@@ -184,6 +184,10 @@ class GgufFile:
         """The text of the template, None if the file has none."""
         return gguf_tokenizer.chat_template(self._header)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.chat_template)
+
     def raw_tokenizer(self) -> tokenizers.Tokenizer:
         """`gguf_tokenizer.build` for this file."""
         return gguf_tokenizer.build(self._header)
@@ -191,6 +195,10 @@ class GgufFile:
     def tokenizer(self) -> Tokenizer:
         """`gguf_tokenizer.wrapped` for this file."""
         return gguf_tokenizer.wrapped(self._header)
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Writes the tokenizer as the files of a Hugging Face folder."""
+        self.tokenizer().save(folder)
 
     @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
