@@ -37,7 +37,7 @@ def write_texts(params: Params, args: argparse.Namespace) -> dict[str, tuple[eva
     for named in args.prompts:
         name, _, file = named.partition("=")
         prompts = read_prompts([file], lambda text: len(tokenizer.encode(text)), args.half, args.limit)
-        tokens = [np.asarray(tokenizer.encode(p.text)) for p in prompts]
+        tokens = [np.asarray(p.tokens(tokenizer)) for p in prompts]
         for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             settings = args.max_new_tokens, temperature, options.say
             found = evaluate.stored_texts(args.out, f"{name}-{kind}", params, target_hash, tokens, *settings)

@@ -377,7 +377,7 @@ def rows_of(
 
 def measure(args: argparse.Namespace, workers: Sequence[Worker], found: Sequence[BenchPrompt], tokenizer) -> dict:
     """Runs every method on every prompt and returns the whole record."""
-    prompts = [tokenizer.encode(p.text) for p in found]
+    prompts = [p.tokens(tokenizer) for p in found]
     answers = collect(workers, prompts, args.repeats, options.say)
     methods = [method for worker in workers for method in worker.methods]
     home = {method["name"]: worker for worker in workers for method in worker.methods}
@@ -524,7 +524,7 @@ def run(args: argparse.Namespace) -> int:
             options.say(f"llama.cpp has no sliding window: prompts and texts are kept within the target's {max_len}")
     # No weights in this process: it only counts tokens and reads prompts.
     about = types.SimpleNamespace(tokenizer=tokenizer, max_len=max_len)
-    found = prompts.for_checkpoint(about, args.prompts, args.half, args.limit, args.max_new_tokens)
+    found = prompts.for_checkpoint(about, args.prompts, args.half, args.limit, args.max_new_tokens, args.chat_template)
     assert tokenizer is not None  # for_checkpoint has asked for it
     if args.assistant is None and not args.llama_cpp:
         options.say("no assistant model: give --assistant DIR to measure assisted decoding too")
@@ -533,7 +533,7 @@ def run(args: argparse.Namespace) -> int:
     if drafter is None:
         options.say("no drafter: ours decodes plainly only; give --drafter DIR")
     eos = params_lib.end_tokens(target, config, tokenizer)
-    context = max(len(tokenizer.encode(p.text)) for p in found) + args.max_new_tokens
+    context = max(len(p.tokens(tokenizer)) for p in found) + args.max_new_tokens
     workers = start_workers(args, target, drafter, eos, context)
     try:
         record = measure(args, workers, found, tokenizer)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax.files import decoded, parse_json, read_json, with_unix_lines
-from hsd_jax.tokenizer import read_pretrained, render_chat
+from hsd_jax.tokenizer import Messages, Tokenizer
 
 _NAMES = {"User": ("u", "user", "human"), "Assistant": ("s", "assistant", "gpt")}
 SPEAKERS = {alias: name for name, aliases in _NAMES.items() for alias in aliases}
@@ -228,17 +228,22 @@ def read_chat_template(folder: str | Path) -> ChatTemplate | None:
         return None
 
     @functools.cache
-    def tokenizer() -> Any:  # not before the first conversation: the import takes seconds
-        try:
-            return read_pretrained(folder)
-        except Exception as error:  # transformers raises many kinds for one cause: a file it cannot read
-            raise ValueError(f"{folder}: the tokenizer cannot be read ({error})") from error
+    def tokenizer() -> Tokenizer:  # not before the first conversation: the import takes seconds
+        found = Tokenizer.find(folder)
+        if found is None:
+            raise ValueError(f"{folder}: a chat template without a tokenizer; restore tokenizer.json")
+        return found
 
-    def render(turns: Turns, is_open: bool) -> str:
-        messages = [{"role": speaker_of(who).lower(), "content": text} for who, text in turns]
-        return render_chat(tokenizer(), messages, is_open)
+    return chat_template_of(lambda messages, is_open: tokenizer().render(messages, is_open))
 
-    return render
+
+def chat_template_of(render: Callable[[Messages, bool], str]) -> ChatTemplate:
+    """The template of documents over `render(messages, is_open)`, such as `Tokenizer.render`; raises as that does."""
+
+    def template(turns: Turns, is_open: bool) -> str:
+        return render([{"role": speaker_of(who).lower(), "content": text} for who, text in turns], is_open)
+
+    return template
 
 
 def read_records(path: str | Path) -> Iterator[tuple[str, dict]]:
