@@ -7,6 +7,7 @@ is training data. Read next: `against_plain.py`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import zlib
@@ -185,7 +186,7 @@ def prompt_of(
       ValueError: naming the place and the fields that would do, or why the chat template refuses the conversation.
     """
     if (asked := first_question(record.get("turns"))) is not None:
-        return BenchPrompt(name, asked) if chat is None else _asked(chat, [("User", asked)], None, name, where)
+        return BenchPrompt(name, asked) if chat is None else _asked(chat, [("User", asked)], "", name, where)
     for field in ("turns", "messages"):
         if record.get(field):
             return dialogue_prompt(conversation(record, field, where), name, where, count, max_tokens, chat)
@@ -194,7 +195,9 @@ def prompt_of(
         text = question_prompt(question)
         full = render_record(record, where) if "answer" in record else text
         rest = full.removeprefix(text) if full.startswith(text) and full != text else None
-        return BenchPrompt(name, text, rest) if chat is None else _asked(chat, [("User", question)], rest, name, where)
+        if chat is None:
+            return BenchPrompt(name, text, rest)
+        return _asked(chat, [("User", question.strip())], (rest or "").strip(), name, where)
     if "prompt" in record:
         return BenchPrompt(name, text_of(record, "prompt", where), record.get("response") or record.get("rest"))
     if "text" in record:
@@ -227,7 +230,7 @@ def dialogue_prompt(
             rest = full.removeprefix(text) if full.startswith(text) else None
             found, num_tokens = BenchPrompt(name, text, rest), count(text)
         else:
-            said = turns[cut][1] if cut < len(turns) else None
+            said = turns[cut][1] if cut < len(turns) else ""
             found = _asked(chat, turns[:cut], said, name, where)
             num_tokens = len(found.tokens(chat))
         if best is not None and (cut > len(turns) / 2 or num_tokens > max_tokens):
@@ -237,23 +240,25 @@ def dialogue_prompt(
     return best
 
 
-def _asked(chat: Tokenizer, turns: Turns, said: str | None, name: str, where: str) -> BenchPrompt:
+def _asked(chat: Tokenizer, turns: Turns, said: str, name: str, where: str) -> BenchPrompt:
     """A conversation in the words of the chat template, open for the assistant.
 
     Args:
-      said: what the assistant answers in the data. Some templates write it so that what follows the prompt cannot be
-        told; then there is no `rest`.
+      said: what the assistant answers in the data, "" if that is not known. Some templates refuse an answer at the end,
+        or write it so that what follows the prompt cannot be told; then there is no `rest`.
     """
-    template = chat_template_of(chat.render)
+    template, said = chat_template_of(chat.render), said.strip()
     try:
         text = template(turns, True)
-        whole = template([*turns, ("Assistant", said)], False) if said and said.strip() else ""
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     rest = None
-    if said and whole.startswith(text):
-        blank, found, _ = whole.removeprefix(text).partition(said.strip())
-        rest = blank + found if found and not blank.strip() else None
+    if said:
+        with contextlib.suppress(ValueError):
+            whole = template([*turns, ("Assistant", said)], False)
+            blank, found, _ = whole.removeprefix(text).partition(said)
+            if whole.startswith(text) and found and not blank.strip():
+                rest = blank + found
     return BenchPrompt(name, text, rest, is_templated=True)
 
 
