@@ -283,7 +283,7 @@ def agreement(sizes: Sizes, record: Row) -> Iterator[Item]:
         if name == "demo":
             params = hsd_jax.load("demo", dtype="bfloat16")
             config, models = params.target_config, {"target": params.target, "drafter": params.drafter}
-            given = [params.tokenizer.encode(prompt.text) for prompt in demo_prompts()][: sizes.num_texts]
+            given = [prompt.tokens(params.tokenizer) for prompt in demo_prompts()][: sizes.num_texts]
             drafter = make_drafter(
                 config, params.drafter_config, TreeConfig.chain(DEPTH), fastest_dtype(params.target["embedding"].dtype)
             )

@@ -31,14 +31,14 @@ from hsd_jax.config import TreeConfig
 PLAIN, CHAIN, PEARL = "plain", "chain", "pearl"
 
 
-def totals(params, texts: list[str], temperature: float, new: int, **how) -> tuple[float, list]:
+def totals(params, texts: list[list[int]], temperature: float, new: int, **how) -> tuple[float, list]:
     """Seconds of decoding all texts, one after the other, and the result of each."""
     found = [hsd_jax.decode(params, text, new, temperature, seed=row, **how) for row, text in enumerate(texts)]
     return sum(out.stats.decode_seconds for out in found), found
 
 
 def report(
-    small, ahead, c: float, texts: list[str], temperature: float, new: int, repeats: int, accept: str = "auto"
+    small, ahead, c: float, texts: list[list[int]], temperature: float, new: int, repeats: int, accept: str = "auto"
 ) -> None:
     """A line about one gamma, that of `ahead`; `small` drafts chains as long, in one program with the target."""
     gamma = ahead.tree.depth
@@ -97,7 +97,8 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", sum(args.devices))
     small = hsd_jax.load("demo", drafter=args.drafter)
     new = args.max_new_tokens
-    texts = [p.text for p in for_checkpoint(small, args.prompts, args.half, args.limit, new)]
+    prompts = for_checkpoint(small, args.prompts, args.half, args.limit, new)
+    texts = [p.tokens(small.tokenizer) for p in prompts]
     print(f"{hardware()}; devices {args.devices or 'shared'}, accept {args.accept}")
     found = [hsd_jax.pearl(small, gamma, args.devices) for gamma in args.gammas]
     c = measured_c(found[0])

@@ -28,7 +28,9 @@ def cases(depth: int) -> dict[str, tuple[TreeConfig, float]]:
     return found | {f"chain of {depth}, T=1": (chain, 1.0), "16 nodes, T=1": (trees[16], 1.0)}
 
 
-def counts(params: hsd_jax.Params, prompts: list[str], tree: TreeConfig, temperature: float, args: argparse.Namespace):
+def counts(
+    params: hsd_jax.Params, prompts: list[list[int]], tree: TreeConfig, temperature: float, args: argparse.Namespace
+):
     """Tokens and target passes of each prompt, and acceptance by depth."""
     tokens, passes, histogram = [], [], 0
     for first in range(0, len(prompts), args.batch):
@@ -67,7 +69,8 @@ def main() -> None:
         params = hsd_jax.load(**base, drafter=folder)
         for source in args.prompts:
             kind, file = source.split("=", 1)
-            texts = [one.text for one in for_checkpoint(params, [file], args.half, args.limit, args.max_new_tokens)]
+            prompts = for_checkpoint(params, [file], args.half, args.limit, args.max_new_tokens)
+            texts = [one.tokens(params.tokenizer) for one in prompts]
             for case, (tree, temperature) in cases(args.depth).items():
                 tokens, passes, acceptance = counts(params, texts, tree, temperature, args)
                 tau, key, line = tokens.sum() / passes.sum(), (kind, case), ""

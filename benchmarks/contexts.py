@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     params = hsd_jax.load(args.demo, target=args.target, drafter=args.drafter, tree=chain)
     params = with_windows(params, args.window, args.target_window)
     found = prompts_lib.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
-    dialogues = [params.tokenizer.encode(prompt.text + (prompt.rest or "")) for prompt in found]
+    dialogues = [prompt.tokens(params.tokenizer, with_rest=True) for prompt in found]
     length = max(args.contexts) + AHEAD
     for name, texts in (
         ("own", own_texts(params, dialogues, length)),

@@ -38,7 +38,7 @@ def main() -> None:
     args = parser.parse_args()
     params = hsd_jax.load("demo")
     found = for_checkpoint(params, args.prompts, "report", args.limit, args.max_new_tokens)
-    prompts = [(one.text, params.tokenizer.encode(one.text)) for one in found]
+    prompts = [(one.text, one.tokens(params.tokenizer)) for one in found]
     for name in args.cases:
         accept, draw, tree = CASES[name]
         how = {"temperature": args.temperature, "speculate": tree is not None, "tree": tree}

@@ -24,7 +24,9 @@ DEPTH, NODE = 7, 0.01
 """Drafts of a chain, and what verifying one of them costs."""
 
 
-def rounds_of(params, texts: list[str], temperature: float, accept: str, new: int) -> tuple[np.ndarray, np.ndarray]:
+def rounds_of(
+    params, texts: list[list[int]], temperature: float, accept: str, new: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Of every round the scores of its drafts [rounds, DEPTH + 1], as a chain that ends early has, and how many were
     accepted."""
     tree, scores, accepted, watched = TreeConfig.chain(DEPTH), [], [], None
@@ -88,7 +90,8 @@ def main() -> None:
     args = parser.parse_args()
     params = hsd_jax.load("demo", drafter=args.drafter)
     for file in args.prompts:
-        texts = [p.text for p in for_checkpoint(params, [file], args.half, args.limit, args.max_new_tokens)]
+        prompts = for_checkpoint(params, [file], args.half, args.limit, args.max_new_tokens)
+        texts = [p.tokens(params.tokenizer) for p in prompts]
         for temperature, accept in ((0.0, "match"), (1.0, "match"), (1.0, "recursive")):
             found = rounds_of(params, texts, temperature, accept, args.max_new_tokens)
             for level in args.level_cost:

@@ -22,22 +22,20 @@ import yaml
 from hsd_jax.bench.prompts import read_prompts
 from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
-from hsd_jax.models import convert
-from hsd_jax.params import Params, end_tokens
-from hsd_jax.tokenizer import Tokenizer
+from hsd_jax.models.checkpoint import Checkpoint, find
+from hsd_jax.params import Params
 from hsd_jax.train import evaluate, run
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.recipe import read_recipe
 
 
-def write_texts(params: Params, args: argparse.Namespace) -> dict[str, tuple[evaluate.Texts, float]]:
+def write_texts(checkpoint: Checkpoint, params: Params, args: argparse.Namespace) -> dict[str, tuple[evaluate.Texts, float]]:
     """Greedy and sampled texts behind the prompts of each file; made once for a target, prompts and lengths."""
-    tokenizer, texts = Tokenizer.read(args.target), {}
-    target_hash = convert.weights_hash(params.target)
+    tokenizer, texts, target_hash = checkpoint.tokenizer, {}, checkpoint.hash("float32")
     for named in args.prompts:
         name, _, file = named.partition("=")
         prompts = read_prompts([file], lambda text: len(tokenizer.encode(text)), args.half, args.limit)
-        tokens = [np.asarray(tokenizer.encode(p.text)) for p in prompts]
+        tokens = [np.asarray(p.tokens(tokenizer)) for p in prompts]
         for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             settings = args.max_new_tokens, temperature, options.say
             found = evaluate.stored_texts(args.out, f"{name}-{kind}", params, target_hash, tokens, *settings)
@@ -73,10 +71,10 @@ def main() -> None:
     args = parser.parse_args()
     Path(args.out).mkdir(parents=True, exist_ok=True)
     runs = yaml.safe_load(Path(args.runs).read_text(encoding="utf-8"))
-    config = convert.read_config(args.target)
-    target = convert.read_weights(args.target, config, "float32")
-    eos = end_tokens(args.target, config)
-    texts = write_texts(Params(target, None, config, eos=eos, max_len=config.max_position), args)
+    checkpoint = find(args.target)
+    config, target = checkpoint.config, checkpoint.weights("float32")
+    params = Params(target, None, config, eos=checkpoint.eos, max_len=config.max_position)
+    texts = write_texts(checkpoint, params, args)
     found = {}
     print("| run | " + " | ".join(f"tau, {k}" for k in texts) + " | chain acceptance by depth, greedy | overlap |")
     print("|---|" + "---|" * (len(texts) + 2))

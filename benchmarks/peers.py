@@ -46,7 +46,6 @@ import jax
 import numpy as np
 
 import hsd_jax
-from hsd_jax import params as params_lib
 from hsd_jax.bench import measure as measure_lib
 from hsd_jax.bench import prompts, tables
 from hsd_jax.bench.identity import first_difference
@@ -55,7 +54,8 @@ from hsd_jax.bench.prompts import BenchPrompt
 from hsd_jax.bench.quality import pooled_repeated_ngram_share
 from hsd_jax.cli import options
 from hsd_jax.config import ModelConfig
-from hsd_jax.models import convert, gguf_layout
+from hsd_jax.models import gguf_layout
+from hsd_jax.models.checkpoint import DEMO, find
 from hsd_jax.models.gguf_writer import save_gguf
 from hsd_jax.tokenizer import Tokenizer
 
@@ -183,7 +183,7 @@ def as_llama_cpp_has_it(config: ModelConfig) -> ModelConfig:
 def write_gguf(args: argparse.Namespace, target: str, folder: str) -> None:
     """Writes the files of `llama_methods`."""
     jax.config.update("jax_platforms", "cpu")  # a GPU's memory is for the workers
-    config = as_llama_cpp_has_it(convert.read_config(target))
+    config = as_llama_cpp_has_it(find(target).config)
     for method in llama_methods(args, folder):
         options.say(f"writing {method['path']}")
         save_gguf(method["path"], config, target, method["dtype"])
@@ -404,7 +404,7 @@ def rows_of(
 
 def measure(args: argparse.Namespace, workers: Sequence[Worker], found: Sequence[BenchPrompt], tokenizer) -> dict:
     """Runs every method on every prompt and returns the whole record."""
-    prompts = [tokenizer.encode(p.text) for p in found]
+    prompts = [p.tokens(tokenizer) for p in found]
     answers = collect(workers, prompts, args.repeats, options.say)
     methods = [method for worker in workers for method in worker.methods]
     home = {method["name"]: worker for worker in workers for method in worker.methods}
@@ -531,16 +531,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check_assistant(folder: str, vocab_size: int, tokenizer: Tokenizer) -> None:
     """Raises a ValueError for a model of another vocabulary, a FileNotFoundError for none, before anything is run."""
-    own = Tokenizer.find(folder)
-    if convert.read_config(folder).vocab_size != vocab_size or (own and not own.has_vocabulary_of(tokenizer)):
+    assistant = find(folder)
+    own = assistant.tokenizer
+    if assistant.config.vocab_size != vocab_size or (own and not own.has_vocabulary_of(tokenizer)):
         raise ValueError(f"--assistant {folder}: has another vocabulary than the target")
 
 
 def run(args: argparse.Namespace) -> int:
     """From arguments to the exit status."""
-    target = str(params_lib.DEMO / "target") if args.demo else args.target
-    drafter = args.drafter or (str(params_lib.DEMO / "drafter") if args.demo else None)
-    config, tokenizer = convert.read_config(target), Tokenizer.find(target)
+    checkpoint = find("demo" if args.demo else args.target)
+    target, config, tokenizer = str(checkpoint.path), checkpoint.config, checkpoint.tokenizer
+    drafter = args.drafter or (None if checkpoint.drafter is None else str(checkpoint.drafter))
     max_len = config.max_position
     if args.llama_cpp:
         gguf_layout.describe(as_llama_cpp_has_it(config))  # says what cannot be written
@@ -551,7 +552,7 @@ def run(args: argparse.Namespace) -> int:
             options.say(f"llama.cpp has no sliding window: prompts and texts are kept within the target's {max_len}")
     # No weights in this process: it only counts tokens and reads prompts.
     about = types.SimpleNamespace(tokenizer=tokenizer, max_len=max_len)
-    found = prompts.for_checkpoint(about, args.prompts, args.half, args.limit, args.max_new_tokens)
+    found = prompts.for_checkpoint(about, args.prompts, args.half, args.limit, args.max_new_tokens, args.chat_template)
     assert tokenizer is not None  # for_checkpoint has asked for it
     if args.assistant is None and not args.llama_cpp:
         options.say("no assistant model: give --assistant DIR to measure assisted decoding too")
@@ -559,8 +560,8 @@ def run(args: argparse.Namespace) -> int:
         check_assistant(args.assistant, config.vocab_size, tokenizer)
     if drafter is None:
         options.say("no drafter: ours decodes plainly only; give --drafter DIR")
-    eos = params_lib.end_tokens(target, config, tokenizer)
-    context = max(len(tokenizer.encode(p.text)) for p in found) + args.max_new_tokens
+    eos = checkpoint.eos
+    context = max(len(p.tokens(tokenizer)) for p in found) + args.max_new_tokens
     with tempfile.TemporaryDirectory() as folder:
         if args.llama_cpp:
             write_gguf(args, target, folder)

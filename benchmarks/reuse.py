@@ -96,7 +96,7 @@ def main() -> None:
     params = hsd_jax.load("demo", drafter=args.drafter)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     found = for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
-    prompts = [np.asarray(params.tokenizer.encode(one.text), np.int32) for one in found]
+    prompts = [np.asarray(one.tokens(params.tokenizer), np.int32) for one in found]
     for temperature in args.temperatures:
         texts = write_texts(params, prompts, args.max_new_tokens, temperature, 0)
         drafts = [(tree, ReuseConfig.parse(form)) for form, tree in FORMS]

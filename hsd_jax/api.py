@@ -126,7 +126,10 @@ def decode(
     other than `match` sampled text depends on the tree, too; it is as likely as under plain decoding.
 
     Args:
-      prompt: a text, token ids, or a list of either (ragged lengths are fine).
+      prompt: a text, token ids, a conversation, or a list of these, also of different kinds and lengths. A list that
+        holds a mapping is one conversation: of messages with the keys role and content alone, both texts; the role is
+        system (of the first), user or assistant, and the user's is last. It goes through the checkpoint's chat
+        template, open for the answer, and gets no other start token.
       max_new_tokens: per row; the end token counts.
       temperature: 0 is greedy.
       top_k, top_p: None switches the filter off.

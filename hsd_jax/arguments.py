@@ -6,7 +6,7 @@ Nothing here knows a drafter. Read next: `request.py`, which makes a decode of t
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +15,14 @@ import numpy as np
 from hsd_jax.config import bucket
 from hsd_jax.params import Params
 from hsd_jax.settings import HOTTEST, Temperature, fits, shown
+from hsd_jax.tokenizer import Messages, check_unicode
 from hsd_jax.types import NO_TOKEN, SamplingParams
 
 COLDEST = 1e-6
 """Smaller temperatures are greedy: dividing by them would overflow float32."""
 
-Prompt = str | Sequence[int] | np.ndarray | jax.Array
+Prompt = str | Sequence[int] | np.ndarray | jax.Array | Messages
+"""A text, token ids, or a conversation."""
 
 
 def checked_new_tokens(params: Params, prompts: list[list[int]], max_new_tokens: Any) -> list[int]:
@@ -55,8 +57,12 @@ def check_length(params: Params, row: int, num_tokens: int, new: int) -> None:
 def encode(params: Params, prompt) -> list[list[int]]:
     """Prompts as lists of token ids.
 
+    A sequence that holds a mapping is one conversation, one of integers alone is one prompt of ids, any other is a
+    batch, whose items may be of different kinds.
+
     Raises:
-      ValueError: for empty prompts, text without a tokenizer, text that is not UTF-8, ids outside the vocabulary.
+      ValueError: for empty prompts, text or a conversation without a tokenizer, text that is not UTF-8, ids outside the
+        vocabulary, and conversations as `Tokenizer.encode_chat`; it names the prompt, and the message.
     """
     if isinstance(prompt, (str, bytes)):
         prompts: list = [prompt]
@@ -64,12 +70,20 @@ def encode(params: Params, prompt) -> list[list[int]]:
         prompts = [prompt] if prompt.ndim == 1 and prompt.dtype.kind != "U" else list(prompt)
     elif isinstance(prompt, Sequence):
         is_ids = len(prompt) > 0 and all(isinstance(x, (int, np.integer)) for x in prompt)
-        prompts = [prompt] if is_ids else list(prompt)
+        prompts = [prompt] if is_ids or _is_conversation(prompt) else list(prompt)
     else:
-        raise ValueError(f"prompt of type {type(prompt).__name__}: expected a text, token ids, or a list of either")
+        raise ValueError(
+            f"prompt of type {type(prompt).__name__}: expected a text, token ids, a conversation (a list of messages),"
+            " or a list of these"
+        )
     if not prompts:
         raise ValueError("prompt is an empty list: give at least one text or one token id")
     return [_encode_one(params, p, i) for i, p in enumerate(prompts)]
+
+
+def _is_conversation(prompt: Any) -> bool:
+    """Whether it is meant as one: its other items may be wrong."""
+    return isinstance(prompt, Sequence) and any(isinstance(item, Mapping) for item in prompt)
 
 
 def _encode_one(params: Params, prompt, row: int) -> list[int]:
@@ -81,13 +95,14 @@ def _encode_one(params: Params, prompt, row: int) -> list[int]:
     if isinstance(prompt, str):
         if params.tokenizer is None:
             raise ValueError(f"prompt {row} is text, but the checkpoint has no tokenizer: give token ids")
-        try:
-            prompt.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(f"prompt {row} is not UTF-8 text (lone surrogate at character {error.start})") from error
+        check_unicode(prompt, f"prompt {row}")
         if not prompt:
             raise ValueError(f"prompt {row} is empty: give at least one token")
         prompt = params.tokenizer.encode(prompt)
+    elif _is_conversation(prompt):
+        if params.tokenizer is None:
+            raise ValueError(f"prompt {row} is a conversation, but the checkpoint has no tokenizer: give token ids")
+        prompt = params.tokenizer.encode_chat(prompt, f"prompt {row}")
     try:
         ids = np.asarray(prompt)
     except (ValueError, OverflowError):  # lists of several lengths

@@ -1,11 +1,13 @@
-"""Text in and out: a Hugging Face tokenizer behind five methods, and incremental decoding for streams.
+"""Text in and out: a Hugging Face tokenizer, its chat template, and incremental decoding for streams.
 
-A checkpoint without tokenizer works with token ids; only text needs this. Torch is never imported.
+A checkpoint without tokenizer works with token ids; only text needs this. Conversations are checked and rendered here
+and nowhere else. Torch is never imported.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -16,10 +18,16 @@ from typing import Any
 import numpy as np
 
 from hsd_jax.files import check_regular, sha256
+from hsd_jax.settings import shown
 
 Tokens = Sequence[int] | np.ndarray
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """What a tokenizer is, where it is copied from one folder into another."""
+Messages = Sequence[Mapping[str, str]]
+"""A conversation: `role` and `content` of each message."""
+
+ROLES = ("system", "user", "assistant")
+MESSAGE_KEYS = ("role", "content")
 
 UNFINISHED = "\ufffd"
 """What a byte-level decoder prints for bytes that are no whole UTF-8 character yet."""
@@ -66,18 +74,55 @@ def read_pretrained(folder: str | Path) -> Any:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
-def render_chat(inner: Any, messages: Sequence[Mapping[str, str]], is_open: bool = True) -> str:
-    """A conversation as the chat template of a transformers tokenizer writes it; open: for the next answer.
+def check_messages(messages: Messages, where: str) -> None:
+    """Refuses what is no conversation that an assistant can answer.
 
+    Args:
+      where: begins the error, as in "prompt 0".
     Raises:
-      ValueError: if the template fails or does not end.
+      ValueError: naming the message, the wrong value and the allowed ones.
     """
+    if not messages:
+        raise ValueError(f"{where} is a conversation without messages: give at least the user's")
+    for index, message in enumerate(messages):
+        _check_message(message, f"{where}, message {index}", is_first=index == 0)
+    if (role := messages[-1]["role"]) != "user":
+        raise ValueError(
+            f"{where}, message {len(messages) - 1}: role {role!r} is the last: allowed is 'user', whom the assistant"
+            " answers"
+        )
+
+
+def _check_message(message: Any, where: str, is_first: bool) -> None:
+    if not isinstance(message, Mapping):
+        raise ValueError(
+            f"{where} is {shown(message)}: expected a mapping with role and content, for a list that holds one mapping"
+            " is a conversation and holds nothing else"
+        )
+    for key in MESSAGE_KEYS:
+        if key not in message:
+            raise ValueError(f"{where}: {key!r} is missing; its keys are {shown(sorted(map(str, message)))}")
+    for key in message:
+        if key not in MESSAGE_KEYS:
+            raise ValueError(f"{where}: unknown key {shown(key)}; allowed are 'role' and 'content'")
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str) or role not in ROLES:
+        raise ValueError(f"{where}: role {shown(role)}; allowed are {', '.join(map(repr, ROLES))}")
+    if role == "system" and not is_first:
+        raise ValueError(f"{where}: role 'system' is allowed in message 0 alone; here 'user' and 'assistant' are")
+    if isinstance(content, (list, tuple)):
+        raise ValueError(f"{where}: content is a list of {len(content)} parts: expected one text, theirs joined")
+    if not isinstance(content, str):
+        raise ValueError(f"{where}: content is {shown(content)}: expected a text")
+    check_unicode(content, f"{where}: content")
+
+
+def check_unicode(text: str, where: str) -> None:
+    """Raises a ValueError for a text that no UTF-8 can hold."""
     try:
-        with at_most(TEMPLATE_SECONDS):
-            return inner.apply_chat_template(list(messages), add_generation_prompt=is_open, tokenize=False)
-    except Exception as error:  # a template is a program: of jinja's errors and of Python's
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"the chat template refuses this conversation ({reason})") from error
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} is not UTF-8 text (lone surrogate at character {error.start})") from error
 
 
 class Tokenizer:
@@ -151,16 +196,64 @@ class Tokenizer:
         """One token as the vocabulary writes it, special tokens included."""
         return str(self._inner.convert_ids_to_tokens(int(token)))
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, through the checkpoint's own chat template, open for the answer.
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the checkpoint says how a conversation is written."""
+        return bool(getattr(self._inner, "chat_template", None))
+
+    def render(self, messages: Messages, is_open: bool = True) -> str:
+        """A conversation as the checkpoint's chat template writes it, start token included, any roles in any order.
+
+        Args:
+          is_open: the text ends where the assistant is to answer.
+        Raises:
+          ValueError: if there is no chat template, or it fails or does not end.
+        """
+        if not self.has_chat_template:
+            raise ValueError(
+                "this checkpoint has no chat template: give the prompt as text, or take a checkpoint that has one"
+                " (chat_template in tokenizer_config.json, or chat_template.jinja)"
+            )
+        plain = [dict(message) for message in messages]
+        try:
+            with at_most(TEMPLATE_SECONDS):
+                return self._inner.apply_chat_template(plain, add_generation_prompt=is_open, tokenize=False)
+        except Exception as error:  # a template is a program: of jinja's errors and of Python's
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"the chat template refuses this conversation ({reason})") from error
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of what `render` returned, which has its special tokens in it already."""
+        return list(self._inner(text, add_special_tokens=False)["input_ids"])
+
+    def encode_chat(self, messages: Messages, where: str = "the conversation") -> list[int]:
+        """Token ids of a conversation, open for the answer.
 
         Raises:
-          ValueError: if the checkpoint has no chat template, or its template fails or does not end.
+          ValueError: as `check_messages` and `render`; it begins with `where`.
         """
-        if not getattr(self._inner, "chat_template", None):
-            raise ValueError("this checkpoint has no chat template; prompt it without --chat")
-        text = render_chat(self._inner, messages)
-        return list(self._inner(text, add_special_tokens=False)["input_ids"])
+        check_messages(messages, where)
+        try:
+            return self.encode_rendered(self.render(messages))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+
+    @functools.cached_property
+    def turn_ends(self) -> tuple[int, ...]:
+        """The token by which the chat template closes an assistant's turn; () if it does so by none of its own.
+
+        () also for a template that refuses a question and its answer, and without a template.
+        """
+        if not self.has_chat_template:
+            return ()
+        said = "Yes."
+        try:
+            text = self.render([{"role": "user", "content": "Now?"}, {"role": "assistant", "content": said}], False)
+        except ValueError:
+            return ()
+        _, found, after = text.rpartition(said)
+        ids = self.encode_rendered(after.lstrip()) if found else []
+        return (ids[0],) if ids and ids[0] in self._inner.added_tokens_decoder else ()
 
 
 def _fingerprint(folder: Path) -> str:

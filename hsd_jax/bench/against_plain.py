@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hsd_jax.arguments import Prompt
 from hsd_jax.bench import gap, prompts
 from hsd_jax.bench.machine import hardware
 from hsd_jax.bench.measure import Mode, Runs, Workload, fastest, mode_record, speedup, time_modes
@@ -80,9 +81,10 @@ def measure(
 ) -> dict:
     """Runs every mode, the first of them plain, on every prompt and returns the whole record."""
     params = modes[0].params
+    given = [prompt.tokens(params.tokenizer) for prompt in found]
     runs = time_modes(
         modes,
-        [prompt.text for prompt in found],
+        given,
         max_new_tokens=work.max_new_tokens,
         temperature=temperature,
         seed=work.seed,
@@ -96,11 +98,10 @@ def measure(
             records[mode.name] |= _speedups(mode, modes, runs)
             # With reuse a round may run no trunk, so stages timed one by one would not add up to it.
             is_timed = mode.reuse == "none" and mode.lossy is None and with_stages
-            how = (found[0].text, work.max_new_tokens, temperature)
+            how = (given[0], work.max_new_tokens, temperature)
             records[mode.name]["stages"] = _stages(mode, *how) if is_timed else None
         if gap.has_gap(mode, temperature):
-            texts = [prompt.text for prompt in found]
-            records[mode.name]["gap"] = gap.measure(mode, texts, work.seed, work.max_new_tokens, temperature)
+            records[mode.name]["gap"] = gap.measure(mode, given, work.seed, work.max_new_tokens, temperature)
     return {
         "command": work.command_line,
         "settings": _settings(work, temperature, params, found),
@@ -129,17 +130,17 @@ def _speedups(mode: Mode, modes: list[Mode], runs: Runs) -> dict[str, dict]:
     }
 
 
-def _stages(mode: Mode, text: str, max_new_tokens: int, temperature: float) -> dict:
-    profile = profile_mode(mode.params, mode.tree, text, max_new_tokens, temperature, mode.accept, mode.draw)
+def _stages(mode: Mode, prompt: Prompt, max_new_tokens: int, temperature: float) -> dict:
+    profile = profile_mode(mode.params, mode.tree, prompt, max_new_tokens, temperature, mode.accept, mode.draw)
     return {"seconds": {"whole": profile.whole, **profile.seconds()}, "shares": profile.shares()}
 
 
 def profile_mode(
-    params, tree, text: str, max_new_tokens: int, temperature: float = 0.0, accept="match", draw: str | None = None
+    params, tree, prompt: Prompt, max_new_tokens: int, temperature: float = 0.0, accept="match", draw: str | None = None
 ) -> RoundProfile:
-    """Times the stages of a round at the shapes of a decode of `text`."""
+    """Times the stages of a round at the shapes of a decode of `prompt`."""
     say(f"timing the stages of tree {tree.name}")
-    request = prepare(params, text, Sampling(max_new_tokens, temperature, eos=()), Speculation(tree, accept, draw))
+    request = prepare(params, prompt, Sampling(max_new_tokens, temperature, eos=()), Speculation(tree, accept, draw))
     return profile_round(
         request.decoder.loop,
         request.models,
@@ -157,7 +158,7 @@ def profile_mode(
 
 
 def _settings(work: Workload, temperature: float, params, found) -> dict[str, Any]:
-    lengths = sorted(len(params.tokenizer.encode(p.text)) for p in found)
+    lengths = sorted(len(p.tokens(params.tokenizer)) for p in found)
     return {
         "batch": 1,
         "max_new_tokens": work.max_new_tokens,

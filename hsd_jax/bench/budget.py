@@ -178,7 +178,7 @@ def siblings_by_setting(
         rounds: list[Round] = []
         for number, prompt in enumerate(prompts):
             asked = Sampling(work.max_new_tokens, temperature, seed=work.seed + number)
-            request = prepare(params, prompt.text, asked, how)
+            request = prepare(params, prompt.tokens(params.tokenizer), asked, how)
             made = params.target_config, rule, Pictures()
             if watched is None:
                 watched = watched_step(request.decoder, *made)

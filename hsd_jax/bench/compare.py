@@ -210,7 +210,7 @@ def measure(
         )
         runs[setting] = time_modes(
             modes,
-            [prompt.text for prompt in tasks[setting.task][:full]],
+            [prompt.tokens(params.tokenizer) for prompt in tasks[setting.task][:full]],
             batch=setting.batch,
             max_new_tokens=work.max_new_tokens,
             temperature=setting.temperature,
@@ -221,8 +221,8 @@ def measure(
         found = _rows(setting, modes, runs[setting], references)
         for mode, row in zip(modes, found, strict=True):
             if gap.has_gap(mode, setting.temperature):
-                texts = [prompt.text for prompt in tasks[setting.task]]
-                row["gap"] = gap.measure(mode, texts, work.seed, work.max_new_tokens, setting.temperature)
+                given = [prompt.tokens(params.tokenizer) for prompt in tasks[setting.task]]
+                row["gap"] = gap.measure(mode, given, work.seed, work.max_new_tokens, setting.temperature)
         if any(mode.lossy for mode in modes):  # speed alone says nothing of texts that are not the target's
             for row in found:
                 row["task_score"] = task_score(params, tasks[setting.task][:full], runs[setting].texts(row["method"]))

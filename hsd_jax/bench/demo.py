@@ -15,17 +15,18 @@ from hsd_jax import api
 
 def time_prompt(params, prompt, settings: dict[str, Any], repeats: int, is_first: bool) -> dict[str, Any]:
     """Streams one prompt, then times it both ways, interleaved; the first prompt is compiled for before."""
+    given = prompt.tokens(params.tokenizer)
     settings = settings | {"accept": "match"}  # its sampled text can be compared with that of plain decoding
 
     def decode(speculate: bool):
-        return api.decode(params, prompt.text, speculate=speculate, **settings)
+        return api.decode(params, given, speculate=speculate, **settings)
 
     if is_first:  # all prompts share their shapes, so this compiles for all
         for speculate in (False, True):
             decode(speculate)
     print(f"\n\033[1m{prompt.name}\033[0m" if sys.stdout.isatty() else f"\n== {prompt.name}")
     sys.stdout.write(prompt.text)
-    for piece in api.stream(params, prompt.text, **settings):
+    for piece in api.stream(params, given, **settings):
         sys.stdout.write(f"\033[32m{piece.text}\033[0m" if sys.stdout.isatty() else piece.text or "")
         sys.stdout.flush()
     print()

@@ -47,10 +47,10 @@ class Cell:
 
 def joined_contexts(params, found: Sequence[prompts.BenchPrompt], length: int, num: int) -> list[list[int]]:
     """`num` prompts of `length` tokens each: one prompt's last tokens, other texts before it where it is too short."""
-    texts = [params.tokenizer.encode(prompt.text + (prompt.rest or "")) for prompt in found]
+    texts = [prompt.tokens(params.tokenizer, with_rest=True) for prompt in found]
     contexts = []
     for row in range(num):
-        ids, before = params.tokenizer.encode(found[row % len(found)].text), row + 1
+        ids, before = found[row % len(found)].tokens(params.tokenizer), row + 1
         while len(ids) < length:
             ids = texts[before % len(texts)] + ids
             before += 1

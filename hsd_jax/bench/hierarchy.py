@@ -329,7 +329,7 @@ def measure(
     """
     models = read_models(params, folders, load)
     found = work.read(params, work.prompts)
-    ids = [np.asarray(row) for row in encode(params, [prompt.text for prompt in found])]
+    ids = [np.asarray(row) for row in encode(params, [prompt.tokens(params.tokenizer) for prompt in found])]
     some = ids[:: max(1, len(ids) // CALIBRATION_PROMPTS)][:CALIBRATION_PROMPTS]
     calls = Calls(load, some, work.max_new_tokens, temperature, max_length, work.seed)
     table = table_of(params, models, ids, calls)

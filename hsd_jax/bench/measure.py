@@ -40,6 +40,8 @@ class Workload:
     seed: int
     repeats: int
     command_line: str
+    chat_template: bool = True
+    """Conversations and questions through the target's chat template, if it has one."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Workload:
@@ -53,7 +55,7 @@ class Workload:
 
     def read(self, params, files: Sequence[str] | None) -> list[BenchPrompt]:
         """The prompts of some files; raises as `for_checkpoint`."""
-        return for_checkpoint(params, files, self.half, self.limit, self.max_new_tokens)
+        return for_checkpoint(params, files, self.half, self.limit, self.max_new_tokens, self.chat_template)
 
 
 @dataclasses.dataclass(frozen=True)

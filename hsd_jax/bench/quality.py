@@ -29,8 +29,8 @@ def held_out_bits_per_byte(params, found: Sequence[BenchPrompt], limit: int = 64
     for prompt in found:
         if not prompt.rest or num_texts == limit:
             continue
-        before = params.tokenizer.encode(prompt.text)
-        whole = params.tokenizer.encode(prompt.text + prompt.rest)[: params.target_config.max_position]
+        before = prompt.tokens(params.tokenizer)
+        whole = prompt.tokens(params.tokenizer, with_rest=True)[: params.target_config.max_position]
         first = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
         if not 0 < first < len(whole):
             continue
@@ -100,7 +100,7 @@ def task_score(params, found: Sequence[BenchPrompt], texts: Sequence[Sequence[in
     """
     nats, num_tokens, hits = 0.0, 0, []
     for prompt, text in zip(found, texts, strict=True):
-        before = params.tokenizer.encode(prompt.text)
+        before = prompt.tokens(params.tokenizer)
         nats += text_nats(params.target, params.target_config, [*before, *text], len(before)) if len(text) else 0.0
         num_tokens += len(text)
         wanted = final_answer(prompt.rest or "")

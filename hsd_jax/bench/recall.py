@@ -41,7 +41,7 @@ def measure(params: Params, work: Workload, temperatures: Sequence[float]) -> di
     drafter, depth = params.drafter, params.drafter_config.num_steps
     assert drafter is not None
     found = work.read(params, work.prompts)
-    ids = [np.asarray(row) for row in encode(params, [prompt.text for prompt in found])]
+    ids = [np.asarray(row) for row in encode(params, [prompt.tokens(params.tokenizer) for prompt in found])]
     models = drafter, params.drafter_config, params.target, params.target_config
     record: dict[str, Any] = {
         "command": work.command_line,

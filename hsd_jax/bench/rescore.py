@@ -19,7 +19,7 @@ from hsd_jax.bench.compare import without_token_info
 from hsd_jax.bench.lattice import facts
 from hsd_jax.bench.machine import hardware
 from hsd_jax.bench.measure import Workload
-from hsd_jax.bench.prompts import HALVES, for_checkpoint
+from hsd_jax.bench.prompts import HALVES
 from hsd_jax.bench.tables import make_console, make_table, say
 from hsd_jax.config import NO_REUSE, TreeConfig
 from hsd_jax.drafters.rescored.config import ZERO_GRAM
@@ -99,9 +99,9 @@ def measure(
         states = {"states alone": without_token_info(params), "with token information": params}
     texts = []
     for half in HALVES:
-        found = for_checkpoint(params, work.prompts, half, work.limit, work.max_new_tokens)
+        found = dataclasses.replace(work, half=half).read(params, work.prompts)
         say(f"the target writes {len(found)} texts of half {half}")
-        ids = [np.asarray(row) for row in encode(params, [prompt.text for prompt in found])]
+        ids = [np.asarray(row) for row in encode(params, [prompt.tokens(params.tokenizer) for prompt in found])]
         texts.append(write_texts(params, ids, work.max_new_tokens, temperature, work.seed))
     tuned_on, texts = texts
     record = {

@@ -44,6 +44,7 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--prompts TASK=FILE", str, "one task a file", without=otherwise, nargs="+")
     add_value(parser, "--limit N", COUNT, "prompts of each task", 20)
     options.add_half_argument(parser, "both")
+    options.add_chat_argument(parser)
     add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 128)
     add_value(parser, "--temperatures T", TEMPERATURE, "", [0.0], "0", nargs="+")
     add_value(parser, "--seed", SEED, "of prompt i: seed + i", 0)

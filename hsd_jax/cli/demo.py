@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     )
     settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "tree": tree}
     rows = [demo.time_prompt(params, prompt, settings, args.repeats, prompt is found[0]) for prompt in found]
-    profile = against_plain.profile_mode(params, tree, found[0].text, args.max_new_tokens, args.temperature)
+    first = found[0].tokens(params.tokenizer)
+    profile = against_plain.profile_mode(params, tree, first, args.max_new_tokens, args.temperature)
     print()
     tables.print_demo(rows, demo.total(rows), profile.shares(), profile.whole)
     options.say(f"done in {time.perf_counter() - start:.0f} s")

@@ -137,7 +137,7 @@ def read_prompt(prompt: str) -> str | bytes:
 
 
 def encode_prompt(params, text: str | bytes, args: argparse.Namespace):
-    """What `decode` takes: a text, or token ids for --ids and --chat."""
+    """What `decode` takes: a text, token ids for --ids, a conversation for --chat."""
     if isinstance(text, bytes):
         text = with_unix_lines(decoded(text, "stdin"))
     if args.ids:
@@ -150,7 +150,7 @@ def encode_prompt(params, text: str | bytes, args: argparse.Namespace):
     if not args.chat:
         return text
     messages = [{"role": "system", "content": args.system}] if args.system else []
-    return params.tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+    return [*messages, {"role": "user", "content": text}]
 
 
 def _ids(tokens) -> str:

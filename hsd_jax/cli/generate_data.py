@@ -46,8 +46,7 @@ def _add_prompt_arguments(group) -> None:
     add_value(group, "--stride N", COUNT, "of a text: a prompt every N tokens", without="one a text")
     what = "of a conversation: a prompt for each turn of the user (default: for one, at random)"
     group.add_argument("--all-turns", action="store_true", help=what)
-    what = "conversations as `User: ...` and `Assistant: ...` (default: the target's chat template, if any)"
-    group.add_argument("--no-chat-template", action="store_true", help=what)
+    options.add_chat_argument(group, "conversations")
 
 
 def _add_sampling_arguments(group) -> None:
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.train.response_prompts import GenerateConfig
 
     named = {f.name: getattr(args, f.name) for f in dataclasses.fields(GenerateConfig) if hasattr(args, f.name)}
-    config = GenerateConfig(**named, chat_template=not args.no_chat_template)
+    config = GenerateConfig(**named)
     settings = {name: getattr(args, name) for name in ("precision", "mesh", "max_len")}
 
     def load():

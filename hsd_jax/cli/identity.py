@@ -46,8 +46,9 @@ def run(args: argparse.Namespace) -> int:
     params = options.load_params(args)
     options.need_drafter(params, "identity")
     tree = options.tree_asked(args, params)
-    found = prompts.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
-    texts = [(p.name, params.tokenizer.encode(p.text)) for p in found]
+    size = args.limit, args.max_new_tokens, args.chat_template
+    found = prompts.for_checkpoint(params, args.prompts, args.half, *size)
+    texts = [(p.name, p.tokens(params.tokenizer)) for p in found]
     rule = {"accept": args.accept, "draw": args.draw, "lossy": args.lossy}
     size = args.max_new_tokens, args.batch, args.seed
     record = identity.compare(params, texts, tree, *size, args.reuse or "none", rule)

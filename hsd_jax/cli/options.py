@@ -164,10 +164,17 @@ def add_dtype_argument(group: Group) -> None:
 def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = None) -> None:
     """Declares --prompts, --limit and --half; `limit` is the default number of prompts of a file."""
     group = parser.add_argument_group("prompts")
-    what = "JSON lines with turns, question, prompt or text; or plain text, a prompt a line"
+    what = "JSON lines with turns, messages, question, prompt or text; or plain text, a prompt a line"
     add_value(group, "--prompts FILE", str, what, without="the dozen of the demo", nargs="+")
     add_value(group, "--limit N", COUNT, "prompts of each file", limit, "all")
     add_half_argument(group, "both halves")
+    add_chat_argument(group)
+
+
+def add_chat_argument(group: Group, what: str = "conversations and questions") -> None:
+    """Declares --no-chat-template; `args.chat_template` is False where it is given."""
+    text = f"{what} as lines, `User: ...` and `Assistant: ...` (default: by the target's chat template, if any)"
+    group.add_argument("--no-chat-template", dest="chat_template", action="store_false", help=text)
 
 
 def add_half_argument(group: Group, both: str) -> None:

@@ -29,6 +29,7 @@ hsd bench rescore --demo --scorers 2-gram=runs/two lm=runs/small-lm --trees 8x6x
     add_value(parser, "--trees NxDxW,...", str, "nodes x depth x width", "16x6x4", "16x6x4")
     add_value(parser, "--prompts FILE", str, "as of hsd bench", nargs="+", required=True)
     add_value(parser, "--limit N", COUNT, "prompts of each file and half", 12)
+    options.add_chat_argument(parser)
     add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 96)
     add_value(parser, "--temperature T", TEMPERATURE, "0 is greedy", 0.0)
     add_value(parser, "--seed", SEED, "of prompt i: seed + i", 0)

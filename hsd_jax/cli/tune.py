@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
     trees = measure.parse_trees(args.trees) if args.trees else None
     params = options.load_params(args)
     options.need_drafter(params, "tune")
-    found = prompts.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens)
+    found = prompts.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens, args.chat_template)
     most = max(len(found), *args.batches)
-    rows = [found[row % len(found)].text for row in range(most)]
+    rows = [found[row % len(found)].tokens(params.tokenizer) for row in range(most)]
     if args.contexts:
         rows = [ids for n in args.contexts for ids in grid.joined_contexts(params, found, n, most)]
     tuned = tune(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax.files import decoded, parse_json, read_json, with_unix_lines
-from hsd_jax.tokenizer import read_pretrained, render_chat
+from hsd_jax.tokenizer import Messages, Tokenizer
 
 _NAMES = {"User": ("u", "user", "human"), "Assistant": ("s", "assistant", "gpt")}
 SPEAKERS = {alias: name for name, aliases in _NAMES.items() for alias in aliases}
@@ -213,32 +213,13 @@ def _response(text: str, before: str, through: str, said: str, turn: str) -> tup
     )
 
 
-def read_chat_template(folder: str | Path) -> ChatTemplate | None:
-    """The chat template of a checkpoint's tokenizer, None if it has none.
+def chat_template_of(render: Callable[[Messages, bool], str]) -> ChatTemplate:
+    """The template of documents over `render(messages, is_open)`, such as `Tokenizer.render`; raises as that does."""
 
-    The template raises a ValueError for a conversation that it refuses, or if the tokenizer cannot be read.
-    """
-    folder = Path(folder)
-    settings = folder / "tokenizer_config.json"
-    values = read_json(settings) if settings.exists() else {}
-    if not isinstance(values, dict):
-        raise ValueError(f"{settings}: not a JSON object")
-    in_settings = bool(values.get("chat_template"))
-    if not in_settings and not any((folder / f"chat_template.{kind}").is_file() for kind in ("jinja", "json")):
-        return None
+    def template(turns: Turns, is_open: bool) -> str:
+        return render([{"role": speaker_of(who).lower(), "content": text} for who, text in turns], is_open)
 
-    @functools.cache
-    def tokenizer() -> Any:  # not before the first conversation: the import takes seconds
-        try:
-            return read_pretrained(folder)
-        except Exception as error:  # transformers raises many kinds for one cause: a file it cannot read
-            raise ValueError(f"{folder}: the tokenizer cannot be read ({error})") from error
-
-    def render(turns: Turns, is_open: bool) -> str:
-        messages = [{"role": speaker_of(who).lower(), "content": text} for who, text in turns]
-        return render_chat(tokenizer(), messages, is_open)
-
-    return render
+    return template
 
 
 def read_records(path: str | Path) -> Iterator[tuple[str, dict]]:

@@ -149,7 +149,9 @@ def test_plain_text_is_a_prompt_a_line_and_bad_files_say_where(tmp_path):
 
 def test_prompts_of_a_command(tmp_path, capsys):
     """Of the demo or of files; what leaves no room is left out."""
-    params = types.SimpleNamespace(tokenizer=types.SimpleNamespace(encode=str.split), max_len=10)
+    params = types.SimpleNamespace(
+        tokenizer=types.SimpleNamespace(encode=str.split, has_chat_template=False), max_len=10
+    )
     path = tmp_path / "lines.txt"
     path.write_text("one two\none two three four\nthree\n")
     found = prompts.for_checkpoint(params, [path], None, None, 7)

@@ -56,7 +56,7 @@ def test_what_is_asked_of_llama_cpp():
 def test_llama_cpp_gets_the_target_without_its_window(tmp_path):
     """The demo's Mistral is a Llama in the file; its weights are the folder's."""
     args = peers.build_parser().parse_args(["--demo", "--llama-cpp", "--llama-dtypes", "bfloat16"])
-    target = str(peers.params_lib.DEMO / "target")
+    target = str(peers.DEMO / "target")
     peers.write_gguf(args, target, str(tmp_path))
     [method] = peers.llama_methods(args, str(tmp_path))
     written, config = GgufFile(method["path"]), peers.convert.read_config(target)
@@ -314,11 +314,11 @@ def test_prompts_for_llama_cpp_stay_within_the_window(capsys, monkeypatch):
 
 
 def test_an_assistant_of_another_vocabulary_is_refused_before_anything_runs(folders, capsys):
-    demo = str(peers.params_lib.DEMO / "target")
+    demo = str(peers.DEMO / "target")
     for assistant, message in ((demo, f"--assistant {demo}: has another vocabulary"), ("nowhere", "nowhere")):
         assert peers.main(["--target", folders.target, "--assistant", assistant]) == 2
         assert message in capsys.readouterr().err
-    vocab_size = peers.convert.read_config(folders.target).vocab_size
+    vocab_size = peers.find(folders.target).config.vocab_size
     peers.check_assistant(folders.target, vocab_size, peers.Tokenizer.read(folders.target))
 
 

@@ -336,7 +336,7 @@ def test_faulty_chat_templates(folders, tmp_path, template):
     with pytest.raises(ValueError, match="chat template refuses"):
         Tokenizer.read(changed).encode_chat([{"role": "user", "content": "hi"}])
     with pytest.raises(ValueError, match="chat template refuses"):
-        documents.read_chat_template(changed)([("User", "hi")], True)
+        data.template_of(find(changed))([("User", "hi")], True)
 
 
 def test_chat_templates_without_end(folders, tmp_path, monkeypatch):

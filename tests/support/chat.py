@@ -1,0 +1,62 @@
+"""Checkpoints with chat templates: the tokenizer of every folder here puts a start token before a text by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from hsd_jax.models import convert
+from support import toy
+
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot_id|>")
+BOS = 0
+_ROLES = "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|> {% endfor %}"
+
+CHATML = "{{ bos_token }}" + _ROLES + "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|end|> {{ m['content'] | trim }}<|eot_id|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|> {% endif %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token }}user {{ m['content'] }} assistant"
+    "{% else %} {{ m['content'] }} </s>{% endif %}{% endfor %}"
+)
+THINKING = (  # writes more before the last answer than a prompt shows, as Qwen3's does
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }} {% if loop.last and m['role'] == 'assistant' %}"
+    "brief {% endif %}{{ m['content'] }}<|im_end|> {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant "
+    "{% endif %}"
+)
+LINES = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] | capitalize }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+REFUSING = "{{ raise_exception('roles must alternate') }}"
+
+
+def write_tokenizer(folder: Path, template: str | None) -> Path:
+    """A tokenizer whose tokens are single characters, with a chat template; None: without."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    letters = [chr(code) for code in range(ord("!"), ord("~") + 1)] + ["Ġ", "Ċ"]  # a blank, and the end of a line
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    settings |= {} if template is None else {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_target(folder: Path, template: str | None) -> Path:
+    """`write_tokenizer`, and a target that reads it."""
+    write_tokenizer(folder, template)
+    size = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
+    convert.save_target(folder, *toy.markov_target(np.random.default_rng(0).normal(0.0, 2.0, (size, size))))
+    return folder

@@ -1,0 +1,201 @@
+"""Conversations as prompts: their shapes, what is refused, the template's own words, one start token, ends of turns.
+
+Every tokenizer here puts a start token before a text by itself, and every template but one writes it too: whoever
+encodes what a template has rendered as a text gets it twice.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import chat
+
+import hsd_jax
+from hsd_jax import tokenizer as tokenizer_lib
+from hsd_jax.arguments import encode
+from hsd_jax.tokenizer import Tokenizer, check_messages
+
+HI = {"role": "user", "content": "hi"}
+BRIEF = {"role": "system", "content": "be brief"}
+YES = {"role": "assistant", "content": "Yes."}
+TEXT_HI = "<s><|im_start|>user hi<|im_end|> <|im_start|>assistant "
+
+
+@pytest.fixture(scope="module")
+def params(tmp_path_factory):
+    folder = chat.write_target(tmp_path_factory.mktemp("chat"), chat.CHATML)
+    return hsd_jax.load(target=folder, precision="exact")
+
+
+@pytest.fixture
+def found(tmp_path):
+    """`found(template)`: a tokenizer that has it."""
+    return lambda template: Tokenizer.find(chat.write_tokenizer(tmp_path / "tokenizer", template))
+
+
+def rendered(params, text: str) -> list[int]:
+    """The tokens of a text that has its special tokens in it, by the tokenizer's own library."""
+    from tokenizers import Tokenizer as Plain
+
+    inner = Plain.from_str(params.tokenizer._inner.backend_tokenizer.to_str())
+    return inner.encode(text, add_special_tokens=False).ids
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "one conversation": ([HI], [TEXT_HI]),
+    "a tuple": ((HI,), [TEXT_HI]),
+    "all roles": (
+        [BRIEF, HI, YES, HI],
+        [
+            "<s><|im_start|>system be brief<|im_end|> <|im_start|>user hi<|im_end|> <|im_start|>assistant"
+            " Yes.<|im_end|> <|im_start|>user hi<|im_end|> <|im_start|>assistant "
+        ],
+    ),
+    "a batch of one": ([[HI]], [TEXT_HI]),
+    "a batch": ([[HI], (HI,)], [TEXT_HI, TEXT_HI]),
+    "text, ids and a conversation": (["hi", [9, 8], [HI]], ["<s>hi", [9, 8], TEXT_HI]),
+    "a conversation, arrays and bytes": (
+        ([HI], np.array([9, 8]), b"hi", jnp.array([7])),
+        [TEXT_HI, [9, 8], "<s>hi", [7]],
+    ),
+    "ids": ([9, 8], [[9, 8]]),
+    "numpy ids": ([np.int64(9), np.int32(8)], [[9, 8]]),
+}
+
+
+@pytest.mark.parametrize(("prompt", "wanted"), SHAPES.values(), ids=SHAPES)
+def test_shapes_of_prompts(params, prompt, wanted):
+    assert encode(params, prompt) == [rendered(params, one) if isinstance(one, str) else one for one in wanted]
+
+
+def test_a_conversation_is_decoded_as_the_ids_of_the_templates_text(params):
+    ids = rendered(params, TEXT_HI)
+    assert ids.count(chat.BOS) == 1 and params.tokenizer.encode(TEXT_HI).count(chat.BOS) == 2
+    result, wanted = (hsd_jax.decode(params, prompt, 8, temperature=1.0) for prompt in ([HI], ids))
+    assert result.tokens.tolist() == wanted.tokens.tolist() and result.text == wanted.text
+    several = hsd_jax.decode(params, ["hi", ids, [HI]], 8)
+    assert several.tokens[1].tolist() == several.tokens[2].tolist() != several.tokens[0].tolist()
+    pieces = list(hsd_jax.stream(params, [HI], 8, temperature=1.0))
+    assert "".join(piece.text for piece in pieces) == wanted.text[0]
+
+
+def test_messages_of_any_mapping_and_sequence(params):
+    given = [collections.UserDict(BRIEF), types.MappingProxyType(HI)]
+    assert encode(params, collections.UserList(given)) == encode(params, [BRIEF, HI])
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def message(**changes) -> dict:
+    return {**HI, **changes}
+
+
+REFUSED = {
+    "nothing": ([], "prompt is an empty list"),
+    "an empty row": ([[HI], []], "prompt 1 is empty: give at least one token"),
+    "a mapping alone": (HI, "prompt of type dict: expected a text, token ids, a conversation"),
+    "text beside a mapping": (["hi", HI], "prompt 0, message 0 is 'hi': expected a mapping with role and content"),
+    "text behind a mapping": (["x", [HI, "hi"]], "prompt 1, message 1 is 'hi': expected a mapping"),
+    "ids beside a mapping": ([HI, 7], "prompt 0, message 1 is 7: expected a mapping"),
+    "no role": ([{"content": "hi"}], r"prompt 0, message 0: 'role' is missing; its keys are \['content'\]"),
+    "no content": ([HI, {"role": "user"}], "prompt 0, message 1: 'content' is missing"),
+    "another key": ([message(name="Ann")], "message 0: unknown key 'name'; allowed are 'role' and 'content'"),
+    "a wrong role": ([message(role="tool")], "message 0: role 'tool'; allowed are 'system', 'user', 'assistant'"),
+    "a role that is no text": ([message(role=["user"])], r"message 0: role \['user'\]; allowed are"),
+    "system second": (["x", [HI, BRIEF, HI]], "prompt 1, message 1: role 'system' is allowed in message 0 alone"),
+    "the assistant last": ([HI, YES], "prompt 0, message 1: role 'assistant' is the last: allowed is 'user'"),
+    "system alone": ([BRIEF], "prompt 0, message 0: role 'system' is the last: allowed is 'user'"),
+    "content None": ([message(content=None)], "prompt 0, message 0: content is None: expected a text"),
+    "content of bytes": ([message(content=b"hi")], "message 0: content is b'hi': expected a text"),
+    "content in parts": (
+        [message(content=[{"type": "text", "text": "hi"}])],
+        "prompt 0, message 0: content is a list of 1 parts: expected one text, theirs joined",
+    ),
+    "half a character": ([message(content="a\ud800")], r"message 0: content is not UTF-8 .*surrogate at character 1"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "error"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_prompt_is_named(params, prompt, error):
+    with pytest.raises(ValueError, match=error):
+        hsd_jax.decode(params, prompt)
+
+
+def test_no_messages():
+    with pytest.raises(ValueError, match="here is a conversation without messages"):
+        check_messages([], "here")
+
+
+def test_without_a_chat_template_or_a_tokenizer(params, tmp_path):
+    bare = dataclasses.replace(params, tokenizer=Tokenizer.find(chat.write_tokenizer(tmp_path, None)))
+    with pytest.raises(
+        ValueError, match=r"prompt 1: this checkpoint has no chat template: give the prompt as text, or"
+    ):
+        hsd_jax.decode(bare, ["hi", [HI]])
+    assert not bare.tokenizer.has_chat_template and bare.tokenizer.turn_ends == ()
+    none = dataclasses.replace(params, tokenizer=None)
+    with pytest.raises(
+        ValueError, match=r"prompt 0 is a conversation, but the checkpoint has no tokenizer: give token"
+    ):
+        hsd_jax.decode(none, [HI])
+
+
+def test_a_template_that_refuses_names_the_prompt(params, found):
+    refusing = dataclasses.replace(params, tokenizer=found(chat.REFUSING))
+    with pytest.raises(ValueError, match=r"prompt 1: the chat template refuses .*roles must alternate"):
+        hsd_jax.decode(refusing, ["hi", [HI]])
+
+
+# --- rendering and ends of turns --------------------------------------------------------------------------------------
+
+
+def test_rendering_checks_no_roles(found):
+    """Training documents end with the assistant; benchmarks may begin with it."""
+    tokenizer = found(chat.CHATML)
+    assert tokenizer.render([YES, HI, YES], is_open=False) == (
+        "<s><|im_start|>assistant Yes.<|im_end|> <|im_start|>user hi<|im_end|> <|im_start|>assistant Yes.<|im_end|> "
+    )
+    assert tokenizer.render([HI]) == TEXT_HI
+    assert tokenizer.encode_chat([HI]) == tokenizer.encode_rendered(TEXT_HI)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (chat.CHATML, "<|im_end|>"),
+        (chat.LLAMA3, "<|eot_id|>"),
+        (chat.LLAMA2, "</s>"),
+        (chat.THINKING, "<|im_end|>"),
+        (chat.LINES, None),
+        (chat.REFUSING, None),
+        ("{{ messages | length }} messages<|im_end|>", None),
+        (None, None),
+    ],
+    ids=["ChatML", "Llama 3", "Llama 2", "thinking", "lines", "refusing", "without the words", "no template"],
+)
+def test_the_token_that_ends_a_turn(found, template, end):
+    tokenizer = found(template)
+    assert [tokenizer.spelling(token) for token in tokenizer.turn_ends] == [end] * (end is not None)
+
+
+def test_ends_of_turns_are_found_once(found, monkeypatch):
+    tokenizer = found(chat.CHATML)
+    first = tokenizer.turn_ends
+    monkeypatch.setattr(Tokenizer, "render", None)
+    assert tokenizer.turn_ends is first
+
+
+def test_a_template_without_end_ends_no_turn(found, monkeypatch):
+    monkeypatch.setattr(tokenizer_lib, "TEMPLATE_SECONDS", 0.2)
+    forever = found("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}")
+    assert forever.turn_ends == ()
+    with pytest.raises(ValueError, match=r"prompt 3: the chat template refuses .*more than 0.2 seconds"):
+        forever.encode_chat([HI], "prompt 3")
