@@ -29,7 +29,9 @@ from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.recipe import read_recipe
 
 
-def write_texts(checkpoint: Checkpoint, params: Params, args: argparse.Namespace) -> dict[str, tuple[evaluate.Texts, float]]:
+def write_texts(
+    checkpoint: Checkpoint, params: Params, args: argparse.Namespace
+) -> dict[str, tuple[evaluate.Texts, float]]:
     """Greedy and sampled texts behind the prompts of each file; made once for a target, prompts and lengths."""
     tokenizer, texts, target_hash = checkpoint.tokenizer, {}, checkpoint.hash("float32")
     for named in args.prompts:

@@ -55,7 +55,7 @@ from hsd_jax.bench.quality import pooled_repeated_ngram_share
 from hsd_jax.cli import options
 from hsd_jax.config import ModelConfig
 from hsd_jax.models import gguf_layout
-from hsd_jax.models.checkpoint import DEMO, find
+from hsd_jax.models.checkpoint import find
 from hsd_jax.models.gguf_writer import save_gguf
 from hsd_jax.tokenizer import Tokenizer
 

@@ -47,8 +47,9 @@ class BenchPrompt:
     is_templated: bool = False
     """A chat template has put the start token and the ends of turns into the text."""
 
-    def tokens(self, tokenizer: Tokenizer, with_rest: bool = False) -> list[int]:
+    def tokens(self, tokenizer: Tokenizer | None, with_rest: bool = False) -> list[int]:
         """What `decode` takes: token ids, with one start token at most."""
+        assert tokenizer is not None, "who reads prompts has asked for one"
         text = self.text + (self.rest or "") if with_rest else self.text
         return tokenizer.encode_rendered(text) if self.is_templated else tokenizer.encode(text)
 

@@ -128,8 +128,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
 def add_target_arguments(group: Group, which: Group | None = None, is_required: bool = False) -> None:
     """Declares --target, in the group `which` if it is given, --revision and --tokenizer; `source_of` reads them."""
     what = "demo; smollm2; a Hugging Face folder; a GGUF file; or ORG/NAME on the Hugging Face hub"
-    more = {"required": True} if is_required else {}  # which an argument of an exclusive group must not say
-    add_value(which or group, "--target NAME", str, what, **more)
+    add_value(which or group, "--target NAME", str, what, required=is_required)
     add_value(group, "--revision REV", str, "of ORG/NAME: branch, tag or commit", without="its main branch")
     what = "whose tokenizer and chat template to take, named as --target is"
     add_value(group, "--tokenizer NAME", str, what, without="the target's own")

@@ -189,7 +189,9 @@ def run_restrict(args: argparse.Namespace) -> int:
     """Cuts a drafter down to a reduced draft vocabulary."""
     from hsd_jax.train.frequent_tokens import restrict_drafter
 
-    restrict_drafter(options.source_of(args), args.drafter, args.data, args.out, args.draft_vocab, args.loss_on, options.say)
+    restrict_drafter(
+        options.source_of(args), args.drafter, args.data, args.out, args.draft_vocab, args.loss_on, options.say
+    )
     return 0
 
 

@@ -11,11 +11,9 @@ import functools
 import importlib.metadata
 import importlib.util
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.models import convert, hub
@@ -72,39 +70,6 @@ BUNDLED = {
 }
 
 
-class Files(Protocol):
-    """What a kind of files gives of a model."""
-
-    path: Path
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def dtype(self) -> str:
-        """"bfloat16" or "float32", in which no stored number is rounded, or was not already by its quantization."""
-        ...
-
-    @property
-    def bos(self) -> int | None: ...
-
-    @property
-    def eos(self) -> tuple[int, ...]: ...
-
-    @property
-    def has_chat_template(self) -> bool: ...
-
-    def weights(self, dtype: Any = None, placement: Placement = HERE) -> Weights: ...
-
-    def hash(self, dtype: Any = None) -> str: ...
-
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    def raw_tokenizer(self) -> tokenizers.Tokenizer: ...
-
-    def save_tokenizer(self, folder: Path) -> None: ...
-
-
 class Folder:
     """A Hugging Face folder: `config.json`, safetensors, and a tokenizer if there is one."""
 
@@ -155,6 +120,10 @@ class Folder:
         for name in TOKENIZER_FILES:
             if (self.path / name).is_file() and self.path.resolve() != folder.resolve():
                 shutil.copyfile(self.path / name, folder / name)
+
+
+Files = Folder | GgufFile
+"""Both have the same properties and functions."""
 
 
 class Checkpoint:

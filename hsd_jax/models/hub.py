@@ -217,7 +217,7 @@ def _get(cache: Path, name: str, commit: str, file: str, dry_run: bool = False) 
     from huggingface_hub import constants, hf_hub_download
 
     where = {"revision": commit, "cache_dir": cache, "endpoint": constants.ENDPOINT, "library_name": "hsd_jax"}
-    found = hf_hub_download(name, file, dry_run=dry_run, **where)
+    found: Any = hf_hub_download(name, file, dry_run=dry_run, **where)
     return found if dry_run else Path(found)
 
 
@@ -348,8 +348,9 @@ def _refusal(error: Exception, name: str) -> str:
             f"gated: its owner lets in who asks. Ask for access at {page}, then log in with `hf auth login` or set"
             " HF_TOKEN"
         )
-    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-    is_stranger = status == 401 and error.response.headers.get("X-Error-Message") != _BAD_TOKEN
+    response = error.response if isinstance(error, errors.HfHubHTTPError) else None
+    status = None if response is None else response.status_code
+    is_stranger = status == 401 and response is not None and response.headers.get("X-Error-Message") != _BAD_TOKEN
     if is_stranger or isinstance(error, errors.RepositoryNotFoundError):
         return (
             f"no such repository, or a private one ({page}). Look at its name, or log in with `hf auth login` or set"

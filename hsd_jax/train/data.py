@@ -29,10 +29,10 @@ from hsd_jax.train.documents import (
 )
 from hsd_jax.train.rows import ALL, PACKED, PADDED, RESPONSES, Rows, encoded, make_rows
 
-if TYPE_CHECKING:  # the programs that only render records need not wait for jax
+if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from hsd_jax.models.checkpoint import Checkpoint
+    from hsd_jax.models.checkpoint import Checkpoint, Source
 
 __all__ = [
     "CALCULATOR_NOTE",
@@ -44,9 +44,9 @@ __all__ = [
     "read_documents",
     "read_rows",
     "read_tokenizer",
-    "template_of",
     "render_record",
     "render_turns",
+    "template_of",
     "text_of",
 ]
 
@@ -69,13 +69,20 @@ class DataConfig:
         settings.check(self, "data")
 
 
-def read_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer, int | None, int]:
+def _find(source: Source) -> Checkpoint:
+    from hsd_jax.models.checkpoint import find  # imports jax, for which programs that render records need not wait
+
+    return find(source)
+
+
+def read_tokenizer(source: Source) -> tuple[Tokenizer, int | None, int]:
     """The tokenizer of a checkpoint, the token it puts before a text (None if it puts none), and the end token.
 
     Raises:
       FileNotFoundError: without a tokenizer in this form.
       ValueError: if it cannot be read, or the checkpoint names no end token.
     """
+    checkpoint = _find(source)
     tokenizer = checkpoint.raw_tokenizer()
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -86,14 +93,15 @@ def read_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer, int | None, int]:
     return tokenizer, bos if starts else None, eos[0]
 
 
-def template_of(checkpoint: Checkpoint) -> ChatTemplate | None:
+def template_of(source: Source) -> ChatTemplate | None:
     """The chat template of a checkpoint, None if it has none; the tokenizer is loaded with the first conversation."""
+    checkpoint = _find(source)
     return chat_template_of(checkpoint.render) if checkpoint.has_chat_template else None
 
 
 def read_rows(
     files: Sequence[str | Path],
-    checkpoint: Checkpoint,
+    source: Source,
     length: int,
     seed: int,
     vocab_size: int,
@@ -111,6 +119,7 @@ def read_rows(
     """
     if not files:
         raise ValueError("no data files given")
+    checkpoint = _find(source)
     tokenizer, bos, eos = read_tokenizer(checkpoint)
     template = template_of(checkpoint) if config.chat_template else None
     find = config.loss_on == RESPONSES
@@ -120,12 +129,13 @@ def read_rows(
 
 
 def read_encoded(
-    files: Sequence[str | Path], checkpoint: Checkpoint, vocab_size: int, loss_on: str
+    files: Sequence[str | Path], source: Source, vocab_size: int, loss_on: str
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Of every document of some files, in their order, the tokens int32 [n] and which are labels, bool [n].
 
     Raises as `read_rows`.
     """
+    checkpoint = _find(source)
     tokenizer, bos, eos = read_tokenizer(checkpoint)
     on_responses, template = loss_on == RESPONSES, template_of(checkpoint)
     documents = [document for file in files for document in load_documents(file, template, on_responses)]

@@ -8,7 +8,6 @@ no tokens but those that a sampled record brings. Read next: `data.py`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gzip
 import json
 import re
@@ -17,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hsd_jax.files import decoded, parse_json, read_json, with_unix_lines
-from hsd_jax.tokenizer import Messages, Tokenizer
+from hsd_jax.files import decoded, parse_json, with_unix_lines
+from hsd_jax.tokenizer import Messages
 
 _NAMES = {"User": ("u", "user", "human"), "Assistant": ("s", "assistant", "gpt")}
 SPEAKERS = {alias: name for name, aliases in _NAMES.items() for alias in aliases}

@@ -19,10 +19,10 @@ import numpy as np
 import optax
 
 from hsd_jax import settings
-from hsd_jax.train.checkpoint import Checkpointer
 from hsd_jax.distributed import fetch, put
 from hsd_jax.kernels import native
 from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Positive, Share, Whole, Within
+from hsd_jax.train.checkpoint import Checkpointer
 from hsd_jax.train.journal import Journal
 
 Batch = dict[str, Any]

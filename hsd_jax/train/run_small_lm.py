@@ -55,7 +55,8 @@ def train_small_lm(
 
     Args:
       source: the target (`models/checkpoint.py`).
-      start_dir: a language model of the target's vocabulary, named as a target is; a run that is continued needs it too.
+      start_dir: a language model of the target's vocabulary, named as a target is. A run that is continued needs it,
+        too.
       force: continue a run that was begun with another recipe.
     Returns:
       The folder of the drafter, which `--drafter` takes.

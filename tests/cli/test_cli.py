@@ -209,9 +209,9 @@ def test_the_demo_compares_sampled_text_with_that_of_plain_decoding(capsys):
 
 
 def test_the_demo_says_when_its_models_are_missing(monkeypatch, tmp_path, capsys):
-    from hsd_jax import params
+    from hsd_jax.models import checkpoint
 
-    monkeypatch.setattr(params, "DEMO", tmp_path)
+    monkeypatch.setattr(checkpoint, "DEMO", tmp_path)
     assert hsd("demo") == 2
     assert "the bundled demo models are missing" in capsys.readouterr().err
 

@@ -38,7 +38,7 @@ from hsd_jax.kernels import build as native_build
 from hsd_jax.models import convert
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.tokenizer import Tokenizer
-from hsd_jax.train import documents, evaluate, manifest, responses, run
+from hsd_jax.train import data, documents, evaluate, manifest, responses, run
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.target import TargetRecipe
 from hsd_jax.train.tokenizer import train_tokenizer
@@ -336,7 +336,7 @@ def test_faulty_chat_templates(folders, tmp_path, template):
     with pytest.raises(ValueError, match="chat template refuses"):
         Tokenizer.read(changed).encode_chat([{"role": "user", "content": "hi"}])
     with pytest.raises(ValueError, match="chat template refuses"):
-        data.template_of(find(changed))([("User", "hi")], True)
+        data.template_of(changed)([("User", "hi")], True)
 
 
 def test_chat_templates_without_end(folders, tmp_path, monkeypatch):

@@ -24,9 +24,9 @@ from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.hidden.weights import inject, read_tree, token_bias
 from hsd_jax.infer.tree import Grower
+from hsd_jax.models.checkpoint import DEMO
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import base_logits
-from hsd_jax.models.checkpoint import DEMO
 from hsd_jax.request import Sampling, prepare
 from hsd_jax.types import DrawScheme, RoundInputs
 

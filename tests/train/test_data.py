@@ -173,14 +173,14 @@ def test_an_answer_that_nobody_asked_for_is_no_response(tokenizer):
 
 
 def test_a_template_without_ends_of_turns_gets_an_end_token(folder, tokenizer):
-    template = data.template_of(find(folder))
+    template = data.template_of(folder)
     document = to_document(CHAT, "-", template)
     assert document.text == "<s>User: the cat?\nAssistant: the dog\nUser: a mat?\nAssistant: the mat\n"
     assert labelled(tokenizer, [document]) == " the dog\n the mat\n</s>"
     assert rows_of(tokenizer, [document], 99, packing="padded").tokens[0, :2].tolist().count(BOS) == 1
     (folder / "bare").mkdir()
     (folder / "bare" / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    assert data.template_of(find(folder / "bare")) is None
+    assert data.template_of(folder / "bare") is None
 
 
 def test_a_template_that_rewrites_or_refuses_is_named(tmp_path):
@@ -206,7 +206,7 @@ def test_a_template_that_raises(folder, tmp_path):
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{{ raise_exception('roles must alternate') }}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    template = data.template_of(find(tmp_path))
+    template = data.template_of(tmp_path)
     with pytest.raises(ValueError, match=r"^f:1: the chat template refuses .*roles must alternate"):
         to_document(CHAT, "f:1", template)
 

@@ -104,7 +104,7 @@ def test_prompts_of_every_kind_of_record(folder, tokenizer):
     assert [p.source for p in found] == [f"some.jsonl:{i}" for i in (1, 2, 3, 3, 4, 5, 6)]
     for p in found:
         assert p.tokens == (0, *tokenizer.encode(p.text, add_special_tokens=False).ids)
-    template = data.template_of(find(folder / "target"))
+    template = data.template_of(folder / "target")
     chat = prompts_of(folder, tokenizer, RECORDS[2:3], template, all_turns=True)
     assert [p.text for p in chat] == [
         "User: the hill?\nAssistant:",

@@ -25,11 +25,11 @@ from support.recipes import DRAFTER_VALUES, LOOP, TARGET_VALUES, TEXT
 from tokenizers import Tokenizer
 
 import hsd_jax
-from hsd_jax.train import checkpoint, sharding
+from hsd_jax import sharding
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.models import convert
-from hsd_jax.train import data, drafter, journal, loop, manifest, run, target, trained
+from hsd_jax.train import checkpoint, data, drafter, journal, loop, manifest, run, target, trained
 from hsd_jax.train.rows import _one_document
 
 REPO = Path(__file__).resolve().parents[2]

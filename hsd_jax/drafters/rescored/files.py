@@ -38,7 +38,7 @@ def read_scorer(
         if (config.vocab_size, config.vocabulary) != (target.config.vocab_size, vocabulary):
             raise ValueError(
                 f"{folder}: n-grams of the tokenizer {config.vocabulary[:12]} ({config.vocab_size:,} tokens); this"
-                f" target has {vocabulary[:12]} ({target.config.vocab_size:,} tokens): count again with `hsd train ngram`"
+                f" target has {vocabulary[:12]} ({target.config.vocab_size:,} tokens): count again by `hsd train ngram`"
             )
         return config, weights
     if (folder / drafter_files.DRAFTER_CONFIG).is_file():

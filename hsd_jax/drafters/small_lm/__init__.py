@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hsd_jax.config import ModelConfig, TreeConfig, layer_numbers
+from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.method import Method
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.small_lm.draft import small_lm_drafter
-from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.models.placement import Placement
 from hsd_jax.tokenizer import Tokenizer
