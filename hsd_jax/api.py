@@ -16,9 +16,11 @@ import numpy as np
 from hsd_jax.arguments import Prompt
 from hsd_jax.config import TreeConfig
 from hsd_jax.distributed import check_same, fetch
+from hsd_jax.infer.decode import Pace
 from hsd_jax.params import Params
 from hsd_jax.plan import Plan
 from hsd_jax.request import AUTO, Request, Sampling, Speculation, prepare
+from hsd_jax.settings import Count, describe, fits, shown
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.tuned import Tuned
 from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState, Drafter
@@ -200,7 +202,7 @@ def stream(
     tree: TreeConfig | None = None,
     speculate: bool = True,
     eos: int | Sequence[int] | None = None,
-    rounds: int = 4,
+    rounds: int | None = None,
     accept: str = AUTO,
     draw: str | None = None,
     reuse: str = "none",
@@ -208,16 +210,19 @@ def stream(
     lossy: tuple[str, float] | str | None = None,
     adaptive: bool | None = None,
 ) -> Generator[Piece, None, Stats]:
-    """Like `decode`, in pieces: the same compiled loop runs `rounds` rounds at a time.
+    """Like `decode`, in pieces: the same compiled loop runs some rounds at a time.
 
     The pieces of a row join to the text of `decode`. Bad arguments raise at the call, not at the first piece. The
     generator returns the `Stats` (the value of its StopIteration).
 
+    Args:
+      rounds: of the loop between two pieces. None: one for the first piece, then as many as make the cost of a call
+        3 % of it, and a piece at least every 100 ms as far as a round is no longer than that.
     Raises:
       ValueError: as `decode`.
     """
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds}: allowed are 1 and more")
+    if rounds is not None and not fits(Count, rounds):
+        raise ValueError(f"rounds={shown(rounds)}: allowed are {describe(Count)}, or None: as many as are fastest")
     check_same("rounds of the stream", repr(rounds))
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, eos)
     speculation = Speculation(tree, accept, draw, reuse, speculate, tuned, lossy=lossy, adaptive=adaptive)
@@ -225,16 +230,22 @@ def stream(
     return _stream(params, request, rounds)
 
 
-def _stream(params: Params, request: Request, rounds: int) -> Generator[Piece, None, Stats]:
+def _stream(params: Params, request: Request, rounds: int | None) -> Generator[Piece, None, Stats]:
     state, rows, seconds = request.state, len(request.prompt_length), 0.0
+    pace = None
+    if rounds is None:
+        state, call_seconds = request.time_a_call(state)
+        pace = Pace(call_seconds)
     shown = request.prompt_length.copy()
     decoders = [IncrementalDecoder(params.tokenizer, p) for p in request.prompts] if params.tokenizer else None
     finished = np.zeros(rows, bool)
     while not finished.all():
         start = time.perf_counter()
-        state = request.run(state, rounds)
+        state = request.run(state, rounds if pace is None else pace.num_rounds)
         length, done = fetch(state.length)[:rows], fetch(state.done)[:rows]
-        seconds += time.perf_counter() - start
+        seconds += (took := time.perf_counter() - start)
+        if pace is not None:
+            pace.learn(took)
         tokens = np.array(fetch(state.tokens))[:rows]  # a copy: the buffer is donated to the next rounds
         check_valid(tokens, length, request.prompt_length)
         for row in np.flatnonzero(~finished):

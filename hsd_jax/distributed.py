@@ -25,7 +25,7 @@ VARIABLES = {"coordinator": "HSD_COORDINATOR", "num_processes": "HSD_NUM_PROCESS
 """What stands for an argument of `initialize` that is not given."""
 
 COMMANDS = ("generate", "identity", "train")
-"""Of `hsd`, those that can be several processes: what they do next never depends on the time that something took."""
+"""Of `hsd`, those that can be several processes: what they do next depends on no clock but that of process 0."""
 
 
 def initialize(
@@ -149,6 +149,11 @@ def fetch(x: Any) -> np.ndarray:
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def of_first(value: int) -> int:
+    """The value of process 0, which all must ask for."""
+    return value if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def wait_for_all(name: str) -> None:

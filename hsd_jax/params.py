@@ -313,7 +313,7 @@ def stack(params: Params, inner: str | Path | Any, length: int | None = None) ->
             )
         model = DraftedFor(config, config.fingerprint, params.tokenizer)
         dtype = jax.tree.leaves(weights["embedding"])[0].dtype
-        below, own = _load_drafter(inner, model, dtype, Placement(params.mesh, True))
+        below, own = _load_drafter(inner, model, dtype, Placement(params.mesh, True), strict=True)
         own = _with_head(own, weights, config)
         depth = default_tree(below).depth if length is None else length
         return StackConfig(config, below, depth), {"middle": weights, "inner": own}

@@ -115,6 +115,18 @@ class Request:
         """So many rounds from a state on, which is consumed."""
         return self.decoder.run(self.models, self.sampling, self.limits, state, num_rounds, self.largest)
 
+    def time_a_call(self, state: DecodeState) -> tuple[DecodeState, float]:
+        """The same state, which is consumed, and the seconds of a call beside its rounds: of one without any.
+
+        The compiled functions of a configuration are asked once; then they know it.
+        """
+        if self.decoder.call_seconds is None:
+            state = self.run(state, 0)  # compiles, perhaps
+            start = time.perf_counter()
+            state = self.run(state, 0)
+            self.decoder.call_seconds = time.perf_counter() - start
+        return state, self.decoder.call_seconds
+
 
 def make_decoder(
     config: ModelConfig,

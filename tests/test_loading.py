@@ -151,7 +151,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(folders, monkeyp
     with pytest.raises(
         ValueError, match=r"target: its weights need .* GB \(\d+ bytes\) on this machine, where .*1000 by"
     ):
-        load(folders)
+        hsd_jax.load(target=folders / "target")
     with pytest.raises(ValueError, match=r'dtype="bfloat16", quantize="int8"'):
         load(folders, quantize="int8")
 

@@ -65,5 +65,6 @@ def _drafter(folder: Path) -> dict[str, Any]:
     config, weights = drafter_files.read_drafter(folder)
     return dataclasses.asdict(config) | {
         "kind": f"{config.kind} drafter",
+        "vocabulary_hash": config.vocabulary_hash or "not said",
         "parameters": f"{model_record(weights)['parameters']:,}",
     }

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig
-from hsd_jax.distributed import fetch
+from hsd_jax.distributed import fetch, of_first
 from hsd_jax.infer.plain import make_block
 from hsd_jax.infer.step import Step
 from hsd_jax.infer.worth import first_control
@@ -219,6 +219,8 @@ class Decoder:
         self.drafter = drafter
         self._slots = functools.partial(cache_lib.layer_slots, config)
         self._tracing = precision, use_native, mesh
+        self.call_seconds: float | None = None
+        """What a call of the loop takes besides its rounds; None: nobody has asked yet."""
         self.prefill = self.compile(
             make_prefill(config, drafter, cache_dtype),
             static_argnames=("capacity", "max_tokens"),
@@ -270,6 +272,30 @@ class Decoder:
             if not is_full(fetch(state.length), fetch(state.done), capacity, self.lookahead):
                 return state
             state = self._grow(state, larger(capacity, most_slots))
+
+
+class Pace:
+    """How many rounds each call of a stream runs: few, so that text comes soon, and enough, so that calls cost little.
+
+    The first call runs one round. From then on a call lasts until its own cost is COST_SHARE of it, and never much
+    longer than PIECE_SECONDS. In a run of several processes the first one decides for all.
+
+    Args:
+      call_seconds: what a call takes besides its rounds.
+    """
+
+    COST_SHARE = 0.03
+    PIECE_SECONDS = 0.1
+
+    def __init__(self, call_seconds: float):
+        self._call_seconds = call_seconds
+        self._wanted = min(call_seconds / self.COST_SHARE, self.PIECE_SECONDS)
+        self.num_rounds = 1
+
+    def learn(self, seconds: float) -> None:
+        """Sets `num_rounds` by the time that a call of as many rounds took."""
+        a_round = max(seconds - self._call_seconds, 1e-9) / self.num_rounds
+        self.num_rounds = of_first(max(int(self._wanted / a_round), 1))
 
 
 def larger(capacity: int, most_slots: int) -> int:

@@ -12,6 +12,8 @@ from support import command_line, toy
 
 from benchmarks import peer_worker, peers
 from hsd_jax.bench.prompts import BenchPrompt
+from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import DEMO
 from hsd_jax.models.gguf_file import GgufFile
 
 folders = command_line.folders
@@ -56,13 +58,13 @@ def test_what_is_asked_of_llama_cpp():
 def test_llama_cpp_gets_the_target_without_its_window(tmp_path):
     """The demo's Mistral is a Llama in the file; its weights are the folder's."""
     args = peers.build_parser().parse_args(["--demo", "--llama-cpp", "--llama-dtypes", "bfloat16"])
-    target = str(peers.DEMO / "target")
+    target = str(DEMO / "target")
     peers.write_gguf(args, target, str(tmp_path))
     [method] = peers.llama_methods(args, str(tmp_path))
-    written, config = GgufFile(method["path"]), peers.convert.read_config(target)
+    written, config = GgufFile(method["path"]), convert.read_config(target)
     assert config.sliding_window == 512 and written.config.sliding_window is None
     assert (written.config.model_type, written.config.num_layers, written.dtype) == ("llama", 6, "bfloat16")
-    assert written.hash() == peers.convert.stored_hash(target, config, "bfloat16")
+    assert written.hash() == convert.stored_hash(target, config, "bfloat16")
 
 
 def test_what_is_asked_of_ours():
@@ -297,7 +299,7 @@ def test_without_llama_cpp_the_message_says_what_to_install(monkeypatch):
 
 def test_what_llama_cpp_cannot_run_is_refused_before_anything_runs(folders, tmp_path, capsys):
     config = toy.target_config(model_type="llama", qkv_bias=True, output_bias=True, activation="gelu_pytorch_tanh")
-    peers.convert.save_target(tmp_path, config, toy.make_target(config))
+    convert.save_target(tmp_path, config, toy.make_target(config))
     assert peers.main(["--target", str(tmp_path), "--llama-cpp"]) == 2
     assert "ModelConfig.activation='gelu_pytorch_tanh': a GGUF file of llama" in capsys.readouterr().err
     assert peers.main(["--target", folders.target, "--llama-cpp", "--assistant", folders.target]) == 2
@@ -314,7 +316,7 @@ def test_prompts_for_llama_cpp_stay_within_the_window(capsys, monkeypatch):
 
 
 def test_an_assistant_of_another_vocabulary_is_refused_before_anything_runs(folders, capsys):
-    demo = str(peers.DEMO / "target")
+    demo = str(DEMO / "target")
     for assistant, message in ((demo, f"--assistant {demo}: has another vocabulary"), ("nowhere", "nowhere")):
         assert peers.main(["--target", folders.target, "--assistant", assistant]) == 2
         assert message in capsys.readouterr().err

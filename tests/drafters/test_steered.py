@@ -18,6 +18,7 @@ from support.training import LENGTH, TARGET, batch_of, jit, random_rows, random_
 import hsd_jax
 from hsd_jax.bench.facts import facts_of
 from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.steered.config import SteeredConfig, default_layers
 from hsd_jax.drafters.steered.files import STEERING_CONFIG, STEERING_FILE, read_steering, save_steering
@@ -291,6 +292,8 @@ def test_a_run_and_its_folder(folders, tmp_path, standard_dtypes):
             change(params)
     (folder / STEERING_CONFIG).write_text(json.dumps(values | {"target_hash": "0" * 64}))
     with pytest.raises(ValueError, match="trained for target 000000000000; this target is"):
+        hsd_jax.load(target=folders / "target", drafter=folder, strict=True)
+    with pytest.warns(UserWarning, match="trained for target 000000000000; this target is.*drafts all the same"):
         hsd_jax.load(target=folders / "target", drafter=folder)
     (folder / STEERING_CONFIG).write_text(json.dumps(values | {"layers": [1]}))
     with pytest.raises(ValueError, match="layers"):
@@ -298,7 +301,7 @@ def test_a_run_and_its_folder(folders, tmp_path, standard_dtypes):
     (folder / STEERING_CONFIG).write_text(json.dumps(values))
     assert facts_of(folder) | {"kind": "steered drafter", "steering_layers": (1,)} == facts_of(folder)
     with pytest.raises(ValueError, match="a small model steered by its target; take the plain one"):
-        read_scorer(folder, params.target_config, "", params.tokenizer)
+        read_scorer(folder, DraftedFor(params.target_config, "", params.tokenizer))
     other = dict(VALUES, model={"kind": "small_lm"})
     with pytest.raises(ValueError, match=r"is steered; give --kind steered"):
         run_small_lm.train_small_lm(

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from support.checkpoints import edit_json, edit_tensors
 
 from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
 from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.kernels import native
@@ -761,13 +763,33 @@ def test_bad_drafter_files(tmp_path):
 
 
 def test_drafter_of_another_target():
-    drafter_files.check_drafter(DRAFTER, MODEL, DRAFTER.target_hash)
-    drafter_files.check_drafter(dataclasses.replace(DRAFTER, target_hash=""), MODEL, "any")
-    with pytest.raises(ValueError, match=r"trained for target 0123456789ab.*other weights"):
-        drafter_files.check_drafter(DRAFTER, MODEL, "f" * 64)
+    class Words(NamedTuple):
+        vocabulary_hash: str
+
+    def check(drafter, strict: bool, config=MODEL, target_hash="f" * 64, vocabulary: str | None = None):
+        words: Any = None if vocabulary is None else Words(vocabulary)
+        drafter_files.check_drafter(drafter, DraftedFor(config, target_hash, words), strict)
+
+    check(DRAFTER, True, target_hash=DRAFTER.target_hash)
+    check(dataclasses.replace(DRAFTER, target_hash=""), True)
+    with pytest.raises(
+        ValueError, match=r"trained for target 0123456789ab.*this target is f{12}.*other weights"
+    ):
+        check(DRAFTER, True)
     for name in ("hidden_size", "vocab_size"):
         with pytest.raises(ValueError, match=f"trained for target.*this target has {name}=64"):
-            drafter_files.check_drafter(DRAFTER, dataclasses.replace(MODEL, **{name: 64}), DRAFTER.target_hash)
+            check(DRAFTER, False, dataclasses.replace(MODEL, **{name: 64}), DRAFTER.target_hash)
+    knows = dataclasses.replace(DRAFTER, vocabulary_hash="a" * 64)
+    with pytest.warns(UserWarning, match=r"0123456789ab.*ffffffffffff.*no text depends on that.*strict=True") as found:
+        check(knows, False, vocabulary="a" * 64)
+    assert "does not say" not in str(found[0].message)
+    with pytest.warns(UserWarning, match="Whether the vocabularies agree, the drafter's file does not say"):
+        check(DRAFTER, False, vocabulary="a" * 64)
+    with pytest.warns(UserWarning, match="the target has no tokenizer to tell"):
+        check(knows, False)
+    with pytest.raises(ValueError, match=r"another vocabulary \(aaaaaaaaaaaa there, bbbbbbbbbbbb here\)"):
+        check(knows, False, vocabulary="b" * 64)
+    assert repr(knows) == repr(DRAFTER), "by which records of `tune` know a drafter"
 
 
 def test_parse_config_leaves_its_input_alone():

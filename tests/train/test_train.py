@@ -27,8 +27,10 @@ from tokenizers import Tokenizer
 import hsd_jax
 from hsd_jax import sharding
 from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import find
 from hsd_jax.train import checkpoint, data, drafter, journal, loop, manifest, run, target, trained
 from hsd_jax.train.rows import _one_document
 
@@ -155,10 +157,9 @@ def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path, standard_dt
     assert len(log[0]["acceptance"]) == 3 and (tmp_path / "killed" / "curves.png").stat().st_size > 1000
     assert list((tmp_path / "killed" / "tensorboard").iterdir())
     config, _ = drafter_files.read_drafter(resumed)
-    target_config = convert.read_config(args[0])
-    drafter_files.check_drafter(
-        config, target_config, convert.weights_hash(convert.read_weights(args[0], target_config))
-    )
+    target = find(args[0])
+    drafter_files.check_drafter(config, DraftedFor(target.config, target.hash(), target.tokenizer))
+    assert config.vocabulary_hash == target.tokenizer.vocabulary_hash
 
 
 @pytest.mark.slow

@@ -31,4 +31,4 @@ def test_one_row_is_too_few(monkeypatch):
 
 def test_a_result_is_not_written_over(tmp_path):
     with pytest.raises(ValueError, match="is there already; choose another folder"):
-        trained.read_pair("no-target", "no-drafter", tmp_path)
+        trained.read_drafter_of(None, "no-drafter", tmp_path)

@@ -15,6 +15,11 @@ from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.types import Weights
 
+_EXPECTED = (
+    f"no scorer; expected {ZERO_GRAM}, a folder with {NGRAM_CONFIG} (of `hsd train ngram`), with"
+    f" {drafter_files.DRAFTER_CONFIG} (a hidden-state drafter), or a language model"
+)
+
 
 def read_scorer(
     scorer: Source, target: DraftedFor, dtype: Any = "float32", placement: Placement = HERE
@@ -30,7 +35,10 @@ def read_scorer(
     """
     if scorer == ZERO_GRAM:
         return None, {}
-    checkpoint = find(scorer)
+    try:
+        checkpoint = find(scorer)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}: {_EXPECTED}") from error
     folder = checkpoint.path
     if (folder / NGRAM_CONFIG).is_file():
         config, weights = read_ngram(folder, placement)
@@ -51,7 +59,4 @@ def read_scorer(
         raise ValueError(f"{folder}: a small model steered by its target; take the plain one, what it was trained from")
     if folder.is_file() or (folder / "config.json").is_file():
         return small_lm.load(checkpoint, target, dtype, placement)
-    raise FileNotFoundError(
-        f"{folder}: no scorer; expected {ZERO_GRAM}, a folder with {NGRAM_CONFIG} (of `hsd train ngram`), with"
-        f" {drafter_files.DRAFTER_CONFIG} (a hidden-state drafter) or with config.json (a language model)"
-    )
+    raise FileNotFoundError(f"{folder}: {_EXPECTED}")
