@@ -232,10 +232,7 @@ def stream(
 
 def _stream(params: Params, request: Request, rounds: int | None) -> Generator[Piece, None, Stats]:
     state, rows, seconds = request.state, len(request.prompt_length), 0.0
-    pace = None
-    if rounds is None:
-        state, call_seconds = request.time_a_call(state)
-        pace = Pace(call_seconds)
+    pace = Pace() if rounds is None else None
     shown = request.prompt_length.copy()
     decoders = [IncrementalDecoder(params.tokenizer, p) for p in request.prompts] if params.tokenizer else None
     finished = np.zeros(rows, bool)
@@ -244,8 +241,6 @@ def _stream(params: Params, request: Request, rounds: int | None) -> Generator[P
         state = request.run(state, rounds if pace is None else pace.num_rounds)
         length, done = fetch(state.length)[:rows], fetch(state.done)[:rows]
         seconds += (took := time.perf_counter() - start)
-        if pace is not None:
-            pace.learn(took)
         tokens = np.array(fetch(state.tokens))[:rows]  # a copy: the buffer is donated to the next rounds
         check_valid(tokens, length, request.prompt_length)
         for row in np.flatnonzero(~finished):
@@ -255,6 +250,9 @@ def _stream(params: Params, request: Request, rounds: int | None) -> Generator[P
             if len(new) or text:
                 yield Piece(int(row), new, text)
         finished = done
+        if pace is not None and not finished.all():
+            state, call_seconds = request.time_a_call(state)
+            pace.learn(took, call_seconds)
     return _stats(state, shown - request.prompt_length, request, seconds)
 
 
