@@ -176,10 +176,21 @@ def test_rendering_checks_no_roles(found):
         (chat.THINKING, "<|im_end|>"),
         (chat.LINES, None),
         (chat.REFUSING, None),
-        ("{{ messages | length }} messages<|im_end|>", None),
+        ("<|im_end|>{{ messages | length }} messages", None),
+        ("{% for m in messages %}{{ m['content'] }} over. {% endfor %}", None),
         (None, None),
     ],
-    ids=["ChatML", "Llama 3", "Llama 2", "thinking", "lines", "refusing", "without the words", "no template"],
+    ids=[
+        "ChatML",
+        "Llama 3",
+        "Llama 2",
+        "thinking",
+        "lines",
+        "refusing",
+        "without the words",
+        "ordinary words",
+        "no template",
+    ],
 )
 def test_the_token_that_ends_a_turn(found, template, end):
     tokenizer = found(template)

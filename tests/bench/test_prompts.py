@@ -13,6 +13,7 @@ from support import chat
 import hsd_jax
 from hsd_jax.arguments import encode
 from hsd_jax.bench import grid, prompts, quality
+from hsd_jax.bench.measure import Workload
 from hsd_jax.cli import options
 from hsd_jax.models.checkpoint import DEMO
 from hsd_jax.tokenizer import Tokenizer
@@ -51,15 +52,18 @@ CHAT = {
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory):
-    """`asked(template, **options)`: parameters whose tokenizer has it, and the prompts of RECORDS by name."""
+    """`asked(template, chat_template)`: parameters whose tokenizer has it, and the prompts of RECORDS by name."""
     root = tmp_path_factory.mktemp("prompts")
     file = root / "records.jsonl"
     file.write_text("".join(json.dumps({"id": name} | record) + "\n" for name, record in RECORDS.items()))
 
-    def read(template: str | None, **changes) -> tuple[types.SimpleNamespace, dict[str, prompts.BenchPrompt]]:
+    def read(
+        template: str | None, chat_template: bool = True
+    ) -> tuple[types.SimpleNamespace, dict[str, prompts.BenchPrompt]]:
         tokenizer = Tokenizer.find(chat.write_tokenizer(root / str(hash(template)), template))
         params = types.SimpleNamespace(tokenizer=tokenizer, max_len=300)
-        found = prompts.for_checkpoint(params, [file], None, None, 10, **changes)
+        work = Workload([str(file)], None, None, 10, 0, 1, "", chat_template)
+        found = work.read(params, work.prompts)
         assert [prompt.name for prompt in found] == list(RECORDS)
         return params, {prompt.name: prompt for prompt in found}
 
@@ -67,13 +71,13 @@ def asked(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("template", "changes"),
-    [(None, {}), (chat.LINES, {}), (chat.CHATML, {"chat_template": False})],
+    ("template", "chat_template"),
+    [(None, True), (chat.LINES, True), (chat.CHATML, False)],
     ids=["no template", "a template of lines", "not wanted"],
 )
-def test_prompts_in_lines(asked, template, changes):
+def test_prompts_in_lines(asked, template, chat_template):
     """The bundled target's template writes lines; it is asked as ever, questions included."""
-    params, found = asked(template, **changes)
+    params, found = asked(template, chat_template)
     for name, prompt in found.items():
         assert (prompt.text, prompt.rest, prompt.is_templated) == (*LINES[name], False), name
         assert prompt.tokens(params.tokenizer) == params.tokenizer.encode(prompt.text)

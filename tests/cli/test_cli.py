@@ -133,6 +133,11 @@ def test_generate_applies_the_chat_template(folders, capsys):
     assert hsd("generate", "--target", folders.target, *SHORT, "--json", "--chat", "the dog") == 0
     expected = hsd_jax.decode(params, ids, max_new_tokens=12)
     assert json.loads(capsys.readouterr().out)["tokens"] == [expected.tokens[0].tolist()]
+    brief = [{"role": "system", "content": "a cat"}, {"role": "user", "content": "the dog"}]
+    arguments = ["--json", "--chat", "--system", "a cat", "the dog", "the cat"]
+    assert hsd("generate", "--target", folders.target, *SHORT, *arguments) == 0
+    expected = hsd_jax.decode(params, [brief, [brief[0], {"role": "user", "content": "the cat"}]], max_new_tokens=12)
+    assert json.loads(capsys.readouterr().out)["text"] == expected.text
 
 
 @pytest.mark.parametrize(

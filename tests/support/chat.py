@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
-
 from hsd_jax.models import convert
 from support import toy
 
@@ -58,5 +56,6 @@ def write_target(folder: Path, template: str | None) -> Path:
     """`write_tokenizer`, and a target that reads it."""
     write_tokenizer(folder, template)
     size = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
-    convert.save_target(folder, *toy.markov_target(np.random.default_rng(0).normal(0.0, 2.0, (size, size))))
+    config = toy.target_config(vocab_size=size)
+    convert.save_target(folder, config, toy.make_target(config))
     return folder

@@ -167,6 +167,13 @@ def test_a_chat_template_marks_answers_and_the_ends_of_their_turns(tokenizer):
     assert labelled(tokenizer, [to_document(CHAT, "-", qwen3)]) == "the dog</s><think>\nthe mat</s>"
 
 
+def test_speakers_of_all_names_are_roles_to_a_template():
+    template = documents.chat_template_of(lambda messages, is_open: f"{[m['role'] for m in messages]} {is_open}")
+    turns = [("system", "a"), ("human", "b"), ("S", "c"), ("U", "d"), ("gpt", "e")]
+    assert template(turns, True) == "['system', 'user', 'assistant', 'user', 'assistant'] True"
+    assert template(turns[:1], False) == "['system'] False"
+
+
 def test_an_answer_that_nobody_asked_for_is_no_response(tokenizer):
     first = {"messages": [{"role": "assistant", "content": "the mat"}, *CHAT["messages"]]}
     assert labelled(tokenizer, [to_document(first, "-", chatml)]) == "the dog</s>the mat</s>"
