@@ -216,8 +216,8 @@ def stream(
     generator returns the `Stats` (the value of its StopIteration).
 
     Args:
-      rounds: of the loop between two pieces. None: one for the first piece, then as many as make the cost of a call
-        3 % of it, and a piece at least every 100 ms as far as a round is no longer than that.
+      rounds: of the loop between two pieces. None: one for the first piece, then as many as fit into 90 ms: so a piece
+        comes every 100 ms, unless a round takes longer, and what a call costs stays below 3 %.
     Raises:
       ValueError: as `decode`.
     """
@@ -241,6 +241,8 @@ def _stream(params: Params, request: Request, rounds: int | None) -> Generator[P
         state = request.run(state, rounds if pace is None else pace.num_rounds)
         length, done = fetch(state.length)[:rows], fetch(state.done)[:rows]
         seconds += (took := time.perf_counter() - start)
+        if pace is not None:
+            pace.learn(took)
         tokens = np.array(fetch(state.tokens))[:rows]  # a copy: the buffer is donated to the next rounds
         check_valid(tokens, length, request.prompt_length)
         for row in np.flatnonzero(~finished):
@@ -250,9 +252,6 @@ def _stream(params: Params, request: Request, rounds: int | None) -> Generator[P
             if len(new) or text:
                 yield Piece(int(row), new, text)
         finished = done
-        if pace is not None and not finished.all():
-            state, call_seconds = request.time_a_call(state)
-            pace.learn(took, call_seconds)
     return _stats(state, shown - request.prompt_length, request, seconds)
 
 

@@ -189,7 +189,11 @@ def load(
         drafter_dtype = fastest_dtype(mesh is None) if may_be_narrower else weights_dtype
         drafter_config, drafter_weights = _load_drafter(drafter, owner, drafter_dtype, Placement(mesh, True), strict)
     eos = checkpoint.eos
-    weights = checkpoint.weights(weights_dtype, Placement(mesh, True, quantize))
+    try:
+        weights = checkpoint.weights(weights_dtype, Placement(mesh, True, quantize))
+    except BaseException:
+        drafter_weights = None  # an interpreter keeps the frames of its last error
+        raise
     if drafter_weights:
         drafter_weights = _with_head(drafter_weights, weights, config)
     params = Params(

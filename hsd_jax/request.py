@@ -119,18 +119,6 @@ class Request:
         """So many rounds from a state on, which is consumed."""
         return self.decoder.run(self._held, self.sampling, self.limits, state, num_rounds, self.largest)
 
-    def time_a_call(self, state: DecodeState) -> tuple[DecodeState, float]:
-        """The same state, which is consumed, and the seconds of a call beside its rounds: of one without any.
-
-        Measured once for the compiled functions of a configuration, after a call with rounds: these drive what a call
-        needs out of the processor's caches, which doubles what it takes.
-        """
-        if self.decoder.call_seconds is None:
-            start = time.perf_counter()
-            state = self.run(state, 0)
-            self.decoder.call_seconds = time.perf_counter() - start
-        return state, self.decoder.call_seconds
-
 
 def make_decoder(
     config: ModelConfig,

@@ -245,8 +245,6 @@ class Decoder:
         self.drafter = drafter
         self._slots = functools.partial(cache_lib.layer_slots, config)
         self._tracing = precision, use_native, mesh
-        self.call_seconds: float | None = None
-        """What a call of the loop takes besides its rounds; None: nobody has asked yet."""
         self.prefill = self.compile(
             make_prefill(config, drafter, cache_dtype),
             static_argnames=("capacity", "max_tokens"),
@@ -304,25 +302,23 @@ class Decoder:
 
 
 class Pace:
-    """How many rounds each call of a stream runs: few, so that text comes soon, and enough, so that calls cost little.
-
-    The first call runs one round. From then on a call lasts until its own cost is a small part of it, and never much
-    longer than PIECE_SECONDS. In a run of several processes the first one decides for all.
+    """How many rounds each call of a stream runs: one in the first, so that text comes soon, then as many as fit into
+    PIECE_SECONDS, so that what a call costs besides its rounds, 1 to 2 ms, is little. In a run of several processes the
+    first one decides for all.
     """
 
-    COST_SHARE = 0.02
-    """Of the cost of a call: a third less than the 3 % that are promised, for the first call has one round."""
     PIECE_SECONDS = 0.09
-    """A tenth less than is promised, for rounds differ."""
+    """A piece is promised every 0.1 s; rounds differ."""
 
     def __init__(self):
         self.num_rounds = 1
+        self._before = 0.0
 
-    def learn(self, seconds: float, call_seconds: float) -> None:
-        """Sets `num_rounds` by the time that a call of as many rounds took, and what a call takes besides them."""
-        a_round = max(seconds - call_seconds, 1e-9) / self.num_rounds
-        wanted = min(call_seconds / self.COST_SHARE, self.PIECE_SECONDS)
-        self.num_rounds = of_first(max(int(wanted / a_round), 1))
+    def learn(self, seconds: float) -> None:
+        """Sets `num_rounds` by the time that a call of as many rounds took, and the call before it."""
+        a_round = seconds / self.num_rounds
+        fitting = self.PIECE_SECONDS / max(a_round, self._before, 1e-9)
+        self._before, self.num_rounds = a_round, of_first(max(int(fitting), 1))
 
 
 def larger(capacity: int, most_slots: int) -> int:

@@ -237,14 +237,18 @@ def load_tree(
     floats = unflatten_dict({path: jax.ShapeDtypeStruct(shapes[path], kinds[path][1]) for path in wanted}, sep=".")
     placement.check_room(floats, heads, str(folder))
     shardings = placement.shardings(floats, heads)
-    arrays, checks = {}, {}
-    for path, name in wanted.items():
-        read = functools.partial(_read, stored[name], dtype=kinds[path][0], held_dtype=kinds[path][1])
-        array = assemble(shapes[path], shardings[path], read)
-        checks[path] = all_finite(array)
-        arrays[path] = placement.quantized(array)
-    for path, is_finite in checks.items():
-        _check_finite(bool(is_finite), dtype, str(stored[wanted[path]]))
+    arrays, checks, array = {}, {}, None
+    try:
+        for path, name in wanted.items():
+            read = functools.partial(_read, stored[name], dtype=kinds[path][0], held_dtype=kinds[path][1])
+            array = assemble(shapes[path], shardings[path], read)
+            checks[path] = all_finite(array)
+            arrays[path] = placement.quantized(array)
+        for path, is_finite in checks.items():
+            _check_finite(bool(is_finite), dtype, str(stored[wanted[path]]))
+    except BaseException:
+        arrays, checks, array = {}, {}, None  # an interpreter keeps the frames of its last error
+        raise
     return unflatten_dict(arrays, sep=".")
 
 

@@ -772,9 +772,7 @@ def test_drafter_of_another_target():
 
     check(DRAFTER, True, target_hash=DRAFTER.target_hash)
     check(dataclasses.replace(DRAFTER, target_hash=""), True)
-    with pytest.raises(
-        ValueError, match=r"trained for target 0123456789ab.*this target is f{12}.*other weights"
-    ):
+    with pytest.raises(ValueError, match=r"trained for target 0123456789ab.*this target is f{12}.*other weights"):
         check(DRAFTER, True)
     for name in ("hidden_size", "vocab_size"):
         with pytest.raises(ValueError, match=f"trained for target.*this target has {name}=64"):

