@@ -68,12 +68,13 @@ def timed(step):
     start = time.perf_counter(); value = step(); return value, time.perf_counter() - start
 found, to_find = timed(lambda: (lambda c: (c, c.config))(find(sys.argv[1]))[0])
 _, to_hash = timed(lambda: found.hash())
-_, to_read_words = timed(lambda: (found.tokenizer, found.eos))
+_, to_words = timed(lambda: (found.tokenizer, found.eos))
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
 params, rest = timed(lambda: hsd_jax.load(found, **json.loads(sys.argv[2])))
 weights = sum(x.nbytes for x in jax.tree.leaves((params.target, params.drafter)))
-print(json.dumps({"seconds": {"find": to_find, "hash": to_hash, "tokenizer": to_read_words, "weights and the rest": rest},
+seconds = {"find": to_find, "hash": to_hash, "tokenizer": to_words, "weights and the rest": rest}
+print(json.dumps({"seconds": seconds,
                   "weights_bytes": weights, "peak_over_weights": (status("VmHWM") - before) / weights}))
 """
 

@@ -232,17 +232,16 @@ def stream(
 
 def _stream(params: Params, request: Request, rounds: int | None) -> Generator[Piece, None, Stats]:
     state, rows, seconds = request.state, len(request.prompt_length), 0.0
-    pace = Pace() if rounds is None else None
+    pace = Pace(rounds)
     shown = request.prompt_length.copy()
     decoders = [IncrementalDecoder(params.tokenizer, p) for p in request.prompts] if params.tokenizer else None
     finished = np.zeros(rows, bool)
     while not finished.all():
         start = time.perf_counter()
-        state = request.run(state, rounds if pace is None else pace.num_rounds)
+        state = request.run(state, pace.num_rounds)
         length, done = fetch(state.length)[:rows], fetch(state.done)[:rows]
         seconds += (took := time.perf_counter() - start)
-        if pace is not None:
-            pace.learn(took)
+        pace.learn(took)
         tokens = np.array(fetch(state.tokens))[:rows]  # a copy: the buffer is donated to the next rounds
         check_valid(tokens, length, request.prompt_length)
         for row in np.flatnonzero(~finished):

@@ -328,7 +328,7 @@ def test_a_huge_top_k_is_no_filter(params):
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("rounds", [None, 1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_pieces_join_to_what_decode_says(text_params, rounds, temperature):
     """Tokens and text, for two rows; every piece of the greedy cycle is whole characters."""

@@ -166,13 +166,13 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
     """
 
     def loop(
-        models: dict | Held,
+        given: dict | Held,
         sampling: SamplingParams,
         limits: Limits,
         num_rounds: Int[Array, ""],
         state: DecodeState,
     ) -> DecodeState:
-        models = models.tree() if isinstance(models, Held) else models
+        models: dict = given.tree() if isinstance(given, Held) else given
         capacity = state.cache.capacity
 
         def goes_on(round_index: Array, state: DecodeState) -> Array:
@@ -305,17 +305,22 @@ class Pace:
     """How many rounds each call of a stream runs: one in the first, so that text comes soon, then as many as fit into
     PIECE_SECONDS, so that what a call costs besides its rounds, 1 to 2 ms, is little. In a run of several processes the
     first one decides for all.
+
+    Args:
+      rounds: of every call, if a number is wanted.
     """
 
     PIECE_SECONDS = 0.09
     """A piece is promised every 0.1 s; rounds differ."""
 
-    def __init__(self):
-        self.num_rounds = 1
-        self._before = 0.0
+    def __init__(self, rounds: int | None = None):
+        self.num_rounds = 1 if rounds is None else rounds
+        self._is_fixed, self._before = rounds is not None, 0.0
 
     def learn(self, seconds: float) -> None:
         """Sets `num_rounds` by the time that a call of as many rounds took, and the call before it."""
+        if self._is_fixed:
+            return
         a_round = seconds / self.num_rounds
         fitting = self.PIECE_SECONDS / max(a_round, self._before, 1e-9)
         self._before, self.num_rounds = a_round, of_first(max(int(fitting), 1))
