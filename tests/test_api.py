@@ -335,7 +335,7 @@ def test_pieces_join_to_what_decode_says(text_params, rounds, temperature):
     call = {"max_new_tokens": [32, 23], "temperature": temperature, "seed": 2}
     whole = hsd_jax.decode(text_params, ["a", "€"], **call)
     pieces = list(hsd_jax.stream(text_params, ["a", "€"], rounds=rounds, **call))
-    assert len(pieces) > 4
+    assert len(pieces) > (4 if rounds else 2)  # the first has one round, the second what is left
     for row in range(2):
         mine = [p for p in pieces if p.row == row]
         tokens = np.concatenate([p.tokens for p in mine])
