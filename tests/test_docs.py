@@ -40,8 +40,6 @@ HISTORY = "docs/history.md"
 METHODS = "docs/methods.md"
 LABEL = r"(?:A\d+|\d+\.\d+[a-z]?|\d+)"
 CITATION = re.compile(rf"\bmethods\.md,?\s+({LABEL}(?:,\s*{LABEL})*)")
-LONGEST = {"README.md": (90, 700), "docs/LOG.md": (150, None), "docs/architecture.md": (120, None)}
-"""Lines and words of pages that are for somebody with little time."""
 
 
 def pages(repo: Path) -> Iterator[tuple[str, str]]:
@@ -129,18 +127,6 @@ def missing_pictures(repo: Path) -> list[str]:
         for file in PICTURE.findall(prose(text))
         if not (repo / name).parent.joinpath(file).is_file()
     ]
-
-
-def too_long(repo: Path) -> list[str]:
-    """Pages that have grown beyond what LONGEST allows."""
-    found = []
-    for name, text in pages(repo):
-        lines, words = LONGEST.get(name, (None, None))
-        if lines is not None and len(text.splitlines()) > lines:
-            found.append(f"{name}: {len(text.splitlines())} lines; at most {lines}")
-        if words is not None and len(text.split()) > words:
-            found.append(f"{name}: {len(text.split())} words; at most {words}")
-    return found
 
 
 def labels(text: str) -> set[str]:
@@ -248,7 +234,6 @@ CHECKS = [
     wrong_navigation,
     missing_files,
     missing_pictures,
-    too_long,
     unresolved_citations,
     undocumented_names,
     unknown_names,
@@ -274,9 +259,6 @@ FAULTS = [
     (missing_files, "docs/one.md", "see `infer/gone.py`", "docs/one.md: infer/gone.py: no such file"),
     (missing_files, "docs/LOG.md", "see `infer/gone.py`", "docs/LOG.md: infer/gone.py: no such file"),
     (missing_pictures, "docs/one.md", "![x](images/gone.svg)", "docs/one.md: images/gone.svg: no such picture"),
-    (too_long, "README.md", "\n" * 90, "README.md: 1"),
-    (too_long, "README.md", "word " * 700, "README.md: 7"),
-    (too_long, "docs/LOG.md", "\n" * 150, "docs/LOG.md: 1"),
     (
         unresolved_citations,
         "hsd_jax/infer/step.py",
