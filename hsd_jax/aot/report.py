@@ -27,6 +27,7 @@ from hsd_jax.drafters.files import check_drafter, read_drafter_config
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import RULES
 from hsd_jax.infer.decode import CHUNK
+from hsd_jax.models.checkpoint import path_of
 from hsd_jax.params import default_tree
 from hsd_jax.request import CAPACITY_UNIT, rows_bucket
 from hsd_jax.sharding import FSDP
@@ -216,11 +217,12 @@ def make_job(
     context: int,
     temperature: float,
     mesh_sizes: dict[str, int],
+    revision: str | None = None,
 ) -> Job:
     """What is to be compiled, from the names of a command.
 
     Args:
-      target: as in `read_target`.
+      target, revision: as in `read_target`.
       drafter: a folder with a `drafter_config.json`; None: `programs.default_drafter`.
       tree: None: the default one of the drafter in the folder, or a chain of 8.
       batch: rows of a call; the program has as many as `decode` pads them to.
@@ -228,12 +230,12 @@ def make_job(
     Raises:
       ValueError, FileNotFoundError: naming the wrong value, before anything is traced.
     """
-    config = read_target(target)
+    config = read_target(target, revision)
     if drafter is None:
         tree = tree or CHAIN
         drafter_config = default_drafter(config, tree.depth)
     else:
-        drafter_config = read_drafter_config(drafter)
+        drafter_config = read_drafter_config(path_of(drafter))
         check_drafter(drafter_config, DraftedFor(config, drafter_config.target_hash, None))
         tree = tree or default_tree(drafter_config)
     make_drafter(config, drafter_config, tree, DTYPE, RULES["match"].scheme)  # refuses trees that it cannot draft

@@ -19,13 +19,15 @@ def known_targets() -> list[str]:
     return sorted(path.parent.name for path in CONFIGS.glob("*/config.json"))
 
 
-def read_target(name: str) -> ModelConfig:
+def read_target(name: str, revision: str | None = None) -> ModelConfig:
     """The configuration of a shipped name, a `config.json`, or a checkpoint (`models/checkpoint.py`).
 
     Raises:
       ValueError, FileNotFoundError: naming what is wrong with it, and the shipped names if there is none.
     """
     path = Path(name)
+    if revision is not None and (name in known_targets() or path.suffix == ".json"):
+        raise ValueError(f"revision={shown(revision)}: is for names on the hub, and {name} is none")
     if name in known_targets():
         return read_config(CONFIGS / name)
     if path.is_file() and path.suffix == ".json":
@@ -33,6 +35,6 @@ def read_target(name: str) -> ModelConfig:
     from hsd_jax.models.checkpoint import find
 
     try:
-        return find(name).config
+        return find(name, revision).config
     except FileNotFoundError as error:
         raise ValueError(f"target={shown(name)}: {error}; shapes that ship: {', '.join(known_targets())}") from error

@@ -26,10 +26,11 @@ hsd compile --target DIR --drafter DIR --device v5e:2x4 --mesh model=8 --json co
 hsd compile --target llama-3-8b --device h100 --batch 4 --context 32768 --what plain speculative
 """,
     )
-    what = f"a folder with a config.json, such a file, or one of {', '.join(known_targets())}"
-    parser.add_argument("--target", metavar="DIR", required=True, help=what)
+    what = f"a config.json, or a target named as elsewhere; shapes that ship: {', '.join(known_targets())}"
+    add_value(parser, "--target NAME", str, what, required=True)
+    add_value(parser, "--revision REV", str, "of ORG/NAME: branch, tag or commit", without="its main branch")
     without = "one layer, parallel trunk, a quarter of the vocabulary"
-    add_value(parser, "--drafter DIR", str, "a folder with a drafter_config.json", without=without)
+    add_value(parser, "--drafter DIR", str, "a folder with a drafter_config.json, or ORG/NAME of one", without=without)
     parser.add_argument("--device", metavar="NAME", required=True, help=f"GPUs or a TPU slice: {allowed_devices()}")
     add_value(parser, "--mesh SPEC", str, 'for example "data=2,model=4"', without="model over all devices")
     add_value(parser, "--batch B", COUNT, "rows", 1)
@@ -48,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
     devices.prepare_process()
     found, tree = kinds.parse_devices(args.device), parse_tree(args.tree) if args.tree else None
     mesh = devices.mesh_of(found, args.mesh, is_training=args.what == ["train"])
-    job = report.make_job(args.target, args.drafter, tree, args.batch, args.context, args.temperature, mesh)
+    job = report.make_job(
+        args.target, args.drafter, tree, args.batch, args.context, args.temperature, mesh, args.revision
+    )
     record = report.compile_job(job, found, mesh, args.what, options.say)
     report.print_record(record)
     options.write_record(args.json, record)

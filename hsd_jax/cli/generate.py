@@ -25,7 +25,7 @@ def add_parser(commands) -> None:
         """
 hsd generate --demo $'Question: A box holds 12 eggs. How many eggs are in 7 boxes?\\nAnswer:'
 hsd generate --target DIR --drafter DIR --temperature 0.8 --top-p 0.95 --seed 7 "Once upon a time,"
-hsd generate --target DIR --chat --system "Answer briefly." "Where is Lisbon?"
+hsd generate --target smollm2 --chat --system "Answer briefly." "Where is Lisbon?"
 hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
 cat letter.txt | hsd generate --demo --no-stream --json -
 """,

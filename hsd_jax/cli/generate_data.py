@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     named = {f.name: getattr(args, f.name) for f in dataclasses.fields(GenerateConfig) if hasattr(args, f.name)}
     config = GenerateConfig(**named)
     settings = {name: getattr(args, name) for name in ("precision", "mesh", "max_len")}
+    settings |= {} if args.tokenizer is None else {"tokenizer": args.tokenizer}
 
     def load():
         params = options.load_params(args)

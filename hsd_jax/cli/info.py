@@ -24,13 +24,15 @@ hsd info runs/demo/drafter
     )
     what = "a target, named as elsewhere; or a folder written by `hsd train drafter`"
     parser.add_argument("source", metavar="NAME", help=what)
+    options.add_value(parser, "--revision REV", str, "of ORG/NAME: branch, tag or commit", without="its main branch")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the facts of one folder, a line each."""
     from hsd_jax.bench.facts import facts_of
+    from hsd_jax.models.checkpoint import find
 
-    facts = facts_of(args.source)
+    facts = facts_of(find(args.source, args.revision))
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name:<{width}}  {value}")

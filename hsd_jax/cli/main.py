@@ -23,6 +23,7 @@ EPILOG = """\
 examples:
   hsd demo
   hsd generate --demo $'User: I want to book a table for two in Oakland.\\nAssistant:'
+  hsd generate --target smollm2 --chat "Where is Lisbon?"
   hsd generate --target DIR --drafter DIR --temperature 0.8 --seed 1 "Once upon a time,"
   hsd show --demo --out round.html --out round.png
   hsd tune --target DIR --drafter DIR --prompts dev.jsonl --out tuned.json
@@ -83,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str], interrupts: Interrupts) -> int:
+    plain = warnings.showwarning
     try:
         _check_streams()
         from hsd_jax.programs import use_setting
@@ -114,6 +116,8 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
             _drop_output()
         _end_others(error)
         return ERROR
+    finally:
+        warnings.showwarning = plain
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:

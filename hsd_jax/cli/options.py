@@ -143,7 +143,9 @@ def source_of(args: argparse.Namespace) -> Any:
     from hsd_jax.models.checkpoint import find
 
     source = "demo" if getattr(args, "demo", False) else args.target
-    return None if source is None else find(source, args.revision, args.tokenizer)
+    if source is not None and getattr(args, "checkpoint", None) is None:
+        args.checkpoint = find(source, args.revision, args.tokenizer)  # once a command: the hub is asked
+    return getattr(args, "checkpoint", None)
 
 
 def add_mesh_argument(group: Group) -> None:

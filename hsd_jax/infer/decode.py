@@ -315,15 +315,18 @@ class Pace:
 
     def __init__(self, rounds: int | None = None):
         self.num_rounds = 1 if rounds is None else rounds
-        self._is_fixed, self._before = rounds is not None, 0.0
+        self._is_fixed = rounds is not None
+        self._before: float | None = None
 
     def learn(self, seconds: float) -> None:
         """Sets `num_rounds` by the time that a call of as many rounds took, and the call before it."""
         if self._is_fixed:
             return
         a_round = seconds / self.num_rounds
-        fitting = self.PIECE_SECONDS / max(a_round, self._before, 1e-9)
-        self._before, self.num_rounds = a_round, of_first(max(int(fitting), 1))
+        fitting = self.PIECE_SECONDS / max(a_round, self._before or 0.0, 1e-9)
+        # The first call may have compiled: what it took says nothing of the next but one.
+        self._before = 0.0 if self._before is None else a_round
+        self.num_rounds = of_first(max(int(fitting), 1))
 
 
 def larger(capacity: int, most_slots: int) -> int:

@@ -56,7 +56,10 @@ def _smollm2() -> Path:
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(f"smollm2: its weights are a package that is not installed: {SMOLLM2_COMMAND}")
-    version = importlib.metadata.version(SMOLLM2_PACKAGE)
+    try:
+        version = importlib.metadata.version(SMOLLM2_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:  # a folder of that name, or a copy
+        version = "unknown"
     files = sorted(path for folder in spec.submodule_search_locations for path in Path(folder).glob("*.gguf"))
     if version != SMOLLM2_VERSION or len(files) != 1:
         found = f"version {version} with {len(files)} GGUF files"
@@ -229,9 +232,10 @@ def find(source: Source, revision: str | None = None, tokenizer: Source | None =
       FileNotFoundError: listing what was tried.
       ValueError: for a file of an unknown kind, and a revision of what is not on the hub.
     """
+    words = None if tokenizer is None else find(tokenizer)._words
     if isinstance(source, Checkpoint):
-        return source
-    words = None if tokenizer is None else find(tokenizer)._files
+        _refuse_revision(str(source), revision)
+        return source if words is None else Checkpoint(source.name, source._files, words, source.drafter)
     if isinstance(source, str) and source in BUNDLED:
         _refuse_revision(source, revision)
         bundled = BUNDLED[source]
@@ -246,6 +250,8 @@ def path_of(source: str | Path, revision: str | None = None) -> Path:
       FileNotFoundError: listing what was tried.
       ValueError: for a revision of a path.
     """
+    if not str(source):
+        raise ValueError("an empty name: expected a name, a folder or a file")
     path = Path(source).expanduser()
     if path.exists():
         _refuse_revision(source, revision)
@@ -256,7 +262,7 @@ def path_of(source: str | Path, revision: str | None = None) -> Path:
         try:
             return hub.fetch(source, revision)
         except (OSError, ValueError) as error:
-            tried.append(f"nor from the hub: {error}")
+            tried.append(f"nor from the hub: {getattr(error, 'reason', error)}")
             raise FileNotFoundError(f"{source}: {'; '.join(tried)}") from error
     if isinstance(source, str) and path.suffix != ".gguf":
         tried.append("nor a name on the hub, which is ORG/NAME")

@@ -20,6 +20,6 @@ def test_a_piece_comes_within_a_tenth_of_a_second(seconds_of_a_round, rounds):
 def test_the_slower_of_two_calls_counts():
     """Plain rounds and rounds with drafts take turns: a call must not last longer because the one before was short."""
     pace = Pace()
-    for seconds, rounds in ((1.0, 1), (0.01, 1), (0.01, 9), (0.045, 9), (0.036, 18), (0.36, 4)):
+    for seconds, rounds in ((1.0, 1), (0.01, 9), (0.09, 9), (0.045, 9), (0.036, 18), (0.36, 4)):
         pace.learn(seconds)
         assert pace.num_rounds == rounds, seconds

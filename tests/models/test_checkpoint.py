@@ -175,3 +175,14 @@ def test_a_checkpoint_saves_its_tokenizer(folder, tmp_path):
     assert isinstance(again, Checkpoint) and again.tokenizer.vocabulary_hash == find(folder).tokenizer.vocabulary_hash
     messages = [{"role": "user", "content": "hi"}]
     np.testing.assert_array_equal(again.tokenizer.encode_chat(messages), find(folder).tokenizer.encode_chat(messages))
+
+
+def test_a_checkpoint_is_found_again_with_another_tokenizer_only_if_asked(folder, tmp_path):
+    other = chat.write_target(tmp_path / "other", chat.LLAMA3)
+    again = find(find(folder), tokenizer=other)
+    assert again.path == folder and again.tokenizer == find(other).tokenizer != find(folder).tokenizer
+    assert find(again).tokenizer == again.tokenizer and find(folder, tokenizer=again).tokenizer == again.tokenizer
+    with pytest.raises(ValueError, match="revision='v1'"):
+        find(find(folder), "v1")
+    with pytest.raises(ValueError, match="an empty name"):
+        find("")
