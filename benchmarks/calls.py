@@ -26,27 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import hsd_jax
+from hsd_jax.aot.targets import read_target
 from hsd_jax.bench.machine import hardware
-from hsd_jax.config import ModelConfig, RopeConfig
 from hsd_jax.distributed import fetch
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.target import init_target
 from hsd_jax.request import Sampling, Speculation, prepare
 
-LLAMA_1B = ModelConfig(
-    vocab_size=128_256,
-    hidden_size=2048,
-    num_layers=16,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=64,
-    intermediate_size=8192,
-    max_position=4096,
-    tie_embeddings=True,
-    rope=RopeConfig(500_000.0),
-    model_type="llama",
-)
 PROMPTS = (
     "Explain to a child why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number, and explain it.",
@@ -172,13 +159,13 @@ def loading(target: str, how: dict[str, Any], repeats: int) -> dict[str, Any]:
 
 def write_llama_1b(folder: Path) -> None:
     """Random bfloat16 weights of the shape of Llama-3.2-1B."""
-    rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(lambda: init_target(jax.random.key(0), LLAMA_1B))
+    rng, config = np.random.default_rng(0), read_target("llama-3.2-1b")
+    shapes = jax.eval_shape(lambda: init_target(jax.random.key(0), config))
 
     def numbers(shape: tuple[int, ...]) -> np.ndarray:
         return (0.02 * rng.standard_normal(shape, np.float32)).astype(jnp.bfloat16)
 
-    convert.save_target(folder, LLAMA_1B, jax.tree.map(lambda x: numbers(x.shape), shapes), "bfloat16", eos=(2,))
+    convert.save_target(folder, config, jax.tree.map(lambda x: numbers(x.shape), shapes), "bfloat16", eos=(2,))
 
 
 def main() -> None:

@@ -178,9 +178,8 @@ def run_recipe(args: argparse.Namespace) -> int:
     paths = take_paths(values, args, *required, optional=optional)
     recipe = recipe.from_dict(values, args.config or "--set")
     if "source" in paths:
-        from hsd_jax.models.checkpoint import find
-
-        paths["source"] = find(paths["source"], args.revision, args.tokenizer)
+        args.target = paths["source"]  # which a recipe may name
+        paths["source"] = options.source_of(args)
     train(**paths, recipe=recipe, mesh=make_mesh(args.mesh, TRAINING_AXES), report=options.say, force=args.force)
     return 0
 

@@ -7,6 +7,7 @@ for `config.json`, `tensor_files.py` for the files themselves.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,6 +23,7 @@ from hsd_jax import sharding
 from hsd_jax.config import ModelConfig
 from hsd_jax.files import sha256, write_json
 from hsd_jax.models.hf_config import format_config, read_config, read_json
+from hsd_jax.models.hub import INDEX_FILE, PICKLES, WEIGHTS_FILE
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import (
@@ -54,9 +56,6 @@ __all__ = [
     "weights_hash",
 ]
 
-WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PREFIXES = ("model.", "language_model.")
 _TEXT = ("layers.", "embed_tokens.", "norm.", "lm_head.")
 """How the tensors of the text model begin, without prefixes; a vision tower's begin otherwise and are left out."""
@@ -261,9 +260,14 @@ def check_num_layers(num_layers: int, stored: dict[str, Stored], folder: Path, c
 
 def shapes_of(init: Callable[..., Weights], config: Any) -> dict[str, tuple[int, ...]]:
     """Shape of each weight by its dotted path, without computing any."""
+    return dict(_shapes_of(init, config))
+
+
+@functools.lru_cache(maxsize=16)  # to trace the model takes longer than to read a small one
+def _shapes_of(init: Callable[..., Weights], config: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
     tree = jax.eval_shape(lambda: init(jax.random.key(0), config))
     flat: dict[str, Any] = flatten_dict(tree, sep=".")
-    return {path: leaf.shape for path, leaf in flat.items()}
+    return tuple((path, leaf.shape) for path, leaf in flat.items())
 
 
 def _hf_name(path: str, config: ModelConfig) -> str:
@@ -291,7 +295,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS_FILE]
     index = folder / INDEX_FILE
     if not index.is_file():
-        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
         if pickles:
             raise ValueError(
                 f"{folder}: holds {pickles[0]} but no {WEIGHTS_FILE}; pickles are never loaded, because they can run"

@@ -267,7 +267,7 @@ def test_repo_names_are_those_of_the_library():
 
 def test_file_names_are_those_of_the_readers():
     assert (hub.WEIGHTS_FILE, hub.INDEX_FILE) == (convert.WEIGHTS_FILE, convert.INDEX_FILE)
-    assert hub.PICKLES == convert._PICKLES
+    assert hub.PICKLES == convert.PICKLES
     assert hub.PAIRS == {
         drafter_files.DRAFTER_CONFIG: drafter_files.DRAFTER_FILE,
         ngram.NGRAM_CONFIG: ngram.NGRAM_FILE,
