@@ -150,7 +150,8 @@ class Decode:
 
     def go(self, state: DecodeState, num_rounds: int = UNBOUNDED, **models: Any) -> DecodeState:
         """The state behind so many rounds, or at the end; `models` stand beside those of the decode."""
-        after = self.decoder.loop(self.models | models, self.sampling, self.limits, jnp.int32(num_rounds), state)
+        settings, bounds = (self.sampling, self.limits), (jnp.int32(num_rounds), jnp.int32(1))
+        after = self.decoder.loop(self.models | models, None, *settings, *bounds, state)
         return jax.block_until_ready(after)
 
     def seconds(self, **models: Any) -> float:
@@ -168,7 +169,7 @@ def call_of(prompts: Sequence[Sequence[int]], new: int) -> tuple[tuple, dict[str
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     capacity = -(-(tokens.shape[1] + new + ROOM) // CHUNK) * CHUNK
-    limits = Limits(jnp.asarray(length + new), jnp.full(4, NO_TOKEN, jnp.int32))
+    limits = Limits(jnp.asarray(length + new), jnp.full((len(length), 4), NO_TOKEN, jnp.int32))
     keys = row_keys([(0, row) for row in range(len(prompts))])
     return (jnp.asarray(tokens), jnp.asarray(length), keys, limits), {"capacity": capacity, "max_tokens": capacity + 1}
 

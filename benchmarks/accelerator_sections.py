@@ -210,7 +210,7 @@ def stages(sizes: Sizes, record: Row) -> Iterator[Item]:
         decode = start(config, models, prompts(config, 1, sizes.prompt), sizes.new, drafter)
         call = decode.sampling, decode.limits, decode.state
         counts = {"iterations": sizes.iterations, "repeats": sizes.repeats}
-        found = profile_round(decode.decoder.loop, models, config, own, TreeConfig.chain(DEPTH), *call, **counts)
+        found = profile_round(decode.decoder, models, config, own, TreeConfig.chain(DEPTH), *call, **counts)
         seconds = {"whole": found.whole, **found.seconds()}
         return [{"target": name, "stage": x, "ms": 1e3 * s, "share": s / found.whole} for x, s in seconds.items()]
 

@@ -27,12 +27,14 @@ import numpy as np
 
 import hsd_jax
 from hsd_jax.aot.targets import read_target
+from hsd_jax.arguments import Sampling
 from hsd_jax.bench.machine import hardware
 from hsd_jax.distributed import fetch
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.target import init_target
-from hsd_jax.request import Sampling, Speculation, prepare
+from hsd_jax.request import Speculation
+from hsd_jax.session import prepare
 
 PROMPTS = (
     "Explain to a child why the sky is blue.",
@@ -70,23 +72,25 @@ def costs_of_calls(params: hsd_jax.Params, repeats: int) -> dict[str, Any]:
     """Milliseconds of calls of the plain loop, and megabytes of its temporaries."""
     prompt = list(range(5, 40))
     seconds: dict[int, list[float]] = {num: [] for num in ROUNDS}
-    request = prepare(params, prompt, Sampling(400, eos=()), Speculation(speculate=False))
-    state = request.run(request.state, 1)
+    session = prepare(params, prompt, Sampling(400, eos=()), Speculation(speculate=False))
+    decoder, models = session.setup.decoder, session.setup.models
+    session.run(1)
     for _ in range(repeats):
         for num in ROUNDS:
             start = time.perf_counter()
-            state = request.run(state, num)
-            fetch(state.length), fetch(state.done), fetch(state.tokens)
+            session.run(num)
+            fetch(session.rows[0].tokens)  # also where no round has given any
             seconds[num].append(time.perf_counter() - start)
     medians = {num: statistics.median(some) for num, some in seconds.items()}
     some = [num for num in ROUNDS if num]
     slope, begin = np.polyfit(some, [medians[num] for num in some], 1)
-    arguments = request.models, request.sampling, request.limits, np.int32(1), state
-    loop = request.decoder.loop.lower(*arguments).compile()
+    state, sampling, limits = session.rows
+    arguments = models, None, sampling, limits, np.int32(1), np.int32(1), state
+    loop = decoder.loop.lower(*arguments).compile()
     sizes = {"capacity": state.cache.capacity, "max_tokens": state.cache.capacity + 1}
     tokens = jax.ShapeDtypeStruct((1, state.cache.capacity), jnp.int32)
     length = jax.ShapeDtypeStruct((1,), jnp.int32)
-    lowered = request.decoder.prefill.lower(request.models, tokens, length, state.keys, request.limits, **sizes)
+    lowered = decoder.prefill.lower(models, tokens, length, state.keys, limits, **sizes)
     temporaries = [program.memory_analysis().temp_size_in_bytes for program in (loop, lowered.compile())]
     return {
         "cost_ms": 1e3 * medians[0],

@@ -14,11 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import hsd_jax
+from hsd_jax.arguments import Sampling
 from hsd_jax.bench.prompts import for_checkpoint
+from hsd_jax.bench.replay import watched_rounds
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.step import make_step
-from hsd_jax.request import Sampling, Speculation, prepare
+from hsd_jax.request import Speculation
+from hsd_jax.session import prepare
 
 DEPTH, NODE = 7, 0.01
 """Drafts of a chain, and what verifying one of them costs."""
@@ -32,10 +35,10 @@ def rounds_of(
     tree, scores, accepted, watched = TreeConfig.chain(DEPTH), [], [], None
     rule = make_rule(accept, tree)
     for seed, text in enumerate(texts):
-        request = prepare(params, text, Sampling(new, temperature, seed=seed), Speculation(tree=tree, accept=accept))
-        decoder, state = request.decoder, request.state
+        session = prepare(params, text, Sampling(new, temperature, seed=seed), Speculation(tree=tree, accept=accept))
+        decoder = session.setup.decoder
 
-        def step(models, sampling, limits, state, drafter=decoder.drafter):
+        def step(models, sampling, limits, state, costs, drafter=decoder.drafter):
             seen = []
 
             def draft(*args):
@@ -47,17 +50,15 @@ def rounds_of(
                 return seen[1]
 
             own = make_step(params.target_config, drafter._replace(draft=draft), rule._replace(verify=verify))
-            after, tree = own(models, sampling, limits, state), seen[0][0]
+            after, tree = own(models, sampling, limits, state, costs), seen[0][0]
             score = tree.score
             if tree.draft_logp is not None:
                 sure = jnp.log1p(jnp.exp(jnp.max(tree.draft_logp, -1))) - jnp.log(2.0)
                 score = jnp.pad(jnp.cumsum(sure, 1), ((0, 0), (1, 0)))
-            return after, score, seen[1].num_accepted
+            return after, (score, seen[1].num_accepted)
 
         watched = watched or decoder.compile(step)
-        while not bool(np.asarray(state.done)[0]):
-            state = request.run(state, num_rounds=0)
-            state, score, num = watched(request.models, request.sampling, request.limits, state)
+        for score, num in watched_rounds(session, watched):
             scores.append(np.asarray(score)[0])
             accepted.append(int(np.asarray(num)[0]))
     return np.array(scores), np.array(accepted)

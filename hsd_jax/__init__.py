@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hsd_jax.drafters.lookup.config import LookupConfig
     from hsd_jax.params import Params, load, place, rescore, restrict, stack
     from hsd_jax.programs import compilation_cache
+    from hsd_jax.session import Generated, Session, Taken
     from hsd_jax.tuned import Tuned
 
 __version__ = "0.1.0"
@@ -22,11 +23,14 @@ __version__ = "0.1.0"
 __all__ = [
     "DecodeResult",
     "DrafterConfig",
+    "Generated",
     "LookupConfig",
     "ModelConfig",
     "Params",
     "Piece",
+    "Session",
     "Stats",
+    "Taken",
     "TreeConfig",
     "Tuned",
     "compilation_cache",
@@ -52,6 +56,7 @@ _MODULES = {
     "hsd_jax.drafters.lookup.config": ("LookupConfig",),
     "hsd_jax.params": ("Params", "load", "place", "rescore", "restrict", "stack"),
     "hsd_jax.programs": ("compilation_cache",),
+    "hsd_jax.session": ("Generated", "Session", "Taken"),
     "hsd_jax.tuned": ("Tuned",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -1,29 +1,28 @@
 """What users call: `decode` and `stream`, and the records they return.
 
-Calls are checked in `arguments.py`, planned and padded in `request.py`; the work is done by the pure functions of
-`infer/decode.py`. Read next: `request.py`; or `infer/step.py`, one round.
+Each is a `Session` of one batch: its rows come in together, and nobody after them. Read next: `session.py`; or
+`infer/step.py`, one round.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
-import jax
 import numpy as np
 
-from hsd_jax.arguments import Prompt
+from hsd_jax.arguments import Prompt, Sampling
 from hsd_jax.config import TreeConfig
-from hsd_jax.distributed import check_same, fetch
-from hsd_jax.infer.decode import Pace
+from hsd_jax.distributed import check_same
+from hsd_jax.infer.decode import UNBOUNDED, Pace
 from hsd_jax.params import Params
 from hsd_jax.plan import Plan
-from hsd_jax.request import AUTO, Request, Sampling, Speculation, prepare
+from hsd_jax.request import AUTO, Speculation
+from hsd_jax.session import RequestStats, Session, Taken, prepare
 from hsd_jax.settings import Count, describe, fits, shown
-from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.tuned import Tuned
-from hsd_jax.types import INVALID_TOKEN, NO_TOKEN, DecodeState, Drafter
+from hsd_jax.types import NO_TOKEN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,24 +170,17 @@ def decode(
     """
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, eos)
     speculation = Speculation(tree, accept, draw, reuse, speculate, tuned, pad_rows, lossy, adaptive)
-    request = prepare(params, prompt, sampling, speculation)
-    start = time.perf_counter()
-    state = request.run(request.state)
-    jax.block_until_ready(state.length)
-    seconds = time.perf_counter() - start
-    rows = len(request.prompt_length)
-    tokens, length = fetch(state.tokens)[:rows], fetch(state.length)[:rows]
-    check_valid(tokens, length, request.prompt_length)
-    num_tokens = length - request.prompt_length
-    out = np.full((rows, int(num_tokens.max(initial=0))), NO_TOKEN, np.int32)
-    for row, (first, last) in enumerate(zip(request.prompt_length, length, strict=True)):
-        out[row, : last - first] = tokens[row, first:last]
-    text = None
-    if params.tokenizer is not None:
-        decoders = [IncrementalDecoder(params.tokenizer, p) for p in request.prompts]
-        text = [d.push(out[row, : num_tokens[row]], is_last=True) for row, d in enumerate(decoders)]
-    stats = _stats(state, num_tokens, request, seconds)
-    return DecodeResult(out, num_tokens.astype(np.int32), text, stats)
+    with prepare(params, prompt, sampling, speculation) as session:
+        while session.num_running:
+            session.run(UNBOUNDED)
+        rows = [session.take(row) for row in range(session.slots)]
+        check_valid(rows)
+        num_tokens = np.array([len(row.tokens) for row in rows], np.int32)
+        out = np.full((len(rows), int(num_tokens.max(initial=0))), NO_TOKEN, np.int32)
+        for line, row in zip(out, rows, strict=True):
+            line[: len(row.tokens)] = row.tokens
+        text = None if params.tokenizer is None else [row.text or "" for row in rows]
+        return DecodeResult(out, num_tokens, text, _stats(session, [row.stats for row in rows]))
 
 
 def stream(
@@ -226,73 +218,56 @@ def stream(
     check_same("rounds of the stream", repr(rounds))
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, eos)
     speculation = Speculation(tree, accept, draw, reuse, speculate, tuned, lossy=lossy, adaptive=adaptive)
-    request = prepare(params, prompt, sampling, speculation)
-    return _stream(params, request, rounds)
+    return _stream(prepare(params, prompt, sampling, speculation), rounds)
 
 
-def _stream(params: Params, request: Request, rounds: int | None) -> Generator[Piece, None, Stats]:
-    state, rows, seconds = request.state, len(request.prompt_length), 0.0
-    pace = Pace(rounds)
-    shown = request.prompt_length.copy()
-    decoders = [IncrementalDecoder(params.tokenizer, p) for p in request.prompts] if params.tokenizer else None
-    finished = np.zeros(rows, bool)
-    while not finished.all():
-        start = time.perf_counter()
-        state = request.run(state, pace.num_rounds)
-        length, done = fetch(state.length)[:rows], fetch(state.done)[:rows]
-        seconds += (took := time.perf_counter() - start)
-        pace.learn(took)
-        tokens = np.array(fetch(state.tokens))[:rows]  # a copy: the buffer is donated to the next rounds
-        check_valid(tokens, length, request.prompt_length)
-        for row in np.flatnonzero(~finished):
-            new = tokens[row, shown[row] : length[row]]
-            text = decoders[row].push(new, is_last=bool(done[row])) if decoders else None
-            shown[row] = length[row]
-            if len(new) or text:
-                yield Piece(int(row), new, text)
-        finished = done
-    return _stats(state, shown - request.prompt_length, request, seconds)
+def _stream(session: Session, rounds: int | None) -> Generator[Piece, None, Stats]:
+    with session:  # one that is not read to its end is closed, too
+        pace, ended = Pace(rounds), dict[int, RequestStats]()
+        while len(ended) < session.slots:
+            start = time.perf_counter()
+            if session.num_running:
+                session.run(pace.num_rounds)
+            pace.learn(time.perf_counter() - start)
+            pieces = {row: session.take(row) for row in range(session.slots) if row not in ended}
+            check_valid(pieces)
+            for row, piece in pieces.items():
+                if piece.stats is not None:
+                    ended[row] = piece.stats
+                if len(piece.tokens) or piece.text:
+                    yield Piece(row, piece.tokens, piece.text)
+        return _stats(session, [ended[row] for row in range(session.slots)])
 
 
-def check_valid(tokens: np.ndarray, length: np.ndarray, prompt_length: np.ndarray) -> None:
+def check_valid(rows: Mapping[int, Taken] | Sequence[Taken]) -> None:
     """Refuses texts that end where the target gave no distribution for a token.
 
-    Args:
-      tokens: int32 [B, T], of which `length` [B] count, the first `prompt_length` [B] of them the prompt.
     Raises:
       ValueError: naming the first such row.
     """
-    for row, (last, first) in enumerate(zip(length, prompt_length, strict=True)):
-        if last > first and tokens[row, last - 1] == INVALID_TOKEN:
-            raise ValueError(
-                f"row {row}: the target gave NaN logits, or none but -inf, after {last - 1} tokens, {first} of them"
-                " the prompt; its weights are damaged, or too large for the dtype they are computed in"
-            )
+    for row, taken in rows.items() if isinstance(rows, Mapping) else enumerate(rows):
+        if taken.error is not None:
+            raise ValueError(f"row {row}: {taken.error}")
 
 
-def _stats(state: DecodeState, num_tokens: np.ndarray, request: Request, seconds: float) -> Stats:
-    rows = len(num_tokens)
-    passes = fetch(state.stats.num_target_passes)[:rows]
-    histogram = fetch(state.stats.accepted_histogram)[:rows]
-    control = state.control
-    counts = None if control is None or control.drafts is None else fetch(control.drafts)[:rows].sum(0).tolist()
+def _stats(session: Session, rows: Sequence[RequestStats | None]) -> Stats:
+    found = [row for row in rows if row is not None]
+    num_tokens, passes = (
+        np.array([getattr(row, name) for row in found]) for name in ("num_tokens", "num_target_passes")
+    )
+    histogram = np.stack([row.accepted_histogram for row in found])
+    drafts = [row.drafts for row in found if row.drafts is not None]
     per_row = RowStats(num_tokens / np.maximum(passes, 1), passes, histogram)
     return Stats(
         tau=float(num_tokens.sum() / max(passes.sum(), 1)),
         num_target_passes=int(passes.sum()),
         accepted_histogram=histogram.sum(0),
         per_row=per_row,
-        prefill_seconds=request.prefill_seconds,
-        decode_seconds=seconds,
-        plan=request.plan,
-        drafted_share=float(fetch(state.stats.num_drafted)[:rows].sum() / max(passes.sum(), 1)),
-        lossy=request.lossy,
-        drafter=_counts(request.decoder.drafter, state, rows),
-        drafts=None if counts is None else (counts[0], counts[1]),
+        prefill_seconds=session.prefill_seconds,
+        decode_seconds=session.decode_seconds,
+        plan=session.plan,
+        drafted_share=sum(row.num_drafted for row in found) / max(int(passes.sum()), 1),
+        lossy=session.setup.lossy,
+        drafter={name: sum(row.drafter[name] for row in found) for name in found[0].drafter},
+        drafts=(sum(made for made, _ in drafts), sum(verified for _, verified in drafts)) if drafts else None,
     )
-
-
-def _counts(drafter: Drafter | None, state: DecodeState, rows: int) -> dict[str, int]:
-    if drafter is None or drafter.counts is None:
-        return {}
-    return {name: int(fetch(counted)[:rows].sum()) for name, counted in drafter.counts(state.drafter).items()}

@@ -1,10 +1,11 @@
 """The arguments of a call, checked row by row: prompts, lengths, settings, seeds and end tokens.
 
-Nothing here knows a drafter. Read next: `request.py`, which makes a decode of them.
+Nothing here knows a drafter. Read next: `request.py`, which says how they are decoded.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from hsd_jax.config import bucket
 from hsd_jax.params import Params
 from hsd_jax.settings import HOTTEST, Temperature, fits, shown
 from hsd_jax.tokenizer import Messages, check_unicode
-from hsd_jax.types import NO_TOKEN, SamplingParams
+from hsd_jax.types import NO_TOKEN, Limits, SamplingParams
 
 COLDEST = 1e-6
 """Smaller temperatures are greedy: dividing by them would overflow float32."""
@@ -25,7 +26,82 @@ Prompt = str | Sequence[int] | np.ndarray | jax.Array | Messages
 """A text, token ids, or a conversation."""
 
 
-def checked_new_tokens(params: Params, prompts: list[list[int]], max_new_tokens: Any) -> list[int]:
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the text of a call is drawn: the arguments of `decode` of the same names, a value or one a row."""
+
+    max_new_tokens: Any = 128
+    temperature: Any = 0.0
+    top_k: Any = None
+    top_p: Any = None
+    seed: Any = 0
+    eos: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What is asked of one row, checked: all that its text depends on besides the models."""
+
+    tokens: list[int]
+    """Of its prompt."""
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    """0, 0 and 1: greedy, and filters that are off, as in `SamplingParams`."""
+    seed: tuple[int, int]
+    """What makes its key: a seed, and its number under that."""
+    eos: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens that it may have in all."""
+        return len(self.tokens) + self.max_new_tokens
+
+
+NOTHING = Row([0], 0, 0.0, 0, 1.0, (0, 0), ())
+"""Fills a place: born finished, one token and no room for another."""
+
+
+def rows_of(
+    params: Params, prompt: Prompt | Sequence[Prompt], asked: Sampling, max_len: int | None = None
+) -> list[Row]:
+    """The rows of a call.
+
+    Args:
+      max_len: tokens that a row may have, if less than the models allow.
+    Raises:
+      ValueError: naming the wrong value and the allowed ones.
+    """
+    prompts = encode(params, prompt)
+    settings = sampling_of_rows(len(prompts), asked.temperature, asked.top_k, asked.top_p)
+    new_tokens = checked_new_tokens(params, prompts, asked.max_new_tokens, max_len)
+    seeds, eos = seeds_of_rows(asked.seed, len(prompts)), end_tokens_of(params, asked.eos)
+    temperature, top_k, top_p = (x.tolist() for x in settings)
+    per_row = zip(prompts, new_tokens, temperature, top_k, top_p, seeds, strict=True)
+    return [Row(ids, new, t, k, p, seed, eos) for ids, new, t, k, p, seed in per_row]
+
+
+def arrays_of(
+    rows: Sequence[Row], num_rows: int, num_places: int
+) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]], Limits, SamplingParams]:
+    """Tokens [B, P], lengths [B], what makes keys, limits and settings of B = `num_rows` rows, P = `num_places`; those
+    after `rows` are NOTHING."""
+    filled = [*rows, *[NOTHING] * (num_rows - len(rows))]
+    tokens, num_ends = np.zeros((num_rows, num_places), np.int32), bucket(max(len(row.eos) for row in filled), 4)
+    for place, row in zip(tokens, filled, strict=True):
+        place[: len(row.tokens)] = row.tokens
+    length, most = (np.array(x, np.int32) for x in ([len(r.tokens) for r in filled], [r.longest for r in filled]))
+    eos = np.array([[*row.eos, *[NO_TOKEN] * (num_ends - len(row.eos))] for row in filled], np.int32)
+    kinds = ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32)
+    settings: list[Any] = [np.array([getattr(row, name) for row in filled], dtype) for name, dtype in kinds]
+    bounds: tuple[Any, Any] = most, eos
+    return tokens, length, [row.seed for row in filled], Limits(*bounds), SamplingParams(*settings)
+
+
+def checked_new_tokens(
+    params: Params, prompts: list[list[int]], max_new_tokens: Any, max_len: int | None = None
+) -> list[int]:
     """How many tokens each row may get.
 
     Raises:
@@ -36,16 +112,21 @@ def checked_new_tokens(params: Params, prompts: list[list[int]], max_new_tokens:
         if new is None or new < 0:
             raise ValueError(f"max_new_tokens={shown(new)}: allowed are 0 and more")
     for row, (ids, new) in enumerate(zip(prompts, values, strict=True)):
-        check_length(params, row, len(ids), new)
+        check_length(params, row, len(ids), new, max_len)
     return values
 
 
-def check_length(params: Params, row: int, num_tokens: int, new: int) -> None:
+def check_length(params: Params, row: int, num_tokens: int, new: int, max_len: int | None = None) -> None:
     """Refuses a prompt of so many tokens whose `new` ones would not fit after it.
 
     Raises:
       ValueError: naming the row.
     """
+    if max_len is not None and num_tokens + new > max_len:
+        raise ValueError(
+            f"the prompt has {num_tokens} tokens and max_new_tokens is {shown(new)}: together more than the session's"
+            f" max_len={max_len}; shorten one, or open a session with a larger max_len (at most {params.max_len})"
+        )
     if num_tokens + new > params.max_len:
         raise ValueError(
             f"prompt {row} has {num_tokens} tokens and max_new_tokens is {shown(new)}: together more than"
@@ -167,8 +248,8 @@ def sampling_of_row(temperature: float, top_k: int | None = None, top_p: float |
     return SamplingParams(temperatures, ks, ps)
 
 
-def end_tokens_of(params: Params, eos) -> np.ndarray:
-    """End tokens in a bucket of their own, so that their number never compiles anything."""
+def end_tokens_of(params: Params, eos) -> tuple[int, ...]:
+    """The end tokens; None: those of the checkpoint."""
     if isinstance(eos, (str, bytes, dict)):
         raise ValueError(f"eos={eos}: expected a token id, or several")
     try:
@@ -179,4 +260,4 @@ def end_tokens_of(params: Params, eos) -> np.ndarray:
     for token in ids:
         if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
             raise ValueError(f"eos={shown(token)}: allowed are 0 to {vocab_size - 1}")
-    return np.array([*ids, *[NO_TOKEN] * (bucket(len(ids), 4) - len(ids))], np.int32)
+    return tuple(int(token) for token in ids)

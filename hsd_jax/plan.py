@@ -172,7 +172,8 @@ class CostModel:
         """
         rows = np.arange(batch * tree.nodes + 1)
         verify = self.target_pass(rows if self.rates.skips_rows else np.full(len(rows), rows[-1]))
-        plain, draft = self.target_pass(np.arange(batch + 1)), self.drafting(batch, tree)
+        plain = self.target_pass(np.arange(batch + 1))
+        draft = np.array([self.drafting(num if self.rates.skips_rows else batch, tree) for num in range(batch + 1)])
         window = self.target.sliding_window or 0, self.windowed_share
         numbers = verify, plain, draft, self.slot(), *window, trust, *([draft / tree.depth] if ends_early else [])
         return Costs(*(jax.device_put(np.asarray(x, np.float32)) for x in numbers))

@@ -1,46 +1,34 @@
-"""From the arguments of a call to checked, padded arrays: prompts, settings per row, buckets, prefill.
+"""How rows are decoded: the tree, the rule that judges, the compiled functions, and the sizes of their arrays.
 
-Everything that can be wrong with a call is found here or in `arguments.py`, before anything compiles. Read next:
-`plan.py`, which chooses the tree, and `infer/decode.py`, which decodes.
+What can be wrong with that is found here, and in `arguments.py` what can be wrong with a row; nothing compiles before.
+Read next: `plan.py`, which chooses the tree, and `session.py`, where rows are decoded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax import sharding as sharding_lib
-from hsd_jax.arguments import (
-    Prompt,
-    checked_new_tokens,
-    encode,
-    end_tokens_of,
-    sampling_of_rows,
-    seeds_of_rows,
-)
+from hsd_jax.arguments import Sampling
 from hsd_jax.config import NO_REUSE, NONE, ModelConfig, ReuseConfig, TreeConfig, bucket
-from hsd_jax.distributed import check_mesh, check_same, put
+from hsd_jax.distributed import check_mesh
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer.accept import RULES, make_rule
-from hsd_jax.infer.decode import GROWTH, UNBOUNDED, Decoder
+from hsd_jax.infer.decode import GROWTH, Decoder
 from hsd_jax.infer.lossy import Lossy
 from hsd_jax.infer.plain import make_plain_step
-from hsd_jax.infer.sampling import row_keys
 from hsd_jax.infer.step import make_step
-from hsd_jax.kernels.native import traced_platform
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree
 from hsd_jax.plan import Plan, check_adaptive, costs_of, may_end_early, plan_for
 from hsd_jax.settings import Within, fits, shown
 from hsd_jax.tuned import Tuned
-from hsd_jax.types import DecodeState, DrawScheme, Limits, SamplingParams
+from hsd_jax.types import Costs, DrawScheme
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
 """Slots of the smallest caches, the next GROWTH times as many; and what every capacity is a multiple of."""
@@ -53,18 +41,6 @@ MOST_PAD_ROWS = 256
 
 AUTO = "auto"
 """The rule `match` for every row: a row's tokens depend on its prompt, settings and seed alone."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How the text of a call is drawn: the arguments of `decode` of the same names, a value or one a row."""
-
-    max_new_tokens: Any = 128
-    temperature: Any = 0.0
-    top_k: Any = None
-    top_p: Any = None
-    seed: Any = 0
-    eos: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,30 +70,29 @@ def records(settings: Mapping[str, Any]) -> tuple[Sampling, Speculation]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """A checked call, as arrays: what `decode` and `stream` share."""
+class Setup:
+    """How rows are decoded: what is fixed for the life of a session."""
 
     decoder: Decoder
-    models: dict
-    sampling: SamplingParams
-    limits: Limits
-    state: DecodeState
-    prompts: list[list[int]]
-    prompt_length: np.ndarray
-    prefill_seconds: float
+    models: dict[str, Any]
+    """Weights of "target" and "drafter"."""
+    costs: Costs | None
+    """By which drafts that do not pay are dropped; None: every tree is verified whole."""
     plan: Plan
+    rule: str
+    scheme: DrawScheme
     lossy: str | None
     """The name of the lossy acceptance that drafts met; None: the text follows the target."""
-    largest: int
-    """Slots of the largest caches."""
 
     @functools.cached_property
-    def _held(self) -> Any:
+    def held(self) -> Any:
+        """`models` as `Decoder.run` takes them the fastest."""
         return self.decoder.hold(self.models)
 
-    def run(self, state: DecodeState, num_rounds: int = UNBOUNDED) -> DecodeState:
-        """So many rounds from a state on, which is consumed."""
-        return self.decoder.run(self._held, self.sampling, self.limits, state, num_rounds, self.largest)
+    @property
+    def lookahead(self) -> int:
+        """Slots that are kept free after a row."""
+        return max(self.decoder.lookahead, MOST_LOOKAHEAD)
 
 
 def make_decoder(
@@ -155,47 +130,29 @@ def make_decoder(
 _decoder = functools.lru_cache(maxsize=64)(make_decoder)
 
 
-def prepare(
-    params: Params,
-    prompt: Prompt | Sequence[Prompt],
-    sampling: Sampling = Sampling(),
-    speculation: Speculation = Speculation(),
-) -> Request:
-    """A checked call with its prompts read, ready for `Decoder.run`.
+def set_up(
+    params: Params, asked: Speculation, num_rows: int, plan_rows: int, capacity: int, temperature: float
+) -> Setup:
+    """Plans, and looks up the decoder of that plan, or makes it; nothing compiles yet.
 
-    1. Prompts become token ids; lengths and settings are checked, a value a row.
-    2. The call is planned: rows and slots of the program, the tree, the rule that judges.
-    3. The decoder of that plan is looked up, or made.
-    4. Rows are padded to those of the program, and put where the mesh wants them.
-    5. The prefill reads the prompts. Only here anything compiles.
-
+    Args:
+      num_rows: of the program.
+      plan_rows: for which the tree is chosen, where none is asked for.
+      capacity: slots of the caches.
+      temperature: the highest of all rows.
     Raises:
-      ValueError: naming the wrong value and the allowed ones, before anything compiles.
+      ValueError: naming the wrong value and the allowed ones.
     """
     check_mesh(params.mesh)
-    prompts = encode(params, prompt)
-    settings = sampling_of_rows(len(prompts), sampling.temperature, sampling.top_k, sampling.top_p)
-    new_tokens = checked_new_tokens(params, prompts, sampling.max_new_tokens)
-    seeds, eos = seeds_of_rows(sampling.seed, len(prompts)), end_tokens_of(params, sampling.eos)
-
-    num_rows = rows_bucket(len(prompts), sharding_lib.rows_multiple(params.mesh))
-    longest_prompt = max(map(len, prompts))
-    longest_row = max(len(ids) + new for ids, new in zip(prompts, new_tokens, strict=True))
-    capacity = first_capacity(longest_prompt, longest_row, MOST_LOOKAHEAD, params.max_len)
-    plan, rule, scheme = _plan_and_rule(params, speculation, num_rows, capacity, float(max(settings[0])))
-    is_plain = plan.tree is None
-    lossy = Lossy.parse(speculation.lossy, rule)
-    known = params.pair, params.dtype, params.precision, params.max_len
-    asked = prompts, sampling, dataclasses.replace(plan, reason=""), rule, scheme, speculation.pad_rows, lossy
-    check_same("models, prompts and settings of the call", repr((known, asked)))
-
+    plan, rule, scheme = _plan_and_rule(params, asked, plan_rows, capacity, temperature)
+    is_plain, lossy = plan.tree is None, Lossy.parse(asked.lossy, rule)
     decoder = _decoder(
         params.target_config,
         None if is_plain else params.drafter_config,
         plan.tree,
         params.precision,
         cache_lib.fastest_dtype(params.target["embedding"].dtype).name,
-        speculation.pad_rows if is_plain else 1,
+        asked.pad_rows if is_plain else 1,
         mesh=params.mesh,
         accept="match" if is_plain else rule,
         scheme=DrawScheme.ARBITRARY if is_plain else scheme,
@@ -203,58 +160,13 @@ def prepare(
         lossy=None if is_plain else lossy,
         drafter_mesh=None if is_plain else params.drafter_mesh,
     )
-    if decoder.lookahead > MOST_LOOKAHEAD:  # a tree that was asked for, deeper than any that is chosen
-        capacity = first_capacity(longest_prompt, longest_row, decoder.lookahead, params.max_len)
-
-    tokens, lengths, keys, limits, per_row = _arrays(
-        params, prompts, new_tokens, settings, seeds, eos, num_rows, capacity
-    )
-    models = {"target": params.target, "drafter": None if is_plain else params.drafter}
+    costs = None
     if plan.is_chosen and plan.tree is not None:
-        ends_early = bool(speculation.adaptive) and may_end_early(params.drafter_config, plan.tree)
-        models["costs"] = costs_of(params, num_rows, plan.tree, ends_early)
-    start = time.perf_counter()
-    state = decoder.read(models, tokens, lengths, keys, limits, capacity=capacity, max_tokens=capacity + 1)
-    if params.mesh is not None and (is_plain or params.drafter_mesh is None):
-        state = put(state, sharding_lib.row_shardings(params.mesh, state, num_rows))
-    jax.block_until_ready(state.length)
-    seconds = time.perf_counter() - start
-    prompt_length = np.array([len(ids) for ids in prompts], np.int32)
-    largest = largest_capacity(max(decoder.lookahead, MOST_LOOKAHEAD), params.max_len)
-    name = None if is_plain or lossy is None else lossy.name
-    return Request(decoder, models, per_row, limits, state, prompts, prompt_length, seconds, plan, name, largest)
-
-
-def _arrays(
-    params: Params,
-    prompts: list[list[int]],
-    new_tokens: list[int],
-    settings: tuple[np.ndarray, np.ndarray, np.ndarray],
-    seeds: list[tuple[int, int]],
-    eos: np.ndarray,
-    num_rows: int,
-    capacity: int,
-) -> tuple[jax.Array, jax.Array, jax.Array, Limits, SamplingParams]:
-    """Tokens [B, capacity], lengths [B], keys [B], limits and settings of B = `num_rows` rows, where they are to lie.
-
-    Rows that only fill a bucket or the mesh are born finished: one token, no room for another.
-    """
-    fill = num_rows - len(prompts)
-    filled = prompts + [[0]] * fill
-    length = np.array([len(ids) for ids in filled], np.int32)
-    max_length = length + np.array([*new_tokens, *[0] * fill], np.int32)
-    tokens = np.zeros((num_rows, capacity), np.int32)
-    for row, ids in zip(tokens, filled, strict=True):
-        row[: len(ids)] = ids
-    padded: list[Any] = [np.pad(x, (0, fill), mode="edge") for x in settings]
-    per_row = SamplingParams(*padded)
-    if traced_platform() != "cpu":
-        per_row = dataclasses.replace(per_row, all_greedy=bool((settings[0] == 0.0).all()))
-    bounds: tuple[Any, Any] = max_length, eos
-    arrays: Any = tokens, length, row_keys([*seeds, *[(0, 0)] * fill]), Limits(*bounds), per_row
-    if params.mesh is None:
-        return jax.device_put(arrays)  # `jnp.asarray` would compile a program for every shape
-    return put(arrays, sharding_lib.row_shardings(params.mesh, arrays, num_rows))
+        costs = costs_of(
+            params, num_rows, plan.tree, bool(asked.adaptive) and may_end_early(params.drafter_config, plan.tree)
+        )
+    models = {"target": params.target, "drafter": None if is_plain else params.drafter}
+    return Setup(decoder, models, costs, plan, rule, scheme, None if is_plain or lossy is None else lossy.name)
 
 
 def _plan_and_rule(

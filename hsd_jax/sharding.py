@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from hsd_jax.axes import KV_HEADS, ROWS, SLOTS, Axes, map_named
 from hsd_jax.settings import shown
 
 MESH_AXES = ("data", "model")
@@ -22,10 +23,11 @@ TRAINING_AXES = ("data", FSDP, "model")
 XLA gathers a weight where a product needs it. A decode reads every weight in every round, so it has no such axis."""
 
 SPLITS: dict[str | None, tuple[str, ...]] = {
-    "rows": ("data", FSDP),
+    ROWS: ("data", FSDP),
+    SLOTS: (),
     "vocab": ("model",),
     "heads": ("model",),
-    "kv_heads": ("model",),
+    KV_HEADS: ("model",),
     "mlp": ("model",),
     "embed": (),
     None: (),
@@ -154,15 +156,15 @@ def weight_shardings(mesh: Mesh, weights: Any, num_heads: int, num_kv_heads: int
 
 
 def row_shardings(mesh: Mesh, tree: Any, batch: int) -> Any:
-    """Shardings of per-row arrays: the leading axis over "data" and "fsdp"; caches also over key/value heads."""
+    """Shardings of per-row arrays by the names of their axes: rows over "data" and "fsdp", caches also over key/value
+    heads. What has no `batch` rows is whole on each device."""
 
-    def one(leaf):
+    def one(axes: Axes, leaf: Any) -> NamedSharding:
         if leaf.ndim == 0 or leaf.shape[0] != batch:
             return NamedSharding(mesh, PartitionSpec())
-        axes = ("rows", "kv_heads", None, None) if leaf.ndim == 4 else ("rows",) + (None,) * (leaf.ndim - 1)
         return _sharding(mesh, leaf.shape, axes, {})
 
-    return jax.tree.map(one, tree)
+    return map_named(one, tree)
 
 
 def placed(shapes: Any, shardings: Any) -> Any:

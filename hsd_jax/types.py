@@ -26,6 +26,8 @@ import flax.struct
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from hsd_jax.axes import CACHE, ROWS, SLOTS, named
+
 NO_PARENT = -1
 """Parent of the root and of padding nodes."""
 NO_TOKEN = -1
@@ -68,9 +70,9 @@ class KVCache:
     One buffer a layer and not one stacked array: XLA on CPU copies a slice before a product.
     """
 
-    keys: tuple[Float[Array, "B G S E"], ...]
-    values: tuple[Float[Array, "B G S E"], ...]
-    length: Int[Array, "B"]
+    keys: tuple[Float[Array, "B G S E"], ...] = flax.struct.field(metadata=named(*CACHE))
+    values: tuple[Float[Array, "B G S E"], ...] = flax.struct.field(metadata=named(*CACHE))
+    length: Int[Array, "B"] = flax.struct.field(metadata=named(ROWS))
     """Valid slots of each row. Invariant of the decode loop: committed tokens - 1."""
     capacity: int = flax.struct.field(pytree_node=False, default=0)
     """Tokens that a row may have. Layers with fewer slots are rings (`models/cache.py`)."""
@@ -151,8 +153,8 @@ class Limits:
 
     max_length: Int[Array, "B"]
     """Committed tokens at which a row stops, prompt included."""
-    eos: Int[Array, "num_eos"]
-    """End tokens, padded with NO_TOKEN."""
+    eos: Int[Array, "B num_eos"]
+    """End tokens of each row, padded with NO_TOKEN."""
 
 
 @flax.struct.dataclass
@@ -173,8 +175,8 @@ class Costs:
     """Seconds to verify 0, 1, ... nodes, all rows of the batch together, without attention to the cache."""
     plain_seconds: Float[Array, "B+1"]
     """Seconds of a plain pass over 0, 1, ... rows."""
-    draft_seconds: Float[Array, ""]
-    """Seconds to draft a full tree for every row, however many of its nodes are verified."""
+    draft_seconds: Float[Array, "B+1"]
+    """Seconds to draft full trees for 0, 1, ... rows, however many of their nodes are verified."""
     slot_seconds: Float[Array, ""]
     """Seconds that the attention of one node takes for each cache slot it sees."""
     window: Float[Array, ""]
@@ -183,30 +185,34 @@ class Costs:
     """The fraction of the layers that have a sliding window."""
     first_trust: Float[Array, ""]
     """What an edge that the drafter is sure of is taken to be worth before any was tried."""
-    level_seconds: Float[Array, ""] | None = None
-    """Seconds to draft one level for every row; None: chains grow to their full depth."""
+    level_seconds: Float[Array, "B+1"] | None = None
+    """Seconds to draft one level for 0, 1, ... rows; None: chains grow to their full depth."""
 
 
 @flax.struct.dataclass
 class Control:
-    """What a decode has learned about its drafts, in sums over the rounds so far.
+    """What a decode has learned about its drafts, in sums over the rounds so far: each row its own share.
 
-    The first four decay exponentially: each round multiplies them by `worth.MEMORY` before its own numbers are added.
+    A row may leave a running batch, or enter it (`worth.joined`); whether drafts pay is decided by the rows that are
+    not done, together. The first four decay exponentially: each round multiplies them by `worth.MEMORY` before its own
+    numbers are added. A row that is done keeps its numbers.
     """
 
     accepted: Float[Array, "B"]
     """Drafts that were accepted."""
     predicted: Float[Array, "B"]
     """How many the drafter expected: the sum of its own probabilities of the drafts that were tried."""
-    tokens: Float[Array, ""]
-    """Tokens that rounds with drafts committed, all rows together."""
-    seconds: Float[Array, ""]
-    """Seconds that these rounds should have taken by `Costs`."""
-    rounds: Int[Array, ""]
-    """Rounds with drafts since these were last given up; does not decay."""
-    wait: Int[Array, ""]
+    tokens: Float[Array, "B"]
+    """Tokens that rounds with drafts committed."""
+    plain: Float[Array, "B"]
+    """Tokens that plain rounds would have given in the seconds that these rounds should have taken by `Costs`. Unlike
+    seconds it may be compared between rounds of many rows and of few."""
+    rounds: Int[Array, "B"]
+    """Rounds with drafts since these were last given up; does not decay. This and what follows is the same in all rows
+    that are not done."""
+    wait: Int[Array, "B"]
     """Blocks of plain rounds before drafts are tried again; 0: rounds have drafts."""
-    backoff: Int[Array, ""]
+    backoff: Int[Array, "B"]
     """What `wait` will be if drafts do not pay."""
     drafts: Int[Array, "B 2"] | None = None
     """Drafts that were made, and those verified; none of them decays. None unless chains may end early."""
@@ -214,9 +220,10 @@ class Control:
 
 @flax.struct.dataclass
 class DecodeState:
-    """The carry of the decode loop."""
+    """The carry of the decode loop. Every array of it, the drafter's own included, has rows as its first axis: so a row
+    can come and go (`infer/rows.py`)."""
 
-    tokens: Int[Array, "B T"]
+    tokens: Int[Array, "B T"] = flax.struct.field(metadata=named(ROWS, SLOTS))
     length: Int[Array, "B"]
     done: Bool[Array, "B"]
     cache: KVCache
@@ -256,6 +263,8 @@ class RoundInputs:
     it where it is None."""
     stop: Stop | None = None
     """None: chains grow to their full depth."""
+    live: Bool[Array, "B"] | None = None
+    """Rows that go on; what is drafted for the others has no meaning. None: all."""
 
 
 class Candidates(NamedTuple):

@@ -19,13 +19,13 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hsd_jax"
 # A module imports only from its own layer and from those before it.
 LAYERS = [
     "settings files programs interrupts watch distributed",
-    "types hierarchy theory config lock tokenizer",
+    "types axes hierarchy theory config lock tokenizer",
     "kernels",
     "sharding tokenizer",
     "models",
     "infer",
     "drafters",
-    "ahead api arguments params plan request tuned",
+    "ahead api arguments params plan request session tuned",
     "train",
     "bench",
     "aot",
@@ -37,7 +37,8 @@ INFER_LAYERS = [
     "accept",
     "worth",
     "step",
-    "plain decode",
+    "plain rows",
+    "decode",
 ]
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -177,6 +178,72 @@ def undefined_names(package: Path) -> list[str]:
     return found
 
 
+RUNS_THE_LOOP = "infer/decode.py", "run"
+"""The one function that calls the compiled loop: who else wants rounds asks it, so caches grow in one place."""
+
+
+def loop_callers(package: Path, allowed: tuple[str, str] | None = RUNS_THE_LOOP) -> list[str]:
+    """Calls of the compiled loop of a decoder, or of what stands in for it, outside of `allowed`.
+
+    To hand the loop on, to lower and to compile it is nobody's harm.
+    """
+    found = []
+    for path, _, tree in modules(package):
+        names = {"loop"} | {name for node in ast.walk(tree) for name in names_bound_to_loop(node)}
+        for owner, node in owned(tree):
+            callee = node.func if isinstance(node, ast.Call) else None
+            is_loop = isinstance(callee, ast.Attribute) and callee.attr == "loop"
+            is_named = isinstance(callee, ast.Name) and callee.id in names
+            if (is_loop or is_named) and (path.relative_to(package).as_posix(), owner) != allowed:
+                found.append(at(package, path, node.lineno, f"{owner} calls the loop: only `Decoder.run` may"))
+    return found
+
+
+def names_bound_to_loop(node: ast.AST) -> Iterator[str]:
+    """Names that an assignment gives to the attribute `loop` of something, alone or in a choice."""
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        values = [node.value.body, node.value.orelse] if isinstance(node.value, ast.IfExp) else [node.value]
+        if any(isinstance(value, ast.Attribute) and value.attr == "loop" for value in values):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def owned(tree: ast.AST, owner: str = "the module") -> Iterator[tuple[str, ast.AST]]:
+    """Every node with the name of the innermost function around it."""
+    for node in ast.iter_child_nodes(tree):
+        yield owner, node
+        yield from owned(node, node.name if isinstance(node, FUNCTIONS) else owner)
+
+
+def caches_by_rank(package: Path) -> list[str]:
+    """Arrays that are told from others by having four axes: a state says itself which of its arrays are caches
+    (`axes.py`). Kernels ask for the axes of their own operands, of which they know what they are."""
+    found = []
+    for path, name, tree in modules(package):
+        if is_below(name.partition(".")[2], "kernels"):
+            continue
+        for node in ast.walk(tree):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            has_four = any(4 in constants_of(side) for side in sides)
+            if has_four and any(is_rank(side) for side in sides):
+                found.append(at(package, path, node.lineno, f"`{ast.unparse(node)}`: ask `axes.axes_of` for caches"))
+    return found
+
+
+def constants_of(node: ast.expr) -> list[object]:
+    """The constants that an expression is, or lists."""
+    items = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
+    return [item.value for item in items if isinstance(item, ast.Constant)]
+
+
+def is_rank(node: ast.expr) -> bool:
+    """Whether an expression is the number of axes of something: `x.ndim`, `np.ndim(x)` or `len(x.shape)`."""
+    if isinstance(node, ast.Call):
+        is_len = ast.unparse(node.func) == "len" and any(ast.unparse(arg).endswith(".shape") for arg in node.args)
+        return is_len or ast.unparse(node.func).endswith(".ndim")
+    return isinstance(node, ast.Attribute) and node.attr == "ndim"
+
+
 def unfinished(package: Path) -> list[str]:
     """Notes to do something later."""
     return [
@@ -193,6 +260,8 @@ CHECKS = [
     missing_docstrings,
     wrong_arguments,
     undefined_names,
+    loop_callers,
+    caches_by_rank,
     unfinished,
 ]
 
@@ -201,6 +270,12 @@ CHECKS = [
 def test_package(check):
     violations = check(PACKAGE)
     assert not violations, "\n" + "\n".join(violations)
+
+
+def test_one_function_calls_the_loop():
+    """The check sees it, so it would see another."""
+    (found,) = loop_callers(PACKAGE, allowed=None)
+    assert found.startswith("hsd_jax/infer/decode.py:") and "run calls the loop" in found
 
 
 WRONG_ARGUMENT = (
@@ -231,6 +306,13 @@ FAULTS = [
     (missing_docstrings, "config.py", "class C:\n    pass", "config.py:2: C has no docstring"),
     (wrong_arguments, "config.py", WRONG_ARGUMENT, "config.py:2: f takes no reach"),
     (undefined_names, "config.py", "x = Placement(3)", "config.py:2: Placement is defined nowhere"),
+    (loop_callers, "bench/compare.py", "def _f(d, *given):\n    return d.loop(*given)", "compare.py:3: _f calls"),
+    (loop_callers, "bench/compare.py", "def _f(loop, state):\n    return loop(state)", "compare.py:3: _f calls"),
+    (loop_callers, "train/loop.py", "def _f(d, state):\n    go = d.loop\n    return go(state)", "loop.py:4: _f calls"),
+    (loop_callers, "api.py", "def _f(d, a):\n    go = d.loop if a is None else a\n    go(0)", "api.py:4: _f calls"),
+    (loop_callers, "infer/decode.py", "def _step(d, state):\n    return d.loop(state)", "decode.py:3: _step calls"),
+    (caches_by_rank, "models/target.py", "def _f(x):\n    return x.ndim == 4", "target.py:3: `x.ndim == 4`"),
+    (caches_by_rank, "api.py", "def _f(x):\n    return len(x.shape) in (3, 4)", "api.py:3: `len(x.shape) in (3, 4)`"),
     (unfinished, "config.py", "# TO" + "DO: later", "config.py:2: "),
 ]
 

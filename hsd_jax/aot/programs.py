@@ -141,20 +141,19 @@ def _of_decode(job: Job, what: str, mesh: Mesh) -> Program:
     if what == PREFILL:
         return Program(decoder.prefill, prefilled, sizes, held)
     rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    return Program(decoder.loop, (models, sampling, limits, rounds, state), {}, held)
+    return Program(decoder.loop, (models, None, sampling, limits, rounds, rounds, state), {}, held)
 
 
 def _rows_of_decode(job: Job, mesh: Mesh) -> tuple[Any, ...]:
-    """Tokens, lengths, keys, limits and settings of the rows, as `request.prepare` makes them."""
+    """Tokens, lengths, keys, limits and settings of the rows, as a session makes them."""
 
     def rows(*shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct((job.batch, *shape), dtype)
 
     keys = jax.eval_shape(lambda: row_keys([(0, 0)] * job.batch))
-    end_tokens: Any = jax.ShapeDtypeStruct((END_TOKENS,), jnp.int32)
     all_greedy = job.temperature == 0 and native.traced_platform() != "cpu"
     sampling = SamplingParams(rows(dtype=jnp.float32), rows(), rows(dtype=jnp.float32), all_greedy)
-    per_row = rows(job.slots), rows(), keys, Limits(rows(), end_tokens), sampling
+    per_row = rows(job.slots), rows(), keys, Limits(rows(), rows(END_TOKENS)), sampling
     return sharding.placed(per_row, sharding.row_shardings(mesh, per_row, job.batch))
 
 

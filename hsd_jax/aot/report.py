@@ -20,6 +20,7 @@ from hsd_jax.aot.devices import make_mesh
 from hsd_jax.aot.kinds import GPU, PLAIN, PREFILL, PROGRAMS, TRAIN, Devices
 from hsd_jax.aot.programs import CHAIN, DTYPE, Job, Program, default_drafter
 from hsd_jax.aot.targets import read_target
+from hsd_jax.axes import CACHE, axes_of
 from hsd_jax.bench.tables import make_console, make_table
 from hsd_jax.config import SLIDING, TreeConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
@@ -141,7 +142,8 @@ def _compiled(job: Job, name: str, program: Program, devices: Devices, mesh_size
 
 def cache_shapes(program: Program) -> list[hlo.CacheShape]:
     """The kinds of key and value caches that a program works on."""
-    buffers = [leaf for leaf in jax.tree.leaves(program.held.get("caches")) if leaf.ndim == 4]
+    held = program.held.get("caches")
+    buffers = [leaf for axes, leaf in zip(axes_of(held), jax.tree.leaves(held), strict=True) if axes == CACHE]
     shapes = {leaf.sharding.shard_shape(leaf.shape) for leaf in buffers}
     return [hlo.CacheShape(slots, rows * heads * width, width) for rows, heads, slots, width in sorted(shapes)]
 

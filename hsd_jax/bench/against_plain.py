@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hsd_jax.arguments import Prompt
+from hsd_jax.arguments import Prompt, Sampling
 from hsd_jax.bench import gap, prompts
 from hsd_jax.bench.machine import hardware
 from hsd_jax.bench.measure import Mode, Runs, Workload, fastest, mode_record, speedup, time_modes
@@ -20,7 +20,8 @@ from hsd_jax.bench.quality import held_out_bits_per_byte, model_record, pooled_r
 from hsd_jax.bench.tables import say
 from hsd_jax.config import TreeConfig
 from hsd_jax.infer.lossy import Lossy
-from hsd_jax.request import Sampling, Speculation, prepare, rule_and_scheme
+from hsd_jax.request import Speculation, rule_and_scheme
+from hsd_jax.session import prepare
 
 PLAIN_DTYPES = ("float32", "bfloat16")
 PLAIN_PAD_ROWS = (1, 4)
@@ -140,16 +141,18 @@ def profile_mode(
 ) -> RoundProfile:
     """Times the stages of a round at the shapes of a decode of `prompt`."""
     say(f"timing the stages of tree {tree.name}")
-    request = prepare(params, prompt, Sampling(max_new_tokens, temperature, eos=()), Speculation(tree, accept, draw))
+    session = prepare(params, prompt, Sampling(max_new_tokens, temperature, eos=()), Speculation(tree, accept, draw))
+    assert session.rows is not None, "the prompt is read"
+    state, sampling, limits = session.rows
     return profile_round(
-        request.decoder.loop,
-        request.models,
+        session.setup.decoder,
+        session.setup.models,
         params.target_config,
         params.drafter_config,
         tree,
-        request.sampling,
-        request.limits,
-        request.state,
+        sampling,
+        limits,
+        state,
         accept=accept,
         scheme=rule_and_scheme(accept, draw)[1],
         precision="highest" if params.precision == "exact" else None,

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hsd_jax.arguments import Sampling
 from hsd_jax.bench import compare
 from hsd_jax.bench.measure import Mode, Workload
 from hsd_jax.bench.replay import Round, replay, watched_step
@@ -26,7 +27,8 @@ from hsd_jax.drafters.table import method_of
 from hsd_jax.files import write_json
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.params import Params
-from hsd_jax.request import Sampling, Speculation, prepare, rule_and_scheme
+from hsd_jax.request import Speculation, rule_and_scheme
+from hsd_jax.session import prepare
 
 BUDGETS, LENGTHS = (6, 10, 14, 21, 30), (2, 3, 4, 5)
 """Draft tokens a round, and tokens of the longest path, of the paper."""
@@ -178,12 +180,10 @@ def siblings_by_setting(
         rounds: list[Round] = []
         for number, prompt in enumerate(prompts):
             asked = Sampling(work.max_new_tokens, temperature, seed=work.seed + number)
-            request = prepare(params, prompt.tokens(params.tokenizer), asked, how)
             made = params.target_config, rule, Pictures()
-            if watched is None:
-                watched = watched_step(request.decoder, *made)
-            given = request.models, request.sampling, request.limits, request.state
-            rounds += replay(request.decoder, *made, *given, watched)
+            with prepare(params, prompt.tokens(params.tokenizer), asked, how) as session:
+                watched = watched or watched_step(session.setup.decoder, *made)
+                rounds += replay(session, *made, watched)
         found[task, temperature] = count_siblings(rounds, mode.tree.depth, mode.tree.width)
     return found
 

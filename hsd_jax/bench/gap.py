@@ -17,14 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax import theory
+from hsd_jax.arguments import Sampling
 from hsd_jax.bench.measure import Mode
-from hsd_jax.distributed import fetch
+from hsd_jax.bench.replay import watched_rounds
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.request import Sampling, Speculation, prepare, rule_and_scheme
-from hsd_jax.types import DRAWN_SCHEMES, AcceptRule, DecodeState, Drafter, DrawScheme, Limits, SamplingParams
+from hsd_jax.request import Speculation, rule_and_scheme
+from hsd_jax.session import prepare
+from hsd_jax.types import DRAWN_SCHEMES, AcceptRule, Costs, DecodeState, Drafter, DrawScheme, Limits, SamplingParams
 
 MOST_PROMPTS = 4
 MOST_NUMBERS = 2**20
@@ -54,31 +56,34 @@ def measure(
     scheme = rule_and_scheme(mode.accept, mode.draw)[1]
     watched = None
     for row, prompt in enumerate(prompts[:MOST_PROMPTS]):
+        if sum(map(len, nodes.values())) >= most:
+            break
         speculation = Speculation(mode.tree, mode.accept, mode.draw, mode.reuse)
-        request = prepare(mode.params, prompt, Sampling(max_new_tokens, temperature, seed=[seed + row]), speculation)
-        decoder, state = request.decoder, request.state
-        assert decoder.drafter is not None
-        if watched is None:
-            rule = make_rule(rule_and_scheme(mode.accept, mode.draw)[0], mode.tree)
-            watched = decoder.compile(make_watched(mode.params.target_config, decoder.drafter, rule))
-        while not fetch(state.done)[0] and sum(map(len, nodes.values())) < most:
-            state = request.run(state, num_rounds=0)  # no round, but larger caches if need be
-            state, seen = watched(request.models, request.sampling, request.limits, state)
-            accepted, counts, target, draft = (np.asarray(x)[0] for x in seen)
-            for depth in range(min(int(accepted) + 1, len(counts))):
-                if counts[depth]:
-                    nodes[depth].append((int(counts[depth]), accepted > depth, target[depth], draft[depth]))
+        asked = Sampling(max_new_tokens, temperature, seed=[seed + row])
+        with prepare(mode.params, prompt, asked, speculation) as session:
+            decoder = session.setup.decoder
+            assert decoder.drafter is not None
+            if watched is None:
+                rule = make_rule(rule_and_scheme(mode.accept, mode.draw)[0], mode.tree)
+                watched = decoder.compile(make_watched(mode.params.target_config, decoder.drafter, rule))
+            for seen in watched_rounds(session, watched):
+                accepted, counts, target, draft = (np.asarray(x)[0] for x in seen)
+                for depth in range(min(int(accepted) + 1, len(counts))):
+                    if counts[depth]:
+                        nodes[depth].append((int(counts[depth]), accepted > depth, target[depth], draft[depth]))
+                if sum(map(len, nodes.values())) >= most:
+                    break
     return [_record(depth, nodes[depth], scheme) for depth in sorted(nodes)]
 
 
 def make_watched(config: Any, drafter: Drafter, rule: AcceptRule):
-    """`watched(models, sampling, limits, state) -> (state, seen)`: the step, and what it judged along the path.
+    """`watched(models, sampling, limits, state, costs) -> (state, seen)`: the step, and what it judged along the path.
 
     `seen`: drafts accepted [B], and of the first nodes of the path, D of them, valid children [B, D] and the
     distributions of target and drafter [B, D, V] as probabilities; what stands behind the accepted ones has no meaning.
     """
 
-    def watched(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState):
+    def watched(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, costs: Costs | None):
         seen: list[Any] = []
 
         def verify(keys, tree, ancestors, logits, *rest):
@@ -93,7 +98,7 @@ def make_watched(config: Any, drafter: Drafter, rule: AcceptRule):
 
         # Made anew for each trace, so that the list holds tracers of this trace only.
         step = make_step(config, drafter, rule._replace(verify=verify))
-        return step(models, sampling, limits, state), seen[0]
+        return step(models, sampling, limits, state, costs), seen[0]
 
     return watched
 

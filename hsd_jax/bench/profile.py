@@ -22,7 +22,7 @@ from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer import step
 from hsd_jax.infer.accept import make_rule
-from hsd_jax.infer.decode import traced_with
+from hsd_jax.infer.decode import Decoder, traced_with
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.types import DecodeState, DrawScheme, KVCache, Limits, RoundInputs, SamplingParams
 
@@ -57,7 +57,7 @@ class RoundProfile:
 
 
 def profile_round(
-    loop: Callable,
+    decoder: Decoder,
     models: dict,
     config: ModelConfig,
     drafter_config: Any,
@@ -76,9 +76,9 @@ def profile_round(
     """Measures a round and its stages, from a prefilled speculative state whose rows are not done.
 
     Args:
-      loop: the compiled loop of the same configuration (`Decoder.loop`); the whole round is its time over its rounds.
+      decoder: of the same configuration; the whole round is the time of its loop over the rounds.
       state: not consumed; it needs room for `iterations` rounds, of which the whole round uses what the rows allow.
-      accept, scheme: the rule and the draw scheme of the loop.
+      accept, scheme: the rule and the draw scheme of the decoder.
       precision, use_native: as `Decoder`.
       iterations: runs of a stage inside one compiled loop.
       repeats: timings of which the median counts.
@@ -87,7 +87,7 @@ def profile_round(
     def whole() -> float:
         fresh = jax.block_until_ready(jax.tree.map(jnp.copy, state))
         start = time.perf_counter()
-        end = jax.block_until_ready(loop(models, sampling, limits, jnp.int32(iterations), fresh))
+        end = jax.block_until_ready(decoder.run(models, sampling, limits, fresh, iterations))
         return (time.perf_counter() - start) / max(int(np.max(np.asarray(end.stats.num_target_passes))), 1)
 
     timers: dict[str, Callable[[], float]] = {"whole": whole}

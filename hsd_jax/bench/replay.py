@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,8 @@ from hsd_jax.infer.decode import Decoder, traced_with
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk
-from hsd_jax.types import AcceptRule, DecodeState, Drafter, DraftTree, Limits, SamplingParams, Verdict
+from hsd_jax.session import Session
+from hsd_jax.types import AcceptRule, Costs, DecodeState, Drafter, DraftTree, Limits, SamplingParams, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +66,13 @@ class Round:
 
 
 def make_watched_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule, pictures: Pictures) -> Callable:
-    """`watched(models, sampling, limits, state) -> (state, tree, verdict, logp, origins)`: the step, and what it saw.
+    """`watched(models, sampling, limits, state, costs=None) -> (state, (tree, verdict, logp, origins))`: the step, and
+    what it saw.
 
     `logp` [B, N] is None for drafters that know none of their trees, `origins` (`Origins`) for those without reuse.
     """
 
-    def watched(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState):
+    def watched(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, costs: Costs | None = None):
         trees: list[DraftTree] = []
         verdicts: list[Verdict] = []
 
@@ -85,9 +87,9 @@ def make_watched_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule, p
 
         # Made anew for each trace, so that the two lists hold tracers of this trace only.
         step = make_step(config, drafter._replace(draft=draft), rule._replace(verify=verify))
-        after = step(models, sampling, limits, state)
+        after = step(models, sampling, limits, state, costs)
         origins = None if pictures.node_origins is None else pictures.node_origins(state.drafter, trees[0])
-        return after, trees[0], verdicts[0], tree_logp(pictures, models, state, trees[0], sampling), origins
+        return after, (trees[0], verdicts[0], tree_logp(pictures, models, state, trees[0], sampling), origins)
 
     return watched
 
@@ -110,32 +112,44 @@ def watched_step(decoder: Decoder, config: ModelConfig, rule: AcceptRule, pictur
     return decoder.compile(make_watched_step(config, decoder.drafter, rule, pictures))
 
 
+def watched_rounds(session: Session, watched: Callable) -> Iterator[Any]:
+    """Runs a session on, a round whenever the next item is asked for, until no row is left; yields what each round saw.
+
+    Args:
+      watched: `watched(models, sampling, limits, state, costs) -> (state, seen)`, a step compiled by
+        `Decoder.compile`.
+    """
+    seen = []
+
+    def loop(models, costs, sampling, limits, num_rounds, least_live, state):
+        state, saw = watched(models, sampling, limits, state, costs)
+        seen.append(saw)
+        return state
+
+    while session.num_running:
+        session.run(1, loop=loop)
+        yield seen.pop()
+
+
 def replay(
-    decoder: Decoder,
+    session: Session,
     config: ModelConfig,
     rule: AcceptRule,
     pictures: Pictures,
-    models: dict,
-    sampling: SamplingParams,
-    limits: Limits,
-    state: DecodeState,
     watched: Callable | None = None,
 ) -> list[Round]:
-    """Decodes the first row to its end, round by round, from a prefilled state; consumes `state`.
+    """Decodes the first row of a session to its end, round by round; uses the session up.
 
     Args:
-      decoder: of a drafter; it moves the state between cache buckets as in a decode.
+      session: as `prepare` returns it, of a decoder that has a drafter; nothing was taken yet.
       rule: that of the decoder's step.
       pictures: of the decoder's drafter.
       watched: `watched_step` of these four, for several texts by one program; None: made here.
     """
-    watched = watched or watched_step(decoder, config, rule, pictures)
+    watched = watched or watched_step(session.setup.decoder, config, rule, pictures)
     rounds = []
-    while not bool(np.asarray(state.done)[0]):
-        state = decoder.run(models, sampling, limits, state, num_rounds=0)  # no round, but a larger cache if need be
-        before = int(np.asarray(state.length)[0])
-        state, tree, verdict, logp, origins = watched(models, sampling, limits, state)
-        num_accepted = int(np.asarray(verdict.num_accepted)[0])
+    for tree, verdict, logp, origins in watched_rounds(session, watched):
+        taken, num_accepted = session.take(0), int(np.asarray(verdict.num_accepted)[0])
         rounds.append(
             Round(
                 tokens=np.asarray(tree.tokens)[0],
@@ -145,12 +159,14 @@ def replay(
                 logp=None if logp is None else np.asarray(logp)[0],
                 path=np.asarray(verdict.path)[0, : num_accepted + 1].tolist(),
                 next_token=int(np.asarray(verdict.next_token)[0]),
-                emitted=np.asarray(state.tokens)[0, before : int(np.asarray(state.length)[0])].tolist(),
+                emitted=taken.tokens.tolist(),
                 origins=None if origins is None else np.asarray(origins.nodes)[0],
                 spare_age=0 if origins is None else int(np.asarray(origins.age)[0]),
                 has_own_run=origins is None or bool(np.asarray(origins.has_own_run)[0]),
             )
         )
+        if taken.finish_reason is not None:
+            break
     return rounds
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.api import decode
-from hsd_jax.arguments import sampling_of_row
+from hsd_jax.arguments import Sampling, sampling_of_row
 from hsd_jax.bench.profile import loop_timer, with_counts_of
 from hsd_jax.config import NO_REUSE, ModelConfig, TreeConfig, model_of
 from hsd_jax.distributed import fetch
@@ -36,7 +36,8 @@ from hsd_jax.kernels import ops
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, forward_sequence
 from hsd_jax.params import Params
-from hsd_jax.request import Sampling, Speculation, prepare
+from hsd_jax.request import Speculation
+from hsd_jax.session import prepare
 from hsd_jax.train.evaluate import Texts, accepted_lengths, walk
 from hsd_jax.types import SamplingParams
 
@@ -125,9 +126,9 @@ def round_seconds(
 
 def follow_seconds(pair: Params, prompt: np.ndarray, drafts: int) -> float:
     """Seconds that following a chain of so many drafts, and the token behind it, takes the drafter of a pair."""
-    request = prepare(pair, [prompt], Sampling(), Speculation(TreeConfig.chain(drafts)))
-    drafter, hidden = request.decoder.drafter, jnp.zeros((1, drafts + 1, pair.target_config.hidden_size))
-    assert drafter is not None, "of a pair"
+    session = prepare(pair, [prompt], Sampling(), Speculation(TreeConfig.chain(drafts)))
+    drafter, hidden = session.setup.decoder.drafter, jnp.zeros((1, drafts + 1, pair.target_config.hidden_size))
+    assert drafter is not None and session.rows is not None, "of a pair, the prompt read"
     emitted, num = jnp.ones((1, drafts + 1), jnp.int32), jnp.full(1, drafts + 1)
 
     def run(models: Any, state: Any):
@@ -135,7 +136,7 @@ def follow_seconds(pair: Params, prompt: np.ndarray, drafts: int) -> float:
         return num, with_counts_of(after, state)
 
     precision = "highest" if pair.precision == "exact" else None
-    timed = loop_timer(run, request.models, request.state.drafter, PASSES, precision, True)
+    timed = loop_timer(run, session.setup.models, session.rows[0].drafter, PASSES, precision, True)
     return min([timed() for _ in range(1 + TIMES)][1:])  # the first one compiles
 
 

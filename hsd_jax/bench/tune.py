@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hsd_jax import sharding
-from hsd_jax.arguments import Prompt, check_length, encode
+from hsd_jax.arguments import Prompt, Sampling, check_length, encode
 from hsd_jax.bench.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.bench.predict import Prediction, RoundCost, best_of, sample_of
 from hsd_jax.bench.profile import trunk_seconds
@@ -23,7 +23,8 @@ from hsd_jax.config import NO_REUSE, NONE, ReuseConfig, TreeConfig, most_nodes
 from hsd_jax.drafters.table import method_of
 from hsd_jax.params import Params
 from hsd_jax.plan import plan_for
-from hsd_jax.request import MOST_LOOKAHEAD, Sampling, Speculation, first_capacity, prepare, rows_bucket
+from hsd_jax.request import MOST_LOOKAHEAD, Speculation, first_capacity, rows_bucket
+from hsd_jax.session import prepare
 from hsd_jax.settings import HOTTEST, Count, Temperature, fits, shown
 from hsd_jax.train.evaluate import Draft, Texts, accepted_lengths
 from hsd_jax.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
@@ -304,12 +305,13 @@ def _trunk_cost(
 ) -> tuple[int, float, float]:
     config = params.drafter_config
     assert config is not None and method_of(config).aged is not None, "only some drafters have forms of reuse"
-    request = prepare(params, rows, Sampling(max_new_tokens), Speculation(sample_of(trees)[0]))
+    session = prepare(params, rows, Sampling(max_new_tokens), Speculation(sample_of(trees)[0]))
+    assert session.rows is not None, "the prompts are read"
     of_one, of_most = trunk_seconds(
-        request.models,
+        session.setup.models,
         params.target_config,
         config,
-        request.state.drafter,
+        session.rows[0].drafter,
         (1, config.num_steps),
         precision="highest" if params.precision == "exact" else None,
         use_native=params.mesh is None,

@@ -55,7 +55,7 @@ def _add_sampling_arguments(group) -> None:
     add_value(group, "--temperatures T,...", _temperatures, what, (0.0, 0.7, 1.0), "0,0.7,1.0")
     options.add_filter_arguments(group)
     add_value(group, "--samples-per-prompt N", COUNT, "responses of a prompt", 1)
-    add_value(group, "--batch B", COUNT, "rows at a time", 32)
+    add_value(group, "--batch B", COUNT, "rows decoded at once; one that ends makes room for the next", 32)
     add_value(group, "--seed", SEED, "of everything random", 0)
 
 

@@ -22,14 +22,15 @@ from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.distributed import fetch, of_first
+from hsd_jax.infer import rows as row_lib
+from hsd_jax.infer import worth
 from hsd_jax.infer.plain import make_block
 from hsd_jax.infer.step import Step
-from hsd_jax.infer.worth import first_control
 from hsd_jax.kernels import native, program, triton
 from hsd_jax.kernels.check import gpu_kernels_agree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import read_chunk
-from hsd_jax.types import NO_TOKEN, DecodeState, DecodeStats, Drafter, Limits, ModelOutput, SamplingParams
+from hsd_jax.types import NO_TOKEN, Costs, DecodeState, DecodeStats, Drafter, Limits, ModelOutput, SamplingParams
 
 GROWTH = 4
 """A full cache grows by this factor: every size is a program of its own, and only the slots in use cost time."""
@@ -69,28 +70,63 @@ class Held:
         return cls(tuple(leaves), structure)
 
 
+def make_begin(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.float32) -> Callable[..., DecodeState]:
+    """`begin(tokens [B, P], length [B], keys, limits, costs, capacity=, max_tokens=) -> DecodeState`: nothing is read
+    yet. A row that may get no token is done."""
+
+    def begin(
+        tokens: Int[Array, "B P"],
+        length: Int[Array, "B"],
+        keys: jax.Array,
+        limits: Limits,
+        costs: Costs | None = None,
+        *,
+        capacity: int,
+        max_tokens: int,
+    ) -> DecodeState:
+        batch, num = tokens.shape
+        slots = cache_lib.layer_slots(config, capacity)
+        depth, zeros = 0 if drafter is None else drafter.max_depth, jnp.zeros(batch, jnp.int32)
+        known = jnp.where(jnp.arange(num) < length[:, None], tokens, NO_TOKEN)
+        return DecodeState(
+            tokens=jnp.pad(known, ((0, 0), (0, max_tokens - num)), constant_values=NO_TOKEN),
+            length=length,
+            done=length >= limits.max_length,
+            cache=cache_lib.empty_cache(slots, batch, config.num_kv_heads, config.head_dim, cache_dtype, capacity),
+            drafter=None if drafter is None else drafter.init(tokens, length, capacity),
+            keys=keys,
+            stats=DecodeStats(zeros, jnp.zeros((batch, depth + 1), jnp.int32), zeros),
+            control=None if costs is None else worth.first_control(batch, costs.level_seconds is not None),
+        )
+
+    return begin
+
+
 def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.float32) -> Callable:
-    """`prefill(models, tokens [B, P], length [B], keys, limits, num_chunks, state, capacity=, max_tokens=)`.
+    """`prefill(models, tokens [B, P], length [B], keys, limits, num_chunks, state, costs, capacity=, max_tokens=)`.
 
     Prompts are read in chunks against the cache, so memory is linear in P and the time follows the longest prompt, not
     P. A call reads so many chunks and returns a `DecodeState`; a call that is given it as `state` goes on from there.
     A prompt's last token stays out of the cache: it is the root of the first round. So nothing is sampled here,
     and the invariant cached positions = committed tokens - 1 holds from the start.
     """
+    begin = make_begin(config, drafter, cache_dtype)
 
     def prefill(
-        models: dict,
+        given: dict | Held,
         tokens: Int[Array, "B P"],
         length: Int[Array, "B"],
         keys: jax.Array,
         limits: Limits,
         num_chunks: Int[Array, ""] | int = UNBOUNDED,
         state: DecodeState | None = None,
+        costs: Costs | None = None,
         *,
         capacity: int,
         max_tokens: int,
     ) -> DecodeState:
-        batch, num = tokens.shape
+        models: dict = given.tree() if isinstance(given, Held) else given
+        num = tokens.shape[1]
         chunk = min(num, CHUNK_OF_KERNELS if native.is_on() else CHUNK)
         if num % chunk:
             raise ValueError(f"prompts padded to {num} tokens: expected a multiple of {chunk}")
@@ -108,34 +144,29 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
             return cache, drafter_state
 
         if state is None:
-            slots = cache_lib.layer_slots(config, capacity)
-            cache = cache_lib.empty_cache(slots, batch, config.num_kv_heads, config.head_dim, cache_dtype, capacity)
-            before = cache, None if drafter is None else drafter.init(tokens, length, capacity)
-        else:
-            before = state.cache, state.drafter
-        begin, after_last = (-(-jnp.max(num_read) // chunk) for num_read in (before[0].length, length - 1))
-        end = jnp.minimum(begin + num_chunks, after_last)
-        cache, drafter_state = lax.fori_loop(begin, end, read, before)
+            state = begin(tokens, length, keys, limits, costs, capacity=capacity, max_tokens=max_tokens)
+        first, after_last = -(-jnp.max(state.cache.length) // chunk), -(-jnp.max(length - 1) // chunk)
+        end = jnp.minimum(first + num_chunks, after_last)
+        cache, drafter_state = lax.fori_loop(first, end, read, (state.cache, state.drafter))
         if drafter is not None and drafter.ready is not None:
             drafter_state = drafter.ready(models, drafter_state)
-        if state is not None:
-            return dataclasses.replace(state, cache=cache, drafter=drafter_state)
-        depth, costs = 0 if drafter is None else drafter.max_depth, models.get("costs")
-        is_prompt, zeros = jnp.arange(num) < length[:, None], jnp.zeros(batch, jnp.int32)
-        return DecodeState(
-            tokens=jnp.pad(
-                jnp.where(is_prompt, tokens, NO_TOKEN), ((0, 0), (0, max_tokens - num)), constant_values=NO_TOKEN
-            ),
-            length=length,
-            done=length >= limits.max_length,
-            cache=cache,
-            drafter=drafter_state,
-            keys=keys,
-            stats=DecodeStats(zeros, jnp.zeros((batch, depth + 1), jnp.int32), zeros),
-            control=None if costs is None else first_control(batch, costs.level_seconds is not None),
-        )
+        return dataclasses.replace(state, cache=cache, drafter=drafter_state)
 
     return prefill
+
+
+Rows = tuple[DecodeState, SamplingParams, Limits]
+"""All that a row of a running decode is."""
+
+
+def insert(rows: Rows, new: Rows, slot: Int[Array, ""]) -> Rows:
+    """The rows with the first of `new`, whose prompt was read, in `slot`. The others keep every bit."""
+    is_live = ~rows[0].done & (jnp.arange(len(rows[0].done)) != slot)
+    state, sampling, limits = row_lib.copied(rows, slot, new)
+    if state.control is not None:
+        here = jnp.arange(len(is_live)) == slot
+        state = dataclasses.replace(state, control=worth.joined(state.control, is_live, here))
+    return state, sampling, limits
 
 
 def drafter_after(
@@ -156,7 +187,8 @@ def drafter_after(
 
 
 def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahead: int) -> Callable:
-    """`loop(models, sampling, limits, num_rounds, state) -> state`: rounds until nothing is left to do.
+    """`loop(models, costs, sampling, limits, num_rounds, least_live, state) -> state`: rounds until nothing is left to
+    do, or fewer than `least_live` >= 1 rows go on.
 
     Where `worth` says that drafts do not pay, blocks of plain rounds come between those of `step`. Both are inner
     loops of one program and not branches of one round: XLA would copy the caches at a branch.
@@ -167,9 +199,11 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
 
     def loop(
         given: dict | Held,
+        costs: Costs | None,
         sampling: SamplingParams,
         limits: Limits,
         num_rounds: Int[Array, ""],
+        least_live: Int[Array, ""],
         state: DecodeState,
     ) -> DecodeState:
         models: dict = given.tree() if isinstance(given, Held) else given
@@ -178,26 +212,27 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
         def goes_on(round_index: Array, state: DecodeState) -> Array:
             return (
                 (round_index < num_rounds)
-                & jnp.any(~state.done)
+                & (jnp.sum(~state.done) >= jnp.maximum(least_live, 1))
                 & ~is_full(state.length, state.done, capacity, lookahead)
             )
 
         def round_of(carry):
             round_index, state = carry
-            return round_index + 1, step(models, sampling, limits, state)
+            return round_index + 1, step(models, sampling, limits, state, costs)
 
         begin = jnp.zeros((), jnp.int32), state
-        if state.control is None or drafter is None or drafter.follow is None:
+        if costs is None or state.control is None or drafter is None or drafter.follow is None:
             return lax.while_loop(lambda carry: goes_on(*carry), round_of, begin)[1]
         start, plain, end = make_block(config, drafter)
 
         def drafts_pay(carry):
-            return goes_on(*carry) & (carry[1].control.wait == 0)
+            return goes_on(*carry) & ~worth.waits(carry[1].control, carry[1].done)
 
         def block_goes_on(carry):
             round_index, state, trail = carry
             assert drafter is not None, "only drafts can fail to pay"
-            return goes_on(round_index, state) & (state.control.wait > 0) & (trail.rounds <= drafter.max_depth)
+            waits = worth.waits(state.control, state.done)
+            return goes_on(round_index, state) & waits & (trail.rounds <= drafter.max_depth)
 
         def plain_round_of(carry):
             round_index, state, trail = carry
@@ -208,8 +243,7 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
             carry = round_index, state, start(state)
             round_index, state, trail = lax.while_loop(block_goes_on, plain_round_of, carry)
             state = end(models, state, trail)
-            control = dataclasses.replace(state.control, wait=jnp.maximum(state.control.wait - 1, 0))
-            return round_index, dataclasses.replace(state, control=control)
+            return round_index, dataclasses.replace(state, control=worth.waited(state.control))
 
         return lax.while_loop(lambda carry: goes_on(*carry), body, begin)[1]
 
@@ -230,6 +264,17 @@ class Decoder:
       mesh: of the devices; None: one device.
     """
 
+    begin: Callable[..., DecodeState]
+    """`make_begin`; also of the slots of a session before a row has come."""
+    prefill: Callable[..., DecodeState]
+    """`make_prefill`."""
+    insert: Callable[..., Rows]
+    """`insert`; the rows are donated."""
+    clear: Callable[..., DecodeState]
+    """`rows.cleared`; the state is donated."""
+    loop: Callable[..., DecodeState]
+    """`make_loop`; `run` alone calls it."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -245,25 +290,20 @@ class Decoder:
         self.drafter = drafter
         self._slots = functools.partial(cache_lib.layer_slots, config)
         self._tracing = precision, use_native, mesh
+        sizes = ("capacity", "max_tokens")
+        self.begin = self.compile(make_begin(config, drafter, cache_dtype), static_argnames=sizes)
         self.prefill = self.compile(
-            make_prefill(config, drafter, cache_dtype),
-            static_argnames=("capacity", "max_tokens"),
-            donate_argnames="state",
+            make_prefill(config, drafter, cache_dtype), static_argnames=sizes, donate_argnames="state"
         )
-        self.loop = self.compile(make_loop(config, step, drafter, self.lookahead), donate_argnums=4)
+        self.insert = self.compile(insert, donate_argnums=0)
+        self.clear = self.compile(row_lib.cleared, donate_argnums=0)
+        self.loop = self.compile(make_loop(config, step, drafter, self.lookahead), donate_argnums=6)
 
     def compile(self, function: Callable, **options) -> Callable:
         """`function` jitted as the loop is: with the same matmul precision and the same kernels."""
         return jax.jit(traced_with(*self._tracing, function), **options)
 
-    def read(self, models: dict, tokens: Array, length: Int[Array, "B"], keys, limits: Limits, **sizes) -> DecodeState:
-        """Prompts read to their ends, a stretch at a time: the host can be interrupted between any two."""
-        longest, state = int(fetch(length).max()) - 1, None
-        while state is None or fetch(state.cache.length).max() < longest:
-            state = self.prefill(models, tokens, length, keys, limits, np.int32(STRETCH), state, **sizes)
-        return state
-
-    def _grow(self, state: DecodeState, capacity: int) -> DecodeState:
+    def grow(self, state: DecodeState, capacity: int) -> DecodeState:
         """The same state with room for `capacity` slots; the old buffers are freed one by one."""
         drafter_state = None if self.drafter is None else self.drafter.resize(state.drafter, capacity)
         tokens = state.tokens
@@ -287,18 +327,29 @@ class Decoder:
         state: DecodeState,
         num_rounds: int = UNBOUNDED,
         most_slots: int = UNBOUNDED,
+        costs: Costs | None = None,
+        least_live: int = 1,
+        loop: Callable | None = None,
     ) -> DecodeState:
-        """Runs the loop, moving to the next cache bucket whenever one is full.
+        """Runs the loop: every decode comes through here. Caches that are full grow.
 
         Args:
+          num_rounds: at most so many. Fewer if the caches become full meanwhile: they grow when the next call begins.
           most_slots: slots of the largest caches, enough for any row.
+          costs: by which drafts are weighed; None: trees are verified whole.
+          least_live: rows that must go on for another round; 1: until all are done.
+          loop: in place of the compiled one, with its arguments.
         """
+        loop = self.loop if loop is None else loop
         while True:
-            state = self.loop(models, sampling, limits, np.int32(num_rounds), state)
-            capacity = state.cache.capacity
-            if not is_full(fetch(state.length), fetch(state.done), capacity, self.lookahead):
+            if self._is_full(state):
+                state = self.grow(state, larger(state.cache.capacity, most_slots))
+            state = loop(models, costs, sampling, limits, np.int32(num_rounds), np.int32(least_live), state)
+            if num_rounds < UNBOUNDED or not self._is_full(state):
                 return state
-            state = self._grow(state, larger(capacity, most_slots))
+
+    def _is_full(self, state: DecodeState) -> bool:
+        return bool(is_full(fetch(state.length), fetch(state.done), state.cache.capacity, self.lookahead))
 
 
 class Pace:

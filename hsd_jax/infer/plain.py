@@ -17,9 +17,10 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.accept import verdict_of
 from hsd_jax.infer.step import Step, advance, cut, or_invalid
+from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward
-from hsd_jax.types import DecodeState, Drafter, Limits, ModelOutput, NewKV, SamplingParams
+from hsd_jax.types import Costs, DecodeState, Drafter, Limits, ModelOutput, NewKV, SamplingParams
 
 
 def make_plain_step(config: ModelConfig, pad_rows: int = 1) -> Step:
@@ -30,7 +31,9 @@ def make_plain_step(config: ModelConfig, pad_rows: int = 1) -> Step:
         of bfloat16 faster than 1.
     """
 
-    def step(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState) -> DecodeState:
+    def step(
+        models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, costs: Costs | None = None
+    ) -> DecodeState:
         return plain_round(config, models, sampling, limits, state, pad_rows)[0]
 
     return step
@@ -50,7 +53,7 @@ def plain_round(
     Returns:
       The state, in which the drafter's is the old one; the pass; the token, and whether it counts (0 or 1).
     """
-    position = state.length - 1
+    position, sampling = state.length - 1, sampling_lib.of_rows(sampling, ~state.done)
     root = jnp.take_along_axis(state.tokens, position[:, None], 1)
     batch = root.shape[0]
     with jax.named_scope("target"):
@@ -61,7 +64,7 @@ def plain_round(
         output = forward(
             models["target"], config, nodes, positions, mask, state.cache, aux_layers=aux_layers, active=active
         )
-    with jax.named_scope("judge"):
+    with jax.named_scope("judge"), native.only(~state.done):
         drawn = sampling_lib.draw(state.keys, output.logits[:, :1], position[:, None] + 1, sampling)
         emitted = or_invalid(drawn, jnp.zeros_like(drawn), output, draws=True)
         count, done = cut(emitted, jnp.ones(batch, jnp.int32), limits, state)
@@ -107,6 +110,8 @@ def make_block(config: ModelConfig, drafter: Drafter) -> tuple[Callable, Callabl
     def end(models: dict, state: DecodeState, trail: Trail) -> DecodeState:
         verdict = verdict_of(trail.emitted, trail.count)
         output = ModelOutput(None, trail.hidden, trail.features, None)  # type: ignore[arg-type]  # nobody reads them
-        return dataclasses.replace(state, drafter=follow(models, state.drafter, verdict, output, trail.count))
+        with native.only(trail.count > 0):  # also rows that ended within the block
+            known = follow(models, state.drafter, verdict, output, trail.count)
+        return dataclasses.replace(state, drafter=known)
 
     return start, step, end

@@ -6,13 +6,14 @@ Thresholds are found by bisection on the bits of the float, not by sorting. Read
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from hsd_jax.kernels.native import traced_platform
 from hsd_jax.kernels.ops import argmax, gumbel
@@ -150,6 +151,11 @@ def round_noise(
     if sampling.all_greedy:
         return jnp.zeros(shape)
     return lax.cond(jnp.any(sampling.temperature > 0.0), noise, lambda: jnp.zeros(shape))
+
+
+def of_rows(sampling: SamplingParams, rows: Bool[Array, "B"]) -> SamplingParams:
+    """The settings of these rows; the others are greedy, so that no branch is taken for their sake."""
+    return dataclasses.replace(sampling, temperature=jnp.where(rows, sampling.temperature, 0.0))
 
 
 def perturb(

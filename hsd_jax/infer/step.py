@@ -20,7 +20,7 @@ from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer import worth
 from hsd_jax.infer.accept import check_legal, without_bonus
 from hsd_jax.infer.tree import ancestor_mask
-from hsd_jax.kernels import program
+from hsd_jax.kernels import native, program
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import forward
 from hsd_jax.types import (
@@ -40,16 +40,16 @@ from hsd_jax.types import (
     Verdict,
 )
 
-Step = Callable[[dict, SamplingParams, Limits, DecodeState], DecodeState]
-"""`step(models, sampling, limits, state) -> state`.
+Step = Callable[..., DecodeState]
+"""`step(models, sampling, limits, state, costs=None) -> state`.
 
-`models` has the weights of "target" and "drafter" (None for plain decoding), and where the tree was chosen "costs": the
+`models` has the weights of "target" and "drafter" (None for plain decoding); where the tree was chosen `costs` are the
 `Costs` by which a round drops drafts that do not pay.
 """
 
 
 def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
-    """The speculative round. With `models["costs"]`, only the drafts that are worth it are verified.
+    """The speculative round. With `costs`, only the drafts that are worth it are verified.
 
     Raises:
       ValueError: if `rule` is not lossless for the trees of `drafter`.
@@ -57,17 +57,20 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
     check_legal(rule, drafter.scheme, drafter.drafts_ahead)
     is_drawn = drafter.scheme in DRAWN_SCHEMES
 
-    def step(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState) -> DecodeState:
-        with jax.named_scope("noise"):  # once a round, for drafts and target
+    def step(
+        models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, costs: Costs | None = None
+    ) -> DecodeState:
+        sampling = sampling_lib.of_rows(sampling, ~state.done)
+        with jax.named_scope("noise"), native.only(~state.done):  # once a round, for drafts and target
             num = drafter.max_depth + 1
             noise = sampling_lib.round_noise(state.keys, state.length - 1, num, config.vocab_size, sampling)
-        costs: Costs | None = models.get("costs")
         control, seconds, stop = state.control, jnp.zeros(()), None
         if costs is not None and control is not None:
             num_nodes = (costs.pass_seconds.shape[0] - 1) // len(state.length)
             stop = worth.stop_rule(control, costs, num_nodes, state.length, state.done)
         # What is learned of a round depends on drafts behind a rejection, too, and so on their noise.
         by_round = is_drawn and (rule.looks_ahead or control is not None)
+        before = state.drafter
         tree, drafter_state = draft(models, drafter, sampling, state, noise, by_round, stop)
         state, num_made = dataclasses.replace(state, drafter=drafter_state), jnp.sum(tree.valid & (tree.depth > 0), 1)
         if costs is not None:
@@ -77,10 +80,12 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
                 tree = dataclasses.replace(tree, valid=kept)
         output, ancestors = target_pass(models, config, drafter, state, tree)
         after, verdict, count = commit(models, drafter, rule, sampling, limits, state, tree, output, ancestors, noise)
+        known = cache_lib.keep_idle(count, before, after.drafter)  # what the kernels skipped is not to be kept
+        after = dataclasses.replace(after, drafter=known)
         if costs is None or control is None:
             return after
-        before = state.length, state.done
-        control = worth.learned(control, costs, tree, num_made, verdict, count, *before, seconds)
+        shown = tree, num_made, verdict, count, state.length, state.done
+        control = worth.learned(control, costs, *shown, seconds)
         return dataclasses.replace(after, control=control)
 
     return step
@@ -104,9 +109,10 @@ def draft(
     root_position = state.length - 1
     root = jnp.take_along_axis(state.tokens, root_position[:, None], 1)[:, 0]
     shown = noise if drafter.scheme is DrawScheme.COUPLED else None
-    with jax.named_scope("draft"):
+    live = ~state.done
+    with jax.named_scope("draft"), native.only(live):
         keys = sampling_lib.round_row_keys(state.keys, root_position) if by_round else state.keys
-        inputs = RoundInputs(root, root_position, keys, sampling, shown, stop)
+        inputs = RoundInputs(root, root_position, keys, sampling, shown, stop, live)
         return drafter.draft(models, state.drafter, inputs)
 
 
@@ -136,12 +142,13 @@ def commit(
     noise: Any,
 ) -> tuple[DecodeState, Verdict, Int[Array, "B"]]:
     """Judges a tree and commits what is accepted: the state after the round, the verdict, tokens committed."""
-    with jax.named_scope("judge"):
+    live = ~state.done
+    with jax.named_scope("judge"), native.only(live):
         verdict = rule.verify(state.keys, tree, ancestors, output.logits, sampling, state.length - 1, noise)
         verdict = without_bonus(verdict, tree)
         emitted = or_invalid(verdict.emitted, verdict.path, output, rule.draws)
         count, done = cut(emitted, verdict.num_accepted + 1, limits, state)
-    with jax.named_scope("commit"):
+    with jax.named_scope("commit"), native.only(live):
         cache = cache_lib.commit(state.cache, output.new_kv, verdict.path, count)
         drafter_state = drafter.commit(models, state.drafter, verdict, output, count)
         has_draft = jnp.any(tree.valid & (tree.depth > 0), 1)
@@ -173,7 +180,7 @@ def cut(
 ) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
     """How many of the emitted tokens count, after the first end token, the length limit and finished rows."""
     index = jnp.arange(emitted.shape[1])
-    is_end = jnp.any(emitted[:, :, None] == limits.eos, -1) | (emitted == INVALID_TOKEN)
+    is_end = jnp.any(emitted[:, :, None] == limits.eos[:, None, :], -1) | (emitted == INVALID_TOKEN)
     is_eos = is_end & (index < num_emitted[:, None])
     until_eos = jnp.where(jnp.any(is_eos, -1), jnp.argmax(is_eos, -1) + 1, num_emitted)
     count = jnp.minimum(until_eos, limits.max_length - state.length)

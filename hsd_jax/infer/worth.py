@@ -8,6 +8,9 @@ before the target's draw, nor compiles anything. Read first: `step.py`.
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -38,10 +41,56 @@ def first_control(batch: int, counts_drafts: bool = False) -> Control:
     Args:
       counts_drafts: where chains may end early.
     """
-    rows, zero = jnp.zeros(batch), jnp.zeros(())
-    count = jnp.zeros((), jnp.int32)
+    rows, count = jnp.zeros(batch), jnp.zeros(batch, jnp.int32)
     drafts = jnp.zeros((batch, 2), jnp.int32) if counts_drafts else None
-    return Control(rows, rows, zero, zero, count, count, count + FIRST_WAIT, drafts)
+    return Control(rows, rows, rows, rows, count, count, count + FIRST_WAIT, drafts)
+
+
+def joined(control: Control, live: Bool[Array, "B"], slot_mask: Bool[Array, "B"]) -> Control:
+    """The control after new rows have come into a running batch.
+
+    Of their own drafts nothing is known. Whether drafting pays they take over from the rows that go on, so that a batch
+    does not try drafts anew that were found not to pay.
+
+    Args:
+      live: rows that are not done; the new ones among them do not count.
+      slot_mask: the new rows.
+    """
+    others = live & ~slot_mask
+    num = jnp.sum(others).astype(jnp.float32)
+    fresh = first_control(len(live), control.drafts is not None)
+    known = {name: _sum(getattr(control, name), others) / jnp.maximum(num, 1.0) for name in ("tokens", "plain")}
+    known |= {name: _most(getattr(control, name), others) for name in ("rounds", "wait", "backoff")}
+    known = {name: jnp.where(num > 0, value, getattr(fresh, name)) for name, value in known.items()}
+    return _in_rows(slot_mask, dataclasses.replace(fresh, **known), control)
+
+
+def waits(control: Control, done: Bool[Array, "B"]) -> Bool[Array, ""]:
+    """Whether the next round is plain."""
+    return _most(control.wait, ~done) > 0
+
+
+def waited(control: Control) -> Control:
+    """After a block of plain rounds."""
+    return dataclasses.replace(control, wait=jnp.maximum(control.wait - 1, 0))
+
+
+def _sum(x: Float[Array, "B"], rows: Bool[Array, "B"]) -> Float[Array, ""]:
+    return jnp.sum(jnp.where(rows, x, 0.0))
+
+
+def _most(x: Int[Array, "B"], rows: Bool[Array, "B"]) -> Int[Array, ""]:
+    return jnp.max(jnp.where(rows, x, 0))
+
+
+def _num_live(done: Bool[Array, "B"]) -> Float[Array, ""]:
+    """Rows that go on, at least 1: it divides."""
+    return jnp.maximum(jnp.sum(~done), 1).astype(jnp.float32)
+
+
+def _in_rows(rows: Bool[Array, "B"], new: Control, old: Control) -> Control:
+    """`new` in these rows, `old` in the others."""
+    return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *[1] * (b.ndim - 1)), a, b), new, old)
 
 
 def trust(control: Control, costs: Costs) -> Float[Array, "B"]:
@@ -66,21 +115,25 @@ def stop_rule(
     """
     if costs.level_seconds is None:
         return None
-    node = _node_seconds(costs, len(done), num_nodes) * jnp.sum(~done).astype(jnp.float32)
-    price = tokens_a_second(control, costs, length, done) * (costs.level_seconds + node)
+    node = _node_seconds(costs, num_nodes, done) * jnp.sum(~done).astype(jnp.float32)
+    price = tokens_a_second(control, costs, length, done) * (costs.level_seconds[jnp.sum(~done)] + node)
     return Stop(log_trust(control, costs), ~done, price)
 
 
 def tokens_a_second(
     control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]
 ) -> Float[Array, ""]:
-    """Of the rounds so far, as if one more was plain."""
-    num_live = jnp.sum(~done).astype(jnp.float32)
-    return (control.tokens + num_live) / (control.seconds + plain_seconds(costs, length, done))
+    """What drafts should give at the gain that they had over plain rounds so far, as if one more was plain."""
+    num = _num_live(done)
+    gain = (_sum(control.tokens, ~done) + num) / (_sum(control.plain, ~done) + num)
+    return gain * num / plain_seconds(costs, length, done)
 
 
-def _node_seconds(costs: Costs, batch: int, num_nodes: int) -> Float[Array, ""]:
-    return (costs.pass_seconds[-1] - costs.pass_seconds[batch]) / (batch * num_nodes - batch)
+def _node_seconds(costs: Costs, num_nodes: int, done: Bool[Array, "B"]) -> Float[Array, ""]:
+    """Of one more node, where every row that goes on has a root and at most `num_nodes` nodes."""
+    num = jnp.maximum(jnp.sum(~done), 1)
+    all_of_them = costs.pass_seconds[num * num_nodes] - costs.pass_seconds[num]
+    return all_of_them / (_num_live(done) * (num_nodes - 1))
 
 
 def survival(tree: DraftTree, control: Control, costs: Costs) -> Float[Array, "B N"]:
@@ -107,18 +160,20 @@ def choose(
     Args:
       length: committed tokens.
     """
-    rate, node = tokens_a_second(control, costs, length, done), _node_seconds(costs, *tree.tokens.shape)
+    num_nodes = tree.tokens.shape[1]
+    rate, node = tokens_a_second(control, costs, length, done), _node_seconds(costs, num_nodes, done)
     reading = costs.slot_seconds * slots_seen(costs, length)
     attention = jnp.where(tree.depth > FREE_DEPTH, reading[:, None], 0.0)
-    share = 1 - DISCOUNT * min(1.0, FEW_NODES / tree.tokens.size)
+    share = 1 - DISCOUNT * jnp.minimum(1.0, FEW_NODES / (_num_live(done) * num_nodes))
     pays = survival(tree, control, costs) >= share * rate * (node + attention)
     # A drawn node that is dropped for its own token would bias the text (methods.md 0.5).
     kept = tree.valid & ((tree.depth == 0) | pays | (tree.scheme in DRAWN_SCHEMES))
     counts = kept & ~done[:, None]
     attending = jnp.sum(jnp.where(counts, attention, 0.0)) + _attention_of_all(costs, length, done)
-    drafting = costs.draft_seconds
+    drafting = costs.draft_seconds[jnp.sum(~done)]
     if costs.level_seconds is not None:
-        drafting = costs.level_seconds * jnp.max(jnp.where(tree.valid, tree.depth, 0)).astype(jnp.float32)
+        num_levels = jnp.max(jnp.where(tree.valid, tree.depth, 0)).astype(jnp.float32)
+        drafting = costs.level_seconds[jnp.sum(~done)] * num_levels
     return kept, drafting + costs.pass_seconds[jnp.sum(counts)] + attending
 
 
@@ -150,7 +205,7 @@ def learned(
     done: Bool[Array, "B"],
     seconds: Float[Array, ""],
 ) -> Control:
-    """What a round with drafts has shown.
+    """What a round with drafts has shown, in the rows that were not done before it.
 
     Args:
       tree: of which the nodes that were verified are valid.
@@ -166,28 +221,24 @@ def learned(
     score = jnp.zeros(tree.tokens.shape) if tree.score is None else tree.score
     step = jnp.exp(jnp.fmin(score - jnp.take_along_axis(score, parent, 1), 0.0))
     predicted = jnp.sum(jnp.where(was_tried, step, 0.0), 1)
-    accepted = jnp.where(done, 0.0, verdict.num_accepted.astype(jnp.float32))
-    rounds = control.rounds + 1
-    tokens = MEMORY * control.tokens + jnp.sum(num_committed).astype(jnp.float32)
-    spent = MEMORY * control.seconds + seconds
-    num_live = jnp.sum(~done).astype(jnp.float32)
-    plain_tokens = spent * num_live / plain_seconds(costs, length, done)
-    sample = num_live * jnp.minimum(rounds.astype(jnp.float32), 1 / (1 - MEMORY))
-    is_poor = (rounds >= FEWEST_ROUNDS) & (tokens < plain_tokens * (1 - DOUBT / jnp.sqrt(jnp.maximum(sample, 1.0))))
+    rounds, backoff = _most(control.rounds, ~done) + 1, _most(control.backoff, ~done)
+    tokens = MEMORY * control.tokens + num_committed.astype(jnp.float32)
+    plain = MEMORY * control.plain + seconds / plain_seconds(costs, length, done)  # in which each row gains a token
+    sample = _num_live(done) * jnp.minimum(rounds.astype(jnp.float32), 1 / (1 - MEMORY))
+    is_behind = _sum(tokens, ~done) < _sum(plain, ~done) * (1 - DOUBT / jnp.sqrt(sample))
+    is_poor = (rounds >= FEWEST_ROUNDS) & is_behind
     is_good = rounds >= 4 * FEWEST_ROUNDS
     drafts = control.drafts
     if drafts is not None:
-        verified = jnp.sum(tree.valid & (tree.depth > 0), 1)
-        drafts += jnp.where(done[:, None], 0, jnp.stack([num_made, verified], 1))
-    return Control(
-        accepted=MEMORY * control.accepted + accepted,
-        predicted=MEMORY * control.predicted + jnp.where(done, 0.0, predicted),
+        drafts += jnp.stack([num_made, jnp.sum(tree.valid & (tree.depth > 0), 1)], 1)
+    now = Control(
+        accepted=MEMORY * control.accepted + verdict.num_accepted.astype(jnp.float32),
+        predicted=MEMORY * control.predicted + predicted,
         tokens=jnp.where(is_poor, 0.0, tokens),
-        seconds=jnp.where(is_poor, 0.0, spent),
+        plain=jnp.where(is_poor, 0.0, plain),
         rounds=jnp.where(is_poor, 0, rounds),
-        wait=jnp.where(is_poor, control.backoff, 0),
-        backoff=jnp.where(
-            is_poor, jnp.minimum(2 * control.backoff, LONGEST_WAIT), jnp.where(is_good, FIRST_WAIT, control.backoff)
-        ),
+        wait=jnp.where(is_poor, backoff, 0),
+        backoff=jnp.where(is_poor, jnp.minimum(2 * backoff, LONGEST_WAIT), jnp.where(is_good, FIRST_WAIT, backoff)),
         drafts=drafts,
     )
+    return _in_rows(~done, now, control)

@@ -14,6 +14,7 @@ import contextlib
 import contextvars
 import ctypes
 import functools
+import math
 import os
 import platform
 import shutil
@@ -106,18 +107,32 @@ def enabled(on: bool, level: str | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only(active: Bool[Array, "B"] | Bool[Array, "B N"] | None) -> Iterator[None]:
-    """While tracing inside, products skip the rows [B, N] that are not active and give zeros for them.
+    """While tracing inside, the kernels skip what is not active and give zeros for it: products, noise and draws.
 
-    For XLA's own products this means nothing: what does not count must not be read anyway.
+    For XLA's own operations this means nothing: what does not count must not be read anyway. Rows that are not active
+    outside are not active inside.
 
     Args:
-      active: of every node, or of every row of the batch with all its nodes; None: all are.
+      active: of every node [B, N], or of every row of the batch with all its nodes; None: what is set outside, else all
+        are.
     """
+    outer = _active.get()
+    if active is None:
+        active = outer
+    elif outer is not None:
+        assert outer.ndim == 1 and len(outer) == len(active), (outer.shape, active.shape)
+        active = active & outer.reshape(-1, *[1] * (active.ndim - 1))
     token = _active.set(active)
     try:
         yield
     finally:
         _active.reset(token)
+
+
+def rows() -> Bool[Array, "B"] | None:
+    """Rows of the batch to which `only` confines what is traced here and now on the kernels; None: it does not."""
+    active = _active.get() if is_on() else None
+    return None if active is None or active.ndim > 1 else active
 
 
 def level() -> str:
@@ -255,8 +270,9 @@ def rope(x: Float[Array, "B N heads E"], table: tuple[Array, Array]) -> Float[Ar
 
 
 def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-    """`ops.argmax` in one call."""
-    return _call("first_best", jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32))(x)
+    """`ops.argmax` in one call; 0 for rows that are not active."""
+    out = jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32)
+    return _call("first_best", out)(x, _flags(math.prod(out.shape)))
 
 
 def gather(table: Float[Array, "V H"], index: Int[Array, "*n"]) -> Float[Array, "*n H"]:
@@ -274,9 +290,9 @@ def gumbel_applies(keys: jax.Array) -> bool:
 
 
 def gumbel(keys: jax.Array, num: int) -> Float[Array, "keys num"]:
-    """`ops.gumbel` of each key [R], in one call."""
+    """`ops.gumbel` of each key [R], in one call; zeros for those that are not active."""
     out = jax.ShapeDtypeStruct((len(keys), num), jnp.float32)
-    return _call("gumbel", out)(jax.random.key_data(keys))
+    return _call("gumbel", out)(jax.random.key_data(keys), _flags(len(keys)))
 
 
 def is_emulated(dtype) -> bool:

@@ -17,6 +17,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
+from hsd_jax.axes import CACHE, ROWS, SLOTS, Axes, map_named
 from hsd_jax.config import SLIDING, ModelConfig
 from hsd_jax.kernels import program, triton
 from hsd_jax.kernels.native import traced_platform
@@ -58,16 +59,19 @@ def empty_cache(
     return KVCache(keys, values, jnp.zeros(batch, jnp.int32), capacity)
 
 
-def write_rows(buffer: Array, rows: Array, start: Int[Array, "B"] | Int[Array, ""], axis: int) -> Array:
+def write_rows(
+    buffer: Array, rows: Array, start: Int[Array, "B"] | Int[Array, ""], axis: int, axes: Axes = (ROWS,)
+) -> Array:
     """Writes `rows` into `buffer` along `axis`, each batch row at its own `start`, or all of them at one.
 
-    The caller guarantees room: XLA would otherwise shift the write to the left, over committed entries.
+    `axes` are the names of the first axes. The caller guarantees room: XLA would otherwise shift the write to the
+    left, over committed entries.
     """
     rows = rows.astype(buffer.dtype)
     if start.ndim == 0:
         return lax.dynamic_update_slice_in_dim(buffer, rows, start, axis)
 
-    return _on_own_rows(functools.partial(_write_rows, axis=axis), buffer, rows, start)
+    return _on_own_rows(functools.partial(_write_rows, axis=axis), axes, buffer, rows, start)
 
 
 def _write_rows(buffer: Array, rows: Array, start: Int[Array, "B"], axis: int) -> Array:
@@ -86,13 +90,14 @@ def _write_ring(
     if valid is not None:
         slots = jnp.where(valid, slots, num)  # out of bounds: dropped
     write = jax.vmap(lambda b, r, s: b.at[:, s].set(r, mode="drop", unique_indices=valid is None))
-    return _on_own_rows(write, buffer, rows, slots)
+    return _on_own_rows(write, CACHE, buffer, rows, slots)
 
 
-def _on_own_rows(write: Callable[..., Array], buffer: Array, rows: Array, where: Array) -> Array:
+def _on_own_rows(write: Callable[..., Array], axes: Axes, buffer: Array, rows: Array, where: Array) -> Array:
     """Each device writes its own rows: XLA for TPUs would copy a cache that rows of several are scattered into."""
-    whole = ("data", "model", None, None) if buffer.ndim == 4 else ("data", *[None] * (buffer.ndim - 1))
-    groups = buffer.shape[1] if buffer.ndim == 4 else 1
+    has_heads = axes == CACHE
+    whole = ("data", "model" if has_heads else None, *[None] * (buffer.ndim - 2))
+    groups = buffer.shape[1] if has_heads else 1
     ins = [whole, whole, ("data", *[None] * (where.ndim - 1))]
     return program.on_each_device(write, ins, whole, buffer.shape[0], groups)(buffer, rows, where)
 
@@ -136,7 +141,7 @@ def commit(
         if path is not None:
             rows = [take_nodes(r, path, axis=2) for r in rows]
         written = [
-            write_rows(b, r, first, axis=2) if b.shape[2] == cache.capacity else _write_ring(b, r, first, valid)
+            write_rows(b, r, first, 2, CACHE) if b.shape[2] == cache.capacity else _write_ring(b, r, first, valid)
             for b, r in zip(buffers, rows, strict=True)
         ]
     num = len(cache.keys)
@@ -151,22 +156,22 @@ def _zero_known_after(x: Array) -> Int[Array, "B"]:
 def keep_idle(num_committed: Int[Array, "B"], before: Any, after: Any) -> Any:
     """A drafter's state `after` a block of rounds, but `before` in rows that committed nothing in it.
 
-    Of cache buffers nothing is put back: what was written lies past the length that counts.
+    Of buffers with slots nothing is put back: what was written lies past the length that counts.
     """
 
-    def one(old: Array, new: Array) -> Array:
-        if old.ndim == 4:
+    def one(axes: Axes, old: Array, new: Array) -> Array:
+        if SLOTS in axes:
             return new
         moved = (num_committed > 0).reshape(-1, *[1] * (old.ndim - 1))
         return jnp.where(moved, new, old)
 
-    return jax.tree.map(one, before, after)
+    return map_named(one, before, after)
 
 
 def rolled_back(before: Any, after: Any) -> Any:
-    """A drafter's state `before` some rounds, in the cache buffers of the one `after` them: these hold more, past the
-    length that counts, and so none is copied."""
-    return jax.tree.map(lambda old, new: new if old.ndim == 4 else old, before, after)
+    """A drafter's state `before` some rounds, in the buffers with slots of the one `after` them: these hold more, past
+    the length that counts, and so none is copied."""
+    return map_named(lambda axes, old, new: new if SLOTS in axes else old, before, after)
 
 
 def grow(cache: KVCache, capacity: int, slots: Sequence[int] | None = None) -> KVCache:

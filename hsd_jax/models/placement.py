@@ -80,20 +80,34 @@ class Placement:
             needed += count if self._is_quantized(weight) else count * weight.dtype.itemsize
             largest = max(largest, count * weight.dtype.itemsize)
         needed += largest if self.quantize else 0  # as floats first
-        devices = _devices(self.mesh)
-        on_host = devices[0].platform == "cpu"
-        needed *= len(devices) if on_host else 1
-        free = _free_on_host() if on_host else _free_on_devices(devices)
-        if free is not None and needed > free:
-            where = "this machine" if on_host else f"each of {len(devices)} devices"
-            raise ValueError(
-                f"{what}: its weights need {needed / 1e9:.2f} GB ({needed} bytes) on {where}, where {free / 1e9:.2f} GB"
-                f' ({free} bytes) are free. Hold them in fewer bytes (dtype="bfloat16", quantize="int8")'
-                + ("" if on_host else ' or spread them over more devices (mesh="model=N")')
-            )
+        on_host = _devices(self.mesh)[0].platform == "cpu"
+        advice = 'Hold them in fewer bytes (dtype="bfloat16", quantize="int8")'
+        advice += "" if on_host else ' or spread them over more devices (mesh="model=N")'
+        check_free(self.mesh, needed, f"{what}: its weights need", advice)
 
 
 HERE = Placement()
+
+
+def check_free(mesh: Mesh | None, needed: int, what: str, advice: str) -> None:
+    """Refuses what will not fit.
+
+    Args:
+      needed: bytes on each device.
+      what, advice: begin and end the error.
+    Raises:
+      ValueError: with the bytes needed and free on a device, or on the host if that holds them.
+    """
+    devices = _devices(mesh)
+    on_host = devices[0].platform == "cpu"
+    needed *= len(devices) if on_host else 1
+    free = _free_on_host() if on_host else _free_on_devices(devices)
+    if free is not None and needed > free:
+        where = "this machine" if on_host else f"each of {len(devices)} devices"
+        raise ValueError(
+            f"{what} {needed / 1e9:.2f} GB ({needed} bytes) on {where}, where {free / 1e9:.2f} GB ({free} bytes) are"
+            f" free. {advice}"
+        )
 
 
 def assemble(

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hsd_jax import settings
-from hsd_jax.api import conditional_acceptance, decode
+from hsd_jax.api import check_valid, conditional_acceptance
 from hsd_jax.config import (
     AHEAD,
     LARGEST_TREE,
@@ -31,6 +31,7 @@ from hsd_jax.config import (
     ModelConfig,
     ReuseConfig,
     TreeConfig,
+    bucket,
     most_nodes,
 )
 from hsd_jax.distributed import fetch
@@ -43,6 +44,7 @@ from hsd_jax.infer.sampling import round_noise, row_keys
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
+from hsd_jax.session import Session
 from hsd_jax.settings import HOTTEST, MOST, Count, Whole, Within
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, RoundInputs, SamplingParams, Weights
 
@@ -130,19 +132,20 @@ def write_texts(
 ) -> Texts:
     """Decodes plainly, prompt i alone with the seed `seed` + i.
 
+    Args:
+      batch: prompts at once, at most.
     Raises:
-      ValueError: for a prompt of fewer than two tokens.
+      ValueError: for a prompt of fewer than two tokens, and naming the row, if the target gives no distribution.
     """
     Texts.join(prompts, [()] * len(prompts))  # refuses before anything is decoded
-    written, seeds = [], [seed + i for i in range(len(prompts))]
-    for first in range(0, len(prompts), batch):
-        some = [np.asarray(p, np.int32) for p in prompts[first : first + batch]]
-        own = seeds[first : first + batch]
-        out = decode(params, some, max_new_tokens=max_new_tokens, temperature=temperature, seed=own, speculate=False)
-        written += [
-            tokens[:num] for tokens, num in zip(np.asarray(out.tokens), np.asarray(out.num_tokens), strict=True)
-        ]
-    return Texts.join(prompts, written, seeds)
+    seeds = [seed + i for i in range(len(prompts))]
+    asked = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    requests = [{"prompt": np.asarray(p, np.int32), "seed": s, **asked} for p, s in zip(prompts, seeds, strict=True)]
+    longest = max(map(len, prompts)) + max_new_tokens
+    with Session(params, min(batch, bucket(len(prompts), 1)), min(longest, params.max_len), speculate=False) as session:
+        answers = list(session.generate(requests, ordered=True))
+    check_valid(answers)
+    return Texts.join(prompts, [answer.tokens for answer in answers], seeds)
 
 
 Draft = tuple[TreeConfig, ReuseConfig]

@@ -17,10 +17,11 @@ from typing import Annotated, Any
 import numpy as np
 
 from hsd_jax import settings
-from hsd_jax.api import decode
-from hsd_jax.config import ModelConfig
+from hsd_jax.api import check_valid
+from hsd_jax.config import ModelConfig, bucket
 from hsd_jax.files import replacing
 from hsd_jax.params import Params
+from hsd_jax.session import Session
 from hsd_jax.settings import HOTTEST, MOST, Count, Share, Within
 from hsd_jax.train import data
 from hsd_jax.train.loop import LoopConfig
@@ -29,7 +30,7 @@ from hsd_jax.types import Weights
 
 FOLDER = "on_policy"
 AT_ONCE = 32
-"""Rows decoded together; a part of what the text depends on, by rounding."""
+"""Rows decoded at once; a part of what the text depends on, by rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,22 +91,24 @@ def write_rows(
     params = Params(weights, None, config, eos=tuple(eos), max_len=config.max_position)
     tokens = np.zeros((len(prompts), length + 1), np.int32)
     mask = np.zeros(tokens.shape, bool)
-    for first in range(0, len(prompts), AT_ONCE):
-        rows = range(first, min(first + AT_ONCE, len(prompts)))
-        room = [min(length + 1, config.max_position) - len(prompts[row]) for row in rows]
-        out = decode(
-            params,
-            [np.asarray(prompts[row], np.int32) for row in rows],
-            max_new_tokens=[min(some, asked.max_new_tokens or some) for some in room],
-            temperature=asked.temperature,
-            seed=[seeds[row] for row in rows],
-            speculate=False,
-        )
-        for row, text, num in zip(rows, out.tokens, out.num_tokens, strict=True):
-            begin = len(prompts[row])
-            tokens[row, :begin] = prompts[row]
-            tokens[row, begin : begin + num] = text[:num]
-            mask[row, begin : begin + num] = True
+    max_len = min(length + 1, config.max_position)
+    requests = [
+        {
+            "prompt": np.asarray(prompt, np.int32),
+            "max_new_tokens": min(max_len - len(prompt), asked.max_new_tokens or max_len),
+            "temperature": asked.temperature,
+            "seed": seed,
+        }
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    with Session(params, min(AT_ONCE, bucket(len(prompts), 1)), max_len, speculate=False) as session:
+        session.reserve()  # one size, whatever the lengths: rounding may depend on it
+        answers = list(session.generate(requests, ordered=True))
+    check_valid(answers)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        begin, end = len(prompt), len(prompt) + len(answer.tokens)
+        tokens[row, :end] = [*prompt, *answer.tokens]
+        mask[row, begin:end] = True
     return {"tokens": tokens, "mask": mask}
 
 

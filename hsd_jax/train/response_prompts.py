@@ -1,7 +1,7 @@
 """Prompts for `hsd generate-data`, from the record formats of training data: what a target is asked to continue.
 
 A question without its answer, a conversation up to a turn of the user, the beginning of a text. Read next:
-`generate.py`.
+`responses.py`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class GenerateConfig:
     top_p: TopP | None = None
     samples_per_prompt: Count = 1
     batch: Count = 32
+    """Rows decoded at once; the order of the lines depends on it, too."""
     seed: Seed = 0
     limit: Count | None = None
     """Prompts of each file."""

@@ -1,9 +1,9 @@
 """The target's own responses as training data: a plan of seeded jobs, and a file that resumes.
 
 A drafter learns best from text the target wrote. Every row has a temperature and a seed of its own, which depend on
-the number of its prompt alone, and the plan fixes which rows are decoded together: a run that broke off ends with the
-very file of one that did not. Called by `hsd generate-data`; the file is read back by `documents.py`. Read first:
-`response_prompts.py`.
+the number of its prompt alone. Rows come and go in the slots of one session, and the plan fixes the order of their
+lines: a run that broke off ends with the very file of one that did not. Called by `hsd generate-data`; the file is
+read back by `documents.py`. Read first: `response_prompts.py`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from hsd_jax import lock
-from hsd_jax.api import decode
 from hsd_jax.config import TreeConfig
 from hsd_jax.files import check_new_file, parse_json, read_json, write_json
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.params import Params
+from hsd_jax.session import MOST_SLOTS, Generated, Session
 from hsd_jax.train import data, manifest
 from hsd_jax.train.response_prompts import GenerateConfig, Prompt, Report, draw, read_prompts
 from hsd_jax.train.rows import spoken
@@ -40,11 +40,12 @@ class Job:
     seed: int
 
 
-def make_plan(prompts: Sequence[Prompt], config: GenerateConfig) -> list[list[Job]]:
-    """The batches of a run, in their order.
+def make_plan(prompts: Sequence[Prompt], config: GenerateConfig) -> list[Job]:
+    """The jobs of a run, in the order of its lines.
 
-    Rows of a batch have prompts of about one length, so that few shapes compile; batches come in a random order, so
-    that a file is a fair sample at any time and the time left can be told.
+    `config.batch` jobs whose prompts are of about one length follow one another, and such groups come in a random
+    order: a file is a fair sample at any time, and the time left can be told. The order is the same in all versions:
+    files that were begun go on.
     """
     jobs = []
     for number, prompt in enumerate(prompts):
@@ -55,8 +56,8 @@ def make_plan(prompts: Sequence[Prompt], config: GenerateConfig) -> list[list[Jo
             seed = int(draw(config.seed, number, 1 + sample).integers(2**32))
             jobs.append(Job(prompt, temperature, seed))
     jobs.sort(key=lambda job: len(job.prompt.tokens))  # stable
-    batches = [jobs[i : i + config.batch] for i in range(0, len(jobs), config.batch)]
-    return [batches[i] for i in draw(config.seed, len(batches)).permutation(len(batches))]
+    groups = [jobs[i : i + config.batch] for i in range(0, len(jobs), config.batch)]
+    return [job for i in draw(config.seed, len(groups)).permutation(len(groups)) for job in groups[i]]
 
 
 def settings_path(out: str | Path) -> Path:
@@ -154,7 +155,7 @@ def run(
     room = min(positions, settings["max_len"] or positions)
     found = read_prompts(files, tokenizer, bos, template, room, config, report)
     plan = make_plan(found, config)
-    report(f"{len(found):,} prompts, {sum(map(len, plan)):,} responses in {len(plan):,} batches")
+    report(f"{len(found):,} prompts, {len(plan):,} responses, {min(config.batch, len(plan), MOST_SLOTS):,} at once")
     params, tree = load()
     target_hash, drafter_hash = params.fingerprints()
     settings |= {
@@ -169,7 +170,7 @@ def run(
 def generate(
     params: Params,
     tokenizer: Tokenizer,
-    plan: Sequence[Sequence[Job]],
+    plan: Sequence[Job],
     out: str | Path,
     settings: dict[str, Any],
     config: GenerateConfig,
@@ -185,92 +186,99 @@ def generate(
     Returns:
       The number of lines.
     Raises:
-      ValueError: as `check_settings` and `lines_done`, if another process is writing the file, or if the disk is full;
-        whole lines stay.
+      ValueError: as `check_settings` and `lines_done`, if another process is writing the file, if the disk is full, or
+        naming the job to which the target gave no distribution of a next token; all lines before it stay.
     """
     out = Path(out)
     check_settings(out, settings)
     with lock.held(lock.beside(out)):
         check_settings(out, settings)  # again: the holder of the lock may have changed them
-        jobs = [job for batch in plan for job in batch]
-        done = lines_done(out, jobs)
+        done = lines_done(out, plan)
         write_json(settings_path(out), settings)
         if done:
-            report(f"{out}: {done:,} of {len(jobs):,} lines are there")
-        if done < len(jobs):
+            report(f"{out}: {done:,} of {len(plan):,} lines are there")
+        if done < len(plan):
             _write_lines(params, tokenizer, plan, out, done, config, tree, report)
-    return len(jobs)
+    return len(plan)
 
 
 def _write_lines(
     params: Params,
     tokenizer: Tokenizer,
-    plan: Sequence[Sequence[Job]],
+    plan: Sequence[Job],
     out: Path,
     done: int,
     config: GenerateConfig,
     tree: TreeConfig | None,
     report: Report,
 ) -> None:
-    """Appends the lines of the plan from number `done` on, a batch at a time."""
-    progress = _Progress(sum(map(len, plan)), report)
-    size = max(map(len, plan))
-    end = 0
-    with out.open("ab") as file:
-        for batch in plan:
-            start, end = end, end + len(batch)
-            if end <= done:
-                continue
-            records, num_tokens = _decoded(params, tokenizer, batch, size, config, tree)
-            text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records[max(done - start, 0) :])
-            try:
-                file.write(text.encode())
-                file.flush()
-                os.fsync(file.fileno())
-            except OSError as error:
-                raise ValueError(f"{out}: cannot be written ({error}); the same command continues later") from error
-            progress.add(len(records), num_tokens, end)
+    """Appends the lines of the plan from number `done` on, each once all before it are there: rows end out of order."""
+    begun, ended = done, dict[int, Generated]()
+    progress = _Progress(len(plan), report)
+    with _session(params, plan, config, tree) as session, out.open("ab") as file:
+        for answer in session.generate(_request(job, config) for job in plan[begun:]):
+            ended[begun + answer.index] = answer
+            text = ""
+            while (following := ended.pop(done, None)) is not None and following.error is None:
+                text += _line(tokenizer, plan[done], following.tokens.tolist())
+                done += 1
+            if text:
+                try:
+                    file.write(text.encode())
+                    file.flush()
+                    os.fsync(file.fileno())
+                except OSError as error:
+                    raise ValueError(f"{out}: cannot be written ({error}); the same command continues later") from error
+            if following is not None:
+                job = plan[done]
+                raise ValueError(
+                    f"{out}:{done + 1}: no response to {job.prompt.source} at temperature {job.temperature:g} with seed"
+                    f" {job.seed}: {following.error}. The lines before it are written"
+                )
+            progress.add(len(answer.tokens), done, len(ended))
     progress.close()
 
 
-def _decoded(
-    params: Params,
-    tokenizer: Tokenizer,
-    batch: Sequence[Job],
-    size: int,
-    config: GenerateConfig,
-    tree: TreeConfig | None,
-) -> tuple[list[dict[str, Any]], int]:
-    """The records of a batch, and its new tokens. Rows that fill a batch up to `size` are born finished."""
-    rows = [*batch, *[batch[-1]] * (size - len(batch))]
-    result = decode(
+def _session(params: Params, plan: Sequence[Job], config: GenerateConfig, tree: TreeConfig | None) -> Session:
+    """Where the plan is decoded. Its programs are those of the whole plan, however much of it is left: where rounding
+    depends on their sizes, a run that broke off goes on with the same ones."""
+    longest = max(len(job.prompt.tokens) for job in plan) + config.max_new_tokens
+    session = Session(
         params,
-        [list(job.prompt.tokens) for job in rows],
-        max_new_tokens=[config.max_new_tokens if i < len(batch) else 0 for i in range(len(rows))],
-        temperature=[job.temperature for job in rows],
-        top_k=config.top_k,
-        top_p=config.top_p,
-        seed=[job.seed for job in rows],
+        min(config.batch, len(plan), MOST_SLOTS),
+        min(longest, params.max_len),
         tree=tree,
         speculate=tree is not None,
-        accept="match",  # the file must not depend on the drafter, nor on which rows share a batch
+        accept="match",  # the file must not depend on the drafter, nor on which rows run side by side
     )
-    records = []
-    for row, job in enumerate(batch):
-        tokens = result.tokens[row, : result.num_tokens[row]].tolist()
-        prompt = list(job.prompt.tokens)
-        records.append(
-            {
-                "prompt": job.prompt.text,
-                "response": spoken(tokenizer.decode, prompt, tokens),
-                "temperature": job.temperature,
-                "seed": job.seed,
-                "source": job.prompt.source,
-                "prompt_tokens": prompt,
-                "response_tokens": tokens,
-            }
-        )
-    return records, int(result.num_tokens.sum())
+    session.reserve()
+    return session
+
+
+def _request(job: Job, config: GenerateConfig) -> dict[str, Any]:
+    """The arguments of `Session.admit`."""
+    return {
+        "prompt": list(job.prompt.tokens),
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": job.temperature,
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+        "seed": job.seed,
+    }
+
+
+def _line(tokenizer: Tokenizer, job: Job, tokens: list[int]) -> str:
+    prompt = list(job.prompt.tokens)
+    record = {
+        "prompt": job.prompt.text,
+        "response": spoken(tokenizer.decode, prompt, tokens),
+        "temperature": job.temperature,
+        "seed": job.seed,
+        "source": job.prompt.source,
+        "prompt_tokens": prompt,
+        "response_tokens": tokens,
+    }
+    return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 class _Progress:
@@ -281,13 +289,20 @@ class _Progress:
         self._start = self._last = time.perf_counter()
         self._tokens, self._rows = 0, 0
 
-    def add(self, rows: int, tokens: int, done: int) -> None:
-        self._tokens, self._rows = self._tokens + tokens, self._rows + rows
-        now = time.perf_counter()
-        if now - self._last >= REPORT_SECONDS and done < self._total:
+    def add(self, tokens: int, written: int, waiting: int) -> None:
+        """A row has ended with so many tokens.
+
+        Args:
+          written: lines that are in the file.
+          waiting: rows that have ended before one whose line comes first.
+        """
+        self._tokens, self._rows = self._tokens + tokens, self._rows + 1
+        now, left = time.perf_counter(), self._total - written - waiting
+        if now - self._last >= REPORT_SECONDS and written < self._total:
             self._last = now
-            left = (now - self._start) / self._rows * (self._total - done)
-            self._report(f"{done:,} of {self._total:,} lines, {self._rate(now)}, {left / 60:.1f} min left")
+            ahead = f" and {waiting:,} that wait for the next" if waiting else ""
+            minutes = (now - self._start) / self._rows * left / 60
+            self._report(f"{written:,} of {self._total:,} lines{ahead}, {self._rate(now)}, {minutes:.1f} min left")
 
     def close(self) -> None:
         now = time.perf_counter()

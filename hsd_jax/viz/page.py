@@ -11,12 +11,14 @@ from collections.abc import Sequence
 
 from hsd_jax import api
 from hsd_jax.api import DecodeResult
+from hsd_jax.arguments import encode
 from hsd_jax.bench.replay import Round, replay
 from hsd_jax.bench.tables import say
 from hsd_jax.drafters.table import pictures_of
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.lossy import Lossy
-from hsd_jax.request import prepare, records, rule_and_scheme
+from hsd_jax.request import records, rule_and_scheme
+from hsd_jax.session import prepare
 from hsd_jax.tokenizer import UNFINISHED, IncrementalDecoder, Tokenizer
 from hsd_jax.viz.layout import Drawing, draw, visible
 
@@ -62,18 +64,11 @@ def make_page(params, prompt, settings: dict, command: str) -> Page:
     """Decodes `prompt` with the settings of `decode`, once at full speed and once to watch."""
     out = api.decode(params, prompt, **settings)
     rule = make_rule(settings["accept"], settings["tree"], Lossy.parse(settings.get("lossy"), settings["accept"]))
-    request = prepare(params, prompt, *records(settings))
-    rounds = replay(
-        request.decoder,
-        params.target_config,
-        rule,
-        pictures_of(params.target_config, params.drafter_config, settings["tree"], request.plan.reuse),
-        request.models,
-        request.sampling,
-        request.limits,
-        request.state,
-    )
-    ids = request.prompts[0]
+    with prepare(params, prompt, *records(settings)) as session:
+        reuse = session.plan.reuse
+        pictures = pictures_of(params.target_config, params.drafter_config, settings["tree"], reuse)
+        rounds = replay(session, params.target_config, rule, pictures)
+    ids = encode(params, prompt)[0]
     shown = [token for drafted in rounds for token in drafted.emitted]
     if shown != out.tokens[0].tolist():
         say(

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 from support import toy
 
+from hsd_jax.arguments import Sampling
 from hsd_jax.bench import identity, measure, prompts, quality, replay, tables
 from hsd_jax.bench import profile as profile_lib
 from hsd_jax.config import TreeConfig
 from hsd_jax.params import Params
-from hsd_jax.request import Sampling, Speculation, prepare
+from hsd_jax.request import Speculation
+from hsd_jax.session import prepare
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +76,11 @@ def test_profile_measures_every_stage_and_leaves_the_state_alone(target):
     models = {"target": weights, "drafter": toy.make_drafter(drafter_config, config, weights)}
     tree = TreeConfig(nodes=5, depth=3, width=2)
     params = Params(weights, models["drafter"], config, drafter_config)
-    request = prepare(params, [3, 1, 4, 1, 5], Sampling(40, eos=()), Speculation(tree))
-    state, limits, sampling = request.state, request.limits, request.sampling
-    before = np.asarray(state.tokens)
-    loop = request.decoder.loop
+    session = prepare(params, [3, 1, 4, 1, 5], Sampling(40, eos=()), Speculation(tree))
+    state, sampling, limits = session.rows
+    before, decoder = np.asarray(state.tokens), session.setup.decoder
     profile = profile_lib.profile_round(
-        loop, models, config, drafter_config, tree, sampling, limits, state, iterations=3, repeats=2
+        decoder, models, config, drafter_config, tree, sampling, limits, state, iterations=3, repeats=2
     )
     assert all(getattr(profile, name) > 0 for name in ("whole", "trunk", "head", "tree", "verify", "commit"))
     assert set(profile.shares()) == set(tables.STAGES)

@@ -15,13 +15,15 @@ from support import command_line, setups, toy
 
 import hsd_jax
 from hsd_jax import plan, tuned
+from hsd_jax.arguments import Sampling
 from hsd_jax.bench import against_plain, measure, predict, profile
 from hsd_jax.bench import tune as tuning
 from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.params import Params
-from hsd_jax.request import Sampling, Speculation, prepare
+from hsd_jax.request import Speculation
+from hsd_jax.session import prepare
 from hsd_jax.train import evaluate
 
 folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both
@@ -277,10 +279,10 @@ def test_every_combination_has_a_choice(monkeypatch, params):
 
 
 def test_trunk_seconds_are_measured_and_the_state_stays(params):
-    request = prepare(params, PROMPTS[2], Sampling(16, eos=()), Speculation(SMALL))
-    state, config = request.state.drafter, params.drafter_config
+    session = prepare(params, PROMPTS[2], Sampling(16, eos=()), Speculation(SMALL))
+    models, state, config = session.setup.models, session.rows[0].drafter, params.drafter_config
     before = np.asarray(state.cache.length)
-    found = profile.trunk_seconds(request.models, params.target_config, config, state, (1, 4), iterations=2, repeats=2)
+    found = profile.trunk_seconds(models, params.target_config, config, state, (1, 4), iterations=2, repeats=2)
     assert len(found) == 2 and min(found) > 0
     np.testing.assert_array_equal(np.asarray(state.cache.length), before)
 

@@ -124,9 +124,9 @@ def test_states_are_those_of_one_long_causal_pass(window):
     embeddings = target["embedding"][jnp.roll(tokens, -1, 1)] * setup.config.embed_scale
     inputs = trunk_inputs(drafter, config, hidden, embeddings)
     blocks = jax.jit(lambda x: plain_trunk(drafter, config, x))
-    row = np.flatnonzero(state.drafter.num_pending)  # a finished row has no query
+    row = np.flatnonzero(state.drafter.num_pending)  # a finished row keeps its query
     known = np.asarray(state.length)[row] - 1  # features of all committed tokens but the last
-    assert len(row) == 5
+    assert len(row) == 6
     for step in range(states.shape[1]):
         out = blocks(inputs)[row, known - 1 + step]
         np.testing.assert_allclose(states[row, step], out, rtol=1e-3, atol=1e-4)

@@ -14,8 +14,10 @@ from support.meshes import needs_devices
 
 import hsd_jax
 from hsd_jax import ahead
+from hsd_jax.arguments import Sampling
 from hsd_jax.drafters.pearl import overlap
-from hsd_jax.request import Sampling, prepare
+from hsd_jax.infer.decode import UNBOUNDED
+from hsd_jax.session import prepare
 
 pytestmark = needs_devices
 slow = pytest.mark.slow
@@ -56,6 +58,17 @@ def test_rows_of_any_length_say_what_plain_decoding_says(pair, apart):
     assert_scheduled(found, hsd_jax.decode(hsd_jax.pearl(pair, GAMMA), PROMPTS, **CALL))
     for name, device in (("target", 0), ("drafter", 1)):
         assert {x.device.id for x in jax.tree.leaves(getattr(apart, name))} == {device}
+
+
+def test_rows_come_and_go(pair, apart):
+    """More requests than slots, in caches smaller than the first size: each says what plain decoding says of it."""
+    asked = zip(PROMPTS, CALL["max_new_tokens"], CALL["temperature"], CALL["seed"], strict=True)
+    names = "prompt", "max_new_tokens", "temperature", "seed"
+    requests = [dict(zip(names, values, strict=True)) for values in asked]
+    with hsd_jax.Session(apart, slots=2) as session:
+        found = [one.tokens.tolist() for one in session.generate(requests, ordered=True)]
+    plain = hsd_jax.decode(pair, PROMPTS, speculate=False, **CALL)
+    assert found == [row[:num].tolist() for row, num in zip(plain.tokens, plain.num_tokens, strict=True)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -104,19 +117,30 @@ def test_caches_grow_between_rounds(pair):
     prompt = [1, 5, 9, 2, 6, 5, 3, 5]  # with 8 slots more, what a round may write, all are full
     same = dataclasses.replace(pair, drafter=pair.target)
     one = prepare(hsd_jax.pearl(same, GAMMA, devices=(1, 1)), prompt, Sampling(**call))
-    tokens, length = (
-        jnp.zeros((1, 16), jnp.int32).at[0, : len(prompt)].set(jnp.array(prompt)),
-        one.prompt_length,
-    )
-    sizes = {"capacity": 16, "max_tokens": 17}
-    state = one.decoder.read(one.models, tokens, jnp.asarray(length), one.state.keys, one.limits, **sizes)
-    state = one.run(state)
-    assert state.cache.capacity == state.drafter.base.cache.capacity == one.largest
+    state, *settings = one.rows
+    tokens = jnp.zeros((1, 16), jnp.int32).at[0, : len(prompt)].set(jnp.array(prompt))
+    given = tokens, jnp.array([len(prompt)], jnp.int32), state.keys, settings[1]
+    small = one.setup.decoder.prefill(one.setup.models, *given, capacity=16, max_tokens=17)
+    one.rows = small, *settings
+    assert one.run(UNBOUNDED)
+    state = one.rows[0]
+    assert state.cache.capacity == state.drafter.base.cache.capacity > 64
     plain = hsd_jax.decode(pair, prompt, speculate=False, **call)
-    np.testing.assert_array_equal(state.tokens[0, length[0] : length[0] + 100], plain.tokens[0])
+    np.testing.assert_array_equal(one.take(0).tokens, plain.tokens[0])
     scheduled = hsd_jax.decode(hsd_jax.pearl(same, GAMMA), prompt, **call).stats
     np.testing.assert_array_equal(state.stats.accepted_histogram[0], scheduled.accepted_histogram)
     assert scheduled.tau > 2.8
+
+
+def test_rounds_end_when_fewer_rows_go_on_than_are_wanted(apart):
+    """A few rounds later than one program would, and the rows that are left can go on."""
+    call = {"max_new_tokens": [6, 60, 60], "temperature": 0.0}
+    request = prepare(apart, [[5, 6], [7, 8], [9]], Sampling(**call))
+    given = request.models, request.sampling, request.limits
+    state = request.decoder.run(*given, request.state, most_slots=request.largest, least_live=3)
+    assert state.done.tolist()[:3] == [True, False, False]
+    state = request.decoder.run(*given, state, most_slots=request.largest)
+    assert bool(state.done.all())
 
 
 # --- the host ---------------------------------------------------------------------------------------------------------
@@ -146,8 +170,8 @@ def test_the_host_reads_rarely_and_never_the_rounds_in_flight(apart, monkeypatch
 
 def test_drafts_are_made_while_the_target_reads(apart):
     """With a target that is slow, two rounds are dispatched and the first one's drafts are there before its verdict."""
-    request = prepare(apart, PROMPTS[0], Sampling(8))
-    decoder = request.decoder
+    session = prepare(apart, PROMPTS[0], Sampling(8))
+    decoder, (state, sampling, limits) = session.setup.decoder, session.rows
     assert isinstance(decoder, overlap.Overlapped)
 
     @jax.jit
@@ -161,7 +185,7 @@ def test_drafts_are_made_while_the_target_reads(apart):
         return output, late(noise)
 
     late(jax.device_put(jnp.zeros((1, GAMMA + 1, apart.target_config.vocab_size)), apart.mesh.devices[0]))
-    rounds = overlap.Rounds(decoder, request.models, request.sampling, request.limits, request.state)
+    rounds = overlap.Rounds(decoder, session.setup.models, sampling, limits, state)
     rounds.begin()  # compiles
     rounds.decoder = Slow(decoder, look)
     jax.block_until_ready(rounds.state.length)
@@ -186,9 +210,10 @@ class Slow:
 
 def test_rounds_past_the_end_change_nothing(apart):
     """Not a bit of a text, a length, a statistic or what is committed to a cache."""
-    request = prepare(apart, PROMPTS, Sampling(**CALL))
-    state = request.run(request.state)
-    rounds = overlap.Rounds(request.decoder, request.models, request.sampling, request.limits, state)
+    session = prepare(apart, PROMPTS, Sampling(**CALL))
+    session.run(UNBOUNDED)
+    state, sampling, limits = session.rows
+    rounds = overlap.Rounds(session.setup.decoder, session.setup.models, sampling, limits, state)
 
     def look():
         own = rounds.joined()

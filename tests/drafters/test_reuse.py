@@ -267,7 +267,15 @@ def test_a_finished_row_asks_for_no_trunk_run():
     state = call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), 3)
     row = 4  # ends after one token
     assert bool(state.done[row]) and not bool(state.done.all())
-    assert int(state.drafter.spares.num[row]) == setup.drafter_config.num_steps
+    others, known = jnp.arange(call.batch) != row, state.drafter
+    known = known.replace(spares=known.spares.replace(num=jnp.where(others, 3, 0)))
+    drafter = jax.tree.map(lambda x: x * jnp.nan, setup.models["drafter"]["trunk"])
+    models = setup.models | {"drafter": setup.models["drafter"] | {"trunk": drafter}}
+    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
+    inputs = RoundInputs(root, state.length - 1, state.keys, call.arrays()[-1])
+    for live, runs in ((None, True), (others, False)):
+        _, after = jax.jit(setup.drafter.draft)(models, known, inputs.replace(live=live))
+        assert bool(jnp.isnan(after.spares.logits[row]).any()) is runs
 
 
 @pytest.mark.slow

@@ -82,7 +82,8 @@ def test_a_prefill_computes_no_logits(use_native):
     config, batch, vocab = toy.target_config(vocab_size=97), 2, 97
     decoder = Decoder(config, make_plain_step(config), None, use_native=use_native)
     tokens, ints = jnp.zeros((batch, calls.PROMPT_BUCKET), jnp.int32), jnp.ones(batch, jnp.int32)
-    keys, limits = jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32)), Limits(ints, jnp.zeros(4, jnp.int32))
+    limits = Limits(ints, jnp.zeros((batch, 4), jnp.int32))
+    keys = jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32))
     models = {"target": toy.make_target(config), "drafter": None}
     sizes = {"capacity": calls.CAPACITY, "max_tokens": calls.MAX_TOKENS}
     prefill = decoder.prefill.lower(models, tokens, ints, keys, limits, **sizes).compile().as_text()
@@ -134,16 +135,16 @@ def lowered_programs(
     sizes = {"capacity": capacity, "max_tokens": capacity}
 
     def inputs():
-        limits = Limits(ints, jnp.zeros(4, jnp.int32))
+        limits = Limits(ints, jnp.zeros((batch, 4), jnp.int32))
         keys = jax.vmap(jax.random.key)(jnp.zeros(batch, jnp.uint32))
         models = weights()
         state = decoder.prefill(models, tokens, ints, keys, limits, **sizes)
-        return models, SamplingParams(ones, ints, ones), limits, jnp.int32(1), state
+        return models, None, SamplingParams(ones, ints, ones), limits, jnp.int32(1), jnp.int32(1), state
 
     shapes = jax.eval_shape(inputs)
     state = shapes[-1]
     caches = [state.cache] + ([] if state.drafter is None else [state.drafter.cache])
-    models, _, limits, _, state = shapes
+    models, limits = shapes[0], shapes[3]
     prefill = decoder.prefill.lower(models, tokens, ints, state.keys, limits, **sizes)
     return {
         "loop": decoder.loop.lower(*shapes),

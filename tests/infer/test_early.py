@@ -31,8 +31,9 @@ DRAWN_CHAIN = TreeConfig.chain(3)
 
 def costs(batch: int, level: float, nodes: int = setups.CHAIN_OF_4.nodes) -> Costs:
     """A plain pass takes 1, a level `level`; a whole chain what its levels take."""
-    passes = np.ones(batch * nodes + 1), np.ones(batch + 1), level * (nodes - 1), 0.0, 0.0, 0.0, 1.0, level
-    return Costs(*(jnp.asarray(x, jnp.float32) for x in passes))
+    rows = np.ones(batch + 1)
+    numbers = np.ones(batch * nodes + 1), rows, level * (nodes - 1) * rows, 0.0, 0.0, 0.0, 1.0, level * rows
+    return Costs(*(jnp.asarray(x, jnp.float32) for x in numbers))
 
 
 def setup_of(scheme: DrawScheme, accept: str = "match") -> setups.Setup:
@@ -47,8 +48,7 @@ def setup_of(scheme: DrawScheme, accept: str = "match") -> setups.Setup:
 
 
 def decoded(setup: setups.Setup, call: calls.Call, level: float):
-    models = setup.models | {"costs": costs(call.batch, level)}
-    return call.resume(setup.decoder, models, call.start(setup.decoder, models), 2**30)
+    return call.run(setup.decoder, setup.models, costs=costs(call.batch, level))
 
 
 LEVELS = {"free": 0.0, "fair": 0.2, "dear": 0.7}
@@ -232,14 +232,14 @@ def test_drawn_chains_whose_length_is_learned_have_keys_of_their_round(scheme):
 
     step = make_step(setup.config, setup.drafter._replace(draft=draft), make_rule(accept, setups.CHAIN_OF_4))
 
-    def keys_of_drafts(models, state):
-        step(models, sampling, limits, state)
+    def keys_of_drafts(costs, state):
+        step(setup.models, sampling, limits, state, costs)
         return seen[-1]
 
     are_own = []
-    for models in (setup.models, setup.models | {"costs": costs(call.batch, 0.2)}):
-        state = call.start(setup.decoder, models)
-        found = jax.jit(keys_of_drafts)(models, state)
+    for priced in (None, costs(call.batch, 0.2)):
+        state = call.start(setup.decoder, setup.models, costs=priced)
+        found = jax.jit(keys_of_drafts)(priced, state)
         are_own.append(bool((jax.random.key_data(found) == jax.random.key_data(state.keys)).all()))
     assert are_own == [True, scheme is DrawScheme.COUPLED]
 
@@ -257,7 +257,7 @@ def test_no_drawn_draft_is_dropped_by_worth():
 
 def test_a_level_that_costs_more_than_it_promises_is_not_drafted():
     """A sure drafter behind rounds of two tokens a second: a level of less than half a second pays."""
-    control = dataclasses.replace(worth.first_control(1), tokens=jnp.asarray(2e6), seconds=jnp.asarray(1e6))
+    control = dataclasses.replace(worth.first_control(1), tokens=jnp.full(1, 2e6), plain=jnp.full(1, 1e6))
     length, done = jnp.full(1, 9), jnp.zeros(1, bool)
     score = jnp.zeros((1, 5))
     for level, pays in ((0.49, True), (0.51, False)):

@@ -290,9 +290,27 @@ def test_finished_rows_are_frozen(proposer, end):
     before = jax.tree.map(lambda x: np.array(x[1:]), (state.tokens, state.length, state.stats))
     _, _, _, limits, sampling = call.arrays()
     state = state.replace(done=state.done.at[0].set(False))
-    state = setup.decoder.loop(setup.models, sampling, limits, jnp.int32(2), state)
+    state = setup.decoder.loop(setup.models, None, sampling, limits, jnp.int32(2), jnp.int32(1), state)
     after = jax.tree.map(lambda x: np.array(x[1:]), (state.tokens, state.length, state.stats))
     jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+@pytest.mark.parametrize("proposer", ["plain", "path_chain"])
+def test_a_loop_ends_when_fewer_rows_go_on_than_are_wanted(proposer):
+    """After the round in which that came to be, and not before; it can go on from there."""
+    call, setup = calls.mixed_call(), setups.setup("llama", proposer)
+    state, before = call.start(setup.decoder, setup.models), None
+    for least in (6, 4, 1):
+        state = call.resume(setup.decoder, setup.models, state, least_live=least)
+        num = int((~state.done).sum())
+        assert num < least
+        if before is not None:
+            assert num < before
+        before = num
+    assert first_difference(calls.generated(call, state), setups.expected("llama", call)) is None
+    programs = setup.decoder.loop._cache_size()
+    call.resume(setup.decoder, setup.models, call.start(setup.decoder, setup.models), least_live=2)
+    assert setup.decoder.loop._cache_size() == programs
 
 
 @pytest.mark.parametrize(

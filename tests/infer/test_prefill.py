@@ -23,17 +23,12 @@ def leaves(state) -> list[np.ndarray]:
 def test_a_prefill_goes_on_where_it_stopped(proposer, monkeypatch):
     monkeypatch.setattr(decode, "CHUNK", 2)
     monkeypatch.setattr(decode, "CHUNK_OF_KERNELS", 2)
-    monkeypatch.setattr(decode, "STRETCH", 2)
     call, setup = calls.mixed_call(), setups.setup("llama", proposer)
-    decoder, read = setup.decoder_with(), []
+    decoder, read, parts = setup.decoder_with(), [], None
     whole = leaves(call.start(decoder, setup.models))
-    once = decoder.prefill
-
-    def counted(*args, **sizes):
-        read.append(0 if args[-1] is None else int(args[-1].cache.length.max()))
-        return once(*args, **sizes)
-
-    decoder.prefill = counted
-    parts = decoder.read(setup.models, *call.arrays()[:4], capacity=calls.CAPACITY, max_tokens=calls.MAX_TOKENS)
-    assert read == list(range(0, LONGEST - 1, 4)) and len(read) > 2
+    given, sizes = call.arrays()[:4], {"capacity": calls.CAPACITY, "max_tokens": calls.MAX_TOKENS}
+    while not read or read[-1] < LONGEST - 1:
+        parts = decoder.prefill(setup.models, *given, np.int32(2), parts, **sizes)
+        read.append(int(parts.cache.length.max()))
+    assert read == [*range(4, LONGEST - 1, 4), LONGEST - 1] and len(read) > 2
     jax.tree.map(np.testing.assert_array_equal, leaves(parts), whole)

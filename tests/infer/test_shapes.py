@@ -135,7 +135,7 @@ def test_a_cache_that_grows_frees_the_old_one(pair):
     call = calls.mixed_call().rows([1, 3])
     state = call.start(decoder, setups.setup("llama", "beam").models)
     old = [*state.cache.keys, *state.drafter.cache.values, state.tokens]
-    grown = decoder._grow(state, 2 * calls.CAPACITY)
+    grown = decoder.grow(state, 2 * calls.CAPACITY)
     assert grown.cache.keys[0].shape[2] == grown.drafter.cache.keys[0].shape[2] == 2 * calls.CAPACITY
     assert all(x.is_deleted() for x in old[:-1])
     assert int(jnp.max(grown.length)) == int(max(call.length))

@@ -23,8 +23,8 @@ CHAIN = TreeConfig(4, 3, 1)
 
 def costs(num: int, batch: int, node: float = 1.0, fixed: float = 1.0, draft: float = 0.5, slot: float = 0.0) -> Costs:
     """A pass takes `fixed` and `node` a node; plain passes likewise."""
-    numbers = fixed + node * np.arange(num + 1), fixed + node * np.arange(batch + 1), draft, slot, 0.0, 0.0, 1.0
-    return Costs(*(jnp.asarray(x, jnp.float32) for x in numbers))
+    passes = fixed + node * np.arange(num + 1), fixed + node * np.arange(batch + 1), np.full(batch + 1, draft)
+    return Costs(*(jnp.asarray(x, jnp.float32) for x in (*passes, slot, 0.0, 0.0, 1.0)))
 
 
 def random_tree(rng: np.random.Generator, batch: int, num: int) -> DraftTree:
@@ -64,7 +64,8 @@ def test_what_is_kept_approaches_the_most_tokens_a_second(seed, full_price):
         kept, seconds = worth.choose(tree, control, priced, jnp.full(batch, 50), jnp.asarray(done))
         tokens = jnp.sum(jnp.where(kept, likely, 0.0))
         assert float(seconds) == pytest.approx(fixed + node * int(kept.sum()) + draft)
-        control = dataclasses.replace(control, tokens=control.tokens + tokens, seconds=control.seconds + seconds)
+        plain = seconds / (fixed + batch * node)  # tokens of a row
+        control = dataclasses.replace(control, tokens=control.tokens + tokens / batch, plain=control.plain + plain)
         for b, n in zip(*np.nonzero(np.asarray(kept)), strict=True):
             assert n == 0 or kept[b, int(tree.parents[b, n])]
     assert float(tokens / seconds) >= 0.97 * best  # the average still remembers the first rounds
@@ -99,7 +100,7 @@ def test_rows_that_are_done_cost_nothing_and_roots_stay():
     for done in ([False] * 3, [True, False, True], [True] * 3):
         kept, seconds = worth.choose(tree, worth.first_control(3), priced, length, jnp.asarray(done))
         assert float(seconds) == pytest.approx(1.5 + int(kept[~np.array(done)].sum()))
-    dear = dataclasses.replace(worth.first_control(3), tokens=jnp.asarray(1e6), seconds=jnp.asarray(1.0))
+    dear = dataclasses.replace(worth.first_control(3), tokens=jnp.full(3, 1e6), plain=jnp.ones(3))
     kept, _ = worth.choose(tree, dear, priced, length, jnp.zeros(3, bool))
     np.testing.assert_array_equal(kept, tree.depth == 0)  # a rate that no node reaches
 
@@ -140,15 +141,118 @@ def test_many_rows_leave_less_doubt(batch, falls_back):
     waits = []
     for _ in range(40):
         control = worth.learned(control, priced, tree, two - 1, verdict, two, two, live, jnp.asarray(2 / 0.93))
-        waits.append(int(control.wait))
+        waits.append(bool(worth.waits(control, live)))
     assert any(waits) is falls_back
+
+
+def round_of(control, priced: Costs, committed: list[int], done: list[bool], seconds: float):
+    """What a round of one draft a row has shown that gave each row so many tokens."""
+    batch, num = len(done), jnp.asarray(committed)
+    tree = DraftTree(*(jnp.zeros((batch, 2), jnp.int32),) * 3, jnp.ones((batch, 2), bool))
+    path = jnp.zeros((batch, 2), jnp.int32)
+    rest = num, Verdict(path, num - 1, num, path), num, num, jnp.asarray(done), jnp.asarray(seconds)
+    return worth.learned(control, priced, tree, *rest)
+
+
+def test_a_row_that_leaves_takes_its_history_along():
+    """The others are judged by what they gave, and nothing more is learned of it; the gain over plain rounds stays
+    comparable where a round has fewer rows."""
+    priced, live, left = costs(6, 3, node=0.5), [False] * 3, [False, True, False]
+    length, whole = jnp.full(3, 9), worth.first_control(3)
+    for _ in range(5):
+        whole = round_of(whole, priced, [2, 1, 2], live, 2.5)
+    after = round_of(whole, priced, [2, 1, 2], left, 2.0)
+    for name, value in vars(after).items():
+        if name != "drafts":
+            assert float(value[1]) == float(getattr(whole, name)[1]), name
+    assert int(after.rounds[0]) == int(after.rounds[2]) == 6 and not bool(worth.waits(after, jnp.asarray(left)))
+    sums = np.sum(0.97 ** np.arange(5)) * np.array([2.0, 1.0, 2.0])
+    np.testing.assert_allclose(whole.tokens, sums, rtol=1e-6)
+    for done in (live, left):
+        others = ~np.array(done)
+        plain = float(priced.plain_seconds[others.sum()])
+        gain = (sums[others].sum() + others.sum()) / (others.sum() * (np.sum(0.97 ** np.arange(5)) + 1))
+        found = worth.tokens_a_second(whole, priced, length, jnp.asarray(done))
+        assert float(found) == pytest.approx(gain * others.sum() / plain)
+
+
+def test_a_batch_whose_rows_all_stay_is_judged_by_its_tokens_and_seconds():
+    """`tokens_a_second` and the fall back to plain rounds are those of sums over the whole batch."""
+    priced, live, length = costs(8, 4, node=0.3), [False] * 4, jnp.full(4, 9)
+    rng, control = np.random.default_rng(0), worth.first_control(4)
+    tokens = seconds = rounds = wait = 0
+    backoff, plain, falls = worth.FIRST_WAIT, float(priced.plain_seconds[4]), 0
+    for i in range(120):
+        committed, spent = rng.integers(1, 3, 4).tolist(), float(rng.uniform(3.6, 4.4)) * (0.8 if i > 60 else 1.0)
+        control = round_of(control, priced, committed, live, spent)
+        tokens, seconds, rounds = 0.97 * tokens + sum(committed), 0.97 * seconds + spent, rounds + 1
+        doubt = worth.DOUBT / np.sqrt(4 * min(rounds, 1 / (1 - worth.MEMORY)))
+        wait = 0
+        if rounds >= worth.FEWEST_ROUNDS and tokens < seconds * 4 / plain * (1 - doubt):
+            wait, backoff, falls = backoff, min(2 * backoff, worth.LONGEST_WAIT), falls + 1
+            tokens = seconds = rounds = 0
+        elif rounds >= 4 * worth.FEWEST_ROUNDS:
+            backoff = worth.FIRST_WAIT
+        assert (np.asarray(control.rounds) == rounds).all() and (np.asarray(control.wait) == wait).all()
+        assert (np.asarray(control.backoff) == backoff).all()
+        found = worth.tokens_a_second(control, priced, length, jnp.asarray(live))
+        assert float(found) == pytest.approx((tokens + 4) / (seconds + plain), rel=1e-4)
+    assert 1 < falls < 40
+
+
+def test_a_row_that_comes_in_takes_over_whether_drafts_pay():
+    control = worth.first_control(4, counts_drafts=True)
+    control = dataclasses.replace(
+        control,
+        accepted=jnp.arange(4.0),
+        tokens=jnp.asarray([2.0, 4.0, 100.0, 100.0]),
+        plain=jnp.asarray([1.0, 5.0, 100.0, 100.0]),
+        rounds=jnp.asarray([7, 7, 90, 90]),
+        wait=jnp.asarray([3, 3, 9, 9]),
+        backoff=jnp.asarray([8, 8, 32, 32]),
+        drafts=jnp.full((4, 2), 5),
+    )
+    mask = jnp.asarray([False, False, True, False])
+    for live in ([True, True, False, False], [True, True, True, False]):  # whether or not it counts as live by now
+        found = worth.joined(control, jnp.asarray(live), mask)
+        assert found.tokens.tolist() == [2.0, 4.0, 3.0, 100.0] and found.plain.tolist() == [1.0, 5.0, 3.0, 100.0]
+        assert found.rounds.tolist() == [7, 7, 7, 90] and found.wait.tolist() == [3, 3, 3, 9]
+        assert found.backoff.tolist() == [8, 8, 8, 32]
+        assert found.accepted.tolist() == [0.0, 1.0, 0.0, 3.0]
+        assert found.drafts.tolist() == [[5, 5], [5, 5], [0, 0], [5, 5]]
+    alone, fresh = worth.joined(control, mask, mask), worth.first_control(4, counts_drafts=True)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[2], b[2]), alone, fresh)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[3], b[3]), alone, control)
+
+
+def test_a_round_is_priced_by_the_rows_that_go_on():
+    """3 busy rows of 16 are judged as a batch of 3."""
+    found = []
+    for batch in (3, 16):
+        busy, priced = jnp.arange(batch) < 3, model().costs(batch, TreeConfig.chain(5), 1.0, True)
+        tree = DraftTree(
+            jnp.zeros((batch, 6), jnp.int32),
+            jnp.broadcast_to(jnp.arange(-1, 5), (batch, 6)),
+            jnp.broadcast_to(jnp.arange(6), (batch, 6)),
+            jnp.ones((batch, 6), bool),
+            score=jnp.broadcast_to(jnp.log(0.6) * jnp.arange(6.0), (batch, 6)),
+        )
+        control, length = worth.first_control(batch), jnp.full(batch, 100)
+        kept, seconds = worth.choose(tree, control, priced, length, ~busy)
+        stop = worth.stop_rule(control, priced, 6, length, ~busy)
+        found.append((kept[:3].tolist(), float(seconds), float(stop.price)))
+    assert found[0][0] == found[1][0]
+    np.testing.assert_allclose(found[0][1:], found[1][1:], rtol=1e-6)
+    of_all = model(skips_rows=False).costs(16, TreeConfig.chain(5), 1.0)
+    assert len(set(of_all.draft_seconds.tolist())) == 1  # XLA computes every row
+    assert (np.diff(model().costs(16, TreeConfig.chain(5), 1.0).draft_seconds) > 0).all()
 
 
 def decoded(proposer: str, priced: Costs, call: calls.Call, num_rounds: int = 2**30):
     """A decode of which drafts are weighed at these costs."""
     setup = setups.setup("llama", proposer)
-    models = setup.models | {"costs": priced}
-    return call.resume(setup.decoder, models, call.start(setup.decoder, models), num_rounds)
+    state = call.start(setup.decoder, setup.models, costs=priced)
+    return call.resume(setup.decoder, setup.models, state, num_rounds, priced)
 
 
 def num_nodes(setup: setups.Setup, call: calls.Call) -> int:
@@ -210,7 +314,7 @@ def test_a_poor_drafter_is_asked_ever_less_often_and_a_good_one_in_every_round()
     call = calls.mixed_call().rows([3]).replace(new_tokens=[44])
     dear = decoded("path_chain", costs_for("path_chain", call, node=0.0, draft=20.0), call)
     good = decoded("path_chain", costs_for("path_chain", call, node=0.0, draft=0.0), call)
-    assert int(dear.control.backoff) > worth.FIRST_WAIT == int(good.control.backoff)
+    assert int(dear.control.backoff[0]) > worth.FIRST_WAIT == int(good.control.backoff[0])
     assert int(good.stats.num_drafted[0]) == int(good.stats.num_target_passes[0])
 
 
@@ -218,7 +322,7 @@ def test_nothing_compiles_anew_where_drafts_stop_paying():
     setup, call = setups.setup("llama", "path_chain"), calls.mixed_call()
     decoder = setup.decoder_with()
     for prices in PAYS.values():
-        call.run(decoder, setup.models | {"costs": costs_for("path_chain", call, **prices)})
+        call.run(decoder, setup.models, costs=costs_for("path_chain", call, **prices))
     assert decoder.loop._cache_size() == decoder.prefill._cache_size() == 1
 
 

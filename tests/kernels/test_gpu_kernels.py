@@ -313,7 +313,7 @@ def test_rings_decode_what_whole_caches_do(monkeypatch):
     tree = TreeConfig(nodes=5, depth=3, width=2)
 
     def run(slots: int, new: jax.Array = new) -> np.ndarray:
-        limits = Limits(length + new, jnp.array([-1], jnp.int32))
+        limits = Limits(length + new, jnp.full((len(length), 1), -1, jnp.int32))
         drafter = make_drafter(config, drafter_config, tree, jnp.float32, DrawScheme.ARBITRARY, NO_REUSE)
         decoder = Decoder(config, make_step(config, drafter, match_rule(3)), drafter, use_native=False)
         state = decoder.prefill(models, tokens, length, keys, limits, capacity=64, max_tokens=65)

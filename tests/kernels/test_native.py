@@ -270,6 +270,28 @@ def test_noise_is_that_of_jax_by_logarithms_of_our_own(num):
         assert native.gumbel_applies(keys) and not native.gumbel_applies(other)
 
 
+def test_noise_and_places_of_rows_that_are_not_active_are_zeros():
+    """Two keys a row of the batch; a mask set outside confines one inside, and None keeps it."""
+    keys, rows = jax.random.split(jax.random.key(3), 6), jnp.asarray([True, False, True])
+    x = normal(0, 3, 2, 40)
+    counts = np.repeat(np.asarray(rows), 2)
+    whole, some = (np.asarray(on(lambda keys: native.gumbel(keys, 40), keys, active=mask)) for mask in (None, rows))
+    np.testing.assert_array_equal(some, np.where(counts[:, None], whole, 0.0))
+    places = np.asarray(on(native.argmax, x, active=rows))
+    np.testing.assert_array_equal(places, np.where(np.asarray(rows)[:, None], np.argmax(x, -1), 0))
+
+    def inside(mask):
+        def product(x, kernel):
+            with native.only(mask):
+                return ops.matmul(x, kernel)
+
+        return np.asarray(on(product, x, normal(1, 5, 40), active=rows)).any(-1)
+
+    np.testing.assert_array_equal(inside(None), counts.reshape(3, 2))
+    nodes = jnp.asarray([[True, False], [True, True], [False, True]])
+    np.testing.assert_array_equal(inside(nodes), np.asarray(nodes) & np.asarray(rows)[:, None])
+
+
 def test_noise_is_the_same_on_every_level():
     keys = jax.random.split(jax.random.key(4), 3)
     found = []

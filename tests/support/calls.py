@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax.infer.decode import Decoder
-from hsd_jax.types import NO_TOKEN, DecodeState, Limits, SamplingParams
+from hsd_jax.types import NO_TOKEN, Costs, DecodeState, Limits, SamplingParams
 from support.toy import VOCAB
 
 PROMPT_BUCKET = 16
@@ -53,7 +53,8 @@ class Call:
         for row, prompt in enumerate(self.prompts):
             tokens[row, : len(prompt)] = prompt
         eos = np.array([*self.eos, *[NO_TOKEN] * (4 - len(self.eos))], np.int32)
-        limits = Limits(jnp.asarray(self.length + np.array(self.new_tokens, np.int32)), jnp.asarray(eos))
+        ends = jnp.asarray(np.tile(eos, (self.batch, 1)))
+        limits = Limits(jnp.asarray(self.length + np.array(self.new_tokens, np.int32)), ends)
         sampling = SamplingParams(
             jnp.asarray(self.temperature, jnp.float32),
             jnp.asarray(self.top_k, jnp.int32),
@@ -62,16 +63,27 @@ class Call:
         keys = jax.vmap(jax.random.key)(jnp.asarray(self.seeds, jnp.uint32))
         return jnp.asarray(tokens), jnp.asarray(self.length), keys, limits, sampling
 
-    def start(self, decoder: Decoder, models: dict, capacity: int = CAPACITY) -> DecodeState:
+    def start(
+        self, decoder: Decoder, models: dict, capacity: int = CAPACITY, costs: Costs | None = None
+    ) -> DecodeState:
         tokens, length, keys, limits, _ = self.arrays()
-        return decoder.prefill(models, tokens, length, keys, limits, capacity=capacity, max_tokens=MAX_TOKENS)
+        sizes = {"capacity": capacity, "max_tokens": MAX_TOKENS}
+        return decoder.prefill(models, tokens, length, keys, limits, costs=costs, **sizes)
 
-    def resume(self, decoder: Decoder, models: dict, state: DecodeState, num_rounds: int = 2**30) -> DecodeState:
+    def resume(
+        self,
+        decoder: Decoder,
+        models: dict,
+        state: DecodeState,
+        num_rounds: int = 2**30,
+        costs: Costs | None = None,
+        least_live: int = 1,
+    ) -> DecodeState:
         _, _, _, limits, sampling = self.arrays()
-        return decoder.run(models, sampling, limits, state, num_rounds)
+        return decoder.run(models, sampling, limits, state, num_rounds, costs=costs, least_live=least_live)
 
-    def run(self, decoder: Decoder, models: dict, capacity: int = CAPACITY) -> DecodeState:
-        return self.resume(decoder, models, self.start(decoder, models, capacity))
+    def run(self, decoder: Decoder, models: dict, capacity: int = CAPACITY, costs: Costs | None = None) -> DecodeState:
+        return self.resume(decoder, models, self.start(decoder, models, capacity, costs), costs=costs)
 
 
 def mixed_call(vocab: int = VOCAB, seed: int = 0) -> Call:

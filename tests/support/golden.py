@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import hsd_jax
+from hsd_jax.arguments import Sampling
 from hsd_jax.bench import prompts
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter
@@ -27,7 +28,7 @@ from hsd_jax.infer.tree import Grower
 from hsd_jax.models.checkpoint import DEMO
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import base_logits
-from hsd_jax.request import Sampling, prepare
+from hsd_jax.session import prepare
 from hsd_jax.types import DrawScheme, RoundInputs
 
 FILE = Path(__file__).with_name("golden.json")
@@ -73,10 +74,11 @@ def draft(tokens: list[int], noise: np.ndarray | None = None) -> dict[str, float
     Args:
       noise: added to the base logits [D, hot V] before the tree is grown.
     """
-    request = prepare(params(), tokens, Sampling(NEW_TOKENS, eos=()))
+    session = prepare(params(), tokens, Sampling(NEW_TOKENS, eos=()))
+    models, (state, sampling, _) = session.setup.models, session.rows
     root, position = jnp.asarray([tokens[-1]]), jnp.asarray([len(tokens) - 1])
-    rest = position, request.state.keys, request.sampling
-    tree, distributions = _drafted(request.models, request.state.drafter, root, noise, *rest)
+    rest = position, state.keys, sampling
+    tree, distributions = _drafted(models, state.drafter, root, noise, *rest)
     nodes, parents = (np.asarray(x)[0].tolist() for x in (tree.tokens, tree.parents))
     paths, scores = [""], [0.0]
     for node, parent in list(zip(nodes, parents, strict=True))[1:]:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hsd_jax import request
+from hsd_jax.arguments import Row
 from hsd_jax.config import (
     AHEAD,
     FULL,
@@ -40,9 +42,12 @@ from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import draft_vocab
+from hsd_jax.params import Params
+from hsd_jax.plan import Plan
+from hsd_jax.session import Session
 from hsd_jax.train.ngram import make_ngram
 from hsd_jax.types import DecodeState, Drafter, DrawScheme
-from support.calls import Call, cut, generated, mixed_call
+from support.calls import CAPACITY, MAX_TOKENS, Call, cut, generated, mixed_call
 from support.oracle_drafter import CHAIN, DECOYS, ORACLE_DEPTH, oracle_drafter, oracle_table, steered
 from support.toy import VOCAB, drafter_config, make_drafter, make_small_lm, make_target, target_config
 
@@ -324,6 +329,24 @@ def sampled(scheme: DrawScheme, tree: TreeConfig = DRAWN_BEAM, accept: str = "re
     drafter = drafter_of(beam.config, beam.drafter_config, tree, scheme=scheme)
     found = dataclasses.replace(beam, drafter=drafter)
     return dataclasses.replace(found, decoder=found.decoder_with(make_rule(accept, tree)))
+
+
+def session_of(call: Call, setup: Setup, capacity: int = CAPACITY) -> Session:
+    """A session whose rows are those of the call, in caches of `capacity` slots, their prompts read."""
+    params = Params(
+        setup.models["target"], setup.models["drafter"], setup.config, setup.drafter_config, max_len=MAX_TOKENS
+    )
+    plan = Plan(None if setup.drafter is None else TreeConfig.chain(setup.drafter.max_depth), "asked for", False)
+    scheme = DrawScheme.COUPLED if setup.drafter is None else setup.drafter.scheme
+    found = request.Setup(setup.decoder, setup.models, None, plan, "match", scheme, None)
+    session = object.__new__(Session)
+    session._begin(params, found, call.batch, call.batch, None)
+    *_, limits, sampling = call.arrays()
+    session.rows = call.start(setup.decoder, setup.models, capacity), sampling, limits
+    settings = zip(call.temperature, call.top_k, call.top_p, call.seeds, strict=True)
+    for slot, (prompt, new, (*filters, seed)) in enumerate(zip(call.prompts, call.new_tokens, settings, strict=True)):
+        session._opened(Row(prompt.tolist(), new, *filters, (seed, 0), call.eos), slot).is_running = True
+    return session
 
 
 LONG = 60

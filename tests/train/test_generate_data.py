@@ -5,10 +5,19 @@ The target is random and in float32, where a row's text does not depend on the r
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import hashlib
 import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 import types
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from support import toy
 
@@ -17,6 +26,7 @@ from hsd_jax.cli import main as main_lib
 from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.models import convert
+from hsd_jax.session import Session
 from hsd_jax.train import data, responses
 from hsd_jax.train.documents import load_documents
 from hsd_jax.train.response_prompts import GenerateConfig, Prompt, read_prompts
@@ -167,22 +177,22 @@ def test_records_without_a_prompt(folder, tokenizer, record, message):
         prompts_of(folder, tokenizer, [record])
 
 
-def plan_of(num: int = 60, **changes) -> list[list[responses.Job]]:
+def plan_of(num: int = 60, **changes) -> list[responses.Job]:
     prompts = [Prompt(tuple(range(1 + i * 7 % 13)), str(i), f"f:{i}") for i in range(num)]
     return responses.make_plan(prompts, GenerateConfig(**{"batch": 8, **changes}))
 
 
 def test_the_plan_mixes_temperatures_by_prompt_and_seed():
     temperatures = (0.0, 0.7, 1.0)
-    jobs = {job.prompt.text: job for job in itertools.chain(*plan_of())}
+    jobs = {job.prompt.text: job for job in plan_of()}
     shares = [sum(j.temperature == t for j in jobs.values()) for t in temperatures]
     assert len(jobs) == sum(shares) == 60 and min(shares) >= 10
     assert len({j.seed for j in jobs.values()}) == 60
-    fewer = {job.prompt.text: job for job in itertools.chain(*plan_of(20, batch=3))}
+    fewer = {job.prompt.text: job for job in plan_of(20, batch=3)}
     assert all(jobs[text] == job for text, job in fewer.items())  # neither batch nor other prompts matter
     assert plan_of() == plan_of() != plan_of(seed=1)
     by_prompt: dict[str, list] = {}
-    for job in itertools.chain(*plan_of(samples_per_prompt=5)):
+    for job in plan_of(samples_per_prompt=5):
         by_prompt.setdefault(job.prompt.text, []).append(job)
     for samples in by_prompt.values():
         assert [sum(j.temperature == t for j in samples) for t in temperatures] == [1, 2, 2]  # one greedy answer
@@ -190,21 +200,28 @@ def test_the_plan_mixes_temperatures_by_prompt_and_seed():
         assert jobs[samples[0].prompt.text] in samples
 
 
-def test_batches_hold_prompts_of_like_length():
-    plan = plan_of()
-    spans = sorted((min(lengths), max(lengths)) for lengths in ([len(j.prompt.tokens) for j in b] for b in plan))
-    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
-    assert [len(b) for b in plan].count(8) == 7 and sum(map(len, plan)) == 60
-    assert [max(len(j.prompt.tokens) for j in b) for b in plan] != [b for _, b in spans]  # not the short ones first
+def test_the_order_of_the_lines_mixes_prompts_of_all_lengths():
+    lengths = [len(job.prompt.tokens) for job in plan_of()]
+    assert len(lengths) == 60 and lengths != sorted(lengths)  # not the short ones first
+    assert max(lengths[:16]) - min(lengths[:16]) > 2  # of two groups of eight
 
 
-def test_a_response_does_not_depend_on_its_batch(folder, whole):
+@pytest.mark.parametrize(
+    "changes, expected", [({}, "f865cb70d3bc4c10"), ({"samples_per_prompt": 3, "seed": 5}, "6c0dcdb81161e65e")]
+)
+def test_the_order_is_that_of_files_begun_long_ago(changes, expected):
+    """The checksums are of version 0.1, which decoded a group of `batch` jobs at a time."""
+    jobs = [(job.prompt.text, job.temperature, job.seed) for job in plan_of(**changes)]
+    assert hashlib.sha256(repr(jobs).encode()).hexdigest()[:16] == expected
+
+
+def test_a_response_does_not_depend_on_the_rows_beside_it(folder, whole):
     params = hsd_jax.load(target=folder / "target", dtype="float32")
     records = lines_of(whole)
     fields = {"prompt", "response", "temperature", "seed", "source", "prompt_tokens", "response_tokens"}
     assert len(records) == 12 and set(records[0]) == fields
     for start in range(3):
-        others = records[start::3]  # one of each batch and one more, of all lengths
+        others = records[start::3]  # of all lengths
         again = hsd_jax.decode(
             params,
             [r["prompt_tokens"] for r in others],
@@ -251,35 +268,227 @@ def test_a_run_that_broke_off_ends_with_the_same_file(folder, whole, tmp_path, m
     out = tmp_path / "own.jsonl"
     out.write_bytes(content[:kept])
     responses.settings_path(out).write_bytes(responses.settings_path(whole).read_bytes())
-    calls, decode = [], responses.decode
-    monkeypatch.setattr(responses, "decode", lambda *a, **k: calls.append(1) or decode(*a, **k))
+    admitted, admit = [], Session.admit
+    monkeypatch.setattr(Session, "admit", lambda *a, **k: admitted.append(1) or admit(*a, **k))
     assert hsd(folder, out, "--samples-per-prompt", "2") == 0
     assert out.read_bytes() == content
-    assert len(calls) == 3 - done // 4  # batches of four that are complete are not decoded again
+    assert len(admitted) == 12 - done
 
 
 def test_an_interrupt_leaves_whole_lines(folder, whole, tmp_path, monkeypatch, capsys):
     out = tmp_path / "own.jsonl"
-    calls, decode = [], responses.decode
+    fsync = os.fsync
 
-    def interrupted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return decode(*args, **kwargs)
+    def interrupted(descriptor):
+        fsync(descriptor)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(responses, "decode", interrupted)
-    assert hsd(folder, out, "--samples-per-prompt", "2") == 130
-    assert whole.read_bytes().startswith(out.read_bytes()) and len(lines_of(out)) == 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(responses, "os", types.SimpleNamespace(fsync=interrupted))
+        assert hsd(folder, out, "--samples-per-prompt", "2") == 130
+    num = len(lines_of(out))
+    assert whole.read_bytes().startswith(out.read_bytes()) and 0 < num < 12
     monkeypatch.setattr(responses, "REPORT_SECONDS", 0.0)
     capsys.readouterr()
     assert hsd(folder, out, "--samples-per-prompt", "2") == 0
     assert out.read_bytes() == whole.read_bytes()
     said = capsys.readouterr()
-    assert "4 of 12 lines are there" in said.err and "8 of 12 lines, " in said.err and " min left" in said.err
+    assert f"{num} of 12 lines are there" in said.err and " of 12 lines, " in said.err and " min left" in said.err
     assert said.out == ""
+    monkeypatch.setattr(responses, "Session", None)
     assert hsd(folder, out, "--samples-per-prompt", "2") == 0  # complete: nothing is decoded
-    assert len(calls) == 4 and "12 of 12 lines are there" in capsys.readouterr().err
+    assert "12 of 12 lines are there" in capsys.readouterr().err
+
+
+def write(params, out, plan, config, tokenizer, report=lambda line: None) -> list[dict]:
+    """The lines of a run on a model that is there already."""
+    responses.generate(params, tokenizer, plan, out, dataclasses.asdict(config), config, report=report)
+    return lines_of(out)
+
+
+@pytest.fixture(scope="module")
+def uneven(folder, tokenizer, tmp_path_factory):
+    """A target with many end tokens, so that rows end early and late; a plan of 24 rows, and the file of its lines."""
+    params = hsd_jax.load(target=folder / "target", dtype="float32")
+    params = dataclasses.replace(params, eos=tuple(range(9, params.target_config.vocab_size, 16)))
+    config = GenerateConfig(max_new_tokens=40, temperatures=(0.5, 1.0, 2.0), samples_per_prompt=4, batch=4)
+    prompts = prompts_of(folder, tokenizer, RECORDS, max_new_tokens=40)
+    plan = responses.make_plan(prompts, config)
+    out = tmp_path_factory.mktemp("uneven") / "whole.jsonl"
+    lines = write(params, out, plan, config, tokenizer)
+    return types.SimpleNamespace(params=params, config=config, plan=plan, out=out, lines=lines)
+
+
+def test_rows_run_side_by_side_and_are_written_in_the_order_of_the_plan(uneven, tokenizer, tmp_path, monkeypatch):
+    rounds, ended, run, take = [], [], Session.run, Session.take
+
+    def counted(session, *args, **kwargs):
+        before = [(request, request.length) for request in session._requests() if request.is_running]
+        has_ended = run(session, *args, **kwargs)
+        rounds.append(max(request.length - length for request, length in before))  # plain: a token a round
+        return has_ended
+
+    def taken(session, handle):
+        ended.append(handle)
+        return take(session, handle)
+
+    monkeypatch.setattr(Session, "run", counted)
+    monkeypatch.setattr(Session, "take", taken)
+    said: list[str] = []
+    monkeypatch.setattr(responses, "REPORT_SECONDS", 0.0)
+    lines = write(uneven.params, tmp_path / "own.jsonl", uneven.plan, uneven.config, tokenizer, said.append)
+    assert [(x["source"], x["seed"]) for x in lines] == [(job.prompt.source, job.seed) for job in uneven.plan]
+    assert (tmp_path / "own.jsonl").read_bytes() == uneven.out.read_bytes()
+    assert ended != sorted(ended) and sorted(ended) == list(range(24))
+    lengths = [len(x["response_tokens"]) for x in lines]
+    batch_by_batch = sum(max(lengths[i : i + 4]) for i in range(0, 24, 4))
+    assert min(lengths) < 5 and max(lengths) == 40
+    assert sum(rounds) < 0.75 * batch_by_batch, (sum(rounds), batch_by_batch, lengths)
+    assert any(" that wait for the next, " in line for line in said), said
+
+
+def test_the_lines_are_those_of_decoding_batch_by_batch(uneven):
+    """So files that an earlier version began go on."""
+    for first in range(0, 24, 4):
+        jobs, lines = uneven.plan[first : first + 4], uneven.lines[first : first + 4]
+        found = hsd_jax.decode(
+            uneven.params,
+            [list(job.prompt.tokens) for job in jobs],
+            max_new_tokens=40,
+            temperature=[job.temperature for job in jobs],
+            seed=[job.seed for job in jobs],
+            speculate=False,
+            accept="match",
+        )
+        for row, line in enumerate(lines):
+            assert found.tokens[row, : found.num_tokens[row]].tolist() == line["response_tokens"]
+
+
+KILLS = int(os.environ.get("HSD_KILLS", "6"))
+PLACES = {"before rounds": 60, "after rounds": 60, "before a line is safe": 15, "after a line is safe": 15}
+"""Where a run may be killed, and about how often it comes there."""
+
+
+class Killed(BaseException):
+    """Nobody handles it, as nobody handles a signal 9."""
+
+
+def test_twenty_kills_end_with_the_same_bytes(uneven, tokenizer, tmp_path, monkeypatch):
+    rng, kills, out = random.Random(0), dict.fromkeys(PLACES, 0), tmp_path / "own.jsonl"
+    run, fsync, expected = Session.run, os.fsync, uneven.out.read_bytes()
+    place, left = "", 0
+
+    def strike(where):
+        nonlocal left
+        left -= where == place
+        if where == place and left == 0:
+            kills[where] += 1
+            raise Killed
+
+    def killed_run(session, *args, **kwargs):
+        strike("before rounds")
+        has_ended = run(session, *args, **kwargs)
+        strike("after rounds")
+        return has_ended
+
+    def killed_fsync(descriptor):
+        strike("before a line is safe")
+        fsync(descriptor)
+        strike("after a line is safe")
+
+    monkeypatch.setattr(Session, "run", killed_run)
+    monkeypatch.setattr(responses, "os", types.SimpleNamespace(fsync=killed_fsync, truncate=os.truncate))
+    while sum(kills.values()) < 20:
+        place = rng.choice([*PLACES])
+        left, before = rng.randrange(1, PLACES[place]), out.read_bytes() if out.exists() else b""
+        try:
+            write(uneven.params, out, uneven.plan, uneven.config, tokenizer)
+        except Killed:
+            now = out.read_bytes()
+            assert now.startswith(before[: before.rfind(b"\n") + 1]) and expected.startswith(now)
+            cut = rng.choice([0, 0, rng.randrange(1, 30)])  # of a line that was not safe yet
+            out.write_bytes(now + expected[len(now) : len(now) + cut])
+        else:
+            assert out.read_bytes() == expected
+            out.unlink()
+    place = ""
+    write(uneven.params, out, uneven.plan, uneven.config, tokenizer)
+    assert out.read_bytes() == expected and all(kills.values()), kills
+
+
+@pytest.mark.slow
+def test_real_kills_end_with_the_same_bytes(folder, tmp_path):
+    def start(out) -> subprocess.Popen:
+        command = [sys.executable, "-m", "hsd_jax.cli.main", "generate-data", "--target", folder / "target"]
+        command += ["--prompts", folder / "prompts.jsonl", "--out", out, "--samples-per-prompt", "40", *SHORT]
+        # Without the cache of programs: a kill while they compile is a kill, too.
+        return subprocess.Popen(list(map(str, command)), env={**os.environ, "HSD_CACHE": "off"})
+
+    assert start(tmp_path / "whole.jsonl").wait() == 0
+    expected, out = (tmp_path / "whole.jsonl").read_bytes(), tmp_path / "own.jsonl"
+    rng, has = random.Random(0), 0
+    for _ in range(KILLS):
+        process, until = start(out), has + rng.random() * len(expected) / KILLS
+        while process.poll() is None and has <= until:
+            time.sleep(0.002)
+            has = out.stat().st_size if out.exists() else 0
+        time.sleep(rng.random() * 0.05)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() in (-signal.SIGKILL, 0)  # it may have come to its end meanwhile
+        assert expected.startswith(out.read_bytes())
+    assert start(out).wait() == 0
+    assert out.read_bytes() == expected
+
+
+def test_a_row_that_fails_is_named_after_the_lines_before_it(uneven, tokenizer, tmp_path):
+    """The target gives NaN after a token that no other row holds."""
+    config = dataclasses.replace(uneven.params.target_config, tie_embeddings=False)
+    weights = toy.make_target(config)
+    params = dataclasses.replace(uneven.params, target=weights, target_config=config)
+    clean = write(params, tmp_path / "clean.jsonl", uneven.plan, uneven.config, tokenizer)
+    held = {token for line in clean for token in (*line["prompt_tokens"], *line["response_tokens"])}
+    bad = next(token for token in range(config.vocab_size) if token not in held)
+    number = 10
+    job = uneven.plan[number]
+    plan = list(uneven.plan)
+    plan[number] = dataclasses.replace(
+        job, prompt=dataclasses.replace(job.prompt, tokens=(*job.prompt.tokens[:-1], bad))
+    )
+    broken = np.array(weights["embedding"])
+    broken[bad] = np.nan
+    params = dataclasses.replace(params, target=weights | {"embedding": jnp.asarray(broken)})
+    out = tmp_path / "own.jsonl"
+    what = (
+        rf"own\.jsonl:11: no response to {job.prompt.source} at temperature {job.temperature:g} with seed {job.seed}: "
+    )
+    for _ in range(2):  # the same command again comes as far
+        with pytest.raises(ValueError, match=what + ".*NaN"):
+            write(params, out, plan, uneven.config, tokenizer)
+        assert lines_of(out) == clean[:number]
+
+
+def test_a_restart_has_programs_of_the_same_sizes(uneven, tokenizer, tmp_path, monkeypatch):
+    """However short the rows that are left: without kernels, rounding depends on the size."""
+    sizes, run = [], Session.run
+
+    def seen(session, *args, **kwargs):
+        assert session.rows is not None
+        sizes.append((session.slots, session.max_len, session.rows[0].cache.capacity))
+        return run(session, *args, **kwargs)
+
+    monkeypatch.setattr(Session, "run", seen)
+    long = Prompt(tuple(range(5, 305)) * 4, "long", "f:1")
+    params = dataclasses.replace(uneven.params, max_len=4096)
+    config = dataclasses.replace(uneven.config, max_new_tokens=4)
+    plan = [dataclasses.replace(uneven.plan[0], prompt=long), *uneven.plan[1:8]]
+    write(params, tmp_path / "own.jsonl", plan, config, tokenizer)
+    whole = (tmp_path / "own.jsonl").read_text()
+    (tmp_path / "own.jsonl").write_text("".join(whole.splitlines(True)[:6]))
+    before = set(sizes)
+    sizes.clear()
+    write(params, tmp_path / "own.jsonl", plan, config, tokenizer)
+    assert set(sizes) == before == {(4, 1204, 1280)}
+    assert (tmp_path / "own.jsonl").read_text() == whole
 
 
 @pytest.mark.parametrize(
@@ -309,7 +518,7 @@ def test_another_target_is_refused(folder, whole, capsys):
 
 
 def test_files_of_others_are_not_touched(folder, whole, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(responses, "decode", None)
+    monkeypatch.setattr(responses, "Session", None)
     out = tmp_path / "own.jsonl"
     out.write_text("my thesis\n")
     assert hsd(folder, out) == 2

@@ -48,9 +48,7 @@ def one_row(new_tokens: int = 40, temperature: float = 0.0) -> calls.Call:
 
 
 def replayed(call: calls.Call, setup: setups.Setup, rule, capacity: int = calls.CAPACITY) -> list[Round]:
-    *_, limits, sampling = call.arrays()
-    state = call.start(setup.decoder, setup.models, capacity)
-    return replay(setup.decoder, setup.config, rule, setup.pictures, setup.models, sampling, limits, state)
+    return replay(setups.session_of(call, setup, capacity), setup.config, rule, setup.pictures)
 
 
 @functools.cache

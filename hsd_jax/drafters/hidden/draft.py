@@ -57,7 +57,7 @@ def hidden_drafter(
     runs_every_round = reuse.form not in (SKIP, UNFUSED)
 
     def draft(models, state: TrunkState, inputs: RoundInputs):
-        levels, state = levels_of_round(models, state)
+        levels, state = levels_of_round(models, state, inputs.live)
         with jax.named_scope("tree"):
             added_by = functools.partial(inject, models["drafter"], config)
             draft_to_target = models["drafter"].get("draft_to_target")
@@ -85,8 +85,6 @@ def hidden_drafter(
         spares = reuse_lib.advance(state.spares, num_committed)
         if runs_every_round:
             return dataclasses.replace(after, spares=spares)
-        # A row that stays finished must not ask for trunk runs that the others would wait for.
-        spares = dataclasses.replace(spares, num=jnp.where(num_committed == 0, num_states, spares.num))
         state = dataclasses.replace(state, spares=spares)
         return append_pending(state, after.pending, after.next_tokens, num_committed)
 

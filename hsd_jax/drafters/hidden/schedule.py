@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import AHEAD, NONE, SKIP, SUM, UNFUSED, ModelConfig, ReuseConfig, TreeConfig, TrunkConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
@@ -94,8 +94,9 @@ def append_pending(
 
 def make_schedule(
     target_config: ModelConfig, config: TrunkConfig, tree: TreeConfig, reuse: ReuseConfig, num_states: int
-) -> Callable[[Any, TrunkState], tuple[Levels, TrunkState]]:
-    """`levels_of_round(models, state) -> (levels, state)`: what a round drafts from, and when the trunk runs for it."""
+) -> Callable[..., tuple[Levels, TrunkState]]:
+    """`levels_of_round(models, state, live=None) -> (levels, state)`: what a round drafts from, and when the trunk runs
+    for it; `live` as `RoundInputs.live`."""
 
     def read_pending(models, state: TrunkState) -> tuple[Float[Array, "B K C"], TrunkState]:
         """Base logits of a trunk run for every row, and the state with the pending features committed."""
@@ -105,11 +106,11 @@ def make_schedule(
             logits = base_logits(models["drafter"], config, models["target"], target_config, states)
         return logits, dataclasses.replace(state, cache=cache)
 
-    def drop(models, state: TrunkState):
+    def drop(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
         logits, state = read_pending(models, state)
         return Levels(logits), state
 
-    def fuse(models, state: TrunkState):
+    def fuse(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
         """SUM: old and new states take part in one tree, so one target pass judges both."""
         fresh, after = read_pending(models, state)
         with jax.named_scope("reuse"):
@@ -117,7 +118,7 @@ def make_schedule(
         # Only what a trunk says itself is kept, so no state counts in more than two rounds (methods.md, A8).
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
-    def run_ahead(models, state: TrunkState):
+    def run_ahead(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
         """AHEAD: the tree grows from states of the round before, while the trunk runs for the next one.
 
         The tree needs nothing of this trunk run, nor the run anything of this round's target pass: they may go side by
@@ -127,14 +128,15 @@ def make_schedule(
         levels = Levels(spares_of(state).logits[:, : tree.depth])
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
-    def run_if_needed(models, state: TrunkState):
+    def run_if_needed(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
         """SKIP and UNFUSED: rows with spares enough draft from these; the trunk runs if any other row is left.
 
         Which states a row drafts from does not depend on the other rows: one with spares enough uses them even where
-        the trunk runs for another.
+        the trunk runs for another. A row that is done asks for no run, which the others would wait for.
         """
         old = spares_of(state)
         needs = reuse_lib.needs_run(reuse, old, tree.depth, config.num_steps)
+        needs = needs if live is None else needs & live
 
         def run():
             states, kv = run_trunk(models, target_config, config, num_states, state)

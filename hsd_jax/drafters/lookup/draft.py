@@ -14,6 +14,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from hsd_jax.axes import ROWS, SLOTS, named
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.shared import check_chain
@@ -27,8 +28,8 @@ from hsd_jax.types import DRAWN_SCHEMES, Drafter, DraftTree, DrawScheme, ModelOu
 class LookupState:
     """The committed tokens of each row; what comes after `length` is meaningless."""
 
-    tokens: Int[Array, "B T"]
-    length: Int[Array, "B"]
+    tokens: Int[Array, "B T"] = flax.struct.field(metadata=named(ROWS, SLOTS))
+    length: Int[Array, "B"] = flax.struct.field(metadata=named(ROWS))
 
 
 def find_repetition(

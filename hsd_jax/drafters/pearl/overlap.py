@@ -33,13 +33,23 @@ from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.pearl.draft import Drafts, Halves, PearlState, Phase, Told, halves, pearl_drafter
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.small_lm.tree import SmallLMState, read_prompt
+from hsd_jax.infer import rows
 from hsd_jax.infer import step as step_lib
 from hsd_jax.infer.accept import check_legal
-from hsd_jax.infer.decode import CHUNK, UNBOUNDED, Decoder, is_full, larger, traced_with
+from hsd_jax.infer.decode import CHUNK, UNBOUNDED, Decoder, Rows, is_full, traced_with
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.infer.tree import ancestor_mask
-from hsd_jax.types import AcceptRule, DecodeState, Drafter, DrawScheme, Limits, ModelOutput, SamplingParams, Verdict
+from hsd_jax.types import (
+    AcceptRule,
+    DecodeState,
+    Drafter,
+    DrawScheme,
+    Limits,
+    ModelOutput,
+    SamplingParams,
+    Verdict,
+)
 
 EVERY = 2
 """Rounds from one look at the rows to the next; as many are in flight meanwhile."""
@@ -69,9 +79,11 @@ class Overlapped(Decoder):
         check_legal(rule, drafter.scheme, drafter.drafts_ahead)
         both = halves(config, drafter_config, tree, cache_dtype, scheme)
         here = target_half(drafter, both)
-        # Prefill and growing caches are those of any decoder; its loop, in one program, is never compiled.
-        super().__init__(config, make_plain_step(config), here, cache_dtype, precision, mesh=mesh)
+        # The target's half: a decoder whose loop, in one program, is never compiled.
+        self.here = Decoder(config, make_plain_step(config), here, cache_dtype, precision, mesh=mesh)
         self.drafter, self.mesh, self.drafter_mesh = drafter, mesh, drafter_mesh
+        self.max_depth, self.lookahead, self._slots = self.here.max_depth, self.here.lookahead, self.here._slots
+        self.compile = self.here.compile
         self.look = self.compile(make_look(config, here, both))
         self.judge = self.compile(make_judge(here, rule, both, mesh), donate_argnums=2)
 
@@ -80,15 +92,56 @@ class Overlapped(Decoder):
 
         self.read_ahead = there(make_read(drafter_config.base, both.base, drafter_mesh), static_argnames="capacity")
         self.propose = there(make_propose(both, drafter_mesh), donate_argnums=1)
+        self._insert_ahead = there(rows.copied, donate_argnums=0)
+        self._clear_ahead = there(rows.zeroed, donate_argnums=0)
 
-    def read(self, models: dict, tokens: Array, length: Int[Array, "B"], keys, limits: Limits, **sizes) -> DecodeState:
+    def begin(self, tokens: Array, length: Int[Array, "B"], keys, limits: Limits, costs: None, **sizes) -> DecodeState:
+        first = {"drafter": None}, *self._across((tokens, length))
+        base = self.read_ahead(*first, np.int32(0), None, capacity=sizes["capacity"])
+        return self._joined(self.here.begin(tokens, length, keys, limits, **sizes), base)
+
+    def prefill(
+        self,
+        models: dict,
+        tokens: Array,
+        length: Int[Array, "B"],
+        keys,
+        limits: Limits,
+        num_chunks: Any = UNBOUNDED,
+        state: DecodeState | None = None,
+        costs: None = None,
+        **sizes,
+    ) -> DecodeState:
         """Both models read the prompts, each on its own devices."""
         small, target = ({name: models[name]} for name in ("drafter", "target"))
-        base = self.read_ahead(small, *self._across((tokens, length)), capacity=sizes["capacity"])
-        state = super().read(target, tokens, length, keys, limits, **sizes)
-        state = jax.device_put(state, sharding_lib.row_shardings(self.mesh, state, len(length)))
+        before, base = (None, None) if state is None else self._apart(state)
+        across = self._across((tokens, length))
+        base = self.read_ahead(small, *across, np.int32(num_chunks), base, capacity=sizes["capacity"])
+        state = self.here.prefill(target, tokens, length, keys, limits, num_chunks, before, **sizes)
+        return self._joined(jax.device_put(state, sharding_lib.row_shardings(self.mesh, state, len(length))), base)
+
+    def insert(self, into: Rows, new: Rows, slot: Any) -> Rows:
+        (state, sampling, limits), (new_state, new_sampling, new_limits) = into, new
+        (here, base), (new_here, new_base) = self._apart(state), self._apart(new_state)
+        base = self._insert_ahead(base, slot, new_base)
+        targets = (here, sampling, limits), (new_here, new_sampling, new_limits)
+        state, sampling, limits = self.here.insert(*targets, slot)
+        return self._joined(state, base), sampling, limits
+
+    def clear(self, state: DecodeState, slot: Any) -> DecodeState:
+        here, base = self._apart(state)
+        return self._joined(self.here.clear(here, slot), self._clear_ahead(base, slot))
+
+    def _joined(self, state: DecodeState, base: SmallLMState) -> DecodeState:
+        """The state of both halves: of the target's, in which the drafter's is (Told, Phase), and the small model's."""
         told, phase = state.drafter
         return dataclasses.replace(state, drafter=PearlState(base, self._across(told), phase, is_overlapped=True))
+
+    def _apart(self, state: DecodeState) -> tuple[DecodeState, SmallLMState]:
+        """What `_joined` joins."""
+        own: PearlState = state.drafter
+        told = jax.device_put(own.told, NamedSharding(self.mesh, PartitionSpec()))
+        return dataclasses.replace(state, drafter=(told, own.phase)), own.base
 
     def _across(self, tree: Any) -> Any:
         """Small arrays, whole on each of the small model's devices."""
@@ -96,21 +149,22 @@ class Overlapped(Decoder):
 
     hold = staticmethod(dict)  # the models go different ways
 
-    def run(
+    def loop(
         self,
         models: dict,
+        costs: None,
         sampling: SamplingParams,
         limits: Limits,
+        num_rounds: Any,
+        least_live: Any,
         state: DecodeState,
-        num_rounds: int = UNBOUNDED,
-        most_slots: int = UNBOUNDED,
     ) -> DecodeState:
-        """As `Decoder.run`: rounds until all rows are done, or so many; full caches grow between two rounds."""
+        """In place of the compiled loop. Rounds that were in flight when a row ended were run all the same."""
         rounds, longest, num = Rounds(self, models, sampling, limits, state), fetch(limits.max_length), 0
         seen, flying = Seen(0, fetch(state.length), fetch(state.done)), deque()
+        capacity = state.cache.capacity
         while True:
-            capacity = rounds.state.cache.capacity
-            if num < num_rounds and self._is_next(num, seen, longest, capacity):
+            if num < num_rounds and self._is_next(num, seen, longest, capacity, int(least_live)):
                 where, num = rounds.begin(), num + 1
                 if num % EVERY == 0:
                     flying.append((num, where))
@@ -118,14 +172,11 @@ class Overlapped(Decoder):
             elif seen.num < num:  # by what was seen no further round is needed, or there may be no room for it
                 seen = Seen(num, fetch(rounds.state.length), fetch(rounds.state.done))
                 flying.clear()
-            elif is_full(seen.length, seen.done, capacity, self.lookahead):
-                state = self._grow(rounds.joined(), larger(capacity, most_slots))
-                rounds = Rounds(self, models, sampling, limits, state)
             else:
                 return rounds.joined()
 
-    def _is_next(self, num: int, seen: Seen, longest: np.ndarray, capacity: int) -> bool:
-        """Whether a round after the first `num` may have something to do, and surely has room.
+    def _is_next(self, num: int, seen: Seen, longest: np.ndarray, capacity: int, least_live: int) -> bool:
+        """Whether a round after the first `num` may have something to do for enough rows, and surely has room.
 
         Args:
           longest: tokens at which each row is done. A round gives a row 1 to gamma tokens.
@@ -133,7 +184,7 @@ class Overlapped(Decoder):
         since = num - seen.num
         may_go_on = ~seen.done & (seen.length + since < longest)
         most = np.minimum(seen.length + since * self.max_depth, longest)
-        return bool(may_go_on.any()) and not is_full(most, ~may_go_on, capacity, self.lookahead)
+        return bool(may_go_on.sum() >= max(least_live, 1)) and not is_full(most, ~may_go_on, capacity, self.lookahead)
 
 
 class Seen(NamedTuple):
@@ -195,17 +246,29 @@ def target_half(drafter: Drafter, both: Halves) -> Drafter:
 
 
 def make_read(config: SmallLMConfig, base: Drafter, mesh: Mesh) -> Callable:
-    """`read(models, tokens [B, P], length [B], capacity=) -> SmallLMState`: the prompts but their last tokens."""
+    """`read(models, tokens [B, P], length [B], num_chunks, state, capacity=) -> SmallLMState`: so many chunks more of
+    the prompts but their last tokens. Where `state` is None, a new one; where there are no weights, nothing is read."""
 
-    def read(models: dict, tokens: Int[Array, "B P"], length: Int[Array, "B"], *, capacity: int) -> SmallLMState:
+    def read(
+        models: dict,
+        tokens: Int[Array, "B P"],
+        length: Int[Array, "B"],
+        num_chunks: Int[Array, ""],
+        state: SmallLMState | None,
+        *,
+        capacity: int,
+    ) -> SmallLMState:
         chunk = min(tokens.shape[1], CHUNK)
 
         def one(index: Array, state: SmallLMState) -> SmallLMState:
             now = lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, 1)
             return read_prompt(models["drafter"], config, state, now, index * chunk, length)
 
-        num = -(-jnp.max(length - 1) // chunk)
-        return placed(mesh, lax.fori_loop(0, num, one, base.init(tokens, length, capacity)), len(length))
+        own: SmallLMState = base.init(tokens, length, capacity) if state is None else state
+        if models["drafter"] is not None:
+            first, last = (-(-jnp.max(num) // chunk) for num in (own.cache.length, length - 1))
+            own = lax.fori_loop(first, jnp.minimum(first + num_chunks, last), one, own)
+        return placed(mesh, own, len(length))
 
     return read
 

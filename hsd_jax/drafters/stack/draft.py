@@ -25,8 +25,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from hsd_jax.axes import ROWS, SLOTS, named
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.method import Method
 from hsd_jax.drafters.shared import check_chain, check_vocabulary, follow_path
@@ -69,8 +70,8 @@ class StackState:
     what a rejection left behind lies past the length that counts.
     """
 
-    tokens: Int[Array, "B T"]
-    length: Int[Array, "B"]
+    tokens: Int[Array, "B T"] = flax.struct.field(metadata=named(ROWS, SLOTS))
+    length: Int[Array, "B"] = flax.struct.field(metadata=named(ROWS))
     cache: KVCache
     inner: Any
     stats: DecodeStats
@@ -183,7 +184,7 @@ def stack_drafter(
 
     def draft(models, state: StackState, inputs: RoundInputs):
         own = models_below(models)
-        state = read_unread(levels, own, state)
+        state = read_unread(levels, own, state, inputs.live)
         now, said, drawn = write_on(levels, own, state, inputs)
         num = now.length - state.length
         drafted = cache_lib.take_nodes(now.tokens, state.length[:, None] + jnp.arange(levels.depth), axis=1)
@@ -250,12 +251,17 @@ def empty_state(
     )
 
 
-def read_unread(levels: Levels, models: dict[str, Any], state: StackState) -> StackState:
-    """The middle reads what was committed without its doing, if there is any, and the inner drafter follows."""
+def read_unread(levels: Levels, models: dict[str, Any], state: StackState, live: Bool[Array, "B"] | None) -> StackState:
+    """The middle reads what was committed without its doing, if there is any, and the inner drafter follows.
+
+    Args:
+      live: as `RoundInputs.live`; the other rows need not have read all.
+    """
     inner, num_nodes = levels.inner, levels.depth + 1
 
     def is_unread(state: StackState):
-        return jnp.any(state.cache.length < state.length - 1)
+        is_behind = state.cache.length < state.length - 1
+        return jnp.any(is_behind if live is None else is_behind & live)
 
     def read_on(state: StackState) -> StackState:
         place, first = jnp.arange(num_nodes), state.cache.length[:, None]
@@ -281,7 +287,10 @@ def read_unread(levels: Levels, models: dict[str, Any], state: StackState) -> St
 def write_on(
     levels: Levels, models: dict[str, Any], state: StackState, inputs: RoundInputs
 ) -> tuple[DecodeState, Said, Drawn]:
-    """Rounds of the middle and the inner drafter until every row has enough; what the middle said, token by token."""
+    """Rounds of the middle and the inner drafter until every row has enough; what the middle said, token by token.
+
+    A row that has enough is done here, and so is one that is done above.
+    """
     inner, num_noisy = levels.inner, levels.inner.max_depth + 1
     keys, sampling, noise = inputs.keys, inputs.sampling, inputs.noise
     if levels.scheme in DRAWN_SCHEMES:
@@ -292,7 +301,8 @@ def write_on(
         vocab_size = levels.middle.vocab_size
         noise = sampling_lib.round_noise(keys, inputs.position, levels.most + 1, vocab_size, sampling)
     before = state.length
-    limits = Limits(jnp.full_like(before, LONGEST), jnp.zeros(0, jnp.int32))
+    limits = Limits(jnp.full_like(before, LONGEST), jnp.zeros((len(before), 0), jnp.int32))
+    is_done = jnp.zeros(len(before), bool) if inputs.live is None else ~inputs.live
 
     def goes_on(carry):
         return jnp.any(~carry[0].done)
@@ -307,14 +317,14 @@ def write_on(
         output = sane(output)
         judged = now, tree, output, ancestors, of_round
         now, verdict, _ = step_lib.commit(models, inner, levels.rule, sampling, limits, *judged)
-        now = dataclasses.replace(now, done=now.length - before >= levels.enough)
+        now = dataclasses.replace(now, done=is_done | (now.length - before >= levels.enough))
         put = lambda old, new: cache_lib.write_rows(old, along(verdict, new), num, axis=1)  # noqa: E731
         said = Said(put(said.hidden, output.hidden), tuple(map(put, said.features, output.features)))
         how = how_drawn(levels, verdict, along(verdict, output.logits), of_round, sampling, inputs.sampling)
         return now, said, jax.tree.map(lambda old, new: cache_lib.write_rows(old, new, num, axis=1), drawn, how)
 
     batch = len(before)
-    begin = DecodeState(state.tokens, before, jnp.zeros(batch, bool), state.cache, state.inner, keys, state.stats)
+    begin = DecodeState(state.tokens, before, is_done, state.cache, state.inner, keys, state.stats)
     size = batch, levels.room
     is_drawn = levels.scheme in DRAWN_SCHEMES
     drawn = Drawn(None, jnp.zeros((*size, levels.middle.vocab_size))) if is_drawn else Drawn(jnp.zeros(size), None)

@@ -80,16 +80,24 @@ static void Fill(const uint32_t* key, int64_t num, float* out) {
 
 using Keys = ffi::Buffer<ffi::U32, 2>;
 using Noise = ffi::Buffer<ffi::F32, 2>;
+using Flags = ffi::Buffer<ffi::PRED, 1>;
 
-// noise[r, :] of the key [r, 2].
-static ffi::Error Gumbel(ffi::ThreadPool pool, Keys keys, ffi::Result<Noise> noise) {
+// noise[r, :] of the key [r, 2]; zeros where a flag says that the row does not count. No flags: all rows count.
+static ffi::Error Gumbel(ffi::ThreadPool pool, Keys keys, Flags flags, ffi::Result<Noise> noise) {
   int64_t rows = noise->dimensions()[0], num = noise->dimensions()[1];
   if (keys.dimensions()[0] != rows || keys.dimensions()[1] != 2 || num >= (int64_t(1) << 32))
     return ffi::Error::InvalidArgument("gumbel: keys are [rows, 2], rows shorter than 2^32");
+  int64_t num_flags = flags.element_count();
+  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("gumbel: a flag a row, or none");
+  const bool* counts = num_flags ? flags.typed_data() : nullptr;
   ByRows(pool, rows, num, 32 << 10, [=, key = keys.typed_data(), to = noise->typed_data()](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; r++) Fill(key + 2 * r, num, to + r * num);
+    for (int64_t r = first; r < last; r++)
+      if (counts == nullptr || counts[r])
+        Fill(key + 2 * r, num, to + r * num);
+      else
+        std::memset(to + r * num, 0, num * sizeof(float));
   });
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGumbel, Gumbel, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Keys>().Ret<Noise>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdGumbel, Gumbel, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Keys>().Arg<Flags>().Ret<Noise>());

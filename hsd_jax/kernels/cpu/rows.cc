@@ -74,11 +74,21 @@ static ffi::Error Rope(Floats4 x, Floats3 cosine, Floats3 sine, ffi::ResultBuffe
 XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdRope, Rope,
                               ffi::Ffi::Bind().Arg<Floats4>().Arg<Floats3>().Arg<Floats3>().Ret<Floats4>());
 
-// The first place of the largest number of each row; the last place in a row of NaNs.
-static ffi::Error FirstBest(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S32> best) {
+using Flags = ffi::Buffer<ffi::PRED, 1>;
+
+// The first place of the largest number of each row; the last place in a row of NaNs; 0 where a flag says that the row
+// does not count. No flags: all rows count.
+static ffi::Error FirstBest(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flags, ffi::ResultBuffer<ffi::S32> best) {
   int64_t rows = best->element_count(), width = rows < 1 ? 0 : x.element_count() / rows;
   if (width < 1 && rows > 0) return ffi::Error::InvalidArgument("first_best: rows of no width");
+  int64_t num_flags = flags.element_count();
+  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("first_best: a flag a row, or none");
+  const bool* counts = num_flags ? flags.typed_data() : nullptr;
   auto find = [=, from = x.typed_data(), to = best->typed_data()](int64_t r) {
+    if (counts != nullptr && !counts[r]) {
+      to[r] = 0;
+      return;
+    }
     const float* in = from + r * width;
     float top = -INFINITY;
     int64_t i = 0;
@@ -108,6 +118,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdFirstBest, FirstBest,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<Flags>()
                                   .Ret<ffi::Buffer<ffi::S32>>());
 
 using Table = ffi::Buffer<ffi::BF16, 2>;

@@ -1,0 +1,243 @@
+"""Rows that come and go beside batches that wait for their longest row: what a session gains, and what it could.
+
+    python benchmarks/sessions.py throughput --prompts dev.jsonl --half report --limit 500 --slots 16 4
+    python benchmarks/sessions.py gap --target smollm2
+    python benchmarks/sessions.py busy
+    python benchmarks/sessions.py calls --target smollm2       # one line a call: to compare two checkouts, in turns
+
+`throughput`: requests with limits drawn from 8 to 256 tokens, once as `decode` in batches of as many rows as there are
+slots, once through a session, in turns. The ideal gain is replayed: the rounds that each request took in the batches,
+the seconds of a round with 1, 2, ... busy rows and of reading a prompt as measured here, without any other cost.
+`gap`: seven rows run; a prompt of 1,500 tokens comes in: the longest time between two pieces of a row that runs,
+beside a chunk and a round alone. `busy`: the seconds of a round by busy rows, of 16 slots and of a batch of as many.
+Prints JSON, a record a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import hsd_jax
+from hsd_jax.bench.machine import hardware
+from hsd_jax.bench.prompts import read_prompts
+from hsd_jax.session import Session
+
+MOST_NEW = 256
+
+
+def say(record: dict[str, Any]) -> None:
+    """A record, a line."""
+    print(json.dumps(record), flush=True)
+
+
+def requests_of(params: hsd_jax.Params, args: argparse.Namespace, temperature: float) -> list[dict[str, Any]]:
+    """The prompts with limits from 8 to 256; no end tokens, so that all runs do the same work."""
+    prompts = read_prompts(args.prompts, lambda text: len(params.tokenizer.encode(text)), args.half, args.limit)
+    new = np.random.default_rng(0).integers(8, MOST_NEW + 1, len(prompts))
+    return [
+        {
+            "prompt": one.tokens(params.tokenizer),
+            "max_new_tokens": int(n),
+            "temperature": temperature,
+            "seed": i,
+            "eos": (),
+        }
+        for i, (one, n) in enumerate(zip(prompts, new, strict=True))
+    ]
+
+
+def in_batches(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int) -> tuple[float, np.ndarray, int]:
+    """Seconds, target passes of each request, and tokens."""
+    start, passes, tokens = time.perf_counter(), [], 0
+    for first in range(0, len(requests), slots):
+        some = list(requests[first : first + slots])
+        size = len(some)
+        some += [some[-1] | {"max_new_tokens": 0}] * (slots - size)
+        columns = {name: [one[name] for one in some] for name in ("prompt", "max_new_tokens", "temperature", "seed")}
+        result = hsd_jax.decode(params, eos=(), **columns)
+        passes += result.stats.per_row.num_target_passes[:size].tolist()
+        tokens += int(result.num_tokens.sum())
+    return time.perf_counter() - start, np.array(passes), tokens
+
+
+def in_session(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    with Session(params, slots=slots, max_len=args_max_len(params, requests)) as session:
+        for _ in session.generate(requests):
+            pass
+    return time.perf_counter() - start
+
+
+def args_max_len(params: hsd_jax.Params, requests: Sequence[dict[str, Any]]) -> int:
+    """Tokens of the longest row."""
+    return min(params.max_len, max(len(one["prompt"]) + one["max_new_tokens"] for one in requests))
+
+
+def round_seconds(
+    params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int, rounds: int = 16
+) -> np.ndarray:
+    """Seconds of a round with 0, 1, ... `slots` busy rows of a session: the median of three for some numbers of rows,
+    a line between them."""
+    at = sorted({num for num in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if num < slots} | {slots})
+    found = []
+    with Session(params, slots=slots) as session:
+        for num in at:
+            handles = [session.admit(**(one | {"max_new_tokens": 800})) for one in requests[:num]]
+            while session.num_running < num:
+                session.step(1)
+            session.step(8)
+            found.append(statistics.median(timed(lambda: session.step(rounds)) / rounds for _ in range(3)))
+            assert session.num_running == num, "no row has ended"
+            for handle in handles:
+                session.cancel(handle)
+                session.take(handle)
+    return np.interp(np.arange(slots + 1), [0, *at], [0.0, *found])
+
+
+def read_seconds(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int) -> float:
+    """Of reading the prompts, one after the other."""
+    with Session(params, slots=slots, max_len=params.max_len) as session:
+        for _ in session.generate([one | {"max_new_tokens": 0} for one in requests[: slots + 1]]):
+            pass
+        before = session.prefill_seconds
+        for _ in session.generate([one | {"max_new_tokens": 0} for one in requests]):
+            pass
+        return session.prefill_seconds - before
+
+
+def replayed(passes: np.ndarray, slots: int, seconds: np.ndarray, refill: bool) -> float:
+    """Seconds of all rounds: a request takes as many as it took, a slot is filled again at once, or with the batch."""
+    left, busy, total = list(passes), [], 0.0
+    while left or busy:
+        if refill or not busy:
+            while left and len(busy) < slots:
+                busy.append(left.pop(0))
+        num = min(busy)
+        total += num * seconds[len(busy)]
+        busy = [n - num for n in busy if n > num]
+    return total
+
+
+def throughput(params: hsd_jax.Params, args: argparse.Namespace) -> None:
+    """Tokens a second of either way, and the gain beside the one that is possible."""
+    for slots in args.slots:
+        for temperature in args.temperatures:
+            requests = requests_of(params, args, temperature)
+            warm = requests[: 2 * slots]
+            in_batches(params, warm, slots), in_session(params, warm, slots)
+            costs, reading = round_seconds(params, requests, slots), read_seconds(params, requests, slots)
+            times, passes, tokens = [], None, 0
+            for _ in range(args.repeats):
+                batches, passes, tokens = in_batches(params, requests, slots)
+                times.append((batches, in_session(params, requests, slots)))
+            ideal = [replayed(passes, slots, costs, refill) + reading for refill in (False, True)]
+            batches, session = (statistics.median(column) for column in zip(*times, strict=True))
+            gain = statistics.median(b / s for b, s in times)
+            say(
+                {
+                    "slots": slots,
+                    "temperature": temperature,
+                    "requests": len(requests),
+                    "tokens": tokens,
+                    "batches_tokens_a_second": tokens / batches,
+                    "session_tokens_a_second": tokens / session,
+                    "gain": gain,
+                    "gains": [b / s for b, s in times],
+                    "ideal_gain": ideal[0] / ideal[1],
+                    "of_ideal": gain / (ideal[0] / ideal[1]),
+                    "ideal_seconds": ideal,
+                    "reading_seconds": reading,
+                    "round_ms_by_busy_rows": (1e3 * costs).round(2).tolist(),
+                }
+            )
+
+
+def gap(params: hsd_jax.Params, args: argparse.Namespace) -> None:
+    """The longest wait of a row that runs while a long prompt comes in."""
+    rng = np.random.default_rng(0)
+    words = rng.integers(100, params.target_config.vocab_size, 1500).tolist()
+    with Session(params, slots=8) as session:
+        handles = [session.admit(words[i : i + 40], 1500, eos=()) for i in range(7)]
+        while session.num_running < 7:
+            session.step(1)
+        session.step(8)
+        records = []
+        for turn in range(args.repeats + 1):  # the first compiles, and lets the caches grow
+            rounds = [timed(lambda: session.step(1)) for _ in range(10)]
+            new, gaps, chunks = session.admit(words, 1), [], []
+            begun, read = time.perf_counter(), session.prefill_seconds
+            while session.take(new).finish_reason is None:
+                session.step(1)
+                lengths = [len(session.take(handle).tokens) for handle in handles]
+                now = time.perf_counter()
+                assert min(lengths) >= 1, "every row gets a token in every round"
+                gaps.append(now - begun)
+                chunks.append(session.prefill_seconds - read)
+                begun, read = now, session.prefill_seconds
+            if turn:
+                one, chunk = statistics.median(rounds), max(chunks)
+                records.append((max(gaps), chunk, one))
+        longest, chunk, one = (statistics.median(column) for column in zip(*records, strict=True))
+    say({"longest_gap_ms": 1e3 * longest, "longest_chunk_ms": 1e3 * chunk, "round_ms": 1e3 * one})
+    say({"gap_over_chunk_and_two_rounds": longest / (chunk + 2 * one)})
+
+
+def busy(params: hsd_jax.Params, args: argparse.Namespace) -> None:
+    """A round by busy rows: of 16 slots, and of a session of as many slots."""
+    for temperature in args.temperatures:
+        requests = requests_of(params, args, temperature)
+        of_16 = round_seconds(params, requests, 16)
+        alone = {num: float(round_seconds(params, requests, num)[num]) for num in (1, 3, 8)}
+        record = {num: round(float(of_16[num]) / alone[num], 3) for num in alone}
+        say(
+            {
+                "temperature": temperature,
+                "of_16_ms": (1e3 * of_16).round(2).tolist(),
+                "times_a_session_of_as_many": record,
+            }
+        )
+
+
+def calls(params: hsd_jax.Params, args: argparse.Namespace) -> None:
+    """Whole calls of `decode`: median seconds."""
+    prompts = ["The weather today", "Once upon a time there was", "To cook rice, first", "I would like to book"] * 8
+    for rows, new in ((1, 32), (1, 256), (8, 64), (32, 64)):
+        call = lambda: hsd_jax.decode(params, prompts[:rows], new, eos=())  # noqa: E731, B023
+        call()
+        say({"rows": rows, "new": new, "seconds": statistics.median(timed(call) for _ in range(args.repeats))})
+
+
+def timed(call: Any) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("throughput", "gap", "busy", "calls"))
+    parser.add_argument("--target", default="demo")
+    parser.add_argument("--prompts", nargs="+", default=[])
+    parser.add_argument("--half")
+    parser.add_argument("--limit", type=int, default=500)
+    parser.add_argument("--slots", type=int, nargs="+", default=[16, 4])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    params = hsd_jax.load(args.target)
+    say({"machine": hardware(), "target": args.target, "arithmetic": params.arithmetic})
+    {"throughput": throughput, "gap": gap, "busy": busy, "calls": calls}[args.what](params, args)
+
+
+if __name__ == "__main__":
+    main()

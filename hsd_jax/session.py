@@ -1,0 +1,696 @@
+"""A session: a fixed number of slots, and rows that come and go while the compiled loop runs.
+
+`decode` and `stream` are sessions of one batch, `hsd generate-data` and evaluation sessions of many requests. Between
+two calls of the loop the host does three things, in this order: it reads a chunk of a waiting prompt into a state of
+its own, puts a row whose prompt is read into its slot, and takes down what the rows have got. Read next:
+`infer/decode.py`, whose loop runs the rounds, and `infer/rows.py`, which says what a row is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+
+from hsd_jax import sharding as sharding_lib
+from hsd_jax.arguments import Prompt, Row, Sampling, arrays_of, rows_of
+from hsd_jax.config import TreeConfig
+from hsd_jax.distributed import check_same, fetch, put
+from hsd_jax.infer.decode import STRETCH, UNBOUNDED, Rows
+from hsd_jax.infer.sampling import row_keys
+from hsd_jax.kernels.native import traced_platform
+from hsd_jax.models.placement import check_free
+from hsd_jax.params import Params
+from hsd_jax.plan import Plan
+from hsd_jax.request import (
+    AUTO,
+    MOST_LOOKAHEAD,
+    SMALLEST_CAPACITY,
+    Setup,
+    Speculation,
+    first_capacity,
+    largest_capacity,
+    rows_bucket,
+    set_up,
+)
+from hsd_jax.settings import Count, Within, describe, fits, shown
+from hsd_jax.tokenizer import IncrementalDecoder
+from hsd_jax.types import INVALID_TOKEN, DecodeState
+
+STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
+"""Why a row has ended: an end token, its `max_new_tokens`, `cancel` or `close`, or an error that is named."""
+
+
+MOST_SLOTS = 4096
+SlotCount = Annotated[int, Within(1, MOST_SLOTS)]
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestStats:
+    """What was done for one row, prefill excluded."""
+
+    num_tokens: int
+    num_target_passes: int
+    accepted_histogram: np.ndarray
+    """[D+1]: rounds by accepted draft tokens that were kept."""
+    num_drafted: int
+    """Target passes that verified at least one draft."""
+    drafts: tuple[int, int] | None = None
+    """Drafts that were made, and those of them that were verified; None unless chains may end early."""
+    drafter: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """What the drafter counted of its own, by name."""
+
+    @property
+    def tau(self) -> float:
+        """Tokens a target pass."""
+        return self.num_tokens / max(self.num_target_passes, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """What `Session.take` gives: the tokens since the take before, int32, and their text, None without a tokenizer."""
+
+    tokens: np.ndarray
+    text: str | None
+    finish_reason: str | None = None
+    """None while the row runs; then "stop", "length", "cancelled" or "failed"."""
+    stats: RequestStats | None = None
+    """Once the row has ended."""
+    error: str | None = None
+    """Why it failed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated(Taken):
+    """A whole answer of `Session.generate`."""
+
+    index: int = 0
+    """Of the request, as they came."""
+
+
+@dataclasses.dataclass
+class _Open:
+    """A request from its admission to the take of its end, on the host."""
+
+    row: Row
+    slot: int
+    decoder: IncrementalDecoder | None
+    is_running: bool = False
+    """Whether its row is in the state: its prompt was read, and it has not ended."""
+    length: int = 0
+    """Tokens of it that are known here, its prompt included."""
+    new: list[np.ndarray] = dataclasses.field(default_factory=list)
+    """What was not taken yet."""
+    finish_reason: str | None = None
+    stats: RequestStats | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass
+class _Reading:
+    """A prompt that is being read, in a state of its own."""
+
+    request: _Open
+    arrays: tuple[Any, ...]
+    """Tokens [R, P], lengths, keys, limits and settings; its row is the first, the others fill a mesh."""
+    capacity: int
+    state: DecodeState | None = None
+
+
+class Session:
+    """A fixed number of slots for rows that come and go while one compiled loop runs.
+
+    The settings of speculation belong to the session and are those of `decode`; the settings of the text belong to each
+    request. The text of a row is that of `decode` for it alone: to the bit under the rule `match` with the CPU kernels,
+    whatever its slot, its neighbours and the rows before it. Elsewhere programs of other sizes may round otherwise.
+    Under the rules that draw, its distribution is the same. Used as a context manager, or closed by hand.
+
+    In the words of JAX serving engines (JetStream, MaxText): `admit` and the reading that `step` does are *prefill*,
+    the end of that reading is *insert*, a round of `step` is *generate*, and `take` reads a slot's *result tokens*.
+
+        with hsd_jax.Session(params, slots=8) as session:
+            for answer in session.generate(prompts):
+                print(answer.index, answer.text)
+
+    Programs are compiled for the number of slots and the size of the caches, which begin at 512 slots a row and grow by
+    four as longer rows come in; nothing else of a request compiles anything, up to 4 end tokens.
+
+    Args:
+      slots: rows that may be there at once.
+      max_len: tokens that a row may have, prompt included; None: `params.max_len`. It bounds the caches, see
+        `most_bytes`.
+      tree: of every round, verified whole; None: `params.tree`, and if that is None too the largest that pays for one
+        busy row. Of a chosen tree only the drafts that pay for the rows that are busy are verified.
+      accept, draw, reuse, speculate, pad_rows, lossy, adaptive: as in `decode`. Records of `tune` do not count: they
+        are of whole batches.
+    Raises:
+      ValueError: naming the wrong value and the allowed ones; or the bytes, if the largest caches would not fit.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        slots: int = 8,
+        max_len: int | None = None,
+        *,
+        tree: TreeConfig | None = None,
+        accept: str = AUTO,
+        draw: str | None = None,
+        reuse: str = "none",
+        speculate: bool = True,
+        pad_rows: int = 1,
+        lossy: tuple[str, float] | str | None = None,
+        adaptive: bool | None = None,
+    ):
+        if not fits(SlotCount, slots):
+            raise ValueError(f"slots={shown(slots)}: allowed are {describe(SlotCount)}")
+        if max_len is not None and not (fits(Count, max_len) and max_len <= params.max_len):
+            raise ValueError(f"max_len={shown(max_len)}: allowed are 1 to {params.max_len}, that of params, or None")
+        speculation = Speculation(tree, accept, draw, reuse, speculate, False, pad_rows, lossy, adaptive)
+        multiple = sharding_lib.rows_multiple(params.mesh)
+        num_rows = -(-slots // multiple) * multiple
+        setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0)
+        known = params.pair, params.dtype, params.precision, slots, max_len, speculation, setup.plan
+        check_same("models and settings of the session", repr(known))
+        self._begin(params, setup, num_rows, slots, max_len)
+        check_free(
+            params.mesh,
+            self.most_bytes,
+            f"a session of {slots} slots of up to {self.max_len} tokens: its caches may take",
+            "Open it with fewer slots or a smaller max_len",
+        )
+
+    def _begin(self, params: Params, setup: Setup, num_rows: int, slots: int, max_len: int | None) -> None:
+        self.params, self.setup, self.slots = params, setup, slots
+        self.max_len = params.max_len if max_len is None else max_len
+        self.rows: Rows | None = None
+        """State, settings and limits of all slots, on the device; None before the first row comes."""
+        self.prefill_seconds = self.decode_seconds = 0.0
+        """Wall time of reading prompts and of running rounds so far, compilations included."""
+        self._num_rows, self._lock = num_rows, threading.Lock()
+        self._at: list[_Open | None] = [None] * slots
+        self._open: dict[int, _Open] = {}
+        self._waiting: deque[_Open] = deque()
+        self._reading: _Reading | None = None
+        self._num_admitted, self._closed = 0, ""
+
+    @property
+    def plan(self) -> Plan:
+        """The largest tree, or plain decoding, and why."""
+        return self.setup.plan
+
+    @property
+    def num_running(self) -> int:
+        """Rows whose prompts are read and which have not ended."""
+        return sum(request.is_running for request in self._requests())
+
+    @property
+    def num_free(self) -> int:
+        """Slots that `admit` may take."""
+        return sum(request is None for request in self._at)
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes on each device that the state takes once a row has made the caches as large as `max_len` allows. While
+        one is read, and while caches grow, a row or a layer more."""
+        capacity = self._largest
+        shapes = jax.eval_shape(lambda: self._empty(capacity))
+        if self.params.mesh is None or self.params.drafter_mesh is not None:
+            return sum(math.prod(x.shape) * _itemsize(x) for x in jax.tree.leaves(shapes))
+        shardings = sharding_lib.row_shardings(self.params.mesh, shapes, self._num_rows)
+        pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+        return sum(math.prod(at.shard_shape(x.shape)) * _itemsize(x) for x, at in pairs)
+
+    @property
+    def _largest(self) -> int:
+        return largest_capacity(self.setup.lookahead, self.max_len)
+
+    # --- the verbs ----------------------------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        eos: int | Sequence[int] | None = None,
+    ) -> int:
+        """Takes a free slot for a request and returns at once; `step` reads its prompt. The arguments are those of
+        `decode`; its text is that of `decode(prompt, ..., seed=[seed])`.
+
+        Returns:
+          A handle, for `take` and `cancel`.
+        Raises:
+          ValueError: if no slot is free, the session is closed, or as `decode`. Rows that run are not disturbed.
+        """
+        with self._alone():
+            self._check_open()
+            sampling = Sampling(max_new_tokens, temperature, top_k, top_p, [seed], eos)
+            (row,) = rows_of(self.params, [prompt], sampling, self.max_len)
+            if not self.num_free:
+                raise ValueError(
+                    f"no slot is free: all {self.slots} hold a row that runs or whose end was not taken; take or cancel"
+                    " one, or open a session with more slots"
+                )
+            check_same("the request", repr(row))
+            request = self._opened(row, self._at.index(None))
+            self._waiting.append(request)
+            return self._num_admitted - 1
+
+    def reserve(self) -> None:
+        """Makes the caches as large as `max_len` allows, before rows come. All rounds then have programs of one size,
+        whatever rows come.
+
+        Raises:
+          ValueError: if the session is closed, or a row has come.
+        """
+        with self._alone():
+            self._check_open()
+            if self.rows is not None:
+                raise ValueError("a row has come: its caches are there")
+            with self._closes_on_error():
+                self.rows = self._placed(self._empty(self._largest), self._num_rows)
+
+    def step(self, rounds: int | None = None) -> None:
+        """Runs rounds of the loop, and reads waiting prompts, a chunk between two rounds.
+
+        It returns as soon as a row ends, and at once if nothing is there.
+
+        Args:
+          rounds: at most so many; None: until a row ends.
+        Raises:
+          ValueError: for a wrong number, or if the session is closed.
+          Exception: what a device raises. The session is then closed, and every open handle says "failed".
+        """
+        if rounds is not None and not fits(Count, rounds):
+            raise ValueError(f"rounds={shown(rounds)}: allowed are {describe(Count)}, or None: until a row ends")
+        with self._alone():
+            self._check_open()
+            with self._closes_on_error():
+                self._step(UNBOUNDED if rounds is None else rounds)
+
+    def take(self, handle: int) -> Taken:
+        """What is new of a row, once. When the row has ended, this take is the last: it frees the slot and the handle.
+
+        Raises:
+          ValueError: for a handle that is not open.
+        """
+        with self._alone():
+            request = self._of(handle)
+            tokens = np.concatenate([*request.new, np.zeros(0, np.int32)])
+            request.new.clear()
+            has_ended, text = request.finish_reason is not None, None
+            if request.decoder is not None:
+                text = request.decoder.push(tokens, is_last=has_ended) if has_ended or len(tokens) else ""
+            if has_ended:
+                del self._open[handle]
+                self._free(request)
+            return Taken(tokens, text, request.finish_reason, request.stats, request.error)
+
+    def cancel(self, handle: int) -> None:
+        """Ends a row and frees its slot at once; the handle may be taken once more.
+
+        Raises:
+          ValueError: for a handle that is not open.
+        """
+        with self._alone():
+            request = self._of(handle)
+            if request.finish_reason is None:
+                with self._closes_on_error():
+                    self._cancel(request)
+            self._free(request)
+
+    def close(self) -> None:
+        """Frees the caches. Rows that run are cancelled; what they had can be taken. To close twice is no error."""
+        with self._alone():
+            self._shut(CANCELLED, "the session is closed")
+
+    def generate(
+        self, requests: Iterable[Prompt | Mapping[str, Any]], ordered: bool = False
+    ) -> Generator[Generated, None, None]:
+        """Answers requests, as many as there are: each is admitted as soon as a slot is free.
+
+        Args:
+          requests: prompts, or mappings with "prompt" and the other arguments of `admit`. Of an iterator no more is
+            taken than there are slots.
+          ordered: whether answers come in the order of the requests, which keeps those that ended early; else as rows
+            end.
+        Yields:
+          Whole answers. One that failed says so: the others go on.
+        Raises:
+          ValueError: as `admit`, when the request comes. What runs of these requests is cancelled then, and if the
+            caller stops.
+        """
+        source, mine = enumerate(requests), dict[int, int]()
+        kept, due = dict[int, Generated](), 0
+        try:
+            while True:
+                while self.num_free and (following := next(source, None)) is not None:
+                    index, request = following
+                    handle = self.admit(**request) if isinstance(request, Mapping) else self.admit(request)
+                    mine[handle] = index
+                if not mine:
+                    return
+                self.step()
+                for handle in [h for h in mine if self._open[h].finish_reason is not None]:
+                    taken, index = self.take(handle), mine.pop(handle)
+                    kept[index] = Generated(**vars(taken), index=index)
+                    while kept and (not ordered or due in kept):
+                        yield kept.pop(due if ordered else index)
+                        due += 1
+        finally:
+            for handle in mine:
+                if handle in self._open:
+                    self.cancel(handle)
+                    self.take(handle)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # --- what they do -------------------------------------------------------------------------------------------------
+
+    def _step(self, rounds: int) -> None:
+        has_ended = False
+        while not has_ended and rounds > 0:
+            if self._waiting or self._reading is not None:
+                has_ended = self._read_chunk()
+            num = self.num_running
+            if num and not has_ended:
+                now = 1 if self._waiting or self._reading is not None else rounds
+                has_ended = self.run(now, num)
+                rounds -= now if rounds < UNBOUNDED else 0
+            elif not num and not self._waiting and self._reading is None:
+                return
+
+    def run(self, rounds: int, least_live: int = 1, loop: Any = None) -> bool:
+        """Rounds with the rows that are in the state, whoever waits: what `step` is made of, for benchmarks.
+
+        Args:
+          rounds: at most so many; UNBOUNDED: until fewer than `least_live` rows are left.
+          loop: in place of the compiled one, with its arguments: a round that is watched (`bench/replay.py`).
+        Returns:
+          Whether a row has ended.
+        """
+        assert self.rows is not None, "a row has come in"
+        start, setup, (state, sampling, limits) = time.perf_counter(), self.setup, self.rows
+        state = setup.decoder.run(
+            setup.held if loop is None else setup.models,
+            sampling,
+            limits,
+            state,
+            rounds,
+            self._largest,
+            costs=setup.costs,
+            least_live=least_live,
+            loop=loop,
+        )
+        self.rows = state, sampling, limits
+        has_ended = self._look()
+        self.decode_seconds += time.perf_counter() - start
+        return has_ended
+
+    def _look(self) -> bool:
+        """Takes down what rows have got; whether one has ended."""
+        assert self.rows is not None
+        state, tokens, ended = self.rows[0], None, []
+        length, done = fetch(state.length), fetch(state.done)
+        for request in [request for request in self._requests() if request.is_running]:
+            last = int(length[request.slot])
+            if last > request.length:
+                tokens = fetch(state.tokens) if tokens is None else tokens
+                request.new.append(np.array(tokens[request.slot, request.length : last]))  # the buffer is donated
+                request.length = last
+            if done[request.slot]:
+                ended.append(request)
+        self._end(ended)
+        return bool(ended)
+
+    def _end(self, ended: Sequence[_Open]) -> None:
+        """Says why rows have ended, and what was done for them."""
+        stats = self._stats_of([request.slot for request in ended])
+        for request, request.stats in zip(ended, stats, strict=True):
+            last = request.new[-1][-1] if request.new else None
+            request.is_running = False
+            if last == INVALID_TOKEN:
+                request.new[-1] = request.new[-1][:-1]
+                self._fail(request)
+            else:
+                request.finish_reason = STOP if last is not None and int(last) in request.row.eos else LENGTH
+
+    def _fail(self, request: _Open) -> None:
+        num = len(request.row.tokens)
+        request.finish_reason = FAILED
+        request.error = (
+            f"the target gave NaN logits, or none but -inf, after {request.length - 1} tokens, {num} of them the"
+            " prompt; its weights are damaged, or too large for the dtype they are computed in"
+        )
+        self._clear(request.slot)
+
+    def _stats_of(self, slots: Sequence[int]) -> list[RequestStats]:
+        """Of rows in these slots."""
+        if not slots:
+            return []
+        assert self.rows is not None
+        state, drafter = self.rows[0], self.setup.decoder.drafter
+        passes, drafted, histogram = map(
+            fetch, (state.stats.num_target_passes, state.stats.num_drafted, state.stats.accepted_histogram)
+        )
+        drafts = None if state.control is None or state.control.drafts is None else fetch(state.control.drafts)
+        counts = {} if drafter is None or drafter.counts is None else drafter.counts(state.drafter)
+        counts = {name: fetch(counted) for name, counted in counts.items()}
+        sizes = np.arange(1, histogram.shape[1] + 1)
+        return [
+            RequestStats(
+                int(histogram[slot] @ sizes),
+                int(passes[slot]),
+                np.array(histogram[slot]),
+                int(drafted[slot]),
+                None if drafts is None else (int(drafts[slot, 0]), int(drafts[slot, 1])),
+                {name: int(counted[slot]) for name, counted in counts.items()},
+            )
+            for slot in slots
+        ]
+
+    # --- rows come and go ---------------------------------------------------------------------------------------------
+
+    def _read_chunk(self) -> bool:
+        """Reads a chunk of the prompt whose turn it is; whether its row has come in and is at its end already."""
+        start = time.perf_counter()
+        if self._reading is None:
+            request = self._waiting.popleft()
+            capacity = self._capacity_for([request.row], len(request.row.tokens))
+            arrays = self._arrays([request.row], sharding_lib.rows_multiple(self.params.mesh), capacity)
+            self._reading = _Reading(request, arrays, capacity)
+        now = self._reading
+        now.state = self._read(now.arrays, now.capacity, now.state, 1)
+        has_ended = False
+        if int(fetch(now.state.cache.length)[0]) >= len(now.request.row.tokens) - 1:
+            self._reading = None
+            has_ended = self._insert(now)
+        self.prefill_seconds += time.perf_counter() - start
+        return has_ended
+
+    def _insert(self, read: _Reading) -> bool:
+        assert read.state is not None
+        request, decoder = read.request, self.setup.decoder
+        capacity = self._capacity_for([request.row], request.row.longest)
+        rows = self.rows
+        if rows is None:
+            rows = self._placed(self._empty(max(capacity, read.capacity)), self._num_rows)
+        state, sampling, limits = rows
+        if state.cache.capacity < capacity:
+            state = decoder.grow(state, capacity)
+        num_ends = max(limits.eos.shape[1], read.arrays[3].eos.shape[1])
+        limits, new_limits = (_with_ends(x, num_ends) for x in (limits, read.arrays[3]))
+        new = read.state, read.arrays[4], new_limits
+        self.rows = self._placed(decoder.insert((state, sampling, limits), new, np.int32(request.slot)), self._num_rows)
+        request.is_running = True
+        return self._look() if request.row.max_new_tokens == 0 else False
+
+    def read_together(self, rows: Sequence[Row], capacity: int) -> None:
+        """Reads the prompts of the first rows of a session at once, each into the slot of its number."""
+        start = time.perf_counter()
+        requests = [self._opened(row, slot) for slot, row in enumerate(rows)]
+        with self._closes_on_error():
+            arrays = self._arrays(rows, self._num_rows, capacity, is_all=True)
+            longest = max(len(row.tokens) for row in rows) - 1
+            state = self._read(arrays, capacity, None, STRETCH)
+            while int(fetch(state.cache.length).max()) < longest:
+                state = self._read(arrays, capacity, state, STRETCH)
+            self.rows = self._placed((state, arrays[4], arrays[3]), self._num_rows)
+            for request in requests:
+                request.is_running = True
+            if any(row.max_new_tokens == 0 for row in rows):
+                self._look()
+            jax.block_until_ready(state.length)
+        self.prefill_seconds += time.perf_counter() - start
+
+    def _read(self, arrays: tuple[Any, ...], capacity: int, state: DecodeState | None, num: int) -> DecodeState:
+        """So many chunks of prompts, between any two of which the host can be interrupted."""
+        sizes = {"capacity": capacity, "max_tokens": capacity + 1}
+        setup, given = self.setup, arrays[:4]
+        return setup.decoder.prefill(setup.held, *given, np.int32(num), state, setup.costs, **sizes)
+
+    def _opened(self, row: Row, slot: int) -> _Open:
+        tokenizer = self.params.tokenizer
+        decoder = None if tokenizer is None else IncrementalDecoder(tokenizer, row.tokens)
+        request = _Open(row, slot, decoder, length=len(row.tokens))
+        self._at[slot] = self._open[self._num_admitted] = request
+        self._num_admitted += 1
+        return request
+
+    def _cancel(self, request: _Open) -> None:
+        if request.is_running:
+            request.stats = self._stats_of([request.slot])[0]
+            self._clear(request.slot)
+        elif self._reading is not None and self._reading.request is request:
+            self._reading = None
+        elif request in self._waiting:
+            self._waiting.remove(request)
+        request.is_running, request.finish_reason = False, CANCELLED
+
+    def _clear(self, slot: int) -> None:
+        assert self.rows is not None
+        state, *rest = self.rows
+        self.rows = self._placed((self.setup.decoder.clear(state, np.int32(slot)), *rest), self._num_rows)
+
+    def _free(self, request: _Open) -> None:
+        if self._at[request.slot] is request:
+            self._at[request.slot] = None
+
+    # --- arrays -------------------------------------------------------------------------------------------------------
+
+    def _capacity_for(self, rows: Sequence[Row], longest: int) -> int:
+        """Slots of caches that have room for rows of so many tokens."""
+        prompt = max(len(row.tokens) for row in rows)
+        return first_capacity(prompt, longest, self.setup.lookahead, self.max_len)
+
+    def _arrays(self, rows: Sequence[Row], num_rows: int, capacity: int, is_all: bool = False) -> tuple[Any, ...]:
+        """Tokens [B, capacity], lengths, keys, limits and settings of B = `num_rows` rows, where they are to lie.
+
+        Args:
+          is_all: whether no other row will come.
+        """
+        tokens, length, seeds, limits, sampling = arrays_of(rows, num_rows, capacity)
+        is_greedy = is_all and traced_platform() != "cpu" and not sampling.temperature.any()
+        arrays: Any = tokens, length, row_keys(seeds), limits, dataclasses.replace(sampling, all_greedy=is_greedy)
+        if self.params.mesh is None:
+            return jax.device_put(arrays)  # `jnp.asarray` would compile a program for every shape
+        return put(arrays, sharding_lib.row_shardings(self.params.mesh, arrays, num_rows))
+
+    def _empty(self, capacity: int) -> Rows:
+        """The slots before any row has come."""
+        arrays = self._arrays([], self._num_rows, 1)
+        sizes = {"capacity": capacity, "max_tokens": capacity + 1}
+        return self.setup.decoder.begin(*arrays[:4], self.setup.costs, **sizes), arrays[4], arrays[3]
+
+    def _placed(self, rows: Any, num_rows: int) -> Any:
+        """Where the mesh wants them; a drafter on devices of its own stays there."""
+        mesh = self.params.mesh
+        if mesh is None or (self.params.drafter_mesh is not None and self.plan.tree is not None):
+            return rows
+        return put(rows, sharding_lib.row_shardings(mesh, rows, num_rows))
+
+    # --- one at a time, and the end -----------------------------------------------------------------------------------
+
+    def _requests(self) -> list[_Open]:
+        return [request for request in self._at if request is not None]
+
+    def _of(self, handle: int) -> _Open:
+        if not isinstance(handle, (int, np.integer)) or handle not in self._open:
+            there = ", ".join(map(str, self._open)) or "none"
+            was = " (it was taken to its end)" if fits(int, handle) and 0 <= handle < self._num_admitted else ""
+            raise ValueError(f"handle={shown(handle)} is not open{was}: open are {there}")
+        return self._open[int(handle)]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"{self._closed}: open another")
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("another call of this session is not done: one thread at a time, or a session for each")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def _closes_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._shut(FAILED, f"the session is closed, a step failed ({type(error).__name__}: {error})")
+            raise
+
+    def _shut(self, finish_reason: str, why: str) -> None:
+        if self._closed:
+            return
+        self._closed, self.rows, self._reading = why, None, None
+        self._waiting.clear()
+        for request in self._open.values():
+            if request.finish_reason is None:
+                request.is_running, request.finish_reason = False, finish_reason
+                request.error = why if finish_reason == FAILED else None
+
+
+def _itemsize(x: Any) -> int:
+    return 8 if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
+
+
+def _with_ends(limits: Any, num: int) -> Any:
+    missing = num - limits.eos.shape[1]
+    if not missing:
+        return limits
+    return dataclasses.replace(limits, eos=jax.numpy.pad(limits.eos, ((0, 0), (0, missing)), constant_values=-1))
+
+
+AS_DECODE = Sampling(), Speculation()
+"""The defaults of `decode`."""
+
+
+def prepare(
+    params: Params,
+    prompt: Prompt | Sequence[Prompt],
+    sampling: Sampling = AS_DECODE[0],
+    speculation: Speculation = AS_DECODE[1],
+) -> Session:
+    """A session of the rows of one call, each in the slot of its number, with their prompts read.
+
+    1. Prompts become token ids; lengths and settings are checked, a value a row.
+    2. The call is planned: rows and slots of the program, the tree, the rule that judges.
+    3. The decoder of that plan is looked up, or made.
+    4. Rows are padded to those of the program, and put where the mesh wants them.
+    5. The prefill reads the prompts. Only here anything compiles.
+
+    Raises:
+      ValueError: naming the wrong value and the allowed ones, before anything compiles.
+    """
+    rows = rows_of(params, prompt, sampling)
+    num_rows = rows_bucket(len(rows), sharding_lib.rows_multiple(params.mesh))
+    lengths = max(len(row.tokens) for row in rows), max(row.longest for row in rows)
+    capacity = first_capacity(*lengths, MOST_LOOKAHEAD, params.max_len)
+    setup = set_up(params, speculation, num_rows, num_rows, capacity, max(row.temperature for row in rows))
+    if setup.lookahead > MOST_LOOKAHEAD:  # a tree that was asked for, deeper than any that is chosen
+        capacity = first_capacity(*lengths, setup.lookahead, params.max_len)
+    known = params.pair, params.dtype, params.precision, params.max_len, speculation.pad_rows
+    asked = rows, dataclasses.replace(setup.plan, reason=""), setup.rule, setup.scheme, setup.lossy
+    check_same("models, prompts and settings of the call", repr((known, asked)))
+    session = object.__new__(Session)
+    session._begin(params, setup, num_rows, len(rows), None)
+    session.read_together(rows, capacity)
+    return session

@@ -1,0 +1,146 @@
+"""A row of a state comes and goes: axes are named, a row is copied whole, and no other row changes a bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import calls, setups
+
+from hsd_jax.axes import CACHE, ROWS, SLOTS, axes_of
+from hsd_jax.infer import rows, worth
+from hsd_jax.types import DecodeState
+
+BATCH, SMALL, LARGE = 6, 32, 64
+SLOT, ROW = 4, 1
+KINDS = ["plain", "beam", "hot_skip", "path_ahead", "eagle", "medusa", "lookup", "small_lm", "pearl", "sd2"]
+KINDS += ["rescored_lm", "rescored_hidden", "stack_hidden", "stack_stack"]
+"""Of every state of a drafter one."""
+
+
+@functools.cache
+def shapes_of(proposer: str, batch: int = BATCH, capacity: int = LARGE) -> DecodeState:
+    """A state as decodes begin with it, and what they learn of their drafts."""
+    call, decoder = calls.mixed_call().rows(list(range(batch))), setups.setup("llama", proposer).decoder
+    sizes = {"capacity": capacity, "max_tokens": capacity + 1}
+
+    def begin(*arrays: Any) -> DecodeState:
+        return dataclasses.replace(decoder.begin(*arrays, **sizes), control=worth.first_control(batch, True))
+
+    return jax.eval_shape(begin, *call.arrays()[:4])
+
+
+def filled(shapes: DecodeState, seed: int) -> DecodeState:
+    """The shapes with numbers in every place; truth values are those of the seed."""
+    rng = np.random.default_rng(seed)
+
+    def one(x: Any) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.split(jax.random.key(seed), x.shape[0])
+        if x.dtype == bool:
+            return jnp.full(x.shape, bool(seed % 2))
+        return jnp.asarray(rng.integers(1, 2**20, x.shape), x.dtype)
+
+    return jax.tree.map(one, shapes)
+
+
+def bits(tree: Any) -> list[np.ndarray]:
+    keys = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key), tree)
+    return [
+        np.asarray(x)
+        for x in jax.tree.leaves(jax.tree.map(lambda x, k: jax.random.key_data(x) if k else x, tree, keys))
+    ]
+
+
+# --- axes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("proposer", setups.PROPOSERS)
+def test_every_axis_of_a_state_has_its_name(proposer):
+    """Rows are the axis that grows with the batch, the first of every array; slots those that grow with the capacity.
+
+    What has both and two axes more is a cache; so nothing else has heads, and no cache lacks them.
+    """
+    state = shapes_of(proposer)
+    others = shapes_of(proposer, BATCH - 1), shapes_of(proposer, BATCH, SMALL)
+    leaves = [jax.tree.leaves(one) for one in (state, *others)]
+    for axes, leaf, of_fewer_rows, of_fewer_slots in zip(axes_of(state), *leaves, strict=True):
+        assert len(axes) == leaf.ndim
+        of_rows = [a != b for a, b in zip(leaf.shape, of_fewer_rows.shape, strict=True)]
+        of_slots = [a != b for a, b in zip(leaf.shape, of_fewer_slots.shape, strict=True)]
+        assert of_rows == [name == ROWS for name in axes] and of_rows[0]
+        assert of_slots == [name == SLOTS for name in axes]
+        assert (axes == CACHE) == (leaf.ndim == 4 and any(of_slots))
+
+
+def test_a_scalar_has_no_axes_and_what_says_nothing_has_rows():
+    assert axes_of({"a": np.float32(1), "b": [np.zeros((2, 3, 4))]}) == [(), (ROWS, None, None)]
+
+
+# --- copied -----------------------------------------------------------------------------------------------------------
+
+
+def check_copied(copied: Callable[..., Any], proposer: str, capacity: int = SMALL) -> None:
+    """From one of two rows, in caches of `capacity` slots, into one of six.
+
+    Raises:
+      AssertionError: naming the array, if it is not in its slot, or another row has changed.
+    """
+    into, source = filled(shapes_of(proposer), 0), filled(shapes_of(proposer, 2, capacity), 1)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(into)[0]]
+    found = jax.jit(copied)(into, jnp.int32(SLOT), source, ROW)
+    assert jax.tree.structure(found) == jax.tree.structure(into)
+    for path, after, before, new in zip(paths, bits(found), bits(into), bits(source), strict=True):
+        wanted = before.copy()
+        wanted[(SLOT, *map(slice, new.shape[1:]))] = new[ROW]
+        assert not np.array_equal(wanted[SLOT], before[SLOT]), path
+        np.testing.assert_array_equal(after, wanted, err_msg=path)
+
+
+@pytest.mark.parametrize("proposer", KINDS)
+def test_a_row_is_copied_into_its_slot_and_the_others_keep_every_bit(proposer):
+    check_copied(rows.copied, proposer)
+
+
+def test_a_row_from_caches_as_large():
+    check_copied(rows.copied, "beam", LARGE)
+
+
+@pytest.mark.parametrize("part", [field.name for field in dataclasses.fields(DecodeState)])
+def test_a_copy_that_forgets_a_part_is_found(part):
+    def forgetful(into: DecodeState, slot: Any, source: DecodeState, row: int) -> DecodeState:
+        return dataclasses.replace(rows.copied(into, slot, source, row), **{part: getattr(into, part)})
+
+    with pytest.raises(AssertionError, match=rf"\.{part}"):
+        check_copied(forgetful, "small_lm")
+
+
+def test_a_copy_that_takes_another_row_is_found():
+    with pytest.raises(AssertionError):
+        check_copied(lambda into, slot, source, row: rows.copied(into, slot, source, 0), "lookup")
+    with pytest.raises(AssertionError):
+        check_copied(lambda into, slot, source, row: rows.copied(into, slot - 1, source, row), "lookup")
+
+
+# --- cleared ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("proposer", KINDS)
+def test_a_cleared_row_holds_nothing_and_is_done(proposer):
+    """Its key may stay; NaN goes, and the other rows keep every bit, theirs included."""
+    before = jax.tree.map(
+        lambda x: x.at[SLOT - 1 : SLOT + 1].set(jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+        filled(shapes_of(proposer), 0),
+    )
+    after = jax.jit(rows.cleared)(before, jnp.int32(SLOT))
+    others = np.arange(BATCH) != SLOT
+    jax.tree.map(np.testing.assert_array_equal, *([x[others] for x in bits(state)] for state in (after, before)))
+    assert int(after.length[SLOT]) == 1 and bool(after.done[SLOT])
+    rest = dataclasses.replace(after, length=None, done=None, keys=None)
+    assert not any(x[SLOT].any() for x in bits(rest))

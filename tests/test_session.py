@@ -1,0 +1,519 @@
+"""Sessions: rows come and go, and the text of each is that of `decode` for it alone.
+
+A schedule is random: requests of all kinds are admitted, cancelled and taken at random moments between random numbers
+of rounds. What they say is compared, to the bit, with plain decoding of each request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import setups
+from support.calls import cut
+from support.toy import VOCAB
+
+import hsd_jax
+from hsd_jax import request as request_lib
+from hsd_jax import session as session_lib
+from hsd_jax.config import NO_REUSE
+from hsd_jax.infer import rows as row_lib
+from hsd_jax.kernels import native
+from hsd_jax.models import placement
+from hsd_jax.params import Params
+from hsd_jax.session import Session
+
+slow = pytest.mark.slow
+MAX_LEN, SLOTS = 96, 4
+OF_EACH_KIND = ["plain", "beam", "eagle", "medusa", "lookup", "small_lm", "pearl", "sd2", "rescored_ngram"]
+OF_EACH_KIND += ["stack_hidden", "skip", "ahead"]
+OTHERS = [name for name, one in setups.PROPOSERS.items() if one.oracle is None and name not in OF_EACH_KIND]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A request, and the row of the reference that says what its text is."""
+
+    row: int
+    prompt: list[int]
+    settings: dict
+
+
+def params_of(name: str) -> tuple[Params, dict]:
+    """The pair of a proposer of the table, and what a session of it is opened with."""
+    one, made = setups.PROPOSERS[name], setups.setup("llama", name)
+    params = Params(
+        made.models["target"],
+        made.models["drafter"],
+        made.config,
+        made.drafter_config if one.tree is not None else None,
+        max_len=MAX_LEN,
+        precision="exact",
+    )
+    reuse = {} if one.reuse == NO_REUSE else {"reuse": str(one.reuse)}
+    return params, {"tree": one.tree, "speculate": one.tree is not None, **reuse}
+
+
+def requests(num: int, seed: int = 5) -> list[Asked]:
+    """Requests of all kinds: prompts of 1 to 70 tokens, which is two chunks; limits of 0 to 24 tokens."""
+    rng, found = np.random.default_rng(seed), []
+    for row in range(num):
+        length = int(rng.choice([1, 2, 5, 9, 16, 70]))
+        temperature = float(rng.choice([0.0, 0.8, 1.0]))
+        settings = {
+            "max_new_tokens": int(rng.choice([0, 1, 3, 8, 24])),
+            "temperature": temperature,
+            "top_k": 5 if temperature and rng.random() < 0.5 else None,
+            "top_p": 0.9 if temperature and rng.random() < 0.5 else None,
+            "seed": int(rng.integers(2**32)),
+            "eos": tuple(rng.integers(0, VOCAB, rng.integers(0, 3)).tolist()),
+        }
+        found.append(Asked(row, rng.integers(0, VOCAB, length).tolist(), settings))
+    return found
+
+
+@functools.cache
+def endless(num: int) -> list[list[int]]:
+    """What plain decoding says of `requests(num)` without end tokens: all have the target of "llama"."""
+    params, _ = params_of("plain")
+    asked = requests(num)
+    names = [name for name in asked[0].settings if name != "eos"]
+    settings = {name: [one.settings[name] for one in asked] for name in names}
+    result = hsd_jax.decode(params, [one.prompt for one in asked], speculate=False, eos=(), **settings)
+    return [tokens[:n].tolist() for tokens, n in zip(result.tokens, result.num_tokens, strict=True)]
+
+
+def alone(asked: list[Asked]) -> list[list[int]]:
+    """What `decode` says of each: a row is what it is alone (`test_api.py`)."""
+    texts = zip(asked, endless(len(asked)), strict=True)
+    return [cut(text, one.settings["max_new_tokens"], one.settings["eos"]) for one, text in texts]
+
+
+class Trace:
+    """Which rows got tokens in the same call of the loop."""
+
+    def __init__(self, session: Session, monkeypatch):
+        self.together, run = 0, session.run
+
+        def traced(*args, **kwargs):
+            before = {request.slot: request.length for request in session._requests() if request.is_running}
+            rows = [request for request in session._requests() if request.is_running]
+            ended = run(*args, **kwargs)
+            self.together = max(self.together, sum(row.length > before[row.slot] for row in rows))
+            return ended
+
+        monkeypatch.setattr(session, "run", traced)
+
+
+def play(session: Session, asked: list[Asked], seed: int = 0) -> dict[int, tuple[list[int], str]]:
+    """A random schedule; the tokens of each request and why it ended."""
+    rng, left, handles = np.random.default_rng(seed), list(asked), {}
+    texts = {one.row: [] for one in asked}
+    ends = {}
+
+    def take(handle: int) -> None:
+        one = handles[handle]
+        taken = session.take(handle)
+        texts[one.row] += taken.tokens.tolist()
+        if taken.finish_reason is not None:
+            del handles[handle]
+            ends[one.row] = taken.finish_reason
+            assert taken.stats is None or taken.stats.num_tokens == len(texts[one.row])
+
+    while left or handles:
+        while left and session.num_free and rng.random() < 0.7:
+            one = left.pop(0)
+            handles[session.admit(one.prompt, **one.settings)] = one
+        session.step(int(rng.integers(1, 4)) if rng.random() < 0.7 else None)
+        if handles and rng.random() < 0.3:
+            handle = int(rng.choice(list(handles)))
+            session.cancel(handle)
+            take(handle)
+        for handle in [h for h in list(handles) if rng.random() < 0.6]:
+            take(handle)
+    return {row: (texts[row], ends[row]) for row in texts}
+
+
+def assert_as_alone(asked: list[Asked], found: dict[int, tuple[list[int], str]]) -> None:
+    for one, text in zip(asked, alone(asked), strict=True):
+        got, end = found[one.row]
+        if end == "cancelled":
+            assert got == text[: len(got)]
+            continue
+        assert got == text, (one, end)
+        assert end == ("stop" if text and text[-1] in one.settings["eos"] else "length")
+
+
+def check_promise(name: str, monkeypatch) -> None:
+    params, how = params_of(name)
+    asked = requests(24)
+    with Session(params, slots=SLOTS, **how) as session:
+        trace = Trace(session, monkeypatch)
+        found = play(session, asked)
+        assert trace.together >= 2
+    assert_as_alone(asked, found)
+    assert {end for _, end in found.values()} == {"stop", "length", "cancelled"}
+
+
+@pytest.mark.parametrize("name", OF_EACH_KIND)
+def test_a_row_says_what_it_says_alone(name, monkeypatch):
+    check_promise(name, monkeypatch)
+
+
+@slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_row_says_what_it_says_alone_with_every_drafter(name, monkeypatch):
+    check_promise(name, monkeypatch)
+
+
+@pytest.fixture
+def fresh_programs():
+    """Decoders that are traced anew, so that a mutant is in them, and forgotten after."""
+    request_lib._decoder.cache_clear()
+    yield
+    request_lib._decoder.cache_clear()
+
+
+def keeps_the_cache(into, slot, source, row=0):
+    """A slot that is not cleared: the keys and values of the row before it stay."""
+    state, *rest = _copied(into, slot, source, row)
+    cache = dataclasses.replace(into[0].cache, length=state.cache.length)
+    return dataclasses.replace(state, cache=cache), *rest
+
+
+_copied = row_lib.copied
+
+
+def test_a_slot_that_is_not_cleared_is_found(monkeypatch, fresh_programs):
+    params, how = params_of("plain")
+    asked = requests(12)
+    monkeypatch.setattr(row_lib, "copied", keeps_the_cache)
+    with Session(params, slots=2, **how) as session:
+        found = play(session, asked)
+    with pytest.raises(AssertionError):
+        assert_as_alone(asked, found)
+
+
+# --- what else a session promises -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return params_of("plain")[0]
+
+
+def text_of(params: Params, prompt: list[int], new: int, **settings) -> list[int]:
+    return hsd_jax.decode(params, [prompt], new, speculate=False, eos=(), **settings).tokens[0].tolist()
+
+
+def finish(session: Session, handle: int) -> tuple[list[int], hsd_jax.Taken]:
+    """Everything a request says, and its last take."""
+    tokens = []
+    while True:
+        taken = session.take(handle)
+        tokens += taken.tokens.tolist()
+        if taken.finish_reason is not None:
+            return tokens, taken
+        session.step()
+
+
+def test_generate_answers_more_requests_than_slots_in_either_order(plain):
+    asked = [{"prompt": [3, i + 1], "max_new_tokens": 1 + (5 * i) % 7, "eos": ()} for i in range(9)]
+    whole = [text_of(plain, one["prompt"], one["max_new_tokens"]) for one in asked]
+    with Session(plain, slots=3) as session:
+        as_ended = list(session.generate(iter(asked)))
+        in_order = list(session.generate(asked, ordered=True))
+        assert session.num_free == 3
+    assert sorted(one.index for one in as_ended) == [one.index for one in in_order] == list(range(9))
+    assert [one.index for one in as_ended] != list(range(9))
+    for one in [*as_ended, *in_order]:
+        assert one.tokens.tolist() == whole[one.index] and one.finish_reason == "length"
+        assert one.stats.num_target_passes == one.stats.num_tokens == len(one.tokens) and one.stats.tau == 1.0
+
+
+def test_generate_that_is_left_or_meets_a_wrong_request_cancels_its_own_alone(plain):
+    with Session(plain, slots=3) as session:
+        mine = session.admit([7, 8], 12, eos=())
+        answers = session.generate([[3, 4]] * 5)
+        next(answers)
+        answers.close()
+        assert session.num_free == 2
+        with pytest.raises(ValueError, match="max_new_tokens=-1"):
+            list(session.generate([[1, 2], {"prompt": [1], "max_new_tokens": -1}]))
+        assert session.num_free == 2
+        assert finish(session, mine)[0] == text_of(plain, [7, 8], 12)
+
+
+def test_a_request_may_take_its_time_and_is_taken_piece_by_piece(plain):
+    with Session(plain, slots=2) as session:
+        session.step()  # nothing is there: returns at once
+        handle = session.admit([1, 2, 3], 10, eos=())
+        first = session.take(handle)
+        assert len(first.tokens) == 0 and first.finish_reason is None and first.stats is None
+        session.step(rounds=4)
+        assert len(session.take(handle).tokens) == 4
+        assert len(session.take(handle).tokens) == 0
+        session.step(rounds=3)
+        other = session.admit([5], 2, eos=())
+        session.step()  # until a row ends: the shorter one
+        assert session.take(other).finish_reason == "length" and session.take(handle).finish_reason is None
+        _, taken = finish(session, handle)
+        assert taken.stats.num_tokens == 10 and taken.text is None
+        with pytest.raises(ValueError, match=r"handle=0 is not open \(it was taken to its end\): open are none"):
+            session.take(handle)
+
+
+def test_cancelled_at_every_stage(plain):
+    long = [i % VOCAB for i in range(70)]
+    with Session(plain, slots=3) as session:
+        waits, reads, runs = session.admit([9], 5), None, None
+        session.cancel(waits)
+        assert session.num_free == 3 and session.take(waits).finish_reason == "cancelled"
+        runs = session.admit([1, 2], 20, eos=())
+        session.step(rounds=2)
+        reads = session.admit(long, 20)
+        session.step(rounds=1)  # one chunk of two
+        assert session.num_running == 1
+        session.cancel(reads)
+        taken = session.take(reads)
+        assert (taken.finish_reason, len(taken.tokens), taken.stats) == ("cancelled", 0, None)
+        session.cancel(runs)
+        assert session.num_free == 3
+        again = session.admit(long, 9, eos=())
+        taken = session.take(runs)
+        assert taken.tokens.tolist() == text_of(plain, [1, 2], 20)[:3] and taken.stats.num_tokens == 3
+        assert finish(session, again)[0] == text_of(plain, long, 9)
+
+
+WRONG = [
+    ({"slots": 0}, "slots=0: allowed are"),
+    ({"slots": 2.5}, r"slots=2.5: allowed are"),
+    ({"max_len": MAX_LEN + 1}, f"max_len={MAX_LEN + 1}: allowed are 1 to {MAX_LEN}"),
+    ({"max_len": 0}, "max_len=0: allowed are"),
+    ({"accept": "nobody"}, "accept='nobody': allowed are"),
+    ({"adaptive": True}, "adaptive=True: this call has no drafts"),
+    ({"lossy": ("linear", 0.5)}, "lossy"),
+    ({"slots": 4097}, "slots=4097: allowed are .*4096"),
+]
+
+
+@pytest.mark.parametrize("how, message", WRONG)
+def test_wrong_settings_of_a_session(plain, how, message):
+    with pytest.raises(ValueError, match=message):
+        Session(plain, **how)
+
+
+def test_a_session_that_cannot_fit_is_refused(plain, monkeypatch):
+    monkeypatch.setattr(placement, "_free_on_host", lambda: 10_000_000)
+    Session(plain, slots=8).close()
+    with pytest.raises(ValueError, match=r"a session of 900 slots of up to 96 tokens: .* \(10000000 bytes\) are free"):
+        Session(plain, slots=900)
+
+
+def test_wrong_requests_disturb_nobody(plain):
+    with Session(plain, slots=2, max_len=40) as session:
+        handle = session.admit([1, 2, 3], 20, eos=())
+        session.step(rounds=5)
+        for wrong, message in [
+            ({"prompt": [1] * 30, "max_new_tokens": 20}, "30 tokens and max_new_tokens is 20: .*max_len=40"),
+            ({"prompt": []}, "empty"),
+            ({"prompt": "text"}, "no tokenizer"),
+            ({"prompt": [[1], [2]], "max_new_tokens": 4}, r"has shape \(2, 1\)"),
+            ({"prompt": [1], "temperature": -1.0}, "temperature=-1"),
+            ({"prompt": [1], "max_new_tokens": 4, "seed": -1}, "seed=-1"),
+            ({"prompt": [1], "max_new_tokens": 4, "seed": [1, 2]}, "seed"),
+            ({"prompt": [VOCAB]}, f"token {VOCAB}"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                session.admit(**wrong)
+        for wrong in (7, -1, "a", None):
+            with pytest.raises(ValueError, match="is not open: open are 0"):
+                session.take(wrong)
+            with pytest.raises(ValueError, match="is not open: open are 0"):
+                session.cancel(wrong)
+        for wrong in (0, -3, 1.5):
+            with pytest.raises(ValueError, match="rounds="):
+                session.step(wrong)
+        session.admit([1], 1)
+        with pytest.raises(ValueError, match="no slot is free: all 2 hold"):
+            session.admit([1], 1)
+        assert finish(session, handle)[0] == text_of(plain, [1, 2, 3], 20)
+    for call in (lambda: session.admit([1]), session.step):
+        with pytest.raises(ValueError, match="the session is closed: open another"):
+            call()
+    assert session.rows is None and session.take(1).finish_reason in ("cancelled", "length")
+    session.close()
+
+
+def with_nan(params: Params, token: int) -> Params:
+    """The target says NaN wherever it reads this token."""
+    target, config = params.target, dataclasses.replace(params.target_config, tie_embeddings=False)
+    target = {**target, "embedding": target["embedding"].at[token].set(jnp.nan), "head": target["embedding"]}
+    return dataclasses.replace(params, target=target, target_config=config)
+
+
+@pytest.mark.parametrize("use_native", [True, False])
+def test_a_row_that_fails_fails_alone_and_leaves_nothing_behind(plain, use_native, monkeypatch, fresh_programs):
+    """Its slot is cleared: NaN in a cache would spoil the next row where attention is a product over all slots."""
+    if not use_native:
+        monkeypatch.setenv("HSD_NATIVE_ISA", "off")
+    bad = with_nan(plain, 11)
+    with Session(bad, slots=2) as session:
+        fails, goes = session.admit([1, 11, 3], 10, eos=()), session.admit([1, 2, 3], 20, eos=())
+        tokens, taken = finish(session, fails)
+        assert tokens == [] and taken.finish_reason == "failed" and taken.stats.num_tokens == 1
+        assert "NaN logits, or none but -inf, after 3 tokens, 3 of them the prompt" in taken.error
+        assert not any(jnp.isnan(x).any() for x in session.rows[0].cache.values)
+        after = session.admit([1, 2, 3], 20, eos=())
+        whole = text_of(bad, [1, 2, 3], 20)
+        assert finish(session, goes)[0] == whole == finish(session, after)[0]
+        found = list(session.generate([{"prompt": [1, middle, 3], "max_new_tokens": 3} for middle in (11, 2)]))
+        assert {one.index: one.finish_reason for one in found} == {0: "failed", 1: "length"}
+    with pytest.raises(ValueError, match="row 1: the target gave NaN logits"):
+        hsd_jax.decode(bad, [[1, 2, 3], [1, 11, 3]], 5, speculate=False)
+
+
+def test_a_device_that_raises_closes_the_session_and_frees_its_memory(plain, monkeypatch):
+    session = Session(plain, slots=2)
+    runs, waits = session.admit([1, 2], 20, eos=()), session.admit([3], 20)
+    session.step(rounds=3)
+    buffers = jax.tree.leaves(session.rows[0].cache)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(session.setup.decoder, "loop", broken)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        session.step()
+    assert session.rows is None
+    for handle, num in ((runs, 3), (waits, 2)):
+        taken = session.take(handle)
+        assert taken.finish_reason == "failed" and "RuntimeError: the device is gone" in taken.error
+        assert len(taken.tokens) <= num
+    with pytest.raises(ValueError, match="the session is closed, a step failed"):
+        session.step()
+    del buffers
+    session.close()
+
+
+def test_two_calls_at_once_raise(plain, monkeypatch):
+    with Session(plain, slots=1) as session:
+        session.admit([1, 2], 5)
+        inside, out, run = threading.Event(), threading.Event(), session.run
+
+        def slow_run(*args, **kwargs):
+            inside.set()
+            out.wait(10)
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(session, "run", slow_run)
+        thread = threading.Thread(target=session.step)
+        thread.start()
+        assert inside.wait(30)
+        for call in (session.step, lambda: session.take(0), lambda: session.admit([1]), session.close):
+            with pytest.raises(RuntimeError, match="another call of this session is not done"):
+                call()
+        out.set()
+        thread.join()
+        assert session.take(0).finish_reason == "length"
+
+
+def test_a_stream_that_is_left_closes_its_session(plain, monkeypatch):
+    opened, prepare = [], hsd_jax.api.prepare
+    monkeypatch.setattr(hsd_jax.api, "prepare", lambda *args: opened.append(prepare(*args)) or opened[0])
+    pieces = hsd_jax.stream(plain, [1, 2], 20, rounds=1, eos=())
+    next(pieces)
+    assert opened[0].rows is not None
+    pieces.close()
+    assert opened[0].rows is None
+
+
+def num_compiled(session: Session) -> int:
+    decoder = session.setup.decoder
+    return sum(f._cache_size() for f in (decoder.begin, decoder.prefill, decoder.insert, decoder.clear, decoder.loop))
+
+
+def test_300_requests_compile_six_programs_and_none_after_the_first_of_each_kind(plain, fresh_programs):
+    """Empty slots, a first chunk, a further one, a row that comes in, one that is cleared, the loop."""
+    with Session(plain, slots=SLOTS) as session:
+        play(session, requests(24))
+        assert num_compiled(session) == 6
+        play(session, requests(300, seed=2))
+        assert num_compiled(session) == 6
+
+
+def test_caches_grow_with_the_rows_that_are_there(monkeypatch, fresh_programs):
+    """From 64 slots to 256 and more, while rows run; what they say does not depend on it."""
+    for lib in (request_lib, session_lib):
+        monkeypatch.setattr(lib, "SMALLEST_CAPACITY", 64)
+    monkeypatch.setattr(request_lib, "CAPACITY_UNIT", 64)
+    params = dataclasses.replace(params_of("plain")[0], max_len=400)
+    config = dataclasses.replace(params.target_config, max_position=400)
+    params = dataclasses.replace(params, target_config=config)
+    long = np.random.default_rng(0).integers(0, VOCAB, 250).tolist()
+    with Session(params, slots=2) as session:
+        assert session.most_bytes > 2 * 400 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+        first = session.admit([1, 2], 40, eos=())
+        session.step(rounds=5)
+        assert session.rows[0].cache.capacity == 64
+        second = session.admit(long, 100, eos=())
+        session.step(rounds=12)
+        assert session.rows[0].cache.capacity > 256
+        assert finish(session, first)[0] == text_of(params, [1, 2], 40)
+        assert finish(session, second)[0] == text_of(params, long, 100)
+
+
+@pytest.mark.skipif(not native.available(), reason="chunks of the kernels are shorter")
+def test_rows_that_run_wait_for_one_chunk_at_a_time(plain, monkeypatch):
+    """A long prompt comes in a chunk at a time, with a round of the others after each."""
+    seen, decoder = [], None
+    params = dataclasses.replace(plain, max_len=400)
+    params = dataclasses.replace(params, target_config=dataclasses.replace(params.target_config, max_position=400))
+    long = np.random.default_rng(0).integers(0, VOCAB, 300).tolist()
+    with Session(params, slots=2) as session:
+        decoder = session.setup.decoder
+        runs = session.admit([1, 2], 60, eos=())
+        session.step(rounds=2)
+        prefill, run = decoder.prefill, session.run
+        monkeypatch.setattr(decoder, "prefill", lambda *a, **k: (seen.append("chunk"), prefill(*a, **k))[1])
+        monkeypatch.setattr(session, "run", lambda *a, **k: (seen.append("rounds"), run(*a, **k))[1])
+        reads = session.admit(long, 3, eos=())
+        session.step()
+        chunks = seen.count("chunk")
+        assert chunks == 5
+        assert seen[: 2 * chunks] == ["chunk", "rounds"] * chunks
+        assert finish(session, reads)[0] == text_of(params, long, 3)
+        assert finish(session, runs)[0] == text_of(params, [1, 2], 60)
+
+
+def test_a_step_without_a_number_ends_with_a_row_also_where_caches_grow(monkeypatch, fresh_programs):
+    """Also after rounds between the readings of two prompts, which are counted."""
+    for lib in (request_lib, session_lib):
+        monkeypatch.setattr(lib, "SMALLEST_CAPACITY", 64)
+        monkeypatch.setattr(lib, "LARGEST_FIRST", 0, raising=False)
+    monkeypatch.setattr(request_lib, "CAPACITY_UNIT", 64)
+    params = dataclasses.replace(params_of("plain")[0], max_len=400)
+    params = dataclasses.replace(params, target_config=dataclasses.replace(params.target_config, max_position=400))
+    with Session(params, slots=2) as session:
+        handles = [session.admit([1, 2 + i], 200, eos=()) for i in range(2)]
+        session.step()
+        assert session.rows[0].cache.capacity > 64
+        assert session.take(handles[0]).finish_reason == "length"
+
+
+def test_caches_that_are_reserved_have_one_size(plain):
+    params = dataclasses.replace(plain, max_len=2000)
+    params = dataclasses.replace(params, target_config=dataclasses.replace(params.target_config, max_position=2000))
+    with Session(params, slots=2, max_len=1500) as session:
+        session.reserve()
+        assert session.rows[0].cache.capacity == 1536
+        handle = session.admit([1, 2], 20, eos=())
+        assert finish(session, handle)[0] == text_of(params, [1, 2], 20)
+        assert session.rows[0].cache.capacity == 1536
+        with pytest.raises(ValueError, match="a row has come: its caches are there"):
+            session.reserve()
