@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hsd_jax.drafters.lookup.config import LookupConfig
     from hsd_jax.params import Params, load, place, rescore, restrict, stack
     from hsd_jax.programs import compilation_cache
-    from hsd_jax.session import Generated, Session, Taken
+    from hsd_jax.session import Generated, RequestStats, Session, Taken
     from hsd_jax.tuned import Tuned
 
 __version__ = "0.1.0"
@@ -28,6 +28,7 @@ __all__ = [
     "ModelConfig",
     "Params",
     "Piece",
+    "RequestStats",
     "Session",
     "Stats",
     "Taken",
@@ -56,7 +57,7 @@ _MODULES = {
     "hsd_jax.drafters.lookup.config": ("LookupConfig",),
     "hsd_jax.params": ("Params", "load", "place", "rescore", "restrict", "stack"),
     "hsd_jax.programs": ("compilation_cache",),
-    "hsd_jax.session": ("Generated", "Session", "Taken"),
+    "hsd_jax.session": ("Generated", "RequestStats", "Session", "Taken"),
     "hsd_jax.tuned": ("Tuned",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import math
 import threading
 import time
@@ -83,7 +85,7 @@ class Taken:
     finish_reason: str | None = None
     """None while the row runs; then "stop", "length", "cancelled" or "failed"."""
     stats: RequestStats | None = None
-    """Once the row has ended."""
+    """Once the row has ended, if it ever ran."""
     error: str | None = None
     """Why it failed."""
 
@@ -131,7 +133,8 @@ class Session:
     The settings of speculation belong to the session and are those of `decode`; the settings of the text belong to each
     request. The text of a row is that of `decode` for it alone: to the bit under the rule `match` with the CPU kernels,
     whatever its slot, its neighbours and the rows before it. Elsewhere programs of other sizes may round otherwise.
-    Under the rules that draw, its distribution is the same. Used as a context manager, or closed by hand.
+    Under the rules that draw, its distribution is the same. Used as a context manager, or closed by hand. Several
+    processes make the same calls in the same order.
 
     In the words of JAX serving engines (JetStream, MaxText): `admit` and the reading that `step` does are *prefill*,
     the end of that reading is *insert*, a round of `step` is *generate*, and `take` reads a slot's *result tokens*.
@@ -221,9 +224,10 @@ class Session:
     def most_bytes(self) -> int:
         """Bytes on each device that the state takes once a row has made the caches as large as `max_len` allows. While
         one is read, and while caches grow, a row or a layer more."""
-        capacity = self._largest
-        shapes = jax.eval_shape(lambda: self._empty(capacity))
-        if self.params.mesh is None or self.params.drafter_mesh is not None:
+        capacity, arrays = self._largest, self._arrays([], self._num_rows, 1)
+        begin = functools.partial(self.setup.decoder.begin, capacity=capacity, max_tokens=capacity + 1)
+        shapes = jax.eval_shape(begin, *arrays[:4], self.setup.costs)
+        if self.params.mesh is None:
             return sum(math.prod(x.shape) * _itemsize(x) for x in jax.tree.leaves(shapes))
         shardings = sharding_lib.row_shardings(self.params.mesh, shapes, self._num_rows)
         pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
@@ -255,6 +259,11 @@ class Session:
         """
         with self._alone():
             self._check_open()
+            if isinstance(prompt, (int, np.integer, Mapping)):
+                raise ValueError(
+                    f"prompt of type {type(prompt).__name__}: expected a text, token ids or a conversation (a list of"
+                    " messages)"
+                )
             sampling = Sampling(max_new_tokens, temperature, top_k, top_p, [seed], eos)
             (row,) = rows_of(self.params, [prompt], sampling, self.max_len)
             if not self.num_free:
@@ -262,7 +271,8 @@ class Session:
                     f"no slot is free: all {self.slots} hold a row that runs or whose end was not taken; take or cancel"
                     " one, or open a session with more slots"
                 )
-            check_same("the request", repr(row))
+            if self.params.mesh is not None:
+                check_same("the request", repr(row))
             request = self._opened(row, self._at.index(None))
             self._waiting.append(request)
             return self._num_admitted - 1
@@ -318,7 +328,7 @@ class Session:
             return Taken(tokens, text, request.finish_reason, request.stats, request.error)
 
     def cancel(self, handle: int) -> None:
-        """Ends a row and frees its slot at once; the handle may be taken once more.
+        """Ends a row and frees its slot at once; the handle stays open for one more take, which has what is left.
 
         Raises:
           ValueError: for a handle that is not open.
@@ -333,7 +343,13 @@ class Session:
     def close(self) -> None:
         """Frees the caches. Rows that run are cancelled; what they had can be taken. To close twice is no error."""
         with self._alone():
-            self._shut(CANCELLED, "the session is closed")
+            self._close()
+
+    def _close(self) -> None:
+        running = [] if self.rows is None else [request for request in self._requests() if request.is_running]
+        for request, stats in zip(running, self._stats_of([r.slot for r in running]), strict=True):
+            request.stats = stats
+        self._shut(CANCELLED, "the session is closed")
 
     def generate(
         self, requests: Iterable[Prompt | Mapping[str, Any]], ordered: bool = False
@@ -348,17 +364,20 @@ class Session:
         Yields:
           Whole answers. One that failed says so: the others go on.
         Raises:
-          ValueError: as `admit`, when the request comes. What runs of these requests is cancelled then, and if the
-            caller stops.
+          ValueError: as `admit`, when the request comes, also if others hold all slots. What runs of these requests
+            is cancelled then, and if the caller stops.
         """
+        if isinstance(requests, (str, bytes)):
+            raise ValueError(f"requests={shown(requests)}: expected a list of prompts; of one it is [prompt]")
         source, mine = enumerate(requests), dict[int, int]()
         kept, due = dict[int, Generated](), 0
         try:
             while True:
-                while self.num_free and (following := next(source, None)) is not None:
+                while self.num_free or not mine:  # where all slots are held by others, `admit` says so
+                    if (following := next(source, None)) is None:
+                        break
                     index, request = following
-                    handle = self.admit(**request) if isinstance(request, Mapping) else self.admit(request)
-                    mine[handle] = index
+                    mine[self.admit(**_settings_of(request, index))] = index
                 if not mine:
                     return
                 self.step()
@@ -378,7 +397,8 @@ class Session:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        with self._lock:  # waits for a step of another thread: an error must not be lost behind a second one
+            self._close()
 
     # --- what they do -------------------------------------------------------------------------------------------------
 
@@ -404,6 +424,7 @@ class Session:
         Returns:
           Whether a row has ended.
         """
+        self._check_open()
         assert self.rows is not None, "a row has come in"
         start, setup, (state, sampling, limits) = time.perf_counter(), self.setup, self.rows
         state = setup.decoder.run(
@@ -446,6 +467,7 @@ class Session:
             request.is_running = False
             if last == INVALID_TOKEN:
                 request.new[-1] = request.new[-1][:-1]
+                request.stats = dataclasses.replace(request.stats, num_tokens=request.stats.num_tokens - 1)
                 self._fail(request)
             else:
                 request.finish_reason = STOP if last is not None and int(last) in request.row.eos else LENGTH
@@ -518,7 +540,11 @@ class Session:
         new = read.state, read.arrays[4], new_limits
         self.rows = self._placed(decoder.insert((state, sampling, limits), new, np.int32(request.slot)), self._num_rows)
         request.is_running = True
-        return self._look() if request.row.max_new_tokens == 0 else False
+        if request.row.max_new_tokens > 0:
+            return False
+        has_ended = self._look()
+        self._clear(request.slot)  # no token was drawn that would have shown NaN in its caches
+        return has_ended
 
     def read_together(self, rows: Sequence[Row], capacity: int) -> None:
         """Reads the prompts of the first rows of a session at once, each into the slot of its number."""
@@ -650,6 +676,18 @@ class Session:
 
 def _itemsize(x: Any) -> int:
     return 8 if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
+
+
+def _settings_of(request: Any, index: int) -> dict[str, Any]:
+    """The arguments of `admit`."""
+    if not isinstance(request, Mapping):
+        return {"prompt": request}
+    allowed = list(inspect.signature(Session.admit).parameters)[1:]
+    if wrong := [name for name in request if name not in allowed]:
+        raise ValueError(f"request {index} has {shown(wrong[0])}: allowed are {', '.join(allowed)}")
+    if "prompt" not in request:
+        raise ValueError(f"request {index} has no prompt, only {', '.join(request)}")
+    return dict(request)
 
 
 def _with_ends(limits: Any, num: int) -> Any:

@@ -23,10 +23,13 @@ from hsd_jax import request as request_lib
 from hsd_jax import session as session_lib
 from hsd_jax.config import NO_REUSE
 from hsd_jax.infer import rows as row_lib
+from hsd_jax.infer.step import advance
 from hsd_jax.kernels import native
 from hsd_jax.models import placement
 from hsd_jax.params import Params
 from hsd_jax.session import Session
+from hsd_jax.sharding import make_mesh
+from hsd_jax.types import Limits
 
 slow = pytest.mark.slow
 MAX_LEN, SLOTS = 96, 4
@@ -239,14 +242,35 @@ def test_generate_answers_more_requests_than_slots_in_either_order(plain):
 def test_generate_that_is_left_or_meets_a_wrong_request_cancels_its_own_alone(plain):
     with Session(plain, slots=3) as session:
         mine = session.admit([7, 8], 12, eos=())
-        answers = session.generate([[3, 4]] * 5)
+        answers = session.generate([{"prompt": [3, 4], "max_new_tokens": 9}] * 5)
         next(answers)
         answers.close()
         assert session.num_free == 2
         with pytest.raises(ValueError, match="max_new_tokens=-1"):
-            list(session.generate([[1, 2], {"prompt": [1], "max_new_tokens": -1}]))
+            list(session.generate([{"prompt": [1], "max_new_tokens": new} for new in (9, -1)]))
         assert session.num_free == 2
         assert finish(session, mine)[0] == text_of(plain, [7, 8], 12)
+
+
+def test_generate_says_what_is_wrong_with_its_requests(plain):
+    with Session(plain, slots=1) as session:
+        for wrong, message in [
+            ("Hello", "requests='Hello': expected a list of prompts"),
+            ([3, 4], "prompt of type int: expected a text"),
+            ([{"role": "user", "content": "x"}], "request 0 has 'role': allowed are prompt, max_new_tokens"),
+            (
+                [{"prompt": [1], "max_new_tokens": 2}, {"max_new_tokens": 3}],
+                "request 1 has no prompt, only max_new_tokens",
+            ),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                list(session.generate(wrong))
+        held = session.admit([1, 2], 4)
+        with pytest.raises(ValueError, match="no slot is free: all 1 hold"):
+            list(session.generate([{"prompt": [3, 4], "max_new_tokens": 4}]))
+        session.step(rounds=2)
+    taken = session.take(held)
+    assert taken.finish_reason == "cancelled" and taken.stats.num_tokens == len(taken.tokens) == 2
 
 
 def test_a_request_may_take_its_time_and_is_taken_piece_by_piece(plain):
@@ -366,7 +390,7 @@ def test_a_row_that_fails_fails_alone_and_leaves_nothing_behind(plain, use_nativ
     with Session(bad, slots=2) as session:
         fails, goes = session.admit([1, 11, 3], 10, eos=()), session.admit([1, 2, 3], 20, eos=())
         tokens, taken = finish(session, fails)
-        assert tokens == [] and taken.finish_reason == "failed" and taken.stats.num_tokens == 1
+        assert tokens == [] and taken.finish_reason == "failed" and taken.stats.num_tokens == 0
         assert "NaN logits, or none but -inf, after 3 tokens, 3 of them the prompt" in taken.error
         assert not any(jnp.isnan(x).any() for x in session.rows[0].cache.values)
         after = session.admit([1, 2, 3], 20, eos=())
@@ -517,3 +541,28 @@ def test_caches_that_are_reserved_have_one_size(plain):
         assert session.rows[0].cache.capacity == 1536
         with pytest.raises(ValueError, match="a row has come: its caches are there"):
             session.reserve()
+
+
+def test_a_session_on_a_mesh_says_the_same_and_its_empty_slots_are_split(fresh_programs):
+    params, how = params_of("beam")
+    split = hsd_jax.place(params, make_mesh("data=2,model=2"))
+    asked = requests(12)
+    with Session(split, slots=4, **how) as session:
+        whole = session._empty(256)[0].cache.keys[0]
+        assert whole.sharding.shard_shape(whole.shape)[:2] == (2, whole.shape[1] // 2)
+        assert session.most_bytes * 3 < sum(
+            x.nbytes for x in jax.tree.leaves(session._empty(256)) if x.dtype != "key<fry>"
+        )
+        found = play(session, asked)
+    assert_as_alone(asked, found)
+
+
+def test_a_finished_row_at_the_end_of_its_buffer_is_not_written_over(plain):
+    """Others go on, and a round writes places behind every row."""
+    decoder = request_lib.set_up(plain, request_lib.Speculation(speculate=False), 1, 1, 512, 0.0).decoder
+    limits = Limits(jnp.array([16]), jnp.full((1, 4), -1))
+    tokens = jnp.arange(16)[None] % VOCAB
+    keys = jax.random.split(jax.random.key(0), 1)
+    state = decoder.begin(tokens, jnp.array([16]), keys, limits, None, capacity=16, max_tokens=17)
+    after = advance(state, jnp.full((1, 5), 7), jnp.array([0]), state.done, state.cache, None)
+    np.testing.assert_array_equal(after.tokens, state.tokens)

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
+from hsd_jax import sharding
 from hsd_jax.config import ModelConfig
 from hsd_jax.distributed import fetch, of_first
 from hsd_jax.infer import rows as row_lib
@@ -88,7 +89,7 @@ def make_begin(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.flo
         slots = cache_lib.layer_slots(config, capacity)
         depth, zeros = 0 if drafter is None else drafter.max_depth, jnp.zeros(batch, jnp.int32)
         known = jnp.where(jnp.arange(num) < length[:, None], tokens, NO_TOKEN)
-        return DecodeState(
+        state = DecodeState(
             tokens=jnp.pad(known, ((0, 0), (0, max_tokens - num)), constant_values=NO_TOKEN),
             length=length,
             done=length >= limits.max_length,
@@ -98,8 +99,15 @@ def make_begin(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.flo
             stats=DecodeStats(zeros, jnp.zeros((batch, depth + 1), jnp.int32), zeros),
             control=None if costs is None else worth.first_control(batch, costs.level_seconds is not None),
         )
+        return _on_mesh(state, batch)
 
     return begin
+
+
+def _on_mesh(rows: Any, batch: int) -> Any:
+    """Rows where a mesh wants them: nothing that comes in says where the caches lie."""
+    mesh = program.mesh()
+    return rows if mesh is None else lax.with_sharding_constraint(rows, sharding.row_shardings(mesh, rows, batch))
 
 
 def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.float32) -> Callable:
@@ -166,7 +174,7 @@ def insert(rows: Rows, new: Rows, slot: Int[Array, ""]) -> Rows:
     if state.control is not None:
         here = jnp.arange(len(is_live)) == slot
         state = dataclasses.replace(state, control=worth.joined(state.control, is_live, here))
-    return state, sampling, limits
+    return _on_mesh((state, sampling, limits), len(is_live))
 
 
 def drafter_after(

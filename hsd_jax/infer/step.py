@@ -199,7 +199,9 @@ def advance(
     has_draft: Bool[Array, "B"] | bool = False,
 ) -> DecodeState:
     """Appends `count` emitted tokens to every row; a finished row keeps its buffer bit for bit."""
-    old = cache_lib.take_nodes(state.tokens, state.length[:, None] + jnp.arange(emitted.shape[1]), axis=1)
+    # A finished row may end where so many tokens would not fit behind it: it is written over with itself.
+    start = jnp.minimum(state.length, state.tokens.shape[1] - emitted.shape[1])
+    old = cache_lib.take_nodes(state.tokens, start[:, None] + jnp.arange(emitted.shape[1]), axis=1)
     kept = jnp.where(jnp.arange(emitted.shape[1]) < count[:, None], emitted, old)
     histogram = state.stats.accepted_histogram
     bins = jnp.arange(histogram.shape[1]) == (count - 1)[:, None]  # a finished row has count 0: no bin
@@ -211,7 +213,7 @@ def advance(
     )
     return dataclasses.replace(
         state,
-        tokens=cache_lib.write_rows(state.tokens, kept, state.length, axis=1),
+        tokens=cache_lib.write_rows(state.tokens, kept, start, axis=1),
         length=state.length + count,
         done=done,
         cache=cache,

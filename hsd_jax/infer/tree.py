@@ -137,7 +137,7 @@ class Grower(NamedTuple):
           num_levels: levels of each row that have logits; nodes below are not valid. None: all.
         """
         sampling, scale = inputs.sampling, None
-        named_expand = flax.struct.field(metadata=named(expand, draft_to_target))
+        named_expand = named(expand, draft_to_target)
         if self.scheme not in DRAWN_SCHEMES:
             scale = sharpness(sampling.temperature)
             if self.scheme is DrawScheme.COUPLED:

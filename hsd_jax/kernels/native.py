@@ -321,6 +321,11 @@ def _registered(level: str) -> bool:
             return False
         loaded = ctypes.cdll.LoadLibrary(str(_build(builder, level)))
         handlers = {name: getattr(loaded, symbol) for name, symbol in SYMBOLS.items()}
+    except subprocess.CalledProcessError as error:
+        text = (error.stderr or b"").decode(errors="replace").strip()
+        why = next((line for line in text.splitlines() if "error" in line), text[:200])
+        warnings.warn(f"the CPU kernels do not compile, XLA does their work, slower ({why})", stacklevel=2)
+        return False
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
         return False  # no compiler, no home, a cache that may not execute: XLA does the work
     for name, handler in handlers.items():
@@ -339,12 +344,12 @@ def _run(command: list[str]) -> None:
     """Runs a compiler; what it has started ends with it, on Ctrl-C too."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
         try:
-            process.communicate(timeout=300)
+            _, said = process.communicate(timeout=300)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
+        raise subprocess.CalledProcessError(process.returncode, command, stderr=said)
 
 
 def _build(compiler: str, level: str) -> Path:

@@ -241,7 +241,7 @@ def _write_lines(
 
 def _session(params: Params, plan: Sequence[Job], config: GenerateConfig, tree: TreeConfig | None) -> Session:
     """Where the plan is decoded. Its programs are those of the whole plan, however much of it is left: where rounding
-    depends on their sizes, a run that broke off goes on with the same ones."""
+    depends on their sizes, which it does without the CPU kernels, a run that broke off goes on with the same ones."""
     longest = max(len(job.prompt.tokens) for job in plan) + config.max_new_tokens
     session = Session(
         params,
