@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import math
 import threading
 import time
@@ -682,7 +681,7 @@ def _settings_of(request: Any, index: int) -> dict[str, Any]:
     """The arguments of `admit`."""
     if not isinstance(request, Mapping):
         return {"prompt": request}
-    allowed = list(inspect.signature(Session.admit).parameters)[1:]
+    allowed = ["prompt", *(field.name for field in dataclasses.fields(Sampling))]
     if wrong := [name for name in request if name not in allowed]:
         raise ValueError(f"request {index} has {shown(wrong[0])}: allowed are {', '.join(allowed)}")
     if "prompt" not in request:

@@ -136,11 +136,10 @@ def test_rounds_end_when_fewer_rows_go_on_than_are_wanted(apart):
     """A few rounds later than one program would, and the rows that are left can go on."""
     call = {"max_new_tokens": [6, 60, 60], "temperature": 0.0}
     request = prepare(apart, [[5, 6], [7, 8], [9]], Sampling(**call))
-    given = request.models, request.sampling, request.limits
-    state = request.decoder.run(*given, request.state, most_slots=request.largest, least_live=3)
-    assert state.done.tolist()[:3] == [True, False, False]
-    state = request.decoder.run(*given, state, most_slots=request.largest)
-    assert bool(state.done.all())
+    assert request.run(UNBOUNDED, least_live=3)
+    assert request.rows[0].done.tolist()[:3] == [True, False, False]
+    assert request.run(UNBOUNDED)
+    assert bool(request.rows[0].done.all())
 
 
 # --- the host ---------------------------------------------------------------------------------------------------------
