@@ -211,9 +211,9 @@ class Control:
     """Rounds with drafts since these were last given up; does not decay. This and what follows is the same in all rows
     that are not done."""
     wait: Int[Array, "B"]
-    """Blocks of plain rounds before drafts are tried again; 0: rounds have drafts."""
+    """Plain rounds before drafts are tried again; 0: rounds have drafts."""
     backoff: Int[Array, "B"]
-    """What `wait` will be if drafts do not pay."""
+    """What `wait` will be if drafts do not pay, in blocks of a round for each depth and one more."""
     drafts: Int[Array, "B 2"] | None = None
     """Drafts that were made, and those verified; none of them decays. None unless chains may end early."""
 

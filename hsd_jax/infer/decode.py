@@ -251,7 +251,7 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
             carry = round_index, state, start(state)
             round_index, state, trail = lax.while_loop(block_goes_on, plain_round_of, carry)
             state = end(models, state, trail)
-            return round_index, dataclasses.replace(state, control=worth.waited(state.control))
+            return round_index, dataclasses.replace(state, control=worth.waited(state.control, trail.rounds))
 
         return lax.while_loop(lambda carry: goes_on(*carry), body, begin)[1]
 

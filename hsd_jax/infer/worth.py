@@ -70,9 +70,9 @@ def waits(control: Control, done: Bool[Array, "B"]) -> Bool[Array, ""]:
     return _most(control.wait, ~done) > 0
 
 
-def waited(control: Control) -> Control:
-    """After a block of plain rounds."""
-    return dataclasses.replace(control, wait=jnp.maximum(control.wait - 1, 0))
+def waited(control: Control, num_rounds: Int[Array, ""]) -> Control:
+    """After so many plain rounds: calls of the loop may be shorter than a block."""
+    return dataclasses.replace(control, wait=jnp.maximum(control.wait - num_rounds, 0))
 
 
 def _sum(x: Float[Array, "B"], rows: Bool[Array, "B"]) -> Float[Array, ""]:
@@ -237,7 +237,7 @@ def learned(
         tokens=jnp.where(is_poor, 0.0, tokens),
         plain=jnp.where(is_poor, 0.0, plain),
         rounds=jnp.where(is_poor, 0, rounds),
-        wait=jnp.where(is_poor, backoff, 0),
+        wait=jnp.where(is_poor, backoff * verdict.path.shape[1], 0),  # a block has a round for each depth, and one
         backoff=jnp.where(is_poor, jnp.minimum(2 * backoff, LONGEST_WAIT), jnp.where(is_good, FIRST_WAIT, backoff)),
         drafts=drafts,
     )

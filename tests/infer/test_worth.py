@@ -189,7 +189,7 @@ def test_a_batch_whose_rows_all_stay_is_judged_by_its_tokens_and_seconds():
         doubt = worth.DOUBT / np.sqrt(4 * min(rounds, 1 / (1 - worth.MEMORY)))
         wait = 0
         if rounds >= worth.FEWEST_ROUNDS and tokens < seconds * 4 / plain * (1 - doubt):
-            wait, backoff, falls = backoff, min(2 * backoff, worth.LONGEST_WAIT), falls + 1
+            wait, backoff, falls = 2 * backoff, min(2 * backoff, worth.LONGEST_WAIT), falls + 1
             tokens = seconds = rounds = 0
         elif rounds >= 4 * worth.FEWEST_ROUNDS:
             backoff = worth.FIRST_WAIT
