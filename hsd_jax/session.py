@@ -149,8 +149,8 @@ class Session:
       slots: rows that may be there at once.
       max_len: tokens that a row may have, prompt included; None: `params.max_len`. It bounds the caches, see
         `most_bytes`.
-      tree: of every round, verified whole; None: `params.tree`, and if that is None too the largest that pays for one
-        busy row. Of a chosen tree only the drafts that pay for the rows that are busy are verified.
+      tree: of every round, verified whole; None: `params.tree`, and if that is None too the one that should pay where
+        all slots are busy, or if none does, where one is. Of a chosen tree only the drafts that pay for the rows that are busy are verified.
       accept, draw, reuse, speculate, pad_rows, lossy, adaptive: as in `decode`. Records of `tune` do not count: they
         are of whole batches.
     Raises:
@@ -179,7 +179,9 @@ class Session:
         speculation = Speculation(tree, accept, draw, reuse, speculate, False, pad_rows, lossy, adaptive)
         multiple = sharding_lib.rows_multiple(params.mesh)
         num_rows = -(-slots // multiple) * multiple
-        setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0)
+        setup = set_up(params, speculation, num_rows, num_rows, SMALLEST_CAPACITY, 0.0)
+        if setup.plan.tree is None and setup.plan.is_chosen:  # drafts may still pay where few slots are busy
+            setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0)
         known = params.pair, params.dtype, params.precision, slots, max_len, speculation, setup.plan
         check_same("models and settings of the session", repr(known))
         self._begin(params, setup, num_rows, slots, max_len)
