@@ -3,7 +3,6 @@
     python benchmarks/sessions.py throughput --prompts dev.jsonl --half report --limit 500 --slots 16 4
     python benchmarks/sessions.py gap --target smollm2
     python benchmarks/sessions.py busy
-    python benchmarks/sessions.py calls --target smollm2       # one line a call: to compare two checkouts, in turns
 
 `throughput`: requests with limits drawn from 8 to 256 tokens, once as `decode` in batches of as many rows as there are
 slots, once through a session, in turns. The ideal gain is replayed: the rounds that each request took in the batches,
@@ -70,15 +69,10 @@ def in_batches(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots
 def in_session(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int) -> float:
     """Seconds."""
     start = time.perf_counter()
-    with Session(params, slots=slots, max_len=args_max_len(params, requests)) as session:
+    with Session(params, slots=slots) as session:
         for _ in session.generate(requests):
             pass
     return time.perf_counter() - start
-
-
-def args_max_len(params: hsd_jax.Params, requests: Sequence[dict[str, Any]]) -> int:
-    """Tokens of the longest row."""
-    return min(params.max_len, max(len(one["prompt"]) + one["max_new_tokens"] for one in requests))
 
 
 def round_seconds(
@@ -206,15 +200,6 @@ def busy(params: hsd_jax.Params, args: argparse.Namespace) -> None:
         )
 
 
-def calls(params: hsd_jax.Params, args: argparse.Namespace) -> None:
-    """Whole calls of `decode`: median seconds."""
-    prompts = ["The weather today", "Once upon a time there was", "To cook rice, first", "I would like to book"] * 8
-    for rows, new in ((1, 32), (1, 256), (8, 64), (32, 64)):
-        call = lambda: hsd_jax.decode(params, prompts[:rows], new, eos=())  # noqa: E731, B023
-        call()
-        say({"rows": rows, "new": new, "seconds": statistics.median(timed(call) for _ in range(args.repeats))})
-
-
 def timed(call: Any) -> float:
     """Seconds."""
     start = time.perf_counter()
@@ -225,7 +210,7 @@ def timed(call: Any) -> float:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("throughput", "gap", "busy", "calls"))
+    parser.add_argument("what", choices=("throughput", "gap", "busy"))
     parser.add_argument("--target", default="demo")
     parser.add_argument("--prompts", nargs="+", default=[])
     parser.add_argument("--half")
@@ -236,7 +221,7 @@ def main() -> None:
     args = parser.parse_args()
     params = hsd_jax.load(args.target)
     say({"machine": hardware(), "target": args.target, "arithmetic": params.arithmetic})
-    {"throughput": throughput, "gap": gap, "busy": busy, "calls": calls}[args.what](params, args)
+    {"throughput": throughput, "gap": gap, "busy": busy}[args.what](params, args)
 
 
 if __name__ == "__main__":

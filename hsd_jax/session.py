@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,7 +44,7 @@ from hsd_jax.request import (
 )
 from hsd_jax.settings import Count, Within, describe, fits, shown
 from hsd_jax.tokenizer import IncrementalDecoder
-from hsd_jax.types import INVALID_TOKEN, DecodeState
+from hsd_jax.types import INVALID_TOKEN, DecodeState, Limits, SamplingParams
 
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 """Why a row has ended: an end token, its `max_new_tokens`, `cancel` or `close`, or an error that is named."""
@@ -115,13 +115,24 @@ class _Open:
     error: str | None = None
 
 
+class _Given(NamedTuple):
+    """What a prefill takes of its rows, on the device, in this order; the settings come in with them."""
+
+    tokens: jax.Array
+    """int32 [B, P]."""
+    length: jax.Array
+    keys: jax.Array
+    limits: Limits
+    sampling: SamplingParams
+
+
 @dataclasses.dataclass
 class _Reading:
     """A prompt that is being read, in a state of its own."""
 
     request: _Open
-    arrays: tuple[Any, ...]
-    """Tokens [R, P], lengths, keys, limits and settings; its row is the first, the others fill a mesh."""
+    given: _Given
+    """Its row is the first, the others fill a mesh."""
     capacity: int
     state: DecodeState | None = None
 
@@ -226,9 +237,9 @@ class Session:
     def most_bytes(self) -> int:
         """Bytes on each device that the state takes once a row has made the caches as large as `max_len` allows. While
         one is read, and while caches grow, a row or a layer more."""
-        capacity, arrays = self._largest, self._arrays([], self._num_rows, 1)
-        begin = functools.partial(self.setup.decoder.begin, capacity=capacity, max_tokens=capacity + 1)
-        shapes = jax.eval_shape(begin, *arrays[:4], self.setup.costs)
+        given, costs = self._arrays([], self._num_rows, 1), self.setup.costs
+        begin = functools.partial(self.setup.decoder.begin, **_sizes(self._largest))
+        shapes = jax.eval_shape(begin, *given[:4], costs)
         if self.params.mesh is None:
             return sum(math.prod(x.shape) * _itemsize(x) for x in jax.tree.leaves(shapes))
         shardings = sharding_lib.row_shardings(self.params.mesh, shapes, self._num_rows)
@@ -291,7 +302,7 @@ class Session:
             if self.rows is not None:
                 raise ValueError("a row has come: its caches are there")
             with self._closes_on_error():
-                self.rows = self._placed(self._empty(self._largest), self._num_rows)
+                self.rows = self._empty(self._largest)
 
     def step(self, rounds: int | None = None) -> None:
         """Runs rounds of the loop, and reads waiting prompts, a chunk between two rounds.
@@ -516,10 +527,10 @@ class Session:
         if self._reading is None:
             request = self._waiting.popleft()
             capacity = self._capacity_for([request.row], len(request.row.tokens))
-            arrays = self._arrays([request.row], sharding_lib.rows_multiple(self.params.mesh), capacity)
-            self._reading = _Reading(request, arrays, capacity)
+            given = self._arrays([request.row], sharding_lib.rows_multiple(self.params.mesh), capacity)
+            self._reading = _Reading(request, given, capacity)
         now = self._reading
-        now.state = self._read(now.arrays, now.capacity, now.state, 1)
+        now.state = self._read(now.given, now.capacity, now.state, 1)
         has_ended = False
         if int(fetch(now.state.cache.length)[0]) >= len(now.request.row.tokens) - 1:
             self._reading = None
@@ -533,14 +544,14 @@ class Session:
         capacity = self._capacity_for([request.row], request.row.longest)
         rows = self.rows
         if rows is None:
-            rows = self._placed(self._empty(max(capacity, read.capacity)), self._num_rows)
+            rows = self._empty(max(capacity, read.capacity))
         state, sampling, limits = rows
         if state.cache.capacity < capacity:
             state = decoder.grow(state, capacity)
-        num_ends = max(limits.eos.shape[1], read.arrays[3].eos.shape[1])
-        limits, new_limits = (_with_ends(x, num_ends) for x in (limits, read.arrays[3]))
-        new = read.state, read.arrays[4], new_limits
-        self.rows = self._placed(decoder.insert((state, sampling, limits), new, np.int32(request.slot)), self._num_rows)
+        num_ends = max(limits.eos.shape[1], read.given.limits.eos.shape[1])
+        limits, new_limits = (_with_ends(x, num_ends) for x in (limits, read.given.limits))
+        new = read.state, read.given.sampling, new_limits
+        self.rows = decoder.insert((state, sampling, limits), new, np.int32(request.slot))
         request.is_running = True
         if request.row.max_new_tokens > 0:
             return False
@@ -553,12 +564,12 @@ class Session:
         start = time.perf_counter()
         requests = [self._opened(row, slot) for slot, row in enumerate(rows)]
         with self._closes_on_error():
-            arrays = self._arrays(rows, self._num_rows, capacity, is_all=True)
+            given = self._arrays(rows, self._num_rows, capacity, is_all=True)
             longest = max(len(row.tokens) for row in rows) - 1
-            state = self._read(arrays, capacity, None, STRETCH)
+            state = self._read(given, capacity, None, STRETCH)
             while int(fetch(state.cache.length).max()) < longest:
-                state = self._read(arrays, capacity, state, STRETCH)
-            self.rows = self._placed((state, arrays[4], arrays[3]), self._num_rows)
+                state = self._read(given, capacity, state, STRETCH)
+            self.rows = state, given.sampling, given.limits
             for request in requests:
                 request.is_running = True
             if any(row.max_new_tokens == 0 for row in rows):
@@ -566,11 +577,10 @@ class Session:
             jax.block_until_ready(state.length)
         self.prefill_seconds += time.perf_counter() - start
 
-    def _read(self, arrays: tuple[Any, ...], capacity: int, state: DecodeState | None, num: int) -> DecodeState:
-        """So many chunks of prompts, between any two of which the host can be interrupted."""
-        sizes = {"capacity": capacity, "max_tokens": capacity + 1}
-        setup, given = self.setup, arrays[:4]
-        return setup.decoder.prefill(setup.held, *given, np.int32(num), state, setup.costs, **sizes)
+    def _read(self, given: _Given, capacity: int, state: DecodeState | None, num: int) -> DecodeState:
+        """So many chunks of prompts more, in one call."""
+        setup = self.setup
+        return setup.decoder.prefill(setup.held, *given[:4], np.int32(num), state, setup.costs, **_sizes(capacity))
 
     def _opened(self, row: Row, slot: int) -> _Open:
         tokenizer = self.params.tokenizer
@@ -592,8 +602,8 @@ class Session:
 
     def _clear(self, slot: int) -> None:
         assert self.rows is not None
-        state, *rest = self.rows
-        self.rows = self._placed((self.setup.decoder.clear(state, np.int32(slot)), *rest), self._num_rows)
+        state, sampling, limits = self.rows
+        self.rows = self.setup.decoder.clear(state, np.int32(slot)), sampling, limits
 
     def _free(self, request: _Open) -> None:
         if self._at[request.slot] is request:
@@ -606,7 +616,7 @@ class Session:
         prompt = max(len(row.tokens) for row in rows)
         return first_capacity(prompt, longest, self.setup.lookahead, self.max_len)
 
-    def _arrays(self, rows: Sequence[Row], num_rows: int, capacity: int, is_all: bool = False) -> tuple[Any, ...]:
+    def _arrays(self, rows: Sequence[Row], num_rows: int, capacity: int, is_all: bool = False) -> _Given:
         """Tokens [B, capacity], lengths, keys, limits and settings of B = `num_rows` rows, where they are to lie.
 
         Args:
@@ -614,23 +624,17 @@ class Session:
         """
         tokens, length, seeds, limits, sampling = arrays_of(rows, num_rows, capacity)
         is_greedy = is_all and traced_platform() != "cpu" and not sampling.temperature.any()
-        arrays: Any = tokens, length, row_keys(seeds), limits, dataclasses.replace(sampling, all_greedy=is_greedy)
+        host: Any = tokens, length, row_keys(seeds), limits, dataclasses.replace(sampling, all_greedy=is_greedy)
+        given = _Given(*host)
         if self.params.mesh is None:
-            return jax.device_put(arrays)  # `jnp.asarray` would compile a program for every shape
-        return put(arrays, sharding_lib.row_shardings(self.params.mesh, arrays, num_rows))
+            return jax.device_put(given)  # `jnp.asarray` would compile a program for every shape
+        return put(given, sharding_lib.row_shardings(self.params.mesh, given, num_rows))
 
     def _empty(self, capacity: int) -> Rows:
         """The slots before any row has come."""
-        arrays = self._arrays([], self._num_rows, 1)
-        sizes = {"capacity": capacity, "max_tokens": capacity + 1}
-        return self.setup.decoder.begin(*arrays[:4], self.setup.costs, **sizes), arrays[4], arrays[3]
-
-    def _placed(self, rows: Any, num_rows: int) -> Any:
-        """Where the mesh wants them; a drafter on devices of its own stays there."""
-        mesh = self.params.mesh
-        if mesh is None or (self.params.drafter_mesh is not None and self.plan.tree is not None):
-            return rows
-        return put(rows, sharding_lib.row_shardings(mesh, rows, num_rows))
+        given = self._arrays([], self._num_rows, 1)
+        state = self.setup.decoder.begin(*given[:4], self.setup.costs, **_sizes(capacity))
+        return state, given.sampling, given.limits
 
     # --- one at a time, and the end -----------------------------------------------------------------------------------
 
@@ -674,6 +678,11 @@ class Session:
             if request.finish_reason is None:
                 request.is_running, request.finish_reason = False, finish_reason
                 request.error = why if finish_reason == FAILED else None
+
+
+def _sizes(capacity: int) -> dict[str, int]:
+    """Of caches, and of the tokens of a row, in a `Decoder`'s words."""
+    return {"capacity": capacity, "max_tokens": capacity + 1}
 
 
 def _itemsize(x: Any) -> int:

@@ -20,7 +20,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from hsd_jax import sharding
 from hsd_jax.config import ModelConfig
 from hsd_jax.distributed import fetch, of_first
 from hsd_jax.infer import rows as row_lib
@@ -99,15 +98,9 @@ def make_begin(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.flo
             stats=DecodeStats(zeros, jnp.zeros((batch, depth + 1), jnp.int32), zeros),
             control=None if costs is None else worth.first_control(batch, costs.level_seconds is not None),
         )
-        return _on_mesh(state, batch)
+        return row_lib.placed(state)
 
     return begin
-
-
-def _on_mesh(rows: Any, batch: int) -> Any:
-    """Rows where a mesh wants them: nothing that comes in says where the caches lie."""
-    mesh = program.mesh()
-    return rows if mesh is None else lax.with_sharding_constraint(rows, sharding.row_shardings(mesh, rows, batch))
 
 
 def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.float32) -> Callable:
@@ -158,7 +151,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
         cache, drafter_state = lax.fori_loop(first, end, read, (state.cache, state.drafter))
         if drafter is not None and drafter.ready is not None:
             drafter_state = drafter.ready(models, drafter_state)
-        return dataclasses.replace(state, cache=cache, drafter=drafter_state)
+        return row_lib.placed(dataclasses.replace(state, cache=cache, drafter=drafter_state))
 
     return prefill
 
@@ -174,7 +167,7 @@ def insert(rows: Rows, new: Rows, slot: Int[Array, ""]) -> Rows:
     if state.control is not None:
         here = jnp.arange(len(is_live)) == slot
         state = dataclasses.replace(state, control=worth.joined(state.control, is_live, here))
-    return _on_mesh((state, sampling, limits), len(is_live))
+    return state, sampling, limits
 
 
 def drafter_after(

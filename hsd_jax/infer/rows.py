@@ -1,4 +1,4 @@
-"""A row of a state: copied into a slot, and cleared. The one place that says how; no part of a state is left out.
+"""A row of a state: copied into a slot, cleared, placed on a mesh. The one place that says how; no part is left out.
 
 Every array has rows as its first axis, and what has slots besides may have fewer of them in the row that comes in: what
 lies behind its length is never read. Cleared is what holds nothing: a row that has failed may hold NaN in its caches,
@@ -16,6 +16,8 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from hsd_jax.axes import Axes, map_named
+from hsd_jax.kernels import program
+from hsd_jax.sharding import row_shardings
 from hsd_jax.types import DecodeState
 
 
@@ -26,7 +28,7 @@ def copied(into: Any, slot: Int[Array, ""], source: Any, row: Int[Array, ""] | i
         new = lax.dynamic_slice_in_dim(new, row, 1, 0)
         return lax.dynamic_update_slice(old, new, (slot, *[jnp.zeros_like(slot)] * (old.ndim - 1)))
 
-    return map_named(one, into, source)
+    return placed(map_named(one, into, source))
 
 
 def zeroed(tree: Any, slot: Int[Array, ""]) -> Any:
@@ -37,10 +39,18 @@ def zeroed(tree: Any, slot: Int[Array, ""]) -> Any:
             return x
         return lax.dynamic_update_slice_in_dim(x, jnp.zeros_like(x, shape=(1, *x.shape[1:])), slot, 0)
 
-    return map_named(one, tree)
+    return placed(map_named(one, tree))
 
 
 def cleared(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
     """The state with nothing in its row `slot`, which is done."""
     empty = zeroed(state, slot)
     return dataclasses.replace(empty, length=empty.length.at[slot].set(1), done=empty.done.at[slot].set(True))
+
+
+def placed(rows: Any) -> Any:
+    """Rows where the mesh of the program that is traced wants them: what comes in need not say so."""
+    mesh = program.mesh()
+    if mesh is None:
+        return rows
+    return lax.with_sharding_constraint(rows, row_shardings(mesh, rows, len(jax.tree.leaves(rows)[0])))

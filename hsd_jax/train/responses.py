@@ -155,7 +155,7 @@ def run(
     room = min(positions, settings["max_len"] or positions)
     found = read_prompts(files, tokenizer, bos, template, room, config, report)
     plan = make_plan(found, config)
-    report(f"{len(found):,} prompts, {len(plan):,} responses, {min(config.batch, len(plan), MOST_SLOTS):,} at once")
+    report(f"{len(found):,} prompts, {len(plan):,} responses, {_num_slots(plan, config):,} at once")
     params, tree = load()
     target_hash, drafter_hash = params.fingerprints()
     settings |= {
@@ -239,13 +239,18 @@ def _write_lines(
     progress.close()
 
 
+def _num_slots(plan: Sequence[Job], config: GenerateConfig) -> int:
+    """Rows decoded at once."""
+    return min(config.batch, len(plan), MOST_SLOTS)
+
+
 def _session(params: Params, plan: Sequence[Job], config: GenerateConfig, tree: TreeConfig | None) -> Session:
     """Where the plan is decoded. Its programs are those of the whole plan, however much of it is left: where rounding
     depends on their sizes, which it does without the CPU kernels, a run that broke off goes on with the same ones."""
     longest = max(len(job.prompt.tokens) for job in plan) + config.max_new_tokens
     session = Session(
         params,
-        min(config.batch, len(plan), MOST_SLOTS),
+        _num_slots(plan, config),
         min(longest, params.max_len),
         tree=tree,
         speculate=tree is not None,

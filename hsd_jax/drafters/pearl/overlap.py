@@ -26,7 +26,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.distributed import fetch
 from hsd_jax.drafters.pearl.config import PearlConfig
@@ -85,13 +84,13 @@ class Overlapped(Decoder):
         self.max_depth, self.lookahead, self._slots = self.here.max_depth, self.here.lookahead, self.here._slots
         self.compile = self.here.compile
         self.look = self.compile(make_look(config, here, both))
-        self.judge = self.compile(make_judge(here, rule, both, mesh), donate_argnums=2)
+        self.judge = self.compile(make_judge(here, rule, both), donate_argnums=2)
 
         def there(function: Callable, **options) -> Callable:
             return jax.jit(traced_with(precision, True, drafter_mesh, function), **options)
 
-        self.read_ahead = there(make_read(drafter_config.base, both.base, drafter_mesh), static_argnames="capacity")
-        self.propose = there(make_propose(both, drafter_mesh), donate_argnums=1)
+        self.read_ahead = there(make_read(drafter_config.base, both.base), static_argnames="capacity")
+        self.propose = there(make_propose(both), donate_argnums=1)
         self._insert_ahead = there(rows.copied, donate_argnums=0)
         self._clear_ahead = there(rows.zeroed, donate_argnums=0)
 
@@ -118,7 +117,7 @@ class Overlapped(Decoder):
         across = self._across((tokens, length))
         base = self.read_ahead(small, *across, np.int32(num_chunks), base, capacity=sizes["capacity"])
         state = self.here.prefill(target, tokens, length, keys, limits, num_chunks, before, **sizes)
-        return self._joined(jax.device_put(state, sharding_lib.row_shardings(self.mesh, state, len(length))), base)
+        return self._joined(state, base)
 
     def insert(self, into: Rows, new: Rows, slot: Any) -> Rows:
         (state, sampling, limits), (new_state, new_sampling, new_limits) = into, new
@@ -245,7 +244,7 @@ def target_half(drafter: Drafter, both: Halves) -> Drafter:
     return drafter._replace(init=lambda tokens, length, capacity: both.first(length), read=read, commit=commit)
 
 
-def make_read(config: SmallLMConfig, base: Drafter, mesh: Mesh) -> Callable:
+def make_read(config: SmallLMConfig, base: Drafter) -> Callable:
     """`read(models, tokens [B, P], length [B], num_chunks, state, capacity=) -> SmallLMState`: so many chunks more of
     the prompts but their last tokens. Where `state` is None, a new one; where there are no weights, nothing is read."""
 
@@ -268,17 +267,17 @@ def make_read(config: SmallLMConfig, base: Drafter, mesh: Mesh) -> Callable:
         if models["drafter"] is not None:
             first, last = (-(-jnp.max(num) // chunk) for num in (own.cache.length, length - 1))
             own = lax.fori_loop(first, jnp.minimum(first + num_chunks, last), one, own)
-        return placed(mesh, own, len(length))
+        return rows.placed(own)
 
     return read
 
 
-def make_propose(both: Halves, mesh: Mesh) -> Callable:
+def make_propose(both: Halves) -> Callable:
     """`propose(models, base, told, keys, sampling) -> (drafts, base)`: as `Halves.propose`, its state where it was."""
 
     def propose(models: dict, base: SmallLMState, told: Told, keys: jax.Array, sampling: SamplingParams):
         fresh, base = both.propose(models, base, told, keys, sampling)
-        return fresh, placed(mesh, base, len(told.root))
+        return fresh, rows.placed(base)
 
     return propose
 
@@ -297,7 +296,7 @@ def make_look(config: ModelConfig, here: Drafter, both: Halves) -> Callable:
     return look
 
 
-def make_judge(here: Drafter, rule: AcceptRule, both: Halves, mesh: Mesh) -> Callable:
+def make_judge(here: Drafter, rule: AcceptRule, both: Halves) -> Callable:
     """`judge(sampling, limits, state, drafts, output, noise) -> (state, told, where)`, `where` [2, B] for `landed`."""
 
     def judge(
@@ -307,7 +306,7 @@ def make_judge(here: Drafter, rule: AcceptRule, both: Halves, mesh: Mesh) -> Cal
         state, ancestors = dataclasses.replace(state, drafter=phase), ancestor_mask(tree, here.max_depth)
         after, _, _ = step_lib.commit({}, here, rule, sampling, limits, state, tree, output, ancestors, noise)
         told, phase = after.drafter
-        after = placed(mesh, dataclasses.replace(after, drafter=phase), len(state.length))
+        after = rows.placed(dataclasses.replace(after, drafter=phase))
         return after, told, jnp.stack([after.length, after.done.astype(jnp.int32)])
 
     return judge
@@ -317,8 +316,3 @@ def root_of(state: DecodeState) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
     """The last committed token of each row, and its position."""
     position = state.length - 1
     return jnp.take_along_axis(state.tokens, position[:, None], 1)[:, 0], position
-
-
-def placed(mesh: Mesh, tree: Any, batch: int) -> Any:
-    """Per-row arrays of a program's result where its next call expects them."""
-    return lax.with_sharding_constraint(tree, sharding_lib.row_shardings(mesh, tree, batch))
