@@ -308,6 +308,8 @@ def test_cancelled_at_every_stage(plain):
         assert (taken.finish_reason, len(taken.tokens), taken.stats) == ("cancelled", 0, None)
         session.cancel(runs)
         assert session.num_free == 3
+        session.step()
+        assert session.rows[0].done.all()  # nobody's prompt is read on
         again = session.admit(long, 9, eos=())
         taken = session.take(runs)
         assert taken.tokens.tolist() == text_of(plain, [1, 2], 20)[:3] and taken.stats.num_tokens == 3

@@ -318,6 +318,17 @@ def test_a_poor_drafter_is_asked_ever_less_often_and_a_good_one_in_every_round()
     assert int(good.stats.num_drafted[0]) == int(good.stats.num_target_passes[0])
 
 
+def test_calls_of_one_round_wait_as_long_as_one_call():
+    """A stream, and a session that reads prompts, call the loop for a round at a time."""
+    call = calls.mixed_call().rows([3]).replace(new_tokens=[44])
+    setup, priced = setups.setup("llama", "path_chain"), costs_for("path_chain", call, node=0.0, draft=20.0)
+    whole = decoded("path_chain", priced, call)
+    state = call.start(setup.decoder, setup.models, costs=priced)
+    while not bool(state.done.all()):
+        state = call.resume(setup.decoder, setup.models, state, 1, priced)
+    assert int(state.stats.num_drafted[0]) == int(whole.stats.num_drafted[0]) < int(whole.stats.num_target_passes[0])
+
+
 def test_nothing_compiles_anew_where_drafts_stop_paying():
     setup, call = setups.setup("llama", "path_chain"), calls.mixed_call()
     decoder = setup.decoder_with()
