@@ -292,16 +292,22 @@ def test_a_request_may_take_its_time_and_is_taken_piece_by_piece(plain):
             session.take(handle)
 
 
+def with_room(params: Params, max_len: int = 400) -> Params:
+    """The same model for longer rows."""
+    config = dataclasses.replace(params.target_config, max_position=max_len)
+    return dataclasses.replace(params, max_len=max_len, target_config=config)
+
+
 def test_cancelled_at_every_stage(plain):
-    long = [i % VOCAB for i in range(70)]
-    with Session(plain, slots=3) as session:
+    long, roomy = [i % VOCAB for i in range(300)], with_room(plain)
+    with Session(roomy, slots=3) as session:
         waits, reads, runs = session.admit([9], 5), None, None
         session.cancel(waits)
         assert session.num_free == 3 and session.take(waits).finish_reason == "cancelled"
         runs = session.admit([1, 2], 20, eos=())
         session.step(rounds=2)
         reads = session.admit(long, 20)
-        session.step(rounds=1)  # one chunk of two
+        session.step(rounds=1)  # one chunk of two, or of five
         assert session.num_running == 1
         session.cancel(reads)
         taken = session.take(reads)
@@ -312,8 +318,8 @@ def test_cancelled_at_every_stage(plain):
         assert session.rows[0].done.all()  # nobody's prompt is read on
         again = session.admit(long, 9, eos=())
         taken = session.take(runs)
-        assert taken.tokens.tolist() == text_of(plain, [1, 2], 20)[:3] and taken.stats.num_tokens == 3
-        assert finish(session, again)[0] == text_of(plain, long, 9)
+        assert taken.tokens.tolist() == text_of(roomy, [1, 2], 20)[:3] and taken.stats.num_tokens == 3
+        assert finish(session, again)[0] == text_of(roomy, long, 9)
 
 
 WRONG = [
@@ -465,22 +471,22 @@ def num_compiled(session: Session) -> int:
 
 
 def test_300_requests_compile_six_programs_and_none_after_the_first_of_each_kind(plain, fresh_programs):
-    """Empty slots, a first chunk, a further one, a row that comes in, one that is cleared, the loop."""
+    """Empty slots, a first chunk, a further one, a row that comes in, one that is cleared, the loop. Without the
+    kernels a chunk takes the longest of these prompts, so that there is no further one."""
+    expected = 6 if native.available() else 5
     with Session(plain, slots=SLOTS) as session:
         play(session, requests(24))
-        assert num_compiled(session) == 6
+        assert num_compiled(session) == expected
         play(session, requests(300, seed=2))
-        assert num_compiled(session) == 6
+        assert num_compiled(session) == expected
 
 
 def test_caches_grow_with_the_rows_that_are_there(monkeypatch, fresh_programs):
     """From 64 slots to 256 and more, while rows run; what they say does not depend on it."""
     for lib in (request_lib, session_lib):
         monkeypatch.setattr(lib, "SMALLEST_CAPACITY", 64)
-    monkeypatch.setattr(request_lib, "CAPACITY_UNIT", 64)
-    params = dataclasses.replace(params_of("plain")[0], max_len=400)
-    config = dataclasses.replace(params.target_config, max_position=400)
-    params = dataclasses.replace(params, target_config=config)
+    params = with_room(params_of("plain")[0])
+    config = params.target_config
     long = np.random.default_rng(0).integers(0, VOCAB, 250).tolist()
     with Session(params, slots=2) as session:
         assert session.most_bytes > 2 * 400 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
@@ -498,8 +504,7 @@ def test_caches_grow_with_the_rows_that_are_there(monkeypatch, fresh_programs):
 def test_rows_that_run_wait_for_one_chunk_at_a_time(plain, monkeypatch):
     """A long prompt comes in a chunk at a time, with a round of the others after each."""
     seen, decoder = [], None
-    params = dataclasses.replace(plain, max_len=400)
-    params = dataclasses.replace(params, target_config=dataclasses.replace(params.target_config, max_position=400))
+    params = with_room(plain)
     long = np.random.default_rng(0).integers(0, VOCAB, 300).tolist()
     with Session(params, slots=2) as session:
         decoder = session.setup.decoder
@@ -522,7 +527,6 @@ def test_a_step_without_a_number_ends_with_a_row_also_where_caches_grow(monkeypa
     for lib in (request_lib, session_lib):
         monkeypatch.setattr(lib, "SMALLEST_CAPACITY", 64)
         monkeypatch.setattr(lib, "LARGEST_FIRST", 0, raising=False)
-    monkeypatch.setattr(request_lib, "CAPACITY_UNIT", 64)
     params = dataclasses.replace(params_of("plain")[0], max_len=400)
     params = dataclasses.replace(params, target_config=dataclasses.replace(params.target_config, max_position=400))
     with Session(params, slots=2) as session:
