@@ -192,7 +192,7 @@ class Session:
         multiple = sharding_lib.rows_multiple(params.mesh)
         num_rows = -(-slots // multiple) * multiple
         setup = set_up(params, speculation, num_rows, num_rows, SMALLEST_CAPACITY, 0.0)
-        if setup.plan.tree is None and setup.plan.is_chosen:  # drafts may still pay where few slots are busy
+        if setup.plan.tree is None and setup.plan.is_chosen:  # where few slots are busy, drafts may pay
             setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0)
         known = params.pair, params.dtype, params.precision, slots, max_len, speculation, setup.plan
         check_same("models and settings of the session", repr(known))
