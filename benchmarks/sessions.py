@@ -5,8 +5,9 @@
     python benchmarks/sessions.py busy
 
 `throughput`: requests with limits drawn from 8 to 256 tokens, once as `decode` in batches of as many rows as there are
-slots, once through a session, in turns. The ideal gain is replayed: the rounds that each request took in the batches,
-the seconds of a round with 1, 2, ... busy rows and of reading a prompt as measured here, without any other cost.
+slots, once through a session, in turns. The ideal gain is replayed: the tokens of each request, the seconds that a
+token of each of 1, 2, ... busy rows takes either way and those of reading the prompts, as measured here, without any
+other cost.
 `gap`: seven rows run; a prompt of 1,500 tokens comes in: the longest time between two pieces of a row that runs,
 beside a chunk and a round alone. `busy`: the seconds of a round by busy rows, of 16 slots and of a batch of as many.
 Prints JSON, a record a line.
@@ -52,18 +53,18 @@ def requests_of(params: hsd_jax.Params, args: argparse.Namespace, temperature: f
     ]
 
 
-def in_batches(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int) -> tuple[float, np.ndarray, int]:
-    """Seconds, target passes of each request, and tokens."""
-    start, passes, tokens = time.perf_counter(), [], 0
+def in_batches(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int) -> tuple[float, bool]:
+    """Seconds, and whether there were drafts."""
+    start, speculates = time.perf_counter(), False
     for first in range(0, len(requests), slots):
         some = list(requests[first : first + slots])
         size = len(some)
         some += [some[-1] | {"max_new_tokens": 0}] * (slots - size)
         columns = {name: [one[name] for one in some] for name in ("prompt", "max_new_tokens", "temperature", "seed")}
         result = hsd_jax.decode(params, eos=(), **columns)
-        passes += result.stats.per_row.num_target_passes[:size].tolist()
-        tokens += int(result.num_tokens.sum())
-    return time.perf_counter() - start, np.array(passes), tokens
+        assert result.num_tokens[:size].tolist() == [one["max_new_tokens"] for one in requests[first : first + slots]]
+        speculates = result.stats.plan.tree is not None
+    return time.perf_counter() - start, speculates
 
 
 def in_session(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int) -> float:
@@ -75,20 +76,32 @@ def in_session(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots
     return time.perf_counter() - start
 
 
-def round_seconds(
-    params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int, rounds: int = 16
+def token_seconds(
+    params: hsd_jax.Params,
+    requests: Sequence[dict[str, Any]],
+    slots: int,
+    speculate: bool,
+    by_rounds: bool = False,
+    rounds: int = 24,
 ) -> np.ndarray:
-    """Seconds of a round with 0, 1, ... `slots` busy rows of a session: the median of three for some numbers of rows,
-    a line between them."""
+    """Seconds in which each of 0, 1, ... `slots` busy rows of a session gets a token: the median of three for some
+    numbers of rows, a line between them. `by_rounds`: the seconds of a round."""
     at = sorted({num for num in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if num < slots} | {slots})
     found = []
-    with Session(params, slots=slots) as session:
+    with Session(params, slots=slots, speculate=speculate) as session:
         for num in at:
             handles = [session.admit(**(one | {"max_new_tokens": 800})) for one in requests[:num]]
             while session.num_running < num:
                 session.step(1)
             session.step(8)
-            found.append(statistics.median(timed(lambda: session.step(rounds)) / rounds for _ in range(3)))
+            times = []
+            for _ in range(3):
+                for handle in handles:
+                    session.take(handle)
+                seconds = timed(lambda: session.step(rounds))
+                tokens = sum(len(session.take(handle).tokens) for handle in handles)
+                times.append(seconds / (rounds if by_rounds else tokens / num))
+            found.append(statistics.median(times))
             assert session.num_running == num, "no row has ended"
             for handle in handles:
                 session.cancel(handle)
@@ -96,20 +109,20 @@ def round_seconds(
     return np.interp(np.arange(slots + 1), [0, *at], [0.0, *found])
 
 
-def read_seconds(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int) -> float:
+def read_seconds(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int, speculate: bool) -> float:
     """Of reading the prompts, one after the other."""
-    with Session(params, slots=slots, max_len=params.max_len) as session:
+    with Session(params, slots=slots, speculate=speculate) as session:
         for _ in session.generate([one | {"max_new_tokens": 0} for one in requests[: slots + 1]]):
             pass
-        before = session.prefill_seconds
+        start = time.perf_counter()
         for _ in session.generate([one | {"max_new_tokens": 0} for one in requests]):
             pass
-        return session.prefill_seconds - before
+        return time.perf_counter() - start
 
 
-def replayed(passes: np.ndarray, slots: int, seconds: np.ndarray, refill: bool) -> float:
-    """Seconds of all rounds: a request takes as many as it took, a slot is filled again at once, or with the batch."""
-    left, busy, total = list(passes), [], 0.0
+def replayed(tokens: Sequence[int], slots: int, seconds: np.ndarray, refill: bool) -> float:
+    """Seconds of all rounds: a request gets so many tokens, a slot is filled again at once, or with the batch."""
+    left, busy, total = list(tokens), [], 0.0
     while left or busy:
         if refill or not busy:
             while left and len(busy) < slots:
@@ -127,12 +140,15 @@ def throughput(params: hsd_jax.Params, args: argparse.Namespace) -> None:
             requests = requests_of(params, args, temperature)
             warm = requests[: 2 * slots]
             in_batches(params, warm, slots), in_session(params, warm, slots)
-            costs, reading = round_seconds(params, requests, slots), read_seconds(params, requests, slots)
-            times, passes, tokens = [], None, 0
+            times, speculates = [], False
             for _ in range(args.repeats):
-                batches, passes, tokens = in_batches(params, requests, slots)
+                batches, speculates = in_batches(params, requests, slots)
                 times.append((batches, in_session(params, requests, slots)))
-            ideal = [replayed(passes, slots, costs, refill) + reading for refill in (False, True)]
+            new = [one["max_new_tokens"] for one in requests]
+            tokens, ideal, costs = sum(new), [], np.zeros(0)
+            for refill, drafts in ((False, speculates), (True, True)):
+                costs = token_seconds(params, requests, slots, drafts)
+                ideal.append(replayed(new, slots, costs, refill) + read_seconds(params, requests, slots, drafts))
             batches, session = (statistics.median(column) for column in zip(*times, strict=True))
             gain = statistics.median(b / s for b, s in times)
             say(
@@ -148,8 +164,7 @@ def throughput(params: hsd_jax.Params, args: argparse.Namespace) -> None:
                     "ideal_gain": ideal[0] / ideal[1],
                     "of_ideal": gain / (ideal[0] / ideal[1]),
                     "ideal_seconds": ideal,
-                    "reading_seconds": reading,
-                    "round_ms_by_busy_rows": (1e3 * costs).round(2).tolist(),
+                    "token_ms_by_busy_rows": (1e3 * costs).round(2).tolist(),
                 }
             )
 
@@ -166,30 +181,42 @@ def gap(params: hsd_jax.Params, args: argparse.Namespace) -> None:
         records = []
         for turn in range(args.repeats + 1):  # the first compiles, and lets the caches grow
             rounds = [timed(lambda: session.step(1)) for _ in range(10)]
-            new, gaps, chunks = session.admit(words, 1), [], []
-            begun, read = time.perf_counter(), session.prefill_seconds
+            new, gaps = session.admit(words, 1), []
+            begun = time.perf_counter()
             while session.take(new).finish_reason is None:
                 session.step(1)
                 lengths = [len(session.take(handle).tokens) for handle in handles]
                 now = time.perf_counter()
                 assert min(lengths) >= 1, "every row gets a token in every round"
                 gaps.append(now - begun)
-                chunks.append(session.prefill_seconds - read)
-                begun, read = now, session.prefill_seconds
+                begun = now
             if turn:
-                one, chunk = statistics.median(rounds), max(chunks)
-                records.append((max(gaps), chunk, one))
+                records.append((max(gaps), longest_chunk(params, words), statistics.median(rounds)))
         longest, chunk, one = (statistics.median(column) for column in zip(*records, strict=True))
     say({"longest_gap_ms": 1e3 * longest, "longest_chunk_ms": 1e3 * chunk, "round_ms": 1e3 * one})
     say({"gap_over_chunk_and_two_rounds": longest / (chunk + 2 * one)})
+
+
+def longest_chunk(params: hsd_jax.Params, words: list[int]) -> float:
+    """Seconds of the last chunk of a prompt, whose attention sees all before it: of reading the prompt with it, less
+    without."""
+    with Session(params, slots=8) as session:
+
+        def reading(num: int) -> float:
+            session.admit(words[:num], 0)
+            return timed(lambda: session.step())
+
+        fewer = len(words) - session.setup.decoder.chunk
+        reading(len(words))
+        return statistics.median(reading(len(words)) - reading(fewer) for _ in range(3))
 
 
 def busy(params: hsd_jax.Params, args: argparse.Namespace) -> None:
     """A round by busy rows: of 16 slots, and of a session of as many slots."""
     for temperature in args.temperatures:
         requests = requests_of(params, args, temperature)
-        of_16 = round_seconds(params, requests, 16)
-        alone = {num: float(round_seconds(params, requests, num)[num]) for num in (1, 3, 8)}
+        of_16 = token_seconds(params, requests, 16, True, by_rounds=True)
+        alone = {num: float(token_seconds(params, requests, num, True, by_rounds=True)[num]) for num in (1, 3, 8)}
         record = {num: round(float(of_16[num]) / alone[num], 3) for num in alone}
         say(
             {

@@ -308,9 +308,17 @@ def _can_grow(params: Params, choice: Choice) -> bool:
     return True
 
 
-def costs_of(params: Params, batch: int, tree: TreeConfig, ends_early: bool = False) -> Costs:
-    """What the loop weighs drafts by, on the device; `ends_early`: chains may."""
-    return _costs(cost_model(params), batch, tree, ends_early)
+def costs_of(
+    params: Params, batch: int, tree: TreeConfig, ends_early: bool = False, tries_for: int | None = None
+) -> Costs:
+    """What the loop weighs drafts by, on the device.
+
+    Args:
+      ends_early: chains may.
+      tries_for: slots of caches, where drafts are only tried while few rows are busy: as long as the plan of a batch of
+        so many has a tree.
+    """
+    return _costs(cost_model(params), batch, tree, ends_early, tries_for)
 
 
 def may_end_early(config: Any, tree: TreeConfig) -> bool:
@@ -335,5 +343,9 @@ def check_adaptive(config: Any, rule: str, tree: TreeConfig) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _costs(model: CostModel, batch: int, tree: TreeConfig, ends_early: bool) -> Costs:
-    return model.costs(batch, tree, first_trust(model.drafter), ends_early)
+def _costs(model: CostModel, batch: int, tree: TreeConfig, ends_early: bool, tries_for: int | None) -> Costs:
+    costs = model.costs(batch, tree, first_trust(model.drafter), ends_early)
+    if tries_for is None:
+        return costs
+    has_tree = [_chosen_before(model, max(rows, 1), tries_for, BETWEEN).tree is not None for rows in range(batch + 1)]
+    return dataclasses.replace(costs, worth_trying=jax.device_put(np.logical_and.accumulate(has_tree)))

@@ -162,9 +162,8 @@ def set_up(
     )
     costs = None
     if plan.is_chosen and plan.tree is not None:
-        costs = costs_of(
-            params, num_rows, plan.tree, bool(asked.adaptive) and may_end_early(params.drafter_config, plan.tree)
-        )
+        ends_early = bool(asked.adaptive) and may_end_early(params.drafter_config, plan.tree)
+        costs = costs_of(params, num_rows, plan.tree, ends_early, None if plan_rows == num_rows else capacity)
     models = {"target": params.target, "drafter": None if is_plain else params.drafter}
     return Setup(decoder, models, costs, plan, rule, scheme, None if is_plain or lossy is None else lossy.name)
 

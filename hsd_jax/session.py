@@ -1,9 +1,10 @@
 """A session: a fixed number of slots, and rows that come and go while the compiled loop runs.
 
-`decode` and `stream` are sessions of one batch, `hsd generate-data` and evaluation sessions of many requests. Between
-two calls of the loop the host does three things, in this order: it reads a chunk of a waiting prompt into a state of
-its own, puts a row whose prompt is read into its slot, and takes down what the rows have got. Read next:
-`infer/decode.py`, whose loop runs the rounds, and `infer/rows.py`, which says what a row is.
+`decode` and `stream` are sessions of one batch, `hsd generate-data` and evaluation sessions of many requests. The host
+does four things over and over: it puts a row whose prompt is read into its slot, calls the loop, lets the device read a
+chunk of a waiting prompt behind it, into a state of its own, and takes down what the rows have got. Only the last waits
+for the device: the chunk is read while answers are handed out and requests come in. Read next: `infer/decode.py`, whose
+loop runs the rounds, and `infer/rows.py`, which says what a row is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ from hsd_jax import sharding as sharding_lib
 from hsd_jax.arguments import Prompt, Row, Sampling, arrays_of, rows_of
 from hsd_jax.config import TreeConfig
 from hsd_jax.distributed import check_same, fetch, put
-from hsd_jax.infer.decode import STRETCH, UNBOUNDED, Rows
+from hsd_jax.infer.decode import STRETCH, UNBOUNDED, Rows, larger
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.kernels.native import traced_platform
 from hsd_jax.models.placement import check_free
@@ -134,6 +135,8 @@ class _Reading:
     given: _Given
     """Its row is the first, the others fill a mesh."""
     capacity: int
+    num_left: int
+    """Chunks."""
     state: DecodeState | None = None
 
 
@@ -210,7 +213,8 @@ class Session:
         self.rows: Rows | None = None
         """State, settings and limits of all slots, on the device; None before the first row comes."""
         self.prefill_seconds = self.decode_seconds = 0.0
-        """Wall time of reading prompts and of running rounds so far, compilations included."""
+        """Wall time so far, compilations included: of prompts that were read together; of calls of the loop, and of
+        the prompts that were read beside them."""
         self._num_rows, self._lock = num_rows, threading.Lock()
         self._at: list[_Open | None] = [None] * slots
         self._open: dict[int, _Open] = {}
@@ -418,43 +422,50 @@ class Session:
     def _step(self, rounds: int) -> None:
         has_ended = False
         while not has_ended and rounds > 0:
-            if self._waiting or self._reading is not None:
-                has_ended = self._read_chunk()
-            num = self.num_running
-            if num and not has_ended:
-                now = 1 if self._waiting or self._reading is not None else rounds
-                has_ended = self.run(now, num)
+            if self._reading is not None and not self._reading.num_left:
+                has_ended = self._insert()
+            num, is_reading = self.num_running, bool(self._waiting) or self._reading is not None
+            if num:
+                now = 1 if is_reading else rounds
+                has_ended |= self.run(now, num, beside=self._read_chunk if is_reading else None)
                 rounds -= now if rounds < UNBOUNDED else 0
-            elif not num and not self._waiting and self._reading is None:
+            elif is_reading:
+                self._read_chunk()
+            else:
                 return
 
-    def run(self, rounds: int, least_live: int = 1, loop: Any = None) -> bool:
+    def run(self, rounds: int, least_live: int = 1, loop: Any = None, beside: Callable[[], None] | None = None) -> bool:
         """Rounds with the rows that are in the state, whoever waits: what `step` is made of, for benchmarks.
 
         Args:
           rounds: at most so many; UNBOUNDED: until fewer than `least_live` rows are left.
           loop: in place of the compiled one, with its arguments: a round that is watched (`bench/replay.py`).
+          beside: what the host does while the device runs the rounds; it must wait for nothing.
         Returns:
           Whether a row has ended.
         """
         self._check_open()
+        start, setup, has_ended = time.perf_counter(), self.setup, False
+        models = setup.held if loop is None else setup.models
+        while True:
+            state, sampling, limits = self._with_room()
+            state = setup.decoder.run(models, sampling, limits, state, rounds, setup.costs, least_live, loop)
+            self.rows = state, sampling, limits
+            if beside is not None:
+                beside()
+            has_ended |= self._look()
+            if rounds < UNBOUNDED or self.num_running < least_live:
+                self.decode_seconds += time.perf_counter() - start
+                return has_ended
+
+    def _with_room(self) -> Rows:
+        """The rows, in larger caches if one has filled its own."""
         assert self.rows is not None, "a row has come in"
-        start, setup, (state, sampling, limits) = time.perf_counter(), self.setup, self.rows
-        state = setup.decoder.run(
-            setup.held if loop is None else setup.models,
-            sampling,
-            limits,
-            state,
-            rounds,
-            self._largest,
-            costs=setup.costs,
-            least_live=least_live,
-            loop=loop,
-        )
-        self.rows = state, sampling, limits
-        has_ended = self._look()
-        self.decode_seconds += time.perf_counter() - start
-        return has_ended
+        state, *settings = self.rows
+        longest = max((request.length for request in self._requests() if request.is_running), default=0)
+        if longest + self.setup.decoder.lookahead <= state.cache.capacity:
+            return self.rows
+        return self.setup.decoder.grow(state, larger(state.cache.capacity, self._largest)), *settings
 
     def _look(self) -> bool:
         """Takes down what rows have got; whether one has ended."""
@@ -521,25 +532,20 @@ class Session:
 
     # --- rows come and go ---------------------------------------------------------------------------------------------
 
-    def _read_chunk(self) -> bool:
-        """Reads a chunk of the prompt whose turn it is; whether its row has come in and is at its end already."""
-        start = time.perf_counter()
+    def _read_chunk(self) -> None:
+        """Lets the device read a chunk of the prompt whose turn it is, and does not wait for it."""
         if self._reading is None:
             request = self._waiting.popleft()
             capacity = self._capacity_for([request.row], len(request.row.tokens))
             given = self._arrays([request.row], sharding_lib.rows_multiple(self.params.mesh), capacity)
-            self._reading = _Reading(request, given, capacity)
+            self._reading = _Reading(request, given, capacity, self._num_chunks([request.row]))
         now = self._reading
-        now.state = self._read(now.given, now.capacity, now.state, 1)
-        has_ended = False
-        if int(fetch(now.state.cache.length)[0]) >= len(now.request.row.tokens) - 1:
-            self._reading = None
-            has_ended = self._insert(now)
-        self.prefill_seconds += time.perf_counter() - start
-        return has_ended
+        now.state, now.num_left = self._read(now.given, now.capacity, now.state, 1), now.num_left - 1
 
-    def _insert(self, read: _Reading) -> bool:
-        assert read.state is not None
+    def _insert(self) -> bool:
+        """Puts the row whose prompt was read into its slot; whether it is at its end already."""
+        read, self._reading = self._reading, None
+        assert read is not None and read.state is not None
         request, decoder = read.request, self.setup.decoder
         capacity = self._capacity_for([request.row], request.row.longest)
         rows = self.rows
@@ -565,9 +571,8 @@ class Session:
         requests = [self._opened(row, slot) for slot, row in enumerate(rows)]
         with self._closes_on_error():
             given = self._arrays(rows, self._num_rows, capacity, is_all=True)
-            longest = max(len(row.tokens) for row in rows) - 1
             state = self._read(given, capacity, None, STRETCH)
-            while int(fetch(state.cache.length).max()) < longest:
+            for _ in range(STRETCH, self._num_chunks(rows), STRETCH):
                 state = self._read(given, capacity, state, STRETCH)
             self.rows = state, given.sampling, given.limits
             for request in requests:
@@ -576,6 +581,10 @@ class Session:
                 self._look()
             jax.block_until_ready(state.length)
         self.prefill_seconds += time.perf_counter() - start
+
+    def _num_chunks(self, rows: Sequence[Row]) -> int:
+        """That a prefill reads these prompts in; a call of it for one that has no token to read."""
+        return max(-(-(max(len(row.tokens) for row in rows) - 1) // self.setup.decoder.chunk), 1)
 
     def _read(self, given: _Given, capacity: int, state: DecodeState | None, num: int) -> DecodeState:
         """So many chunks of prompts more, in one call."""

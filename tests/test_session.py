@@ -282,7 +282,7 @@ def test_a_request_may_take_its_time_and_is_taken_piece_by_piece(plain):
         session.step(rounds=4)
         assert len(session.take(handle).tokens) == 4
         assert len(session.take(handle).tokens) == 0
-        session.step(rounds=3)
+        session.step(rounds=2)
         other = session.admit([5], 2, eos=())
         session.step()  # until a row ends: the shorter one
         assert session.take(other).finish_reason == "length" and session.take(handle).finish_reason is None
@@ -502,7 +502,7 @@ def test_caches_grow_with_the_rows_that_are_there(monkeypatch, fresh_programs):
 
 @pytest.mark.skipif(not native.available(), reason="chunks of the kernels are shorter")
 def test_rows_that_run_wait_for_one_chunk_at_a_time(plain, monkeypatch):
-    """A long prompt comes in a chunk at a time, with a round of the others after each."""
+    """A long prompt comes in a chunk at a time, each beside a round of the others."""
     seen, decoder = [], None
     params = with_room(plain)
     long = np.random.default_rng(0).integers(0, VOCAB, 300).tolist()
@@ -517,7 +517,7 @@ def test_rows_that_run_wait_for_one_chunk_at_a_time(plain, monkeypatch):
         session.step()
         chunks = seen.count("chunk")
         assert chunks == 5
-        assert seen[: 2 * chunks] == ["chunk", "rounds"] * chunks
+        assert seen[: 2 * chunks] == ["rounds", "chunk"] * chunks
         assert finish(session, reads)[0] == text_of(params, long, 3)
         assert finish(session, runs)[0] == text_of(params, [1, 2], 60)
 

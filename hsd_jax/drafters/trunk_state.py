@@ -151,7 +151,7 @@ def _read_chunk(
         None if type(start) is int and start == 0 else before,
         active=active,
     )
-    cache = cache_lib.commit(before, kv, None, length * 0, after=states, start=start)
+    cache = cache_lib.commit(before, kv, None, length * 0, after=_reading_cache(config, states), start=start)
     cache = dataclasses.replace(cache, length=jnp.minimum(num_entries, start + num))
     feature = last_feature(features, start, length, state.pending[:, 0])
     return dataclasses.replace(state, cache=cache, pending=state.pending.at[:, 0].set(feature))
@@ -173,11 +173,16 @@ def read_pending(
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
     positions = state.cache.length[:, None] + jnp.arange(num)
     sees = causal_mask(batch, num)
+    active = jnp.arange(num) < state.num_pending[:, None] if asking is None else None
     states, kv = trunk_pass(
-        models["drafter"], config, state.pending, embeddings, positions, sees, state.cache, asking=asking
+        models["drafter"], config, state.pending, embeddings, positions, sees, state.cache, asking=asking, active=active
     )
-    # Keys and values of a single layer do not read the cache. Those of more do, and states that are wanted: then the
-    # write waits for the pass.
-    after = None if asking is None and config.num_layers == 1 else states
+    after = _reading_cache(config, states) if asking is None else states
     cache = cache_lib.commit(state.cache, kv, None, state.num_pending, after=after)
     return None if asking is None else states, cache
+
+
+def _reading_cache(config: TrunkConfig, states: Float[Array, "B M H"]) -> Float[Array, "B M H"] | None:
+    """What a write of keys and values waits for where the states are not wanted. Those of a single layer do not read
+    the cache: they wait for nothing, and XLA drops the rest of the layer."""
+    return None if config.num_layers == 1 else states

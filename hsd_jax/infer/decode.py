@@ -1,8 +1,8 @@
 """Prefill and the compiled loop: pure functions on arrays, under the user's `decode` in `api.py`.
 
 A decode is a prefill of the prompt bucket and one `lax.while_loop` over rounds, both jitted, the state donated.
-The host sees nothing until the loop ends: when all rows are done, when `num_rounds` have run (streaming), or when the
-cache bucket is full, in which case `run` moves to the next bucket. Read first: `step.py`.
+The host sees nothing until the loop ends: when fewer rows are left than were asked for, when `num_rounds` have run, or
+when a row has filled its caches, which the session (`hsd_jax/session.py`) then makes larger. Read first: `step.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig
-from hsd_jax.distributed import fetch, of_first
+from hsd_jax.distributed import of_first
 from hsd_jax.infer import rows as row_lib
 from hsd_jax.infer import worth
 from hsd_jax.infer.plain import make_block
@@ -103,6 +103,11 @@ def make_begin(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.flo
     return begin
 
 
+def chunk_size() -> int:
+    """Tokens of a prompt that a pass of a prefill reads, in a program that is traced now."""
+    return CHUNK_OF_KERNELS if native.is_on() else CHUNK
+
+
 def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.float32) -> Callable:
     """`prefill(models, tokens [B, P], length [B], keys, limits, num_chunks, state, costs, capacity=, max_tokens=)`.
 
@@ -128,7 +133,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
     ) -> DecodeState:
         models: dict = given.tree() if isinstance(given, Held) else given
         num = tokens.shape[1]
-        chunk = min(num, CHUNK_OF_KERNELS if native.is_on() else CHUNK)
+        chunk = min(num, chunk_size())
         if num % chunk:
             raise ValueError(f"prompts padded to {num} tokens: expected a multiple of {chunk}")
         aux_layers = () if drafter is None else drafter.aux_layers
@@ -227,12 +232,12 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
         start, plain, end = make_block(config, drafter)
 
         def drafts_pay(carry):
-            return goes_on(*carry) & ~worth.waits(carry[1].control, carry[1].done)
+            return goes_on(*carry) & ~worth.waits(carry[1].control, costs, carry[1].done)
 
         def block_goes_on(carry):
             round_index, state, trail = carry
             assert drafter is not None, "only drafts can fail to pay"
-            waits = worth.waits(state.control, state.done)
+            waits = worth.waits(state.control, costs, state.done)
             return goes_on(round_index, state) & waits & (trail.rounds <= drafter.max_depth)
 
         def plain_round_of(carry):
@@ -291,6 +296,7 @@ class Decoder:
         self.drafter = drafter
         self._slots = functools.partial(cache_lib.layer_slots, config)
         self._tracing = precision, use_native, mesh
+        self.chunk = traced_with(*self._tracing, chunk_size)()
         sizes = ("capacity", "max_tokens")
         self.begin = self.compile(make_begin(config, drafter, cache_dtype), static_argnames=sizes)
         self.prefill = self.compile(
@@ -327,30 +333,20 @@ class Decoder:
         limits: Limits,
         state: DecodeState,
         num_rounds: int = UNBOUNDED,
-        most_slots: int = UNBOUNDED,
         costs: Costs | None = None,
         least_live: int = 1,
         loop: Callable | None = None,
     ) -> DecodeState:
-        """Runs the loop: every decode comes through here. Caches that are full grow.
+        """Calls the loop: every decode comes through here. Nothing is waited for.
 
         Args:
-          num_rounds: at most so many. Fewer if the caches become full meanwhile: they grow when the next call begins.
-          most_slots: slots of the largest caches, enough for any row.
+          num_rounds: at most so many; fewer if the caches become full.
           costs: by which drafts are weighed; None: trees are verified whole.
           least_live: rows that must go on for another round; 1: until all are done.
           loop: in place of the compiled one, with its arguments.
         """
         loop = self.loop if loop is None else loop
-        while True:
-            if self._is_full(state):
-                state = self.grow(state, larger(state.cache.capacity, most_slots))
-            state = loop(models, costs, sampling, limits, np.int32(num_rounds), np.int32(least_live), state)
-            if num_rounds < UNBOUNDED or not self._is_full(state):
-                return state
-
-    def _is_full(self, state: DecodeState) -> bool:
-        return bool(is_full(fetch(state.length), fetch(state.done), state.cache.capacity, self.lookahead))
+        return loop(models, costs, sampling, limits, np.int32(num_rounds), np.int32(least_live), state)
 
 
 class Pace:
@@ -382,7 +378,7 @@ class Pace:
 
 
 def larger(capacity: int, most_slots: int) -> int:
-    """Slots of the next caches after full ones; `most_slots` as in `Decoder.run`."""
+    """Slots of the next caches after full ones; `most_slots`: of the largest, enough for any row."""
     return most_slots if 2 * GROWTH * capacity > most_slots else GROWTH * capacity
 
 

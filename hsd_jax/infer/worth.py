@@ -65,9 +65,10 @@ def joined(control: Control, live: Bool[Array, "B"], slot_mask: Bool[Array, "B"]
     return _in_rows(slot_mask, dataclasses.replace(fresh, **known), control)
 
 
-def waits(control: Control, done: Bool[Array, "B"]) -> Bool[Array, ""]:
+def waits(control: Control, costs: Costs, done: Bool[Array, "B"]) -> Bool[Array, ""]:
     """Whether the next round is plain."""
-    return _most(control.wait, ~done) > 0
+    is_waiting = _most(control.wait, ~done) > 0
+    return is_waiting if costs.worth_trying is None else is_waiting | ~costs.worth_trying[jnp.sum(~done)]
 
 
 def waited(control: Control, num_rounds: Int[Array, ""]) -> Control:

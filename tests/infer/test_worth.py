@@ -141,7 +141,7 @@ def test_many_rows_leave_less_doubt(batch, falls_back):
     waits = []
     for _ in range(40):
         control = worth.learned(control, priced, tree, two - 1, verdict, two, two, live, jnp.asarray(2 / 0.93))
-        waits.append(bool(worth.waits(control, live)))
+        waits.append(bool(worth.waits(control, priced, live)))
     assert any(waits) is falls_back
 
 
@@ -165,7 +165,7 @@ def test_a_row_that_leaves_takes_its_history_along():
     for name, value in vars(after).items():
         if name != "drafts":
             assert float(value[1]) == float(getattr(whole, name)[1]), name
-    assert int(after.rounds[0]) == int(after.rounds[2]) == 6 and not bool(worth.waits(after, jnp.asarray(left)))
+    assert int(after.rounds[0]) == int(after.rounds[2]) == 6 and not bool(worth.waits(after, priced, jnp.asarray(left)))
     sums = np.sum(0.97 ** np.arange(5)) * np.array([2.0, 1.0, 2.0])
     np.testing.assert_allclose(whole.tokens, sums, rtol=1e-6)
     for done in (live, left):

@@ -82,7 +82,7 @@ class Overlapped(Decoder):
         self.here = Decoder(config, make_plain_step(config), here, cache_dtype, precision, mesh=mesh)
         self.drafter, self.mesh, self.drafter_mesh = drafter, mesh, drafter_mesh
         self.max_depth, self.lookahead, self._slots = self.here.max_depth, self.here.lookahead, self.here._slots
-        self.compile = self.here.compile
+        self.compile, self.chunk = self.here.compile, self.here.chunk
         self.look = self.compile(make_look(config, here, both))
         self.judge = self.compile(make_judge(here, rule, both), donate_argnums=2)
 
