@@ -5,9 +5,9 @@
     python benchmarks/sessions.py busy
 
 `throughput`: requests with limits drawn from 8 to 256 tokens, once as `decode` in batches of as many rows as there are
-slots, once through a session, in turns. The ideal gain is replayed: the tokens of each request, the seconds that a
-token of each of 1, 2, ... busy rows takes either way and those of reading the prompts, as measured here, without any
-other cost.
+slots, once through a session, in turns. The ideal gain is replayed: the rounds that each request took in the batches,
+the seconds of a round with 1, 2, ... busy rows of a session that decodes as the batches did, and those of reading the
+prompts, as measured here, without any other cost.
 `gap`: seven rows run; a prompt of 1,500 tokens comes in: the longest time between two pieces of a row that runs,
 beside a chunk and a round alone. `busy`: the seconds of a round by busy rows, of 16 slots and of a batch of as many.
 Prints JSON, a record a line.
@@ -27,6 +27,7 @@ import numpy as np
 import hsd_jax
 from hsd_jax.bench.machine import hardware
 from hsd_jax.bench.prompts import read_prompts
+from hsd_jax.config import TreeConfig
 from hsd_jax.session import Session
 
 MOST_NEW = 256
@@ -53,9 +54,11 @@ def requests_of(params: hsd_jax.Params, args: argparse.Namespace, temperature: f
     ]
 
 
-def in_batches(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int) -> tuple[float, bool]:
-    """Seconds, and whether there were drafts."""
-    start, speculates = time.perf_counter(), False
+def in_batches(
+    params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int
+) -> tuple[float, list[int], TreeConfig | None]:
+    """Seconds, the rounds of each request, and the tree."""
+    start, rounds, tree = time.perf_counter(), [], None
     for first in range(0, len(requests), slots):
         some = list(requests[first : first + slots])
         size = len(some)
@@ -63,8 +66,9 @@ def in_batches(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots
         columns = {name: [one[name] for one in some] for name in ("prompt", "max_new_tokens", "temperature", "seed")}
         result = hsd_jax.decode(params, eos=(), **columns)
         assert result.num_tokens[:size].tolist() == [one["max_new_tokens"] for one in requests[first : first + slots]]
-        speculates = result.stats.plan.tree is not None
-    return time.perf_counter() - start, speculates
+        rounds += result.stats.per_row.num_target_passes[:size].tolist()
+        tree = result.stats.plan.tree
+    return time.perf_counter() - start, rounds, tree
 
 
 def in_session(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int) -> float:
@@ -76,32 +80,20 @@ def in_session(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots
     return time.perf_counter() - start
 
 
-def token_seconds(
-    params: hsd_jax.Params,
-    requests: Sequence[dict[str, Any]],
-    slots: int,
-    speculate: bool,
-    by_rounds: bool = False,
-    rounds: int = 24,
+def round_seconds(
+    params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int, rounds: int = 16, **settings: Any
 ) -> np.ndarray:
-    """Seconds in which each of 0, 1, ... `slots` busy rows of a session gets a token: the median of three for some
-    numbers of rows, a line between them. `by_rounds`: the seconds of a round."""
+    """Seconds of a round with 0, 1, ... `slots` busy rows of a session: the median of three for some numbers of rows,
+    a line between them."""
     at = sorted({num for num in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if num < slots} | {slots})
     found = []
-    with Session(params, slots=slots, speculate=speculate) as session:
+    with Session(params, slots=slots, **settings) as session:
         for num in at:
             handles = [session.admit(**(one | {"max_new_tokens": 800})) for one in requests[:num]]
             while session.num_running < num:
                 session.step(1)
             session.step(8)
-            times = []
-            for _ in range(3):
-                for handle in handles:
-                    session.take(handle)
-                seconds = timed(lambda: session.step(rounds))
-                tokens = sum(len(session.take(handle).tokens) for handle in handles)
-                times.append(seconds / (rounds if by_rounds else tokens / num))
-            found.append(statistics.median(times))
+            found.append(statistics.median(timed(lambda: session.step(rounds)) / rounds for _ in range(3)))
             assert session.num_running == num, "no row has ended"
             for handle in handles:
                 session.cancel(handle)
@@ -109,9 +101,9 @@ def token_seconds(
     return np.interp(np.arange(slots + 1), [0, *at], [0.0, *found])
 
 
-def read_seconds(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int, speculate: bool) -> float:
+def read_seconds(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int, **settings: Any) -> float:
     """Of reading the prompts, one after the other."""
-    with Session(params, slots=slots, speculate=speculate) as session:
+    with Session(params, slots=slots, **settings) as session:
         for _ in session.generate([one | {"max_new_tokens": 0} for one in requests[: slots + 1]]):
             pass
         start = time.perf_counter()
@@ -120,9 +112,9 @@ def read_seconds(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slo
         return time.perf_counter() - start
 
 
-def replayed(tokens: Sequence[int], slots: int, seconds: np.ndarray, refill: bool) -> float:
-    """Seconds of all rounds: a request gets so many tokens, a slot is filled again at once, or with the batch."""
-    left, busy, total = list(tokens), [], 0.0
+def replayed(rounds: Sequence[int], slots: int, seconds: np.ndarray, refill: bool) -> float:
+    """Seconds of all rounds: a request takes so many, a slot is filled again at once, or with the batch."""
+    left, busy, total = list(rounds), [], 0.0
     while left or busy:
         if refill or not busy:
             while left and len(busy) < slots:
@@ -140,15 +132,15 @@ def throughput(params: hsd_jax.Params, args: argparse.Namespace) -> None:
             requests = requests_of(params, args, temperature)
             warm = requests[: 2 * slots]
             in_batches(params, warm, slots), in_session(params, warm, slots)
-            times, speculates = [], False
+            times, rounds, tree = [], [], None
             for _ in range(args.repeats):
-                batches, speculates = in_batches(params, requests, slots)
+                batches, rounds, tree = in_batches(params, requests, slots)
                 times.append((batches, in_session(params, requests, slots)))
-            new = [one["max_new_tokens"] for one in requests]
-            tokens, ideal, costs = sum(new), [], np.zeros(0)
-            for refill, drafts in ((False, speculates), (True, True)):
-                costs = token_seconds(params, requests, slots, drafts)
-                ideal.append(replayed(new, slots, costs, refill) + read_seconds(params, requests, slots, drafts))
+            same: dict[str, Any] = {"speculate": False} if tree is None else {"tree": tree, "adaptive": True}
+            costs = round_seconds(params, requests, slots, **same)
+            reading = read_seconds(params, requests, slots, **same)
+            ideal = [replayed(rounds, slots, costs, refill) + reading for refill in (False, True)]
+            tokens = sum(one["max_new_tokens"] for one in requests)
             batches, session = (statistics.median(column) for column in zip(*times, strict=True))
             gain = statistics.median(b / s for b, s in times)
             say(
@@ -164,7 +156,7 @@ def throughput(params: hsd_jax.Params, args: argparse.Namespace) -> None:
                     "ideal_gain": ideal[0] / ideal[1],
                     "of_ideal": gain / (ideal[0] / ideal[1]),
                     "ideal_seconds": ideal,
-                    "token_ms_by_busy_rows": (1e3 * costs).round(2).tolist(),
+                    "round_ms_by_busy_rows": (1e3 * costs).round(2).tolist(),
                 }
             )
 
@@ -215,8 +207,8 @@ def busy(params: hsd_jax.Params, args: argparse.Namespace) -> None:
     """A round by busy rows: of 16 slots, and of a session of as many slots."""
     for temperature in args.temperatures:
         requests = requests_of(params, args, temperature)
-        of_16 = token_seconds(params, requests, 16, True, by_rounds=True)
-        alone = {num: float(token_seconds(params, requests, num, True, by_rounds=True)[num]) for num in (1, 3, 8)}
+        of_16 = round_seconds(params, requests, 16)
+        alone = {num: float(round_seconds(params, requests, num)[num]) for num in (1, 3, 8)}
         record = {num: round(float(of_16[num]) / alone[num], 3) for num in alone}
         say(
             {

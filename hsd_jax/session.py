@@ -164,8 +164,8 @@ class Session:
       max_len: tokens that a row may have, prompt included; None: `params.max_len`. It bounds the caches, see
         `most_bytes`.
       tree: of every round, verified whole; None: `params.tree`, and if that is None too the one that should pay where
-        all slots are busy, or if none does, where one is. Of a chosen tree only the drafts that pay for the rows that
-        are busy are verified.
+        all slots are busy, or if none does, where one is: drafts are then made while few rows are busy. Of a chosen
+        tree only the drafts that pay for these rows are verified.
       accept, draw, reuse, speculate, pad_rows, lossy, adaptive: as in `decode`. Records of `tune` do not count: they
         are of whole batches.
     Raises:

@@ -292,6 +292,20 @@ def test_a_request_may_take_its_time_and_is_taken_piece_by_piece(plain):
             session.take(handle)
 
 
+def test_drafts_are_made_while_few_rows_are_busy():
+    """As the plans of batches say, here for one row alone: in the round beside which the other's prompt is read, and when
+    one has ended."""
+    params, opened = params_of("beam")
+    with Session(params, slots=2, adaptive=True, tree=opened["tree"]) as session:
+        costs = dataclasses.replace(session.setup.costs, worth_trying=jnp.asarray([True, True, False]))
+        session.setup = dataclasses.replace(session.setup, costs=costs)
+        handles = [session.admit([3, 4 + i], num, eos=()) for i, num in enumerate([12, 40])]
+        (first, one), (second, other) = (finish(session, handle) for handle in handles)
+        assert one.stats.num_drafted == 1
+        assert 0 < other.stats.num_drafted < other.stats.num_target_passes
+        assert [first, second] == [text_of(params, [3, 4], 12), text_of(params, [3, 5], 40)]
+
+
 def with_room(params: Params, max_len: int = 400) -> Params:
     """The same model for longer rows."""
     config = dataclasses.replace(params.target_config, max_position=max_len)

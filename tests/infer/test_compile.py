@@ -232,6 +232,14 @@ def test_no_program_makes_a_table(held, program):
     assert set(made) <= {"parameter", "get-tuple-element", "bitcast"}, made
 
 
+@pytest.mark.skipif(not native.available(), reason="counts calls of the CPU kernels")
+def test_a_prefill_computes_no_more_of_a_trunk_than_keys_and_values():
+    """Of a trunk of one layer: nobody reads its states."""
+    config = dataclasses.replace(SMALL, num_layers=2)
+    text = lowered_programs(config, drafter_for(config, trunk=PARALLEL), 1, 64)["prefill"].compile().as_text()
+    assert text.count('_gated_mlp"') == config.num_layers
+
+
 @pytest.mark.parametrize(
     ("trunk", "form"),
     [

@@ -145,6 +145,17 @@ def test_many_rows_leave_less_doubt(batch, falls_back):
     assert any(waits) is falls_back
 
 
+def test_rows_draft_where_a_batch_of_as_many_would():
+    """Whatever was learned; and where nothing is said of it, as what was learned says."""
+    control, priced = worth.first_control(3), costs(6, 3)
+    few = dataclasses.replace(priced, worth_trying=jnp.asarray([True, True, True, False]))
+    for done, is_plain in (([False] * 3, True), ([False, True, False], False)):
+        assert not bool(worth.waits(control, priced, jnp.asarray(done)))
+        assert bool(worth.waits(control, few, jnp.asarray(done))) is is_plain
+    waiting = dataclasses.replace(control, wait=control.wait + 1)
+    assert bool(worth.waits(waiting, few, jnp.asarray([True, True, False])))
+
+
 def round_of(control, priced: Costs, committed: list[int], done: list[bool], seconds: float):
     """What a round of one draft a row has shown that gave each row so many tokens."""
     batch, num = len(done), jnp.asarray(committed)
