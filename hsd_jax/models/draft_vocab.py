@@ -90,6 +90,13 @@ def attach(
     }
 
 
+def take_columns(weights: Weights, columns: Int[Array, "S"]) -> Weights:
+    """The weights with some columns only of what is learned for each column."""
+    if "injector" not in weights:
+        return weights
+    return {**weights, "injector": {**weights["injector"], "bias": weights["injector"]["bias"][columns]}}
+
+
 def checked_ids(
     draft_to_target: Sequence[int] | np.ndarray | Array, vocab_size: int, where: str = "draft_to_target"
 ) -> np.ndarray:
@@ -130,7 +137,5 @@ def restrict(
         raise ValueError(
             f"draft_to_target holds token {cold}, which is none of the drafter's {config.reduced_vocab_size} hot tokens"
         )
-    kept = {name: part for name, part in weights.items() if name != "head"}
-    if "injector" in kept:
-        kept["injector"] = {**kept["injector"], "bias": kept["injector"]["bias"][columns]}
+    kept = take_columns({name: part for name, part in weights.items() if name != "head"}, columns)
     return dataclasses.replace(config, reduced_vocab_size=len(ids)), {**kept, "draft_to_target": jnp.asarray(ids)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from hsd_jax.files import replacing
@@ -41,7 +42,8 @@ def draw_curves(out: str | Path) -> Path:
         axis = next(axes)
         for depth in range(depths):
             shade = 0.25 + 0.7 * depth / max(depths - 1, 1)
-            values = [r["acceptance"][depth] for r in steps]
+            # The first stages of a run may train fewer depths.
+            values = [(r["acceptance"] + [math.nan] * depths)[depth] for r in steps]
             axis.plot(
                 tokens(steps), values, color=(0.1, 0.35, 0.6, 1.2 - shade), linewidth=1, label=f"depth {depth + 1}"
             )

@@ -153,11 +153,11 @@ class Batches:
     Where rows pack several documents, "starts" int32 [B, T+1] (`rows.Rows`) comes along.
 
     Batch `i` depends on rows, `batch`, `seed` and `i` alone, whatever the number of processes: process p reads the
-    p-th part of it, B = batch / process_count rows. With `features`, "hidden" [B, T, H] comes along.
+    p-th part of it, B = batch / process_count rows. What `features` has of the rows comes along.
 
     Args:
       batch: rows of a step, over all processes.
-      features: `take([B] row indices) -> [B, T, H]`, for example `features.Features`.
+      features: `take([B] row indices) -> arrays of a batch`, for example `features.Features`.
     Raises:
       ValueError: if there are fewer rows than one batch needs, processes do not divide it, or grain is missing.
     """
@@ -192,7 +192,7 @@ class Batches:
 
         def read(at: np.ndarray) -> dict[str, np.ndarray]:
             found = rows.take(at)
-            return found if features is None else found | {"hidden": features.take(at)}
+            return found if features is None else found | features.take(at)
 
         parts = grain.MapDataset.range(in_use).map_with_index(shuffled).batch(batch // process_count)
         mine = parts[process_index::process_count].map(read).repeat()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Annotated, Any
 
@@ -26,16 +27,17 @@ from hsd_jax.config import (
     HeadDim,
     Layers,
     ModelConfig,
+    TrunkConfig,
     check_window,
 )
 from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig
-from hsd_jax.drafters.table import METHODS, method_of
+from hsd_jax.drafters.table import METHODS, init_drafter, method_of
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.draft_vocab import attach
+from hsd_jax.models.draft_vocab import attach, take_columns, to_tokens
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import embed_committed, trunk_features
 from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Whole, Within
-from hsd_jax.train import heads, losses, on_policy
+from hsd_jax.train import heads, losses, on_policy, vocab_sample
 from hsd_jax.train.anchors import agreement, chain_metrics, labels_of_anchors, sample_anchors
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.evaluate import EvalConfig
@@ -49,6 +51,8 @@ CHOICES = ("trunk", "num_layers", "rank", "injection", "committed_embeddings", "
 """Settings of a recipe that not every kind of drafter has."""
 LOW_MID_HIGH = "low_mid_high"
 """Three feature layers: 2, half of all, the third from the last. EAGLE-3 reads before them, we after."""
+RANDOM, LAST_LAYER = BEGINNINGS = ("random", "last_layer")
+"""What the trunk's layers begin as."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +79,9 @@ class DrafterModel:
     feature_layers: tuple[Whole, ...] | Annotated[str, OneOf((LOW_MID_HIGH,))] = ()
     """Layers of the target, from 0, after which the trunk reads; low_mid_high for 2, L // 2 and L - 3; empty for the
     final hidden state."""
+    trunk_begins: Annotated[str, OneOf(BEGINNINGS)] = RANDOM
+    """random, or last_layer: as the target's last layer (several as its last ones), with its final norm before the
+    head, wherever shapes are the same."""
     window: Annotated[int, Within(2, MOST)] | None = None
     """Committed positions the trunk sees, in training and decoding, train.length at best; null for all. Long contexts
     then look like those of training, and cost no more."""
@@ -90,12 +97,25 @@ class DrafterModel:
             if field.name in CHOICES and field.name not in own and value != field.default:
                 raise ValueError(f"model.{field.name}={value!r}: kind {self.kind!r} has no such choice")
         check_window(self.window, self.num_steps, "model")
+        if self.trunk_begins != RANDOM and not issubclass(METHODS[self.kind].config, TrunkConfig):
+            raise ValueError(f"model.trunk_begins={self.trunk_begins!r}: kind {self.kind!r} has no trunk")
         layers = self.feature_layers
         if layers != LOW_MID_HIGH and not DrafterConfig.are_layers(layers):
             shown = list(layers) if isinstance(layers, tuple) else layers
             raise ValueError(
                 f"model.feature_layers={shown!r}: allowed are {LOW_MID_HIGH} and layer numbers from 0, ascending"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Cheaper steps at the beginning of a run; each stage is a program of its own."""
+
+    until: Count
+    """The last step of the stage."""
+    anchors_per_row: Count
+    num_steps: Annotated[int, Within(2, 2 * LARGEST_TREE)] | None = None
+    """Depths that are trained, the first ones; null for model.num_steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +148,29 @@ class LossConfig:
     chunk: Count | None = None
     """Anchors a row whose logits are there at once; the backward pass computes them again. null: all, where the logits
     of a pass take no more than 512 MB, else as many as that allows."""
+    sample: Count | None = None
+    """Columns of both models' logits in a step: the target's likeliest tokens there, and of the others a weighted
+    random sample, frequent ones more often; null: all that may be drafted. What is judged and decoded has all."""
+    likeliest: Count = 8
+    """Tokens of the target at each place that every sample holds."""
+    stages: tuple[Stage, ...] = ()
+    """Fewer anchors and depths at the beginning: each with `until`, `anchors_per_row` and `num_steps`, after the last
+    one as above."""
 
     def __post_init__(self):
         settings.check(self, "loss")
+        if self.sample is not None and self.on_policy:
+            raise ValueError(
+                f"loss.sample={self.sample}: with loss.on_policy={self.on_policy} the target judges text that no cache"
+                " knows; drop one of the two"
+            )
+        ends = [stage.until for stage in self.stages]
+        if any(after <= before for before, after in itertools.pairwise(ends)):
+            raise ValueError(f"loss.stages: end with the steps {ends}: expected ascending ones")
+
+    def in_stage(self, stage: Stage) -> LossConfig:
+        """What is minimised in a stage."""
+        return dataclasses.replace(self, anchors_per_row=stage.anchors_per_row, stages=())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,19 +243,6 @@ def _feature_layers(layers: tuple[int, ...] | str, num_layers: int) -> tuple[int
     return found
 
 
-def check_hidden_cache(config: DrafterConfig, cache: str) -> None:
-    """Refuses a cache of final hidden states for a drafter that reads other layers.
-
-    Args:
-      cache: how the caller's recipe names the cache.
-    """
-    if config.feature_layers:
-        raise ValueError(
-            f"model.feature_layers={list(config.feature_layers)} with {cache}: the cache holds the target's final"
-            " hidden states only; drop one of the two"
-        )
-
-
 def read_target(
     frozen: Weights, target_config: ModelConfig, config: DrafterConfig, batch: dict[str, Array]
 ) -> tuple[Float[Array, "B T H"], tuple[Float[Array, "B T H"], ...]]:
@@ -227,8 +254,14 @@ def read_target(
         tokens = batch["tokens"][:, :-1]
         output = forward_sequence(frozen, target_config, tokens, starts_of(batch), aux_layers=config.feature_layers)
         return output.hidden, output.features
-    check_hidden_cache(config, "hidden states in the batch")
-    return batch["hidden"].astype(jnp.float32), ()
+    states, num = batch["hidden"].astype(jnp.float32), 1 + len(config.feature_layers)
+    if states.shape[-1] != num * target_config.hidden_size:
+        raise ValueError(
+            f"hidden states of {states.shape[-1]} numbers in the batch: expected the final ones and those of"
+            f" model.feature_layers={list(config.feature_layers)}, {num} times {target_config.hidden_size}"
+        )
+    hidden, *features = jnp.split(states, num, -1)
+    return hidden, tuple(features)
 
 
 def node_loss(
@@ -274,6 +307,79 @@ def _check_loss(
         raise ValueError(
             f"loss.max_age={loss_config.max_age}: allowed are 0 to model.num_steps - 1, {config.num_steps - 1}"
         )
+    if loss_config.sample is not None and loss_config.sample > config.draft_vocab_size:
+        raise ValueError(
+            f"loss.sample={loss_config.sample}: allowed are 1 to the {config.draft_vocab_size} tokens that may be"
+            " drafted, and null for all"
+        )
+    if loss_config.likeliest > target_config.vocab_size:
+        raise ValueError(f"loss.likeliest={loss_config.likeliest}: the target has {target_config.vocab_size} tokens")
+    for i, stage in enumerate(loss_config.stages):
+        if stage.num_steps is not None and not loss_config.max_age < stage.num_steps <= config.num_steps:
+            raise ValueError(
+                f"loss.stages.{i}.num_steps={stage.num_steps}: allowed are {max(2, loss_config.max_age + 1)} to"
+                f" model.num_steps, {config.num_steps}, and null"
+            )
+
+
+def make_stages(
+    target_config: ModelConfig,
+    config: DrafterConfig,
+    loss_config: LossConfig,
+    draft_to_target: losses.DraftToTarget = None,
+    remat: bool = False,
+    frequency: Float[Array, "C"] | None = None,
+) -> list[tuple[int, Loss]]:
+    """The losses of `loss.stages` for `loop.fit`, each with its last step. Arguments and errors as of `make_loss`.
+
+    A stage of fewer depths reads the first of each depth's weights, and leaves the others as they are.
+    """
+    _check_loss(target_config, config, loss_config, draft_to_target)
+
+    def of_stage(stage: Stage) -> Loss:
+        shallow = dataclasses.replace(config, num_steps=stage.num_steps or config.num_steps)
+        like = jax.eval_shape(lambda key: init_drafter(key, shallow), jax.random.key(0))
+        rest = draft_to_target, remat, frequency
+        loss = make_loss(target_config, shallow, loss_config.in_stage(stage), *rest)
+
+        def of_first_depths(params, *args):
+            return loss(jax.tree.map(lambda x, to: x[tuple(map(slice, to.shape))], params, like), *args)
+
+        return of_first_depths
+
+    return [(stage.until, of_stage(stage)) for stage in loss_config.stages]
+
+
+def _sampled(
+    key: Array,
+    params: Weights,
+    models: tuple[DrafterConfig, Weights, ModelConfig],
+    drafts: heads.Drafts,
+    likeliest: Int[Array, "B T k"],
+    size: int,
+    draft_to_target: losses.DraftToTarget,
+    frequency: Float[Array, "C"] | None,
+) -> heads.Models:
+    """Both models with a sample of the columns: a reduced draft vocabulary of this step, whose columns have weights."""
+    config, frozen, target_config = models
+    is_certain = vocab_sample.likely_somewhere(likeliest, drafts.positions, drafts.mask, target_config.vocab_size)
+    if draft_to_target is not None:
+        is_certain = is_certain[draft_to_target]
+    frequency = jnp.ones(config.draft_vocab_size) if frequency is None else frequency
+    sample = vocab_sample.draw(key, is_certain, frequency, size)
+    tokens = to_tokens(draft_to_target, sample.columns)
+    params = attach(take_columns(params, sample.columns), tokens, frozen, target_config)
+    config = dataclasses.replace(config, reduced_vocab_size=size)
+    return heads.Models({**params, "log_weight": sample.log_weight}, config, frozen, target_config)
+
+
+def _said_of(
+    frozen: Weights, target_config: ModelConfig, batch: dict[str, Array], hidden: Array, config: LossConfig
+) -> heads.Said:
+    """The target's likeliest tokens at every position, and its normaliser: of the batch, else from its final states."""
+    if "likeliest" not in batch:
+        return vocab_sample.said_by(frozen, target_config, hidden, config.likeliest)
+    return heads.Said(batch["log_normaliser"], batch["likeliest"])
 
 
 def make_loss(
@@ -282,12 +388,15 @@ def make_loss(
     loss_config: LossConfig = LossConfig(),
     draft_to_target: losses.DraftToTarget = None,
     remat: bool = False,
+    frequency: Float[Array, "C"] | None = None,
 ) -> Loss:
     """The drafter's loss for `loop.fit`: `params` are the drafter's weights, `frozen` the target's.
 
     A batch holds `tokens` [B, T+1] and `mask` [B, T+1], True where a token is a label worth learning (a document's
     first two never are: no anchor drafts them). It may hold `starts` [B, T+1], where the document of each token begins,
-    and `hidden` [B, T, H], the target's final states, after which then only the LM head is computed. Labels are the
+    and `hidden` [B, T, (1 + layers) H], the target's final states and after them the streams the drafter reads, after
+    which then only the LM head is computed; with `log_normaliser` and `likeliest` (`heads.Said`) too, of the head no
+    more than the columns of a sample. Labels are the
     target's distributions given the row's text, and the previous token of a depth is the row's, which is exact on
     accepted paths; in passes on policy both follow the drafter's own draws, and so do states that read them (EAGLE).
 
@@ -297,6 +406,7 @@ def make_loss(
     Args:
       draft_to_target: of a drafter with a reduced draft vocabulary; `losses.py` says what becomes of the cold tokens.
       remat: compute the drafter's layers again in the backward pass. The frozen target has none to keep anything for.
+      frequency: above 0, how often to draw each column for `loss.sample`; None: all alike.
     Raises:
       ValueError: if the target lacks a layer the drafter reads, a single depth is to be trained on policy, the loss is
         about token information and the drafter has none, trees start from states older than it makes, or the
@@ -313,8 +423,6 @@ def make_loss(
 
     def loss(params, frozen, batch, key, step):
         frozen = lax.stop_gradient(frozen)  # the LM head and the embeddings too
-        params = attach(params, draft_to_target, frozen, target_config)
-        models = heads.Models(params, config, frozen, target_config)
         tokens, starts = batch["tokens"][:, :-1], starts_of(batch)
         with jax.named_scope("target"):
             hidden, features = read_target(frozen, target_config, config, batch)
@@ -327,11 +435,21 @@ def make_loss(
         positions = jnp.minimum(anchors[:, :, None] + jnp.arange(1, config.num_steps + 1), tokens.shape[1] - 1)
         previous = take_nodes(tokens, positions.reshape(len(tokens), -1), axis=1).reshape(positions.shape)
         drafts = heads.Drafts(anchors, states, positions, previous, take_nodes(labels, anchors, axis=1))
+        said, num_columns = None, target_config.vocab_size
+        if loss_config.sample is None:
+            with_head = attach(params, draft_to_target, frozen, target_config)
+            models = heads.Models(with_head, config, frozen, target_config)
+        else:
+            with jax.named_scope("sample"):
+                said, num_columns = _said_of(frozen, target_config, batch, hidden, loss_config), loss_config.sample
+                both, sample_key = (config, frozen, target_config), jax.random.fold_in(key, 2)
+                rest = said.likeliest, num_columns, draft_to_target, frequency
+                models = _sampled(sample_key, params, both, drafts, *rest)
 
         def judged(drafts: heads.Drafts, hidden: Array):
             """The divergence of every node, and where both models agree."""
-            chunk = heads.chunk_of(loss_config.chunk, drafts, target_config.vocab_size)
-            teacher = heads.taught(models, drafts, hidden, chunk)
+            chunk = heads.chunk_of(loss_config.chunk, drafts, num_columns)
+            teacher = heads.taught(models, drafts, hidden, chunk, said)
 
             def of_some(some: heads.Drafts):
                 with jax.named_scope("head"):

@@ -1,8 +1,10 @@
-"""An optional cache on disk of the target's final hidden states for the training rows, so that no step computes them.
+"""An optional cache on disk of what the target says of the training rows, so that no step runs it.
 
-Worth it when rows are seen several times and the disk is large: a row takes length x width numbers, terabytes for
-large targets, so the size is said before anything is written, and a limit holds. Files appear whole or not at all;
-a build that broke off continues. `Batches` (data.py) joins the features to their rows.
+It holds the final hidden states, the residual streams of the layers that a drafter reads, and, for a loss on a part of
+the vocabulary, the likeliest tokens of each position and the normaliser of its logits. Worth it when rows are seen
+several times and the disk is large: a row takes length x width numbers, terabytes for large targets, so the size is
+said before anything is written, and a limit holds. Files appear whole or not at all; a build that broke off continues.
+`Batches` (data.py) joins the features to their rows.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from hsd_jax import lock, settings
 from hsd_jax.config import ModelConfig
 from hsd_jax.files import read_json, replacing, write_json
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import Count, OneOf, Whole
+from hsd_jax.train import vocab_sample
 from hsd_jax.train.rows import Rows
 from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
@@ -72,7 +76,12 @@ class _Layout:
     rows: str
     dtype: Annotated[str, OneOf(DTYPES)]
     shape: tuple[Whole, Whole, Whole]
+    """Rows, tokens, and numbers of a token: the final state and after it the streams, each of the target's width."""
     rows_per_file: Count
+    layers: tuple[Whole, ...] = ()
+    """Whose residual streams follow the final states."""
+    likeliest: Whole = 0
+    """Tokens of a position that are kept with the normaliser of its logits; 0: neither is."""
 
     @property
     def num_files(self) -> int:
@@ -82,34 +91,52 @@ class _Layout:
         return range(file * self.rows_per_file, min((file + 1) * self.rows_per_file, self.shape[0]))
 
     @property
+    def words(self) -> int:
+        """Of a token in a file, each as wide as a number of the states; what is told follows these, bit by bit."""
+        told = (1 + self.likeliest) * 4 if self.likeliest else 0
+        return self.shape[2] + told // jnp.dtype(self.dtype).itemsize
+
+    @property
     def row_bytes(self) -> int:
-        return self.shape[1] * self.shape[2] * jnp.dtype(self.dtype).itemsize
+        return self.shape[1] * self.words * jnp.dtype(self.dtype).itemsize
 
 
 class Features:
-    """The hidden states of all rows, memory-mapped."""
+    """What the target says of all rows, memory-mapped."""
 
     def __init__(self, folder: Path, layout: _Layout):
         self.shape, self._dtype = layout.shape, jnp.dtype(layout.dtype)
+        self._words = layout.words
         self._rows_per_file = layout.rows_per_file
         self._files = []
         for file in range(layout.num_files):
             path = _path(folder, file)
             try:
                 array = np.load(path, mmap_mode="r")
-                if array.shape != (len(layout.rows_of(file)), *self.shape[1:]):
+                if array.shape != (len(layout.rows_of(file)), self.shape[1], self._words):
                     raise ValueError(f"shape {array.shape}")
             except (ValueError, EOFError) as error:
                 raise ValueError(f"{path}: damaged ({error}); delete it, and it is computed again") from error
             self._files.append(array)
 
-    def take(self, index: np.ndarray) -> np.ndarray:
-        """The features [B, T, H] of rows `index` [B], in the dtype of the cache."""
-        out = np.empty((len(index), *self.shape[1:]), self._dtype)
+    def take(self, index: np.ndarray) -> dict[str, np.ndarray]:
+        """What a batch of rows `index` [B] brings.
+
+        Returns:
+          hidden: [B, T, (1 + layers) H] in the dtype of the cache, the final states and after them the streams.
+          log_normaliser, likeliest: float32 [B, T] and int32 [B, T, k], if they are kept (`vocab_sample.Said`).
+        """
+        words = np.empty((len(index), self.shape[1], self._words), self._files[0].dtype)
         for place, row in enumerate(index):
             file, at = divmod(int(row), self._rows_per_file)
-            out[place] = self._files[file][at].view(self._dtype)
-        return out
+            words[place] = self._files[file][at]
+        width = self.shape[2]
+        found = {"hidden": np.ascontiguousarray(words[..., :width]).view(self._dtype)}
+        if self._words > width:
+            told = np.ascontiguousarray(words[..., width:]).view(np.int32)
+            found["log_normaliser"] = np.ascontiguousarray(told[..., 0]).view(np.float32)
+            found["likeliest"] = told[..., 1:]
+        return found
 
 
 def open_features(
@@ -120,6 +147,9 @@ def open_features(
     target_hash: str,
     batch: int,
     report: Callable[[str], None] = print,
+    *,
+    layers: tuple[int, ...] = (),
+    likeliest: int = 0,
 ) -> Features | None:
     """The cache of these rows, built or completed if necessary; None without `config.cache`.
 
@@ -128,6 +158,8 @@ def open_features(
     Args:
       weights: of the target, in the dtype and place of training.
       batch: rows per pass. XLA may round otherwise at another shape: take the trainer's for the same bits.
+      layers: of the target, from 0, whose residual streams the drafter reads.
+      likeliest: tokens to keep of every position, with the normaliser of its logits; 0: neither.
     Raises:
       ValueError: if the folder holds other features, several processes find it incomplete, the size is over the limit,
         the disk has too little room or gets full (complete files stay), another process is building it, a file is
@@ -141,8 +173,10 @@ def open_features(
         weights_dtype=weights["embedding"].dtype.name,
         rows=rows.fingerprint,
         dtype=config.dtype,
-        shape=(len(rows.tokens), rows.length, target_config.hidden_size),
+        shape=(len(rows.tokens), rows.length, target_config.hidden_size * (1 + len(layers))),
         rows_per_file=0,
+        layers=layers,
+        likeliest=likeliest,
     )
     layout = dataclasses.replace(layout, rows_per_file=max(1, FILE_BYTES // layout.row_bytes))
     layout = _claimed(folder, layout)
@@ -182,7 +216,7 @@ def _claimed(folder: Path, layout: _Layout) -> _Layout:
         there: _Layout = settings.read(_Layout, read_json(path), MANIFEST)
     except ValueError as error:
         raise ValueError(f"{path}: not a manifest of features; {remedy}") from error
-    for name in ("target", "weights_dtype", "rows", "dtype", "shape"):
+    for name in ("target", "weights_dtype", "rows", "layers", "likeliest", "dtype", "shape"):
         old, new = getattr(there, name), getattr(layout, name)
         if old != new:
             raise ValueError(f"{folder} holds features with another {name}, {old} there and {new} here; {remedy}")
@@ -200,7 +234,8 @@ def _check_size(
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
-    size = f"{num:,} rows x {length} tokens x {width} numbers in {layout.dtype} = {_shown(whole)}"
+    told = f" and {layout.likeliest} likeliest tokens" if layout.likeliest else ""
+    size = f"{num:,} rows x {length} tokens x {width} numbers in {layout.dtype}{told} = {_shown(whole)}"
     done = "" if to_write == whole else f", {_shown(whole - to_write)} of it are there"
     report(f"features: {size} in {folder}{done} (limit {config.limit}, free on the disk {_shown(free)})")
     if whole > config.limit_bytes:
@@ -235,10 +270,19 @@ def _build(
     dtype = jnp.dtype(layout.dtype)
 
     @jax.jit
-    def states(weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        output = forward_sequence(weights, target_config, batch["tokens"][:, :-1], starts_of(batch))
-        hidden = output.hidden.astype(dtype)
-        return hidden, jnp.all(jnp.isfinite(hidden), (1, 2))
+    def states(weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        tokens = batch["tokens"][:, :-1]
+        output = forward_sequence(weights, target_config, tokens, starts_of(batch), aux_layers=layout.layers)
+        hidden = jnp.concatenate([output.hidden, *output.features], -1).astype(dtype)
+        told = None
+        if layout.likeliest:  # of the final states as they are stored, which is what a step will read
+            final = hidden[..., : target_config.hidden_size].astype(jnp.float32)
+            said = vocab_sample.said_by(weights, target_config, final, layout.likeliest)
+            bits = lax.bitcast_convert_type(said.log_normaliser, jnp.int32)
+            told = jnp.concatenate([bits[..., None], said.likeliest], -1)
+        return hidden, told, jnp.all(jnp.isfinite(hidden), (1, 2))
+
+    descr = {2: "<u2", 4: "<f4"}[dtype.itemsize]  # NumPy's files know no bfloat16
 
     def blocks(file: int) -> Iterator[np.ndarray]:
         """The features of a file, pass by pass; the last pass repeats a row to have the same shape."""
@@ -246,11 +290,15 @@ def _build(
         for start in range(0, len(wanted), batch):
             some = wanted[start : start + batch]
             at = np.pad(some, (0, batch - len(some)), mode="edge")
-            hidden, is_finite = (np.asarray(x)[: len(some)] for x in states(weights, rows.take(at)))
+            hidden, told, is_finite = (
+                None if x is None else np.asarray(x)[: len(some)] for x in states(weights, rows.take(at))
+            )
+            assert hidden is not None and is_finite is not None
             if not is_finite.all():
                 note = "; features.dtype=bfloat16 has more range" if layout.dtype == "float16" else ""
                 raise ValueError(f"the target's hidden states of row {some[~is_finite][0]} are not finite{note}")
-            yield hidden
+            parts = [hidden.view(descr)] + ([] if told is None else [told.view(descr)])
+            yield np.concatenate(parts, -1)
 
     total = sum(len(layout.rows_of(file)) for file in missing)
     done, start = 0, time.perf_counter()
@@ -258,8 +306,7 @@ def _build(
     for file in missing:
         with replacing(_path(folder, file)) as temporary, temporary.open("wb") as out:
             # Not a memory map: a full disk would kill the process.
-            descr = {2: "<u2", 4: "<f4"}[dtype.itemsize]  # NumPy's files know no bfloat16
-            shape = (len(layout.rows_of(file)), *layout.shape[1:])
+            shape = (len(layout.rows_of(file)), layout.shape[1], layout.words)
             np.lib.format.write_array_header_1_0(out, {"descr": descr, "fortran_order": False, "shape": shape})
             for block in blocks(file):
                 out.write(block.tobytes())

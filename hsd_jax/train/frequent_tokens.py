@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from hsd_jax import lock
 from hsd_jax.config import DrafterConfig
@@ -48,6 +49,11 @@ def choose(tokens: np.ndarray, num_kept: int, vocab_size: int, end_tokens: Itera
     counts = np.bincount(tokens.reshape(-1), minlength=vocab_size)
     counts[ends] = tokens.size + 1
     return np.sort(np.argsort(-counts, kind="stable")[:num_kept]).astype(np.int32)
+
+
+def smoothed(tokens: np.ndarray, vocab_size: int) -> Float[Array, "V"]:
+    """How often each token is among `tokens`, one more than counted: what is drawn by it, anything can be drawn."""
+    return jnp.asarray(1.0 + np.bincount(tokens.reshape(-1), minlength=vocab_size), jnp.float32)
 
 
 def coverage(draft_to_target: np.ndarray | jax.Array, tokens: np.ndarray) -> float:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.config import DrafterConfig, ModelConfig
 from hsd_jax.drafters.table import method_of
 from hsd_jax.models.cache import take_nodes
-from hsd_jax.models.target import lm_head
+from hsd_jax.models.target import lm_head, logits_of_rows
 from hsd_jax.models.trunk import base_logits, embed_committed
 from hsd_jax.models.unroll import EmbedDraft
 from hsd_jax.train import losses, on_policy
@@ -45,6 +45,8 @@ class Models(NamedTuple):
     """Both models of a pass, as the heads read them."""
 
     params: Weights
+    """With `draft_to_target` and `head` of a reduced draft vocabulary; where its columns are a sample of the step, with
+    their `log_weight` too."""
     config: DrafterConfig
     frozen: Weights
     target_config: ModelConfig
@@ -52,11 +54,30 @@ class Models(NamedTuple):
 
 Unrolled = Callable[[EmbedDraft], Float[Array, "B A K H"]]
 """`models.unroll.unroll` of everything but its `embed_draft`."""
-Taught = tuple[Float[Array, "B M H"], losses.Told | None]
-"""The target's final states at M places of each row, and what it says at all B M where that is wanted at once."""
 
 
-def taught(models: Models, drafts: Drafts, hidden: Float[Array, "B M H"], chunk: int) -> Taught:
+class Said(NamedTuple):
+    """What is kept of the target's logits over its whole vocabulary, where only some columns are computed."""
+
+    log_normaliser: Float[Array, "..."]
+    likeliest: Int[Array, "... k"]
+    """Tokens, the likeliest first."""
+
+
+class Taught(NamedTuple):
+    """The target at M places of each row."""
+
+    hidden: Float[Array, "B M H"]
+    """Its final states."""
+    said: Said | None
+    """Of all logits, where the columns are a sample."""
+    told: losses.Told | None
+    """What it says at all B M places, where that is wanted at once."""
+
+
+def taught(
+    models: Models, drafts: Drafts, hidden: Float[Array, "B M H"], chunk: int, said: Said | None = None
+) -> Taught:
     """The target's states, with what it says there where it is cheaper to make that once for all nodes.
 
     That is where a row has no more places than nodes (A K), and all its anchors are taken in one chunk. Else it is
@@ -64,15 +85,19 @@ def taught(models: Models, drafts: Drafts, hidden: Float[Array, "B M H"], chunk:
     """
     num_anchors, num_steps = drafts.mask.shape[1:]
     if chunk < num_anchors or num_anchors * num_steps < hidden.shape[1]:
-        return hidden, None
-    return hidden, _told_by(models, hidden)
+        return Taught(hidden, said, None)
+    return Taught(hidden, said, _told_by(models, hidden, said))
 
 
-def _told_by(models: Models, hidden: Float[Array, "... H"]) -> losses.Told:
+def _told_by(models: Models, hidden: Float[Array, "B M H"], said: Said | None) -> losses.Told:
     """What the target says at final states, their places on one axis."""
-    hidden = hidden.reshape(-1, hidden.shape[-1])
-    logits = lm_head(models.frozen, models.target_config, hidden)
-    return losses.told(logits, models.params.get("draft_to_target"))
+    hidden, params = hidden.reshape(-1, hidden.shape[-1]), models.params
+    if said is None:
+        logits = lm_head(models.frozen, models.target_config, hidden)
+        return losses.told(logits, params.get("draft_to_target"))
+    logits = logits_of_rows(params["head"], models.target_config, hidden)
+    normaliser, best = said.log_normaliser.reshape(-1), said.likeliest[..., 0].reshape(-1)
+    return losses.told_of_sample(logits, normaliser, best, params["draft_to_target"], params["log_weight"])
 
 
 def logits_of(
@@ -83,7 +108,7 @@ def logits_of(
     The logits have a column for each of the C tokens the drafter may draft.
     """
     params, config, frozen, target_config = models
-    hidden, told = teacher
+    hidden, said, told = teacher
     # Two axes only: XLA on CPU needs twice the time for the same gradients over [B, A, K, V].
     num = drafts.mask.size
     base = base_logits(params, config, frozen, target_config, drafts.states.reshape(num, -1))
@@ -93,10 +118,11 @@ def logits_of(
         draft_logits = base + injected.bias(params, config, read.reshape(num, -1))
     batch, length = hidden.shape[:2]
     if told is None:
-        told = _told_by(models, take_nodes(hidden, drafts.positions.reshape(batch, -1), axis=1))
+        positions = drafts.positions.reshape(batch, -1)
+        told = _told_by(models, *jax.tree.map(lambda x: take_nodes(x, positions, axis=1), (hidden, said)))
     else:
         at = (drafts.positions + length * jnp.arange(batch)[:, None, None]).reshape(-1)
-        told = jax.tree.map(lambda x: x[at], told)
+        told = told.at(at)
     return told, base, draft_logits
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -174,6 +174,7 @@ def fit(
     note: dict[str, Any] | None = None,
     begin: Callable[[], None] = lambda: None,
     before_step: Callable[[int, Any], None] = lambda step, params: None,
+    stages: Sequence[tuple[int, Loss]] = (),
 ) -> Any:
     """Trains and returns the parameters; continues from the newest checkpoint in `out/checkpoints`, if any.
 
@@ -184,6 +185,7 @@ def fit(
       note: saved with every checkpoint (recipe, hashes, revision).
       begin: called before the first step, when a checkpoint and its batches have been found to fit.
       before_step: called with the steps done and the weights before each batch is read.
+      stages: other losses for the beginning, each with its last step, ascending. Each is compiled when it begins.
     Raises:
       FloatingPointError: at the first loss or gradient that is not finite, naming step and batch; no checkpoint holds
         it.
@@ -200,7 +202,10 @@ def fit(
         best = found["best"]
     begin()
     journal.resume(int(state["step"]))
-    train_step, rate_of = make_train_step(loss, config, placement), learning_rate(config)
+    programs = [
+        (until, make_train_step(of_stage, config, placement)) for until, of_stage in [*stages, (config.steps, loss)]
+    ]
+    rate_of = learning_rate(config)
     start = int(state["step"])
     tokens_per_step = config.batch * config.length
     clock, last = time.perf_counter(), start
@@ -208,6 +213,7 @@ def fit(
     try:
         for done in range(start + 1, config.steps + 1):
             before_step(done - 1, state["params"])
+            train_step = next(program for until, program in programs if done <= until)
             state, metrics = train_step(state, frozen, place(next(batches)))
             # A step is checked while the next one runs: the host never waits for the device it feeds.
             is_due = done % config.log_every == 0 or done % config.checkpoint_every == 0 or done == config.steps

@@ -11,6 +11,9 @@ hot terms are summed. The cold ones are the same whatever the drafter does: a co
 `forward_kl` and `cross_entropy`. So these train towards p given that the token is hot, and a node weighs as much as the
 hot tokens have of p: one where the target is about to say a cold token can be accepted by nobody and teaches nothing.
 Renormalising p would give it full weight, on the tail of a distribution.
+
+Where the columns are a sample of the hot tokens (`vocab_sample.py`), each term of a sum over columns is weighed, those
+of the normaliser of q too.
 """
 
 from __future__ import annotations
@@ -40,6 +43,12 @@ class Told(NamedTuple):
     """The column of the likeliest token."""
     is_hot: Bool[Array, "..."]
     """Whether that token has a column; if not, `best` is some other's."""
+    log_weight: Float[Array, "C"] | None = None
+    """Log of the weight of each column in sums over columns; None: all weigh 1."""
+
+    def at(self, index: Int[Array, "N"]) -> Told:
+        """The same at some of the places, these on one axis."""
+        return Told(self.logp[index], self.best[index], self.is_hot[index], self.log_weight)
 
 
 def told(target_logits: Float[Array, "... V"], draft_to_target: DraftToTarget = None) -> Told:
@@ -51,39 +60,71 @@ def told(target_logits: Float[Array, "... V"], draft_to_target: DraftToTarget = 
     return Told(logp, *to_columns(draft_to_target, jnp.argmax(target_logits, -1)))
 
 
+def told_of_sample(
+    logits: Float[Array, "... C"],
+    log_normaliser: Float[Array, "..."],
+    best: Int[Array, "..."],
+    draft_to_target: Int[Array, "C"],
+    log_weight: Float[Array, "C"],
+) -> Told:
+    """What the target says of a sample of columns, where only its logits of these are there.
+
+    Args:
+      log_normaliser: of its logits over all tokens.
+      best: its likeliest token, of all.
+    """
+    logp = lax.stop_gradient(logits.astype(jnp.float32)) - log_normaliser[..., None]
+    return Told(logp, *to_columns(draft_to_target, best), log_weight)
+
+
 Target = Float[Array, "... V"] | Told
 """The target's logits, or what `told` has made of them; that needs no `draft_to_target` any more."""
 
 
-def _log_distributions(target: Target, draft_logits: Array, draft_to_target: DraftToTarget) -> tuple[Array, Array]:
+class _Pair(NamedTuple):
     """log p and log q of the drafter's columns."""
+
+    target_logp: Array
+    draft_logp: Array
+    log_weight: Array | None
+
+    def total(self, terms: Float[Array, "... C"]) -> Float[Array, "..."]:
+        """The sum over columns, of a sample the weighted one."""
+        return jnp.sum(terms if self.log_weight is None else jnp.exp(self.log_weight) * terms, -1)
+
+
+def _log_distributions(target: Target, draft_logits: Array, draft_to_target: DraftToTarget) -> _Pair:
     if not isinstance(target, Told):
         target = told(target, draft_to_target)
-    return target.logp, jax.nn.log_softmax(draft_logits.astype(jnp.float32), -1)
+    draft_logits, log_weight = draft_logits.astype(jnp.float32), target.log_weight
+    if log_weight is None:
+        return _Pair(target.logp, jax.nn.log_softmax(draft_logits, -1), None)
+    normaliser = jax.nn.logsumexp(draft_logits + log_weight, -1, keepdims=True)
+    return _Pair(target.logp, draft_logits - normaliser, log_weight)
 
 
 def cross_entropy(
     target: Target, draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
 ) -> Float[Array, "..."]:
     """-sum p log q in nats: `forward_kl` plus the target's entropy, which is what is left where p = q."""
-    target_logp, draft_logp = _log_distributions(target, draft_logits, draft_to_target)
-    return -jnp.sum(jnp.exp(target_logp) * draft_logp, -1)
+    pair = _log_distributions(target, draft_logits, draft_to_target)
+    return -pair.total(jnp.exp(pair.target_logp) * pair.draft_logp)
 
 
 def forward_kl(
     target: Target, draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
 ) -> Float[Array, "..."]:
     """KL(p || q) in nats: q must cover all that p says. The same gradient as `cross_entropy`."""
-    target_logp, draft_logp = _log_distributions(target, draft_logits, draft_to_target)
-    return jnp.sum(jnp.exp(target_logp) * (target_logp - draft_logp), -1)
+    pair = _log_distributions(target, draft_logits, draft_to_target)
+    return pair.total(jnp.exp(pair.target_logp) * (pair.target_logp - pair.draft_logp))
 
 
 def reverse_kl(
     target: Target, draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
 ) -> Float[Array, "..."]:
     """KL(q || p) in nats: q may keep to a part of what p says."""
-    target_logp, draft_logp = _log_distributions(target, draft_logits, draft_to_target)
-    return jnp.sum(jnp.exp(draft_logp) * (draft_logp - target_logp), -1)
+    pair = _log_distributions(target, draft_logits, draft_to_target)
+    return pair.total(jnp.exp(pair.draft_logp) * (pair.draft_logp - pair.target_logp))
 
 
 def jensen_shannon(
@@ -99,10 +140,11 @@ def jensen_shannon(
     References:
       DistillSpec (arXiv:2310.08461); methods.md 7.2.
     """
-    target_logp, draft_logp = _log_distributions(target, draft_logits, draft_to_target)
+    pair = _log_distributions(target, draft_logits, draft_to_target)
+    target_logp, draft_logp = pair.target_logp, pair.draft_logp
     mixed_logp = jnp.logaddexp(math.log(beta) + target_logp, math.log1p(-beta) + draft_logp)
-    to_target = jnp.sum(jnp.exp(target_logp) * (target_logp - mixed_logp), -1)
-    to_draft = jnp.sum(jnp.exp(draft_logp) * (draft_logp - mixed_logp), -1)
+    to_target = pair.total(jnp.exp(target_logp) * (target_logp - mixed_logp))
+    to_draft = pair.total(jnp.exp(draft_logp) * (draft_logp - mixed_logp))
     return beta * to_target + (1 - beta) * to_draft
 
 
@@ -113,8 +155,8 @@ def total_variation(
 
     Summed as what q has beyond p: q has no cold tokens, p may.
     """
-    target_logp, draft_logp = _log_distributions(target, draft_logits, draft_to_target)
-    return jnp.sum(jnp.maximum(jnp.exp(draft_logp) - jnp.exp(target_logp), 0.0), -1)
+    pair = _log_distributions(target, draft_logits, draft_to_target)
+    return pair.total(jnp.maximum(jnp.exp(pair.draft_logp) - jnp.exp(pair.target_logp), 0.0))
 
 
 CE_SHARE = 0.1

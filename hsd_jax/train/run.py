@@ -39,7 +39,7 @@ from hsd_jax.train.journal import Journal
 from hsd_jax.train.loop import Judge, LoopConfig, fit
 from hsd_jax.train.rows import beginnings
 from hsd_jax.train.tokenizer import train_tokenizer
-from hsd_jax.train.trained import started_from
+from hsd_jax.train.trained import begun_with_target, started_from
 from hsd_jax.types import Weights
 
 Report = Callable[[str], None]
@@ -86,8 +86,6 @@ def train_drafter(
         raise ValueError(
             f"train.length={train.length}: must be greater than model.num_steps={drafter_config.num_steps}"
         )
-    if recipe.features.cache is not None:
-        drafter.check_hidden_cache(drafter_config, f"features.cache={recipe.features.cache!r}")
     eos = checkpoint.eos
     is_begun, start = manifest.has_checkpoints(out), None
     about = {"kind": "drafter", "target": drafter_config.target_hash, "files": manifest.fingerprints(data_files)}
@@ -107,12 +105,16 @@ def train_drafter(
     params = init_drafter(jax.random.key(train.seed), drafter_config, frozen["embedding"])
     report(about_rows)
     describe(report, "drafter", params, rows, train)
+    if recipe.model.trunk_begins == drafter.LAST_LAYER:
+        begun = begun_with_target(params, drafter_config, frozen, config)
+        params = begun.weights
+        report(f"the trunk begins as the target's last layer; fresh in it: {', '.join(begun.fresh) or 'nothing'}")
     if isinstance(drafter_config, TrunkConfig):  # others have no attention
         remedy = f"model.window={train.length} keeps drafts on long contexts like those of training"
         say_reach(report, train.length, drafter_config.window, drafter_config.max_position, remedy)
-    draft_to_target = None
+    labels, draft_to_target = rows.tokens[rows.mask], None
     if drafter_config.reduced_vocab_size is not None:
-        draft_to_target = frequent_tokens.of_run(out, is_begun, rows.tokens[rows.mask], drafter_config, eos, report)
+        draft_to_target = frequent_tokens.of_run(out, is_begun, labels, drafter_config, eos, report)
     if start is not None:
         begun = started_from(params, start[1], draft_to_target)
         params = begun.weights
@@ -121,16 +123,27 @@ def train_drafter(
     shardings, place = placement(mesh, train, drafter_config)
     pass_rows = train.batch // train.num_passes
     cached = features.open_features(
-        recipe.features, rows, frozen, config, drafter_config.target_hash, pass_rows, report
+        recipe.features,
+        rows,
+        frozen,
+        config,
+        drafter_config.target_hash,
+        pass_rows,
+        report,
+        layers=drafter_config.feature_layers,
+        likeliest=0 if recipe.loss.sample is None else recipe.loss.likeliest,
     )
     judge = None
     if recipe.eval.every:
         target_params = Params(frozen, None, config, eos=eos, max_len=config.max_position, mesh=mesh)
         judge = _judge(recipe.eval, out, target_params, drafter_config, draft_to_target, prompts, folder, report)
-    loss = drafter.make_loss(config, drafter_config, recipe.loss, draft_to_target, train.remat)
+    frequency = draft_vocab.draft_columns(draft_to_target, frequent_tokens.smoothed(labels, config.vocab_size))
+    of_loss = config, drafter_config, recipe.loss, draft_to_target, train.remat, frequency
+    loss, stages = drafter.make_loss(*of_loss), drafter.make_stages(*of_loss)
     with batches_of(rows, train, recipe.data, mesh, cached) as batches, journal_of(out, train, report) as journal:
         note, begin = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
-        params = fit(loss, params, frozen, batches, train, out, journal, shardings, place, judge, note, begin)
+        places = shardings, place
+        params = fit(loss, params, frozen, batches, train, out, journal, *places, judge, note, begin, stages=stages)
     if judge is None:
         _save(folder, drafter_config, params, draft_to_target)
     wait_for_all(f"{folder} is written")

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.config import DrafterConfig
+from hsd_jax.config import DrafterConfig, ModelConfig, TrunkConfig
+from hsd_jax.distributed import fetch
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.models.checkpoint import Checkpoint, path_of
@@ -89,6 +90,47 @@ def started_from(fresh: Weights, trained: Weights, draft_to_target: jax.Array | 
         fresh=[name for name in wanted if name not in kept],
         dropped=[name for name in found if name not in wanted],
     )
+
+
+def begun_with_target(fresh: Weights, config: DrafterConfig, target: Weights, target_config: ModelConfig) -> Started:
+    """Fresh weights whose trunk begins as the target's last layers, and whose output norm as the target's.
+
+    So the trunk knows how to read a residual stream and how to write what the LM head reads. Sizes that differ keep
+    their fresh weights; what only the target's layers have (biases, norms of heads) is dropped.
+
+    Args:
+      fresh: of `init_drafter`.
+      target: weights of the target, not packed.
+    Returns:
+      The weights; of `fresh`, those of the trunk's layers that the target's do not fit.
+    Raises:
+      ValueError: if the drafter has no trunk, or more layers than the target, or no weight of its layers fits.
+    """
+    num = config.num_layers if isinstance(config, TrunkConfig) else 0
+    if not 1 <= num <= target_config.num_layers:
+        raise ValueError(
+            f"model.trunk_begins=last_layer: a {config.kind} drafter has {num} trunk layers; allowed are 1 to the"
+            f" target's {target_config.num_layers}"
+        )
+    first = target_config.num_layers - num
+    layers = {f"layer_{i}": target[f"layer_{first + i}"] for i in range(num)}
+    taken = {"trunk": layers, "output_norm": target["final_norm"]}
+
+    def plain(path, leaf):
+        """In float32; a drafter's norms have no offset."""
+        offset = target_config.norm_offset if "norm" in jax.tree_util.keystr(path) else 0.0
+        return jnp.asarray(fetch(leaf), jnp.float32) + offset
+
+    begun = started_from(fresh, jax.tree_util.tree_map_with_path(plain, taken), None)
+    kernels = [name for name in _by_name(fresh) if name.startswith("['trunk']['layer_")]
+    left = [name for name in begun.fresh if name in kernels]
+    if all(name in left for name in kernels if "norm" not in name):
+        raise ValueError(
+            f"model.trunk_begins=last_layer: no weight of the target's last layer has the trunk's shapes; set"
+            f" model.num_heads={target_config.num_heads}, num_kv_heads={target_config.num_kv_heads}, head_dim="
+            f"{target_config.head_dim} and intermediate_size={target_config.intermediate_size}, or leave them out"
+        )
+    return begun._replace(fresh=left)
 
 
 def _by_name(weights: Weights) -> dict[str, jax.Array]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support import setups
 
-from hsd_jax.models.target import forward_sequence
+from hsd_jax.models.target import forward_sequence, lm_head
 from hsd_jax.train import data, features
 from hsd_jax.train.features import FeatureConfig, open_features
 from hsd_jax.train.rows import Rows
@@ -35,11 +35,14 @@ def make_rows(seed: int = 0) -> Rows:
     return Rows(tokens, np.ones_like(tokens, bool), NUM, tokens.size)
 
 
-def build(folder, rows=None, dtype: str = "float32", target_hash: str = "t", weights=None, **options):
+def build(
+    folder, rows=None, dtype: str = "float32", target_hash: str = "t", weights=None, layers=(), likeliest=0, **options
+):
     lines = []
     config = FeatureConfig(str(folder), dtype=dtype, **options)
     weights = setups.weights("llama") if weights is None else weights
-    made = open_features(config, rows or make_rows(), weights, CONFIG, target_hash, BATCH, lines.append)
+    of_rows = config, rows or make_rows(), weights, CONFIG, target_hash, BATCH, lines.append
+    made = open_features(*of_rows, layers=layers, likeliest=likeliest)
     return made, lines
 
 
@@ -71,9 +74,51 @@ def test_sixteen_bits_round_once(tmp_path, dtype):
     cached, _ = build(tmp_path, rows, dtype)
     index = np.array([10, 0, 6, 6])
     want = hidden_states(setups.weights("llama"), rows.tokens[index, :-1]).astype(dtype)
-    assert cached.take(index).dtype == want.dtype
-    np.testing.assert_array_equal(cached.take(index), np.asarray(want))
+    assert cached.take(index)["hidden"].dtype == want.dtype
+    np.testing.assert_array_equal(cached.take(index)["hidden"], np.asarray(want))
     assert {p.name for p in tmp_path.iterdir()} == {"manifest.json", "features-00000.npy", "features-00001.npy"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_streams_and_likeliest_tokens_come_along(tmp_path, dtype):
+    """Read back as a pass gives them; the normaliser is that of the final states as they are stored."""
+    rows = make_rows()
+    cached, lines = build(tmp_path, rows, dtype, layers=(0, 1), likeliest=3)
+    assert f"x 96 numbers in {dtype} and 3 likeliest tokens = " in lines[0]
+    size = NUM * LENGTH * (96 * jnp.dtype(dtype).itemsize + 4 * 4)
+    assert f"{size / 1000:.3g} KB" in lines[0]
+    files = list(tmp_path.glob("*.npy"))
+    assert sum(p.stat().st_size for p in files) == size + 128 * len(files)  # headers
+    index = np.array([10, 0, 6])
+    found = cached.take(index)
+
+    @jax.jit
+    def read(weights, tokens):
+        return forward_sequence(weights, CONFIG, tokens, aux_layers=(0, 1))
+
+    output = read(setups.weights("llama"), rows.tokens[index, :-1])
+    want = jnp.concatenate([output.hidden, *output.features], -1).astype(dtype)
+    np.testing.assert_array_equal(found["hidden"], np.asarray(want))
+    final = jnp.asarray(found["hidden"][..., :32], jnp.float32)
+    logits = np.asarray(lm_head(setups.weights("llama"), CONFIG, final), np.float64)
+    np.testing.assert_allclose(found["log_normaliser"], np.log(np.exp(logits).sum(-1)), rtol=1e-5)
+    np.testing.assert_array_equal(found["likeliest"], np.argsort(-logits, -1)[..., :3])
+    assert found["likeliest"].dtype == np.int32 and found["log_normaliser"].dtype == np.float32
+    for changes, message in (
+        ({"layers": (0,), "likeliest": 3}, r"with another layers, \(0, 1\) there and \(0,\) here"),
+        ({"layers": (0, 1), "likeliest": 4}, r"with another likeliest, 3 there and 4 here"),
+        ({}, r"with another layers, \(0, 1\) there and \(\) here"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(tmp_path, rows, dtype, **changes)
+
+
+def test_a_cache_from_before_there_were_streams_is_read(tmp_path):
+    build(tmp_path)
+    path = tmp_path / "manifest.json"
+    there = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in there.items() if k not in ("layers", "likeliest")}))
+    assert build(tmp_path)[1] == []
 
 
 def test_no_cache_is_none():
@@ -101,7 +146,7 @@ def test_a_build_that_broke_off_continues(tmp_path, monkeypatch):
     assert "3.84 KB of it are there" in lines[0] and lines[-1].startswith("features: 6 rows written")
     assert (folder / "features-00000.npy").stat().st_mtime_ns == first
     every = np.arange(NUM)
-    np.testing.assert_array_equal(resumed.take(every), whole.take(every))
+    np.testing.assert_array_equal(resumed.take(every)["hidden"], whole.take(every)["hidden"])
     assert build(folder)[1] == []  # complete: nothing is computed, nothing is said
     assert not list(folder.glob(".*.tmp"))
 

@@ -1,12 +1,20 @@
-"""What changing a trained drafter starts from: rows to use, the last tenth held out; a result that is there already."""
+"""What changing a trained drafter starts from: rows to use, the last tenth held out; a result that is there already;
+a trunk that begins as the target's last layers."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
+from support import training
 
-from hsd_jax.train import trained
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.models.target import init_target
+from hsd_jax.train import drafter, trained
 from hsd_jax.train.rows import Rows
+from hsd_jax.train.trained import begun_with_target
 
 
 @pytest.mark.parametrize(("num", "used", "held_out"), [(25, 23, 2), (2, 1, 1)])
@@ -32,3 +40,53 @@ def test_one_row_is_too_few(monkeypatch):
 def test_a_result_is_not_written_over(tmp_path):
     with pytest.raises(ValueError, match="is there already; choose another folder"):
         trained.read_drafter_of(None, "no-drafter", tmp_path)
+
+
+# --- a trunk that begins as the target's last layers ------------------------------------------------------------------
+
+
+def begun(target_config=training.TARGET, **changes):
+    """A drafter of random weights, the same begun with its target, and that target."""
+    config = drafter.drafter_config(dataclasses.replace(training.MODEL, **changes), target_config)
+    fresh = training.random_weights(init_drafter, config, 1)
+    target = training.random_weights(init_target, target_config, 2)
+    return fresh, begun_with_target(fresh, config, target, target_config), target
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_trunk_begins_as_the_last_layers(offset):
+    target_config = dataclasses.replace(training.TARGET, norm_offset=offset, num_layers=3)
+    fresh, found, target = begun(target_config, num_layers=2, intermediate_size=None)
+    assert found.fresh == [] and found.dropped == []
+    for own, theirs in (("layer_0", "layer_1"), ("layer_1", "layer_2")):
+        for norm in ("attn_norm", "mlp_norm"):
+            layer, of_target = found.weights["trunk"][own], target[theirs]
+            np.testing.assert_allclose(layer[norm]["weight"], of_target[norm]["weight"] + offset)
+        jax.tree.map(np.testing.assert_array_equal, layer["attn"], of_target["attn"])
+        jax.tree.map(np.testing.assert_array_equal, layer["mlp"], of_target["mlp"])
+    np.testing.assert_allclose(found.weights["output_norm"]["weight"], target["final_norm"]["weight"] + offset)
+    rest = fresh["trunk"]["embedding_in"], fresh["injector"]
+    now = found.weights["trunk"]["embedding_in"], found.weights["injector"]
+    jax.tree.map(np.testing.assert_array_equal, now, rest)
+
+
+def test_a_trunk_of_other_sizes_begins_with_what_fits():
+    fresh, found, target = begun(intermediate_size=32)
+    assert found.fresh == [f"['trunk']['layer_0']['mlp']['{name}']['kernel']" for name in ("down", "gate", "up")]
+    layer = found.weights["trunk"]["layer_0"]
+    jax.tree.map(np.testing.assert_array_equal, layer["attn"], target["layer_1"]["attn"])
+    jax.tree.map(np.testing.assert_array_equal, layer["mlp"], fresh["trunk"]["layer_0"]["mlp"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 3}, r"a hidden drafter has 3 trunk layers; allowed are 1 to the target's 2"),
+        ({"kind": "medusa", "rank": 128}, r"a medusa drafter has 0 trunk layers"),
+        ({"head_dim": 4}, r"no weight of the target's last layer has .* model\.num_heads=4, num_kv_heads=2"),
+    ],
+    ids=str,
+)
+def test_a_trunk_that_the_target_has_no_layer_for(changes, message):
+    with pytest.raises(ValueError, match=message):
+        begun(**changes)

@@ -1,0 +1,85 @@
+"""A part of the vocabulary for the loss of a step: the tokens the target finds likely there, and a weighted sample.
+
+The logits of a step are states times columns, and most columns have next to no probability anywhere. So a step may keep
+S of the C columns. The target's likeliest tokens are always among them; of the others so many are drawn without
+replacement, frequent ones more often, and every sum over columns weighs a column with one over its chance to be drawn
+(Horvitz and Thompson). That chance is exact given the threshold of the draw (Duffield, Lund, Thorup, "Priority sampling
+for estimation of arbitrary subset sums", JACM 2007; with Gumbel noise: Kool, van Hoof, Welling, arXiv:1903.06059,
+section 4.2). So the estimate of the partition function has no bias, and neither has that of a sum whose terms do not
+depend on the sample. It is the logQ correction of sampled softmax (Bengio and Senecal 2008; Jean et al.,
+arXiv:1412.2007) with chances in place of proposal probabilities: log(1 / chance) is added to a logit before the
+softmax. The logarithm of the estimate has a bias, which vanishes as the sample grows.
+
+The target's own distribution is not estimated: its normaliser over the whole vocabulary is known. Knows no divergence.
+Read next: `losses.py`, which weighs, and `drafter.py`, which draws.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from hsd_jax.config import ModelConfig
+from hsd_jax.models.target import lm_head
+from hsd_jax.train.heads import LARGEST_WHOLE, Said
+from hsd_jax.types import Weights
+
+HEAD_START = 50.0
+"""What certain columns have before the others, in nats of their rate: more than noise and frequencies span. Where they
+alone are more than the sample holds, they are drawn among themselves, weighted like all."""
+
+
+class Sample(NamedTuple):
+    """Columns of a step, and what sums over them are to be weighed with."""
+
+    columns: Int[Array, "S"]
+    """Ascending."""
+    log_weight: Float[Array, "S"]
+    """Minus the log of the chance that the column is drawn."""
+
+
+def said_by(weights: Weights, config: ModelConfig, hidden: Float[Array, "... H"], count: int) -> Said:
+    """The `count` likeliest tokens after final states, and the normaliser of all logits.
+
+    Logits are there for some places at a time, as `heads.LARGEST_WHOLE` allows.
+    """
+
+    def of_one(state: Float[Array, "H"]) -> Said:
+        logits = lm_head(weights, config, state).astype(jnp.float32)
+        return Said(jax.nn.logsumexp(logits, -1), lax.top_k(logits, count)[1].astype(jnp.int32))
+
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    at_once = max(1, LARGEST_WHOLE // config.vocab_size)
+    said = jax.vmap(of_one)(flat) if len(flat) <= at_once else lax.map(of_one, flat, batch_size=at_once)
+    return jax.tree.map(lambda x: x.reshape(*hidden.shape[:-1], *x.shape[1:]), said)
+
+
+def likely_somewhere(
+    likeliest: Int[Array, "B T k"], positions: Int[Array, "B A K"], mask: Bool[Array, "B A K"], vocab_size: int
+) -> Bool[Array, "V"]:
+    """Which tokens are among the likeliest at one of the positions that count."""
+    batch, length = likeliest.shape[:2]
+    row = jnp.arange(batch)[:, None]
+    is_used = jnp.zeros((batch, length), bool).at[row, positions.reshape(batch, -1)].max(mask.reshape(batch, -1))
+    tokens = jnp.where(is_used[:, :, None], likeliest, vocab_size)
+    return jnp.zeros(vocab_size, bool).at[tokens.reshape(-1)].set(True, mode="drop")
+
+
+def draw(key: jax.Array, is_certain: Bool[Array, "C"], frequency: Float[Array, "C"], size: int) -> Sample:
+    """`size` columns without replacement, the certain ones first, the others in proportion to `frequency` at first.
+
+    Consumes the key. All columns, with weight 1, if there are no more than `size`.
+    """
+    num = len(is_certain)
+    if size >= num:
+        return Sample(jnp.arange(num), jnp.zeros(num))
+    rate = jnp.log(frequency) + jnp.where(is_certain, HEAD_START, 0.0)
+    scores, columns = lax.top_k(rate + jax.random.gumbel(key, (num,)), size + 1)
+    columns = jnp.sort(columns[:size])
+    # A column is in the sample if its noisy rate is above that of the best one left out.
+    chance = -jnp.expm1(-jnp.exp(rate[columns] - scores[size]))
+    return Sample(columns, -jnp.log(chance))

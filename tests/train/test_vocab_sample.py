@@ -1,0 +1,209 @@
+"""A loss over a sample of the vocabulary is the whole one in the mean, and the whole one where the sample is all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.training import ALL, ROWS, TARGET, batch_of, graded, jit, make, random_rows, read_rows, some_mask
+
+from hsd_jax.train import drafter, frequent_tokens, losses, vocab_sample
+
+HOT = tuple(range(0, 29, 2))
+FREQUENCY = jnp.asarray(1000.0 / np.arange(1, 31), jnp.float32)
+
+
+def flat(grad) -> np.ndarray:
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(grad)])
+
+
+# --- the draw ---------------------------------------------------------------------------------------------------------
+
+
+def test_sums_over_samples_have_no_bias():
+    """2,000 draws of 10 of 30 columns; a mean further off than 5 standard errors is chance once in a million."""
+    is_certain = jnp.zeros(30, bool).at[jnp.array([3, 29])].set(True)
+    terms = np.random.default_rng(0).normal(size=30).astype(np.float32)
+    draw = jax.jit(jax.vmap(lambda key: vocab_sample.draw(key, is_certain, FREQUENCY, 10)))
+    columns, log_weight = map(np.asarray, draw(jax.random.split(jax.random.key(0), 2000)))
+    assert (np.diff(columns, axis=1) > 0).all() and log_weight.min() >= 0
+    for certain in (3, 29):
+        at = columns == certain
+        assert (at.sum(1) == 1).all() and (log_weight[at] == 0).all()
+    estimates = np.stack([(np.exp(log_weight) * values[columns]).sum(1) for values in (terms, np.ones(30))])
+    off = estimates.mean(1) - [terms.sum(), 30]
+    assert (np.abs(off) < 5 * estimates.std(1) / 2000**0.5).all()
+    often = [(columns == column).any(1).mean() for column in (0, 10, 28)]
+    assert often[0] > often[1] > often[2] > 0
+
+
+def test_more_certain_columns_than_the_sample_holds():
+    """They are drawn among themselves, each for as many as it stands for."""
+    is_certain = jnp.arange(30) < 20
+    sample = vocab_sample.draw(jax.random.key(1), is_certain, jnp.ones(30), 10)
+    assert sample.columns.max() < 20 and sample.log_weight.min() > 0
+    np.testing.assert_allclose(jnp.exp(sample.log_weight).sum(), 20, rtol=0.5)
+
+
+def test_a_sample_of_everything():
+    sample = vocab_sample.draw(jax.random.key(0), jnp.zeros(30, bool), FREQUENCY, 30)
+    np.testing.assert_array_equal(sample.columns, np.arange(30))
+    assert not sample.log_weight.any()
+
+
+def test_what_is_likely_somewhere_counts_where_it_is_drafted():
+    likeliest = jnp.array([[[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 1], [0, 2]]])
+    positions, mask = jnp.array([[[0, 2]], [[1, 1]]]), jnp.array([[[True, False]], [[False, True]]])
+    found = vocab_sample.likely_somewhere(likeliest, positions, mask, 11)
+    assert np.flatnonzero(found).tolist() == [1, 2, 9]
+
+
+def test_the_target_is_asked_a_few_places_at_a_time(monkeypatch):
+    _, _, frozen = make()
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 24)), jnp.float32)
+    whole = vocab_sample.said_by(frozen, TARGET, hidden, 3)
+    logits = np.asarray(hidden @ frozen["embedding"].T)
+    np.testing.assert_array_equal(whole.likeliest, np.argsort(-logits, -1)[..., :3])
+    np.testing.assert_allclose(whole.log_normaliser, np.log(np.exp(logits).sum(-1)), rtol=1e-5)
+    monkeypatch.setattr(vocab_sample, "LARGEST_WHOLE", 4 * 29)  # ten places: twice four, and two
+    parts = vocab_sample.said_by(frozen, TARGET, hidden, 3)
+    np.testing.assert_array_equal(parts.likeliest, whole.likeliest)
+    np.testing.assert_allclose(parts.log_normaliser, whole.log_normaliser, rtol=1e-6)
+
+
+def test_frequencies_leave_no_token_out():
+    found = frequent_tokens.smoothed(np.array([2, 0, 2]), 4)
+    assert found.tolist() == [2, 1, 3, 1]
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", losses.DIVERGENCES)
+def test_divergences_over_all_columns_with_weight_one(name):
+    target, draft = (jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(2, 4, 9)).astype(np.float32))
+    ids = jnp.arange(9)
+    said = jax.nn.logsumexp(target, -1), jnp.argmax(target, -1)
+    told = losses.told_of_sample(target, *said, ids, jnp.zeros(9))
+    np.testing.assert_allclose(losses.named(name)(told, draft), losses.named(name)(target, draft), rtol=1e-5)
+    doubled = told._replace(log_weight=jnp.full(9, np.log(2.0)))  # each stands for itself and a twin
+    assert abs(losses.named(name)(doubled, draft) - losses.named(name)(target, draft)).max() > 0.01
+
+
+@pytest.mark.parametrize(("hot", "changes"), [(None, {}), (HOT, {"trunk": "parallel", "injection": "path"})], ids=str)
+def test_a_sample_of_the_whole_vocabulary_is_the_whole_loss(hot, changes):
+    _, weights, frozen = make(**changes)
+    if hot is not None:
+        weights["injector"]["bias"] = weights["injector"]["bias"][jnp.asarray(hot)]
+    batch = batch_of(random_rows(), some_mask("half"))
+    (wanted, metrics), (wanted_grad, _) = graded(ALL, hot, **changes)(weights, frozen, batch)
+    everything = dataclasses.replace(ALL, sample=29 if hot is None else len(hot))
+    (found, own), (grad, to_target) = graded(everything, hot, **changes)(weights, frozen, batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    scale = np.abs(flat(wanted_grad)).max()
+    np.testing.assert_allclose(flat(grad), flat(wanted_grad), rtol=1e-4, atol=1e-5 * scale)
+    assert not np.any(flat(to_target))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), own, metrics)
+
+
+def test_the_gradient_goes_to_the_whole_one_as_the_sample_grows():
+    """Mean distance over 24 seeds from the whole gradient, and of the mean gradient."""
+    _, weights, frozen = make()
+    weights = jax.tree.map(lambda x: 0.3 * x, weights)
+    batch = batch_of(random_rows(), some_mask("half"))
+    whole = flat(graded()(weights, frozen, batch)[1][0])
+    near, of_mean = [], []
+    for size in (20, 24, 28):
+        call = graded(dataclasses.replace(ALL, sample=size, likeliest=1))
+        grads = np.stack([flat(call(weights, frozen, batch, seed=seed)[1][0]) for seed in range(24)])
+        near.append(np.linalg.norm(grads - whole, axis=1).mean() / np.linalg.norm(whole))
+        of_mean.append(np.linalg.norm(grads.mean(0) - whole) / np.linalg.norm(whole))
+    assert near[0] > near[1] > near[2] and near[2] < 0.2
+    assert all(mean < 0.5 * one for mean, one in zip(of_mean, near, strict=True))
+
+
+def test_what_a_cache_holds_stands_in_for_the_target():
+    """The same sampled loss, from a target whose layers could not be run and whose whole head is not asked."""
+    config, weights, frozen = make(feature_layers=(0, 1))
+    loss_config = dataclasses.replace(ALL, sample=20, likeliest=3)
+    batch = batch_of(random_rows(), some_mask("half"))
+    call = graded(loss_config, feature_layers=(0, 1))
+    (wanted, _), (wanted_grad, _) = call(weights, frozen, batch)
+    output, _, _ = read_rows({"target": frozen, "drafter": weights}, config, batch["tokens"])
+    said = vocab_sample.said_by(frozen, TARGET, output.hidden, 3)
+    cached = {"hidden": jnp.concatenate([output.hidden, *output.features], -1), **said._asdict()}
+    broken = {k: v if k == "embedding" else jax.tree.map(lambda x: x * jnp.nan, v) for k, v in frozen.items()}
+    (found, _), (grad, _) = call(weights, broken, batch | cached)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    scale = np.abs(flat(wanted_grad)).max()
+    np.testing.assert_allclose(flat(grad), flat(wanted_grad), rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sample": 0}, r"loss\.sample=0: allowed are whole numbers from 1"),
+        ({"likeliest": 0}, r"loss\.likeliest=0: allowed are whole numbers from 1"),
+        ({"sample": 9, "on_policy": 0.5}, r"loss\.sample=9: with loss\.on_policy=0\.5"),
+        ({"sample": 30}, r"loss\.sample=30: allowed are 1 to the 29 tokens that may be drafted"),
+        ({"sample": 9, "likeliest": 30}, r"loss\.likeliest=30: the target has 29 tokens"),
+    ],
+    ids=str,
+)
+def test_samples_that_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        drafter.make_loss(TARGET, make()[0], drafter.LossConfig(**changes))
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes", [{"trunk": "parallel"}, {}, {"kind": "medusa", "rank": 128}], ids=["parallel", "recurrent", "medusa"]
+)
+def test_a_stage_is_a_shallower_drafter(changes):
+    config, weights, frozen = make(**changes)
+    loss_config = dataclasses.replace(ALL, stages=(drafter.Stage(5, 3, 2), drafter.Stage(9, 9)))
+    (until, early), (last, late) = drafter.make_stages(TARGET, config, loss_config)
+    assert (until, last) == (5, 9)
+    rest = frozen, batch_of(random_rows(), some_mask("half")), jax.random.key(0), jnp.int32(0)
+    (found, metrics), grad = jit(jax.value_and_grad(early, has_aux=True))(weights, *rest)
+    shallow = dataclasses.replace(config, num_steps=2)
+    cut = dict(weights)
+    if "slots" in weights.get("trunk", {}):
+        cut["trunk"] = {**weights["trunk"], "slots": weights["trunk"]["slots"][:1]}
+        assert not np.any(grad["trunk"]["slots"][1:]) and np.any(grad["trunk"]["slots"][:1])
+    if "heads" in weights:
+        cut["heads"] = jax.tree.map(lambda x: x[: 2 * TARGET.hidden_size], weights["heads"])
+    few = dataclasses.replace(ALL, anchors_per_row=3)
+    np.testing.assert_allclose(found, jit(drafter.make_loss(TARGET, shallow, few))(cut, *rest)[0], rtol=1e-6)
+    assert len(metrics["acceptance"]) == 2 and ROWS == 4
+    whole = jit(drafter.make_loss(TARGET, config, ALL))(weights, *rest)[0]
+    np.testing.assert_allclose(jit(late)(weights, *rest)[0], whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stages": [{"until": 5}]}, r"missing key 'anchors_per_row'"),
+        ({"stages": [{"until": 0, "anchors_per_row": 1}]}, r"loss\.stages\.0\.until=0: allowed are"),
+        ({"stages": [{"until": 5, "anchors_per_row": 1, "num_steps": 1}]}, r"num_steps=1: allowed are"),
+        ({"stages": [{"until": 5, "anchors_per_row": 1}] * 2}, r"loss\.stages: end with the steps \[5, 5\]"),
+        (
+            {"stages": [{"until": 5, "anchors_per_row": 1, "num_steps": 4}]},
+            r"loss\.stages\.0\.num_steps=4: allowed are 2 to model\.num_steps, 3, and null",
+        ),
+        (
+            {"max_age": 2, "stages": [{"until": 5, "anchors_per_row": 1, "num_steps": 2}]},
+            r"loss\.stages\.0\.num_steps=2: allowed are 3 to model\.num_steps, 3, and null",
+        ),
+    ],
+    ids=str,
+)
+def test_stages_that_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        recipe = drafter.DrafterRecipe.from_dict({"loss": values}, "r.yaml")
+        drafter.make_stages(TARGET, make()[0], recipe.loss)
