@@ -6,8 +6,8 @@
 
 `throughput`: requests with limits drawn from 8 to 256 tokens, once as `decode` in batches of as many rows as there are
 slots, once through a session, in turns. The ideal gain is replayed: the rounds that each request took in the batches,
-the seconds of a round with 1, 2, ... busy rows of a session that decodes as the batches did, and those of reading the
-prompts, as measured here, without any other cost.
+the seconds of a round with 1, 2, ... busy rows of a session that decodes as the batches did, and those of a session
+that reads the prompts and does nothing else, as measured here.
 `gap`: seven rows run; a prompt of 1,500 tokens comes in: the longest time between two pieces of a row that runs,
 beside a chunk and a round alone. `busy`: the seconds of a round by busy rows, of 16 slots and of a batch of as many.
 Prints JSON, a record a line.
@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 import hsd_jax
@@ -102,7 +103,7 @@ def round_seconds(
 
 
 def read_seconds(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int, **settings: Any) -> float:
-    """Of reading the prompts, one after the other."""
+    """Of reading the prompts, one after the other, each put into a slot."""
     with Session(params, slots=slots, **settings) as session:
         for _ in session.generate([one | {"max_new_tokens": 0} for one in requests[: slots + 1]]):
             pass
@@ -190,17 +191,13 @@ def gap(params: hsd_jax.Params, args: argparse.Namespace) -> None:
 
 
 def longest_chunk(params: hsd_jax.Params, words: list[int]) -> float:
-    """Seconds of the last chunk of a prompt, whose attention sees all before it: of reading the prompt with it, less
-    without."""
+    """Seconds of the longest chunk of a prompt, alone."""
     with Session(params, slots=8) as session:
-
-        def reading(num: int) -> float:
-            session.admit(words[:num], 0)
-            return timed(lambda: session.step())
-
-        fewer = len(words) - session.setup.decoder.chunk
-        reading(len(words))
-        return statistics.median(reading(len(words)) - reading(fewer) for _ in range(3))
+        session.admit(words, 0)
+        times = []
+        while session._reading is None or session._reading.num_left:  # what `step` does where no row runs
+            times.append(timed(lambda: (session._read_chunk(), jax.block_until_ready(session._reading.state.length))))
+        return max(times[2:])  # the first two may have compiled
 
 
 def busy(params: hsd_jax.Params, args: argparse.Namespace) -> None:

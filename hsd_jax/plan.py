@@ -315,8 +315,8 @@ def costs_of(
 
     Args:
       ends_early: chains may.
-      tries_for: slots of caches, where drafts are only tried while few rows are busy: as long as the plan of a batch of
-        so many has a tree.
+      tries_for: slots of caches, where drafts are only tried while few rows are busy: up to the first number of rows
+        for whose greedy batch no tree would be chosen.
     """
     return _costs(cost_model(params), batch, tree, ends_early, tries_for)
 
@@ -347,5 +347,5 @@ def _costs(model: CostModel, batch: int, tree: TreeConfig, ends_early: bool, tri
     costs = model.costs(batch, tree, first_trust(model.drafter), ends_early)
     if tries_for is None:
         return costs
-    has_tree = [_chosen_before(model, max(rows, 1), tries_for, BETWEEN).tree is not None for rows in range(batch + 1)]
+    has_tree = [_chosen_before(model, max(rows, 1), tries_for, 0.0).tree is not None for rows in range(batch + 1)]
     return dataclasses.replace(costs, worth_trying=jax.device_put(np.logical_and.accumulate(has_tree)))

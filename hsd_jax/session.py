@@ -3,7 +3,8 @@
 `decode` and `stream` are sessions of one batch, `hsd generate-data` and evaluation sessions of many requests. The host
 does four things over and over: it puts a row whose prompt is read into its slot, calls the loop, lets the device read a
 chunk of a waiting prompt behind it, into a state of its own, and takes down what the rows have got. Only the last waits
-for the device: the chunk is read while answers are handed out and requests come in. Read next: `infer/decode.py`, whose
+for the device, on one process for the rounds alone: the chunk is read while answers are handed out and requests come
+in. Read next: `infer/decode.py`, whose
 loop runs the rounds, and `infer/rows.py`, which says what a row is.
 """
 
@@ -26,12 +27,12 @@ from hsd_jax import sharding as sharding_lib
 from hsd_jax.arguments import Prompt, Row, Sampling, arrays_of, rows_of
 from hsd_jax.config import TreeConfig
 from hsd_jax.distributed import check_same, fetch, put
-from hsd_jax.infer.decode import STRETCH, UNBOUNDED, Rows, larger
+from hsd_jax.infer.decode import STRETCH, UNBOUNDED, Rows
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.kernels.native import traced_platform
 from hsd_jax.models.placement import check_free
 from hsd_jax.params import Params
-from hsd_jax.plan import Plan
+from hsd_jax.plan import Plan, rates_here
 from hsd_jax.request import (
     AUTO,
     MOST_LOOKAHEAD,
@@ -195,7 +196,8 @@ class Session:
         multiple = sharding_lib.rows_multiple(params.mesh)
         num_rows = -(-slots // multiple) * multiple
         setup = set_up(params, speculation, num_rows, num_rows, SMALLEST_CAPACITY, 0.0)
-        if setup.plan.tree is None and setup.plan.is_chosen:  # where few slots are busy, drafts may pay
+        if setup.plan.tree is None and setup.plan.is_chosen and rates_here(params.mesh is None).skips_rows:
+            # Where few slots are busy, drafts may pay.
             setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0)
         known = params.pair, params.dtype, params.precision, slots, max_len, speculation, setup.plan
         check_same("models and settings of the session", repr(known))
@@ -213,8 +215,8 @@ class Session:
         self.rows: Rows | None = None
         """State, settings and limits of all slots, on the device; None before the first row comes."""
         self.prefill_seconds = self.decode_seconds = 0.0
-        """Wall time so far, compilations included: of prompts that were read together; of calls of the loop, and of
-        the prompts that were read beside them."""
+        """Wall time so far, compilations included: of prompts that were read together, as `decode` reads them; and of
+        calls of the loop with what was read beside them."""
         self._num_rows, self._lock = num_rows, threading.Lock()
         self._at: list[_Open | None] = [None] * slots
         self._open: dict[int, _Open] = {}
@@ -422,12 +424,12 @@ class Session:
     def _step(self, rounds: int) -> None:
         has_ended = False
         while not has_ended and rounds > 0:
-            if self._reading is not None and not self._reading.num_left:
-                has_ended = self._insert()
+            if self._reading is not None and not self._reading.num_left and self._insert():
+                return
             num, is_reading = self.num_running, bool(self._waiting) or self._reading is not None
             if num:
                 now = 1 if is_reading else rounds
-                has_ended |= self.run(now, num, beside=self._read_chunk if is_reading else None)
+                has_ended = self.run(now, num, beside=self._read_chunk if is_reading else None)
                 rounds -= now if rounds < UNBOUNDED else 0
             elif is_reading:
                 self._read_chunk()
@@ -448,7 +450,10 @@ class Session:
         start, setup, has_ended = time.perf_counter(), self.setup, False
         models = setup.held if loop is None else setup.models
         while True:
-            state, sampling, limits = self._with_room()
+            assert self.rows is not None, "a row has come in"
+            state, sampling, limits = self.rows
+            longest = max((request.length for request in self._requests() if request.is_running), default=0)
+            state = setup.decoder.with_room(state, longest, self._largest)
             state = setup.decoder.run(models, sampling, limits, state, rounds, setup.costs, least_live, loop)
             self.rows = state, sampling, limits
             if beside is not None:
@@ -457,15 +462,6 @@ class Session:
             if rounds < UNBOUNDED or self.num_running < least_live:
                 self.decode_seconds += time.perf_counter() - start
                 return has_ended
-
-    def _with_room(self) -> Rows:
-        """The rows, in larger caches if one has filled its own."""
-        assert self.rows is not None, "a row has come in"
-        state, *settings = self.rows
-        longest = max((request.length for request in self._requests() if request.is_running), default=0)
-        if longest + self.setup.decoder.lookahead <= state.cache.capacity:
-            return self.rows
-        return self.setup.decoder.grow(state, larger(state.cache.capacity, self._largest)), *settings
 
     def _look(self) -> bool:
         """Takes down what rows have got; whether one has ended."""

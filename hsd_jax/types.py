@@ -188,7 +188,7 @@ class Costs:
     level_seconds: Float[Array, "B+1"] | None = None
     """Seconds to draft one level for 0, 1, ... rows; None: chains grow to their full depth."""
     worth_trying: Bool[Array, "B+1"] | None = None
-    """Whether 0, 1, ... rows that go on should draft at all, by the plans of batches; None: always."""
+    """Whether 0, 1, ... rows that go on should draft at all, by the plans of greedy batches; None: always."""
 
 
 @flax.struct.dataclass

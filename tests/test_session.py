@@ -19,9 +19,10 @@ from support.calls import cut
 from support.toy import VOCAB
 
 import hsd_jax
+from hsd_jax import plan as plan_lib
 from hsd_jax import request as request_lib
 from hsd_jax import session as session_lib
-from hsd_jax.config import NO_REUSE
+from hsd_jax.config import NO_REUSE, TreeConfig
 from hsd_jax.infer import rows as row_lib
 from hsd_jax.infer.step import advance
 from hsd_jax.kernels import native
@@ -293,8 +294,8 @@ def test_a_request_may_take_its_time_and_is_taken_piece_by_piece(plain):
 
 
 def test_drafts_are_made_while_few_rows_are_busy():
-    """As the plans of batches say, here for one row alone: in the round beside which the other's prompt is read, and when
-    one has ended."""
+    """As the plans of batches say, here for one row alone: in the round beside which the other's prompt is read, and
+    when one has ended."""
     params, opened = params_of("beam")
     with Session(params, slots=2, adaptive=True, tree=opened["tree"]) as session:
         costs = dataclasses.replace(session.setup.costs, worth_trying=jnp.asarray([True, True, False]))
@@ -326,14 +327,38 @@ def test_cancelled_at_every_stage(plain):
         session.cancel(reads)
         taken = session.take(reads)
         assert (taken.finish_reason, len(taken.tokens), taken.stats) == ("cancelled", 0, None)
+        read = session.admit([5, 6, 7], 20)
+        session.step(rounds=1)  # its only chunk; it has not come in
+        session.cancel(read)
+        assert session.take(read).stats is None
         session.cancel(runs)
         assert session.num_free == 3
         session.step()
         assert session.rows[0].done.all()  # nobody's prompt is read on
         again = session.admit(long, 9, eos=())
         taken = session.take(runs)
-        assert taken.tokens.tolist() == text_of(roomy, [1, 2], 20)[:3] and taken.stats.num_tokens == 3
+        assert taken.tokens.tolist() == text_of(roomy, [1, 2], 20)[:4] and taken.stats.num_tokens == 4
         assert finish(session, again)[0] == text_of(roomy, long, 9)
+
+
+def test_a_row_without_tokens_ends_a_step(plain):
+    with Session(plain, slots=2) as session:
+        long = session.admit([1, 2], 40, eos=())
+        session.step(rounds=2)
+        none = session.admit([3, 4], 0)
+        session.step()
+        assert session.take(none).finish_reason == "length" and session.take(long).finish_reason is None
+
+
+def test_few_rows_draft_where_their_batch_would():
+    """Of the plans of greedy batches, up to the first without a tree; one row always has one."""
+    params, _ = params_of("beam")
+    model = plan_lib.cost_model(params)
+    costs = plan_lib.costs_of(params, 3, TreeConfig.chain(2), tries_for=512)
+    tree_of = [plan_lib.choose(model, rows, 512, 0.0).tree for rows in (1, 2, 3)]
+    expected = [tree_of[0] is not None] + [all(tree_of[:num]) for num in (1, 2, 3)]
+    assert np.asarray(costs.worth_trying).tolist() == expected
+    assert plan_lib.costs_of(params, 3, TreeConfig.chain(2)).worth_trying is None
 
 
 WRONG = [

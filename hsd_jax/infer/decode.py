@@ -103,18 +103,16 @@ def make_begin(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.flo
     return begin
 
 
-def chunk_size() -> int:
-    """Tokens of a prompt that a pass of a prefill reads, in a program that is traced now."""
-    return CHUNK_OF_KERNELS if native.is_on() else CHUNK
-
-
-def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.float32) -> Callable:
+def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache_dtype=jnp.float32) -> Callable:
     """`prefill(models, tokens [B, P], length [B], keys, limits, num_chunks, state, costs, capacity=, max_tokens=)`.
 
     Prompts are read in chunks against the cache, so memory is linear in P and the time follows the longest prompt, not
     P. A call reads so many chunks and returns a `DecodeState`; a call that is given it as `state` goes on from there.
     A prompt's last token stays out of the cache: it is the root of the first round. So nothing is sampled here,
     and the invariant cached positions = committed tokens - 1 holds from the start.
+
+    Args:
+      chunk: tokens of a row that a pass reads, at most.
     """
     begin = make_begin(config, drafter, cache_dtype)
 
@@ -132,17 +130,16 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
         max_tokens: int,
     ) -> DecodeState:
         models: dict = given.tree() if isinstance(given, Held) else given
-        num = tokens.shape[1]
-        chunk = min(num, chunk_size())
-        if num % chunk:
-            raise ValueError(f"prompts padded to {num} tokens: expected a multiple of {chunk}")
+        num, size = tokens.shape[1], min(tokens.shape[1], chunk)
+        if num % size:
+            raise ValueError(f"prompts padded to {num} tokens: expected a multiple of {size}")
         aux_layers = () if drafter is None else drafter.aux_layers
         next_tokens = jnp.roll(tokens, -1, 1)
 
         def read(index: Array, carry):
             cache, drafter_state = carry
-            start = index * chunk
-            now, following = (lax.dynamic_slice_in_dim(x, start, chunk, 1) for x in (tokens, next_tokens))
+            start = index * size
+            now, following = (lax.dynamic_slice_in_dim(x, start, size, 1) for x in (tokens, next_tokens))
             # XLA drops the logits, which nobody reads.
             output, cache = read_chunk(models["target"], config, cache, now, start, length - 1, aux_layers=aux_layers)
             if drafter is not None:
@@ -151,7 +148,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, cache_dtype=jnp.f
 
         if state is None:
             state = begin(tokens, length, keys, limits, costs, capacity=capacity, max_tokens=max_tokens)
-        first, after_last = -(-jnp.max(state.cache.length) // chunk), -(-jnp.max(length - 1) // chunk)
+        first, after_last = -(-jnp.max(state.cache.length) // size), -(-jnp.max(length - 1) // size)
         end = jnp.minimum(first + num_chunks, after_last)
         cache, drafter_state = lax.fori_loop(first, end, read, (state.cache, state.drafter))
         if drafter is not None and drafter.ready is not None:
@@ -296,11 +293,12 @@ class Decoder:
         self.drafter = drafter
         self._slots = functools.partial(cache_lib.layer_slots, config)
         self._tracing = precision, use_native, mesh
-        self.chunk = traced_with(*self._tracing, chunk_size)()
+        with native.enabled(use_native and mesh is None):
+            self.chunk = CHUNK_OF_KERNELS if native.is_on() else CHUNK
         sizes = ("capacity", "max_tokens")
         self.begin = self.compile(make_begin(config, drafter, cache_dtype), static_argnames=sizes)
         self.prefill = self.compile(
-            make_prefill(config, drafter, cache_dtype), static_argnames=sizes, donate_argnames="state"
+            make_prefill(config, drafter, self.chunk, cache_dtype), static_argnames=sizes, donate_argnames="state"
         )
         self.insert = self.compile(insert, donate_argnums=0)
         self.clear = self.compile(row_lib.cleared, donate_argnums=0)
@@ -322,6 +320,17 @@ class Decoder:
             cache=cache_lib.grow(state.cache, capacity, self._slots(capacity)),
             drafter=drafter_state,
         )
+
+    def with_room(self, state: DecodeState, longest: int, most_slots: int = UNBOUNDED) -> DecodeState:
+        """The state, in larger caches if it has a row that goes on and has filled its own.
+
+        Args:
+          longest: tokens of the longest row that goes on.
+          most_slots: of the largest caches, enough for any row.
+        """
+        if longest + self.lookahead <= state.cache.capacity:
+            return state
+        return self.grow(state, larger(state.cache.capacity, most_slots))
 
     hold = staticmethod(Held.of)
     """`hold(models)`: as `run` takes them the fastest."""
@@ -378,7 +387,7 @@ class Pace:
 
 
 def larger(capacity: int, most_slots: int) -> int:
-    """Slots of the next caches after full ones; `most_slots`: of the largest, enough for any row."""
+    """Slots of the next caches after full ones; `most_slots` as in `Decoder.with_room`."""
     return most_slots if 2 * GROWTH * capacity > most_slots else GROWTH * capacity
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from oracles import attention as oracle
-from support import toy
+from support import calls, toy
 
 from hsd_jax import sharding
 from hsd_jax.config import FULL, NO_REUSE, SLIDING, TreeConfig
@@ -318,7 +318,7 @@ def test_rings_decode_what_whole_caches_do(monkeypatch):
         decoder = Decoder(config, make_step(config, drafter, match_rule(3)), drafter, use_native=False)
         state = decoder.prefill(models, tokens, length, keys, limits, capacity=64, max_tokens=65)
         assert state.cache.keys[0].shape[2] == slots
-        state = decoder.run(models, settings, limits, state)
+        state = calls.run_loop(decoder, models, settings, limits, state)
         capacity = 64 if int((length + new).max()) < 60 else 256
         assert state.cache.capacity == capacity
         assert state.cache.keys[0].shape[2] == (capacity if slots == 64 else 32)

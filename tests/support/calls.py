@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.infer.decode import Decoder
+from hsd_jax.infer.decode import UNBOUNDED, Decoder
 from hsd_jax.types import NO_TOKEN, Costs, DecodeState, Limits, SamplingParams
 from support.toy import VOCAB
 
@@ -80,10 +80,28 @@ class Call:
         least_live: int = 1,
     ) -> DecodeState:
         _, _, _, limits, sampling = self.arrays()
-        return decoder.run(models, sampling, limits, state, num_rounds, costs=costs, least_live=least_live)
+        return run_loop(decoder, models, sampling, limits, state, num_rounds, costs, least_live)
 
     def run(self, decoder: Decoder, models: dict, capacity: int = CAPACITY, costs: Costs | None = None) -> DecodeState:
         return self.resume(decoder, models, self.start(decoder, models, capacity, costs), costs=costs)
+
+
+def run_loop(
+    decoder: Decoder,
+    models: dict,
+    sampling: SamplingParams,
+    limits: Limits,
+    state: DecodeState,
+    num_rounds: int = UNBOUNDED,
+    costs: Costs | None = None,
+    least_live: int = 1,
+) -> DecodeState:
+    """Calls of the loop as a session makes them: full caches grow."""
+    while True:
+        state = decoder.with_room(state, int(np.max(np.asarray(state.length) * ~np.asarray(state.done))))
+        state = decoder.run(models, sampling, limits, state, num_rounds, costs, least_live)
+        if num_rounds < UNBOUNDED or int(np.sum(~np.asarray(state.done))) < least_live:
+            return state
 
 
 def mixed_call(vocab: int = VOCAB, seed: int = 0) -> Call:
