@@ -72,10 +72,10 @@ def in_batches(
     return time.perf_counter() - start, rounds, tree
 
 
-def in_session(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int) -> float:
+def in_session(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int, speculate: bool = True) -> float:
     """Seconds."""
     start = time.perf_counter()
-    with Session(params, slots=slots) as session:
+    with Session(params, slots=slots, speculate=speculate) as session:
         for _ in session.generate(requests):
             pass
     return time.perf_counter() - start
@@ -132,11 +132,11 @@ def throughput(params: hsd_jax.Params, args: argparse.Namespace) -> None:
         for temperature in args.temperatures:
             requests = requests_of(params, args, temperature)
             warm = requests[: 2 * slots]
-            in_batches(params, warm, slots), in_session(params, warm, slots)
+            in_batches(params, warm, slots), in_session(params, warm, slots, args.speculate)
             times, rounds, tree = [], [], None
             for _ in range(args.repeats):
                 batches, rounds, tree = in_batches(params, requests, slots)
-                times.append((batches, in_session(params, requests, slots)))
+                times.append((batches, in_session(params, requests, slots, args.speculate)))
             same: dict[str, Any] = {"speculate": False} if tree is None else {"tree": tree, "adaptive": True}
             costs = round_seconds(params, requests, slots, **same)
             reading = read_seconds(params, requests, slots, **same)
@@ -149,6 +149,7 @@ def throughput(params: hsd_jax.Params, args: argparse.Namespace) -> None:
                     "slots": slots,
                     "temperature": temperature,
                     "requests": len(requests),
+                    "session_speculates": args.speculate,
                     "tokens": tokens,
                     "batches_tokens_a_second": tokens / batches,
                     "session_tokens_a_second": tokens / session,
@@ -234,6 +235,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, nargs="+", default=[16, 4])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--no-speculate", dest="speculate", action="store_false", help="sessions decode plainly")
     args = parser.parse_args()
     params = hsd_jax.load(args.target)
     say({"machine": hardware(), "target": args.target, "arithmetic": params.arithmetic})

@@ -4,8 +4,7 @@
 does four things over and over: it puts a row whose prompt is read into its slot, calls the loop, lets the device read a
 chunk of a waiting prompt behind it, into a state of its own, and takes down what the rows have got. Only the last waits
 for the device, on one process for the rounds alone: the chunk is read while answers are handed out and requests come
-in. Read next: `infer/decode.py`, whose
-loop runs the rounds, and `infer/rows.py`, which says what a row is.
+in. Read next: `infer/decode.py`, whose loop runs the rounds, and `infer/rows.py`, which says what a row is.
 """
 
 from __future__ import annotations
@@ -579,7 +578,7 @@ class Session:
         self.prefill_seconds += time.perf_counter() - start
 
     def _num_chunks(self, rows: Sequence[Row]) -> int:
-        """That a prefill reads these prompts in; a call of it for one that has no token to read."""
+        """In how many chunks a prefill reads these prompts; at least one, since its first call also makes the state."""
         return max(-(-(max(len(row.tokens) for row in rows) - 1) // self.setup.decoder.chunk), 1)
 
     def _read(self, given: _Given, capacity: int, state: DecodeState | None, num: int) -> DecodeState:

@@ -142,8 +142,9 @@ def train_drafter(
     loss, stages = drafter.make_loss(*of_loss), drafter.make_stages(*of_loss)
     with batches_of(rows, train, recipe.data, mesh, cached) as batches, journal_of(out, train, report) as journal:
         note, begin = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
-        places = shardings, place
-        params = fit(loss, params, frozen, batches, train, out, journal, *places, judge, note, begin, stages=stages)
+        params = fit(
+            loss, params, frozen, batches, train, out, journal, shardings, place, judge, note, begin, stages=stages
+        )
     if judge is None:
         _save(folder, drafter_config, params, draft_to_target)
     wait_for_all(f"{folder} is written")

@@ -162,6 +162,21 @@ def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path, standard_dt
     assert config.vocabulary_hash == target.tokenizer.vocabulary_hash
 
 
+def test_a_run_of_cheap_steps(files, tmp_path, standard_dtypes):
+    """Stages up to their last step, a sample of the columns, what the target says from a cache, its last layer to begin
+    with."""
+    loss = {"sample": 40, "stages": [{"until": 3, "anchors_per_row": 4, "num_steps": 2}]}
+    model = DRAFTER_VALUES["model"] | {"feature_layers": [0], "trunk_begins": "last_layer"}
+    values = DRAFTER_VALUES | {"model": model, "loss": loss, "features": {"cache": str(tmp_path / "cache")}}
+    recipe, lines = drafter.DrafterRecipe.from_dict(values, "recipe"), []
+    folder = run.train_drafter(files / "target", [files / "text.jsonl"], tmp_path / "run", recipe, report=lines.append)
+    log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [len(entry["acceptance"]) for entry in log if "eval" not in entry] == [2, 2, 2, 3]
+    assert "the trunk begins as the target's last layer; fresh in it: nothing" in lines
+    assert any(line.startswith("features: ") and " and 8 likeliest tokens" in line for line in lines)
+    assert drafter_files.read_drafter(folder)[0].feature_layers == (0,)
+
+
 @pytest.mark.slow
 def test_a_run_with_a_reduced_vocabulary(files, tmp_path, standard_dtypes):
     """From text to a folder that loads; coverage is reported of the labels and of the held-out texts."""
