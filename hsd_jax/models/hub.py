@@ -153,12 +153,13 @@ def _ask(name: str, revision: str | None) -> tuple[str, list[str]]:
 
     def ask() -> None:
         try:
-            answers.append(HfApi(endpoint=endpoint).model_info(name, revision=revision, timeout=ANSWER_SECONDS))
+            answers.append(HfApi(endpoint=endpoint).model_info(name, revision=revision, timeout=2 * ANSWER_SECONDS))
         except Exception as error:
             answers.append(error)
 
     # The library's limit holds for each read and each redirect, and for looking up a name there is none: all of them
-    # together are waited for here. The thread is left to itself, and ends with the process at the latest.
+    # together are waited for here, and the library's limit is the longer one, so that it is never the first to end. The
+    # thread is left to itself, and ends with the process at the latest.
     thread = threading.Thread(target=ask, name="hub", daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)
