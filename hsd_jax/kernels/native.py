@@ -72,6 +72,7 @@ ISA_VARIABLE = "HSD_NATIVE_ISA"
 
 _level: contextvars.ContextVar[str] = contextvars.ContextVar("hsd_native", default=OFF)
 _platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("hsd_platform", default=None)
+_as_they_are: contextvars.ContextVar[bool] = contextvars.ContextVar("hsd_as_they_are", default=False)
 _active: contextvars.ContextVar[Array | None] = contextvars.ContextVar("hsd_active", default=None)
 
 
@@ -295,12 +296,22 @@ def gumbel(keys: jax.Array, num: int) -> Float[Array, "keys num"]:
     return _call("gumbel", out)(jax.random.key_data(keys), _flags(len(keys)))
 
 
-def is_emulated(dtype) -> bool:
-    """Whether XLA's products in `dtype` are made in float32: those of bfloat16 on a CPU.
+@contextlib.contextmanager
+def as_they_are() -> Iterator[None]:
+    """While tracing inside, XLA multiplies bfloat16 as bfloat16 on a CPU too: where bits need not agree with decoding's."""
+    token = _as_they_are.set(True)
+    try:
+        yield
+    finally:
+        _as_they_are.reset(token)
 
-    With a matrix unit (AMX) they would be fast for many rows, but a row's bits would depend on the rows beside it.
+
+def is_emulated(dtype) -> bool:
+    """Whether XLA's products in `dtype` are made in float32: those of bfloat16 on a CPU, but inside `as_they_are`.
+
+    Processors that multiply bfloat16 are faster for many rows, but a row's bits then depend on the rows beside it.
     """
-    return dtype == jnp.bfloat16 and traced_platform() == "cpu"
+    return dtype == jnp.bfloat16 and traced_platform() == "cpu" and not _as_they_are.get()
 
 
 def available(level: str | None = None) -> bool:
