@@ -298,7 +298,7 @@ def gumbel(keys: jax.Array, num: int) -> Float[Array, "keys num"]:
 
 @contextlib.contextmanager
 def as_they_are() -> Iterator[None]:
-    """While tracing inside, XLA multiplies bfloat16 as bfloat16 on a CPU too: where bits need not agree with decoding's."""
+    """While tracing inside, XLA multiplies bfloat16 as it is on a CPU too; bits then differ from those of decoding."""
     token = _as_they_are.set(True)
     try:
         yield

@@ -106,7 +106,7 @@ def train_drafter(
     report(about_rows)
     describe(report, "drafter", params, rows, train)
     if recipe.model.trunk_begins == drafter.LAST_LAYER:
-        begun = begun_with_target(params, drafter_config, frozen, config)
+        begun = begun_with_target(params, drafter_config, frozen, config, jax.numpy.asarray(rows.tokens[:1, :-1]))
         params = begun.weights
         report(f"the trunk begins as the target's last layer; fresh in it: {', '.join(begun.fresh) or 'nothing'}")
     if isinstance(drafter_config, TrunkConfig):  # others have no attention

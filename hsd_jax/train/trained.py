@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TrunkConfig
 from hsd_jax.distributed import fetch
@@ -19,6 +20,7 @@ from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.models.checkpoint import Checkpoint, path_of
 from hsd_jax.models.draft_vocab import to_columns
+from hsd_jax.models.target import forward_sequence
 from hsd_jax.train.data import DataConfig, read_rows
 from hsd_jax.types import Weights
 
@@ -92,15 +94,21 @@ def started_from(fresh: Weights, trained: Weights, draft_to_target: jax.Array | 
     )
 
 
-def begun_with_target(fresh: Weights, config: DrafterConfig, target: Weights, target_config: ModelConfig) -> Started:
+def begun_with_target(
+    fresh: Weights, config: DrafterConfig, target: Weights, target_config: ModelConfig, tokens: Int[Array, "B T"]
+) -> Started:
     """Fresh weights whose trunk begins as the target's last layers, and whose output norm as the target's.
 
-    So the trunk knows how to read a residual stream and how to write what the LM head reads. Sizes that differ keep
-    their fresh weights; what only the target's layers have (biases, norms of heads) is dropped.
+    So the trunk knows how to read a residual stream and how to write what the LM head reads. Of several feature layers
+    it begins with the last alone. It reads states of about unit size where the target's layer reads a stream that has
+    grown, so what it adds to them is divided by as much; slots and embeddings, which are learned beside the stream,
+    then count from the first steps on. Sizes that differ keep their fresh weights; what only the target's layers have
+    (biases, norms of heads) is dropped.
 
     Args:
       fresh: of `init_drafter`.
       target: weights of the target, not packed.
+      tokens: some text, to see the size of the stream.
     Returns:
       The weights; of `fresh`, those of the trunk's layers that the target's do not fit.
     Raises:
@@ -115,11 +123,20 @@ def begun_with_target(fresh: Weights, config: DrafterConfig, target: Weights, ta
     first = target_config.num_layers - num
     layers = {f"layer_{i}": target[f"layer_{first + i}"] for i in range(num)}
     taken = {"trunk": layers, "output_norm": target["final_norm"]}
+    output = forward_sequence(target, target_config, tokens, aux_layers=(max(first - 1, 0),))
+    growth = _size(output.features[0])
+    if config.feature_layers:
+        size = config.hidden_size
+        before = jnp.zeros((size, (len(config.feature_layers) - 1) * size))
+        taken["fusion"] = {"kernel": jnp.concatenate([before, jnp.eye(size)], 1)}
+    else:
+        growth = growth / _size(output.hidden)
 
     def plain(path, leaf):
         """In float32; a drafter's norms have no offset."""
-        offset = target_config.norm_offset if "norm" in jax.tree_util.keystr(path) else 0.0
-        return jnp.asarray(fetch(leaf), jnp.float32) + offset
+        name = jax.tree_util.keystr(path)
+        leaf = jnp.asarray(fetch(leaf), jnp.float32) + (target_config.norm_offset if "norm" in name else 0.0)
+        return leaf / growth if name.endswith(("['o']['kernel']", "['down']['kernel']")) else leaf
 
     begun = started_from(fresh, jax.tree_util.tree_map_with_path(plain, taken), None)
     kernels = [name for name in _by_name(fresh) if name.startswith("['trunk']['layer_")]
@@ -131,6 +148,11 @@ def begun_with_target(fresh: Weights, config: DrafterConfig, target: Weights, ta
             f"{target_config.head_dim} and intermediate_size={target_config.intermediate_size}, or leave them out"
         )
     return begun._replace(fresh=left)
+
+
+def _size(states: Float[Array, "B T H"]) -> Array:
+    """The root of the mean square of a state's numbers; the median of all states, a few of which are huge."""
+    return jnp.median(jnp.sqrt(jnp.mean(jnp.square(states), -1)))
 
 
 def _by_name(weights: Weights) -> dict[str, jax.Array]:

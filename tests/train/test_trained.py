@@ -6,12 +6,14 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import training
 
 from hsd_jax.drafters.table import init_drafter
-from hsd_jax.models.target import init_target
+from hsd_jax.models.target import forward_sequence, init_target
+from hsd_jax.models.trunk import trunk_features
 from hsd_jax.train import drafter, trained
 from hsd_jax.train.rows import Rows
 from hsd_jax.train.trained import begun_with_target
@@ -45,12 +47,15 @@ def test_a_result_is_not_written_over(tmp_path):
 # --- a trunk that begins as the target's last layers ------------------------------------------------------------------
 
 
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, training.TARGET.vocab_size, (2, 7)))
+
+
 def begun(target_config=training.TARGET, **changes):
     """A drafter of random weights, the same begun with its target, and that target."""
     config = drafter.drafter_config(dataclasses.replace(training.MODEL, **changes), target_config)
     fresh = training.random_weights(init_drafter, config, 1)
     target = training.random_weights(init_target, target_config, 2)
-    return fresh, begun_with_target(fresh, config, target, target_config), target
+    return fresh, begun_with_target(fresh, config, target, target_config, TOKENS), target
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -62,19 +67,38 @@ def test_a_trunk_begins_as_the_last_layers(offset):
         for norm in ("attn_norm", "mlp_norm"):
             layer, of_target = found.weights["trunk"][own], target[theirs]
             np.testing.assert_allclose(layer[norm]["weight"], of_target[norm]["weight"] + offset)
-        jax.tree.map(np.testing.assert_array_equal, layer["attn"], of_target["attn"])
-        jax.tree.map(np.testing.assert_array_equal, layer["mlp"], of_target["mlp"])
+        for part, names, last in (("attn", "qkv", "o"), ("mlp", ("gate", "up"), "down")):
+            for name in names:
+                np.testing.assert_array_equal(layer[part][name]["kernel"], of_target[part][name]["kernel"])
+            growth = of_target[part][last]["kernel"] / layer[part][last]["kernel"]
+            np.testing.assert_allclose(growth, growth.mean(), 1e-4)
     np.testing.assert_allclose(found.weights["output_norm"]["weight"], target["final_norm"]["weight"] + offset)
     rest = fresh["trunk"]["embedding_in"], fresh["injector"]
     now = found.weights["trunk"]["embedding_in"], found.weights["injector"]
     jax.tree.map(np.testing.assert_array_equal, now, rest)
 
 
+def test_a_trunk_begins_with_the_last_feature_layer_and_says_what_the_last_layer_would():
+    """At unit size: the layer over its stream's states, each divided by its own root mean square."""
+    target_config = dataclasses.replace(training.TARGET, num_layers=3)
+    fresh, found, target = begun(target_config, feature_layers=(0, 1), intermediate_size=None)
+    assert found.fresh == []
+    config = drafter.drafter_config(dataclasses.replace(training.MODEL, feature_layers=(0, 1)), target_config)
+    streams = forward_sequence(target, target_config, TOKENS, aux_layers=(0, 1)).features
+    read = trunk_features(found.weights, config, streams[1], streams)
+    size = jnp.sqrt(jnp.mean(jnp.square(streams[1]), -1, keepdims=True))
+    weight = fresh["fusion"]["norm"][-target_config.hidden_size :]
+    np.testing.assert_allclose(read, streams[1] / size * weight, 1e-3, 1e-3)
+    growth = target["layer_2"]["mlp"]["down"]["kernel"] / found.weights["trunk"]["layer_0"]["mlp"]["down"]["kernel"]
+    np.testing.assert_allclose(growth, np.median(size), 1e-4)
+
+
 def test_a_trunk_of_other_sizes_begins_with_what_fits():
     fresh, found, target = begun(intermediate_size=32)
     assert found.fresh == [f"['trunk']['layer_0']['mlp']['{name}']['kernel']" for name in ("down", "gate", "up")]
     layer = found.weights["trunk"]["layer_0"]
-    jax.tree.map(np.testing.assert_array_equal, layer["attn"], target["layer_1"]["attn"])
+    for name in "qkv":
+        jax.tree.map(np.testing.assert_array_equal, layer["attn"][name], target["layer_1"]["attn"][name])
     jax.tree.map(np.testing.assert_array_equal, layer["mlp"], fresh["trunk"]["layer_0"]["mlp"])
 
 
