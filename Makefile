@@ -23,7 +23,7 @@ help: ## List the targets
 
 venv: $(STAMP) ## Create .venv and install the package with its tests (again when pyproject.toml changes)
 
-demo: $(STAMP) ## Decode prompts with the bundled models, with and without speculation
+demo: $(STAMP) ## Answer six questions with SmolLM2, plainly and speculatively (the bundled pair where it cannot be had)
 	@$(BIN)/hsd demo
 
 test: $(STAMP) ## Run the tests, without the slow ones

@@ -1,50 +1,87 @@
-"""The bundled pair on the bundled prompts, plainly and speculatively.
+"""A pair of models on the demo's prompts: each answer streamed plainly, then speculatively, and how long both took.
 
-Each prompt is streamed for the eye, then decoded both ways for the clock. Read next: `against_plain.py`, the thorough
-one.
+Read next: `against_plain.py`, the thorough one.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 from hsd_jax import api
 
+GREEN, BOLD, DIM = 32, 1, 2
 
-def time_prompt(params, prompt, settings: dict[str, Any], repeats: int, is_first: bool) -> dict[str, Any]:
-    """Streams one prompt, then times it both ways, interleaved; the first prompt is compiled for before."""
+
+class Answer(NamedTuple):
+    """One streamed answer."""
+
+    tokens: list[int]
+    stats: api.Stats
+    whole_seconds: float
+    """From the call to the last piece, prompt included."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, prefill excluded."""
+        return len(self.tokens) / self.stats.decode_seconds
+
+
+def answer_prompt(params, prompt, settings: dict[str, Any], repeats: int, is_first: bool) -> dict[str, Any]:
+    """Streams the answers to one prompt, for `repeats` above 1 again unseen; before the first prompt all is compiled.
+
+    Sampled text is made under `match`, so that it can be compared with that of plain decoding.
+    """
     given = prompt.tokens(params.tokenizer)
-    settings = settings | {"accept": "match"}  # its sampled text can be compared with that of plain decoding
-
-    def decode(speculate: bool):
-        return api.decode(params, given, speculate=speculate, **settings)
-
-    if is_first:  # all prompts share their shapes, so this compiles for all
+    settings = settings | {"accept": "match"}
+    if is_first:
         for speculate in (False, True):
-            decode(speculate)
-    print(f"\n\033[1m{prompt.name}\033[0m" if sys.stdout.isatty() else f"\n== {prompt.name}")
-    sys.stdout.write(prompt.text)
-    for piece in api.stream(params, given, **settings):
-        sys.stdout.write(f"\033[32m{piece.text}\033[0m" if sys.stdout.isatty() else piece.text or "")
-        sys.stdout.flush()
-    print()
-    runs = [(decode(False), decode(True)) for _ in range(repeats)]
+            _streamed(params, given, speculate, settings, None)
+    print(f"\n{_styled(BOLD, prompt.name) if sys.stdout.isatty() else f'== {prompt.name}'}\n{prompt.text}")
+    runs = []
+    for repeat in range(repeats):
+        pair = []
+        for speculate, name, color in ((False, "plain", DIM), (True, "speculative", GREEN)):
+            answer = _streamed(params, given, speculate, settings, None if repeat else color)
+            if not repeat:
+                said = f"{len(answer.tokens)} tokens in {answer.whole_seconds:.1f} s, {answer.rate:.0f} tokens/s"
+                print(f"\n[{name}: {said}{f', tau {answer.stats.tau:.2f}' if speculate else ''}]")
+            pair.append(answer)
+        runs.append(pair)
     plain, drafted = runs[0]
-    rates = [
-        statistics.median(int(pair[i].num_tokens[0]) / pair[i].stats.decode_seconds for pair in runs) for i in (0, 1)
-    ]
+    rates = [statistics.median(pair[i].rate for pair in runs) for i in (0, 1)]
     return {
         "name": prompt.name,
-        "identical": plain.tokens.tolist() == drafted.tokens.tolist(),
+        "identical": plain.tokens == drafted.tokens,
+        "plan": drafted.stats.plan,
         "tau": drafted.stats.tau,
-        "num_tokens": int(drafted.num_tokens[0]),
+        "num_tokens": len(drafted.tokens),
         "num_target_passes": drafted.stats.num_target_passes,
         "plain": rates[0],
         "speculative": rates[1],
         "speedup": rates[1] / rates[0],
     }
+
+
+def _streamed(params, given: list[int], speculate: bool, settings: dict[str, Any], color: int | None) -> Answer:
+    """Decodes one prompt in pieces; shown as they come in this color, None: not at all."""
+    tokens, start = [], time.perf_counter()
+    pieces = api.stream(params, given, speculate=speculate, **settings)
+    while True:
+        try:
+            piece = next(pieces)
+        except StopIteration as end:
+            return Answer(tokens, end.value, time.perf_counter() - start)
+        tokens.extend(piece.tokens.tolist())
+        if color is not None:
+            sys.stdout.write(_styled(color, piece.text or "") if sys.stdout.isatty() else piece.text or "")
+            sys.stdout.flush()
+
+
+def _styled(code: int, text: str) -> str:
+    return f"\033[{code}m{text}\033[0m"
 
 
 def total(rows: list[dict[str, Any]]) -> dict[str, Any]:

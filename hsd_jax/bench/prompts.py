@@ -32,7 +32,8 @@ from hsd_jax.train.documents import (
 HALVES = ("tune", "report")
 """Half h of a file holds the records with crc32(id) % 2 == h: tune on the first, report on the second."""
 MAX_PROMPT_TOKENS = 200
-DEMO = Path(__file__).parents[1] / "assets" / "demo_prompts.jsonl"
+ASSETS = Path(__file__).parents[1] / "assets"
+DEMO, QUESTIONS = ASSETS / "demo_prompts.jsonl", ASSETS / "demo_questions.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ def for_checkpoint(
     elif half is not None:
         raise ValueError(f"--half {half}: splits the prompts of files; give --prompts")
     else:
-        found = demo_prompts()[:limit]
+        found = demo_prompts(tokenizer if chat_template else None)[:limit]
     return short_enough(found, tokenizer, params.max_len - max_new_tokens, say)
 
 
@@ -98,17 +99,22 @@ def is_chat(tokenizer: Tokenizer) -> bool:
     return asked != tokenizer.encode(render_turns([("User", "Now?")], open_for="Assistant"))
 
 
-def demo_prompts() -> list[BenchPrompt]:
-    """The prompts of the demo: eight dialogues open for the assistant, four maths problems open for the answer.
+def demo_prompts(tokenizer: Tokenizer | None = None) -> list[BenchPrompt]:
+    """The prompts of the demo, written by hand, in no training file.
 
-    A dozen, written by hand in the style of its data, in no training file.
+    For a chat model six questions: chat, maths, code, a summary, a list and a letter. For the bundled pair, or None, a
+    dozen in the style of its data: eight dialogues open for the assistant, four maths problems open for the answer.
 
     Raises:
       FileNotFoundError: if the installation is incomplete.
     """
-    if not DEMO.is_file():
-        raise FileNotFoundError(f"{DEMO}: missing from this installation; reinstall hsd_jax")
-    lines = DEMO.read_text(encoding="utf-8").splitlines()
+    is_asked = tokenizer is not None and is_chat(tokenizer)
+    path = QUESTIONS if is_asked else DEMO
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: missing from this installation; reinstall hsd_jax")
+    if is_asked:
+        return read_prompts([path], lambda text: len(tokenizer.encode(text)), chat=tokenizer)
+    lines = path.read_text(encoding="utf-8").splitlines()
     return [BenchPrompt(**json.loads(line)) for line in lines if line.strip()]
 
 

@@ -146,8 +146,8 @@ def _print_choice(choice, title: str) -> None:
     console.print(str(choice), highlight=False)
 
 
-def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], shares: dict[str, float], whole: float) -> None:
-    """Prints a row a prompt, their medians, and where a round's time goes; `whole` is in seconds."""
+def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], profile: Any) -> None:
+    """Prints a row a prompt, their medians, and where a round's time goes by its `RoundProfile`, if there is one."""
     console = make_console()
     table = make_table(
         "Plain and speculative decoding", 2, "prompt", "identical", "tau", "plain tok/s", "spec tok/s", "speed-up"
@@ -169,11 +169,14 @@ def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], shares: dict[s
     table.add_section()
     add(total, style="bold")
     console.print(table)
+    if profile is None:
+        return
+    shares = profile.shares()
     merged = {"draft (trunk)": shares["trunk"], "head and tree": shares["head"] + shares["tree"]}
     merged |= {name: shares[name] for name in ("verify", "commit", "rest") if name != "rest" or shares[name] >= 0}
     apart = "" if "rest" in merged else "; timed apart they took longer than together: the machine was not quiet"
     parts = ", ".join(f"{name} {share:.0%}" for name, share in merged.items())
-    console.print(f"A round takes {whole * 1e3:.2f} ms: {parts}{apart}")
+    console.print(f"A round takes {profile.whole * 1e3:.2f} ms: {parts}{apart}")
 
 
 def print_identity(record: dict[str, Any]) -> None:

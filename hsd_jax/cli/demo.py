@@ -1,4 +1,4 @@
-"""`hsd demo`, which `make demo` runs: the bundled pair on a dozen prompts. The work is done in `bench/demo.py`."""
+"""`hsd demo`, which `make demo` runs: a pair of models answers a few prompts. The work is done in `bench/demo.py`."""
 
 from __future__ import annotations
 
@@ -15,51 +15,74 @@ def add_parser(commands) -> None:
         commands,
         "demo",
         run,
-        "decode the bundled prompts with the bundled models, both ways",
-        "Decode a dozen dialogue and maths prompts plainly and speculatively, with the bundled target and drafter:\n"
-        "the text as it comes, then a table with tau, speeds and where a round's time goes.",
+        "answer a few prompts, plainly and speculatively",
+        "Answer six questions with SmolLM2 and its drafter, plainly and speculatively: the texts as they come, then\n"
+        "a table with tau, speeds and where a round's time goes. Where SmolLM2 is not installed, and with\n"
+        "--target demo, the bundled pair continues a dozen dialogues and maths problems.",
         """
 hsd demo
-hsd demo --max-new-tokens 64 --plot demo.png
+hsd demo --target demo --max-new-tokens 64 --plot demo.png
 hsd demo --precision exact --temperature 0.8
 """,
     )
+    what = "demo, smollm2, or any chat model, named as in hsd generate"
+    add_value(parser, "--target NAME", str, what, without="smollm2 where it is installed, else demo")
+    add_value(parser, "--drafter NAME", str, "what drafts, as in hsd generate", without="the target's own")
     add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 96)
     add_value(parser, "--temperature T", options.TEMPERATURE, "0 is greedy", 0.0)
-    add_value(parser, "--repeats R", COUNT, "timed runs", 2)
+    add_value(parser, "--repeats R", COUNT, "timed runs, of which the first is shown", 1)
     add_value(parser, "--limit N", COUNT, "first N prompts only", without="all")
     options.add_dtype_argument(parser)
     precisions = ("fast", "exact")
     add_value(parser, "--precision", str, "exact: float32, no token ever differs", "fast", choices=precisions)
     options.add_tree_arguments(parser)
     options.add_plot_argument(parser)
-    names = "target", "revision", "tokenizer", "drafter", "mesh", "max_len", "rescore", "alpha", "stack", "pearl"
-    parser.set_defaults(demo=True, strict=False, **dict.fromkeys(names))
+    names = "revision", "tokenizer", "mesh", "max_len", "rescore", "alpha", "stack", "pearl"
+    parser.set_defaults(demo=False, strict=False, **dict.fromkeys(names))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decodes all prompts both ways and prints the table."""
+    """Answers all prompts both ways and prints the table."""
     from hsd_jax.bench import against_plain, demo, prompts, tables
 
     start = time.perf_counter()
-    options.say("loading the bundled models")
+    if args.target is None:
+        args.target = _default_target()
+    options.say(f"loading {args.target}")
     params = options.load_params(args)
-    tree = options.tree_of(args, params)
-    found = prompts.demo_prompts()[: args.limit]
+    options.need_drafter(params, "demo")
+    tree = options.tree_asked(args, params)
+    found = prompts.demo_prompts(params.tokenizer)[: args.limit]
     sizes = [against_plain.model_record(model)["parameters"] / 1e6 for model in (params.target, params.drafter)]
+    shape = "a tree chosen by cost" if tree is None else f"tree of {tree.nodes} nodes"
     options.say(
         f"target {sizes[0]:.1f}M parameters, drafter {sizes[1]:.1f}M, {params.arithmetic},"
-        f" tree of {tree.nodes} nodes; compiling (the first time takes a while)"
+        f" {shape}; compiling (the first time takes a while)"
     )
     settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "tree": tree}
-    rows = [demo.time_prompt(params, prompt, settings, args.repeats, prompt is found[0]) for prompt in found]
-    first = found[0].tokens(params.tokenizer)
-    profile = against_plain.profile_mode(params, tree, first, args.max_new_tokens, args.temperature)
+    rows = [demo.answer_prompt(params, prompt, settings, args.repeats, prompt is found[0]) for prompt in found]
+    chosen = rows[-1]["plan"].tree
+    profile = None
+    if chosen is not None:
+        first = found[0].tokens(params.tokenizer)
+        profile = against_plain.profile_mode(params, chosen, first, args.max_new_tokens, args.temperature)
     print()
-    tables.print_demo(rows, demo.total(rows), profile.shares(), profile.whole)
+    tables.print_demo(rows, demo.total(rows), profile)
     options.say(f"done in {time.perf_counter() - start:.0f} s")
     if args.plot:
         from hsd_jax.viz import plots
 
-        plots.plot_demo(rows, profile.seconds(), args.plot)
+        plots.plot_demo(rows, profile, args.plot)
     return 0
+
+
+def _default_target() -> str:
+    """SmolLM2 where its package is there, else the bundled pair, with a line that says why."""
+    from hsd_jax.models.checkpoint import BUNDLED
+
+    try:
+        BUNDLED["smollm2"].target()
+    except FileNotFoundError as error:
+        options.say(f"{error}; until then the bundled pair answers")
+        return "demo"
+    return "smollm2"

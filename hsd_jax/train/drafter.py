@@ -89,6 +89,9 @@ class DrafterModel:
     """Share of the vocabulary that may be drafted, the most frequent labels of the data, for example 0.5; null for all
     of it. Meant for text the target wrote; the share of its tokens that are hot is printed."""
 
+    stored_in: Annotated[str, OneOf(("float32", "bfloat16"))] = "float32"
+    """What the drafter's file holds; bfloat16 is half as large, and what a bfloat16 target's drafter is loaded in."""
+
     def __post_init__(self):
         settings.check(self, "model")
         own = {field.name for field in dataclasses.fields(METHODS[self.kind].config)}

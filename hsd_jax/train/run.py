@@ -133,10 +133,10 @@ def train_drafter(
         layers=drafter_config.feature_layers,
         likeliest=0 if recipe.loss.sample is None else recipe.loss.likeliest,
     )
-    judge = None
+    judge, save = None, functools.partial(_save, folder, recipe.model.stored_in, drafter_config, draft_to_target)
     if recipe.eval.every:
         target_params = Params(frozen, None, config, eos=eos, max_len=config.max_position, mesh=mesh)
-        judge = _judge(recipe.eval, out, target_params, drafter_config, draft_to_target, prompts, folder, report)
+        judge = _judge(recipe.eval, out, target_params, drafter_config, draft_to_target, prompts, save, report)
     frequency = draft_vocab.draft_columns(draft_to_target, frequent_tokens.smoothed(labels, config.vocab_size))
     of_loss = config, drafter_config, recipe.loss, draft_to_target, train.remat, frequency
     loss, stages = drafter.make_loss(*of_loss), drafter.make_stages(*of_loss)
@@ -146,7 +146,7 @@ def train_drafter(
             loss, params, frozen, batches, train, out, journal, shardings, place, judge, note, begin, stages=stages
         )
     if judge is None:
-        _save(folder, drafter_config, params, draft_to_target)
+        save(params)
     wait_for_all(f"{folder} is written")
     report(f"wrote {folder}")
     return folder
@@ -306,10 +306,10 @@ def _judge(
     drafter_config: DrafterConfig,
     draft_to_target: jax.Array | None,
     prompts: list[np.ndarray],
-    folder: Path,
+    keep: Callable[[Any, dict[str, Any]], None],
     report: Report,
 ) -> Judge:
-    """Simulated tau on texts the target writes once, and the folder of the best drafter so far."""
+    """Simulated tau on texts the target writes once; `keep(params, judged)` puts away the best drafter so far."""
     frozen, target_config, target_hash = target.target, target.target_config, drafter_config.target_hash
     texts = {}
     for name, temperature in (("greedy", 0.0), ("sampled", config.temperature)):
@@ -328,17 +328,15 @@ def _judge(
             values |= found if name == "greedy" else {f"sampled_{k}": v for k, v in found.items()}
         return values
 
-    def keep(params: Any, values: dict[str, Any]) -> None:
-        _save(folder, drafter_config, params, draft_to_target, values)
-
     return Judge(config.every, judged, keep)
 
 
 def _save(
     folder: Path,
+    dtype: str,
     config: DrafterConfig,
-    params: Any,
     draft_to_target: jax.Array | None,
+    params: Any,
     judged: dict[str, Any] | None = None,
 ) -> None:
     """Puts a drafter, its `draft_to_target` ids and its scores, if there are any, in the place of the one in
@@ -349,9 +347,8 @@ def _save(
         config = dataclasses.replace(config, **_profiles(judged))
 
     def write(new: Path) -> None:
-        drafter_files.save_drafter(
-            new, config, params if draft_to_target is None else {**params, "draft_to_target": draft_to_target}
-        )
+        weights = params if draft_to_target is None else {**params, "draft_to_target": draft_to_target}
+        drafter_files.save_drafter(new, config, weights, dtype)
         if judged is not None:
             write_json(new / "judged.json", judged)
 

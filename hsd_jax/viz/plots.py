@@ -88,12 +88,12 @@ def plot_bench(record: dict[str, Any], path: str | Path) -> None:
     save_figure(figure, path)
 
 
-def plot_demo(rows: list[dict[str, Any]], seconds: dict[str, float], path: str | Path) -> None:
-    """Draws speeds by prompt and the stages of a round; `seconds` are by stage."""
-    made = make_figure(2)
+def plot_demo(rows: list[dict[str, Any]], profile: Any, path: str | Path) -> None:
+    """Draws speeds by prompt and, if there is a `RoundProfile`, the stages of a round."""
+    made = make_figure(1 if profile is None else 2)
     if made is None:
         return
-    figure, (speed, stage) = made
+    figure, (speed, *stage) = made
     names = [row["name"] for row in rows]
     places = range(len(rows))
     speed.barh([p - 0.2 for p in places], [r["plain"] for r in rows], height=0.4, label="plain", color="tab:gray")
@@ -104,7 +104,8 @@ def plot_demo(rows: list[dict[str, Any]], seconds: dict[str, float], path: str |
     speed.invert_yaxis()
     speed.set(title="Speed, batch 1", xlabel="tokens/s")
     speed.legend(fontsize=8)
-    _draw_stages(stage, {"demo": seconds})
+    if profile is not None:
+        _draw_stages(stage[0], {"demo": profile.seconds()})
     save_figure(figure, path)
 
 

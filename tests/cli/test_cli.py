@@ -208,7 +208,7 @@ def test_ctrl_c_ends_with_130(folders, monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_demo_compares_sampled_text_with_that_of_plain_decoding(capsys):
     short = ["--limit", "1", "--repeats", "1", "--max-new-tokens", "24", "--temperature", "1", "--precision", "exact"]
-    assert hsd("demo", *short) == 0
+    assert hsd("demo", "--target", "demo", *short) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "restaurant" in line and "│" in line)
     assert "yes" in row
 
@@ -217,7 +217,7 @@ def test_the_demo_says_when_its_models_are_missing(monkeypatch, tmp_path, capsys
     from hsd_jax.models import checkpoint
 
     monkeypatch.setattr(checkpoint, "DEMO", tmp_path)
-    assert hsd("demo") == 2
+    assert hsd("demo", "--target", "demo") == 2
     assert "the bundled demo models are missing" in capsys.readouterr().err
 
 
