@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import toy
+from support import chat, toy
 
 from hsd_jax.arguments import Sampling
 from hsd_jax.bench import identity, measure, prompts, quality, replay, tables
@@ -20,6 +20,7 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.params import Params
 from hsd_jax.request import Speculation
 from hsd_jax.session import prepare
+from hsd_jax.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +177,14 @@ def test_the_demo_has_a_dozen_prompts_open_for_an_answer():
     assert len(found) == len({p.name for p in found}) == 12
     assert sum(p.text.endswith("\nAssistant:") for p in found) == 8
     assert sum(p.text.endswith("\nAnswer:") for p in found) == 4
+
+
+def test_the_demo_has_six_questions_for_a_chat_model(tmp_path):
+    tokenizer = Tokenizer.find(chat.write_tokenizer(tmp_path, chat.CHATML))
+    found = prompts.demo_prompts(tokenizer)
+    assert [p.name for p in found] == ["chat", "maths", "code", "summary", "list", "letter"]
+    assert all(p.is_templated and p.text.endswith("<|im_end|> <|im_start|>assistant ") for p in found)
+    assert prompts.demo_prompts(Tokenizer.find(chat.write_tokenizer(tmp_path, chat.LINES)))[0].name == "restaurant"
 
 
 def test_trees_of_the_command_line():

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import command_line
+from support import chat, command_line
 from support.command_line import SHORT, TEXTS, TREE, both, hsd
 
 import hsd_jax
@@ -211,6 +211,33 @@ def test_the_demo_compares_sampled_text_with_that_of_plain_decoding(capsys):
     assert hsd("demo", "--target", "demo", *short) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "restaurant" in line and "│" in line)
     assert "yes" in row
+
+
+def test_the_demo_takes_the_bundled_pair_where_smollm2_is_not_installed(monkeypatch, capsys):
+    from hsd_jax.models import checkpoint
+
+    monkeypatch.setattr(checkpoint, "SMOLLM2_PACKAGE", "no-such-package")
+    assert hsd("demo", "--limit", "1", "--max-new-tokens", "6") == 0
+    out, err = capsys.readouterr()
+    [why] = [line for line in err.splitlines() if "the bundled pair answers" in line]
+    assert checkpoint.SMOLLM2_COMMAND in why and "loading demo" in err
+    assert "== restaurant" in out and out.index("[plain: 6 tokens") < out.index("[speculative: 6 tokens")
+    first, second = (part.rpartition("Assistant:")[2] for part in out.split("[plain: ")[:2])
+    assert first.strip() and second.split("]", 1)[1].strip().startswith(first.strip())  # both streamed the same text
+
+
+def test_the_demo_asks_a_chat_model_questions(tmp_path, capsys):
+    folder = chat.write_target(tmp_path / "chat", chat.CHATML)
+    wanted = ["demo", "--target", folder, "--drafter", "lookup", "--limit", "1", "--max-new-tokens", "4"]
+    assert hsd(*wanted) == 0
+    out = capsys.readouterr().out
+    assert "== chat" in out and "<|im_start|>user I moved to a new city" in out
+    assert "yes" in next(line for line in out.splitlines() if "chat " in line and "│" in line)
+
+
+def test_the_demo_needs_something_that_drafts(folders, capsys):
+    assert hsd("demo", "--target", folders.target) == 2
+    assert "give --drafter" in capsys.readouterr().err
 
 
 def test_the_demo_says_when_its_models_are_missing(monkeypatch, tmp_path, capsys):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support import setups
 
+from hsd_jax.kernels import native
 from hsd_jax.models.target import forward_sequence, lm_head
 from hsd_jax.train import data, features
 from hsd_jax.train.features import FeatureConfig, open_features
@@ -77,6 +78,23 @@ def test_sixteen_bits_round_once(tmp_path, dtype):
     assert cached.take(index)["hidden"].dtype == want.dtype
     np.testing.assert_array_equal(cached.take(index)["hidden"], np.asarray(want))
     assert {p.name for p in tmp_path.iterdir()} == {"manifest.json", "features-00000.npy", "features-00001.npy"}
+
+
+def test_products_in_bfloat16(tmp_path):
+    """Both sides of every product are rounded, which shows, and little more is lost; decoding goes on in float32."""
+    rows = make_rows()
+    exact, rough = (build(tmp_path / str(p), rows, products=p)[0] for p in (None, "bfloat16"))
+    a, b = (np.asarray(made.take(np.arange(NUM))["hidden"], np.float64) for made in (exact, rough))
+    assert 1e-3 < np.linalg.norm(a - b) / np.linalg.norm(a) < 3e-2
+    assert native.is_emulated(jnp.bfloat16) == (jax.default_backend() == "cpu")
+    weights = setups.weights("llama")
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)
+    widened = np.asarray(hidden_states(narrow, rows.tokens[:, :-1]), np.float64)
+    assert np.linalg.norm(widened - b) / np.linalg.norm(a) > 1e-3  # its inputs were rounded, not its weights alone
+    with pytest.raises(ValueError, match="with another weights_dtype, float32 there and bfloat16 here"):
+        build(tmp_path / "None", rows, products="bfloat16")
+    with pytest.raises(ValueError, match=r"features\.products='int8': allowed are float32, bfloat16"):
+        FeatureConfig(products="int8")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

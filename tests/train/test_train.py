@@ -21,6 +21,7 @@ import optax
 import pytest
 import yaml
 from rich.console import Console
+from safetensors import safe_open
 from support.recipes import DRAFTER_VALUES, LOOP, TARGET_VALUES, TEXT
 from tokenizers import Tokenizer
 
@@ -166,7 +167,7 @@ def test_a_run_of_cheap_steps(files, tmp_path, standard_dtypes):
     """Stages up to their last step, a sample of the columns, what the target says from a cache, its last layer to begin
     with."""
     loss = {"sample": 40, "stages": [{"until": 3, "anchors_per_row": 4, "num_steps": 2}]}
-    model = DRAFTER_VALUES["model"] | {"feature_layers": [0], "trunk_begins": "last_layer"}
+    model = DRAFTER_VALUES["model"] | {"feature_layers": [0], "trunk_begins": "last_layer", "stored_in": "bfloat16"}
     values = DRAFTER_VALUES | {"model": model, "loss": loss, "features": {"cache": str(tmp_path / "cache")}}
     recipe, lines = drafter.DrafterRecipe.from_dict(values, "recipe"), []
     folder = run.train_drafter(files / "target", [files / "text.jsonl"], tmp_path / "run", recipe, report=lines.append)
@@ -175,6 +176,9 @@ def test_a_run_of_cheap_steps(files, tmp_path, standard_dtypes):
     assert "the trunk begins as the target's last layer; fresh in it: nothing" in lines
     assert any(line.startswith("features: ") and " and 8 likeliest tokens" in line for line in lines)
     assert drafter_files.read_drafter(folder)[0].feature_layers == (0,)
+    with safe_open(folder / drafter_files.DRAFTER_FILE, "np") as file:
+        names = file.keys()
+        assert {file.get_slice(name).get_dtype() for name in names} == {"BF16"}
 
 
 @pytest.mark.slow
