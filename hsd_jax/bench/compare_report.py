@@ -77,8 +77,10 @@ def title_of(setting: tuple[str, float, int]) -> str:
 
 def footer(record: dict[str, Any]) -> list[str]:
     """What was measured, on what, for the foot of a page."""
-    machine, sizes = record["hardware"], record["drafters"]
-    drafters = ", ".join(f"{k} {v['parameters'] / 1e6:.2f}M ({v['bytes'] / 1e6:.1f} MB)" for k, v in sizes.items())
+    machine, sizes = record["hardware"], {}
+    for name, size in record["drafters"].items():
+        sizes.setdefault(f"{size['parameters'] / 1e6:.2f}M ({size['bytes'] / 1e6:.1f} MB)", []).append(name)
+    drafters = "; ".join(f"{', '.join(names)} {size}" for size, names in sizes.items())
     return [
         f"target {record['target']['parameters'] / 1e6:.2f}M, {record['dtype']}; drafters: {drafters}",
         f"{machine['cpu']}, {machine['cores']} cores, {machine['backend']}, jax {machine['jax']};"
