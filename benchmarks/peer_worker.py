@@ -124,10 +124,12 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp by its C functions: plain, batch 1, greedy; the prompt is one pass and each token one more.
+    """llama.cpp by its C functions: batch 1, greedy; the prompt is one pass and each token, or round, one more.
 
     They are called in the order of llama-cpp-python's `Llama.generate`, without what that does besides in Python for
-    every token.
+    every token. With lookup, the drafts are those of llama-cpp-python's `LlamaPromptLookupDecoding`, a search in numpy
+    (the n-gram caches of llama.cpp's own examples are not part of its library); one `llama_decode` of a batch judges
+    them, with what was refused taken out of the cache again.
     """
 
     def __init__(self, config: dict) -> None:
@@ -145,8 +147,16 @@ class LlamaCpp:
         llama_cpp.llama_backend_init()
         self.sampler = llama_cpp.llama_sampler_init_greedy()
         self.methods = {method["name"]: method for method in config["methods"]}
+        loaded, self.lookups = {}, {}
         for name, method in self.methods.items():
-            self.contexts[name] = self._load(method["path"], method["dtype"])
+            key = method["path"], method["dtype"]
+            if key not in loaded:
+                loaded[key] = self._load(*key)
+            self.contexts[name] = loaded[key]
+            if method.get("tokens"):
+                from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+                self.lookups[name] = LlamaPromptLookupDecoding(method["ngram"], method["tokens"])
 
     @staticmethod
     def _log(level: int, text: bytes, _) -> None:
@@ -194,17 +204,49 @@ class LlamaCpp:
         start = time.perf_counter()
         passes = self._passes(name, prompt)
         tokens.append(sample(sampler, next(passes), -1))
-        first = time.perf_counter()
+        first, num_passes = time.perf_counter(), 1
+        rounds = self._rounds(name, prompt, tokens) if name in self.lookups else None
         while tokens[-1] not in eos and len(tokens) < self.config["max_new_tokens"]:
-            tokens.append(sample(sampler, passes.send(tokens[-1]), -1))
+            tokens += [sample(sampler, passes.send(tokens[-1]), -1)] if rounds is None else next(rounds)
+            num_passes += 1
         end = time.perf_counter()
+        if rounds is not None:
+            rounds.close()
         return {
             "tokens": tokens,
             "seconds": end - start,
             "decode_tokens": len(tokens) - 1,
             "decode_seconds": end - first,
-            "passes": len(tokens),
+            "passes": num_passes,
         }
+
+    def _rounds(self, name: str, prompt: list[int], tokens: list[int]) -> Iterator[list[int]]:
+        """What each round with looked-up drafts adds to `tokens`, which the caller extends before the next."""
+        import numpy as np
+
+        lib, context, lookup = self.lib, self.contexts[name], self.lookups[name]
+        memory, most = lib.llama_get_memory(context), self.config["max_new_tokens"]
+        batch = lib.llama_batch_init(1 + self.methods[name]["tokens"], 0, 1)
+        try:
+            while True:
+                length = len(prompt) + len(tokens)  # all but the last token are in the cache
+                drafts = lookup(np.array([*prompt, *tokens], np.intc))[: most - len(tokens) - 1].tolist()
+                batch.n_tokens = 1 + len(drafts)
+                for i, token in enumerate([tokens[-1], *drafts]):
+                    batch.token[i], batch.pos[i], batch.logits[i] = token, length - 1 + i, True
+                    batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+                if lib.llama_decode(context, batch):
+                    raise RuntimeError("llama_decode failed")
+                new: list[int] = []
+                for i, draft in enumerate([*drafts, None]):
+                    new.append(lib.llama_sampler_sample(self.sampler, context, i))
+                    if new[-1] != draft or draft in self.config["eos"]:
+                        break
+                if not lib.llama_memory_seq_rm(memory, 0, length - 1 + len(new), -1):
+                    raise RuntimeError("llama.cpp cannot take refused drafts out of the cache of this model")
+                yield new
+        finally:
+            lib.llama_batch_free(batch)
 
     def gap(self, name: str, tokens: list[int], candidates: list[int]) -> float:
         """The logit of the first candidate less that of the second, behind `tokens`."""

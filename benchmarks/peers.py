@@ -5,6 +5,8 @@
         --trees 8x5x2,7x6x1 --json peers.json
     python -m venv peers && peers/bin/pip install llama-cpp-python  # compiles llama.cpp for this machine
     python benchmarks/peers.py --demo --llama-cpp --peer-python peers/bin/python --prompts dev.jsonl --half report
+    python benchmarks/peers.py --target smollm2 --llama-cpp --llama-dtypes bfloat16 Q8_0 Q4_1 --llama-lookup 10 \\
+        --peer-python peers/bin/python --spec-bench question.jsonl --repeats 1 --json peers.json
 
 Each framework has a process of its own (`peer_worker.py`), so that two pools of threads never share the cores; one
 of them works at a time, and prompt by prompt the methods take turns in an order that rotates. Batch 1, greedy, end
@@ -19,7 +21,13 @@ tokens honoured, token ids in and out. The first round over the prompts warms up
 llama.cpp gets the target's weights as GGUF files, one for each of --llama-dtypes, which this process writes, and is
 driven by its C functions, greedy sampler included. A Mistral is a Llama there, without a sliding window, so prompts and
 texts are kept within the target's. Its bfloat16 and float16 round activations to that type too; its float32 keeps keys
-and values in float32.
+and values in float32. Q8_0 and Q4_1 are all matrices in that type, by the rounding of llama.cpp without an importance
+matrix; a target that is a GGUF file whose matrices have the type already is taken as it is. Such products round
+activations to 8 bits, so those texts are compared with the plain ones of the same type alone. `--llama-lookup` drafts
+by the prompt lookup of its Python package.
+
+The files of `hsd bench tasks` (--spec-bench, --humaneval, --gsm8k) ask the same prompts as that command; a table a task
+is printed too. Where no peer runs in float32, ours does not either.
 
 Greedy text must be the same everywhere. Where it is not, the place is printed, with how far each side prefers its own
 token to the other's: a gap of about the arithmetic's noise is a tie, a larger one a mistake. Exit status 1 for a
@@ -38,16 +46,19 @@ import sys
 import tempfile
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import hsd_jax
 from hsd_jax.bench import measure as measure_lib
 from hsd_jax.bench import prompts, tables
+from hsd_jax.bench import tasks as tasks_lib
 from hsd_jax.bench.identity import first_difference
 from hsd_jax.bench.measure import FEWEST_BATCHES, bootstrap_ratio, spread
 from hsd_jax.bench.prompts import BenchPrompt
@@ -56,6 +67,7 @@ from hsd_jax.cli import options
 from hsd_jax.config import ModelConfig
 from hsd_jax.models import gguf_layout
 from hsd_jax.models.checkpoint import find
+from hsd_jax.models.gguf_header import Header
 from hsd_jax.models.gguf_writer import save_gguf
 from hsd_jax.tokenizer import Tokenizer
 
@@ -64,6 +76,9 @@ CLOCKS = {"decode": ("decode_tokens", "decode_seconds"), "whole_call": ("num_tok
 NEAR_TIE = 1e-3
 """Logits of one prefix that two float32 programs computed may differ by about 1e-4; ten times that excuses."""
 LLAMA_DTYPES = ("bfloat16", "float32", "float16")
+LLAMA_QUANTIZED = ("Q8_0", "Q4_1")
+LOOKUP_NGRAM = 3
+"""Longest n-gram that llama.cpp's lookup searches for."""
 SETTLE_SECONDS = 0.02
 """Before another process takes over: idle threads of a pool spin for some milliseconds."""
 
@@ -74,7 +89,9 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("models")
     which = group.add_mutually_exclusive_group(required=True)
     which.add_argument("--demo", action="store_true", help="the bundled target and drafter")
-    which.add_argument("--target", metavar="DIR", help="a Hugging Face folder with a tokenizer")
+    which.add_argument(
+        "--target", metavar="DIR", help="as of `hsd`: a folder with a tokenizer; of llama.cpp a GGUF file, too"
+    )
     group.add_argument("--drafter", metavar="DIR", help="of `hsd train drafter`; without it ours decodes plainly only")
     group.add_argument(
         "--assistant",
@@ -82,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="a smaller model with the same vocabulary, for example of configs/demo_small_lm.yaml",
     )
     options.add_prompt_arguments(parser)
+    options.add_task_arguments(parser)
     parser.add_argument(
         "--max-new-tokens", type=options.COUNT, default=128, metavar="N", help="per prompt (default: 128)"
     )
@@ -91,10 +109,16 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--llama-cpp", action="store_true", help="compare with llama.cpp in place of transformers")
     group.add_argument(
         "--llama-dtypes",
-        choices=LLAMA_DTYPES,
+        choices=(*LLAMA_DTYPES, *LLAMA_QUANTIZED),
         nargs="+",
         default=list(LLAMA_DTYPES),
-        help="of its weights; the first one's speed is what all others are compared with (default: all three)",
+        help="of its weights; the first one's speed is what all others are compared with (default: the floats)",
+    )
+    group.add_argument(
+        "--llama-lookup",
+        type=options.COUNT,
+        metavar="N",
+        help="also llama.cpp with N tokens of the prompt lookup of llama-cpp-python (default: not)",
     )
     group.add_argument(
         "--same-methods", action="store_true", help="also ours with the assistant and with prompt lookup"
@@ -140,6 +164,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def prompt_files(args: argparse.Namespace) -> list[str]:
+    """The files whose prompts are asked; none: the demo's own."""
+    return [path for name in tasks_lib.READERS if (path := getattr(args, name)) is not None] or args.prompts or []
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -161,16 +190,31 @@ def transformers_methods(args: argparse.Namespace) -> list[dict[str, Any]]:
     return methods
 
 
-def llama_methods(args: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
+def llama_methods(args: argparse.Namespace, folder: str, target: str = "") -> list[dict[str, Any]]:
     """What the worker of llama.cpp is asked for; the first is the one others are compared with.
 
     Args:
       folder: where `write_gguf` puts the files.
+      target: a folder, or a GGUF file, which serves as it is where its matrices are of the wanted type.
     """
-    return [
-        {"name": f"llama.cpp plain {dtype}", "dtype": dtype, "path": str(Path(folder) / f"{dtype}.gguf")}
-        for dtype in dict.fromkeys(args.llama_dtypes)
-    ]
+    methods, own = [], stored_type(target)
+    for dtype in dict.fromkeys(args.llama_dtypes):
+        path = target if dtype == own else str(Path(folder) / f"{dtype}.gguf")
+        methods.append({"name": f"llama.cpp plain {dtype}", "dtype": dtype, "path": path})
+        if args.llama_lookup is not None:
+            how = {"tokens": args.llama_lookup, "ngram": LOOKUP_NGRAM}
+            name = f"llama.cpp lookup {args.llama_lookup} {dtype}"
+            methods.append({"name": name, "dtype": dtype, "path": path} | how)
+    return methods
+
+
+def stored_type(target: str) -> str | None:
+    """The quantized type of most matrices of a GGUF file; None for a folder, and for floats."""
+    if not target.endswith(".gguf"):
+        return None
+    kinds = Counter(place.kind_name for place in Header(target).places.values() if len(place.shape) > 1)
+    [(kind, _)] = kinds.most_common(1)
+    return kind if kind in LLAMA_QUANTIZED else None
 
 
 def as_llama_cpp_has_it(config: ModelConfig) -> ModelConfig:
@@ -183,10 +227,13 @@ def as_llama_cpp_has_it(config: ModelConfig) -> ModelConfig:
 def write_gguf(args: argparse.Namespace, target: str, folder: str) -> None:
     """Writes the files of `llama_methods`."""
     jax.config.update("jax_platforms", "cpu")  # a GPU's memory is for the workers
-    config = as_llama_cpp_has_it(find(target).config)
-    for method in llama_methods(args, folder):
-        options.say(f"writing {method['path']}")
-        save_gguf(method["path"], config, target, method["dtype"])
+    checkpoint = find(target)
+    config = as_llama_cpp_has_it(checkpoint.config)
+    wanted = {m["path"]: m["dtype"] for m in llama_methods(args, folder, target) if m["path"] != target}
+    weights = checkpoint.weights(jnp.float32) if wanted and target.endswith(".gguf") else target
+    for path, dtype in wanted.items():
+        options.say(f"writing {path}")
+        save_gguf(path, config, weights, dtype)
 
 
 def hsd_methods(args: argparse.Namespace, drafter: str | None) -> list[dict[str, Any]]:
@@ -196,7 +243,8 @@ def hsd_methods(args: argparse.Namespace, drafter: str | None) -> list[dict[str,
     """
     trees = [t.name for t in measure_lib.parse_trees(args.trees)] if args.trees else []
     methods = []
-    for dtype in ("float32", None):
+    peer_dtypes = args.llama_dtypes if args.llama_cpp else args.torch_dtypes
+    for dtype in ("float32", None) if "float32" in peer_dtypes else (None,):
         found = [("plain", None, None)]
         if drafter is not None:
             found += [("default", drafter, "chosen"), *(("tree", drafter, tree) for tree in trees)]
@@ -250,11 +298,11 @@ class Worker:
         self.process.wait()
 
 
-def peer_config(args: argparse.Namespace, folder: str, context: int) -> dict[str, Any]:
+def peer_config(args: argparse.Namespace, folder: str, context: int, target: str = "") -> dict[str, Any]:
     """What the peer's worker is told beside what both are told; `context`: tokens of the longest row."""
     if not args.llama_cpp:
         return {"methods": transformers_methods(args), "threads": args.threads}
-    return {"methods": llama_methods(args, folder), "threads": args.threads, "context": context}
+    return {"methods": llama_methods(args, folder, target), "threads": args.threads, "context": context}
 
 
 def start_workers(
@@ -267,7 +315,10 @@ def start_workers(
     ours = env | {"PYTHONPATH": os.pathsep.join([str(Path(hsd_jax.__file__).parents[1]), env.get("PYTHONPATH", "")])}
     workers = []
     try:
-        peer, config = "llama.cpp" if args.llama_cpp else "transformers", shared | peer_config(args, folder, context)
+        peer, config = (
+            "llama.cpp" if args.llama_cpp else "transformers",
+            shared | peer_config(args, folder, context, target),
+        )
         workers.append(Worker(peer, [args.peer_python, str(WORKER), peer], config, env))
         config = shared | {"methods": hsd_methods(args, drafter)}
         workers.append(Worker("hsd_jax", [sys.executable, str(WORKER), "hsd_jax"], config, ours))
@@ -358,10 +409,22 @@ def explain(difference: dict, prompt: Sequence[int], text: Sequence[int], own: C
 
 
 def text_reference(methods: Sequence[dict[str, str]]) -> dict[str, str]:
-    """The peer's plain method whose text is compared with: in float32, where arithmetic can tell, else the first."""
+    """The peer's plain method whose text is compared with: in float32, where arithmetic can tell, else the first.
+
+    Of a peer that has quantized weights alone none is: then our first one.
+    """
     peer = methods[0]["name"].split()[:2]
-    plain = [m for m in methods if m["name"].split()[:2] == peer]
+    plain = [m for m in methods if m["name"].split()[:2] == peer and m["dtype"] not in LLAMA_QUANTIZED]
+    plain = plain or [m for m in methods if m["name"].startswith("hsd_jax")]
     return next((m for m in plain if m["dtype"] == "float32"), plain[0])
+
+
+def text_reference_of(name: str, methods: Sequence[dict[str, str]]) -> str:
+    """The method whose text this one's is compared with: of quantized weights their own plain one."""
+    dtypes = {m["name"]: m["dtype"] for m in methods}
+    if dtypes[name] in LLAMA_QUANTIZED:
+        return next(other for other, dtype in dtypes.items() if dtype == dtypes[name])
+    return text_reference(methods)["name"]
 
 
 def over_fastest(rows: Sequence[dict], answers: dict[str, list[list[dict]]], peers: Sequence[str]) -> dict[str, dict]:
@@ -379,12 +442,13 @@ def over_fastest(rows: Sequence[dict], answers: dict[str, list[list[dict]]], pee
 def rows_of(
     methods: Sequence[dict[str, str]], answers: dict[str, list[list[dict]]], found: Sequence[BenchPrompt]
 ) -> list[dict[str, Any]]:
-    """The figures of every method; speeds are compared with the first one's, texts with those of `text_reference`."""
-    reference, text = methods[0]["name"], text_reference(methods)["name"]
-    rows = []
+    """The figures of every method; speeds are over the first one's, texts beside those of `text_reference_of`."""
+    reference, rows = methods[0]["name"], []
     for method in methods:
         warm, *timed = answers[method["name"]]
-        seconds_a_token = [sum(a["decode_seconds"] for a in p) / sum(a["decode_tokens"] for a in p) for p in timed]
+        num_decoded = max(sum(a["decode_tokens"] for a in warm), 1)
+        seconds_a_token = [sum(a["decode_seconds"] for a in p) / num_decoded for p in timed]
+        text = text_reference_of(method["name"], methods)
         passes = sum(a["passes"] for a in warm)
         rows.append(
             {
@@ -402,8 +466,30 @@ def rows_of(
     return rows
 
 
-def measure(args: argparse.Namespace, workers: Sequence[Worker], found: Sequence[BenchPrompt], tokenizer) -> dict:
-    """Runs every method on every prompt and returns the whole record."""
+def rows_by_task(
+    methods: Sequence[dict[str, str]],
+    answers: dict[str, list[list[dict]]],
+    found: Sequence[BenchPrompt],
+    sizes: dict[str, int],
+) -> dict[str, list[dict[str, Any]]]:
+    """`rows_of` of each task; `sizes` says how many of the prompts are whose, in order."""
+    rows, start = {}, 0
+    for task, num in sizes.items():
+        part = slice(start, start + num)
+        own = {name: [one[part] for one in passes] for name, passes in answers.items()}
+        rows[task] = rows_of(methods, own, found[part])
+        start += num
+    return rows
+
+
+def measure(
+    args: argparse.Namespace,
+    workers: Sequence[Worker],
+    found: Sequence[BenchPrompt],
+    tokenizer,
+    sizes: dict[str, int] | None = None,
+) -> dict:
+    """Runs every method on every prompt and returns the whole record; `sizes` as of `rows_by_task`."""
     prompts = [p.tokens(tokenizer) for p in found]
     answers = collect(workers, prompts, args.repeats, options.say)
     methods = [method for worker in workers for method in worker.methods]
@@ -416,10 +502,11 @@ def measure(args: argparse.Namespace, workers: Sequence[Worker], found: Sequence
         return gap
 
     rows, reference = rows_of(methods, answers, found), text_reference(methods)["name"]
+    tasks = rows_by_task(methods, answers, found, sizes or {})
     for row in rows:
-        own = answers[row["method"]][0]
+        own, other = answers[row["method"]][0], text_reference_of(row["method"], methods)
         row["differences"] = [
-            explain(d, prompts[d["row"]], own[d["row"]]["tokens"], gap_of(row["method"]), gap_of(reference))
+            explain(d, prompts[d["row"]], own[d["row"]]["tokens"], gap_of(row["method"]), gap_of(other))
             for d in row["differences"]
         ]
     lengths = sorted(map(len, prompts))
@@ -432,7 +519,7 @@ def measure(args: argparse.Namespace, workers: Sequence[Worker], found: Sequence
             "temperature": 0.0,
             "max_new_tokens": args.max_new_tokens,
             "repeats": args.repeats,
-            "prompt_files": [str(p) for p in args.prompts or ["the demo's own"]],
+            "prompt_files": [str(p) for p in prompt_files(args) or ["the demo's own"]],
             "half": args.half,
             "num_prompts": len(found),
             "prompt_tokens": {"min": lengths[0], "median": statistics.median(lengths), "max": lengths[-1]},
@@ -442,6 +529,7 @@ def measure(args: argparse.Namespace, workers: Sequence[Worker], found: Sequence
         "frameworks": {worker.name: worker.about for worker in workers},
         "repeated_4gram_share": pooled_repeated_ngram_share([a["tokens"] for a in answers[reference][0]]),
         "rows": rows,
+        "tasks": tasks,
         "over_fastest": over_fastest(rows, answers, [method["name"] for method in workers[0].methods]),
         "answers": answers,
     }
@@ -494,6 +582,12 @@ def print_record(record: dict[str, Any]) -> None:
     for row in record["rows"]:
         table.add_row(*cells(row))
     console.print(table)
+    for clock in CLOCKS if record["tasks"] else ():
+        names = [row["method"] for row in record["rows"]]
+        table = tables.make_table(f"{clock.replace('_', ' ')}, over {record['reference']}", 1, "task", *names)
+        for task, rows in record["tasks"].items():
+            table.add_row(task, *(f"{row['over_reference'][clock]['value']:.2f}" for row in rows))
+        console.print(table)
     lines = []
     for row in record["rows"]:
         for d in row["differences"]:
@@ -507,7 +601,8 @@ def print_record(record: dict[str, Any]) -> None:
     lines += [
         "tokens/s without and (whole call) with prefill: median (range) of the passes; [95 % interval over prompts]",
         f"tau counts the pass over the prompt of {peer}; ours leaves prefill out",
-        f"texts are compared with those of {record['text_reference']}; repeated 4-grams in them:"
+        f"texts are compared with those of {record['text_reference']} (quantized ones with their own plain ones);"
+        f" repeated 4-grams in them:"
         f" {record['repeated_4gram_share']:.1%}",
         f"{ours['cpu']}, {ours['cores']} cores; {versions(theirs)}, {theirs['threads']} threads; jax {ours['jax']} on"
         f" {ours['device']}",
@@ -552,8 +647,17 @@ def run(args: argparse.Namespace) -> int:
             options.say(f"llama.cpp has no sliding window: prompts and texts are kept within the target's {max_len}")
     # No weights in this process: it only counts tokens and reads prompts.
     about = types.SimpleNamespace(tokenizer=tokenizer, max_len=max_len)
-    found = prompts.for_checkpoint(about, args.prompts, args.half, args.limit, args.max_new_tokens, args.chat_template)
-    assert tokenizer is not None  # for_checkpoint has asked for it
+    sizes = None
+    if files := {name: path for name in tasks_lib.READERS if (path := getattr(args, name)) is not None}:
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in files)
+        options.refuse(args, f"{given}: these say what is asked", "prompts", "half", "limit")
+        by_task = tasks_lib.read(files, args.per_task, tokenizer, max_len - args.max_new_tokens)
+        sizes = {task: len(own) for task, own in by_task.items()}
+        found = [prompt for own in by_task.values() for prompt in own]
+    else:
+        new = args.max_new_tokens
+        found = prompts.for_checkpoint(about, args.prompts, args.half, args.limit, new, args.chat_template)
+    assert tokenizer is not None  # whoever reads prompts has asked for it
     if args.assistant is None and not args.llama_cpp:
         options.say("no assistant model: give --assistant DIR to measure assisted decoding too")
     elif args.assistant is not None:
@@ -567,7 +671,7 @@ def run(args: argparse.Namespace) -> int:
             write_gguf(args, target, folder)
         workers = start_workers(args, target, drafter, eos, context, folder)
         try:
-            record = measure(args, workers, found, tokenizer)
+            record = measure(args, workers, found, tokenizer, sizes)
         finally:
             close_all(workers)
     print_record(record)

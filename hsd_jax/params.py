@@ -243,6 +243,26 @@ def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weight
     return {**attached, "head": attached["head"].astype(drafter["output_norm"]["weight"].dtype)}
 
 
+def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False) -> Params:
+    """The same target, its weights shared, with another drafter; what is decoded stays the same.
+
+    Args:
+      drafter, strict: as in `load`.
+    Raises:
+      FileNotFoundError, ValueError: as `load`.
+    """
+    target_hash, _ = params.fingerprints()
+    dtype = DTYPES.get(params.dtype, params.target["final_norm"]["weight"].dtype)  # of int8 that of the vectors
+    if params.precision == "fast" and dtype == jnp.float32:
+        dtype = fastest_dtype(params.mesh is None)
+    owner = DraftedFor(params.target_config, target_hash, params.tokenizer)
+    config, weights = _load_drafter(drafter, owner, dtype, Placement(params.mesh, True), strict)
+    if weights:
+        weights = _with_head(weights, params.target, params.target_config)
+    pair = target_hash, drafter_hash(config, weights)
+    return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=pair), params.mesh)
+
+
 def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.Array) -> Params:
     """The same models with a drafter that may draft the tokens `draft_to_target` alone; what is decoded stays the same.
 

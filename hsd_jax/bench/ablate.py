@@ -27,7 +27,7 @@ def parse_sizes(text: str) -> list[int]:
     return sizes
 
 
-def parse_named(named: list[str], option: str) -> dict[str, str]:
+def parse_named(named: list[str], option: str = "--drafters") -> dict[str, str]:
     """Folders by name from NAME=DIR."""
     found = {}
     for text in named:

@@ -14,7 +14,7 @@ from typing import Any
 from hsd_jax.arguments import Prompt, Sampling
 from hsd_jax.bench import gap, prompts
 from hsd_jax.bench.machine import hardware
-from hsd_jax.bench.measure import Mode, Runs, Workload, fastest, mode_record, speedup, time_modes
+from hsd_jax.bench.measure import Mode, Runs, Workload, call_record, fastest, mode_record, speedup, time_modes
 from hsd_jax.bench.profile import RoundProfile, profile_round
 from hsd_jax.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share
 from hsd_jax.bench.tables import say
@@ -183,14 +183,7 @@ def _prompt_records(found, runs: Runs) -> list[dict]:
     return [
         {
             "name": prompt.name,
-            "modes": {
-                name: {
-                    "num_tokens": int(results[row].num_tokens[0]),
-                    "num_target_passes": results[row].stats.num_target_passes,
-                    "seconds": [rows[row] for rows in runs.seconds[name]],
-                }
-                for name, results in runs.results.items()
-            },
+            "modes": {name: call_record(name, row, runs) for name in runs.results},
         }
         for row, prompt in enumerate(found)
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,18 @@ from hsd_jax import lock
 from hsd_jax.ahead import pearl
 from hsd_jax.bench import gap, prompts
 from hsd_jax.bench.hierarchy import stacked
+from hsd_jax.bench.identity import first_difference
 from hsd_jax.bench.machine import hardware
-from hsd_jax.bench.measure import Mode, Runs, Workload, mode_record, parse_tree, speedup, time_modes
+from hsd_jax.bench.measure import (
+    Mode,
+    Runs,
+    Workload,
+    call_record,
+    mode_record,
+    parse_tree,
+    speedup,
+    time_modes,
+)
 from hsd_jax.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share, task_score
 from hsd_jax.bench.tables import say
 from hsd_jax.drafters.table import method_of
@@ -32,6 +43,8 @@ KEYS = {"drafter": str, "tree": str, "accept": str, "draw": str, "reuse": str, "
 KEYS |= {"rescore": str, "alpha": float, "stack": str, "pearl": int, "adaptive": bool}
 KEYS |= {"token_info": bool, "reference": bool}
 """What a method may say, and the type of its value."""
+CHOSEN = "chosen"
+"""As a tree: left to `decode`, plain decoding included, as by default."""
 ALL = "all"
 """The task that holds all others."""
 
@@ -118,10 +131,14 @@ def make_modes(params, about: dict[str, dict[str, Any]], load: Callable[[str], A
                 found = stacked(found, method["stack"].split(","))
             if "pearl" in method:
                 found = pearl(found, method["pearl"])
-            own = found.tree or default_tree(found.drafter_config)
-            tree = parse_tree(method["tree"]) if "tree" in method else own
+            asked = method.get("tree") or (found.tree or default_tree(found.drafter_config)).name
             how = {key: method[key] for key in ("accept", "draw", "reuse", "lossy", "adaptive") if key in method}
-            modes.append(Mode(name, found, tree, **how))
+            if asked == CHOSEN:
+                if how:
+                    raise ValueError(f"tree: {CHOSEN}: leaves everything to `decode`; leave out {', '.join(how)}")
+                modes.append(Mode(name, found, is_chosen=True))
+            else:
+                modes.append(Mode(name, found, parse_tree(asked), **how))
             modes[-1].check()
         except ValueError as error:
             raise ValueError(f"method {name!r}: {error}") from error
@@ -169,11 +186,13 @@ def measure(
     temperatures: Sequence[float],
     batches: Sequence[int],
     path: Path,
+    warms_all: bool = True,
 ) -> dict[str, Any]:
     """Runs every setting and returns the whole record; `rows` are its figures, one a setting and method.
 
     Args:
       references: the method that others are also divided by.
+      warms_all: as in `time_modes`.
       path: gets the record after each setting, so that a run that breaks off leaves what it has measured.
     Raises:
       ValueError: if a batch is larger than a task.
@@ -197,11 +216,12 @@ def measure(
         "half": work.half,
         "references": references,
         "methods": about,
-        "kind_of_figures": "measured; prefill excluded; end tokens honoured",
+        "kind_of_figures": "measured; prefill excluded unless whole calls are named; end tokens honoured",
         "rows": [],
     }
     settings = [Setting(task, t, b) for t in temperatures for b in batches for task in tasks]
     rows, runs = record["rows"], {}
+    left = _Left(sum(len(tasks[s.task]) // s.batch * (work.repeats + warms_all) for s in settings))
     for number, setting in enumerate(settings, 1):
         full = len(tasks[setting.task]) // setting.batch * setting.batch
         say(
@@ -216,10 +236,15 @@ def measure(
             temperature=setting.temperature,
             seed=work.seed,
             repeats=work.repeats,
-            progress=_progress,
+            progress=left.progress,
+            warms_all=warms_all,
         )
         found = _rows(setting, modes, runs[setting], references)
         for mode, row in zip(modes, found, strict=True):
+            if setting.batch == 1:
+                named = zip(range(full), tasks[setting.task], strict=True)
+                row["prompts"] = [{"name": p.name} | call_record(mode.name, i, runs[setting]) for i, p in named]
+            row["differences"] = _differences(mode.name, runs[setting], tasks[setting.task])
             if gap.has_gap(mode, setting.temperature):
                 given = [prompt.tokens(params.tokenizer) for prompt in tasks[setting.task]]
                 row["gap"] = gap.measure(mode, given, work.seed, work.max_new_tokens, setting.temperature)
@@ -230,6 +255,7 @@ def measure(
         if setting.temperature == 0:
             record["repeated_4gram_share"][setting.task] = pooled_repeated_ngram_share(runs[setting].texts(PLAIN))
         write_json(path, record)
+        say("  " + ", ".join(_in_short(row) for row in found))
     if len(tasks) > 1:
         for t in temperatures:
             for b in batches:
@@ -239,18 +265,52 @@ def measure(
     return record
 
 
-def _progress(what: str, done: int, num: int) -> None:
-    if done % 10 == 0:
-        say(f"  {what}: {done + 1} of {num}")
+class _Left:
+    """Says how far a run of many settings is, and about how long the rest will take.
+
+    Args:
+      num: batches of prompts, those that warm up too where all do.
+    """
+
+    def __init__(self, num: int) -> None:
+        self.num, self.done, self.start = num, 0, time.perf_counter()
+
+    def progress(self, what: str, done: int, num: int) -> None:
+        """A line every ten batches."""
+        if done % 10 == 0:
+            seconds = (time.perf_counter() - self.start) * (self.num - self.done) / max(self.done, 1)
+            left = f", about {max(seconds, 60) / 60:.0f} min left" if self.done >= 10 else ""
+            say(f"  {what}: {done + 1} of {num}{left}")
+        self.done = min(self.done + 1, self.num)
+
+
+def _differences(name: str, runs: Runs, found: Sequence[prompts.BenchPrompt]) -> list[dict[str, Any]]:
+    """The prompts whose text parts from plain decoding, and at which token."""
+    parted = zip(found, map(first_difference, runs.texts(name), runs.texts(PLAIN)), strict=False)
+    return [{"name": prompt.name, "index": index} for prompt, index in parted if index is not None]
+
+
+def _in_short(row: dict[str, Any]) -> str:
+    ratio = row["over_plain"]
+    if ratio is None:
+        return f"{row['method']} {row['tokens_per_second']['median']:.0f} tokens/s"
+    differing = len(row["differing_prompts"])
+    return f"{row['method']} {ratio['value']:.2f}" + (f" ({differing} texts differ)" if differing else "")
 
 
 def _pooled(runs: Sequence[Runs]) -> Runs:
     """The batches of all tasks, as if they were one."""
     names = runs[0].results
     repeats = range(len(next(iter(runs[0].seconds.values()))))
+
+    def joined(clock: str) -> dict[str, list[list[float]]]:
+        found = [getattr(one, clock) for one in runs]
+        return {name: [[s for one in found for s in one[name][r]] for r in repeats] for name in names if found[0]}
+
     return Runs(
         {name: [result for one in runs for result in one.results[name]] for name in names},
-        {name: [[s for one in runs for s in one.seconds[name][r]] for r in repeats] for name in names},
+        joined("seconds"),
+        joined("whole_seconds"),
     )
 
 
@@ -260,6 +320,8 @@ def _rows(setting: Setting, modes: Sequence[Mode], runs: Runs, references: dict[
         row = {"method": mode.name, **dataclasses.asdict(setting), **mode_record(mode, runs, PLAIN)}
         row["num_texts"] = len(runs.texts(PLAIN))
         row["over_plain"] = None if mode.name == PLAIN else speedup(mode.name, PLAIN, runs)
+        is_known = mode.name != PLAIN and runs.whole_seconds
+        row["over_plain_whole"] = speedup(mode.name, PLAIN, runs, whole=True) if is_known else None
         reference = references.get(mode.name)
         row["over_reference"] = None if reference is None else speedup(mode.name, reference, runs)
         rows.append(row)

@@ -13,7 +13,7 @@ from hsd_jax.bench.tables import lines_of, make_console, make_table, same_text, 
 from hsd_jax.config import TreeConfig
 from hsd_jax.files import replacing, write_text
 
-COLUMNS = ("method", "tree", "rule", "tau", "tokens/s", "over plain", "over reference", "same text")
+COLUMNS = ("method", "tree", "rule", "tau", "tokens/s", "over plain", "whole call", "over reference", "same text")
 SCORE = "task score"
 """The column that a run with a lossy method has, too."""
 
@@ -46,11 +46,12 @@ def cells(row: dict[str, Any]) -> list[str]:
     rate = row["tokens_per_second"]
     return [
         row["method"],
-        "" if tree is None else settings.read(TreeConfig, tree, "tree").name,
+        ("chosen" if row.get("plans") else "") if tree is None else settings.read(TreeConfig, tree, "tree").name,
         rule,
         f"{row['tau']:.2f}",
         f"{rate['median']:.0f} ({rate['min']:.0f}-{rate['max']:.0f})",
         ratio(row["over_plain"]),
+        ratio(row.get("over_plain_whole")),
         ratio(row["over_reference"]),
         same_text(row, row["temperature"], row["num_texts"]),
         *([] if "task_score" not in row else [_score(row["task_score"])]),
@@ -76,14 +77,17 @@ def title_of(setting: tuple[str, float, int]) -> str:
 
 def footer(record: dict[str, Any]) -> list[str]:
     """What was measured, on what, for the foot of a page."""
-    machine, sizes = record["hardware"], record["drafters"]
-    drafters = ", ".join(f"{k} {v['parameters'] / 1e6:.2f}M ({v['bytes'] / 1e6:.1f} MB)" for k, v in sizes.items())
+    machine, sizes = record["hardware"], {}
+    for name, size in record["drafters"].items():
+        sizes.setdefault(f"{size['parameters'] / 1e6:.2f}M ({size['bytes'] / 1e6:.1f} MB)", []).append(name)
+    drafters = "; ".join(f"{', '.join(names)} {size}" for size, names in sizes.items())
     return [
         f"target {record['target']['parameters'] / 1e6:.2f}M, {record['dtype']}; drafters: {drafters}",
         f"{machine['cpu']}, {machine['cores']} cores, {machine['backend']}, jax {machine['jax']};"
         f" {record['max_new_tokens']} new tokens, {record['repeats']} repeats, prompts {record['num_prompts']}",
         *_quality(record),
-        "tokens/s: median (range) of the repeats; ratios: [95 % interval over batches of prompts, of 8 and more]",
+        "tokens/s: median (range) of the repeats; ratios: [95 % interval over batches of prompts, of 8 and more];"
+        " whole call: over plain with prefill",
         record["command"],
     ]
 
@@ -139,14 +143,15 @@ def write_csv(record: dict[str, Any], path: Path) -> None:
     """A line a setting and method, numbers only."""
     names = ["task", "temperature", "batch", "method", "dtype", "accept", "draw", "reuse", "lossy", "adaptive"]
     names += ["nodes", "depth", "width", "branching", "tau", "num_tokens", "tokens_per_second"]
-    names += [f"over_{rival}{end}" for rival in ("plain", "reference") for end in ("", "_low", "_high")]
+    rivals = ("over_plain", "over_plain_whole", "over_reference")
+    names += [f"{rival}{end}" for rival in rivals for end in ("", "_low", "_high")]
     names += ["same_text_as_plain", "num_texts"]
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names, restval="", extrasaction="ignore")
         writer.writeheader()
         for row in record["rows"]:
             flat = {**row, **(row.get("tree") or {}), "tokens_per_second": row["tokens_per_second"]["median"]}
-            for rival in ("over_plain", "over_reference"):
-                found = row[rival] or {}
+            for rival in rivals:
+                found = row.get(rival) or {}
                 flat |= {rival: found.get("value")} | {f"{rival}_{end}": found.get(end) for end in ("low", "high")}
             writer.writerow(flat)

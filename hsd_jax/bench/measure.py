@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +22,7 @@ from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import check_legal, make_rule
 from hsd_jax.infer.lossy import Lossy
 from hsd_jax.plan import check_adaptive
-from hsd_jax.request import rule_and_scheme
+from hsd_jax.request import LARGEST_FIRST, MOST_LOOKAHEAD, first_capacity, rule_and_scheme
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -60,7 +63,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """One way to decode; `tree` None is plain."""
+    """One way to decode; `tree` None is plain, unless `decode` is to choose."""
 
     name: str
     params: Any
@@ -75,6 +78,13 @@ class Mode:
     """As `adaptive` of `decode`."""
     tuned: Any = None
     """A `hsd_jax.Tuned` that names the tree: of which a round then verifies what pays."""
+    is_chosen: bool = False
+    """`decode` chooses call by call, plain decoding included, as it does for whoever names no tree."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing is ever drafted."""
+        return self.tree is None and not self.is_chosen
 
     @property
     def dtype(self) -> str:
@@ -99,14 +109,14 @@ class Mode:
             temperature=temperature,
             seed=list(seeds),
             tree=self.tree if self.tuned is None else None,
-            speculate=self.tree is not None,
+            speculate=not self.is_plain,
             pad_rows=self.pad_rows,
             accept=self.accept,
             draw=self.draw,
             reuse=self.reuse,
             lossy=self.lossy,
             adaptive=self.adaptive,
-            tuned=False if self.tuned is None else self.tuned,
+            tuned=self.is_chosen if self.tuned is None else self.tuned,
         )
 
 
@@ -116,6 +126,9 @@ class Runs:
 
     results: dict[str, list[Any]]
     seconds: dict[str, list[list[float]]]
+    """Without prefill."""
+    whole_seconds: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
+    """Of the whole call, from token ids to text."""
 
     def texts(self, name: str) -> list[list[int]]:
         """The generated tokens of every prompt."""
@@ -160,17 +173,19 @@ def time_modes(
     seed: int = 0,
     repeats: int,
     progress: Callable[[str, int, int], None],
+    warms_all: bool = True,
 ) -> Runs:
-    """Decodes all prompts by all modes, 1 + `repeats` times; prefill is not timed, end tokens are honoured.
+    """Decodes all prompts by all modes, 1 + `repeats` times; end tokens are honoured, prefill has a clock of its own.
 
-    The first time compiles, and keeps what was said. After it mode follows mode on every batch of prompts, in an order
-    that rotates, so that a change of the machine's pace and what the mode before left in the caches meet all alike.
+    The first time compiles. After it mode follows mode on every batch of prompts, in an order that rotates, so that a
+    change of the machine's pace and what the mode before left in the caches meet all alike.
 
     Args:
       prompts: texts or token ids.
       batch: rows decoded at once; prompts left over at the end are decoded as a smaller batch.
       seed: of prompt i: seed + i.
       progress: `progress(what, done, of)`, before each batch.
+      warms_all: False: only one batch for each program is decoded before, of prompts of token ids.
     """
     batches = [range(i, min(i + batch, len(prompts))) for i in range(0, len(prompts), batch)]
 
@@ -178,21 +193,45 @@ def time_modes(
         seeds = [seed + row for row in rows]
         return mode.decode([prompts[row] for row in rows], seeds, max_new_tokens, temperature)
 
-    results: dict[str, list] = {mode.name: [] for mode in modes}
-    for i, rows in enumerate(batches):
-        progress("warming up", i, len(batches))
+    warm = batches
+    if not warms_all:
+        warm = one_of_each_size(modes[0].params.max_len, prompts, batches, max_new_tokens)
+    for i, rows in enumerate(warm):
+        progress("warming up", i, len(warm))
         for mode in modes:
-            results[mode.name].append(decode(mode, rows))
+            decode(mode, rows)
+    results: dict[str, list] = {mode.name: [] for mode in modes}
     seconds: dict[str, list[list[float]]] = {mode.name: [] for mode in modes}
+    whole_seconds: dict[str, list[list[float]]] = {mode.name: [] for mode in modes}
     for repeat in range(repeats):
         for mode in modes:
             seconds[mode.name].append([])
+            whole_seconds[mode.name].append([])
         for i, rows in enumerate(batches):
             progress(f"timing, pass {repeat + 1} of {repeats}", i, len(batches))
             first = (repeat + i) % len(modes)
             for mode in [*modes[first:], *modes[:first]]:
-                seconds[mode.name][repeat].append(decode(mode, rows).stats.decode_seconds)
-    return Runs(results, seconds)
+                start = time.perf_counter()
+                result = decode(mode, rows)
+                whole_seconds[mode.name][repeat].append(time.perf_counter() - start)
+                seconds[mode.name][repeat].append(result.stats.decode_seconds)
+                if not repeat:
+                    results[mode.name].append(result)
+    return Runs(results, seconds, whole_seconds)
+
+
+def one_of_each_size(
+    max_len: int, prompts: Sequence[Sequence[int]], batches: Sequence[range], max_new_tokens: int
+) -> list[range]:
+    """One batch for each size of the caches, the longest, and every batch whose caches grow while it is decoded."""
+    sizes: dict[Any, range] = {}
+    for rows in sorted(batches, key=lambda rows: -max(len(prompts[row]) for row in rows)):
+        longest = max(len(prompts[row]) for row in rows)
+        total = longest + max_new_tokens
+        capacity = first_capacity(longest, total, MOST_LOOKAHEAD, max_len)
+        grows = total + MOST_LOOKAHEAD > LARGEST_FIRST
+        sizes.setdefault((len(rows), capacity, rows.start if grows else None), rows)
+    return sorted(sizes.values(), key=lambda rows: rows.start)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -209,7 +248,7 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
     plain_texts = runs.texts(plain)
     differing = [i for i, (a, b) in enumerate(zip(runs.texts(mode.name), plain_texts, strict=True)) if a != b]
     record = {
-        "kind": "plain" if mode.tree is None else "speculative",
+        "kind": "plain" if mode.is_plain else "speculative",
         "dtype": mode.dtype,
         "pad_rows": mode.pad_rows,
         "num_tokens": num_tokens,
@@ -220,10 +259,16 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
         "same_text_as_plain": len(plain_texts) - len(differing),
         "differing_prompts": differing,
     }
-    if mode.tree is not None:
-        histogram = [int(sum(n)) for n in zip(*(r.stats.accepted_histogram for r in results), strict=True)]
+    if runs.whole_seconds:
+        whole = runs.whole_seconds[mode.name]
+        record["whole_tokens_per_second"] = spread([num_tokens / sum(batches) for batches in whole])
+    if mode.is_chosen:
+        record["plans"] = dict(Counter(str(r.stats.plan) for r in results))
+    if not mode.is_plain:
+        histograms = (r.stats.accepted_histogram for r in results)  # where trees are chosen, of different lengths
+        histogram = [int(sum(n)) for n in itertools.zip_longest(*histograms, fillvalue=0)]
         record |= {
-            "tree": dataclasses.asdict(mode.tree),
+            "tree": None if mode.tree is None else dataclasses.asdict(mode.tree),
             "accept": mode.accept,
             "draw": mode.draw,
             "reuse": mode.reuse,
@@ -236,21 +281,36 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
     return record
 
 
+def call_record(name: str, index: int, runs: Runs) -> dict[str, Any]:
+    """What one mode did with one batch of prompts, the raw figures."""
+    result = runs.results[name][index]
+    record = {
+        "num_tokens": int(sum(result.num_tokens)),
+        "num_target_passes": result.stats.num_target_passes,
+        "seconds": [batches[index] for batches in runs.seconds[name]],
+    }
+    if runs.whole_seconds:
+        record["whole_seconds"] = [batches[index] for batches in runs.whole_seconds[name]]
+    return record
+
+
 def fastest(names: Sequence[str], runs: Runs) -> str:
     """The mode of the highest median rate."""
     return max(names, key=lambda name: statistics.median(runs.rates(name)))
 
 
-def speedup(name: str, rival: str, runs: Runs) -> dict[str, Any]:
-    """Tokens per second over those of `rival`, in two ways.
+def speedup(name: str, rival: str, runs: Runs, whole: bool = False) -> dict[str, Any]:
+    """Tokens per second over those of `rival`, in two ways, without prefill or of the `whole` call.
 
     `median`, `min`, `max` are of the ratios of the repeats. `value` takes every batch of prompts at the median of its
-    repeats; `low` and `high` are its percentile bootstrap over the batches, paired, and None for fewer than
-    FEWEST_BATCHES.
+    repeats, tokens of all over seconds of all; `low` and `high` are its percentile bootstrap over the batches, paired,
+    and None for fewer than FEWEST_BATCHES.
     """
-    ratios = [a / b for a, b in zip(runs.rates(name), runs.rates(rival), strict=True)]
+    seconds = runs.whole_seconds if whole else runs.seconds
     tokens = np.array([runs.num_tokens(n) for n in (name, rival)], float)
-    times = np.array([np.median(runs.seconds[n], axis=0) for n in (name, rival)])
+    own, others = (tokens[i].sum() / np.sum(seconds[n], axis=1) for i, n in enumerate((name, rival)))
+    ratios = [float(ratio) for ratio in own / others]
+    times = np.array([np.median(seconds[n], axis=0) for n in (name, rival)])
     rates = tokens.sum(1) / times.sum(1)
     low, high = bootstrap_ratio(tokens, times) if tokens.shape[1] >= FEWEST_BATCHES else (None, None)
     return {"against": rival, **spread(ratios), "value": float(rates[0] / rates[1]), "low": low, "high": high}

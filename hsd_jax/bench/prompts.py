@@ -192,8 +192,8 @@ def prompt_of(
     Raises:
       ValueError: naming the place and the fields that would do, or why the chat template refuses the conversation.
     """
-    if (asked := first_question(record.get("turns"))) is not None:
-        return BenchPrompt(name, asked) if chat is None else _asked(chat, [("User", asked)], "", name, where)
+    if (first := first_question(record.get("turns"))) is not None:
+        return BenchPrompt(name, first) if chat is None else asked(chat, [("User", first)], "", name, where)
     for field in ("turns", "messages"):
         if record.get(field):
             return dialogue_prompt(conversation(record, field, where), name, where, count, max_tokens, chat)
@@ -204,7 +204,7 @@ def prompt_of(
         rest = full.removeprefix(text) if full.startswith(text) and full != text else None
         if chat is None:
             return BenchPrompt(name, text, rest)
-        return _asked(chat, [("User", question.strip())], (rest or "").strip(), name, where)
+        return asked(chat, [("User", question.strip())], (rest or "").strip(), name, where)
     if "prompt" in record:
         return BenchPrompt(name, text_of(record, "prompt", where), record.get("response") or record.get("rest"))
     if "text" in record:
@@ -238,7 +238,7 @@ def dialogue_prompt(
             found, num_tokens = BenchPrompt(name, text, rest), count(text)
         else:
             said = turns[cut][1] if cut < len(turns) else ""
-            found = _asked(chat, turns[:cut], said, name, where)
+            found = asked(chat, turns[:cut], said, name, where)
             num_tokens = len(found.tokens(chat))
         if best is not None and (cut > len(turns) / 2 or num_tokens > max_tokens):
             break
@@ -247,12 +247,14 @@ def dialogue_prompt(
     return best
 
 
-def _asked(chat: Tokenizer, turns: Turns, said: str, name: str, where: str) -> BenchPrompt:
+def asked(chat: Tokenizer, turns: Turns, said: str, name: str, where: str) -> BenchPrompt:
     """A conversation in the words of the chat template, open for the assistant.
 
     Args:
       said: what the assistant answers in the data, "" if that is not known. Some templates refuse an answer at the end,
         or write it so that what follows the prompt cannot be told; then there is no `rest`.
+    Raises:
+      ValueError: naming the place, if the template refuses the conversation.
     """
     template, said = chat_template_of(chat.render), said.strip()
     try:

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         if method_of(params.drafter_config).token_information is None:
             raise ValueError(f"a {params.drafter_config.kind} drafter: ablations are of hidden-state drafters")
         about, references = ablate.make_methods(params.drafter_config, sizes, drafters)
-        modes = compare_lib.make_modes(params, about, lambda drafter: options.load_params(args, drafter=drafter))
+        modes = compare_lib.make_modes(params, about, options.other_drafters(args, params))
         tasks = compare_lib.read_tasks(work, params)
         record = compare_lib.measure(work, modes, about, references, tasks, args.temperatures, [1], out / "ablate.json")
         compare_report.write(record, out, "ablate")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hsd_jax.cli import ablate, budget, compare, options, recall, rescore
+from hsd_jax.cli import ablate, budget, compare, options, recall, rescore, tasks
 from hsd_jax.cli.options import COUNT, SEED, TEMPERATURE, add_value
 
 
@@ -47,7 +47,7 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     parser.add_argument("--json", type=options.NEW_FILE, metavar="OUT", help="write every figure to this file")
     options.add_plot_argument(parser)
     more = parser.add_subparsers(title="more", metavar="COMMAND", action=options.OwnOptions)
-    for module in (compare, ablate, budget, rescore, recall):
+    for module in (tasks, compare, ablate, budget, rescore, recall):
         module.add_parser(more)
 
 

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     with compare.alone_in(out, temperatures=args.temperatures, batch=args.batch):
         about = compare.read_methods(args.methods) if args.methods else {"drafter": {}}
         params = options.load_params(args)
-        modes = compare.make_modes(params, about, lambda drafter: options.load_params(args, drafter=drafter))
+        modes = compare.make_modes(params, about, options.other_drafters(args, params))
         tasks = compare.read_tasks(work, params)
         reference = next((name for name, method in about.items() if method.get("reference")), None)
         rivals = {} if reference is None else {name: reference for name in about if name != reference}

@@ -172,6 +172,16 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = No
     add_chat_argument(group)
 
 
+def add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the files of `bench/tasks.py` and --per-task."""
+    group = parser.add_argument_group("tasks")
+    add_value(group, "--spec-bench FILE", str, "its question.jsonl: six tasks, MT-bench's eight categories being one")
+    add_value(group, "--humaneval FILE", str, "HumanEval.jsonl or .jsonl.gz: functions to complete")
+    add_value(group, "--gsm8k FILE", str, "its test.jsonl: maths problems")
+    what = "prompts of each task, at equal distances in its file; 80 are all of Spec-Bench"
+    add_value(group, "--per-task N", COUNT, what, 20)
+
+
 def add_chat_argument(group: Group, what: str = "conversations and questions") -> None:
     """Declares --no-chat-template; `args.chat_template` is False where it is given."""
     text = f"{what} as lines, `User: ...` and `Assistant: ...` (default: by the target's chat template, if any)"
@@ -294,6 +304,18 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
     if args.pearl is not None:
         params = hsd_jax.pearl(params, None if args.pearl == "auto" else args.pearl)
     return params
+
+
+def other_drafters(args: argparse.Namespace, params) -> Callable[[str], Any]:
+    """A function that gives the same target with another drafter; the target is not read again.
+
+    On a mesh it is: there the heads of a loaded target may be repeated, and no drafter was made for that.
+    """
+    from hsd_jax.params import with_drafter
+
+    if params.mesh is not None:
+        return lambda drafter: load_params(args, drafter=drafter)
+    return lambda drafter: with_drafter(params, drafter, args.strict)
 
 
 def tree_of(args: argparse.Namespace, params) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hsd_jax.bench.compare_report import by_setting, title_of
 from hsd_jax.bench.tables import STAGES, say
+from hsd_jax.bench.tasks import figures
 from hsd_jax.files import replacing
 
 OVER_PLAIN = "tokens/s over plain decoding"
@@ -128,7 +129,10 @@ def plot_compare(record: dict[str, Any], path: Path) -> None:
     for row in (row for row in last if row["kind"] == "speculative"):
         color, acceptance, place = colors[row["method"]], row["conditional_acceptance"], row["over_plain"]
         depth.plot(range(1, len(acceptance) + 1), acceptance, marker="o", color=color, label=row["method"])
-        nodes.errorbar(row["tree"]["nodes"], place["value"], yerr=_whiskers([place]), fmt="o", color=color, capsize=3)
+        if row["tree"] is not None:  # else chosen call by call
+            nodes.errorbar(
+                row["tree"]["nodes"], place["value"], yerr=_whiskers([place]), fmt="o", color=color, capsize=3
+            )
     depth.set(title=f"Acceptance by depth\n{title_of(setting)}", xlabel="depth", ylabel="P(accepted | reached)")
     nodes.set(title=f"Speed by size of the tree\n{title_of(setting)}", xlabel="nodes, root included", ylabel=OVER_PLAIN)
     nodes.axhline(1.0, **PLAIN_LINE)
@@ -144,6 +148,26 @@ def plot_compare(record: dict[str, Any], path: Path) -> None:
     )
     lines = [*depth.lines, nodes.lines[-1]]
     figure.legend(handles=lines, loc="outside lower center", ncols=min(6, len(lines)))
+    save_figure(figure, path)
+
+
+def plot_tasks(record: dict[str, Any], path: Path) -> None:
+    """Speed over plain decoding without prefill: a group of bars a task, a panel a temperature."""
+    temperatures = list(dict.fromkeys(row["temperature"] for row in record["rows"]))
+    made = make_figure(len(temperatures))
+    if made is None:
+        return
+    figure, axes = made
+    for axis, temperature in zip(axes, temperatures, strict=True):
+        found, methods = figures(record, temperature, "over_plain"), list(record["methods"])
+        width = 0.8 / len(methods)
+        for i, method in enumerate(methods):
+            places = [place + (i - len(methods) / 2 + 0.5) * width for place in range(len(found))]
+            axis.bar(places, [row[method] for row in found.values()], width, label=method)
+        axis.axhline(1.0, **PLAIN_LINE)
+        axis.set_xticks(range(len(found)), list(found), rotation=40, ha="right", fontsize=8)
+        axis.set(title=f"temperature {temperature:g}", ylabel=OVER_PLAIN)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     save_figure(figure, path)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
 import types
 
+import numpy as np
 import pytest
 from support import command_line, toy
 
@@ -53,6 +55,123 @@ def test_what_is_asked_of_llama_cpp():
         {"name": "llama.cpp plain float16", "dtype": "float16", "path": os.path.join("folder", "float16.gguf")}
     ]
     assert (config["threads"], config["context"]) == (3, 99)
+
+
+def test_what_is_asked_of_quantized_weights(tmp_path):
+    """A GGUF file whose matrices have the type serves as it is; of other types one is written beside it."""
+    parse = peers.build_parser().parse_args
+    own = tmp_path / "own.gguf"
+    config = toy.target_config(model_type="llama", hidden_size=32, intermediate_size=64)
+    peers.save_gguf(own, config, toy.make_target(config), "Q4_1")
+    assert peers.stored_type(str(own)) == "Q4_1" and peers.stored_type(str(tmp_path)) is None
+    args = parse(
+        ["--target", str(own), "--llama-cpp", "--llama-dtypes", "bfloat16", "Q8_0", "Q4_1", "--llama-lookup", "5"]
+    )
+    folder = tmp_path / "files"
+    methods = peers.llama_methods(args, str(folder), str(own))
+    assert names(methods) == [f"llama.cpp {k} {d}" for d in args.llama_dtypes for k in ("plain", "lookup 5")]
+    assert [m["path"] for m in methods[::2]] == [str(folder / "bfloat16.gguf"), str(folder / "Q8_0.gguf"), str(own)]
+    assert [m.get("tokens") for m in methods] == [None, 5] * 3
+    peers.write_gguf(args, str(own), str(folder))
+    assert sorted(path.name for path in folder.iterdir()) == ["Q8_0.gguf", "bfloat16.gguf"]
+    assert peers.stored_type(str(folder / "Q8_0.gguf")) == "Q8_0"
+    assert [m["dtype"] for m in peers.hsd_methods(args, None)] == [None]  # no peer in float32, nor ours
+    ours = [*methods, {"name": "hsd_jax plain bfloat16", "dtype": "bfloat16"}]
+    compared = {name: peers.text_reference_of(name, ours) for name in names(ours)}
+    assert compared["llama.cpp lookup 5 Q8_0"] == "llama.cpp plain Q8_0"
+    assert compared["hsd_jax plain bfloat16"] == compared["llama.cpp lookup 5 bfloat16"] == "llama.cpp plain bfloat16"
+    assert peers.text_reference(ours[2:])["name"] == "hsd_jax plain bfloat16"
+
+
+class Cache:
+    """In place of llama.cpp: the next token counts up, and at some sums of all before skips one; positions must fit."""
+
+    def __init__(self) -> None:
+        self.cache, self.logits, self.num_decodes = [], [], 0
+
+    def llama_memory_clear(self, memory, data) -> None:
+        self.cache = []
+
+    def llama_memory_seq_rm(self, memory, sequence, start, end) -> bool:
+        assert 0 < start <= len(self.cache) and end == -1
+        self.cache = self.cache[:start]
+        return True
+
+    def llama_batch_get_one(self, ids, num):
+        return types.SimpleNamespace(token=ids, n_tokens=num, pos=None)
+
+    def llama_batch_init(self, num, embd, sequences):
+        own = {name: [0] * num for name in ("token", "pos", "logits", "n_seq_id")}
+        return types.SimpleNamespace(seq_id=[[0] for _ in range(num)], n_tokens=0, **own)
+
+    def llama_batch_free(self, batch) -> None:
+        batch.token = None
+
+    def llama_decode(self, context, batch) -> int:
+        self.logits, self.num_decodes = [], self.num_decodes + 1
+        for i in range(batch.n_tokens):
+            assert batch.pos is None or batch.pos[i] == len(self.cache)
+            self.cache.append(batch.token[i])
+            self.logits.append((self.cache[-1] + 1 + (sum(self.cache) % 7 == 0)) % 6)
+        return 0
+
+    def llama_sampler_sample(self, sampler, context, index) -> int:
+        return self.logits[index]
+
+    def __getattr__(self, name: str):
+        return {"llama_token": ctypes.c_int32, "llama_get_memory": lambda context: None}[name]
+
+
+def longest_match(ids, most: int) -> np.ndarray:
+    """What follows the first earlier occurrence of the last token."""
+    found = [i + 1 for i, token in enumerate(ids[:-1]) if token == ids[-1]]
+    return ids[found[0] : found[0] + most] if found else ids[:0]
+
+
+@pytest.mark.parametrize("eos", [[], [3]])
+def test_lookup_in_llama_cpp_gives_the_plain_text(eos):
+    """In fewer passes, of any length, and with whatever was refused taken out of the cache."""
+    worker, lib = object.__new__(peer_worker.LlamaCpp), Cache()
+    worker.lib, worker.sampler = lib, None
+    worker.methods = {"plain": {}, "lookup": {"tokens": 4, "ngram": 3}}
+    worker.contexts = dict.fromkeys(worker.methods)
+    worker.lookups = {"lookup": lambda ids: longest_match(ids, 4)}
+    fewer = 0
+    for num in (1, 2, 3, 30):
+        worker.config = {"eos": eos, "max_new_tokens": num}
+        for prompt in ([1], [2, 5, 1], [1, 2, 1, 2], [0, 1, 2, 3, 4, 0, 1]):
+            plain = worker.decode("plain", prompt)
+            before = lib.num_decodes
+            found = worker.decode("lookup", prompt)
+            assert found["tokens"] == plain["tokens"] and len(plain["tokens"]) <= num
+            assert found["passes"] == lib.num_decodes - before <= plain["passes"] == len(plain["tokens"])
+            assert found["decode_tokens"] == len(plain["tokens"]) - 1
+            fewer += found["passes"] < plain["passes"]
+    assert fewer or eos
+
+
+def test_tasks_have_rows_of_their_own():
+    methods = [{"name": name, "dtype": "float32"} for name in ("llama.cpp plain float32", "hsd_jax plain float32")]
+    answers = {
+        methods[0]["name"]: [[answer([1, 2], 2.0, 1.0), answer([3], 4.0, 2.0), answer([4], 4.0, 2.0)]] * 2,
+        methods[1]["name"]: [[answer([1, 2], 1.0, 0.5), answer([3], 1.0, 0.5), answer([9], 1.0, 0.5)]] * 2,
+    }
+    found = [BenchPrompt(name, "") for name in "abc"]
+    rows = peers.rows_by_task(methods, answers, found, {"qa": 1, "rag": 2})
+    assert [rows[task][1]["over_reference"]["whole_call"]["value"] for task in ("qa", "rag")] == [2.0, 4.0]
+    assert [rows[task][1]["num_texts"] for task in ("qa", "rag")] == [1, 2]
+    assert rows["rag"][1]["differences"][0]["prompt"] == "c" and not rows["qa"][1]["differences"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [(["--limit", "2"], "--limit with --gsm8k: these say what is asked"), ([], "test.jsonl:1: fields ['prompt']")],
+)
+def test_tasks_of_bad_files(tmp_path, capsys, more, message):
+    file = tmp_path / "test.jsonl"
+    file.write_text(json.dumps({"prompt": "a"}) + "\n")
+    assert peers.main(["--demo", "--llama-cpp", "--gsm8k", str(file), *more]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_llama_cpp_gets_the_target_without_its_window(tmp_path):
