@@ -47,6 +47,8 @@ class BenchPrompt:
     """The text that follows in the data; behind a conversation of a chat template, what the assistant says next."""
     is_templated: bool = False
     """A chat template has put the start token and the ends of turns into the text."""
+    question: str | None = None
+    """What was said last, without what a template puts around it."""
 
     def tokens(self, tokenizer: Tokenizer | None, with_rest: bool = False) -> list[int]:
         """What `decode` takes: token ids, with one start token at most."""
@@ -268,7 +270,7 @@ def asked(chat: Tokenizer, turns: Turns, said: str, name: str, where: str) -> Be
             blank, found, _ = whole.removeprefix(text).partition(said)
             if whole.startswith(text) and found and not blank.strip():
                 rest = blank + found
-    return BenchPrompt(name, text, rest, is_templated=True)
+    return BenchPrompt(name, text, rest, is_templated=True, question=turns[-1][1])
 
 
 def text_prompt(text: str, name: str, count: Callable[[str], int], max_tokens: int) -> BenchPrompt:

@@ -231,7 +231,7 @@ def test_the_demo_asks_a_chat_model_questions(tmp_path, capsys):
     wanted = ["demo", "--target", folder, "--drafter", "lookup", "--limit", "1", "--max-new-tokens", "4"]
     assert hsd(*wanted) == 0
     out = capsys.readouterr().out
-    assert "== chat" in out and "<|im_start|>user I moved to a new city" in out
+    assert "== chat\nI moved to a new city" in out and "<|im_start|>" not in out.partition("[plain")[0]
     assert "yes" in next(line for line in out.splitlines() if "chat " in line and "│" in line)
 
 
