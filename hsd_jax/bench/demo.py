@@ -39,9 +39,8 @@ def answer_prompt(params, prompt, settings: dict[str, Any], repeats: int, is_fir
     if is_first:
         for speculate in (False, True):
             _streamed(params, given, speculate, settings, None)
-    print(
-        f"\n{_styled(BOLD, prompt.name) if sys.stdout.isatty() else f'== {prompt.name}'}\n{prompt.question or prompt.text}"
-    )
+    title = _styled(BOLD, prompt.name) if sys.stdout.isatty() else f"== {prompt.name}"
+    print(f"\n{title}\n{prompt.question or prompt.text}")
     runs = []
     for repeat in range(repeats):
         pair = []
