@@ -89,7 +89,8 @@ def test_the_best_nodes_of_both_are_those_of_plain_loops():
     rng, seen = np.random.default_rng(0), set()
     tree, found = random_trees(rng), random_copies(rng)
     of_tree, of_copied = jnp.where(tree.valid, tree.score, -jnp.inf), falling(rng, found)
-    best = jax.jit(both.merged, static_argnums=4)(tree, found, of_tree, of_copied, NODES)
+    nodes = jax.jit(both.shared_nodes)(tree, found.tokens)
+    best = jax.jit(both.merged, static_argnums=5)(tree, found, nodes, of_tree, of_copied, NODES)
     assert best.scheme is DrawScheme.COUPLED
     assert_trie(best)
     for row in range(BATCH):
@@ -107,7 +108,7 @@ def test_of_equal_scores_parents_are_kept():
     found = found._replace(run=jnp.ones_like(found.run))
     of_tree, of_copied = jnp.where(tree.valid, 0.0, -jnp.inf), jnp.zeros(found.tokens.shape)
     for num in (2, 5, NODES):
-        best = both.merged(tree, found, of_tree, of_copied, num)
+        best = both.merged(tree, found, both.shared_nodes(tree, found.tokens), of_tree, of_copied, num)
         assert_trie(best)
         assert best.tokens.shape == (BATCH, num)
 
@@ -134,6 +135,15 @@ def test_of_two_chains_the_likelier_is_taken(who):
 # --- what a text shows ------------------------------------------------------------------------------------------------
 
 
+def count_chain(record: both.Record, paths: dict, chain: list[int], run: int, text: list[int]) -> None:
+    """Adds to the record of a row, as arrays of NumPy, what a text shows of a chain."""
+    places = oracle.places(paths, chain)
+    for i, is_right in enumerate(oracle.judge_chain(chain, text)):
+        cell = places[i], min(run + i, LONGEST) - 1
+        record.copied[cell] += is_right
+        record.tried[cell] += 1
+
+
 def test_what_a_text_shows_is_that_of_plain_loops():
     """Texts of 0 to DEPTH + 1 known tokens, with anything behind them; what was known before decays."""
     rng = np.random.default_rng(2)
@@ -143,22 +153,21 @@ def test_what_a_text_shows_is_that_of_plain_loops():
     before = jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape), jnp.float32), first_record(BATCH))
 
     def learned(record: both.Record) -> both.Record:
-        record = both.learned_of_copied(record, found, text, known)
+        is_shared = both.shared_nodes(tree, found.tokens) < NODES
+        record = both.learned_of_copied(record, found, is_shared, text, known)
         return both.learned_of_tree(record, tree, text, known, DEPTH)
 
     after = jax.jit(learned)(before)
     for row in range(BATCH):
         said = text[row, : int(known[row])].tolist()
-        right = oracle.judge_chain(found.tokens[row].tolist() if int(found.run[row]) else [], said)
-        lists = (np.asarray(x[row]).tolist() for x in (tree.tokens, tree.parents, tree.valid))
-        accepted, expected = oracle.judge_tree(oracle.paths_of(*lists), tree.score[row].tolist(), said)
+        chain = found.tokens[row].tolist() if int(found.run[row]) else []
+        paths = oracle.paths_of(*(np.asarray(x[row]).tolist() for x in (tree.tokens, tree.parents, tree.valid)))
+        accepted, expected = oracle.judge_tree(paths, tree.score[row].tolist(), said)
         wanted = jax.tree.map(lambda x, row=row: worth.MEMORY * np.array(x[row], np.float64), before)
         wanted = dataclasses.replace(
             wanted, accepted=wanted.accepted + accepted, predicted=wanted.predicted + expected
         )
-        for i, is_right in enumerate(right):
-            wanted.copied[int(found.run[row]) - 1 + i] += is_right
-            wanted.tried[int(found.run[row]) - 1 + i] += 1
+        count_chain(wanted, paths, chain, int(found.run[row]), said)
         for name in ("accepted", "predicted", "copied", "tried"):
             np.testing.assert_allclose(getattr(after, name)[row], getattr(wanted, name), rtol=1e-5, err_msg=f"{row}")
 
@@ -168,19 +177,21 @@ def test_scores_are_products_of_what_edges_are_worth():
     rng = np.random.default_rng(3)
     tree, found = random_trees(rng), random_copies(rng)
     found = found._replace(run=jnp.where(found.run == 3, LONGEST - 1, found.run))  # longer ones count as long
-    tried = jnp.asarray(rng.uniform(0, 30, (BATCH, LONGEST)), jnp.float32)
+    tried = jnp.asarray(rng.uniform(0, 30, (BATCH, 3, LONGEST)), jnp.float32)
     record = dataclasses.replace(
         first_record(BATCH), accepted=jnp.full(BATCH, 5.0), predicted=jnp.full(BATCH, 9.0), copied=tried / 3, tried=tried
     )
     trust = (5.0 + worth.PRIOR) / (9.0 + worth.PRIOR)
     wanted = np.where(tree.valid, np.exp(tree.score) * trust ** np.asarray(tree.depth), 0.0)
     np.testing.assert_allclose(np.exp(both.score_tree(tree, record)), wanted, rtol=1e-4)
-    of_copied = np.exp(both.score_copied(found, record))
+    of_copied = np.exp(both.score_copied(found, both.shared_nodes(tree, found.tokens) < NODES, record))
     for row in range(BATCH):
         likely, run = 1.0, int(found.run[row])
+        paths = oracle.paths_of(*(np.asarray(x[row]).tolist() for x in (tree.tokens, tree.parents, tree.valid)))
+        places = oracle.places(paths, found.tokens[row].tolist())
         for i in range(DEPTH):
-            at = min(run + i, LONGEST) - 1
-            num = float(tried[row, at])
+            at = places[i], min(run + i, LONGEST) - 1
+            num = float(tried[row, *at])
             likely *= (num / 3 + worth.PRIOR * both.FIRST_RATE[at]) / (num + worth.PRIOR) if run else 0.0
             np.testing.assert_allclose(of_copied[row, i], likely, rtol=1e-4)
 
@@ -192,11 +203,12 @@ def assert_records_are_those_of_the_text(proposer: str, num_rounds: int = 6) -> 
     state = call.start(setup.decoder, setup.models)
     wanted = jax.tree.map(lambda x: np.array(x, np.float64), state.drafter.record)
     for _ in range(num_rounds):
-        before, live = state, np.flatnonzero(~np.asarray(state.done))
+        before = jax.tree.map(np.array, (state.tokens, state.length))  # the loop takes its state for itself
+        live = np.flatnonzero(~np.asarray(state.done))
         state = call.resume(setup.decoder, setup.models, state, 1)
         for row in live:
-            begin, end = int(before.length[row]), int(state.length[row])
-            context, text = before.tokens[row, :begin].tolist(), state.tokens[row, begin:end].tolist()
+            begin, end = int(before[1][row]), int(state.length[row])
+            context, text = before[0][row, :begin].tolist(), state.tokens[row, begin:end].tolist()
             ngrams = range(config.lookup.max_ngram, config.lookup.min_ngram - 1, -1)
             run = next((n for n in ngrams if lookup_oracle.draft(context, n, n, 1) is not None), 0)
             chain = lookup_oracle.draft(context, config.lookup.max_ngram, config.lookup.min_ngram, depth) or []
@@ -208,9 +220,7 @@ def assert_records_are_those_of_the_text(proposer: str, num_rounds: int = 6) -> 
                 getattr(wanted, name)[row] *= worth.MEMORY
             wanted.accepted[row] += accepted
             wanted.predicted[row] += expected
-            for i, is_right in enumerate(oracle.judge_chain(chain, text)):
-                wanted.copied[row, min(run + i, LONGEST) - 1] += is_right
-                wanted.tried[row, min(run + i, LONGEST) - 1] += 1
+            count_chain(jax.tree.map(lambda x, row=row: x[row, ...], wanted), paths, chain, run, text)
         for name in ("accepted", "predicted", "copied", "tried"):
             found = getattr(state.drafter.record, name)
             np.testing.assert_allclose(found, getattr(wanted, name), rtol=1e-4, atol=1e-6, err_msg=name)
@@ -222,62 +232,56 @@ def test_the_record_is_that_of_the_text(proposer):
     assert_records_are_those_of_the_text(proposer)
 
 
-def test_plain_rounds_show_what_lookup_would_have_copied():
-    """`follow`: its chain is judged, the base's tree is not; a row that committed nothing keeps its record."""
+def test_plain_rounds_are_followed_and_show_nothing():
+    """`follow`: the context grows, by nothing in a row that committed nothing; what is known of drafts stays."""
     setup, call = setups.setup("llama", "both"), calls.mixed_call()
     drafter, state = setup.drafter, call.start(setup.decoder, setup.models).drafter
-    num = drafter.max_depth + 1
-    prompts = [prompt.tolist() for prompt in call.prompts]
-    chains = [lookup_oracle.draft(prompt, 3, 1, num) for prompt in prompts]
-    text = jnp.asarray([chain or [0] * num for chain in chains], jnp.int32)
-    committed = jnp.asarray([num, num, num, num, 0, num], jnp.int32)
-    hidden = jnp.zeros((call.batch, num, toy.target_config().hidden_size))
+    rng, num = np.random.default_rng(5), drafter.max_depth + 1
+    state = dataclasses.replace(
+        state, record=jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape), jnp.float32), state.record)
+    )
+    text = jnp.asarray(rng.integers(0, toy.VOCAB, (call.batch, num)), jnp.int32)
+    committed = jnp.asarray([num, 1, 2, num, 0, num], jnp.int32)
+    hidden = jnp.asarray(rng.normal(size=(call.batch, num, setup.config.hidden_size)), jnp.float32)
     output = ModelOutput(None, hidden, (hidden,) * len(drafter.aux_layers), None)
     after = drafter.follow(setup.models, state, verdict_of(text, committed), output, committed)
-    right = after.record.copied.sum(1)
-    wanted = [0 if chain is None else num - 1 for chain in chains]
-    assert 0 < sum(count > 0 for count in wanted) and chains[4] is not None
-    wanted[4] = 0
-    assert right.tolist() == after.record.tried.sum(1).tolist() == wanted
-    assert not after.record.predicted.any()
-    for row, prompt in enumerate(prompts):
-        whole = prompt + text[row, : int(committed[row])].tolist()
+    for row, prompt in enumerate(call.prompts):
+        whole = prompt.tolist() + text[row, : int(committed[row])].tolist()
         assert after.lookup.tokens[row, : int(after.lookup.length[row])].tolist() == whole
-    old = jax.tree.map(lambda x: x[4], state.record)
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x[4], after.record), old)
+    jax.tree.map(np.testing.assert_array_equal, after.record, state.record)
+    one = make_drafter(setup.config, setup.drafter_config.base, setups.BEAM, scheme=DrawScheme.COUPLED)
+    wanted = one.follow(setup.models, state.base, verdict_of(text, committed), output, committed)
+    jax.tree.map(np.testing.assert_array_equal, after.base, wanted)
 
 
 # --- who gets the nodes -----------------------------------------------------------------------------------------------
 
 
-def share_of_copied(is_right: bool, rounds: int) -> list[int]:
-    """How many nodes of a tree lookup has round after round, where it is always right or never, and the base half sure
-    of a tree that is right in every second round."""
+def share_of_copied(is_right: bool, rounds: int = 30) -> list[int]:
+    """How many nodes of a tree lookup has round after round, where the text is what it copies, or a path of the base."""
     rng = np.random.default_rng(4)
-    tree = jax.tree.map(lambda x: x[:1], random_trees(rng))
-    for _ in range(20):  # one whose nodes are all there
-        if bool(tree.valid.all()):
-            break
-        tree = jax.tree.map(lambda x: x[:1], random_trees(rng))
-    record, found = first_record(1), Copied(jnp.full((1, DEPTH), VALUES, jnp.int32), jnp.full(1, 3, jnp.int32))
-    shares = []
-    for index in range(rounds):
-        scores = both.score_tree(tree, record), both.score_copied(found, record)
-        best = both.merged(tree, found, *scores, NODES)
+    trees = random_trees(rng)
+    row = next(row for row in range(BATCH) if trees.valid[row].all() and int(trees.depth[row].max()) == DEPTH)
+    tree = jax.tree.map(lambda x: x[row : row + 1], trees)
+    paths = oracle.paths_of(*(np.asarray(x[0]).tolist() for x in (tree.tokens, tree.parents, tree.valid)))
+    found = Copied(jnp.full((1, DEPTH), VALUES, jnp.int32), jnp.full(1, 3, jnp.int32))
+    text = jnp.asarray([[*(found.tokens[0].tolist() if is_right else max(paths.values(), key=len)), 0]], jnp.int32)
+    record, known, shares = first_record(1), jnp.full(1, DEPTH + 1, jnp.int32), []
+    for _ in range(rounds):
+        nodes = both.shared_nodes(tree, found.tokens)
+        scores = both.score_tree(tree, record), both.score_copied(found, nodes < NODES, record)
+        best = both.merged(tree, found, nodes, *scores, NODES)
         shares.append(int(((best.tokens == VALUES) & best.valid & (best.depth > 0)).sum()))
-        other = tree.tokens[0, 1] if index % 2 else VALUES + 1
-        text = jnp.where(is_right, VALUES, other) * jnp.ones((1, DEPTH + 1), jnp.int32)
-        known = jnp.full(1, DEPTH + 1, jnp.int32)
-        record = both.learned_of_copied(record, found, text.astype(jnp.int32), known)
-        record = both.learned_of_tree(record, tree, text.astype(jnp.int32), known, DEPTH)
+        record = both.learned_of_copied(record, found, nodes < NODES, text, known)
+        record = both.learned_of_tree(record, tree, text, known, DEPTH)
     return shares
 
 
 def test_who_was_right_lately_gets_the_nodes():
-    """All of a chain that is always right; nothing of one that never is."""
-    right, wrong = share_of_copied(True, 30), share_of_copied(False, 60)
+    """All of a chain that is always right, nothing of one that never is."""
+    right, wrong = share_of_copied(True), share_of_copied(False)
+    assert right[0] == wrong[0] < DEPTH
     assert right[-1] == DEPTH and wrong[-1] == 0
-    assert right[0] == wrong[0] and 0 < right[0]
 
 
 def test_where_nothing_is_found_the_tree_is_the_base_s():

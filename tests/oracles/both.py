@@ -35,6 +35,13 @@ def judge_chain(chain: Sequence[int], text: Sequence[int]) -> list[bool]:
     return found
 
 
+def places(paths: dict[int, Path], chain: Sequence[int]) -> list[int]:
+    """Of each copied token whether it stands on a node of the tree (0), leaves the tree (1), or comes behind (2)."""
+    lengths = [len(path) for path in paths.values() if path == tuple(chain[: len(path)])]
+    last = max(lengths)
+    return [0 if i < last else 1 if i == last else 2 for i in range(len(chain))]
+
+
 def judge_tree(paths: dict[int, Path], scores: Sequence[float], text: Sequence[int]) -> tuple[int, float]:
     """How many nodes a text goes through, and how many of those that it tried should have been: the children of a node
     that it went through, as far as it reaches."""

@@ -25,7 +25,6 @@ from hsd_jax.drafters.method import Method
 from hsd_jax.infer import worth
 from hsd_jax.infer.chains import chain_of
 from hsd_jax.infer.tree import best_tree
-from hsd_jax.models import cache as cache_lib
 from hsd_jax.types import (
     DRAWN_SCHEMES,
     NO_PARENT,
@@ -39,8 +38,19 @@ from hsd_jax.types import (
 
 LONGEST = 8
 """Tokens of a repetition from which on all count as equally long."""
-FIRST_RATE = tuple(n / (n + 1) for n in range(1, LONGEST + 1))
-"""How often a repetition of 1, 2, ... tokens is taken to go on for one more, before any was seen."""
+SHARED, LEAVES, BEYOND = range(3)
+"""Where a copied token stands: on a node of the base's tree, where the chain leaves that tree, or behind that. Where the
+two disagree lookup is right far less often than where they agree, and only there does it cost a node."""
+FIRST_RATE = np.array(
+    [
+        [0.85, 0.9, 0.9, 0.9, 0.9, 0.95, 0.95, 0.95],
+        [0.02, 0.04, 0.08, 0.1, 0.15, 0.3, 0.4, 0.5],
+        [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9],
+    ],
+    np.float32,
+)
+"""How often a token copied there after a repetition of 1, 2, ... tokens is taken to be right, before any was seen: near
+what was counted on the dialogues and maths problems of the demo."""
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
@@ -52,9 +62,9 @@ class Record:
     """Drafts of the base that the text went through."""
     predicted: Float[Array, "B"] = flax.struct.field(metadata=named(ROWS))
     """How many the base expected of those that were tried."""
-    copied: Float[Array, "B R"] = flax.struct.field(metadata=named(ROWS, None))
-    """Copied tokens that were right, after repetitions of 1, 2, ... R = LONGEST tokens."""
-    tried: Float[Array, "B R"] = flax.struct.field(metadata=named(ROWS, None))
+    copied: Float[Array, "B 3 R"] = flax.struct.field(metadata=named(ROWS, None, None))
+    """Copied tokens that were right, by where they stood, after repetitions of 1, 2, ... R = LONGEST tokens."""
+    tried: Float[Array, "B 3 R"] = flax.struct.field(metadata=named(ROWS, None, None))
     """Those and the first wrong one of each chain."""
 
 
@@ -72,7 +82,8 @@ class BothState:
 
 def first_record(batch: int) -> Record:
     """Nothing is known of any row."""
-    return Record(jnp.zeros(batch), jnp.zeros(batch), jnp.zeros((batch, LONGEST)), jnp.zeros((batch, LONGEST)))
+    shape = batch, *FIRST_RATE.shape
+    return Record(jnp.zeros(batch), jnp.zeros(batch), jnp.zeros(shape), jnp.zeros(shape))
 
 
 def with_scores(tree: DraftTree) -> DraftTree:
@@ -90,9 +101,26 @@ def no_tree(root: Int[Array, "B"], tree: TreeConfig, scheme: DrawScheme) -> Draf
 # --- how likely drafts are --------------------------------------------------------------------------------------------
 
 
-def _lengths(found: Copied) -> Int[Array, "B D"]:
-    """How long the repetition before each copied token is, if those before it are right; counted from 0."""
-    return jnp.clip(found.run[:, None] - 1 + jnp.arange(found.tokens.shape[1]), 0, LONGEST - 1)
+def shared_nodes(tree: DraftTree, chain: Int[Array, "B D"]) -> Int[Array, "B D"]:
+    """The node of the tree that each token of a chain stands on, N and more from where the chain has left the tree."""
+    num, at, found = tree.tokens.shape[1], jnp.zeros(len(chain), jnp.int32), []
+    for i in range(chain.shape[1]):
+        is_next = tree.valid & (tree.parents == at[:, None]) & (tree.tokens == chain[:, i, None])
+        at = jnp.where(jnp.any(is_next, 1), jnp.argmax(is_next, 1), num + i).astype(jnp.int32)  # no child there
+        found.append(at)
+    return jnp.stack(found, 1)
+
+
+def _above(values: Array, first: bool | int) -> Array:
+    """Of each token of chains [B, D] the value of the one above it, which is `first` for the first."""
+    return jnp.pad(values[:, :-1], ((0, 0), (1, 0)), constant_values=first)
+
+
+def _cells(found: Copied, is_shared: Bool[Array, "B D"]) -> Int[Array, "B D"]:
+    """Which of the 3 x LONGEST rates that of each copied token is, if those before it are right."""
+    place = jnp.where(is_shared, SHARED, jnp.where(_above(is_shared, True), LEAVES, BEYOND))
+    length = jnp.clip(found.run[:, None] - 1 + jnp.arange(found.tokens.shape[1]), 0, LONGEST - 1)
+    return place * LONGEST + length
 
 
 def score_tree(tree: DraftTree, record: Record) -> Float[Array, "B N"]:
@@ -101,10 +129,10 @@ def score_tree(tree: DraftTree, record: Record) -> Float[Array, "B N"]:
     return jnp.where(tree.valid, tree.score + tree.depth.astype(jnp.float32) * edge[:, None], -jnp.inf)
 
 
-def score_copied(found: Copied, record: Record) -> Float[Array, "B D"]:
-    """The same of the copied tokens, by how often a repetition as long went on."""
-    rate = worth.accepted_share(record.copied, record.tried, jnp.asarray(FIRST_RATE, jnp.float32)[None])
-    edges = jnp.take_along_axis(worth.log_of_share(rate), _lengths(found), 1)
+def score_copied(found: Copied, is_shared: Bool[Array, "B D"], record: Record) -> Float[Array, "B D"]:
+    """The same of the copied tokens, by how often such ones were right."""
+    rates = worth.log_of_share(worth.accepted_share(record.copied, record.tried, jnp.asarray(FIRST_RATE)[None]))
+    edges = jnp.take_along_axis(rates.reshape(len(rates), -1), _cells(found, is_shared), 1)
     return jnp.where(found.run[:, None] > 0, jnp.cumsum(edges, 1), -jnp.inf)
 
 
@@ -112,7 +140,12 @@ def score_copied(found: Copied, record: Record) -> Float[Array, "B D"]:
 
 
 def merged(
-    tree: DraftTree, found: Copied, of_tree: Float[Array, "B N"], of_copied: Float[Array, "B D"], num_nodes: int
+    tree: DraftTree,
+    found: Copied,
+    nodes: Int[Array, "B D"],
+    of_tree: Float[Array, "B N"],
+    of_copied: Float[Array, "B D"],
+    num_nodes: int,
 ) -> DraftTree:
     """The best `num_nodes` nodes of the base's tree and the copied chain, as one tree without equal siblings.
 
@@ -120,24 +153,19 @@ def merged(
     likely as the more confident of the two says.
 
     Args:
+      nodes: `shared_nodes` of the two.
       of_tree, of_copied: scores that fall along paths, -inf for what is not there; that of the root is not read.
     """
     num, depth = tree.tokens.shape[1], found.tokens.shape[1]
-    at, scores, above, is_new = jnp.zeros(len(tree.tokens), jnp.int32), of_tree, [], []
-    for i in range(depth):
-        above.append(at)
-        is_same = tree.valid & (tree.parents == at[:, None]) & (tree.tokens == found.tokens[:, i, None])
-        is_shared = jnp.any(is_same, 1)
-        scores = jnp.where(is_same, jnp.maximum(scores, of_copied[:, i, None]), scores)
-        at = jnp.where(is_shared, jnp.argmax(is_same, 1), num + i).astype(jnp.int32)  # beyond the tree: no child there
-        is_new.append(~is_shared)
-    of_rest = jnp.where(jnp.stack(is_new, 1), of_copied, -jnp.inf)
+    is_node = nodes[:, :, None] == jnp.arange(num)
+    scores = jnp.maximum(of_tree, jnp.max(jnp.where(is_node, of_copied[:, :, None], -jnp.inf), 1))
+    of_rest = jnp.where(nodes < num, -jnp.inf, of_copied)
 
     # Candidates are the nodes of the tree but its root, then those of the chain: each is a node less 1.
     def joined(of_nodes: Array, of_chain: Array) -> Array:
         return jnp.concatenate([of_nodes[:, 1:], of_chain], 1)
 
-    parents = joined(jnp.where(tree.valid, tree.parents, 0), jnp.stack(above, 1)) - 1
+    parents = joined(jnp.where(tree.valid, tree.parents, 0), _above(nodes, 0)) - 1
     assert NO_PARENT == -1, "what lies below the root has no candidate above it"
     depths = joined(tree.depth, jnp.broadcast_to(jnp.arange(1, depth + 1, dtype=jnp.int32), found.tokens.shape))
     return best_tree(
@@ -198,16 +226,22 @@ def learned_of_tree(
     )
 
 
-def learned_of_copied(record: Record, found: Copied, text: Int[Array, "B M"], num_known: Int[Array, "B"]) -> Record:
+def learned_of_copied(
+    record: Record,
+    found: Copied,
+    is_shared: Bool[Array, "B D"],
+    text: Int[Array, "B M"],
+    num_known: Int[Array, "B"],
+) -> Record:
     """What a text shows of a copied chain: the tokens before its first mistake, and that one."""
     depth = found.tokens.shape[1]
     is_known = (jnp.arange(depth) < num_known[:, None]) & (found.run[:, None] > 0)
-    right = jnp.cumprod((is_known & (found.tokens == text[:, :depth])).astype(jnp.int32), 1)
-    was_tried = is_known & (jnp.pad(right[:, :-1], ((0, 0), (1, 0)), constant_values=1) > 0)
-    is_length = (_lengths(found)[:, :, None] == np.arange(LONGEST)).astype(jnp.float32)
+    right = jnp.cumprod((is_known & (found.tokens == text[:, :depth])).astype(jnp.int32), 1) > 0
+    was_tried = is_known & _above(right, True)
+    is_cell = _cells(found, is_shared)[:, :, None] == np.arange(FIRST_RATE.size)
 
-    def counted(those: Array) -> Array:
-        return jnp.sum(those[:, :, None].astype(jnp.float32) * is_length, 1)
+    def counted(those: Bool[Array, "B D"]) -> Array:
+        return jnp.sum(those[:, :, None] & is_cell, 1).astype(jnp.float32).reshape(record.tried.shape)
 
     return dataclasses.replace(
         record,
@@ -266,27 +300,30 @@ def both_drafter(
         drafted = with_scores(drafted)
         with jax.named_scope("both"):
             found = copied(state.lookup, config.lookup, depth)
-            scores = score_tree(drafted, state.record), score_copied(found, state.record)
-            best = likelier(drafted, found, *scores) if tree.width == 1 else merged(drafted, found, *scores, tree.nodes)
+            nodes = shared_nodes(drafted, found.tokens)
+            scores = score_tree(drafted, state.record), score_copied(found, nodes < tree.nodes, state.record)
+            if tree.width == 1:
+                best = likelier(drafted, found, *scores)
+            else:
+                best = merged(drafted, found, nodes, *scores, tree.nodes)
         return best, dataclasses.replace(state, base=own, drafted=drafted)
-
-    def after(state: BothState, own: Any, verdict: Verdict, num_committed: Int[Array, "B"], has_tree: bool):
-        """The state after a text, with the base's `own`; of what lookup copied, or would have, it shows as much whether
-        drafts were verified or not."""
-        text, record = verdict.emitted, state.record
-        record = learned_of_copied(record, copied(state.lookup, config.lookup, depth), text, num_committed)
-        if has_tree:
-            record = learned_of_tree(record, state.drafted, text, num_committed, depth)
-        other = lookup.commit(None, state.lookup, verdict, None, num_committed)
-        return BothState(own, other, cache_lib.keep_idle(num_committed, state.record, record), state.drafted)
 
     def commit(models, state: BothState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         own = base.commit(models, state.base, verdict, output, num_committed)
-        return after(state, own, verdict, num_committed, has_tree=True)
+        with jax.named_scope("both"):
+            drafted, text = state.drafted, verdict.emitted
+            found = copied(state.lookup, config.lookup, depth)  # again what `draft` found: XLA computes it once
+            is_shared = shared_nodes(drafted, found.tokens) < tree.nodes
+            record = learned_of_copied(state.record, found, is_shared, text, num_committed)
+            record = learned_of_tree(record, drafted, text, num_committed, depth)
+            other = lookup.commit(models, state.lookup, verdict, output, num_committed)
+        return BothState(own, other, record, drafted)
 
     def follow(models, state: BothState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
+        """The record stays: how often lookup is right where it leaves a tree, text without a tree does not show."""
         own = follow_base(models, state.base, verdict, output, num_committed)
-        return after(state, own, verdict, num_committed, has_tree=False)
+        other = lookup.commit(models, state.lookup, verdict, output, num_committed)
+        return dataclasses.replace(state, base=own, lookup=other)
 
     def resize(state: BothState, capacity: int):
         return dataclasses.replace(
