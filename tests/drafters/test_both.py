@@ -164,9 +164,7 @@ def test_what_a_text_shows_is_that_of_plain_loops():
         paths = oracle.paths_of(*(np.asarray(x[row]).tolist() for x in (tree.tokens, tree.parents, tree.valid)))
         accepted, expected = oracle.judge_tree(paths, tree.score[row].tolist(), said)
         wanted = jax.tree.map(lambda x, row=row: worth.MEMORY * np.array(x[row], np.float64), before)
-        wanted = dataclasses.replace(
-            wanted, accepted=wanted.accepted + accepted, predicted=wanted.predicted + expected
-        )
+        wanted = dataclasses.replace(wanted, accepted=wanted.accepted + accepted, predicted=wanted.predicted + expected)
         count_chain(wanted, paths, chain, int(found.run[row]), said)
         for name in ("accepted", "predicted", "copied", "tried"):
             np.testing.assert_allclose(getattr(after, name)[row], getattr(wanted, name), rtol=1e-5, err_msg=f"{row}")
@@ -179,7 +177,11 @@ def test_scores_are_products_of_what_edges_are_worth():
     found = found._replace(run=jnp.where(found.run == 3, LONGEST - 1, found.run))  # longer ones count as long
     tried = jnp.asarray(rng.uniform(0, 30, (BATCH, 3, LONGEST)), jnp.float32)
     record = dataclasses.replace(
-        first_record(BATCH), accepted=jnp.full(BATCH, 5.0), predicted=jnp.full(BATCH, 9.0), copied=tried / 3, tried=tried
+        first_record(BATCH),
+        accepted=jnp.full(BATCH, 5.0),
+        predicted=jnp.full(BATCH, 9.0),
+        copied=tried / 3,
+        tried=tried,
     )
     trust = (5.0 + worth.PRIOR) / (9.0 + worth.PRIOR)
     wanted = np.where(tree.valid, np.exp(tree.score) * trust ** np.asarray(tree.depth), 0.0)

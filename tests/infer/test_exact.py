@@ -172,7 +172,9 @@ def test_the_oracle_reaches_every_length_of_path(proposer):
     assert (histogram > 0).all(), histogram
 
 
-@pytest.mark.parametrize("proposer", ["beam", "block", "path", *setups.CHAINS, "eagle", "medusa", *RESCORED, *BOTH, *STACKS])
+@pytest.mark.parametrize(
+    "proposer", ["beam", "block", "path", *setups.CHAINS, "eagle", "medusa", *RESCORED, *BOTH, *STACKS]
+)
 def test_drafters_are_sometimes_right(proposer):
     call = calls.mixed_call()
     setup = setups.setup("llama", proposer)

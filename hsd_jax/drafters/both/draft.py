@@ -180,9 +180,7 @@ def merged(
     )
 
 
-def likelier(
-    tree: DraftTree, found: Copied, of_tree: Float[Array, "B N"], of_copied: Float[Array, "B D"]
-) -> DraftTree:
+def likelier(tree: DraftTree, found: Copied, of_tree: Float[Array, "B N"], of_copied: Float[Array, "B D"]) -> DraftTree:
     """Of two chains the one of which more tokens should be accepted; arguments as of `merged`."""
     of_copied = jnp.concatenate([jnp.zeros((len(of_copied), 1)), of_copied], 1)
     is_copied = (jnp.sum(jnp.exp(of_copied[:, 1:]), 1) > jnp.sum(jnp.exp(of_tree[:, 1:]), 1))[:, None]
@@ -195,9 +193,7 @@ def likelier(
 # --- what a round shows -----------------------------------------------------------------------------------------------
 
 
-def on_text(
-    tree: DraftTree, text: Int[Array, "B M"], num_known: Int[Array, "B"], max_depth: int
-) -> Bool[Array, "B N"]:
+def on_text(tree: DraftTree, text: Int[Array, "B M"], num_known: Int[Array, "B"], max_depth: int) -> Bool[Array, "B N"]:
     """The root, and the nodes that say what the text says after it.
 
     Args:
@@ -291,9 +287,7 @@ def both_drafter(
         start: Int[Array, ""] | int,
         length: Int[Array, "B"],
     ):
-        return dataclasses.replace(
-            state, base=base.read(models, state.base, output, tokens, following, start, length)
-        )
+        return dataclasses.replace(state, base=base.read(models, state.base, output, tokens, following, start, length))
 
     def draft(models, state: BothState, inputs: RoundInputs):
         drafted, own = base.draft(models, state.base, inputs)
