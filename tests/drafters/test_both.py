@@ -1,4 +1,4 @@
-"""A trained drafter and lookup in one tree: against plain loops, what a round leaves in the record, who gets the nodes."""
+"""A trained drafter and lookup in one tree: against plain loops; what a round shows of either, who gets the nodes."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_plain_rounds_are_followed_and_show_nothing():
 
 
 def share_of_copied(is_right: bool, rounds: int = 30) -> list[int]:
-    """How many nodes of a tree lookup has round after round, where the text is what it copies, or a path of the base."""
+    """How many nodes of a tree lookup has round after round, where the text is its own, or a path of the base."""
     rng = np.random.default_rng(4)
     trees = random_trees(rng)
     row = next(row for row in range(BATCH) if trees.valid[row].all() and int(trees.depth[row].max()) == DEPTH)

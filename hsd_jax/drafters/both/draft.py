@@ -39,8 +39,8 @@ from hsd_jax.types import (
 LONGEST = 8
 """Tokens of a repetition from which on all count as equally long."""
 SHARED, LEAVES, BEYOND = range(3)
-"""Where a copied token stands: on a node of the base's tree, where the chain leaves that tree, or behind that. Where the
-two disagree lookup is right far less often than where they agree, and only there does it cost a node."""
+"""Where a copied token stands: on a node of the base's tree, where the chain leaves that tree, or behind that. Where
+the two disagree lookup is right far less often than where they agree, and only there does it cost a node."""
 FIRST_RATE = np.array(
     [
         [0.85, 0.9, 0.9, 0.9, 0.9, 0.95, 0.95, 0.95],
@@ -124,7 +124,7 @@ def _cells(found: Copied, is_shared: Bool[Array, "B D"]) -> Int[Array, "B D"]:
 
 
 def score_tree(tree: DraftTree, record: Record) -> Float[Array, "B N"]:
-    """Log of how likely the base's nodes are, by its own scores and by how these came true; -inf where there is none."""
+    """Log of how likely the base's nodes are, by its own scores and how these came true; -inf where there is none."""
     edge = worth.log_of_share(worth.accepted_share(record.accepted, record.predicted, 1.0))
     return jnp.where(tree.valid, tree.score + tree.depth.astype(jnp.float32) * edge[:, None], -jnp.inf)
 
