@@ -125,6 +125,7 @@ def _cells(found: Copied, is_shared: Bool[Array, "B D"]) -> Int[Array, "B D"]:
 
 def score_tree(tree: DraftTree, record: Record) -> Float[Array, "B N"]:
     """Log of how likely the base's nodes are, by its own scores and how these came true; -inf where there is none."""
+    assert tree.score is not None, "`with_scores` gave it one"
     edge = worth.log_of_share(worth.accepted_share(record.accepted, record.predicted, 1.0))
     return jnp.where(tree.valid, tree.score + tree.depth.astype(jnp.float32) * edge[:, None], -jnp.inf)
 
