@@ -21,7 +21,9 @@ from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.distributed import check_mesh, put
 from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
+from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.rescored.config import ALPHA, RescoredConfig
 from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
@@ -31,7 +33,7 @@ from hsd_jax.files import sha256
 from hsd_jax.kernels import native
 from hsd_jax.kernels.int8 import Int8
 from hsd_jax.models import convert, draft_vocab, packing
-from hsd_jax.models.checkpoint import Checkpoint, Source, find
+from hsd_jax.models.checkpoint import BUNDLED, Checkpoint, Source, find
 from hsd_jax.models.placement import QUANTIZED, Placement
 from hsd_jax.settings import Count, NotNegative, Within, describe, fits, shown
 from hsd_jax.tokenizer import Tokenizer
@@ -133,7 +135,9 @@ def load(
       target: as `name`; one of the two.
       drafter: a folder written by `hsd train drafter`, or ORG/NAME of one on the hub; another language model, which
         then drafts (small_lm), named like a target; "lookup", "lookup:4" for n-grams of up to 4 tokens, "lookup:2-4"
-        or a `LookupConfig` for prompt lookup. None: that of the bundled name; else plain decoding.
+        or a `LookupConfig` for prompt lookup; "FOLDER+lookup" or "FOLDER+lookup:2-4" for a trained drafter and lookup
+        in one tree, where a bundled name stands for its own drafter: "demo+lookup". A folder whose name ends so wins.
+        None: that of the bundled name; else plain decoding.
       dtype: of the target's weights: "float32", "bfloat16", or None, that of the checkpoint (bfloat16 for GGUF files
         whose matrices are quantized). Unless `precision` is "exact", a float32 target's drafter is in the fastest on
         this device: no text depends on what it guesses.
@@ -223,6 +227,9 @@ def _load_drafter(
 ) -> tuple[Any, Weights]:
     """A drafter of any kind, checked against its target; of a reduced draft vocabulary without the head's rows."""
     if isinstance(drafter, str):
+        two = None if Path(drafter).expanduser().exists() else BothConfig.split(drafter)
+        if two is not None:
+            return _load_both(drafter, *two, target, dtype, placement, strict)
         drafter = parse(drafter) or drafter
     if isinstance(drafter, WITHOUT_WEIGHTS):
         return drafter, {}
@@ -233,6 +240,17 @@ def _load_drafter(
         return load_foreign(found, target, dtype, placement, strict)
     drafter_files.check_drafter(drafter_files.read_drafter_config(found.path), target, strict)
     return drafter_files.read_drafter(found.path, dtype, placement)
+
+
+def _load_both(name: str, base: str, lookup: LookupConfig, *rest: Any) -> tuple[Any, Weights]:
+    """A trained drafter and lookup, which "BASE+lookup" names; `rest` as of `_load_drafter`."""
+    config, weights = _load_drafter(BUNDLED[base].drafter if base in BUNDLED else base, *rest)
+    if method_of(config).init_weights is None:
+        raise ValueError(
+            f"drafter={shown(name)}: {base} is a {config.kind} drafter; beside lookup drafts one that is trained on its"
+            " target's features: a folder of `hsd train drafter`, or demo"
+        )
+    return BothConfig(config, lookup), weights
 
 
 def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
@@ -380,7 +398,10 @@ def arranged(params: Params, mesh: Mesh | None, frees: bool = False, drafter_mes
     params = dataclasses.replace(params, target=target, target_config=config)
     if not params.drafter:
         return params
-    drafter, config = packing.arranged(params.drafter, params.drafter_config, of_drafter, packs, frees)
+    whole = params.drafter_config
+    reader = whole.base if isinstance(whole, BothConfig) else whole  # what has the weights has the heads
+    drafter, reader = packing.arranged(params.drafter, reader, of_drafter, packs, frees)
+    config = dataclasses.replace(whole, base=reader) if isinstance(whole, BothConfig) else reader
     return dataclasses.replace(params, drafter=drafter, drafter_config=config)
 
 

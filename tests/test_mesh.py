@@ -106,7 +106,7 @@ def test_sampled_trees_under_the_recursive_rule_on_a_mesh():
 
 
 OTHERS = ["small_lm", "small_lm_branching", "lookup", "medusa", "eagle", "pearl", "sd2", "sd2_branching"]
-OTHERS += [*setups.RESCORED, *setups.STACKS]
+OTHERS += [*setups.RESCORED, *setups.STACKS, *setups.BOTH]
 
 
 @needs_devices

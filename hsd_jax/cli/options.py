@@ -104,7 +104,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
     which.add_argument("--demo", action="store_true", help="the bundled target and drafter, as --target demo")
     add_target_arguments(group, which)
     what = "what drafts: a folder of `hsd train drafter`, or ORG/NAME of one on the hub; another language model, named"
-    what += " as --target is; lookup, or lookup:MIN-MAX, for n-grams of the context"
+    what += " as --target is; lookup, or lookup:MIN-MAX, for n-grams of the context; FOLDER+lookup for both in one tree"
     add_value(group, "--drafter NAME", str, what, without="that of demo or smollm2; else plain decoding")
     what = "refuse a drafter that was trained for other weights of the same sizes, which else drafts with a warning"
     group.add_argument("--strict", action="store_true", help=what)

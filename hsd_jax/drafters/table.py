@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hsd_jax.config import NO_REUSE, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
+from hsd_jax.drafters.both import both
+from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.eagle import EAGLE
 from hsd_jax.drafters.hidden import HIDDEN
 from hsd_jax.drafters.lookup import LOOKUP
@@ -27,6 +29,7 @@ _KINDS = HIDDEN, EAGLE, MEDUSA, STEERED, SMALL_LM, LOOKUP, PEARL  # of a folder 
 METHODS: dict[str, Method] = {method.config.kind: method for method in _KINDS}
 METHODS[RescoredConfig.kind] = rescored(METHODS)
 METHODS[StackConfig.kind] = stack(METHODS)
+METHODS[BothConfig.kind] = both(METHODS)
 
 
 def method_of(config: Any) -> Method:

@@ -245,24 +245,50 @@ def _beam(
         frontier_parents = best // count
     candidate_depth = np.repeat(np.arange(1, config.depth + 1), [x.shape[1] for x in scores])
     scores, tokens, parents = (jnp.concatenate(x, 1) for x in (scores, tokens, parents))
-    best_scores, kept = lax.top_k(scores, config.nodes - 1)  # stable: of equals the shallower
+    more = {"scheme": scheme, "may_lack": num_levels is not None}
+    depths = jnp.broadcast_to(jnp.asarray(candidate_depth, jnp.int32), tokens.shape)
+    return best_tree(root, tokens, parents, depths, scores, config.nodes, **more), carry
+
+
+def best_tree(
+    root: Int[Array, "B"],
+    tokens: Int[Array, "B M"],
+    parents: Int[Array, "B M"],
+    depths: Int[Array, "B M"],
+    scores: Float[Array, "B M"],
+    num_nodes: int,
+    scheme: DrawScheme,
+    may_lack: bool,
+) -> DraftTree:
+    """The tree of the root and the `num_nodes` - 1 best of M candidates.
+
+    Scores fall along paths, and a parent stands before its children: since of equals the first are taken, what is kept
+    is closed under ancestors, and parents come first.
+
+    Args:
+      parents: the candidate above each, NO_PARENT below the root.
+      may_lack: whether a row may have fewer candidates than nodes. Those that it lacks have a score of -inf; what
+        stands in their place comes last and is not valid.
+    """
+    batch = root.shape[0]
+    best_scores, kept = lax.top_k(scores, num_nodes - 1)  # stable: of equals the first
     kept_parents = jnp.take_along_axis(parents, kept, 1)
     # The node index of each kept node's parent; the root is node 0, kept candidate i is node i + 1.
     is_parent = kept_parents[:, :, None] == kept[:, None, :]
     node_parent = jnp.where(kept_parents == NO_PARENT, 0, jnp.argmax(is_parent, -1) + 1)
     column = jnp.zeros((batch, 1), jnp.int32)
-    valid = jnp.ones((batch, config.nodes), bool)
-    if num_levels is not None:
+    valid = jnp.ones((batch, num_nodes), bool)
+    if may_lack:
         valid = jnp.concatenate([column == 0, best_scores > -jnp.inf], 1)
-    tree = DraftTree(
+        node_parent = jnp.where(valid[:, 1:], node_parent, NO_PARENT)
+    return DraftTree(
         tokens=jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, kept, 1)], 1).astype(jnp.int32),
         parents=jnp.concatenate([column + NO_PARENT, node_parent.astype(jnp.int32)], 1),
-        depth=jnp.concatenate([column, jnp.asarray(candidate_depth, jnp.int32)[kept]], 1),
+        depth=jnp.concatenate([column, jnp.take_along_axis(depths, kept, 1)], 1),
         valid=valid,
         score=jnp.concatenate([jnp.zeros((batch, 1)), best_scores], 1),
         scheme=scheme,
     )
-    return tree, carry
 
 
 def ancestor_mask(tree: DraftTree, max_depth: int) -> Bool[Array, "B N N"]:

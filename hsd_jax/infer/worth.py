@@ -96,12 +96,23 @@ def _in_rows(rows: Bool[Array, "B"], new: Control, old: Control) -> Control:
 
 def trust(control: Control, costs: Costs) -> Float[Array, "B"]:
     """What an edge of each row is worth that the drafter is sure of, by how its edges fared so far."""
-    return (control.accepted + PRIOR * costs.first_trust) / (control.predicted + PRIOR)
+    return accepted_share(control.accepted, control.predicted, costs.first_trust)
+
+
+def accepted_share(accepted: Array, num: Array, first: Array | float) -> Array:
+    """The accepted drafts of `num` expected ones, as if PRIOR more had been expected and the share `first` of them
+    accepted."""
+    return (accepted + PRIOR * first) / (num + PRIOR)
+
+
+def log_of_share(share: Array) -> Array:
+    """The log of a share, which no edge lets rise above 1."""
+    return jnp.log(jnp.clip(share, 1e-3, 1.0))
 
 
 def log_trust(control: Control, costs: Costs) -> Float[Array, "B"]:
-    """The log of `trust`, which no edge lets rise above 1."""
-    return jnp.log(jnp.clip(trust(control, costs), 1e-3, 1.0))
+    """The log of `trust`."""
+    return log_of_share(trust(control, costs))
 
 
 def stop_rule(
@@ -195,6 +206,19 @@ def _attention_of_all(costs: Costs, length: Int[Array, "B"], done: Bool[Array, "
     return (FREE_DEPTH + 1) * costs.slot_seconds * jnp.sum(reading)
 
 
+def expected(tree: DraftTree, on_path: Bool[Array, "B N"]) -> Float[Array, "B"]:
+    """How many drafts the drafter takes to be accepted of those that were tried: the valid children of a path.
+
+    Args:
+      on_path: the nodes of the path, the root included.
+    """
+    parent = jnp.maximum(tree.parents, 0)
+    was_tried = jnp.take_along_axis(on_path, parent, 1) & tree.valid & (tree.depth > 0)
+    score = jnp.zeros(tree.tokens.shape) if tree.score is None else tree.score
+    step = jnp.exp(jnp.fmin(score - jnp.take_along_axis(score, parent, 1), 0.0))
+    return jnp.sum(jnp.where(was_tried, step, 0.0), 1)
+
+
 def learned(
     control: Control,
     costs: Costs,
@@ -217,11 +241,7 @@ def learned(
     num = tree.tokens.shape[1]
     is_at = jnp.arange(num) == verdict.path[:, :, None]
     on_path = jnp.any(is_at & (jnp.arange(verdict.path.shape[1]) <= verdict.num_accepted[:, None])[:, :, None], 1)
-    parent = jnp.maximum(tree.parents, 0)
-    was_tried = jnp.take_along_axis(on_path, parent, 1) & tree.valid & (tree.depth > 0)
-    score = jnp.zeros(tree.tokens.shape) if tree.score is None else tree.score
-    step = jnp.exp(jnp.fmin(score - jnp.take_along_axis(score, parent, 1), 0.0))
-    predicted = jnp.sum(jnp.where(was_tried, step, 0.0), 1)
+    predicted = expected(tree, on_path)
     rounds, backoff = _most(control.rounds, ~done) + 1, _most(control.backoff, ~done)
     tokens = MEMORY * control.tokens + num_committed.astype(jnp.float32)
     plain = MEMORY * control.plain + seconds / plain_seconds(costs, length, done)  # in which each row gains a token

@@ -24,7 +24,9 @@ BASELINES = [*setups.CHAINS, "pearl", "sd2", "small_lm_branching", "eagle", "med
 REUSE_PROPOSERS = ["ahead", "hot_sum", "steered_block_skip", "path_sum"]
 RESCORED = ["rescored_ngram", "rescored_lm"]
 STACKS = ["stack_lookup", "stack_hidden"]
+BOTH = ["both", "both_chain"]
 SLOW_PROPOSERS = sorted({*setups.STACKS} - {*STACKS}) + sorted({*setups.RESCORED} - {*RESCORED})
+SLOW_PROPOSERS += sorted({*setups.BOTH} - {*BOTH})
 SLOW_PROPOSERS += ["two", "no_embeddings", "layers", "steered_block", "eagle_layers", "steered_block_ahead"]
 SLOW_PROPOSERS += [f"{kind}_branching" for kind in ("block", "hot", "eagle", "medusa")]
 SLOW_PROPOSERS += [
@@ -39,7 +41,7 @@ SLOW_PROPOSERS += [
 ]
 SLOW_PROPOSERS += [*sorted({*setups.REUSE} - {*REUSE_PROPOSERS}), "steered_skip", "steered_ahead"]
 TABLE = [
-    *[("llama", proposer) for proposer in (*PROPOSERS, *BASELINES, *REUSE_PROPOSERS, *RESCORED, *STACKS)],
+    *[("llama", proposer) for proposer in (*PROPOSERS, *BASELINES, *REUSE_PROPOSERS, *RESCORED, *BOTH, *STACKS)],
     *[pytest.param("llama", proposer, marks=pytest.mark.slow) for proposer in SLOW_PROPOSERS],
     pytest.param("untied", setups.DECOYS_ORACLE, marks=pytest.mark.slow),
     pytest.param("qwen", setups.DECOYS_ORACLE, marks=pytest.mark.slow),
@@ -59,7 +61,7 @@ def test_every_kind_of_drafter_is_in_the_table():
     kinds = {
         one.changes.get("kind", "hidden") if one.is_trained else getattr(one.config, "kind", None) for one in found
     }
-    kinds |= {"rescored"} & {"rescored" if one.scorer else None for one in found}
+    kinds |= {"rescored" if one.scorer else "both" if one.beside else None for one in found}
     assert kinds - {None} == set(METHODS), "add a proposer to tests/support/setups.py and to TABLE"
 
 
@@ -170,7 +172,9 @@ def test_the_oracle_reaches_every_length_of_path(proposer):
     assert (histogram > 0).all(), histogram
 
 
-@pytest.mark.parametrize("proposer", ["beam", "block", "path", *setups.CHAINS, "eagle", "medusa", *RESCORED, *STACKS])
+@pytest.mark.parametrize(
+    "proposer", ["beam", "block", "path", *setups.CHAINS, "eagle", "medusa", *RESCORED, *BOTH, *STACKS]
+)
 def test_drafters_are_sometimes_right(proposer):
     call = calls.mixed_call()
     setup = setups.setup("llama", proposer)

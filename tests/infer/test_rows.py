@@ -20,7 +20,7 @@ from hsd_jax.types import DecodeState
 BATCH, SMALL, LARGE = 6, 32, 64
 SLOT, ROW = 4, 1
 KINDS = ["plain", "beam", "hot_skip", "path_ahead", "eagle", "medusa", "lookup", "small_lm", "pearl", "sd2"]
-KINDS += ["rescored_lm", "rescored_hidden", "stack_hidden", "stack_stack"]
+KINDS += ["rescored_lm", "rescored_hidden", "stack_hidden", "stack_stack", "both"]
 """Of every state of a drafter one."""
 
 

@@ -26,6 +26,7 @@ from hsd_jax.config import (
     RopeConfig,
     TreeConfig,
 )
+from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.hidden.config import PATH
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.method import Pictures
@@ -90,6 +91,8 @@ class Proposer:
     config: Any = None
     scorer: str | None = None
     """A key of `scorers`, if its drafts are rescored."""
+    beside: LookupConfig | None = None
+    """The lookup that drafts beside it, if one does."""
 
     @property
     def drafter_changes(self) -> dict[str, Any]:
@@ -180,6 +183,14 @@ _RESCORED = [
     Proposer("rescored_hidden", MIDDLE, PATHS, scorer="ngram"),
     Proposer("rescored_hot", MIDDLE, HEADS, scorer="ngram", is_restricted=True),
 ]
+_BOTH = [
+    Proposer("both", BEAM, PATHS, beside=LookupConfig()),
+    Proposer("both_chain", CHAIN_OF_4, PATHS, beside=LookupConfig(2, 2)),
+    Proposer("both_eagle", MIDDLE, {"kind": "eagle"}, beside=LookupConfig(4)),
+    Proposer("both_medusa", MIDDLE, HEADS, beside=LookupConfig()),
+    Proposer("both_hot", MIDDLE, is_restricted=True, beside=LookupConfig()),
+    Proposer("both_branching", BRANCHING, PATHS, beside=LookupConfig()),
+]
 _STACK_CHAIN, _INNER_LENGTH = TreeConfig.chain(6), 3
 """So the middle model has at least three tokens before they go up."""
 
@@ -212,6 +223,7 @@ PROPOSERS = {
         *_STEERED_BY_STATES,
         *_SMALL_LM_TREES,
         *_RESCORED,
+        *_BOTH,
         *_STACKS,
     )
 }
@@ -220,6 +232,8 @@ TREES = {one.name: one.tree for one in _READING}
 REUSE = {one.name: one.reuse for one in _READING if one.reuse != NO_REUSE}
 RESCORED = {one.name: one for one in _RESCORED}
 """Of drafters of the other lists, with a scorer that has a say."""
+BOTH = [one.name for one in _BOTH]
+"""Of drafters of the other lists, with lookup beside them."""
 STACKS = [one.name for one in _STACKS]
 CHAINS = {one.name: one.config for one in _OTHER}
 """Proposers that draft chains of their own kind, for the variant "llama"."""
@@ -306,6 +320,8 @@ def setup(variant: str = "llama", proposer: str = "plain", scheme: DrawScheme = 
         found, own = scorer(one.scorer)
         wanted = RescoredConfig(wanted, found, ARCS)
         drafter_weights = {**drafter_weights, "rescorer": {**own, "alpha": jnp.full(1, ALPHA)}}
+    if one.beside is not None:
+        wanted = BothConfig(wanted, one.beside)
     if one.oracle is not None:
         drafter = oracle_drafter(one.oracle)
         drafter_weights = (drafter_weights or {}) | oracle_table(long_text(variant), WRONG_SHARE)

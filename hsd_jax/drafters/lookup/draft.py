@@ -8,11 +8,11 @@ lookup decoding (Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding); L
 from __future__ import annotations
 
 import typing
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from hsd_jax.axes import ROWS, SLOTS, named
 from hsd_jax.config import ModelConfig, TreeConfig
@@ -32,12 +32,21 @@ class LookupState:
     length: Int[Array, "B"] = flax.struct.field(metadata=named(ROWS))
 
 
+class Copied(NamedTuple):
+    """What follows where the context says once more what it ends with."""
+
+    tokens: Int[Array, "B D"]
+    """Meaningless where nothing is found."""
+    run: Int[Array, "B"]
+    """Tokens that both places have in common, `max_ngram` at most; 0: fewer than `min_ngram`, so nothing is found."""
+
+
 def find_repetition(
     tokens: Int[Array, "B T"], length: Int[Array, "B"], config: LookupConfig
-) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
-    """Where the context goes on after its longest earlier occurrence of its own end, and whether there is one.
+) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+    """Where the context goes on after its longest earlier occurrence of its own end, and how long that is.
 
-    An occurrence is at most `max_ngram` tokens long; of equally long ones the latest counts.
+    An occurrence is at most `max_ngram` tokens long; of equally long ones the latest counts. 0: none is long enough.
     """
     num = tokens.shape[1]
     place = jnp.arange(num)
@@ -49,20 +58,25 @@ def find_repetition(
         run = run + goes_on.astype(jnp.int32)
     latest = num - 1 - jnp.argmax(run[:, ::-1], -1)  # argmax takes the first of equals
     longest = jnp.take_along_axis(run, latest[:, None], 1)[:, 0]
-    return (latest + 1).astype(jnp.int32), longest >= config.min_ngram
+    return (latest + 1).astype(jnp.int32), jnp.where(longest >= config.min_ngram, longest, 0)
 
 
-def copied_chain(state: LookupState, root: Int[Array, "B"], config: LookupConfig, depth: int) -> DraftTree:
-    """`depth` tokens copied from where the context goes on; all padding where nothing is found.
+def copied(state: LookupState, config: LookupConfig, depth: int) -> Copied:
+    """`depth` tokens from where the context goes on.
 
     Where the copy reaches the end of the context it goes on with what it has copied, so a loop is drafted to any
     length.
     """
-    first, is_found = find_repetition(state.tokens, state.length, config)
+    first, run = find_repetition(state.tokens, state.length, config)
     period = jnp.maximum(state.length - first, 1)
     places = first[:, None] + jnp.arange(depth) % period[:, None]
-    copied = jnp.take_along_axis(state.tokens, places, 1, mode="clip")
-    return chain_of(root, copied, jnp.where(is_found, depth, 0))
+    return Copied(jnp.take_along_axis(state.tokens, places, 1, mode="clip"), run)
+
+
+def copied_chain(state: LookupState, root: Int[Array, "B"], config: LookupConfig, depth: int) -> DraftTree:
+    """The chain of what is `copied`; all padding where nothing is found."""
+    tokens, run = copied(state, config, depth)
+    return chain_of(root, tokens, jnp.where(run > 0, depth, 0))
 
 
 def lookup_drafter(

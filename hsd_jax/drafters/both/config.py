@@ -1,0 +1,68 @@
+"""What is static of a trained drafter and prompt lookup that draft together, and the names of such pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from hsd_jax import settings
+from hsd_jax.config import DrafterConfig
+from hsd_jax.drafters.lookup.config import LookupConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class BothConfig:
+    """A drafter that is trained on its target's features, and prompt lookup beside it.
+
+    The weights are the base's own.
+    """
+
+    kind: ClassVar[str] = "both"
+
+    base: DrafterConfig
+    lookup: LookupConfig = LookupConfig()
+
+    def __post_init__(self):
+        settings.check(self, "BothConfig")
+
+    @staticmethod
+    def split(name: str) -> tuple[str, LookupConfig] | None:
+        """The base's name and the lookup that "NAME+lookup" or "NAME+lookup:2-4" stand for; None for any other text.
+
+        Raises:
+          ValueError: for numbers that are not allowed.
+        """
+        base, plus, rest = name.rpartition("+")
+        lookup = LookupConfig.parse(rest) if plus and base else None
+        return None if lookup is None else (base, lookup)
+
+    @property
+    def num_steps(self) -> int:
+        return self.base.num_steps
+
+    @property
+    def vocab_size(self) -> int:
+        return self.base.vocab_size
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """What the base may draft; lookup copies any token."""
+        return self.base.draft_vocab_size
+
+    @property
+    def profile(self) -> tuple[float, ...]:
+        """That of the base alone: what lookup adds depends on the text."""
+        return self.base.profile
+
+    @property
+    def sampled_profile(self) -> tuple[float, ...]:
+        return self.base.sampled_profile
+
+    @property
+    def num_heads(self) -> int:
+        """Of the base's trunk; without one an AttributeError, as of the base."""
+        return self.base.num_heads  # type: ignore[attr-defined]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.base.num_kv_heads  # type: ignore[attr-defined]

@@ -1,0 +1,330 @@
+"""Two drafts under one root: a trained drafter's tree, and the chain that prompt lookup copies.
+
+Where both say the same they share nodes, and the nodes of a round go to the drafts that are the likeliest to be
+accepted, by how either drafter fared lately in that row. Both are judged in every round, also by nodes that were not
+verified: under `match` what is committed is the target's own text, whatever was drafted. Read first: `infer/worth.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from hsd_jax.axes import ROWS, named
+from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.drafters.both.config import BothConfig
+from hsd_jax.drafters.lookup.draft import Copied, LookupState, copied, lookup_drafter
+from hsd_jax.drafters.method import Method
+from hsd_jax.infer import worth
+from hsd_jax.infer.chains import chain_of
+from hsd_jax.infer.tree import best_tree
+from hsd_jax.types import (
+    DRAWN_SCHEMES,
+    NO_PARENT,
+    Drafter,
+    DraftTree,
+    DrawScheme,
+    ModelOutput,
+    RoundInputs,
+    Verdict,
+)
+
+LONGEST = 8
+"""Tokens of a repetition from which on all count as equally long."""
+SHARED, LEAVES, BEYOND = range(3)
+"""Where a copied token stands: on a node of the base's tree, where the chain leaves that tree, or behind that. Where
+the two disagree lookup is right far less often than where they agree, and only there does it cost a node."""
+FIRST_RATE = np.array(
+    [
+        [0.85, 0.9, 0.9, 0.9, 0.9, 0.95, 0.95, 0.95],
+        [0.02, 0.04, 0.08, 0.1, 0.15, 0.3, 0.4, 0.5],
+        [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9],
+    ],
+    np.float32,
+)
+"""How often a token copied there after a repetition of 1, 2, ... tokens is taken to be right, before any was seen: near
+what was counted on the dialogues and maths problems of the demo."""
+
+
+@typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
+@flax.struct.dataclass
+class Record:
+    """What became of either draft in the rounds of each row so far, in sums that decay as those of `worth.py`."""
+
+    accepted: Float[Array, "B"] = flax.struct.field(metadata=named(ROWS))
+    """Drafts of the base that the text went through."""
+    predicted: Float[Array, "B"] = flax.struct.field(metadata=named(ROWS))
+    """How many the base expected of those that were tried."""
+    copied: Float[Array, "B 3 R"] = flax.struct.field(metadata=named(ROWS, None, None))
+    """Copied tokens that were right, by where they stood, after repetitions of 1, 2, ... R = LONGEST tokens."""
+    tried: Float[Array, "B 3 R"] = flax.struct.field(metadata=named(ROWS, None, None))
+    """Those and the first wrong one of each chain."""
+
+
+@typing.no_type_check
+@flax.struct.dataclass
+class BothState:
+    """Of both drafters, and what is known of them."""
+
+    base: Any
+    lookup: LookupState
+    record: Record
+    drafted: DraftTree
+    """The base's own tree of the last round, which `commit` judges."""
+
+
+def first_record(batch: int) -> Record:
+    """Nothing is known of any row."""
+    shape = batch, *FIRST_RATE.shape
+    return Record(jnp.zeros(batch), jnp.zeros(batch), jnp.zeros(shape), jnp.zeros(shape))
+
+
+def with_scores(tree: DraftTree) -> DraftTree:
+    """The base's tree; one of a drafter without an opinion is as sure of every node."""
+    score = jnp.zeros(tree.tokens.shape) if tree.score is None else jnp.fmin(tree.score, 0.0)
+    return dataclasses.replace(tree, score=score)
+
+
+def no_tree(root: Int[Array, "B"], tree: TreeConfig, scheme: DrawScheme) -> DraftTree:
+    """A tree of this size that holds nothing but the root."""
+    rest = jnp.zeros((len(root), tree.nodes - 1), jnp.int32)
+    return with_scores(chain_of(root, rest, 0, scheme=scheme))
+
+
+# --- how likely drafts are --------------------------------------------------------------------------------------------
+
+
+def shared_nodes(tree: DraftTree, chain: Int[Array, "B D"]) -> Int[Array, "B D"]:
+    """The node of the tree that each token of a chain stands on, N and more from where the chain has left the tree."""
+    num, at, found = tree.tokens.shape[1], jnp.zeros(len(chain), jnp.int32), []
+    for i in range(chain.shape[1]):
+        is_next = tree.valid & (tree.parents == at[:, None]) & (tree.tokens == chain[:, i, None])
+        at = jnp.where(jnp.any(is_next, 1), jnp.argmax(is_next, 1), num + i).astype(jnp.int32)  # no child there
+        found.append(at)
+    return jnp.stack(found, 1)
+
+
+def _above(values: Array, first: bool | int) -> Array:
+    """Of each token of chains [B, D] the value of the one above it, which is `first` for the first."""
+    return jnp.pad(values[:, :-1], ((0, 0), (1, 0)), constant_values=first)
+
+
+def _cells(found: Copied, is_shared: Bool[Array, "B D"]) -> Int[Array, "B D"]:
+    """Which of the 3 x LONGEST rates that of each copied token is, if those before it are right."""
+    place = jnp.where(is_shared, SHARED, jnp.where(_above(is_shared, True), LEAVES, BEYOND))
+    length = jnp.clip(found.run[:, None] - 1 + jnp.arange(found.tokens.shape[1]), 0, LONGEST - 1)
+    return place * LONGEST + length
+
+
+def score_tree(tree: DraftTree, record: Record) -> Float[Array, "B N"]:
+    """Log of how likely the base's nodes are, by its own scores and how these came true; -inf where there is none."""
+    assert tree.score is not None, "`with_scores` gave it one"
+    edge = worth.log_of_share(worth.accepted_share(record.accepted, record.predicted, 1.0))
+    return jnp.where(tree.valid, tree.score + tree.depth.astype(jnp.float32) * edge[:, None], -jnp.inf)
+
+
+def score_copied(found: Copied, is_shared: Bool[Array, "B D"], record: Record) -> Float[Array, "B D"]:
+    """The same of the copied tokens, by how often such ones were right."""
+    rates = worth.log_of_share(worth.accepted_share(record.copied, record.tried, jnp.asarray(FIRST_RATE)[None]))
+    edges = jnp.take_along_axis(rates.reshape(len(rates), -1), _cells(found, is_shared), 1)
+    return jnp.where(found.run[:, None] > 0, jnp.cumsum(edges, 1), -jnp.inf)
+
+
+# --- one tree of both -------------------------------------------------------------------------------------------------
+
+
+def merged(
+    tree: DraftTree,
+    found: Copied,
+    nodes: Int[Array, "B D"],
+    of_tree: Float[Array, "B N"],
+    of_copied: Float[Array, "B D"],
+    num_nodes: int,
+) -> DraftTree:
+    """The best `num_nodes` nodes of the base's tree and the copied chain, as one tree without equal siblings.
+
+    The chain goes down the tree as long as there is such a child; what is left of it hangs there. A node of both is as
+    likely as the more confident of the two says.
+
+    Args:
+      nodes: `shared_nodes` of the two.
+      of_tree, of_copied: scores that fall along paths, -inf for what is not there; that of the root is not read.
+    """
+    num, depth = tree.tokens.shape[1], found.tokens.shape[1]
+    is_node = nodes[:, :, None] == jnp.arange(num)
+    scores = jnp.maximum(of_tree, jnp.max(jnp.where(is_node, of_copied[:, :, None], -jnp.inf), 1))
+    of_rest = jnp.where(nodes < num, -jnp.inf, of_copied)
+
+    # Candidates are the nodes of the tree but its root, then those of the chain: each is a node less 1.
+    def joined(of_nodes: Array, of_chain: Array) -> Array:
+        return jnp.concatenate([of_nodes[:, 1:], of_chain], 1)
+
+    parents = joined(jnp.where(tree.valid, tree.parents, 0), _above(nodes, 0)) - 1
+    assert NO_PARENT == -1, "what lies below the root has no candidate above it"
+    depths = joined(tree.depth, jnp.broadcast_to(jnp.arange(1, depth + 1, dtype=jnp.int32), found.tokens.shape))
+    return best_tree(
+        tree.tokens[:, 0],
+        joined(tree.tokens, found.tokens),
+        parents,
+        depths,
+        joined(scores, of_rest),
+        num_nodes,
+        tree.scheme,
+        may_lack=True,
+    )
+
+
+def likelier(tree: DraftTree, found: Copied, of_tree: Float[Array, "B N"], of_copied: Float[Array, "B D"]) -> DraftTree:
+    """Of two chains the one of which more tokens should be accepted; arguments as of `merged`."""
+    of_copied = jnp.concatenate([jnp.zeros((len(of_copied), 1)), of_copied], 1)
+    is_copied = (jnp.sum(jnp.exp(of_copied[:, 1:]), 1) > jnp.sum(jnp.exp(of_tree[:, 1:]), 1))[:, None]
+    depth = found.tokens.shape[1]
+    num = jnp.where(is_copied[:, 0], depth, jnp.sum(tree.valid, 1) - 1)
+    tokens = jnp.where(is_copied, found.tokens, tree.tokens[:, 1:])
+    return chain_of(tree.tokens[:, 0], tokens, num, scheme=tree.scheme, score=jnp.where(is_copied, of_copied, of_tree))
+
+
+# --- what a round shows -----------------------------------------------------------------------------------------------
+
+
+def on_text(tree: DraftTree, text: Int[Array, "B M"], num_known: Int[Array, "B"], max_depth: int) -> Bool[Array, "B N"]:
+    """The root, and the nodes that say what the text says after it.
+
+    Args:
+      text: of which the first `num_known` tokens count.
+    """
+    place = tree.depth - 1
+    is_right = tree.tokens == jnp.take_along_axis(text, jnp.clip(place, 0, text.shape[1] - 1), 1)
+    is_right &= tree.valid & (place < num_known[:, None]) & (place >= 0)
+    found = is_root = tree.depth == 0
+    for _ in range(max_depth):
+        found = is_root | (is_right & jnp.take_along_axis(found, jnp.maximum(tree.parents, 0), 1))
+    return found
+
+
+def learned_of_tree(
+    record: Record, tree: DraftTree, text: Int[Array, "B M"], num_known: Int[Array, "B"], max_depth: int
+) -> Record:
+    """What a text shows of the base's tree; what it is too short to judge is not tried."""
+    on_path = on_text(tree, text, num_known, max_depth)
+    known = dataclasses.replace(tree, valid=tree.valid & (tree.depth <= num_known[:, None]))
+    accepted = jnp.sum(on_path & (tree.depth > 0), 1).astype(jnp.float32)
+    return dataclasses.replace(
+        record,
+        accepted=worth.MEMORY * record.accepted + accepted,
+        predicted=worth.MEMORY * record.predicted + worth.expected(known, on_path),
+    )
+
+
+def learned_of_copied(
+    record: Record,
+    found: Copied,
+    is_shared: Bool[Array, "B D"],
+    text: Int[Array, "B M"],
+    num_known: Int[Array, "B"],
+) -> Record:
+    """What a text shows of a copied chain: the tokens before its first mistake, and that one."""
+    depth = found.tokens.shape[1]
+    is_known = (jnp.arange(depth) < num_known[:, None]) & (found.run[:, None] > 0)
+    right = jnp.cumprod((is_known & (found.tokens == text[:, :depth])).astype(jnp.int32), 1) > 0
+    was_tried = is_known & _above(right, True)
+    is_cell = _cells(found, is_shared)[:, :, None] == np.arange(FIRST_RATE.size)
+
+    def counted(those: Bool[Array, "B D"]) -> Array:
+        return jnp.sum(those[:, :, None] & is_cell, 1).astype(jnp.float32).reshape(record.tried.shape)
+
+    return dataclasses.replace(
+        record,
+        copied=worth.MEMORY * record.copied + counted(right),
+        tried=worth.MEMORY * record.tried + counted(was_tried),
+    )
+
+
+# --- the drafter ------------------------------------------------------------------------------------------------------
+
+
+def both_drafter(
+    method: Method,
+    target_config: ModelConfig,
+    config: BothConfig,
+    tree: TreeConfig,
+    cache_dtype: Any = jnp.float32,
+    scheme: DrawScheme = DrawScheme.ARBITRARY,
+) -> Drafter:
+    """A `Drafter` whose trees hold the best nodes of `config.base` and of lookup; of chains, the likelier one a round.
+
+    Args:
+      method: of the base.
+    Raises:
+      ValueError: as the base, and for trees that are to be drawn: copied tokens follow no distribution.
+    """
+    if scheme in DRAWN_SCHEMES:
+        raise ValueError(
+            f"draw={scheme.value!r}: lookup copies its drafts, allowed are arbitrary and coupled, with accept='match'"
+        )
+    depth = tree.depth
+    base = method.make(target_config, config.base, tree, cache_dtype, scheme)
+    lookup = lookup_drafter(target_config, config.lookup, TreeConfig.chain(depth))
+    assert base.ready is None and base.follow is not None and base.counts is None, "so is every base without reuse"
+    follow_base = base.follow
+
+    def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
+        own, other = base.init(tokens, length, capacity), lookup.init(tokens, length, capacity)
+        return BothState(own, other, first_record(len(length)), no_tree(tokens[:, 0], tree, scheme))
+
+    def read(
+        models,
+        state: BothState,
+        output: ModelOutput,
+        tokens: Int[Array, "B chunk"],
+        following: Int[Array, "B chunk"],
+        start: Int[Array, ""] | int,
+        length: Int[Array, "B"],
+    ):
+        return dataclasses.replace(state, base=base.read(models, state.base, output, tokens, following, start, length))
+
+    def draft(models, state: BothState, inputs: RoundInputs):
+        drafted, own = base.draft(models, state.base, inputs)
+        drafted = with_scores(drafted)
+        with jax.named_scope("both"):
+            found = copied(state.lookup, config.lookup, depth)
+            nodes = shared_nodes(drafted, found.tokens)
+            scores = score_tree(drafted, state.record), score_copied(found, nodes < tree.nodes, state.record)
+            if tree.width == 1:
+                best = likelier(drafted, found, *scores)
+            else:
+                best = merged(drafted, found, nodes, *scores, tree.nodes)
+        return best, dataclasses.replace(state, base=own, drafted=drafted)
+
+    def commit(models, state: BothState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
+        own = base.commit(models, state.base, verdict, output, num_committed)
+        with jax.named_scope("both"):
+            drafted, text = state.drafted, verdict.emitted
+            found = copied(state.lookup, config.lookup, depth)  # again what `draft` found: XLA computes it once
+            is_shared = shared_nodes(drafted, found.tokens) < tree.nodes
+            record = learned_of_copied(state.record, found, is_shared, text, num_committed)
+            record = learned_of_tree(record, drafted, text, num_committed, depth)
+            other = lookup.commit(models, state.lookup, verdict, output, num_committed)
+        return BothState(own, other, record, drafted)
+
+    def follow(models, state: BothState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
+        """The record stays: how often lookup is right where it leaves a tree, text without a tree does not show."""
+        own = follow_base(models, state.base, verdict, output, num_committed)
+        other = lookup.commit(models, state.lookup, verdict, output, num_committed)
+        return dataclasses.replace(state, base=own, lookup=other)
+
+    def resize(state: BothState, capacity: int):
+        return dataclasses.replace(
+            state, base=base.resize(state.base, capacity), lookup=lookup.resize(state.lookup, capacity)
+        )
+
+    return base._replace(
+        init=init, read=read, draft=draft, commit=commit, resize=resize, follow=follow, scheme=base.scheme
+    )

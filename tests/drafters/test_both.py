@@ -1,0 +1,393 @@
+"""A trained drafter and lookup in one tree: against plain loops; what a round shows of either, who gets the nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import both as oracle
+from oracles import lookup as lookup_oracle
+from support import calls, setups, toy
+from support.trees import assert_well_formed
+
+import hsd_jax
+from hsd_jax import plan
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.both import draft as both
+from hsd_jax.drafters.both.config import BothConfig
+from hsd_jax.drafters.both.draft import LONGEST, both_drafter, first_record
+from hsd_jax.drafters.lookup.config import LookupConfig
+from hsd_jax.drafters.lookup.draft import Copied
+from hsd_jax.drafters.table import METHODS, make_drafter
+from hsd_jax.infer import worth
+from hsd_jax.infer.accept import verdict_of
+from hsd_jax.infer.tree import ancestor_mask
+from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, ModelOutput, RoundInputs
+
+BATCH, NODES, DEPTH, VALUES = 300, 9, 4, 3
+
+
+def random_trees(rng: np.random.Generator, batch: int = BATCH) -> DraftTree:
+    """Trees over few tokens, no two siblings alike, whose scores fall along paths; some lack their last nodes."""
+    tokens, depth = np.zeros((batch, NODES), np.int32), np.zeros((batch, NODES), np.int32)
+    parents, score = np.full((batch, NODES), NO_PARENT, np.int32), np.zeros((batch, NODES))
+    valid = np.arange(NODES) < rng.integers(1, NODES + 1, (batch, 1)) + 3
+    for b in range(batch):
+        tokens[b, 0] = rng.integers(VALUES)
+        for n in range(1, NODES):
+            free = [(p, t) for p in range(n) if depth[b, p] < DEPTH for t in range(VALUES)]
+            taken = set(zip(parents[b, 1:n].tolist(), tokens[b, 1:n].tolist(), strict=True))
+            parents[b, n], tokens[b, n] = free[rng.choice([i for i, x in enumerate(free) if x not in taken])]
+            depth[b, n] = depth[b, parents[b, n]] + 1
+            score[b, n] = score[b, parents[b, n]] - rng.exponential(0.7)
+    arrays = (jnp.asarray(x) for x in (tokens, parents, depth, valid))
+    return DraftTree(*arrays, score=jnp.asarray(score, jnp.float32), scheme=DrawScheme.COUPLED)
+
+
+def random_copies(rng: np.random.Generator, batch: int = BATCH) -> Copied:
+    """Chains over the same tokens, nothing in a fifth of the rows."""
+    run = np.where(rng.random(batch) < 0.2, 0, rng.integers(1, 4, batch))
+    return Copied(jnp.asarray(rng.integers(0, VALUES, (batch, DEPTH)), jnp.int32), jnp.asarray(run, jnp.int32))
+
+
+def falling(rng: np.random.Generator, found: Copied) -> jax.Array:
+    """Scores of copied chains."""
+    scores = -np.cumsum(rng.exponential(0.7, found.tokens.shape), 1)
+    return jnp.asarray(np.where(np.asarray(found.run)[:, None] > 0, scores, -np.inf), jnp.float32)
+
+
+def scored_paths(tree: DraftTree, row: int) -> dict[oracle.Path, float]:
+    """What a tree holds besides its root."""
+    lists = (np.asarray(x[row]).tolist() for x in (tree.tokens, tree.parents, tree.valid))
+    return {path: float(tree.score[row, node]) for node, path in oracle.paths_of(*lists).items() if path}
+
+
+def chain_paths(found: Copied, scores: jax.Array, row: int) -> dict[oracle.Path, float]:
+    """What a copied chain would have of the tree."""
+    tokens = found.tokens[row].tolist() if int(found.run[row]) else []
+    return {tuple(tokens[: i + 1]): float(scores[row, i]) for i in range(len(tokens))}
+
+
+def assert_trie(tree: DraftTree) -> None:
+    """Row by row without its padding, which comes last."""
+    for row in range(len(tree.tokens)):
+        num = int(tree.valid[row].sum())
+        assert tree.valid[row].tolist() == [True] * num + [False] * (tree.valid.shape[1] - num)
+        assert (np.asarray(tree.parents[row, num:]) == NO_PARENT).all()
+        alone = jax.tree.map(lambda x, row=row, num=num: x[row : row + 1, :num], tree)
+        assert_well_formed(alone, np.asarray(ancestor_mask(alone, DEPTH)))
+
+
+# --- one tree of both -------------------------------------------------------------------------------------------------
+
+
+def test_the_best_nodes_of_both_are_those_of_plain_loops():
+    """Chains that lie in the tree, go on from a node of it, or share nothing with it; rows without a chain."""
+    rng, seen = np.random.default_rng(0), set()
+    tree, found = random_trees(rng), random_copies(rng)
+    of_tree, of_copied = jnp.where(tree.valid, tree.score, -jnp.inf), falling(rng, found)
+    nodes = jax.jit(both.shared_nodes)(tree, found.tokens)
+    best = jax.jit(both.merged, static_argnums=5)(tree, found, nodes, of_tree, of_copied, NODES)
+    assert best.scheme is DrawScheme.COUPLED
+    assert_trie(best)
+    for row in range(BATCH):
+        own, chain = scored_paths(tree, row), chain_paths(found, of_copied, row)
+        assert scored_paths(best, row) == oracle.merge(own, chain, NODES), row
+        assert int(best.tokens[row, 0]) == int(tree.tokens[row, 0])
+        seen.add((bool(chain), sum(path in own for path in chain)))
+    assert {(False, 0), *((True, num) for num in range(DEPTH + 1))} <= seen
+
+
+def test_of_equal_scores_parents_are_kept():
+    """Where every score is 0: the tree's nodes first, and it is whole."""
+    rng = np.random.default_rng(1)
+    tree, found = random_trees(rng), random_copies(rng)
+    found = found._replace(run=jnp.ones_like(found.run))
+    of_tree, of_copied = jnp.where(tree.valid, 0.0, -jnp.inf), jnp.zeros(found.tokens.shape)
+    for num in (2, 5, NODES):
+        best = both.merged(tree, found, both.shared_nodes(tree, found.tokens), of_tree, of_copied, num)
+        assert_trie(best)
+        assert best.tokens.shape == (BATCH, num)
+
+
+@pytest.mark.parametrize("who", ["tree", "copied"])
+def test_of_two_chains_the_likelier_is_taken(who):
+    """Also one that is not found, and a tree's that ends early."""
+    tokens = jnp.asarray([[7, 1, 2, 3]] * 3, jnp.int32)
+    own = dataclasses.replace(both.no_tree(tokens[:, 0], TreeConfig.chain(3), DrawScheme.COUPLED), tokens=tokens)
+    own = dataclasses.replace(own, valid=jnp.arange(4) <= jnp.asarray([[3], [1], [3]]))
+    found = Copied(jnp.asarray([[4, 5, 6]] * 3, jnp.int32), jnp.asarray([2, 2, 0], jnp.int32))
+    of_tree = jnp.where(own.valid, jnp.asarray(np.log(0.5 if who == "tree" else 0.2) * np.arange(4.0)), -jnp.inf)
+    of_copied = jnp.where(found.run[:, None] > 0, jnp.asarray(np.log(0.4) * np.arange(1.0, 4)), -jnp.inf)
+    best = both.likelier(own, found, of_tree, of_copied)
+    is_copied = [who == "copied", True, False]  # of one draft at 0.5 less than of three at 0.4
+    for row, copied in enumerate(is_copied):
+        wanted = [7, *(found.tokens[row] if copied else own.tokens[row, 1:]).tolist()]
+        assert best.tokens[row].tolist() == wanted and best.parents[row].tolist() == [-1, 0, 1, 2]
+        assert best.valid[row].all()
+        np.testing.assert_array_equal(best.score[row, 1:], of_copied[row] if copied else of_tree[row, 1:])
+    assert best.scheme is DrawScheme.COUPLED
+
+
+# --- what a text shows ------------------------------------------------------------------------------------------------
+
+
+def count_chain(record: both.Record, paths: dict, chain: list[int], run: int, text: list[int]) -> None:
+    """Adds to the record of a row, as arrays of NumPy, what a text shows of a chain."""
+    places = oracle.places(paths, chain)
+    for i, is_right in enumerate(oracle.judge_chain(chain, text)):
+        cell = places[i], min(run + i, LONGEST) - 1
+        record.copied[cell] += is_right
+        record.tried[cell] += 1
+
+
+def test_what_a_text_shows_is_that_of_plain_loops():
+    """Texts of 0 to DEPTH + 1 known tokens, with anything behind them; what was known before decays."""
+    rng = np.random.default_rng(2)
+    tree, found = random_trees(rng), random_copies(rng)
+    text = jnp.asarray(rng.integers(0, VALUES, (BATCH, DEPTH + 1)), jnp.int32)
+    known = jnp.asarray(rng.integers(0, DEPTH + 2, BATCH), jnp.int32)
+    before = jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape), jnp.float32), first_record(BATCH))
+
+    def learned(record: both.Record) -> both.Record:
+        is_shared = both.shared_nodes(tree, found.tokens) < NODES
+        record = both.learned_of_copied(record, found, is_shared, text, known)
+        return both.learned_of_tree(record, tree, text, known, DEPTH)
+
+    after = jax.jit(learned)(before)
+    for row in range(BATCH):
+        said = text[row, : int(known[row])].tolist()
+        chain = found.tokens[row].tolist() if int(found.run[row]) else []
+        paths = oracle.paths_of(*(np.asarray(x[row]).tolist() for x in (tree.tokens, tree.parents, tree.valid)))
+        accepted, expected = oracle.judge_tree(paths, tree.score[row].tolist(), said)
+        wanted = jax.tree.map(lambda x, row=row: worth.MEMORY * np.array(x[row], np.float64), before)
+        wanted = dataclasses.replace(wanted, accepted=wanted.accepted + accepted, predicted=wanted.predicted + expected)
+        count_chain(wanted, paths, chain, int(found.run[row]), said)
+        for name in ("accepted", "predicted", "copied", "tried"):
+            np.testing.assert_allclose(getattr(after, name)[row], getattr(wanted, name), rtol=1e-5, err_msg=f"{row}")
+
+
+def test_scores_are_products_of_what_edges_are_worth():
+    """Of the tree its own scores times its trust for each edge, of a chain the rates of growing repetitions."""
+    rng = np.random.default_rng(3)
+    tree, found = random_trees(rng), random_copies(rng)
+    found = found._replace(run=jnp.where(found.run == 3, LONGEST - 1, found.run))  # longer ones count as long
+    tried = jnp.asarray(rng.uniform(0, 30, (BATCH, 3, LONGEST)), jnp.float32)
+    record = dataclasses.replace(
+        first_record(BATCH),
+        accepted=jnp.full(BATCH, 5.0),
+        predicted=jnp.full(BATCH, 9.0),
+        copied=tried / 3,
+        tried=tried,
+    )
+    trust = (5.0 + worth.PRIOR) / (9.0 + worth.PRIOR)
+    wanted = np.where(tree.valid, np.exp(tree.score) * trust ** np.asarray(tree.depth), 0.0)
+    np.testing.assert_allclose(np.exp(both.score_tree(tree, record)), wanted, rtol=1e-4)
+    of_copied = np.exp(both.score_copied(found, both.shared_nodes(tree, found.tokens) < NODES, record))
+    for row in range(BATCH):
+        likely, run = 1.0, int(found.run[row])
+        paths = oracle.paths_of(*(np.asarray(x[row]).tolist() for x in (tree.tokens, tree.parents, tree.valid)))
+        places = oracle.places(paths, found.tokens[row].tolist())
+        for i in range(DEPTH):
+            at = places[i], min(run + i, LONGEST) - 1
+            num = float(tried[row, *at])
+            likely *= (num / 3 + worth.PRIOR * both.FIRST_RATE[at]) / (num + worth.PRIOR) if run else 0.0
+            np.testing.assert_allclose(of_copied[row, i], likely, rtol=1e-4)
+
+
+def assert_records_are_those_of_the_text(proposer: str, num_rounds: int = 6) -> None:
+    """After every round of a decode: what lookup's plain loops and the tree of that round say of the text it added."""
+    setup, call = setups.setup("llama", proposer), calls.mixed_call()
+    config, depth = setup.drafter_config, setup.drafter.max_depth
+    state = call.start(setup.decoder, setup.models)
+    wanted = jax.tree.map(lambda x: np.array(x, np.float64), state.drafter.record)
+    for _ in range(num_rounds):
+        before = jax.tree.map(np.array, (state.tokens, state.length))  # the loop takes its state for itself
+        live = np.flatnonzero(~np.asarray(state.done))
+        state = call.resume(setup.decoder, setup.models, state, 1)
+        for row in live:
+            begin, end = int(before[1][row]), int(state.length[row])
+            context, text = before[0][row, :begin].tolist(), state.tokens[row, begin:end].tolist()
+            ngrams = range(config.lookup.max_ngram, config.lookup.min_ngram - 1, -1)
+            run = next((n for n in ngrams if lookup_oracle.draft(context, n, n, 1) is not None), 0)
+            chain = lookup_oracle.draft(context, config.lookup.max_ngram, config.lookup.min_ngram, depth) or []
+            drafted = jax.tree.map(lambda x, row=row: np.asarray(x[row]), state.drafter.drafted)
+            assert drafted.tokens[0] == context[-1]
+            paths = oracle.paths_of(drafted.tokens.tolist(), drafted.parents.tolist(), drafted.valid.tolist())
+            accepted, expected = oracle.judge_tree(paths, drafted.score.tolist(), text)
+            for name in ("accepted", "predicted", "copied", "tried"):
+                getattr(wanted, name)[row] *= worth.MEMORY
+            wanted.accepted[row] += accepted
+            wanted.predicted[row] += expected
+            count_chain(jax.tree.map(lambda x, row=row: x[row, ...], wanted), paths, chain, run, text)
+        for name in ("accepted", "predicted", "copied", "tried"):
+            found = getattr(state.drafter.record, name)
+            np.testing.assert_allclose(found, getattr(wanted, name), rtol=1e-4, atol=1e-6, err_msg=name)
+    assert wanted.copied.sum() > 0 and wanted.accepted.sum() > 0
+
+
+@pytest.mark.parametrize("proposer", ["both", "both_chain"])
+def test_the_record_is_that_of_the_text(proposer):
+    assert_records_are_those_of_the_text(proposer)
+
+
+def test_plain_rounds_are_followed_and_show_nothing():
+    """`follow`: the context grows, by nothing in a row that committed nothing; what is known of drafts stays."""
+    setup, call = setups.setup("llama", "both"), calls.mixed_call()
+    drafter, state = setup.drafter, call.start(setup.decoder, setup.models).drafter
+    rng, num = np.random.default_rng(5), drafter.max_depth + 1
+    state = dataclasses.replace(
+        state, record=jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape), jnp.float32), state.record)
+    )
+    text = jnp.asarray(rng.integers(0, toy.VOCAB, (call.batch, num)), jnp.int32)
+    committed = jnp.asarray([num, 1, 2, num, 0, num], jnp.int32)
+    hidden = jnp.asarray(rng.normal(size=(call.batch, num, setup.config.hidden_size)), jnp.float32)
+    output = ModelOutput(None, hidden, (hidden,) * len(drafter.aux_layers), None)
+    after = drafter.follow(setup.models, state, verdict_of(text, committed), output, committed)
+    for row, prompt in enumerate(call.prompts):
+        whole = prompt.tolist() + text[row, : int(committed[row])].tolist()
+        assert after.lookup.tokens[row, : int(after.lookup.length[row])].tolist() == whole
+    jax.tree.map(np.testing.assert_array_equal, after.record, state.record)
+    one = make_drafter(setup.config, setup.drafter_config.base, setups.BEAM, scheme=DrawScheme.COUPLED)
+    wanted = one.follow(setup.models, state.base, verdict_of(text, committed), output, committed)
+    jax.tree.map(np.testing.assert_array_equal, after.base, wanted)
+
+
+# --- who gets the nodes -----------------------------------------------------------------------------------------------
+
+
+def share_of_copied(is_right: bool, rounds: int = 30) -> list[int]:
+    """How many nodes of a tree lookup has round after round, where the text is its own, or a path of the base."""
+    rng = np.random.default_rng(4)
+    trees = random_trees(rng)
+    row = next(row for row in range(BATCH) if trees.valid[row].all() and int(trees.depth[row].max()) == DEPTH)
+    tree = jax.tree.map(lambda x: x[row : row + 1], trees)
+    paths = oracle.paths_of(*(np.asarray(x[0]).tolist() for x in (tree.tokens, tree.parents, tree.valid)))
+    found = Copied(jnp.full((1, DEPTH), VALUES, jnp.int32), jnp.full(1, 3, jnp.int32))
+    text = jnp.asarray([[*(found.tokens[0].tolist() if is_right else max(paths.values(), key=len)), 0]], jnp.int32)
+    record, known, shares = first_record(1), jnp.full(1, DEPTH + 1, jnp.int32), []
+    for _ in range(rounds):
+        nodes = both.shared_nodes(tree, found.tokens)
+        scores = both.score_tree(tree, record), both.score_copied(found, nodes < NODES, record)
+        best = both.merged(tree, found, nodes, *scores, NODES)
+        shares.append(int(((best.tokens == VALUES) & best.valid & (best.depth > 0)).sum()))
+        record = both.learned_of_copied(record, found, nodes < NODES, text, known)
+        record = both.learned_of_tree(record, tree, text, known, DEPTH)
+    return shares
+
+
+def test_who_was_right_lately_gets_the_nodes():
+    """All of a chain that is always right, nothing of one that never is."""
+    right, wrong = share_of_copied(True), share_of_copied(False)
+    assert right[0] == wrong[0] < DEPTH
+    assert right[-1] == DEPTH and wrong[-1] == 0
+
+
+def test_where_nothing_is_found_the_tree_is_the_base_s():
+    """The same nodes, also by a drafter that scores none."""
+    for proposer, alone in (("both", "path"), ("both_medusa", "medusa")):
+        setup, call = setups.setup("llama", proposer), calls.mixed_call()
+        tree = setups.PROPOSERS[proposer].tree
+        config = BothConfig(setup.drafter_config.base, LookupConfig(16, 16))
+        one = make_drafter(setup.config, config, tree, scheme=DrawScheme.COUPLED)
+        other = make_drafter(setup.config, config.base, tree, scheme=DrawScheme.COUPLED)
+        tokens, length, keys, _, sampling = call.arrays()
+        inputs = RoundInputs(tokens[jnp.arange(call.batch), length - 1], length - 1, keys, sampling)
+        trees = []
+        for drafter in (one, other):
+            state = drafter.init(tokens, length, calls.CAPACITY)
+            trees.append(jax.jit(drafter.draft)(setup.models, state, inputs)[0])
+        for row in range(call.batch):
+            found, wanted = (
+                oracle.paths_of(*(np.asarray(x[row]).tolist() for x in (t.tokens, t.parents, t.valid))) for t in trees
+            )
+            assert set(found.values()) == set(wanted.values()), (alone, row)
+
+
+# --- names, and what is refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("demo+lookup", ("demo", LookupConfig(3, 1))),
+        ("runs/a+b+lookup:2-4", ("runs/a+b", LookupConfig(4, 2))),
+        ("demo", None),
+        ("demo+other", None),
+        ("lookup", None),
+        ("+lookup", None),
+        ("demo+lookups", None),
+    ],
+)
+def test_names(name, wanted):
+    assert BothConfig.split(name) == wanted
+
+
+def test_loading_by_name(tmp_path):
+    """The bundled pair's own drafter; a folder by its path, unless one is really called so."""
+    for name in ("demo+lookup", "demo+lookup:2-4"):
+        params = hsd_jax.load("demo", drafter=name)
+        alone = hsd_jax.load("demo")
+        wanted = BothConfig(alone.drafter_config, LookupConfig.parse(name.partition("+")[2]))
+        assert params.drafter_config == wanted and params.fingerprints() != alone.fingerprints()
+        jax.tree.map(np.testing.assert_array_equal, params.drafter, alone.drafter)
+    folder = tmp_path / "own+lookup"
+    folder.symlink_to(hsd_jax.models.checkpoint.DEMO / "drafter")
+    assert hsd_jax.load("demo", drafter=str(folder)).drafter_config == alone.drafter_config
+    assert hsd_jax.load("demo", drafter=f"{folder}+lookup").drafter_config == BothConfig(alone.drafter_config)
+    for name, message in {
+        "lookup+lookup": "lookup is a lookup drafter; beside lookup drafts one that is trained",
+        str(hsd_jax.models.checkpoint.DEMO / "target") + "+lookup": "is a small_lm drafter",
+        "demo+lookup:0": "max_ngram=0",
+        "demo+lookup+lookup": "demo\\+lookup is a both drafter",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            hsd_jax.load("demo", drafter=name)
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        hsd_jax.load("demo", drafter=f"{tmp_path}/nothing+lookup")
+
+
+def test_drawn_trees_are_refused():
+    """By the drafter, and by `decode` under every rule but `match`, before anything compiles."""
+    setup = setups.setup("llama", "both")
+    for scheme in DRAWN_SCHEMES:
+        method = METHODS[setup.drafter_config.base.kind]
+        with pytest.raises(ValueError, match="lookup copies its drafts, allowed are arbitrary and coupled"):
+            both_drafter(method, setup.config, setup.drafter_config, setups.BEAM, scheme=scheme)
+    params = hsd_jax.Params(setup.models["target"], setup.models["drafter"], setup.config, setup.drafter_config)
+    for accept in ("recursive", "optimal", "kseq", "block_verification"):
+        for draw in (None, "arbitrary", "coupled"):
+            with pytest.raises(ValueError, match=r"allowed are arbitrary and coupled|not lossless for draw="):
+                hsd_jax.decode(params, [1, 2], accept=accept, draw=draw)
+    for draw in ("independent", "without_replacement", "top_then_random"):
+        with pytest.raises(ValueError, match="allowed are arbitrary and coupled"):
+            hsd_jax.decode(params, [1, 2], draw=draw, tree=setups.BEAM)
+
+
+def test_plans_are_those_of_the_base():
+    """The same trees by the same profile, a little dearer."""
+    setup = setups.setup("llama", "both")
+    base = dataclasses.replace(setup.drafter_config.base, profile=(0.9, 0.8), sampled_profile=(0.7, 0.6))
+    config = BothConfig(base)
+    for temperature in (0.0, 1.0):
+        assert plan.profile_at(config, temperature) == plan.profile_at(base, temperature)
+    for skips in (False, True):
+        assert plan.candidates(config, skips) == plan.candidates(base, skips)
+    rates = plan.CPU_RATES["avx2"]
+    seconds = [plan.CostModel(setup.config, c, rates, 4, 4).drafting(1, setups.BEAM) for c in (base, config)]
+    assert seconds[0] < seconds[1] < 1.5 * seconds[0] + 1e-3
+    assert METHODS["both"].default_tree(config) == METHODS["hidden"].default_tree(base)
+
+
+def test_text_of_the_bundled_pair_is_that_of_plain_decoding():
+    """Greedy and sampled rows together, where trees are chosen and where they are asked for."""
+    params = hsd_jax.load("demo", drafter="demo+lookup", precision="exact")
+    prompts = ["User: Say it again: one two three, one two three, one two\nAssistant:", "User: Hello!\nAssistant:"]
+    settings = {"max_new_tokens": 24, "temperature": [0.0, 0.8], "seed": [1, 2]}
+    plain = hsd_jax.decode(params, prompts, speculate=False, **settings)
+    for tree in (None, TreeConfig(8, 4, 2)):
+        found = hsd_jax.decode(params, prompts, tree=tree, **settings)
+        np.testing.assert_array_equal(found.tokens, plain.tokens)
