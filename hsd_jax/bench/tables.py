@@ -176,7 +176,7 @@ def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], profile: Any) 
     merged |= {name: shares[name] for name in ("verify", "commit", "rest") if name != "rest" or shares[name] >= 0}
     apart = "" if "rest" in merged else "; timed apart they took longer than together: the machine was not quiet"
     parts = ", ".join(f"{name} {share:.0%}" for name, share in merged.items())
-    console.print(f"A round takes {profile.whole * 1e3:.2f} ms: {parts}{apart}")
+    console.print(f"A round of a whole tree takes {profile.whole * 1e3:.2f} ms: {parts}{apart}")
 
 
 def print_identity(record: dict[str, Any]) -> None:

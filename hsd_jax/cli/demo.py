@@ -8,6 +8,9 @@ import time
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, add_value
 
+SHOWN = 6
+"""Questions of a chat model's dozen."""
+
 
 def add_parser(commands) -> None:
     """Declares `hsd demo`."""
@@ -31,7 +34,7 @@ hsd demo --precision exact --temperature 0.8
     add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 96)
     add_value(parser, "--temperature T", options.TEMPERATURE, "0 is greedy", 0.0)
     add_value(parser, "--repeats R", COUNT, "timed runs, of which the first is shown", 1)
-    add_value(parser, "--limit N", COUNT, "first N prompts only", without="all")
+    add_value(parser, "--limit N", COUNT, "first N prompts only", without=f"{SHOWN} of a chat model, else all")
     options.add_dtype_argument(parser)
     precisions = ("fast", "exact")
     add_value(parser, "--precision", str, "exact: float32, no token ever differs", "fast", choices=precisions)
@@ -52,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     params = options.load_params(args)
     options.need_drafter(params, "demo")
     tree = options.tree_asked(args, params)
-    found = prompts.demo_prompts(params.tokenizer)[: args.limit]
+    found = prompts.for_checkpoint(params, None, None, args.limit, args.max_new_tokens)
+    if args.limit is None and found[0].is_templated:
+        found = found[:SHOWN]
     sizes = [against_plain.model_record(model)["parameters"] / 1e6 for model in (params.target, params.drafter)]
     shape = "a tree chosen by cost" if tree is None else f"tree of {tree.nodes} nodes"
     options.say(

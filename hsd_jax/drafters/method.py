@@ -51,6 +51,8 @@ class Method(NamedTuple):
     """Whether trees with siblings are considered where nobody names one."""
     has_score: bool = True
     """Whether its trees carry how likely it takes each node to be accepted."""
+    chains_nest: bool = True
+    """Whether the beginning of one of its chains is its shorter chain."""
     ends_early: bool = False
     """Whether a chain costs it a pass a draft and may end early (`infer/chains.py`)."""
     reuses: tuple[str, ...] = (NONE,)

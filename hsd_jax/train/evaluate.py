@@ -308,14 +308,14 @@ def accepted_lengths(
 ) -> tuple[list[AcceptedLengths], float | None]:
     """What would become of each of `drafts` on `texts`, which the target wrote at `temperature`.
 
-    All chains without reuse are read off the longest of them: the beginning of a chain is the shorter chain.
+    All chains without reuse are read off the longest of them, where the beginning of a chain is the shorter chain.
 
     Returns:
       A fate for each of `drafts`, and the mean overlap (see `simulate`), None for a drafter that was not trained.
     """
 
     def is_chain(draft: Draft) -> bool:
-        return draft[0].width == 1 and draft[1] == NO_REUSE
+        return draft[0].width == 1 and draft[1] == NO_REUSE and method_of(config).chains_nest
 
     longest = max(filter(is_chain, drafts), key=lambda draft: draft[0].depth, default=None)
     source = {draft: longest if is_chain(draft) and longest else draft for draft in drafts}

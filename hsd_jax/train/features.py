@@ -88,6 +88,8 @@ class _Layout:
     """Whose residual streams follow the final states."""
     likeliest: Whole = 0
     """Tokens of a position that are kept with the normaliser of its logits; 0: neither is."""
+    products: str | None = None
+    """As in the recipe."""
 
     @property
     def num_files(self) -> int:
@@ -174,8 +176,6 @@ def open_features(
     if config.cache is None:
         return None
     folder = Path(config.cache)
-    if config.products is not None:
-        weights = jax.tree.map(lambda x: x.astype(config.products), weights)
     layout = _Layout(
         target=target_hash,
         weights_dtype=weights["embedding"].dtype.name,
@@ -185,6 +185,7 @@ def open_features(
         rows_per_file=0,
         layers=layers,
         likeliest=likeliest,
+        products=config.products,
     )
     layout = dataclasses.replace(layout, rows_per_file=max(1, FILE_BYTES // layout.row_bytes))
     layout = _claimed(folder, layout)
@@ -196,6 +197,8 @@ def open_features(
         try:
             with lock.held(lock.of_folder(folder)):
                 write_json(folder / MANIFEST, dataclasses.asdict(layout))
+                if config.products is not None:
+                    weights = jax.tree.map(lambda x: x.astype(config.products), weights)
                 with native.as_they_are() if config.products == "bfloat16" else contextlib.nullcontext():
                     _build(folder, layout, missing, rows, weights, target_config, batch, report)
         except OSError as error:
@@ -225,7 +228,7 @@ def _claimed(folder: Path, layout: _Layout) -> _Layout:
         there: _Layout = settings.read(_Layout, read_json(path), MANIFEST)
     except ValueError as error:
         raise ValueError(f"{path}: not a manifest of features; {remedy}") from error
-    for name in ("target", "weights_dtype", "rows", "layers", "likeliest", "dtype", "shape"):
+    for name in ("target", "weights_dtype", "products", "rows", "layers", "likeliest", "dtype", "shape"):
         old, new = getattr(there, name), getattr(layout, name)
         if old != new:
             raise ValueError(f"{folder} holds features with another {name}, {old} there and {new} here; {remedy}")

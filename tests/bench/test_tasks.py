@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -16,6 +17,7 @@ import hsd_jax
 from hsd_jax import params as params_lib
 from hsd_jax.bench import compare, measure, tasks
 from hsd_jax.bench.prompts import BenchPrompt
+from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.tokenizer import Tokenizer
 
@@ -199,7 +201,8 @@ def test_one_prompt_of_each_size_is_decoded_before():
 
 def test_another_drafter_shares_the_target():
     pair = hsd_jax.load("demo")
-    other = params_lib.with_drafter(pair, "lookup")
+    other = params_lib.with_drafter(dataclasses.replace(pair, tree=TreeConfig.chain(2)), "lookup")
+    assert other.tree is None  # that was asked for the other drafter
     again = params_lib.with_drafter(other, hsd_jax.models.checkpoint.find("demo").drafter)
     for one in (other, again):
         same = [

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -233,6 +234,13 @@ def test_the_demo_asks_a_chat_model_questions(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "== chat\nI moved to a new city" in out and "<|im_start|>" not in out.partition("[plain")[0]
     assert "yes" in next(line for line in out.splitlines() if "chat " in line and "│" in line)
+
+
+def test_the_demo_needs_a_tokenizer(folders, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    shutil.copytree(folders.target, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    assert hsd("demo", "--target", bare, "--drafter", "lookup") == 2
+    assert "this checkpoint has no tokenizer" in capsys.readouterr().err
 
 
 def test_the_demo_needs_something_that_drafts(folders, capsys):

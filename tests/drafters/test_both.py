@@ -313,7 +313,7 @@ def test_where_nothing_is_found_the_tree_is_the_base_s():
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("demo+lookup", ("demo", LookupConfig(3, 1))),
+        ("demo+lookup", ("demo", LookupConfig(8, 1))),
         ("runs/a+b+lookup:2-4", ("runs/a+b", LookupConfig(4, 2))),
         ("demo", None),
         ("demo+other", None),
@@ -326,12 +326,15 @@ def test_names(name, wanted):
     assert BothConfig.split(name) == wanted
 
 
-def test_loading_by_name(tmp_path):
-    """The bundled pair's own drafter; a folder by its path, unless one is really called so."""
+def test_loading_by_name(tmp_path, monkeypatch):
+    """The bundled pair's own drafter, whatever lies here; a folder by its path, unless one is really called so."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo+lookup").mkdir()
+    assert hsd_jax.load("demo", drafter="demo").drafter_config == hsd_jax.load("demo").drafter_config
     for name in ("demo+lookup", "demo+lookup:2-4"):
         params = hsd_jax.load("demo", drafter=name)
         alone = hsd_jax.load("demo")
-        wanted = BothConfig(alone.drafter_config, LookupConfig.parse(name.partition("+")[2]))
+        wanted = BothConfig(alone.drafter_config, BothConfig.split(name)[1])
         assert params.drafter_config == wanted and params.fingerprints() != alone.fingerprints()
         jax.tree.map(np.testing.assert_array_equal, params.drafter, alone.drafter)
     folder = tmp_path / "own+lookup"

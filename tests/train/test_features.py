@@ -91,7 +91,7 @@ def test_products_in_bfloat16(tmp_path):
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)
     widened = np.asarray(hidden_states(narrow, rows.tokens[:, :-1]), np.float64)
     assert np.linalg.norm(widened - b) / np.linalg.norm(a) > 1e-3  # its inputs were rounded, not its weights alone
-    with pytest.raises(ValueError, match="with another weights_dtype, float32 there and bfloat16 here"):
+    with pytest.raises(ValueError, match="with another products, None there and bfloat16 here"):
         build(tmp_path / "None", rows, products="bfloat16")
     with pytest.raises(ValueError, match=r"features\.products='int8': allowed are float32, bfloat16"):
         FeatureConfig(products="int8")

@@ -32,4 +32,5 @@ def both(methods: Mapping[str, Method]) -> Method:
         lambda config: of(config).default_tree(config.base),
         lambda config: of(config).max_depth(config.base),
         drafting_seconds,
+        chains_nest=False,  # which of the two drafts a chain depends on its length
     )

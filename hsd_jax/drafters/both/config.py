@@ -9,6 +9,9 @@ from hsd_jax import settings
 from hsd_jax.config import DrafterConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 
+LONGEST = 8
+"""Tokens of a repetition from which on all count as equally long."""
+
 
 @dataclasses.dataclass(frozen=True)
 class BothConfig:
@@ -20,7 +23,7 @@ class BothConfig:
     kind: ClassVar[str] = "both"
 
     base: DrafterConfig
-    lookup: LookupConfig = LookupConfig()
+    lookup: LookupConfig = LookupConfig(LONGEST)
 
     def __post_init__(self):
         settings.check(self, "BothConfig")
@@ -29,11 +32,14 @@ class BothConfig:
     def split(name: str) -> tuple[str, LookupConfig] | None:
         """The base's name and the lookup that "NAME+lookup" or "NAME+lookup:2-4" stand for; None for any other text.
 
+        Without numbers n-grams have up to LONGEST tokens: how likely a copy is to be right depends on their length.
+
         Raises:
           ValueError: for numbers that are not allowed.
         """
         base, plus, rest = name.rpartition("+")
         lookup = LookupConfig.parse(rest) if plus and base else None
+        lookup = LookupConfig(LONGEST) if lookup is not None and rest == "lookup" else lookup
         return None if lookup is None else (base, lookup)
 
     @property

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.axes import ROWS, named
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.both.config import BothConfig
+from hsd_jax.drafters.both.config import LONGEST, BothConfig
 from hsd_jax.drafters.lookup.draft import Copied, LookupState, copied, lookup_drafter
 from hsd_jax.drafters.method import Method
 from hsd_jax.infer import worth
@@ -36,8 +36,6 @@ from hsd_jax.types import (
     Verdict,
 )
 
-LONGEST = 8
-"""Tokens of a repetition from which on all count as equally long."""
 SHARED, LEAVES, BEYOND = range(3)
 """Where a copied token stands: on a node of the base's tree, where the chain leaves that tree, or behind that. Where
 the two disagree lookup is right far less often than where they agree, and only there does it cost a node."""
@@ -123,10 +121,14 @@ def _cells(found: Copied, is_shared: Bool[Array, "B D"]) -> Int[Array, "B D"]:
     return place * LONGEST + length
 
 
-def score_tree(tree: DraftTree, record: Record) -> Float[Array, "B N"]:
-    """Log of how likely the base's nodes are, by its own scores and how these came true; -inf where there is none."""
+def score_tree(tree: DraftTree, record: Record, first: float = 1.0) -> Float[Array, "B N"]:
+    """Log of how likely the base's nodes are, by its own scores and how these came true; -inf where there is none.
+
+    Args:
+      first: `worth.first_trust` of the base.
+    """
     assert tree.score is not None, "`with_scores` gave it one"
-    edge = worth.log_of_share(worth.accepted_share(record.accepted, record.predicted, 1.0))
+    edge = worth.log_of_share(worth.accepted_share(record.accepted, record.predicted, first))
     return jnp.where(tree.valid, tree.score + tree.depth.astype(jnp.float32) * edge[:, None], -jnp.inf)
 
 
@@ -296,7 +298,8 @@ def both_drafter(
         with jax.named_scope("both"):
             found = copied(state.lookup, config.lookup, depth)
             nodes = shared_nodes(drafted, found.tokens)
-            scores = score_tree(drafted, state.record), score_copied(found, nodes < tree.nodes, state.record)
+            of_tree = score_tree(drafted, state.record, worth.first_trust(method.has_score))
+            scores = of_tree, score_copied(found, nodes < tree.nodes, state.record)
             if tree.width == 1:
                 best = likelier(drafted, found, *scores)
             else:
@@ -325,6 +328,4 @@ def both_drafter(
             state, base=base.resize(state.base, capacity), lookup=lookup.resize(state.lookup, capacity)
         )
 
-    return base._replace(
-        init=init, read=read, draft=draft, commit=commit, resize=resize, follow=follow, scheme=base.scheme
-    )
+    return base._replace(init=init, read=read, draft=draft, commit=commit, resize=resize, follow=follow)
