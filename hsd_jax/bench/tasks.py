@@ -150,7 +150,7 @@ def make_methods(config: Any) -> dict[str, dict[str, Any]]:
         for nodes in (MOST_NODES // 2, MOST_NODES):
             about[f"{nodes} nodes"] = {"tree": tree_of_size(nodes, steps).name}
     if config.kind != "lookup":
-        about["lookup"] = {"drafter": "lookup"}
+        about["lookup"] = {"drafter": "lookup", "tree": CHOSEN}
     return about
 
 
