@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -74,7 +74,8 @@ def silent(notebook: dict) -> list[str]:
 
 
 def unknown_names(notebook: dict) -> list[str]:
-    """What cells import from the package and it does not have, and keyword arguments that no function there takes."""
+    """What cells import from the package and it does not have, keyword arguments that no function there takes, and
+    arguments that one needs and does not get."""
     known: dict[str, object] = {"hsd_jax": hsd_jax}
     found = []
     for cell in code_cells(notebook):
@@ -89,7 +90,18 @@ def unknown_names(notebook: dict) -> list[str]:
                 if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
                     given = [keyword.arg for keyword in node.keywords if keyword.arg]
                     found += [f"{ast.unparse(node.func)} takes no {name}" for name in given if name not in takes]
+                found += [f"{ast.unparse(node.func)} needs {name}" for name in lacking(node, takes.values())]
     return found
+
+
+def lacking(node: ast.Call, takes: Iterable[inspect.Parameter]) -> list[str]:
+    """The arguments without a default that a call does not give; none where it gives some by `*` or `**`."""
+    if any(isinstance(given, ast.Starred) for given in node.args) or any(k.arg is None for k in node.keywords):
+        return []
+    named = {keyword.arg for keyword in node.keywords}
+    plain = [p for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    wanted = [p for i, p in enumerate(plain) if i >= len(node.args) or p.kind is p.KEYWORD_ONLY]
+    return [p.name for p in wanted if p.default is p.empty and p.name not in named]
 
 
 def imported(node: ast.ImportFrom, name: ast.alias, known: dict[str, object]) -> bool:
@@ -153,7 +165,12 @@ FAULTS = [
     (silent, {"outputs": []}, "no cell has an output"),
     (unknown_names, {"source": ["%pip x\n", "from hsd_jax import demo"]}, "no hsd_jax.demo"),
     (unknown_names, {"source": ["import hsd_jax\n", "hsd_jax.decode(p, x, taps=3)"]}, "decode takes no taps"),
-    (unknown_names, {"source": ["from hsd_jax.models import cache as c\n", "c.grow(x, size=3)"]}, "grow takes no size"),
+    (
+        unknown_names,
+        {"source": ["from hsd_jax.models import cache as c\n", "c.grow(*x, size=3)"]},
+        "grow takes no size",
+    ),
+    (unknown_names, {"source": ["from hsd_jax.infer import decode as d\n", "d.make_prefill(c, x)"]}, "needs chunk"),
 ]
 
 

@@ -14,11 +14,13 @@ from support import calls, setups, toy
 from support.trees import assert_well_formed
 
 import hsd_jax
+from hsd_jax import params as params_lib
 from hsd_jax import plan
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.both import draft as both
 from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.both.draft import LONGEST, both_drafter, first_record
+from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.lookup.draft import Copied
 from hsd_jax.drafters.table import METHODS, make_drafter
@@ -337,6 +339,8 @@ def test_loading_by_name(tmp_path, monkeypatch):
         wanted = BothConfig(alone.drafter_config, BothConfig.split(name)[1])
         assert params.drafter_config == wanted and params.fingerprints() != alone.fingerprints()
         jax.tree.map(np.testing.assert_array_equal, params.drafter, alone.drafter)
+    other = DraftedFor(alone.target_config, "f" * 64, alone.tokenizer)
+    assert params_lib._own("demo", other) is None  # beside another target it is the name of a language model
     folder = tmp_path / "own+lookup"
     folder.symlink_to(hsd_jax.models.checkpoint.DEMO / "drafter")
     assert hsd_jax.load("demo", drafter=str(folder)).drafter_config == alone.drafter_config

@@ -10,6 +10,8 @@ from support import setups, toy
 
 import hsd_jax
 from hsd_jax.config import NO_REUSE, PARALLEL, ReuseConfig, TreeConfig
+from hsd_jax.drafters.both.config import BothConfig
+from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.params import Params
 from hsd_jax.train import evaluate
 from hsd_jax.types import DraftTree
@@ -208,3 +210,21 @@ def test_texts_survive_a_file(tmp_path):
     texts = evaluate.Texts(rows, np.array([2, 2]), np.array([3, 2]), seeds)
     texts.save(tmp_path / "texts.npz")
     jax.tree.map(np.testing.assert_array_equal, vars(evaluate.Texts.load(tmp_path / "texts.npz")), vars(texts))
+
+
+@pytest.mark.parametrize("config", [LookupConfig(), BothConfig(toy.drafter_config(toy.target_config()))], ids=type)
+def test_shorter_chains_are_read_off_longer_ones_where_they_are_their_beginning(monkeypatch, config):
+    """Which of two drafts `both` takes for a chain depends on its length."""
+    asked = []
+
+    def follow(*args):
+        asked.extend(args[4])
+        raise InterruptedError
+
+    monkeypatch.setattr(evaluate, "follow", follow)
+    tokens = np.zeros((1, 8), np.int32)
+    texts = evaluate.Texts(tokens, np.array([2]), np.array([8]), np.array([0], np.uint32))
+    drafts = [(TreeConfig.chain(depth), NO_REUSE) for depth in (2, 3)]
+    with pytest.raises(InterruptedError):
+        evaluate.accepted_lengths({}, config, {}, None, texts, drafts, 0.0)
+    assert asked == (drafts[1:] if isinstance(config, LookupConfig) else drafts)
