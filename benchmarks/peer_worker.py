@@ -278,7 +278,7 @@ class HsdJax:
                     precision="exact" if dtype == "float32" else "fast",
                 )
                 self.loaded[dtype, drafter] = dataclasses.replace(params, tokenizer=None)  # ids out, as of generate()
-            if method["tree"] == "chosen":
+            if drafter is None or method["tree"] == "chosen":
                 tree = None
             elif method["tree"] is None:
                 tree = params_lib.default_tree(self.loaded[dtype, drafter].drafter_config)
