@@ -285,9 +285,14 @@ def with_drafter(params: Params, drafter: str | Path | Any, strict: bool = False
     config, weights = _load_drafter(drafter, owner, dtype, Placement(params.mesh, True), strict)
     if weights:
         weights = _with_head(weights, params.target, params.target_config)
-    pair = target_hash, drafter_hash(config, weights)
-    own = {"drafter": weights, "drafter_config": config, "pair": pair, "tree": None}  # a tree suits its drafter
-    return place(dataclasses.replace(params, **own), params.mesh)
+    params = dataclasses.replace(params, tree=None)  # that suited the drafter before
+    return _drafted_by(params, config, weights, target_hash)
+
+
+def _drafted_by(params: Params, config: Any, weights: Weights, target_hash: str | None) -> Params:
+    """The same target with this drafter; without a `target_hash` nobody knows the pair."""
+    pair = None if target_hash is None else (target_hash, drafter_hash(config, weights))
+    return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=pair), params.mesh)
 
 
 def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.Array) -> Params:
@@ -303,8 +308,7 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
         raise ValueError("restrict() cuts down a drafter, and these params have none: load with drafter=FOLDER")
     config, weights = draft_vocab.restrict(params.drafter_config, params.drafter, draft_to_target)
     weights = _with_head(weights, params.target, params.target_config)
-    pair = None if params.pair is None else (params.pair[0], drafter_hash(config, weights))
-    return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=pair), params.mesh)
+    return _drafted_by(params, config, weights, None if params.pair is None else params.pair[0])
 
 
 def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
@@ -333,8 +337,7 @@ def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
     found, own = read_scorer(scorer, target, dtype, Placement(params.mesh, True))
     config = RescoredConfig(config, found)
     weights = {**weights, "rescorer": {**own, "alpha": jnp.full(1, alpha, jnp.float32)}}
-    pair = target_hash, drafter_hash(config, weights)
-    return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=pair), params.mesh)
+    return _drafted_by(params, config, weights, target_hash)
 
 
 def stack(params: Params, inner: str | Path | Any, length: int | None = None) -> Params:
@@ -371,8 +374,7 @@ def stack(params: Params, inner: str | Path | Any, length: int | None = None) ->
     config, weights = stacked(params.drafter_config, params.drafter or {})
     make_drafter(params.target_config, config, default_tree(config))  # raises here, before anything compiles
     target_hash, _ = params.fingerprints()
-    pair = target_hash, drafter_hash(config, weights)
-    return place(dataclasses.replace(params, drafter=weights, drafter_config=config, pair=pair), params.mesh)
+    return _drafted_by(params, config, weights, target_hash)
 
 
 def place(params: Params, mesh: Mesh | None, drafter_mesh: Mesh | None = None) -> Params:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from hsd_jax import settings
 from hsd_jax.config import DrafterConfig
+from hsd_jax.drafters.based import Based
 from hsd_jax.drafters.lookup.config import LookupConfig
 
 LONGEST = 8
@@ -14,7 +15,7 @@ LONGEST = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class BothConfig:
+class BothConfig(Based):
     """A drafter that is trained on its target's features, and prompt lookup beside it.
 
     The weights are the base's own.
@@ -43,26 +44,9 @@ class BothConfig:
         return None if lookup is None else (base, lookup)
 
     @property
-    def num_steps(self) -> int:
-        return self.base.num_steps
-
-    @property
-    def vocab_size(self) -> int:
-        return self.base.vocab_size
-
-    @property
     def draft_vocab_size(self) -> int:
         """What the base may draft; lookup copies any token."""
         return self.base.draft_vocab_size
-
-    @property
-    def profile(self) -> tuple[float, ...]:
-        """That of the base alone: what lookup adds depends on the text."""
-        return self.base.profile
-
-    @property
-    def sampled_profile(self) -> tuple[float, ...]:
-        return self.base.sampled_profile
 
     @property
     def num_heads(self) -> int:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from hsd_jax import settings
 from hsd_jax.config import DrafterConfig
+from hsd_jax.drafters.based import Based
 from hsd_jax.settings import Count, Within
 
 ZERO_GRAM = "0-gram"
@@ -39,7 +40,7 @@ class NgramConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RescoredConfig:
+class RescoredConfig(Based):
     """A drafter with token-free states, and what scores the transitions between their tokens."""
 
     kind: ClassVar[str] = "rescored"
@@ -52,20 +53,3 @@ class RescoredConfig:
 
     def __post_init__(self):
         settings.check(self, "RescoredConfig")
-
-    @property
-    def num_steps(self) -> int:
-        return self.base.num_steps
-
-    @property
-    def vocab_size(self) -> int:
-        return self.base.vocab_size
-
-    @property
-    def profile(self) -> tuple[float, ...]:
-        """That of the heads alone: a scorer is taken to do no harm."""
-        return self.base.profile
-
-    @property
-    def sampled_profile(self) -> tuple[float, ...]:
-        return self.base.sampled_profile
