@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import hsd_jax
-from hsd_jax.bench.tables import make_console, make_table, say
-from hsd_jax.files import read_json, write_json
+from hsd_jax.host.files import read_json, write_json
+from hsd_jax.lab.bench.tables import make_console, make_table, say
 
 SECTIONS = ("device", "passes", "attention", "stages", "tau", "prefill", "agreement", "training")
 SECTION_SECONDS, LAST_START = 480, 330

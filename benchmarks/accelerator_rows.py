@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from accelerator_models import call_of, random_weights
 
-from hsd_jax.bench.identity import first_difference
-from hsd_jax.bench.profile import loop_timer
-from hsd_jax.bench.replay import replay_logits
 from hsd_jax.config import PARALLEL, ModelConfig, layer_numbers
 from hsd_jax.drafters.table import init_drafter
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.kernels import attention, ops, triton
 from hsd_jax.kernels.native import traced_platform
+from hsd_jax.lab.bench.identity import first_difference
+from hsd_jax.lab.bench.profile import loop_timer
+from hsd_jax.lab.bench.replay import replay_logits
 from hsd_jax.models.cache import empty_cache, fastest_dtype, layer_slots
 from hsd_jax.models.target import causal_mask, forward
 from hsd_jax.train.drafter import DrafterModel, LossConfig, drafter_config, make_loss

@@ -35,13 +35,13 @@ from accelerator_rows import (
 from jax import lax
 
 import hsd_jax
-from hsd_jax.bench.machine import hardware
-from hsd_jax.bench.profile import profile_round
-from hsd_jax.bench.prompts import demo_prompts
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.kernels.attention import BACKENDS
 from hsd_jax.kernels.check import differences
+from hsd_jax.lab.bench.machine import hardware
+from hsd_jax.lab.bench.profile import profile_round
+from hsd_jax.lab.bench.prompts import demo_prompts
 from hsd_jax.models.cache import fastest_dtype
 
 DEPTH = 7

@@ -22,11 +22,11 @@ import statistics
 import jax
 
 import hsd_jax
-from hsd_jax import theory
-from hsd_jax.ahead import measured_c
-from hsd_jax.bench.machine import hardware
-from hsd_jax.bench.prompts import for_checkpoint
 from hsd_jax.config import TreeConfig
+from hsd_jax.lab import theory
+from hsd_jax.lab.bench.machine import hardware
+from hsd_jax.lab.bench.prompts import for_checkpoint
+from hsd_jax.planning.ahead import measured_c
 
 PLAIN, CHAIN, PEARL = "plain", "chain", "pearl"
 

@@ -17,7 +17,7 @@ import numpy as np
 import hsd_jax
 from hsd_jax import TreeConfig
 from hsd_jax.api import conditional_acceptance
-from hsd_jax.bench.prompts import for_checkpoint
+from hsd_jax.lab.bench.prompts import for_checkpoint
 
 
 def cases(depth: int) -> dict[str, tuple[TreeConfig, float]]:

@@ -16,9 +16,9 @@ import argparse
 import dataclasses
 
 import hsd_jax
-from hsd_jax.bench import prompts as prompts_lib
-from hsd_jax.bench import quality
 from hsd_jax.config import FULL, SLIDING, TreeConfig
+from hsd_jax.lab.bench import prompts as prompts_lib
+from hsd_jax.lab.bench import quality
 from hsd_jax.params import Params
 
 BEGINNING, LAST, NEAR, AHEAD = 48, 100, 256, 64

@@ -3,7 +3,7 @@
     python benchmarks/distribution.py --prompts dev.jsonl --limit 900
 
 A line a rule and tree, of the demo pair: tokens, tau, the chi-square of their places in the target's distribution
-(`hsd_jax/bench/distribution.py`) and its p; plain decoding first.
+(`hsd_jax/lab/bench/distribution.py`) and its p; plain decoding first.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import argparse
 
 import hsd_jax
 from hsd_jax import TreeConfig
-from hsd_jax.bench import distribution, identity
-from hsd_jax.bench.prompts import for_checkpoint
+from hsd_jax.lab.bench import distribution, identity
+from hsd_jax.lab.bench.prompts import for_checkpoint
 
 CASES = {
     "plain": ("match", None, None),

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from hsd_jax.bench.prompts import read_prompts
 from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
+from hsd_jax.lab.bench.prompts import read_prompts
 from hsd_jax.models.checkpoint import Checkpoint, find
 from hsd_jax.params import Params
 from hsd_jax.train import evaluate, run

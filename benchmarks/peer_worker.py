@@ -264,7 +264,7 @@ class HsdJax:
 
         import hsd_jax
         from hsd_jax import params as params_lib
-        from hsd_jax.bench.measure import parse_tree
+        from hsd_jax.lab.bench.measure import parse_tree
 
         self.config, self.methods, self.loaded = config, {}, {}
         for method in config["methods"]:
@@ -290,7 +290,7 @@ class HsdJax:
 
     def about(self) -> dict:
         """The machine as every benchmark here records it, and the methods with their dtypes."""
-        from hsd_jax.bench.machine import hardware
+        from hsd_jax.lab.bench.machine import hardware
 
         return hardware() | {"methods": [{"name": n, "dtype": dtype} for n, (dtype, *_) in self.methods.items()]}
 
@@ -321,7 +321,7 @@ class HsdJax:
 
     def gap(self, name: str, tokens: list[int], candidates: list[int]) -> float:
         """The logit of the first candidate less that of the second, in plain decoding's pass behind `tokens`."""
-        from hsd_jax.bench.replay import replay_logits
+        from hsd_jax.lab.bench.replay import replay_logits
 
         dtype, drafter, _ = self.methods[name]
         params = self.loaded[dtype, drafter]

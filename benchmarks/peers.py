@@ -56,15 +56,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import hsd_jax
-from hsd_jax.bench import measure as measure_lib
-from hsd_jax.bench import prompts, tables
-from hsd_jax.bench import tasks as tasks_lib
-from hsd_jax.bench.identity import first_difference
-from hsd_jax.bench.measure import FEWEST_BATCHES, bootstrap_ratio, spread
-from hsd_jax.bench.prompts import BenchPrompt
-from hsd_jax.bench.quality import pooled_repeated_ngram_share
 from hsd_jax.cli import options
 from hsd_jax.config import ModelConfig
+from hsd_jax.lab.bench import measure as measure_lib
+from hsd_jax.lab.bench import prompts, tables
+from hsd_jax.lab.bench import tasks as tasks_lib
+from hsd_jax.lab.bench.identity import first_difference
+from hsd_jax.lab.bench.measure import FEWEST_BATCHES, bootstrap_ratio, spread
+from hsd_jax.lab.bench.prompts import BenchPrompt
+from hsd_jax.lab.bench.quality import pooled_repeated_ngram_share
 from hsd_jax.models import gguf_layout
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.gguf_header import Header

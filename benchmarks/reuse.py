@@ -20,11 +20,11 @@ import numpy as np
 
 import hsd_jax
 from hsd_jax import TreeConfig
-from hsd_jax.aot import devices, report
-from hsd_jax.aot.kinds import parse_devices
-from hsd_jax.bench.prompts import for_checkpoint
 from hsd_jax.config import AHEAD, NONE, RECURRENT, SKIP, SUM, UNFUSED, ReuseConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
+from hsd_jax.lab.aot import devices, report
+from hsd_jax.lab.aot.kinds import parse_devices
+from hsd_jax.lab.bench.prompts import for_checkpoint
 from hsd_jax.train import drafter as training
 from hsd_jax.train.evaluate import accepted_lengths, write_texts
 

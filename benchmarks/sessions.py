@@ -26,9 +26,9 @@ import jax
 import numpy as np
 
 import hsd_jax
-from hsd_jax.bench.machine import hardware
-from hsd_jax.bench.prompts import read_prompts
 from hsd_jax.config import TreeConfig
+from hsd_jax.lab.bench.machine import hardware
+from hsd_jax.lab.bench.prompts import read_prompts
 from hsd_jax.session import Session
 
 MOST_NEW = 256

@@ -7,16 +7,16 @@ import importlib
 
 TYPE_CHECKING = False  # that of `typing`, whose import Ctrl-C would have to wait for
 if TYPE_CHECKING:
-    from hsd_jax.ahead import pearl
     from hsd_jax.api import DecodeResult, Piece, Stats, decode, stream
-    from hsd_jax.bench.tune import tune
     from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-    from hsd_jax.distributed import initialize, is_writer
     from hsd_jax.drafters.lookup.config import LookupConfig
+    from hsd_jax.host.distributed import initialize, is_writer
+    from hsd_jax.host.programs import compilation_cache
+    from hsd_jax.lab.bench.tune import tune
     from hsd_jax.params import Params, load, place, rescore, restrict, stack
-    from hsd_jax.programs import compilation_cache
+    from hsd_jax.planning.ahead import pearl
+    from hsd_jax.planning.tuned import Tuned
     from hsd_jax.session import Generated, RequestStats, Session, Taken
-    from hsd_jax.tuned import Tuned
 
 __version__ = "0.1.0"
 
@@ -49,16 +49,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "hsd_jax.ahead": ("pearl",),
+    "hsd_jax.planning.ahead": ("pearl",),
     "hsd_jax.api": ("DecodeResult", "Piece", "Stats", "decode", "stream"),
-    "hsd_jax.bench.tune": ("tune",),
+    "hsd_jax.lab.bench.tune": ("tune",),
     "hsd_jax.config": ("DrafterConfig", "ModelConfig", "TreeConfig"),
-    "hsd_jax.distributed": ("initialize", "is_writer"),
+    "hsd_jax.host.distributed": ("initialize", "is_writer"),
     "hsd_jax.drafters.lookup.config": ("LookupConfig",),
     "hsd_jax.params": ("Params", "load", "place", "rescore", "restrict", "stack"),
-    "hsd_jax.programs": ("compilation_cache",),
+    "hsd_jax.host.programs": ("compilation_cache",),
     "hsd_jax.session": ("Generated", "RequestStats", "Session", "Taken"),
-    "hsd_jax.tuned": ("Tuned",),
+    "hsd_jax.planning.tuned": ("Tuned",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -14,14 +14,14 @@ import numpy as np
 
 from hsd_jax.arguments import Prompt, Sampling
 from hsd_jax.config import TreeConfig
-from hsd_jax.distributed import check_same
+from hsd_jax.host.distributed import check_same
 from hsd_jax.infer.decode import UNBOUNDED, Pace
 from hsd_jax.params import Params
-from hsd_jax.plan import Plan
+from hsd_jax.planning.plan import Plan
+from hsd_jax.planning.tuned import Tuned
 from hsd_jax.request import AUTO, Speculation
 from hsd_jax.session import RequestStats, Session, Taken, prepare
 from hsd_jax.settings import Count, describe, fits, shown
-from hsd_jax.tuned import Tuned
 from hsd_jax.types import NO_TOKEN
 
 

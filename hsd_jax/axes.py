@@ -1,8 +1,8 @@
 """Names for the axes of a state: which of them are rows, heads and cache slots, whatever the state holds.
 
 A field of a state names the axes of its arrays: `flax.struct.field(metadata=named(ROWS, SLOTS))`. Where it says
-nothing, the first axis is rows. So a row can be copied (`infer/rows.py`), a state split over devices (`sharding.py`)
-and a cache told from other arrays (`models/cache.py`) without knowing the drafter. Imports nothing of the library.
+nothing, the first axis is rows. So a row can be copied (`infer/rows.py`), a state split over devices
+(`host/sharding.py`) and a cache told from other arrays (`models/cache.py`) without knowing the drafter.
 """
 
 from __future__ import annotations

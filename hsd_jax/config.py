@@ -137,7 +137,7 @@ class DrafterConfig:
     drafter's weights lists them."""
     profile: tuple[float, ...] = ()
     """Of held-out greedy text: the share of a chain's drafts that the target accepts, by depth, where all before were.
-    Empty: never measured. It decides how calls are decoded that do not say (`plan.py`), never what is decoded."""
+    Empty: never measured. It decides how calls are decoded (`planning/plan.py`), never what comes out."""
     sampled_profile: tuple[float, ...] = ()
     """The same at temperature 1, with COUPLED drafts."""
 

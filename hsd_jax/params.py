@@ -17,9 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax import sharding as sharding_lib
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.distributed import check_mesh, put
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
@@ -29,7 +27,9 @@ from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.table import METHODS, load_foreign, make_drafter, method_of, parse
-from hsd_jax.files import sha256
+from hsd_jax.host import sharding as sharding_lib
+from hsd_jax.host.distributed import check_mesh, put
+from hsd_jax.host.files import sha256
 from hsd_jax.kernels import native
 from hsd_jax.kernels.int8 import Int8
 from hsd_jax.models import convert, draft_vocab, packing
@@ -61,7 +61,7 @@ class Params:
     max_len: int = flax.struct.field(pytree_node=False, default=2048)
     precision: str = flax.struct.field(pytree_node=False, default="fast")
     tree: TreeConfig | None = flax.struct.field(pytree_node=False, default=None)
-    """Of every `decode` that asks for none; None: chosen call by call (`plan.py`)."""
+    """Of every `decode` that asks for none; None: chosen call by call (`planning/plan.py`)."""
     mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
     dtype: str = flax.struct.field(pytree_node=False, default="float32")
     """Of the target's weights, "int8" if they are quantized. They may be held wider (`Placement.widens`): the numbers
@@ -149,7 +149,7 @@ def load(
       precision: "fast", or "exact": float32 weights and highest matmul precision, where speculative and plain text
         agree token for token.
       mesh: "data=2,model=4" or a `jax.sharding.Mesh`: rows over data, weights over model.
-      tree: draft tree of every `decode` that names none; None: each call chooses (`plan.py`).
+      tree: draft tree of every `decode` that names none; None: each call chooses (`planning/plan.py`).
       revision: branch, tag or commit of a target on the hub; None: its main branch.
       tokenizer: a checkpoint, named like a target, whose tokenizer and chat template to take; for GGUF files whose own
         tokenizer cannot be read.
@@ -378,10 +378,10 @@ def stack(params: Params, inner: str | Path | Any, length: int | None = None) ->
 
 
 def place(params: Params, mesh: Mesh | None, drafter_mesh: Mesh | None = None) -> Params:
-    """Puts the weights on one device, or on a mesh by the table of `sharding.py`.
+    """Puts the weights on one device, or on a mesh by the table of `host/sharding.py`.
 
     Args:
-      drafter_mesh: of the drafter, where it is to run beside the target (`ahead.py`); None: `mesh`.
+      drafter_mesh: of the drafter, where it is to run beside the target (`planning/ahead.py`); None: `mesh`.
     """
     params = dataclasses.replace(arranged(params, mesh, drafter_mesh=drafter_mesh), drafter_mesh=drafter_mesh)
     if mesh is None:

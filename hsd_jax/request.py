@@ -1,7 +1,7 @@
 """How rows are decoded: the tree, the rule that judges, the compiled functions, and the sizes of their arrays.
 
 What can be wrong with that is found here, and in `arguments.py` what can be wrong with a row; nothing compiles before.
-Read next: `plan.py`, which chooses the tree, and `session.py`, where rows are decoded.
+Read next: `planning/plan.py`, which chooses the tree, and `session.py`, where rows are decoded.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 
 from hsd_jax.arguments import Sampling
 from hsd_jax.config import NO_REUSE, NONE, ModelConfig, ReuseConfig, TreeConfig, bucket
-from hsd_jax.distributed import check_mesh
 from hsd_jax.drafters.table import make_drafter, method_of
+from hsd_jax.host.distributed import check_mesh
 from hsd_jax.infer.accept import RULES, make_rule
 from hsd_jax.infer.decode import GROWTH, Decoder
 from hsd_jax.infer.lossy import Lossy
@@ -25,9 +25,9 @@ from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree
-from hsd_jax.plan import Plan, check_adaptive, costs_of, may_end_early, plan_for
+from hsd_jax.planning.plan import Plan, check_adaptive, costs_of, may_end_early, plan_for
+from hsd_jax.planning.tuned import Tuned
 from hsd_jax.settings import Within, fits, shown
-from hsd_jax.tuned import Tuned
 from hsd_jax.types import Costs, DrawScheme
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256

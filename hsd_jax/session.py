@@ -22,16 +22,16 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 
-from hsd_jax import sharding as sharding_lib
 from hsd_jax.arguments import Prompt, Row, Sampling, arrays_of, rows_of
 from hsd_jax.config import TreeConfig
-from hsd_jax.distributed import check_same, fetch, put
+from hsd_jax.host import sharding as sharding_lib
+from hsd_jax.host.distributed import check_same, fetch, put
 from hsd_jax.infer.decode import STRETCH, UNBOUNDED, Rows
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.kernels.native import traced_platform
 from hsd_jax.models.placement import check_free
 from hsd_jax.params import Params
-from hsd_jax.plan import Plan, rates_here
+from hsd_jax.planning.plan import Plan, rates_here
 from hsd_jax.request import (
     AUTO,
     MOST_LOOKAHEAD,
@@ -440,7 +440,7 @@ class Session:
 
         Args:
           rounds: at most so many; UNBOUNDED: until fewer than `least_live` rows are left.
-          loop: in place of the compiled one, with its arguments: a round that is watched (`bench/replay.py`).
+          loop: in place of the compiled one, with its arguments: a round that is watched (`lab/bench/replay.py`).
           beside: what the host does while the device runs the rounds; it must wait for nothing.
         Returns:
           Whether a row has ended.

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hsd_jax.files import check_regular, sha256
+from hsd_jax.host.files import check_regular, sha256
 from hsd_jax.settings import shown
 
 Tokens = Sequence[int] | np.ndarray

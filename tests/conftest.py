@@ -31,10 +31,10 @@ if CHECKS_SHAPES:
         "hsd_jax.kernels",
         "hsd_jax.models",
         "hsd_jax.infer",
-        "hsd_jax.bench.distribution",
-        "hsd_jax.bench.profile",
-        "hsd_jax.bench.quality",
-        "hsd_jax.bench.replay",
+        "hsd_jax.lab.bench.distribution",
+        "hsd_jax.lab.bench.profile",
+        "hsd_jax.lab.bench.quality",
+        "hsd_jax.lab.bench.replay",
         *(f"hsd_jax.drafters.{path.parent.name}.{path.stem}" for path in rooms if path.stem != "config"),
     ]
     jaxtyping.install_import_hook(packages, "beartype.beartype")

@@ -18,18 +18,16 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hsd_jax"
 
 # A module imports only from its own layer and from those before it.
 LAYERS = [
-    "settings files programs interrupts watch distributed",
-    "types axes hierarchy theory config lock tokenizer",
-    "kernels",
-    "sharding tokenizer",
+    "settings",
+    "axes types config",
+    "host",
+    "tokenizer kernels",
     "models",
     "infer",
     "drafters",
-    "ahead api arguments params plan request session tuned",
+    "api arguments params planning request session",
     "train",
-    "bench",
-    "aot",
-    "viz",
+    "lab",
     "cli",
 ]
 INFER_LAYERS = [
@@ -40,6 +38,7 @@ INFER_LAYERS = [
     "plain rows",
     "decode",
 ]
+LAB_LAYERS = ["theory bench", "aot", "viz"]
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -81,14 +80,15 @@ def rank_in(layers: list[str], name: str) -> int | None:
 
 
 def rank(name: str) -> tuple[int, int] | None:
-    """The place of a module in the order, inside `infer` as second number; None where it has no place yet."""
+    """The place of a module in the order, inside `infer` and `lab` as second number; None where it has no place yet."""
     parts = name.split(".")
     if len(parts) == 1:  # hsd_jax/__init__.py imports everything, and the programs in cli are users of it
         return len(LAYERS) - 1, 0
     outer = rank_in(LAYERS, parts[1])
-    if outer is None or parts[1] != "infer":
+    layers = {"infer": INFER_LAYERS, "lab": LAB_LAYERS}.get(parts[1])
+    if outer is None or layers is None:
         return None if outer is None else (outer, 0)
-    inner = rank_in(INFER_LAYERS, parts[2]) if len(parts) > 2 else len(INFER_LAYERS)
+    inner = rank_in(layers, parts[2]) if len(parts) > 2 else len(layers)
     return None if inner is None else (outer, inner)
 
 
@@ -100,7 +100,7 @@ def wrong_directions(package: Path) -> list[str]:
     for path, name, tree in parsed:
         own = rank(name)
         if own is None:
-            found.append(at(package, path, 1, f"{name} has no layer: add it to LAYERS or INFER_LAYERS in {__name__}"))
+            found.append(at(package, path, 1, f"{name} has no layer: add it to the layers in {__name__}"))
             continue
         for line, imported in imports(path, name, tree):
             if not is_below(imported, package.name):
@@ -290,10 +290,10 @@ FAULTS = [
     (wrong_directions, "infer/step.py", "from hsd_jax.infer import decode", "step.py:2: "),
     (wrong_directions, "infer/tree.py", "from hsd_jax.infer import step", "tree.py:2: "),
     (wrong_directions, "api.py", "from hsd_jax import load", "api.py:2: hsd_jax.api imports hsd_jax,"),
-    (wrong_directions, "bench/compare.py", "from hsd_jax.cli import main", "compare.py:2: "),
-    (wrong_directions, "bench/compare.py", "from hsd_jax.viz import plots", "compare.py:2: "),
-    (wrong_directions, "viz/plots.py", "from hsd_jax.cli import main", "plots.py:2: "),
-    (wrong_directions, "train/loop.py", "from hsd_jax.bench import compare", "loop.py:2: "),
+    (wrong_directions, "lab/bench/compare.py", "from hsd_jax.cli import main", "compare.py:2: "),
+    (wrong_directions, "lab/bench/compare.py", "from hsd_jax.lab.viz import plots", "compare.py:2: "),
+    (wrong_directions, "lab/viz/plots.py", "from hsd_jax.cli import main", "plots.py:2: "),
+    (wrong_directions, "train/loop.py", "from hsd_jax.lab.bench import compare", "loop.py:2: "),
     (wrong_directions, "utils.py", "", "utils.py:1: hsd_jax.utils has no layer"),
     (wrong_directions, "infer/misc.py", "", "misc.py:1: hsd_jax.infer.misc has no layer"),
     (foreign_imports, "cli/main.py", "import torch.nn", "main.py:2: imports torch.nn"),
@@ -306,8 +306,8 @@ FAULTS = [
     (missing_docstrings, "config.py", "class C:\n    pass", "config.py:2: C has no docstring"),
     (wrong_arguments, "config.py", WRONG_ARGUMENT, "config.py:2: f takes no reach"),
     (undefined_names, "config.py", "x = Placement(3)", "config.py:2: Placement is defined nowhere"),
-    (loop_callers, "bench/compare.py", "def _f(d, *given):\n    return d.loop(*given)", "compare.py:3: _f calls"),
-    (loop_callers, "bench/compare.py", "def _f(loop, state):\n    return loop(state)", "compare.py:3: _f calls"),
+    (loop_callers, "lab/bench/compare.py", "def _f(d, *given):\n    return d.loop(*given)", "compare.py:3: _f calls"),
+    (loop_callers, "lab/bench/compare.py", "def _f(loop, state):\n    return loop(state)", "compare.py:3: _f calls"),
     (loop_callers, "train/loop.py", "def _f(d, state):\n    go = d.loop\n    return go(state)", "loop.py:4: _f calls"),
     (loop_callers, "api.py", "def _f(d, a):\n    go = d.loop if a is None else a\n    go(0)", "api.py:4: _f calls"),
     (loop_callers, "infer/decode.py", "def _step(d, state):\n    return d.loop(state)", "decode.py:3: _step calls"),
@@ -322,7 +322,7 @@ def clean_package(tmp_path) -> Path:
     """A package in which no check finds anything."""
     package = tmp_path / "hsd_jax"
     names = ["types", "tokenizer", "models/target", "infer/tree", "infer/accept", "drafters/hidden/draft"]
-    names += ["infer/step", "infer/decode", "api", "train/loop", "bench/compare", "viz/plots", "cli/main"]
+    names += ["infer/step", "infer/decode", "api", "train/loop", "lab/bench/compare", "lab/viz/plots", "cli/main"]
     for name in names:
         path = package / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -347,7 +347,7 @@ def test_check_finds_fault(clean_package, check, file, code, expected):
 
 def test_layers_name_what_exists():
     """A name that is left behind by a module would give the next module of that name a place nobody chose."""
-    for folder, layers in ((PACKAGE, LAYERS), (PACKAGE / "infer", INFER_LAYERS)):
+    for folder, layers in ((PACKAGE, LAYERS), (PACKAGE / "infer", INFER_LAYERS), (PACKAGE / "lab", LAB_LAYERS)):
         there = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
         assert there - {"__init__"} == set(" ".join(layers).split())
 

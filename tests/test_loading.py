@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 from support import toy
 
 import hsd_jax
-from hsd_jax import sharding
 from hsd_jax.drafters import files as drafter_files
+from hsd_jax.host import sharding
 from hsd_jax.kernels import int8, native, ops
 from hsd_jax.models import convert, placement, tensor_files
 from hsd_jax.models.hf_config import format_config

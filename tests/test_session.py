@@ -19,17 +19,17 @@ from support.calls import cut
 from support.toy import VOCAB
 
 import hsd_jax
-from hsd_jax import plan as plan_lib
 from hsd_jax import request as request_lib
 from hsd_jax import session as session_lib
 from hsd_jax.config import NO_REUSE, TreeConfig
+from hsd_jax.host.sharding import make_mesh
 from hsd_jax.infer import rows as row_lib
 from hsd_jax.infer.step import advance
 from hsd_jax.kernels import native
 from hsd_jax.models import placement
 from hsd_jax.params import Params
+from hsd_jax.planning import plan as plan_lib
 from hsd_jax.session import Session
-from hsd_jax.sharding import make_mesh
 from hsd_jax.types import Limits
 
 slow = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`hsd bench ablate`: one change at a time around a drafter's default. The work is done in `bench/ablate.py`."""
+"""`hsd bench ablate`: one change at a time around a drafter's default. The work is done in `lab/bench/ablate.py`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ hsd bench ablate --target DIR --drafter DIR --drafters medusa=DIR eagle=DIR --pr
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
-    from hsd_jax.bench import ablate, compare_report, measure
-    from hsd_jax.bench import compare as compare_lib
     from hsd_jax.drafters.table import method_of
-    from hsd_jax.viz import plots
+    from hsd_jax.lab.bench import ablate, compare_report, measure
+    from hsd_jax.lab.bench import compare as compare_lib
+    from hsd_jax.lab.viz import plots
 
     sizes, drafters = ablate.parse_sizes(args.nodes), ablate.parse_named(args.drafters, "--drafters")
     out, work = args.out, measure.Workload.of(vars(args))

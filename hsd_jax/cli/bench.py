@@ -1,4 +1,4 @@
-"""`hsd bench`: speculative against plain decoding, honestly. The work is done in `bench/against_plain.py`."""
+"""`hsd bench`: speculative against plain decoding, honestly. The work is done in `lab/bench/against_plain.py`."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes what was asked for."""
-    from hsd_jax.bench import against_plain, grid, tables
-    from hsd_jax.bench.measure import Mode, Workload, parse_trees
+    from hsd_jax.lab.bench import against_plain, grid, tables
+    from hsd_jax.lab.bench.measure import Mode, Workload, parse_trees
 
     params = options.load_params(args)
     options.need_drafter(params, "bench")
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     tables.print_bench(record)
     options.write_record(args.json, record)
     if args.plot:
-        from hsd_jax.viz import plots
+        from hsd_jax.lab.viz import plots
 
         plots.plot_bench(record, args.plot)
     return 0

@@ -1,4 +1,4 @@
-"""`hsd bench budget`: trees at equal numbers of draft tokens. The work is done in `bench/budget.py`."""
+"""`hsd bench budget`: trees at equal numbers of draft tokens. The work is done in `lab/bench/budget.py`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ hsd bench budget --demo --budgets 6,14 --lengths 3 --prompts chat=dev.jsonl --ha
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
-    from hsd_jax.bench import budget, budget_report, compare, measure
-    from hsd_jax.viz import plots
+    from hsd_jax.lab.bench import budget, budget_report, compare, measure
+    from hsd_jax.lab.viz import plots
 
     with compare.alone_in(args.out, temperatures=args.temperatures):
         params = options.load_params(args)

@@ -1,4 +1,4 @@
-"""`hsd bench compare`: methods side by side. The work is done in `bench/compare.py`."""
+"""`hsd bench compare`: methods side by side. The work is done in `lab/bench/compare.py`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ hidden-state drafter; `lossy: "linear:0.5"` goes with `accept: recursive` and br
 
 
 def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares tasks and temperatures, what `bench/compare.py` reads but for the batch sizes."""
+    """Declares tasks and temperatures, what `lab/bench/compare.py` reads but for the batch sizes."""
     otherwise = "the dozen prompts of the demo"
     add_value(parser, "--prompts TASK=FILE", str, "one task a file", without=otherwise, nargs="+")
     add_value(parser, "--limit N", COUNT, "prompts of each task", 20)
@@ -59,8 +59,8 @@ def add_out_argument(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
-    from hsd_jax.bench import compare, compare_report, measure
-    from hsd_jax.viz import plots
+    from hsd_jax.lab.bench import compare, compare_report, measure
+    from hsd_jax.lab.viz import plots
 
     out, work = args.out, measure.Workload.of(vars(args))
     with compare.alone_in(out, temperatures=args.temperatures, batch=args.batch):

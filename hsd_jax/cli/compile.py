@@ -1,13 +1,13 @@
-"""`hsd compile`: what a decode and a training step will be on an accelerator, without one (`aot/report.py`)."""
+"""`hsd compile`: what a decode and a training step will be on an accelerator, without one (`lab/aot/report.py`)."""
 
 from __future__ import annotations
 
 import argparse
 
-from hsd_jax.aot.kinds import PROGRAMS, allowed_devices
-from hsd_jax.aot.targets import known_targets
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, NEW_FILE, TEMPERATURE, add_value
+from hsd_jax.lab.aot.kinds import PROGRAMS, allowed_devices
+from hsd_jax.lab.aot.targets import known_targets
 
 
 def add_parser(commands) -> None:
@@ -43,8 +43,8 @@ hsd compile --target llama-3-8b --device h100 --batch 4 --context 32768 --what p
 
 def run(args: argparse.Namespace) -> int:
     """Compiles, prints the table, writes the record; 1 if a program does not fit."""
-    from hsd_jax.aot import devices, kinds, report
-    from hsd_jax.bench.measure import parse_tree
+    from hsd_jax.lab.aot import devices, kinds, report
+    from hsd_jax.lab.bench.measure import parse_tree
 
     devices.prepare_process()
     found, tree = kinds.parse_devices(args.device), parse_tree(args.tree) if args.tree else None

@@ -1,4 +1,4 @@
-"""`hsd demo`, which `make demo` runs: a pair of models answers a few prompts. The work is done in `bench/demo.py`."""
+"""`hsd demo`, which `make demo` runs: a pair of models answers a few prompts (`lab/bench/demo.py`)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ hsd demo --precision exact --temperature 0.8
 
 def run(args: argparse.Namespace) -> int:
     """Answers all prompts both ways and prints the table."""
-    from hsd_jax.bench import against_plain, demo, prompts, tables
+    from hsd_jax.lab.bench import against_plain, demo, prompts, tables
 
     start = time.perf_counter()
     if args.target is None:
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     tables.print_demo(rows, demo.total(rows), profile)
     options.say(f"done in {time.perf_counter() - start:.0f} s")
     if args.plot:
-        from hsd_jax.viz import plots
+        from hsd_jax.lab.viz import plots
 
         plots.plot_demo(rows, profile, args.plot)
     return 0

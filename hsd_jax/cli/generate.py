@@ -10,7 +10,7 @@ from typing import Any
 
 from hsd_jax.cli import options
 from hsd_jax.cli.options import add_value
-from hsd_jax.files import decoded, with_unix_lines
+from hsd_jax.host.files import decoded, with_unix_lines
 
 
 def add_parser(commands) -> None:

@@ -1,12 +1,12 @@
-"""`hsd identity`: does speculation ever change a token? The work is done in `bench/identity.py`."""
+"""`hsd identity`: does speculation ever change a token? The work is done in `lab/bench/identity.py`."""
 
 from __future__ import annotations
 
 import argparse
 
-from hsd_jax.bench.identity import EXACT_GAP, FALSE_ALARM, FAST_PER_THOUSAND
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, SEED, add_value
+from hsd_jax.lab.bench.identity import EXACT_GAP, FALSE_ALARM, FAST_PER_THOUSAND
 
 
 def add_parser(commands) -> None:
@@ -40,8 +40,8 @@ hsd identity --demo --prompts dev.jsonl --half report --limit 800 --accept recur
 
 def run(args: argparse.Namespace) -> int:
     """Compares, prints, and returns 1 if a difference is not excused."""
-    from hsd_jax.bench import identity, prompts, tables
-    from hsd_jax.bench.machine import hardware
+    from hsd_jax.lab.bench import identity, prompts, tables
+    from hsd_jax.lab.bench.machine import hardware
 
     params = options.load_params(args)
     options.need_drafter(params, "identity")

@@ -29,7 +29,7 @@ hsd info runs/demo/drafter
 
 def run(args: argparse.Namespace) -> int:
     """Prints the facts of one folder, a line each."""
-    from hsd_jax.bench.facts import facts_of
+    from hsd_jax.lab.bench.facts import facts_of
     from hsd_jax.models.checkpoint import find
 
     facts = facts_of(find(args.source, args.revision))

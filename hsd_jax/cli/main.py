@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 
-from hsd_jax.interrupts import EXIT_CODE, LINE, Interrupts
+from hsd_jax.host.interrupts import EXIT_CODE, LINE, Interrupts
 
 TYPE_CHECKING = False  # as in `hsd_jax/__init__.py`
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
     plain = warnings.showwarning
     try:
         _check_streams()
-        from hsd_jax.programs import use_setting
+        from hsd_jax.host.programs import use_setting
 
         if "--hot-vocab" in argv:
             raise ValueError("--hot-vocab is now --draft-vocab")
@@ -96,7 +96,7 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
         warnings.showwarning = _show_warning
         use_setting()
         if getattr(args, "distributed", False) or ("distributed" in args and os.environ.get("HSD_COORDINATOR")):
-            importlib.import_module("hsd_jax.distributed").join(args.command)
+            importlib.import_module("hsd_jax.host.distributed").join(args.command)
         code = args.run(args) or 0
         sys.stdout.flush()
         return code
@@ -127,7 +127,7 @@ def _show_warning(message: Warning | str, *_: object) -> None:
 
 def _end_others(error: BaseException) -> None:
     """Where this is one of several processes, it ends here and the others with it."""
-    if watch := sys.modules.get("hsd_jax.watch"):
+    if watch := sys.modules.get("hsd_jax.host.watch"):
         watch.fail(error)
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hsd_jax import files
-from hsd_jax.bench.prompts import HALVES
-from hsd_jax.bench.tables import say
+from hsd_jax.host import files
+from hsd_jax.lab.bench.prompts import HALVES
+from hsd_jax.lab.bench.tables import say
 from hsd_jax.settings import Count, NotNegative, Seed, Share, Temperature, TopP, Whole, describe, fits
 
 
@@ -173,7 +173,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = No
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the files of `bench/tasks.py` and --per-task."""
+    """Declares the files of `lab/bench/tasks.py` and --per-task."""
     group = parser.add_argument_group("tasks")
     add_value(group, "--spec-bench FILE", str, "its question.jsonl: six tasks, MT-bench's eight categories being one")
     add_value(group, "--humaneval FILE", str, "HumanEval.jsonl or .jsonl.gz: functions to complete")
@@ -274,7 +274,7 @@ def tuned_of(args: argparse.Namespace, params) -> Any:
     refuse(args, given, "nodes", "depth", "width", "trees", "reuse", "draw", "no_speculate")
     if args.accept not in ("auto", ["auto"], "match", ["match"]):
         raise ValueError(f"--accept with --tuned {args.tuned}: the record was made under match; leave one of them out")
-    from hsd_jax.tuned import Tuned
+    from hsd_jax.planning.tuned import Tuned
 
     return Tuned.load(args.tuned, params, report=say)
 
@@ -298,7 +298,7 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
     if args.rescore is not None:
         params = params_lib.rescore(params, args.rescore, params_lib.ALPHA if args.alpha is None else args.alpha)
     if args.stack:
-        from hsd_jax.bench.hierarchy import stacked
+        from hsd_jax.lab.bench.hierarchy import stacked
 
         params = stacked(params, args.stack)
     if args.pearl is not None:

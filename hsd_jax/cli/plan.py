@@ -1,4 +1,4 @@
-"""`hsd plan`: which models should draft for which. The work is done in `bench/hierarchy.py`."""
+"""`hsd plan`: which models should draft for which. The work is done in `lab/bench/hierarchy.py`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ hsd plan --demo --models runs/small-lm --temperature 0.8 --json plan.json
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes what was asked for."""
-    from hsd_jax.bench import hierarchy, hierarchy_report, measure
+    from hsd_jax.lab.bench import hierarchy, hierarchy_report, measure
 
     work = measure.Workload.of(vars(args))
     load = lambda drafter: options.load_params(args, drafter=drafter)  # noqa: E731

@@ -1,4 +1,4 @@
-"""`hsd bench recall`: how often the next token is among a drafter's best. The work is done in `bench/recall.py`."""
+"""`hsd bench recall`: how often the next token is among a drafter's best. The work is done in `lab/bench/recall.py`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ hsd bench recall --demo --drafter runs/medusa/drafter --temperatures 0 --prompts
 
 def run(args: argparse.Namespace) -> int:
     """Counts, prints, and writes what was asked for."""
-    from hsd_jax.bench import measure, recall
+    from hsd_jax.lab.bench import measure, recall
 
     params = options.load_params(args)
     options.need_drafter(params, "bench recall")

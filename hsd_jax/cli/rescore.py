@@ -1,4 +1,4 @@
-"""`hsd bench rescore`: what transition scorers are worth. The work is done in `bench/rescore.py`."""
+"""`hsd bench rescore`: what transition scorers are worth. The work is done in `lab/bench/rescore.py`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ hsd bench rescore --demo --scorers 2-gram=runs/two lm=runs/small-lm --trees 8x6x
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes what was asked for."""
-    from hsd_jax.bench import ablate, measure, rescore
+    from hsd_jax.lab.bench import ablate, measure, rescore
 
     scorers, trees = ablate.parse_named(args.scorers, "--scorers"), measure.parse_trees(args.trees)
     params = options.load_params(args)

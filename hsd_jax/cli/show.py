@@ -1,4 +1,4 @@
-"""`hsd show`: one decode as a picture, HTML or PNG. The work is done in `viz/page.py` and its neighbours."""
+"""`hsd show`: one decode as a picture, HTML or PNG. The work is done in `lab/viz/page.py` and its neighbours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 
 from hsd_jax.cli import generate, options
-from hsd_jax.files import write_text
+from hsd_jax.host.files import write_text
 
 FORMATS = (".html", ".png")
 PNG_ROUNDS = 12
@@ -60,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 1:
         raise ValueError("--max-new-tokens 0: there is no round to draw; allowed are 1 and more")
     text = None if args.prompt is None else generate.read_prompt(args.prompt)
-    from hsd_jax.bench.prompts import demo_prompts
+    from hsd_jax.lab.bench.prompts import demo_prompts
+    from hsd_jax.lab.viz import html
+    from hsd_jax.lab.viz.page import make_page
     from hsd_jax.request import rule_and_scheme
-    from hsd_jax.viz import html
-    from hsd_jax.viz.page import make_page
 
     params = options.load_params(args)
     if params.drafter is None:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     page = make_page(params, prompt, settings, args.command_line)
     for path in args.out:
         if path.suffix.lower() == ".png":
-            from hsd_jax.viz import png
+            from hsd_jax.lab.viz import png
 
             missing = png.write(page.first(args.max_rounds or PNG_ROUNDS), path)
             if missing:

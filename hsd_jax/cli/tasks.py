@@ -1,4 +1,4 @@
-"""`hsd bench tasks`: Spec-Bench, HumanEval and GSM8K by a preset of methods. The work is done in `bench/tasks.py`."""
+"""`hsd bench tasks`: Spec-Bench, HumanEval and GSM8K by a preset of methods. See `lab/bench/tasks.py`."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ hsd bench tasks --target DIR --drafter DIR --drafters eagle=DIR --spec-bench que
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
-    from hsd_jax.bench import compare as compare_lib
-    from hsd_jax.bench import measure, tasks
-    from hsd_jax.bench.ablate import parse_named
-    from hsd_jax.viz import plots
+    from hsd_jax.lab.bench import compare as compare_lib
+    from hsd_jax.lab.bench import measure, tasks
+    from hsd_jax.lab.bench.ablate import parse_named
+    from hsd_jax.lab.viz import plots
 
     given = {name: getattr(args, name) for name in tasks.READERS}
     files = [path for path in given.values() if path is not None]

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from hsd_jax import lock
 from hsd_jax.cli import options
 from hsd_jax.cli.options import add_value
+from hsd_jax.host import lock
 from hsd_jax.train.recipe import read_recipe, recipe_help, take_paths
 
 SET_HELP = "change one value of the recipe, for example train.steps=100 (may be repeated)"
@@ -167,7 +167,7 @@ def _recipe_of(kind: str) -> tuple[Any, Callable]:
 
 def run_recipe(args: argparse.Namespace) -> int:
     """Trains a drafter or a target by a recipe."""
-    from hsd_jax.sharding import TRAINING_AXES, make_mesh
+    from hsd_jax.host.sharding import TRAINING_AXES, make_mesh
 
     required, optional = PATHS[args.kind]
     kind = getattr(args, "model", None)

@@ -1,6 +1,6 @@
 """`hsd tune`: measures which ways to decode are the fastest here, and keeps them where `decode` finds them.
 
-Read next: `bench/tune.py`, which does it.
+Read next: `lab/bench/tune.py`, which does it.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table and the choice, writes the record."""
-    from hsd_jax.bench import grid, measure, prompts, tables
-    from hsd_jax.bench.tune import tune
+    from hsd_jax.lab.bench import grid, measure, prompts, tables
+    from hsd_jax.lab.bench.tune import tune
 
     trees = measure.parse_trees(args.trees) if args.trees else None
     params = options.load_params(args)

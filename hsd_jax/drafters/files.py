@@ -10,12 +10,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from hsd_jax import settings, sharding
+from hsd_jax import settings
 from hsd_jax.config import PARALLEL, DrafterConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.table import METHODS, init_drafter
-from hsd_jax.files import write_json
+from hsd_jax.host import sharding
+from hsd_jax.host.files import write_json
 from hsd_jax.models.convert import check_num_layers, shapes_of
 from hsd_jax.models.draft_vocab import checked_ids
 from hsd_jax.models.hf_config import read_json

@@ -42,7 +42,7 @@ class Method(NamedTuple):
     """`make(target_config, config, tree, cache_dtype, scheme) -> Drafter`, and `reuse=` where `reuses` lists more
     than NONE. Raises a ValueError for trees that it cannot draft."""
     default_tree: Callable[[Any], TreeConfig]
-    """`default_tree(config)`: for calls that neither ask for a tree nor let `plan.py` choose."""
+    """`default_tree(config)`: for calls that neither ask for a tree nor let `planning/plan.py` choose."""
     max_depth: Callable[[Any], int]
     """`max_depth(config)`: the deepest chain worth trying."""
     drafting_seconds: Callable[..., float]

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig
-from hsd_jax.distributed import of_first
+from hsd_jax.host.distributed import of_first
 from hsd_jax.infer import rows as row_lib
 from hsd_jax.infer import worth
 from hsd_jax.infer.plain import make_block

@@ -16,8 +16,8 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from hsd_jax.axes import Axes, map_named
+from hsd_jax.host.sharding import row_shardings
 from hsd_jax.kernels import program
-from hsd_jax.sharding import row_shardings
 from hsd_jax.types import DecodeState
 
 

@@ -2,7 +2,7 @@
 
 `make_step` closes over what is static and returns a pure transition of `DecodeState`; `decode.py` runs it in one
 `lax.while_loop`, `plain.py` has the transition without speculation. The stages are functions of their own, so that
-`bench/profile.py` can time them.
+`lab/bench/profile.py` can time them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hsd_jax.files import replacing, sha256, write_text
+from hsd_jax.host.files import replacing, sha256, write_text
 
 
 def checksum_path(library: Path) -> Path:

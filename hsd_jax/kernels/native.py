@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from hsd_jax.files import sha256, user_cache
+from hsd_jax.host.files import sha256, user_cache
 from hsd_jax.kernels.build import verified, write_with_checksum
 from hsd_jax.kernels.int8 import Int8, Kernel
 

@@ -19,9 +19,9 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
-from hsd_jax import sharding
 from hsd_jax.config import ModelConfig
-from hsd_jax.files import sha256, write_json
+from hsd_jax.host import sharding
+from hsd_jax.host.files import sha256, write_json
 from hsd_jax.models.hf_config import format_config, read_config, read_json
 from hsd_jax.models.hub import INDEX_FILE, PICKLES, WEIGHTS_FILE
 from hsd_jax.models.placement import HERE, Placement

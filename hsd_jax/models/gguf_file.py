@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import numpy as np
 
-from hsd_jax import sharding
 from hsd_jax.config import ModelConfig
+from hsd_jax.host import sharding
 from hsd_jax.models import gguf_layout, gguf_tokenizer
 from hsd_jax.models.convert import check_num_layers, sampled_hash, shapes_of
 from hsd_jax.models.gguf_header import Header

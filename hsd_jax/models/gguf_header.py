@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from hsd_jax.files import check_regular
+from hsd_jax.host.files import check_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

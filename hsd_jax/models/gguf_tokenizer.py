@@ -10,7 +10,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-from hsd_jax.files import sha256
+from hsd_jax.host.files import sha256
 from hsd_jax.models.gguf_header import Header
 from hsd_jax.settings import shown
 from hsd_jax.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax.config import ModelConfig
-from hsd_jax.files import replacing
+from hsd_jax.host.files import replacing
 from hsd_jax.models import gguf_layout
 from hsd_jax.models.convert import shapes_of, stored_weights
 from hsd_jax.models.target import init_target

@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
-from hsd_jax import files, settings
+from hsd_jax import settings
 from hsd_jax.config import (
     ACTIVATIONS,
     FULL,
@@ -25,6 +25,7 @@ from hsd_jax.config import (
     RopeConfig,
     Theta,
 )
+from hsd_jax.host import files
 from hsd_jax.settings import Count, OneOf, Positive, Whole
 
 _EVERYWHERE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10_000.0}

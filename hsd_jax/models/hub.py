@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hsd_jax.files import read_json
+from hsd_jax.host.files import read_json
 
 __all__ = ["HubError", "fetch", "is_repo_name"]
 

@@ -2,7 +2,7 @@
 
 Packed, queries, keys and values are grouped by key/value head, so that a mesh splits a packed kernel as it splits
 heads. The layers (`layers.py`) read either form; training and the CPU kernels, which take several kernels in a call,
-keep them apart. Read next: `sharding.py`, which has a row for each packed weight.
+keep them apart. Read next: `host/sharding.py`, which has a row for each packed weight.
 """
 
 from __future__ import annotations

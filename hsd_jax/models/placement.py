@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
-from hsd_jax import sharding as sharding_lib
+from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.kernels import int8, native
 from hsd_jax.types import Weights
 

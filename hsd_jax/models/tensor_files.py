@@ -22,7 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from hsd_jax.files import replacing
+from hsd_jax.host.files import replacing
 from hsd_jax.models.placement import HERE, Placement, all_finite, assemble
 from hsd_jax.types import Weights
 

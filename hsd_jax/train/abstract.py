@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from hsd_jax import sharding
 from hsd_jax.config import DrafterConfig, ModelConfig
 from hsd_jax.drafters.table import init_drafter
+from hsd_jax.host import sharding
 from hsd_jax.models.target import init_target
 from hsd_jax.train import drafter
 from hsd_jax.train.loop import LoopConfig, first_state, make_train_step

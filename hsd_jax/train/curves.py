@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from hsd_jax.files import replacing
+from hsd_jax.host.files import replacing
 from hsd_jax.train.journal import read_metrics
 
 CURVES = "curves.png"

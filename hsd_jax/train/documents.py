@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hsd_jax.files import decoded, parse_json, with_unix_lines
+from hsd_jax.host.files import decoded, parse_json, with_unix_lines
 from hsd_jax.tokenizer import Messages
 
 _NAMES = {"User": ("u", "user", "human"), "Assistant": ("s", "assistant", "gpt")}

@@ -34,9 +34,9 @@ from hsd_jax.config import (
     bucket,
     most_nodes,
 )
-from hsd_jax.distributed import fetch
 from hsd_jax.drafters.table import make_drafter, method_of
-from hsd_jax.files import replacing, sha256
+from hsd_jax.host.distributed import fetch
+from hsd_jax.host.files import replacing, sha256
 from hsd_jax.infer.accept import RULES
 from hsd_jax.infer.accept import walk as walk_tree
 from hsd_jax.infer.decode import drafter_after

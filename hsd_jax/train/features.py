@@ -24,9 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from hsd_jax import lock, settings
+from hsd_jax import settings
 from hsd_jax.config import ModelConfig
-from hsd_jax.files import read_json, replacing, write_json
+from hsd_jax.host import lock
+from hsd_jax.host.files import read_json, replacing, write_json
 from hsd_jax.kernels import native
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import Count, OneOf, Whole

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from hsd_jax import lock
 from hsd_jax.config import DrafterConfig
 from hsd_jax.drafters import files as drafter_files
-from hsd_jax.files import read_json, replace_folder, write_json
+from hsd_jax.host import lock
+from hsd_jax.host.files import read_json, replace_folder, write_json
 from hsd_jax.models import draft_vocab
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.train import manifest

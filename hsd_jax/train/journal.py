@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from hsd_jax.files import is_writer, parse_json, write_text
+from hsd_jax.host.files import is_writer, parse_json, write_text
 
 Report = Callable[[str], None]
 METRICS = "metrics.jsonl"

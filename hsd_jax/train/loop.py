@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from hsd_jax import settings
-from hsd_jax.distributed import fetch, put
+from hsd_jax.host.distributed import fetch, put
 from hsd_jax.kernels import native
 from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Positive, Share, Whole, Within
 from hsd_jax.train.checkpoint import Checkpointer

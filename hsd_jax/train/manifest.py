@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hsd_jax import lock
 from hsd_jax.drafters import files as drafter_files
-from hsd_jax.files import is_writer, read_json, sha256, write_json
+from hsd_jax.host import lock
+from hsd_jax.host.files import is_writer, read_json, sha256, write_json
 
 RECIPE = "recipe.json"
 

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax import lock
 from hsd_jax.drafters.rescored.config import NgramConfig
 from hsd_jax.drafters.rescored.ngram import contexts_of, log_probabilities, save_ngram
-from hsd_jax.files import replace_folder
+from hsd_jax.host import lock
+from hsd_jax.host.files import replace_folder
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.tokenizer import hash_of
 from hsd_jax.train import manifest

@@ -19,7 +19,7 @@ import numpy as np
 from hsd_jax import settings
 from hsd_jax.api import check_valid
 from hsd_jax.config import ModelConfig, bucket
-from hsd_jax.files import replacing
+from hsd_jax.host.files import replacing
 from hsd_jax.params import Params
 from hsd_jax.session import Session
 from hsd_jax.settings import HOTTEST, MOST, Count, Share, Within

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hsd_jax.files import parse_yaml, read_yaml
+from hsd_jax.host.files import parse_yaml, read_yaml
 
 WIDTH = 110
 _ARGUMENTS = {"target": "source", "data": "data_files", "tokenizer": "tokenizer_dir", "start": "start_dir"}

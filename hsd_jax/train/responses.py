@@ -18,9 +18,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from hsd_jax import lock
 from hsd_jax.config import TreeConfig
-from hsd_jax.files import check_new_file, parse_json, read_json, write_json
+from hsd_jax.host import lock
+from hsd_jax.host.files import check_new_file, parse_json, read_json, write_json
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.params import Params
 from hsd_jax.session import MOST_SLOTS, Generated, Session

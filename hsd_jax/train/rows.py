@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hsd_jax.files import sha256
+from hsd_jax.host.files import sha256
 from hsd_jax.train.documents import Document
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax import lock, sharding
 from hsd_jax.config import SLIDING, DrafterConfig, ModelConfig, TrunkConfig
-from hsd_jax.distributed import check_mesh, check_same, fetch, wait_for_all
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.table import init_drafter
-from hsd_jax.files import is_writer, replace_folder, write_json
+from hsd_jax.host import lock, sharding
+from hsd_jax.host.distributed import check_mesh, check_same, fetch, wait_for_all
+from hsd_jax.host.files import is_writer, replace_folder, write_json
 from hsd_jax.models import convert, draft_vocab
 from hsd_jax.models.checkpoint import Checkpoint, Source, find, path_of
 from hsd_jax.models.hf_config import format_config
@@ -356,7 +356,7 @@ def _save(
 
 
 def _profiles(judged: dict[str, Any]) -> dict[str, tuple[float, ...]]:
-    """What a drafter's file keeps of its scores, for `plan.py`: acceptance by depth of a chain."""
+    """What a drafter's file keeps of its scores, for `planning/plan.py`: acceptance by depth of a chain."""
     names = {"profile": "chain_acceptance", "sampled_profile": "sampled_chain_acceptance"}
     return {name: tuple(round(float(x), 3) for x in judged[key]) for name, key in names.items() if key in judged}
 

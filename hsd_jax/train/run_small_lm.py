@@ -18,15 +18,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from hsd_jax import lock
 from hsd_jax.config import ModelConfig, model_of
-from hsd_jax.distributed import check_same, fetch, wait_for_all
 from hsd_jax.drafters.small_lm import load_model
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.steered.config import SteeredConfig
 from hsd_jax.drafters.steered.files import read_steering, read_stored, save_steering
 from hsd_jax.drafters.steered.steering import STEERING, init_steering
-from hsd_jax.files import is_writer, read_json, replace_folder, write_json
+from hsd_jax.host import lock
+from hsd_jax.host.distributed import check_same, fetch, wait_for_all
+from hsd_jax.host.files import is_writer, read_json, replace_folder, write_json
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import Checkpoint, Source, find
 from hsd_jax.models.hf_config import format_config

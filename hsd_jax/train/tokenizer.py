@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from hsd_jax.files import write_json, write_text
+from hsd_jax.host.files import write_json, write_text
 from hsd_jax.train import data
 
 BOS, EOS = "<s>", "</s>"

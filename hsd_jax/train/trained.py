@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TrunkConfig
-from hsd_jax.distributed import fetch
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.drafted_for import DraftedFor
+from hsd_jax.host.distributed import fetch
 from hsd_jax.models.checkpoint import Checkpoint, path_of
 from hsd_jax.models.draft_vocab import to_columns
 from hsd_jax.models.target import forward_sequence

@@ -21,9 +21,9 @@ from support.command_line import SHORT, TEXTS, TREE, both, hsd
 
 import hsd_jax
 from hsd_jax import params as params_lib
-from hsd_jax import programs
 from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
+from hsd_jax.host import programs
 from hsd_jax.train import recipe
 
 folders, own_cache = command_line.folders, command_line.own_cache
@@ -448,7 +448,7 @@ def test_identity_finds_a_planted_difference(identity_run, monkeypatch, capsys):
 
 def test_candidate_gap_replays_the_noise_of_plain_decoding(folders):
     """The best perturbed logit of the replay is the token that plain sampling drew."""
-    from hsd_jax.bench import identity
+    from hsd_jax.lab.bench import identity
 
     params = hsd_jax.load(target=folders.target, precision="exact")
     ids = params.tokenizer.encode("the cat")

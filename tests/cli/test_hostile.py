@@ -24,8 +24,7 @@ import pytest
 from support import setups, toy
 
 import hsd_jax
-from hsd_jax import files, lock, programs, settings
-from hsd_jax.bench import identity
+from hsd_jax import settings
 from hsd_jax.cli import generate as generate_cli
 from hsd_jax.cli import main as main_lib
 from hsd_jax.cli import options
@@ -33,8 +32,10 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.table import init_drafter
-from hsd_jax.interrupts import Interrupts
+from hsd_jax.host import files, lock, programs
+from hsd_jax.host.interrupts import Interrupts
 from hsd_jax.kernels import build as native_build
+from hsd_jax.lab.bench import identity
 from hsd_jax.models import convert
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.tokenizer import Tokenizer
@@ -353,7 +354,7 @@ def test_chat_templates_without_end(folders, tmp_path, monkeypatch):
 
 
 def test_byte_order_marks_and_dos_lines_are_no_text(tmp_path, monkeypatch, folders):
-    from hsd_jax.bench import prompts
+    from hsd_jax.lab.bench import prompts
 
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"\xef\xbb\xbfthe cat\r\nthe dog\r\n")
@@ -552,7 +553,7 @@ def test_settings_without_a_line_bind_nobody(tmp_path):
 
 HOLDER = """
 import pathlib, sys, time
-from hsd_jax import lock
+from hsd_jax.host import lock
 with lock.held(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -683,7 +684,7 @@ STUBBORN = """
 import signal, time
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.table import init_drafter
-from hsd_jax.interrupts import Interrupts
+from hsd_jax.host.interrupts import Interrupts
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with Interrupts():
     try:
@@ -697,7 +698,7 @@ with Interrupts():
 
 LATE = """
 import os, threading, time
-from hsd_jax import interrupts
+from hsd_jax.host import interrupts
 write, end = os.write, interrupts._end
 def slow_write(*args):
     count = write(*args)

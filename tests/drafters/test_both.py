@@ -15,7 +15,6 @@ from support.trees import assert_well_formed
 
 import hsd_jax
 from hsd_jax import params as params_lib
-from hsd_jax import plan
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.both import draft as both
 from hsd_jax.drafters.both.config import BothConfig
@@ -27,6 +26,7 @@ from hsd_jax.drafters.table import METHODS, make_drafter
 from hsd_jax.infer import worth
 from hsd_jax.infer.accept import verdict_of
 from hsd_jax.infer.tree import ancestor_mask
+from hsd_jax.planning import plan
 from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, ModelOutput, RoundInputs
 
 BATCH, NODES, DEPTH, VALUES = 300, 9, 4, 3

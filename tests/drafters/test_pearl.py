@@ -17,7 +17,6 @@ from support.texts import first_difference
 from support.tiny_pairs import FALSE_ALARM, p_values, tiny_pearl, tiny_texts
 
 import hsd_jax
-from hsd_jax import theory
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.pearl import draft as pearl_lib
 from hsd_jax.drafters.table import make_drafter
@@ -26,6 +25,7 @@ from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.accept import coins_of, make_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.step import make_step
+from hsd_jax.lab import theory
 from hsd_jax.types import DraftTree, DrawScheme
 
 # --- the law ----------------------------------------------------------------------------------------------------------

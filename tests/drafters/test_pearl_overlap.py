@@ -13,10 +13,10 @@ from support import setups
 from support.meshes import needs_devices
 
 import hsd_jax
-from hsd_jax import ahead
 from hsd_jax.arguments import Sampling
 from hsd_jax.drafters.pearl import overlap
 from hsd_jax.infer.decode import UNBOUNDED
+from hsd_jax.planning import ahead
 from hsd_jax.session import prepare
 
 pytestmark = needs_devices

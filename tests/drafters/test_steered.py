@@ -16,7 +16,6 @@ from support.recipes import LOOP, TARGET_VALUES, TEXT
 from support.training import LENGTH, TARGET, batch_of, jit, random_rows, random_weights, some_mask
 
 import hsd_jax
-from hsd_jax.bench.facts import facts_of
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.rescored.files import read_scorer
@@ -27,6 +26,7 @@ from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import decode as decode_lib
 from hsd_jax.infer.plain import make_block
 from hsd_jax.kernels.ops import matmul
+from hsd_jax.lab.bench.facts import facts_of
 from hsd_jax.models.convert import save_target
 from hsd_jax.models.steering import of_layer
 from hsd_jax.models.target import causal_mask, forward, forward_sequence, init_target

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from support import calls, setups, toy
 
-from hsd_jax import plan
 from hsd_jax.config import FULL, SLIDING, TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.infer import worth
+from hsd_jax.planning import plan
 from hsd_jax.types import Costs, DraftTree, RoundInputs, Verdict
 
 CHAIN = TreeConfig(4, 3, 1)

@@ -1,6 +1,6 @@
 """Operations off CPU: attention backends against the formula, our GPU kernels in Pallas's interpreter, packed weights.
 
-What a GPU's compiler makes of them is counted in `tests/aot/test_aot.py`; no test here needs a device.
+What a GPU's compiler makes of them is counted in `tests/lab/aot/test_aot.py`; no test here needs a device.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from oracles import attention as oracle
 from support import calls, toy
 
-from hsd_jax import sharding
 from hsd_jax.config import FULL, NO_REUSE, SLIDING, TreeConfig
 from hsd_jax.drafters.table import make_drafter
+from hsd_jax.host import sharding
 from hsd_jax.infer import decode, sampling
 from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.decode import Decoder

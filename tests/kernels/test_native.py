@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from support import setups
 
-from hsd_jax.bench.replay import replay_logits
 from hsd_jax.config import RopeConfig
 from hsd_jax.kernels import native, ops
+from hsd_jax.lab.bench.replay import replay_logits
 from hsd_jax.models import layers
 from hsd_jax.models.cache import empty_cache
 from hsd_jax.models.target import read_chunk

@@ -28,8 +28,8 @@ from gguf import Keys
 from safetensors.numpy import load_file
 from support import toy
 
-from hsd_jax import sharding
 from hsd_jax.config import FULL, SLIDING, ModelConfig, RopeConfig
+from hsd_jax.host import sharding
 from hsd_jax.models import convert, gguf_file, gguf_layout, placement, tensor_files
 from hsd_jax.models.gguf_file import GgufFile, GgufTensor
 from hsd_jax.models.gguf_writer import TYPES, save_gguf

@@ -19,12 +19,12 @@ import numpy as np
 
 import hsd_jax
 from hsd_jax.arguments import Sampling
-from hsd_jax.bench import prompts
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.hidden.weights import inject, read_tree, token_bias
 from hsd_jax.infer.tree import Grower
+from hsd_jax.lab.bench import prompts
 from hsd_jax.models.checkpoint import DEMO
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import base_logits

@@ -20,8 +20,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import hsd_jax
-from hsd_jax import distributed, sharding
-from hsd_jax.bench.prompts import demo_prompts
+from hsd_jax.host import distributed, sharding
+from hsd_jax.lab.bench.prompts import demo_prompts
 from hsd_jax.models.checkpoint import DEMO
 from hsd_jax.train import run
 from hsd_jax.train.drafter import DrafterRecipe

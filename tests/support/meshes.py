@@ -8,8 +8,8 @@ import jax
 import pytest
 
 import hsd_jax
-from hsd_jax import sharding
 from hsd_jax.config import RECURRENT
+from hsd_jax.host import sharding
 from support import toy
 
 TREE = hsd_jax.TreeConfig(nodes=6, depth=2, width=2)

@@ -44,7 +44,7 @@ from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import draft_vocab
 from hsd_jax.params import Params
-from hsd_jax.plan import Plan
+from hsd_jax.planning.plan import Plan
 from hsd_jax.session import Session
 from hsd_jax.train.ngram import make_ngram
 from hsd_jax.types import DecodeState, Drafter, DrawScheme

@@ -26,7 +26,7 @@ from support.training import (
     some_mask,
 )
 
-from hsd_jax import sharding
+from hsd_jax.host import sharding
 from hsd_jax.kernels import native
 from hsd_jax.kernels.ops import matmuls
 from hsd_jax.train import abstract, drafter, heads, losses, run

@@ -26,10 +26,10 @@ from support.recipes import DRAFTER_VALUES, LOOP, TARGET_VALUES, TEXT
 from tokenizers import Tokenizer
 
 import hsd_jax
-from hsd_jax import sharding
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.table import init_drafter
+from hsd_jax.host import sharding
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
 from hsd_jax.train import checkpoint, data, drafter, journal, loop, manifest, run, target, trained

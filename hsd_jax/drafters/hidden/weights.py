@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.distributed import fetch
 from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
+from hsd_jax.host.distributed import fetch
 from hsd_jax.kernels.ops import matmul, rms_norm, rows_of
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.trunk import init_fusion, init_trunk

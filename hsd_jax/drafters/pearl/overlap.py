@@ -27,11 +27,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.distributed import fetch
 from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.pearl.draft import Drafts, Halves, PearlState, Phase, Told, halves, pearl_drafter
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.small_lm.tree import SmallLMState, read_prompt
+from hsd_jax.host.distributed import fetch
 from hsd_jax.infer import rows
 from hsd_jax.infer import step as step_lib
 from hsd_jax.infer.accept import check_legal

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax import settings
 from hsd_jax.drafters.rescored.config import NgramConfig
-from hsd_jax.files import write_json
+from hsd_jax.host.files import write_json
 from hsd_jax.models.hf_config import read_json
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.tensor_files import load_tree, open_all, store_tree

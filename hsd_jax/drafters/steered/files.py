@@ -14,7 +14,7 @@ from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.small_lm import load_model
 from hsd_jax.drafters.steered.config import Layer, SteeredConfig
 from hsd_jax.drafters.steered.steering import STEERING, init_steering
-from hsd_jax.files import write_json
+from hsd_jax.host.files import write_json
 from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.models.convert import shapes_of
 from hsd_jax.models.hf_config import read_json

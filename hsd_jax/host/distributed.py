@@ -1,0 +1,192 @@
+"""Several processes as one run: how they find each other, and how values pass between them and the host.
+
+Every process runs the same program on the same arguments; `jax.distributed` makes their devices one list. The first one
+writes (`files.set_writer`). Read next: `host/watch.py` for what ends them, `host/sharding.py` for who holds what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from hsd_jax.host import files
+from hsd_jax.host.watch import SILENCE_SECONDS, Watch
+from hsd_jax.settings import shown
+
+VARIABLES = {"coordinator": "HSD_COORDINATOR", "num_processes": "HSD_NUM_PROCESSES", "process_id": "HSD_PROCESS_ID"}
+"""What stands for an argument of `initialize` that is not given."""
+
+COMMANDS = ("generate", "identity", "train")
+"""Of `hsd`, those that can be several processes: what they do next depends on no clock but that of process 0."""
+
+
+def initialize(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    timeout_seconds: int = 300,
+) -> None:
+    """Joins the processes of one run, before anything else uses jax; each calls it with the same arguments but its id.
+
+    What is not given comes from HSD_COORDINATOR, HSD_NUM_PROCESSES and HSD_PROCESS_ID; and if there are none, from the
+    cluster: SLURM, TPU pods, GKE, Open MPI, as jax finds them. One process alone needs nothing and gets nothing.
+
+    From then on a process that dies, or ends with an error, ends the others within a minute; they name it on stderr.
+
+    Args:
+      coordinator: "HOST:PORT" of process 0, as the others reach it; the port is free there.
+      process_id: 0 to num_processes - 1; process 0 writes all files.
+      timeout_seconds: in which all processes must have come.
+    Raises:
+      ValueError: naming the wrong value and the allowed ones; if there is no cluster; or if jax has been used before.
+      ConnectionError: if not all processes came in time.
+    """
+    given = _checked({"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id})
+    if given["num_processes"] == 1 or Watch.here is not None:
+        return
+    if not jax.distributed.is_initialized():
+        _connect(given, timeout_seconds)
+    watch = Watch()
+    files.set_writer(watch.process == 0)
+    if watch.num_processes > 1:
+        watch.begin(timeout_seconds)
+
+
+def _connect(given: dict[str, Any], timeout_seconds: int) -> None:
+    # jax would catch SIGTERM for itself, and a process that is told to end would go on.
+    jax.config.update("jax_enable_preemption_service", False)
+    where = given["coordinator"] or "the cluster's coordinator"
+    try:
+        jax.distributed.initialize(
+            given["coordinator"],
+            given["num_processes"],
+            given["process_id"],
+            initialization_timeout=timeout_seconds,
+            heartbeat_timeout_seconds=int(2 * SILENCE_SECONDS),  # behind the watch, should that fail
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"no cluster was found ({error}): give coordinator, num_processes and process_id, or {_names()}"
+        ) from error
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).split("\n")[0]
+        raise ConnectionError(f"{where}: not all processes came within {timeout_seconds} s ({reason})") from error
+    except RuntimeError as error:  # jax.distributed wants to come first
+        raise ValueError(f"initialize() comes after jax has been used: call it first ({error})") from error
+
+
+def _names() -> str:
+    *first, last = VARIABLES.values()
+    return f"{', '.join(first)} and {last}"
+
+
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, filled up from the environment: all three or none."""
+    names = {name: name for name in VARIABLES}
+    for name, variable in VARIABLES.items():
+        if given[name] is None and (text := os.environ.get(variable)):
+            names[name] = variable
+            given[name] = int(text) if name != "coordinator" and text.isdecimal() else text
+    missing = [f"{name} ({VARIABLES[name]})" for name, value in given.items() if value is None]
+    there = [names[name] for name, value in given.items() if value is not None]
+    coordinator, num, index = given.values()
+    if coordinator is not None:
+        host, _, port = str(coordinator).rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ValueError(f"{names['coordinator']}={shown(coordinator)}: expected HOST:PORT, as in 10.0.0.1:8476")
+    if num is not None and (not isinstance(num, int) or num < 1):
+        raise ValueError(f"{names['num_processes']}={shown(num)}: allowed are 1 and more")
+    if index is not None and (not isinstance(index, int) or not 0 <= index < (num or index + 1)):
+        allowed = "0 and more" if num is None else f"0 to {num - 1}"
+        raise ValueError(f"{names['process_id']}={shown(index)}: allowed are {allowed}")
+    if there and missing and num != 1:
+        raise ValueError(f"{' and '.join(there)} without {' and '.join(missing)}: give all three, or none in a cluster")
+    return given
+
+
+def is_writer() -> bool:
+    """Whether this process writes files and tables: the first of a run does."""
+    return files.is_writer()
+
+
+def check_mesh(mesh: Mesh | None) -> None:
+    """Raises a ValueError unless the mesh is of all devices of all processes: one without would wait for ever."""
+    num_processes, num_devices = jax.process_count(), jax.device_count()
+    if num_processes > 1 and (mesh is None or mesh.size != num_devices):
+        found = "no mesh is given" if mesh is None else f"the mesh is of {mesh.size}"
+        raise ValueError(
+            f"{num_processes} processes have {num_devices} devices and {found}: give one of all, for example"
+            f" data={num_processes},model={num_devices // num_processes}"
+        )
+
+
+def put(tree: Any, shardings: Any) -> Any:
+    """`jax.device_put` of values that every process holds whole: each device takes its part, nothing is sent."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+
+    def one(x: Any, sharding: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:  # in parts already
+            return jax.device_put(x, sharding)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(one(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(one, tree, shardings)
+
+
+def fetch(x: Any) -> np.ndarray:
+    """An array on the host of every process, which all must ask for: parts elsewhere are sent."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def of_first(value: int) -> int:
+    """The value of process 0, which all must ask for."""
+    return value if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def wait_for_all(name: str) -> None:
+    """Returns when every process is here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def check_same(what: str, value: str) -> None:
+    """Refuses, on all processes, to go on where one of them has another `value`: they would wait for ever.
+
+    Raises:
+      ValueError: naming the processes that differ from process 0.
+    """
+    if jax.process_count() == 1:
+        return
+    own = np.frombuffer(hashlib.sha256(value.encode()).digest()[:8], np.uint32)
+    found = np.asarray(multihost_utils.process_allgather(own))
+    others = np.flatnonzero((found != found[0]).any(1)).tolist()
+    if others:
+        raise ValueError(f"{what}: process 0 has another than process {', '.join(map(str, others))}; give all the same")
+
+
+def join(command: str) -> None:
+    """`initialize` for a command of `hsd`, whose stdout is then the writer's alone, without what Gloo says of itself.
+
+    Raises:
+      ValueError, ConnectionError: as `initialize`, and if the command is for one process.
+    """
+    if command not in COMMANDS:
+        raise ValueError(f"hsd {command} runs in one process; several are for {', '.join(COMMANDS)}")
+    initialize()
+    sys.stdout.flush()
+    mine = os.dup(1) if is_writer() else os.open(os.devnull, os.O_WRONLY)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(mine, "w")

@@ -1,0 +1,164 @@
+"""The programs of a decode and of a drafter's training, lowered for devices that are not there.
+
+Weights, caches and batches are shapes with a place on the mesh: nothing is computed and nothing is read but a
+configuration. The functions are those that `decode` and `fit` run. Read next: `hlo.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from hsd_jax.config import NO_REUSE, ModelConfig, ReuseConfig, TreeConfig
+from hsd_jax.drafters.table import init_drafter
+from hsd_jax.host import sharding
+from hsd_jax.infer.accept import RULES
+from hsd_jax.infer.sampling import row_keys
+from hsd_jax.kernels import native
+from hsd_jax.lab.aot.kinds import PLAIN, PREFILL, TRAIN
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.target import init_target
+from hsd_jax.params import Params, arranged
+from hsd_jax.request import make_decoder
+from hsd_jax.train import drafter as training
+from hsd_jax.train.abstract import abstract_step
+from hsd_jax.train.loop import LoopConfig
+from hsd_jax.types import Limits, SamplingParams
+
+DTYPE = jnp.bfloat16
+"""Of the weights of target and drafter, in which most checkpoints come."""
+CHAIN = TreeConfig(nodes=8, depth=7, width=1)
+END_TOKENS = 4
+"""Places for end tokens, as many as `arguments.py` makes at least."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is to be compiled."""
+
+    name: str
+    """Of the target, as it was asked for."""
+    target: ModelConfig
+    drafter: Any
+    tree: TreeConfig = CHAIN
+    batch: int = 1
+    slots: int = 4096
+    """Of the caches."""
+    temperature: float = 0.0
+    reuse: ReuseConfig = NO_REUSE
+    train: LoopConfig = LoopConfig(batch=4, length=2048, compute="bfloat16")
+
+
+def default_drafter(target: ModelConfig, depth: int) -> Any:
+    """A hidden drafter of one layer at the target's widths: a parallel trunk, a quarter of the vocabulary."""
+    model = training.DrafterModel(trunk="parallel", num_steps=max(8, depth), draft_vocab=0.25)
+    return training.drafter_config(model, target)
+
+
+def params_of(job: Job, mesh: Mesh) -> Params:
+    """The shapes of both models' weights, arranged and placed as `load` leaves them."""
+    target = _cast(jax.eval_shape(lambda: init_target(jax.random.key(0), job.target)))
+    drafter = _cast(jax.eval_shape(lambda: _drafter_weights(job)))
+    params = jax.eval_shape(
+        lambda t, d: arranged(Params(t, d, job.target, job.drafter), _mesh_or_none(mesh)), target, drafter
+    )
+    heads = sharding.heads_of(params.target_config), sharding.heads_of(params.drafter_config)
+    target = sharding.placed(params.target, sharding.weight_shardings(mesh, params.target, *heads[0]))
+    drafter = sharding.placed(params.drafter, sharding.weight_shardings(mesh, params.drafter, *heads[1]))
+    return dataclasses.replace(params, target=target, drafter=drafter)
+
+
+def _mesh_or_none(mesh: Mesh) -> Mesh | None:
+    """What `load` is given: no mesh for one device."""
+    return None if mesh.size == 1 else mesh
+
+
+def _drafter_weights(job: Job) -> Any:
+    """Those of a loaded drafter, with the rows of the head that `draft_vocab.attach` copies."""
+    weights = init_drafter(jax.random.key(0), job.drafter)
+    num = job.drafter.reduced_vocab_size
+    if num is None:
+        return weights
+    return {**weights, "draft_to_target": jnp.zeros(num, jnp.int32), "head": jnp.zeros((num, job.target.hidden_size))}
+
+
+def _cast(tree: Any) -> Any:
+    """The same shapes with their floats as weights are held."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, DTYPE if x.dtype == jnp.float32 else x.dtype), tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function of `decode` or of training, with the shapes of its arguments on a mesh."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    held: dict[str, Any]
+    """What lies on the devices while it runs, by what it is: "target", "drafter", "caches", "state", "batch"."""
+
+    def lower(self, platform: str, by_name: str | None = None) -> jax.stages.Lowered:
+        """The program traced for a platform ("gpu", "tpu") and lowered for the devices of its mesh.
+
+        Args:
+          by_name: lowered for this platform of jax ("cuda", "tpu") instead, whatever the devices are.
+        """
+        with native.compiled_for(platform):
+            traced = self.function.trace(*self.arguments, **self.options)
+            return traced.lower() if by_name is None else traced.lower(lowering_platforms=(by_name,))
+
+
+def make_program(job: Job, what: str, mesh: Mesh, platform: str) -> Program:
+    """A program of PROGRAMS; tracing it for another platform than this one is another program."""
+    with native.compiled_for(platform):
+        return _training_step(job, mesh) if what == TRAIN else _of_decode(job, what, mesh)
+
+
+def _of_decode(job: Job, what: str, mesh: Mesh) -> Program:
+    params, is_plain = params_of(job, mesh), what == PLAIN
+    decoder = make_decoder(
+        params.target_config,
+        None if is_plain else params.drafter_config,
+        None if is_plain else job.tree,
+        "fast",
+        cache_lib.fastest_dtype(DTYPE).name,
+        pad_rows=1,
+        mesh=_mesh_or_none(mesh),
+        accept="match",
+        scheme=RULES["match"].scheme,
+        reuse=job.reuse,
+    )
+    models = {"target": params.target, "drafter": None if is_plain else params.drafter}
+    tokens, length, keys, limits, sampling = _rows_of_decode(job, mesh)
+    prefilled, sizes = (models, tokens, length, keys, limits), {"capacity": job.slots, "max_tokens": job.slots + 1}
+    state = jax.eval_shape(lambda *args: decoder.prefill(*args, **sizes), *prefilled)
+    state = sharding.placed(state, sharding.row_shardings(mesh, state, job.batch))
+    held = {**models, "caches": (state.cache, state.drafter)}
+    if what == PREFILL:
+        return Program(decoder.prefill, prefilled, sizes, held)
+    rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    return Program(decoder.loop, (models, None, sampling, limits, rounds, rounds, state), {}, held)
+
+
+def _rows_of_decode(job: Job, mesh: Mesh) -> tuple[Any, ...]:
+    """Tokens, lengths, keys, limits and settings of the rows, as a session makes them."""
+
+    def rows(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct((job.batch, *shape), dtype)
+
+    keys = jax.eval_shape(lambda: row_keys([(0, 0)] * job.batch))
+    all_greedy = job.temperature == 0 and native.traced_platform() != "cpu"
+    sampling = SamplingParams(rows(dtype=jnp.float32), rows(), rows(dtype=jnp.float32), all_greedy)
+    per_row = rows(job.slots), rows(), keys, Limits(rows(), rows(END_TOKENS)), sampling
+    return sharding.placed(per_row, sharding.row_shardings(mesh, per_row, job.batch))
+
+
+def _training_step(job: Job, mesh: Mesh) -> Program:
+    """The step of `fit` for a frozen target, as `train.run.train_drafter` calls it."""
+    made = abstract_step(job.target, job.drafter, job.train, mesh, target_dtype=DTYPE)
+    held = {"target": made.frozen, "state": made.state, "batch": made.batch}
+    return Program(made.step, (made.state, made.frozen, made.batch), {}, held)

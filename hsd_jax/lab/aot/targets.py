@@ -1,0 +1,40 @@
+"""The targets of `hsd compile`: shapes of public models that ship with the package, and everybody's own files.
+
+Imports no jax, so that help is immediate.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hsd_jax.config import ModelConfig
+from hsd_jax.models.hf_config import parse_config, read_config, read_json
+from hsd_jax.settings import shown
+
+CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
+
+
+def known_targets() -> list[str]:
+    """Names of the shipped configurations."""
+    return sorted(path.parent.name for path in CONFIGS.glob("*/config.json"))
+
+
+def read_target(name: str, revision: str | None = None) -> ModelConfig:
+    """The configuration of a shipped name, a `config.json`, or a checkpoint (`models/checkpoint.py`).
+
+    Raises:
+      ValueError, FileNotFoundError: naming what is wrong with it, and the shipped names if there is none.
+    """
+    path = Path(name)
+    if revision is not None and (name in known_targets() or path.suffix == ".json"):
+        raise ValueError(f"revision={shown(revision)}: is for names on the hub, and {name} is none")
+    if name in known_targets():
+        return read_config(CONFIGS / name)
+    if path.is_file() and path.suffix == ".json":
+        return parse_config(read_json(path), str(path))
+    from hsd_jax.models.checkpoint import find
+
+    try:
+        return find(name, revision).config
+    except FileNotFoundError as error:
+        raise ValueError(f"target={shown(name)}: {error}; shapes that ship: {', '.join(known_targets())}") from error

@@ -1,0 +1,204 @@
+"""The protocol of RSD: chains and trees at equal numbers of draft tokens, and at equal lengths (arXiv:2402.14160).
+
+Every method drafts as many tokens a round, the root not counted, and decodes the same prompts, interleaved with plain
+decoding (`compare.py`). A second pass, round by round and not timed, counts which sibling was accepted. Read next:
+`budget_report.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hsd_jax.arguments import Sampling
+from hsd_jax.config import TreeConfig
+from hsd_jax.drafters.method import Pictures
+from hsd_jax.drafters.table import method_of
+from hsd_jax.host.files import write_json
+from hsd_jax.infer.accept import make_rule
+from hsd_jax.lab.bench import compare
+from hsd_jax.lab.bench.measure import Mode, Workload
+from hsd_jax.lab.bench.replay import Round, replay, watched_step
+from hsd_jax.lab.bench.tables import say
+from hsd_jax.params import Params
+from hsd_jax.request import Speculation, rule_and_scheme
+from hsd_jax.session import prepare
+
+BUDGETS, LENGTHS = (6, 10, 14, 21, 30), (2, 3, 4, 5)
+"""Draft tokens a round, and tokens of the longest path, of the paper."""
+MOST_CHILDREN = 4
+"""Of a node of an RSD-C or SpecInfer tree."""
+BRANCHING, BEAM, CHAIN = "branching", "beam", "chain"
+METHODS = {
+    "SD": (CHAIN, "recursive", "without_replacement"),
+    "SpecInfer": (BRANCHING, "recursive", "independent"),
+    "RSD-C": (BRANCHING, "recursive", "without_replacement"),
+    "RSD-S": (BEAM, "recursive", "without_replacement"),
+    "top-k": (BEAM, "match", "arbitrary"),
+    "coupled": (BEAM, "match", "coupled"),
+}
+"""Layout of the trees, rule and scheme of each method; SD is standard speculative sampling."""
+
+
+def branching_of(budget: int, deepest: int) -> tuple[int, ...]:
+    """Children by level, at most as many as in the level above: the vector that uses most of the budget.
+
+    Of equals the one of the fewest children, then the shallowest, then that which parts later: (2, 2), (2, 2, 1),
+    (2, 2, 2), (3, 2, 2) and (2, 2, 2, 2) for the paper's 6, 10, 14, 21 and 30 tokens.
+    """
+
+    def grow(vector: tuple[int, ...], level: int, used: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        if vector:
+            yield used, vector
+        if len(vector) < deepest:
+            for count in range(1 if vector else 2, (vector[-1] if vector else MOST_CHILDREN) + 1):
+                if used + level * count <= budget:
+                    yield from grow((*vector, count), level * count, used + level * count)
+
+    found = list(grow((), 1, 0))
+    if not found:
+        raise ValueError(f"--budgets {budget}: a tree that branches has at least 2 draft tokens")
+    return min(found, key=lambda one: (-one[0], one[1][0], len(one[1]), one[1]))[1]
+
+
+def branching_of_length(length: int) -> tuple[int, ...]:
+    """Two children at the first three levels, then one: 6, 14, 22 and 30 tokens for lengths 2 to 5."""
+    return tuple(2 if level < 3 else 1 for level in range(length))
+
+
+def beam_of(budget: int, deepest: int, length: int | None = None) -> TreeConfig:
+    """W x L tokens, as nearly a square as they divide, with L the larger: 2x3, 2x5, 2x7, 3x7 and 5x6 for the paper's.
+
+    Args:
+      length: L, if it is given.
+    """
+    if length is None:
+        width = max(d for d in range(1, math.isqrt(budget) + 1) if budget % d == 0)
+        length = min(budget // (math.isqrt(budget) if width == 1 else width), deepest)
+    return TreeConfig(budget + 1, length, min(-(-budget // length), budget))
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """Which methods are measured; a mode of both lists is measured once."""
+
+    about: dict[str, dict[str, str]]
+    """What each mode changes, as `compare.read_methods` says it."""
+    groups: dict[str, list[str]]
+    """The modes of "6 draft tokens", of "length 2", and so on."""
+
+
+def make_protocol(budgets: Sequence[int] | None, lengths: Sequence[int] | None, config: Any) -> Protocol:
+    """All METHODS at every budget and at every length; those of the paper where neither is given.
+
+    Args:
+      config: of the drafter. A chain of more tokens than the longest it is asked for is cut to that.
+    Raises:
+      ValueError: for a budget or a length that no tree of this drafter has, or that is there twice.
+    """
+    deepest = method_of(config).max_depth(config)
+    if not budgets and not lengths:
+        budgets, lengths = BUDGETS, LENGTHS
+    for name, values in (("budgets", budgets or ()), ("lengths", lengths or ())):
+        if len(set(values)) < len(values):
+            raise ValueError(f"--{name} {','.join(map(str, values))}: each once")
+    about: dict[str, dict[str, str]] = {}
+    groups: dict[str, list[str]] = {}
+
+    def add(group: str, chain: int, branching: tuple[int, ...], beam: TreeConfig) -> None:
+        chain = min(chain, deepest)
+        trees = {CHAIN: TreeConfig.chain(chain), BRANCHING: TreeConfig(branching=branching), BEAM: beam}
+        groups[group] = []
+        for method, (layout, rule, scheme) in METHODS.items():
+            tree = trees[layout].name
+            groups[group].append(name := f"{method} {tree}")
+            about[name] = {"tree": tree, "accept": rule, "draw": scheme}
+
+    for budget in budgets or ():
+        add(f"{budget} draft tokens", budget, branching_of(budget, deepest), beam_of(budget, deepest))
+    for length in lengths or ():
+        if not 2 <= length <= deepest:
+            raise ValueError(f"--lengths {length}: allowed are 2 to {deepest}, what this drafter drafts")
+        branching = branching_of_length(length)
+        spent = TreeConfig(branching=branching).nodes - 1
+        add(f"length {length}", length, branching, beam_of(spent, deepest, length))
+    return Protocol(about, groups)
+
+
+def measure(
+    work: Workload, protocol: Protocol, params: Params, temperatures: Sequence[float], out: Path
+) -> dict[str, Any]:
+    """The record of `compare.measure`, batch 1, with what the protocol asks for in every row of a method.
+
+    `draft_tokens`; `mbsu`, memory-bound speedup: tau / (L rho + 1), L the depth of the tree and `rho` the parameters of
+    the drafter, as they are held, over those of the target: a pass of the drafter for each level is what it charges;
+    and `siblings`, see `count_siblings`.
+
+    Args:
+      out: the folder; budget.json there gets the record as far as it is.
+    """
+    path, tasks = out / "budget.json", compare.read_tasks(work, params)
+    modes = compare.make_modes(params, protocol.about, lambda drafter: params)
+    record = compare.measure(work, modes, protocol.about, {}, tasks, temperatures, [1], path)
+    record["groups"] = protocol.groups
+    target, trees = record["target"]["parameters"], {mode.name: mode.tree for mode in modes}
+    for row in record["rows"]:
+        if (tree := trees[row["method"]]) is not None:
+            rho = record["drafters"][row["method"]]["parameters"] / target
+            row |= {"draft_tokens": tree.nodes - 1, "rho": rho, "mbsu": row["tau"] / (tree.depth * rho + 1)}
+    for mode in modes[1:]:
+        say(f"counting siblings: {mode.name}")
+        counts = siblings_by_setting(mode, tasks, temperatures, work)
+        for row in record["rows"]:
+            if row["method"] == mode.name:
+                row["siblings"] = _counts_of(row, counts)
+        write_json(path, record)
+    return record
+
+
+def _counts_of(row: dict[str, Any], counts: dict[tuple[str, float], np.ndarray]) -> dict[str, Any]:
+    mine = [
+        found for (task, t), found in counts.items() if t == row["temperature"] and row["task"] in (task, compare.ALL)
+    ]
+    tried, accepted = np.sum(mine, axis=0).tolist()
+    return {"tried": tried, "accepted": accepted}
+
+
+def siblings_by_setting(
+    mode: Mode, tasks: dict[str, list], temperatures: Sequence[float], work: Workload
+) -> dict[tuple[str, float], np.ndarray]:
+    """`count_siblings` over the prompts of every task, decoded once more round by round by one compiled program."""
+    params, rule = mode.params, make_rule(rule_and_scheme(mode.accept, mode.draw)[0], mode.tree)
+    how, watched, found = Speculation(mode.tree, mode.accept, mode.draw, tuned=False), None, {}
+    for (task, prompts), temperature in itertools.product(tasks.items(), temperatures):
+        rounds: list[Round] = []
+        for number, prompt in enumerate(prompts):
+            asked = Sampling(work.max_new_tokens, temperature, seed=work.seed + number)
+            made = params.target_config, rule, Pictures()
+            with prepare(params, prompt.tokens(params.tokenizer), asked, how) as session:
+                watched = watched or watched_step(session.setup.decoder, *made)
+                rounds += replay(session, *made, watched)
+        found[task, temperature] = count_siblings(rounds, mode.tree.depth, mode.tree.width)
+    return found
+
+
+def count_siblings(rounds: Sequence[Round], depth: int, width: int) -> np.ndarray:
+    """How often the r-th valid child of a node at depth d was tried, and accepted: [2, depth, width], whole numbers.
+
+    A child is tried where the round came to its parent and refused its elder siblings.
+    """
+    counts = np.zeros((2, depth, width), int)
+    for one in rounds:
+        for level, node in enumerate(one.path):
+            children = np.flatnonzero((one.parents == node) & one.valid).tolist()
+            chosen = children.index(one.path[level + 1]) if level + 1 < len(one.path) else None
+            counts[0, level : level + 1, : len(children) if chosen is None else chosen + 1] += 1
+            if chosen is not None:
+                counts[1, level, chosen] += 1
+    return counts

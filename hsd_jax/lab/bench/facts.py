@@ -1,0 +1,70 @@
+"""What is in a checkpoint or drafter folder. All weights are read and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.steered import files as steered_files
+from hsd_jax.lab.bench.quality import model_record
+from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import Checkpoint, Source, find
+from hsd_jax.params import describe_arithmetic
+
+
+def facts_of(source: Source) -> dict[str, Any]:
+    """The facts of a model or a drafter by name, whatever stands for it (`models/checkpoint.py`).
+
+    Raises:
+      FileNotFoundError, ValueError: naming what is missing or wrong.
+    """
+    checkpoint = find(source)
+    folder = checkpoint.path
+    if (folder / drafter_files.DRAFTER_CONFIG).is_file():
+        return _drafter(folder)
+    if (stored := steered_files.read_stored(folder)) is not None:
+        return _steered(checkpoint, stored)
+    if folder.is_file() or (folder / "config.json").is_file():
+        return _target(checkpoint)
+    raise FileNotFoundError(f"{folder}: neither config.json (a target) nor {drafter_files.DRAFTER_CONFIG} (a drafter)")
+
+
+def _target(checkpoint: Checkpoint) -> dict[str, Any]:
+    config, dtype, weights = checkpoint.config, checkpoint.dtype, checkpoint.weights()
+    return {
+        "kind": "target",
+        "dtype": dtype,
+        "computed in": describe_arithmetic(dtype),
+        "with int8": describe_arithmetic("int8"),
+        **dataclasses.asdict(config),
+        "parameters": f"{model_record(weights)['parameters']:,}",
+        "eos": ", ".join(map(str, checkpoint.eos)) or "none",
+        "tokenizer": "none: token ids only" if checkpoint.tokenizer is None else "yes",
+        "chat template": "yes" if checkpoint.has_chat_template else "none",
+        "hash": convert.weights_hash(weights),
+    }
+
+
+def _steered(checkpoint: Checkpoint, stored: steered_files.Stored) -> dict[str, Any]:
+    """A language model and what steers it."""
+    config = steered_files.SteeredConfig(**vars(checkpoint.config), **vars(stored))
+    weights = steered_files.read_steering(checkpoint.path, config)
+    return (
+        _target(checkpoint)
+        | dataclasses.asdict(stored)
+        | {
+            "kind": "steered drafter",
+            "parameters of the steering": f"{model_record(weights)['parameters']:,}",
+        }
+    )
+
+
+def _drafter(folder: Path) -> dict[str, Any]:
+    config, weights = drafter_files.read_drafter(folder)
+    return dataclasses.asdict(config) | {
+        "kind": f"{config.kind} drafter",
+        "vocabulary_hash": config.vocabulary_hash or "not said",
+        "parameters": f"{model_record(weights)['parameters']:,}",
+    }

@@ -1,0 +1,133 @@
+"""How far a rule stays below the best there is for the trees it judges, by depth.
+
+A few prompts are decoded once more, round by round and outside of everything that is timed. At every node on the way of
+a round both distributions are kept: the share of nodes where a child was accepted stands beside the mean of
+`theory.optimal_acceptance` at the same nodes. Read first: `lab/theory.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hsd_jax.arguments import Sampling
+from hsd_jax.infer import sampling as sampling_lib
+from hsd_jax.infer.accept import make_rule
+from hsd_jax.infer.step import make_step
+from hsd_jax.lab import theory
+from hsd_jax.lab.bench.measure import Mode
+from hsd_jax.lab.bench.replay import watched_rounds
+from hsd_jax.models.cache import take_nodes
+from hsd_jax.request import Speculation, rule_and_scheme
+from hsd_jax.session import prepare
+from hsd_jax.types import DRAWN_SCHEMES, AcceptRule, Costs, DecodeState, Drafter, DrawScheme, Limits, SamplingParams
+
+MOST_PROMPTS = 4
+MOST_NUMBERS = 2**20
+"""Probabilities that are looked at, the vocabulary times the nodes: bounds the time."""
+
+ROWS = 16
+"""Nodes whose optimum is computed at once."""
+
+
+def has_gap(mode: Mode, temperature: float) -> bool:
+    """Whether there is anything to say: the children were drawn."""
+    drawn = mode.tree is not None and rule_and_scheme(mode.accept, mode.draw)[1] in DRAWN_SCHEMES
+    return drawn and temperature > 0 and mode.params.mesh is None and not mode.lossy
+
+
+def measure(
+    mode: Mode, prompts: Sequence[Any], seed: int, max_new_tokens: int, temperature: float
+) -> list[dict[str, Any]]:
+    """A record a depth, on replayed prefixes of the first prompts: nodes, mean children, and three acceptances.
+
+    `accepted` is the share of nodes where the rule accepted a child; `optimum` the mean of the most that any lossless
+    rule accepts of children drawn as these were; `greedy_plus_one` the same had all but one of as many children been
+    the likeliest tokens (`top_then_random`).
+    """
+    vocab_size = mode.params.target_config.vocab_size
+    most, nodes = max(16, MOST_NUMBERS // vocab_size), defaultdict(list)
+    scheme = rule_and_scheme(mode.accept, mode.draw)[1]
+    watched = None
+    for row, prompt in enumerate(prompts[:MOST_PROMPTS]):
+        if sum(map(len, nodes.values())) >= most:
+            break
+        speculation = Speculation(mode.tree, mode.accept, mode.draw, mode.reuse)
+        asked = Sampling(max_new_tokens, temperature, seed=[seed + row])
+        with prepare(mode.params, prompt, asked, speculation) as session:
+            decoder = session.setup.decoder
+            assert decoder.drafter is not None
+            if watched is None:
+                rule = make_rule(rule_and_scheme(mode.accept, mode.draw)[0], mode.tree)
+                watched = decoder.compile(make_watched(mode.params.target_config, decoder.drafter, rule))
+            for seen in watched_rounds(session, watched):
+                accepted, counts, target, draft = (np.asarray(x)[0] for x in seen)
+                for depth in range(min(int(accepted) + 1, len(counts))):
+                    if counts[depth]:
+                        nodes[depth].append((int(counts[depth]), accepted > depth, target[depth], draft[depth]))
+                if sum(map(len, nodes.values())) >= most:
+                    break
+    return [_record(depth, nodes[depth], scheme) for depth in sorted(nodes)]
+
+
+def make_watched(config: Any, drafter: Drafter, rule: AcceptRule):
+    """`watched(models, sampling, limits, state, costs) -> (state, seen)`: the step, and what it judged along the path.
+
+    `seen`: drafts accepted [B], and of the first nodes of the path, D of them, valid children [B, D] and the
+    distributions of target and drafter [B, D, V] as probabilities; what stands behind the accepted ones has no meaning.
+    """
+
+    def watched(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, costs: Costs | None):
+        seen: list[Any] = []
+
+        def verify(keys, tree, ancestors, logits, *rest):
+            verdict = rule.verify(keys, tree, ancestors, logits, *rest)
+            num_distributions = tree.draft_logp.shape[1]
+            path = jnp.minimum(verdict.path[:, : drafter.max_depth], num_distributions - 1)
+            is_child = (tree.parents[:, None, :] == path[:, :, None]) & tree.valid[:, None, :]
+            target = sampling_lib.target_distribution(take_nodes(logits, path, axis=1), sampling)
+            draft = take_nodes(tree.draft_logp, path, axis=1)
+            seen.append((verdict.num_accepted, jnp.sum(is_child, -1), jnp.exp(target), jnp.exp(draft)))
+            return verdict
+
+        # Made anew for each trace, so that the list holds tracers of this trace only.
+        step = make_step(config, drafter, rule._replace(verify=verify))
+        return step(models, sampling, limits, state, costs), seen[0]
+
+    return watched
+
+
+def _record(depth: int, nodes: list[tuple], scheme: DrawScheme) -> dict[str, Any]:
+    """The means over the nodes of a depth."""
+    sums = {"optimum": 0.0, "greedy_plus_one": 0.0}
+    for count in sorted({count for count, *_ in nodes}):
+        target, draft = (np.stack([node[i] for node in nodes if node[0] == count]) for i in (2, 3))
+        for name, drawn in (("optimum", scheme), ("greedy_plus_one", DrawScheme.TOP_THEN_RANDOM)):
+            sums[name] += _total_optimum(target, draft, count, drawn)
+    return {
+        "depth": depth + 1,
+        "num_nodes": len(nodes),
+        "mean_children": float(np.mean([count for count, *_ in nodes])),
+        "accepted": float(np.mean([accepted for _, accepted, *_ in nodes])),
+        **{name: total / len(nodes) for name, total in sums.items()},
+    }
+
+
+_optimal = functools.partial(jax.jit, static_argnames=("num_drafts", "scheme"))(theory.optimal_acceptance)
+
+
+def _total_optimum(target: np.ndarray, draft: np.ndarray, num_drafts: int, scheme: DrawScheme) -> float:
+    """The sum of `theory.optimal_acceptance` over rows, ROWS at a time: one shape to compile."""
+    total = 0.0
+    for start in range(0, len(target), ROWS):
+        here = slice(start, start + ROWS)
+        num = len(target[here])
+        padded = (np.pad(x[here], ((0, ROWS - num), (0, 0)), mode="edge") for x in (target, draft))
+        total += float(np.asarray(_optimal(*padded, num_drafts=num_drafts, scheme=scheme))[:num].sum())
+    return total

@@ -1,0 +1,248 @@
+"""Does speculation ever change a token? Plain against speculative, token for token.
+
+Only the first difference of a row counts, for after it the two texts have different prefixes. Each is replayed
+through plain decoding's own passes. Where the library promises the same text (`is_promised`) none is excused; elsewhere
+one is where the arithmetic cannot tell the two tokens apart. Rules other than `match` draw sampled text anew: there the
+distribution is tested (`distribution.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hsd_jax.lab.bench.tables import say
+
+EXACT_GAP = 1e-4
+"""In exact precision on a mesh a difference is excused below this gap, in perturbed logits, or this near to a filter's
+edge."""
+FAST_PER_THOUSAND = 2.0
+"""In fast precision, on accelerators and meshes, at most so many differences per 1,000 tokens, all within the measured
+noise."""
+FALSE_ALARM = 1e-6
+"""Of settings whose text does follow the target, the share that `distribution.py` takes for others."""
+NOISE_ROWS = 8
+SETTINGS = {
+    "greedy": {"temperature": 0.0},
+    "temperature 0.8": {"temperature": 0.8},
+    "temperature 0.8, top-k 50, top-p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The first difference of one row."""
+
+    name: str
+    row: int
+    index: int
+    """Generated tokens before it."""
+    plain_token: int | None
+    """None: the text had ended."""
+    speculative_token: int | None
+    gap: float
+    """Between the two best perturbed logits (after temperature and noise), in plain decoding's own pass."""
+    boundary: float | None
+    """How near a token of the two is to the edge of top-k (in scaled logits) or top-p (in mass); None: no filter."""
+    excused: bool
+
+
+def compare(
+    params,
+    prompts: list[tuple[str, list[int]]],
+    tree,
+    max_new_tokens: int,
+    batch: int,
+    seed: int,
+    reuse: str = "none",
+    rule: Mapping[str, Any] = types.MappingProxyType({"accept": "match"}),
+) -> dict:
+    """Runs all settings; `ok` is False if a difference is not excused, or a distribution is not the target's.
+
+    Args:
+      tree: None: what `decode` chooses.
+      rule: the arguments accept, draw and lossy of `decode`.
+    """
+    from hsd_jax.lab.bench import distribution
+    from hsd_jax.params import default_tree
+
+    promised, noise = is_promised(params), None
+    num_nodes = (tree or default_tree(params.drafter_config)).nodes
+    settings = []
+    for name, sampling in SETTINGS.items():
+        say(f"{name}: {len(prompts)} prompts")
+        how = sampling | {"reuse": reuse, "tree": tree, **rule}
+        if sampling["temperature"] and rule["accept"] not in ("auto", "match"):
+            texts, tau, share = decode_all(params, prompts, max_new_tokens, batch, seed, how)
+            found = distribution.judge(params, [ids for _, ids in prompts], texts, sampling, seed)
+            counts = {"tokens_compared": found.tokens, "tau": tau, "drafted_share": share}
+            told = {"chi_square": found.chi_square, "p_value": found.p_value, "ok": found.p_value >= FALSE_ALARM}
+            settings.append({"name": name, **sampling, **counts, **told, "differences": []})
+            continue
+        plain, _, _ = decode_all(params, prompts, max_new_tokens, batch, seed, sampling | {"speculate": False})
+        drafted, tau, share = decode_all(params, prompts, max_new_tokens, batch, seed, how)
+        if noise is None and params.precision != "exact":
+            noise = logit_noise(params, prompts[:NOISE_ROWS], plain[:NOISE_ROWS], num_nodes)
+        differences, compared = [], 0
+        for row, (a, b) in enumerate(zip(plain, drafted, strict=True)):
+            index = first_difference(a, b)
+            compared += len(a) if index is None else index + 1
+            if index is not None:
+                differences.append(_explain(params, prompts[row], row, index, a, b, seed + row, sampling, noise))
+        per_thousand = 1000 * len(differences) / max(compared, 1)
+        is_ok = all(d.excused for d in differences)
+        is_rare = promised or params.precision == "exact" or per_thousand <= FAST_PER_THOUSAND
+        settings.append(
+            {
+                "name": name,
+                **sampling,
+                "tokens_compared": compared,
+                "per_thousand": per_thousand,
+                "tau": tau,
+                "drafted_share": share,
+                "ok": is_ok and is_rare,
+                "differences": [dataclasses.asdict(d) for d in differences],
+            }
+        )
+    return {
+        "ok": all(s["ok"] for s in settings),
+        "promised": promised,
+        "precision": params.precision,
+        "dtype": params.dtype,
+        "num_prompts": len(prompts),
+        "max_new_tokens": max_new_tokens,
+        "batch": batch,
+        "seed": seed,
+        "tree": None if tree is None else dataclasses.asdict(tree),
+        "num_nodes": num_nodes,
+        "reuse": reuse,
+        **rule,
+        "logit_noise": noise,
+        "settings": settings,
+    }
+
+
+def is_promised(params) -> bool:
+    """Whether the text must be that of plain decoding: on CPU by construction, elsewhere in exact precision.
+
+    Not on a mesh, where the number of devices decides in which order sums are added.
+    """
+    import jax
+
+    return params.mesh is None and (params.precision == "exact" or jax.default_backend() == "cpu")
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """The index of the first token that differs; where one text ends early, its length."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def decode_all(params, prompts, max_new_tokens, batch, seed, how) -> tuple[list[list[int]], float, float]:
+    """The generated tokens of every prompt, in order, tau, and the share of passes that verified drafts.
+
+    Prompts of like length share a batch.
+    """
+    from hsd_jax.api import decode
+
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i][1]))
+    texts: list[list[int]] = [[] for _ in prompts]
+    num_tokens = num_passes = 0
+    shares = []
+    for start in range(0, len(order), batch):
+        rows = order[start : start + batch]
+        filled = (rows + [rows[-1]] * batch)[:batch]  # the last batch repeats a row: one shape, one compilation
+        out = decode(
+            params,
+            [prompts[i][1] for i in filled],
+            max_new_tokens=max_new_tokens,
+            seed=[seed + i for i in filled],
+            **how,
+        )
+        shares.append(out.stats.drafted_share)
+        for slot, i in enumerate(rows):
+            texts[i] = out.tokens[slot, : out.num_tokens[slot]].tolist()
+            num_tokens += int(out.num_tokens[slot])
+            num_passes += int(out.stats.per_row.num_target_passes[slot])
+    return texts, num_tokens / max(num_passes, 1), sum(shares) / len(shares)
+
+
+def _precision(params):
+    import jax
+
+    return jax.default_matmul_precision("highest") if params.precision == "exact" else contextlib.nullcontext()
+
+
+def logit_noise(params, prompts, texts, num_nodes: int) -> float:
+    """The largest difference of a logit between passes of 1 node and of `num_nodes`, along plain texts."""
+    from hsd_jax.lab.bench.replay import replay_logits
+
+    worst, native = 0.0, params.mesh is None
+    for (_, prompt), text in zip(prompts, texts, strict=True):
+        if not text:
+            continue
+        with _precision(params):
+            one = replay_logits(params.target, params.target_config, prompt, text, use_native=native)
+            many = replay_logits(params.target, params.target_config, prompt, text, num_nodes, use_native=native)
+        worst = max(worst, float(np.abs(one - many).max()))
+    return worst
+
+
+def _explain(params, prompt, row, index, plain, drafted, seed, sampling, noise) -> Difference:
+    """Replays plain decoding up to the difference and asks how far apart the candidates are."""
+    name, ids = prompt
+    tokens = [int(text[index]) if index < len(text) else None for text in (plain, drafted)]
+    forced = [*plain[:index], next(t for t in tokens if t is not None)]
+    gap, boundary = candidate_gap(params, ids, forced, seed, sampling, [t for t in tokens if t is not None])
+    if params.precision == "exact":
+        limit = EXACT_GAP
+    else:  # either of two logits may be off by the noise, which the temperature divides
+        limit = 2 * (noise or 0.0) / (sampling["temperature"] or 1.0)
+    is_near = gap < limit or (boundary is not None and boundary < limit)
+    excused = is_near and not is_promised(params)
+    return Difference(name, row, index, tokens[0], tokens[1], gap, boundary, excused)
+
+
+def candidate_gap(params, prompt, forced, seed, sampling, tokens) -> tuple[float, float | None]:
+    """The gap of the two best perturbed logits for the last of `forced`, and the boundary distance of `tokens`."""
+    import jax
+    import jax.numpy as jnp
+
+    from hsd_jax.arguments import sampling_of_row
+    from hsd_jax.infer.sampling import perturb, round_noise, row_keys
+    from hsd_jax.lab.bench.replay import replay_logits
+
+    with _precision(params):
+        logits = replay_logits(params.target, params.target_config, prompt, forced, use_native=params.mesh is None)[-1]
+    temperature, top_k, top_p = (sampling.get(k) for k in ("temperature", "top_k", "top_p"))
+    settings = sampling_of_row(temperature, top_k, top_p)
+    last = jnp.full(1, len(prompt) + len(forced) - 2)
+    noise = round_noise(row_keys([(seed, 0)]), last, 1, len(logits), settings)
+    best = jax.lax.top_k(perturb(noise, jnp.asarray(logits)[None, None], settings), 2)[0][0, 0]
+    scaled = np.asarray(logits, np.float64) / (temperature or 1.0)
+    is_filtered = bool(temperature) and (top_k or (top_p or 1.0) < 1.0)
+    boundary = min(boundary_distance(scaled, t, top_k, top_p) for t in tokens) if is_filtered else None
+    return float(best[0] - best[1]), boundary
+
+
+def boundary_distance(scaled: np.ndarray, token: int, top_k: int | None, top_p: float | None) -> float:
+    """How little would move `token` across the edge of a filter: in logits for top-k, in mass for top-p."""
+    order = np.sort(scaled)[::-1]
+    mine, distances = scaled[token], []
+    kept = np.ones(len(scaled), bool)
+    if top_k and top_k < len(scaled):
+        kept = scaled >= order[top_k - 1]
+        edge = order[top_k] if kept[token] else order[top_k - 1]
+        distances.append(abs(float(mine - edge)))
+    if top_p and top_p < 1.0:
+        weight = np.where(kept, np.exp(scaled - order[0]), 0.0)
+        above = weight[scaled > mine].sum() / weight.sum()  # kept while the mass above it is short of top_p
+        distances.append(abs(float(above - top_p)))
+    return min(distances, default=float("inf"))

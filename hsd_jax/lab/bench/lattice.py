@@ -1,0 +1,123 @@
+"""What token-free states say of the text that follows, position by position: nothing is decoded but the text.
+
+Of every root the states of one round, and where each of them ranks the token that did follow. Read next: `recall.py`
+and `rescore.py`, which ask.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.drafters.table import METHODS, make_drafter, method_of
+from hsd_jax.host.distributed import fetch
+from hsd_jax.infer.decode import drafter_after
+from hsd_jax.models.draft_vocab import to_columns
+from hsd_jax.models.target import forward_sequence
+from hsd_jax.params import Params
+from hsd_jax.train.evaluate import Texts, walk
+
+ORACLES = (1, 4, 16)
+"""Tokens of each state among which an oracle chooses, and for which recall is told."""
+
+
+class Lattice(NamedTuple):
+    """What the states of each root say of the tokens that follow it."""
+
+    entropy: Float[Array, "*texts roots D"]
+    """In nats."""
+    repeats: Float[Array, "*texts roots D-1"]
+    """1 where the likeliest token of a state is that of the state before."""
+    rank: Int[Array, "*texts roots D"]
+    """How many tokens a state prefers to the one that followed; past every one of them where none did."""
+    informed_rank: Int[Array, "*texts roots D"]
+    """The same of the state and what the tokens before it add, all of them right."""
+
+
+@functools.partial(jax.jit, static_argnames=("target_config", "config", "tree", "num_roots"))
+def look(
+    drafter: Any,
+    target: Any,
+    target_config: ModelConfig,
+    config: Any,
+    tree: TreeConfig,
+    num_roots: int,
+    tokens: Int[Array, "B T"],
+    length: Int[Array, "B"],
+    first: Int[Array, "B"],
+) -> Lattice:
+    """The lattice of `num_roots` positions of every text, from `first` on."""
+    models, proposer = {"target": target, "drafter": drafter}, make_drafter(target_config, config, tree)
+    levels = method_of(config).lattice
+    assert levels is not None, "others were refused"
+
+    def one_text(row: tuple[Array, Array, Array]) -> Lattice:
+        text, end, start = row
+        output = forward_sequence(target, target_config, text[None], aux_layers=proposer.aux_layers)
+        roots = jnp.minimum(start + jnp.arange(num_roots), len(text) - 1)
+        capacity = len(text) + max(proposer.max_depth, proposer.lookahead) + 1
+        begin = lambda root: drafter_after(proposer, models, output, text[None], root[None] + 1, capacity)  # noqa: E731
+        states = jax.tree.map(lambda x: x[:, 0], jax.vmap(begin)(roots))
+        logits, inject, _ = levels(target_config, config, tree)(models, states)
+        logp, best = jax.nn.log_softmax(logits, -1), jnp.argmax(logits, -1)
+        places = roots[:, None] + 1 + jnp.arange(tree.depth)
+        columns, is_known = to_columns(drafter.get("draft_to_target"), text[jnp.minimum(places, len(text) - 1)])
+        informed, above = [], None
+        for level in range(tree.depth):
+            informed.append(logits[:, level])
+            if inject is not None:
+                added, above = inject(text[jnp.minimum(roots + level, len(text) - 1)][:, None], above)
+                informed[level] += added[:, 0]
+
+        def rank(logits: Array) -> Array:
+            own = jnp.take_along_axis(logits, columns[:, :, None], 2)
+            return jnp.where(is_known & (places < end), (logits > own).sum(-1), logits.shape[-1])
+
+        repeats = (best[:, 1:] == best[:, :-1]).astype(jnp.float32)
+        return Lattice(-(jnp.exp(logp) * logp).sum(-1), repeats, rank(logits), rank(jnp.stack(informed, 1)))
+
+    return jax.lax.map(one_text, (tokens, length, first))
+
+
+def check_token_free(params: Params) -> None:
+    """Raises a ValueError if the drafter has no states that read no drafted token."""
+    if method_of(params.drafter_config).lattice is None:
+        having = ", ".join(kind for kind, method in METHODS.items() if method.lattice is not None)
+        raise ValueError(
+            f"a drafter of kind {params.drafter_config.kind} has no token-free states; these have: {having}"
+        )
+
+
+def lattice_of(params: Params, texts: Texts, depth: int) -> tuple[Any, np.ndarray]:
+    """The lattice of every position from which a text goes on, and which of these there are [texts, roots]; NumPy."""
+    written, chain = texts.length - texts.prompt_length, TreeConfig.chain(depth)
+    models = params.drafter, params.target, params.target_config, params.drafter_config
+    rows = texts.tokens, texts.length, texts.prompt_length - 1
+    found = jax.tree.map(fetch, look(*models, chain, int(written.max()), *rows))
+    return found, np.arange(written.max()) < written[:, None]
+
+
+def oracle_tau(rank: np.ndarray, texts: Texts) -> dict[str, float]:
+    """Tokens a pass if an oracle chose the path of each round among the ORACLES best tokens of every depth."""
+    depth = rank.shape[-1]
+    leading = {k: np.cumprod(rank < k, -1).sum(-1) for k in ORACLES}
+    return {str(k): walk(right[:, None], texts, depth).tau for k, right in leading.items()}
+
+
+def facts(params: Params, texts: Texts, depth: int) -> dict[str, Any]:
+    """Entropy by state, how often neighbours repeat each other, and tau if an oracle chose from the lattice."""
+    found, counts = lattice_of(params, texts, depth)
+    entropy = found.entropy[counts].mean(0)
+    rises = np.flatnonzero(np.diff(entropy) < 0)
+    return {
+        "entropy": entropy.tolist(),
+        "rises_to": int(rises[0]) + 1 if len(rises) else depth,
+        "repeated_neighbours": float(found.repeats[counts].mean()),
+        "oracle_tau": oracle_tau(found.rank, texts),
+    }

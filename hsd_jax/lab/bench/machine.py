@@ -1,0 +1,28 @@
+"""What figures were measured on: the processor, the devices, the versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+
+def hardware() -> dict[str, Any]:
+    """What the figures were measured on."""
+    import jax
+
+    from hsd_jax.kernels import native
+    from hsd_jax.planning.tuned import cpu_model, num_cores
+
+    return {
+        "cpu": cpu_model(),
+        "cores": num_cores(),
+        "device": jax.devices()[0].device_kind,
+        "num_devices": jax.device_count(),
+        "backend": jax.default_backend(),
+        "native_kernel": native.available(),
+        "load_average": os.getloadavg()[0],
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }

@@ -1,0 +1,326 @@
+"""Decoding the same prompts by several modes, interleaved in one process, and the figures that come of it.
+
+`time_modes` runs, `mode_record` counts, `speedup` divides. Read next: `against_plain.py`, `compare.py`, `tune.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hsd_jax import api
+from hsd_jax.config import ReuseConfig, TreeConfig
+from hsd_jax.drafters.table import make_drafter
+from hsd_jax.infer.accept import check_legal, make_rule
+from hsd_jax.infer.lossy import Lossy
+from hsd_jax.lab.bench.prompts import BenchPrompt, for_checkpoint
+from hsd_jax.planning.plan import check_adaptive
+from hsd_jax.request import LARGEST_FIRST, MOST_LOOKAHEAD, first_capacity, rule_and_scheme
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+FEWEST_BATCHES = 8
+"""Of fewer batches of prompts no interval is given: it would be narrow by accident."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is decoded to be timed, and how often; the options of that name on the command line."""
+
+    prompts: Sequence[str] | None
+    """Files; None: the demo's own."""
+    half: str | None
+    limit: int | None
+    """Prompts of each file."""
+    max_new_tokens: int
+    seed: int
+    repeats: int
+    command_line: str
+    chat_template: bool = True
+    """Conversations and questions through the target's chat template, if it has one."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Workload:
+        """Takes its fields from among more options."""
+        return cls(**{field.name: options[field.name] for field in dataclasses.fields(cls)})
+
+    @property
+    def prompt_files(self) -> list[str]:
+        """The files, for records."""
+        return [str(path) for path in self.prompts or ["the demo's own"]]
+
+    def read(self, params, files: Sequence[str] | None) -> list[BenchPrompt]:
+        """The prompts of some files; raises as `for_checkpoint`."""
+        return for_checkpoint(params, files, self.half, self.limit, self.max_new_tokens, self.chat_template)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """One way to decode; `tree` None is plain, unless `decode` is to choose."""
+
+    name: str
+    params: Any
+    tree: Any = None
+    pad_rows: int = 1
+    accept: str = "match"
+    draw: str | None = None
+    reuse: str = "none"
+    lossy: str | None = None
+    """As --lossy: such text is not the target's."""
+    adaptive: bool | None = None
+    """As `adaptive` of `decode`."""
+    tuned: Any = None
+    """A `hsd_jax.Tuned` that names the tree: of which a round then verifies what pays."""
+    is_chosen: bool = False
+    """`decode` chooses call by call, plain decoding included, as it does for whoever names no tree."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing is ever drafted."""
+        return self.tree is None and not self.is_chosen
+
+    @property
+    def dtype(self) -> str:
+        return self.params.dtype
+
+    def check(self) -> None:
+        """Raises a ValueError for what cannot be decoded together, before anything compiles."""
+        if self.tree is not None:
+            (rule, scheme), reuse = rule_and_scheme(self.accept, self.draw), ReuseConfig.parse(self.reuse)
+            config = self.params.target_config
+            drafter = make_drafter(config, self.params.drafter_config, self.tree, scheme=scheme, reuse=reuse)
+            check_legal(make_rule(rule, self.tree, Lossy.parse(self.lossy, rule)), drafter.scheme, drafter.drafts_ahead)
+            if self.adaptive:
+                check_adaptive(self.params.drafter_config, rule, self.tree)
+
+    def decode(self, prompts: Sequence[Any], seeds: Sequence[int], max_new_tokens: int, temperature: float):
+        """`hsd_jax.decode` of one batch of texts or token ids."""
+        return api.decode(
+            self.params,
+            list(prompts),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=list(seeds),
+            tree=self.tree if self.tuned is None else None,
+            speculate=not self.is_plain,
+            pad_rows=self.pad_rows,
+            accept=self.accept,
+            draw=self.draw,
+            reuse=self.reuse,
+            lossy=self.lossy,
+            adaptive=self.adaptive,
+            tuned=self.is_chosen if self.tuned is None else self.tuned,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """What the modes gave for the same batches of prompts: `results[mode][batch]`, `seconds[mode][repeat][batch]`."""
+
+    results: dict[str, list[Any]]
+    seconds: dict[str, list[list[float]]]
+    """Without prefill."""
+    whole_seconds: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
+    """Of the whole call, from token ids to text."""
+
+    def texts(self, name: str) -> list[list[int]]:
+        """The generated tokens of every prompt."""
+        return [
+            row[:count].tolist()
+            for result in self.results[name]
+            for row, count in zip(result.tokens, result.num_tokens, strict=True)
+        ]
+
+    def num_tokens(self, name: str) -> list[int]:
+        """Generated tokens of every batch."""
+        return [int(sum(result.num_tokens)) for result in self.results[name]]
+
+    def rates(self, name: str) -> list[float]:
+        """Tokens per second of every repeat."""
+        return [sum(self.num_tokens(name)) / sum(batches) for batches in self.seconds[name]]
+
+
+def parse_tree(text: str) -> TreeConfig:
+    """A tree from "8x5x3", nodes x depth x width, or "3.2.1", the children of each node of a level ("3." of one)."""
+    text = text.strip()
+    by = "." if "." in text else "x"
+    numbers = text.removesuffix(".").split(by)
+    if not all(n.isdigit() for n in numbers) or (by == "x" and len(numbers) != 3):
+        raise ValueError(f"tree {text!r} is not NODESxDEPTHxWIDTH, for example 8x5x3, nor a branching, as in 3.2.1")
+    counts = tuple(map(int, numbers))
+    return TreeConfig(branching=counts) if by == "." else TreeConfig(counts[0], counts[1], counts[2])
+
+
+def parse_trees(text: str) -> list[TreeConfig]:
+    """Trees from "8x5x3,16x6x4,3.2.1"."""
+    return [parse_tree(part) for part in text.split(",")]
+
+
+def time_modes(
+    modes: Sequence[Mode],
+    prompts: Sequence[Any],
+    *,
+    batch: int = 1,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int = 0,
+    repeats: int,
+    progress: Callable[[str, int, int], None],
+    warms_all: bool = True,
+) -> Runs:
+    """Decodes all prompts by all modes, 1 + `repeats` times; end tokens are honoured, prefill has a clock of its own.
+
+    The first time compiles. After it mode follows mode on every batch of prompts, in an order that rotates, so that a
+    change of the machine's pace and what the mode before left in the caches meet all alike.
+
+    Args:
+      prompts: texts or token ids.
+      batch: rows decoded at once; prompts left over at the end are decoded as a smaller batch.
+      seed: of prompt i: seed + i.
+      progress: `progress(what, done, of)`, before each batch.
+      warms_all: False: only one batch for each program is decoded before, of prompts of token ids.
+    """
+    batches = [range(i, min(i + batch, len(prompts))) for i in range(0, len(prompts), batch)]
+
+    def decode(mode: Mode, rows: range):
+        seeds = [seed + row for row in rows]
+        return mode.decode([prompts[row] for row in rows], seeds, max_new_tokens, temperature)
+
+    warm = batches
+    if not warms_all:
+        warm = one_of_each_size(modes[0].params.max_len, prompts, batches, max_new_tokens)
+    for i, rows in enumerate(warm):
+        progress("warming up", i, len(warm))
+        for mode in modes:
+            decode(mode, rows)
+    results: dict[str, list] = {mode.name: [] for mode in modes}
+    seconds: dict[str, list[list[float]]] = {mode.name: [] for mode in modes}
+    whole_seconds: dict[str, list[list[float]]] = {mode.name: [] for mode in modes}
+    for repeat in range(repeats):
+        for mode in modes:
+            seconds[mode.name].append([])
+            whole_seconds[mode.name].append([])
+        for i, rows in enumerate(batches):
+            progress(f"timing, pass {repeat + 1} of {repeats}", i, len(batches))
+            first = (repeat + i) % len(modes)
+            for mode in [*modes[first:], *modes[:first]]:
+                start = time.perf_counter()
+                result = decode(mode, rows)
+                whole_seconds[mode.name][repeat].append(time.perf_counter() - start)
+                seconds[mode.name][repeat].append(result.stats.decode_seconds)
+                if not repeat:
+                    results[mode.name].append(result)
+    return Runs(results, seconds, whole_seconds)
+
+
+def one_of_each_size(
+    max_len: int, prompts: Sequence[Sequence[int]], batches: Sequence[range], max_new_tokens: int
+) -> list[range]:
+    """One batch for each size of the caches, the longest, and every batch whose caches grow while it is decoded."""
+    sizes: dict[Any, range] = {}
+    for rows in sorted(batches, key=lambda rows: -max(len(prompts[row]) for row in rows)):
+        longest = max(len(prompts[row]) for row in rows)
+        total = longest + max_new_tokens
+        capacity = first_capacity(longest, total, MOST_LOOKAHEAD, max_len)
+        grows = total + MOST_LOOKAHEAD > LARGEST_FIRST
+        sizes.setdefault((len(rows), capacity, rows.start if grows else None), rows)
+    return sorted(sizes.values(), key=lambda rows: rows.start)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and range of repeated measurements."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
+    """The figures of one mode; `plain` names the mode whose texts its own are compared with."""
+    results, seconds = runs.results[mode.name], runs.seconds[mode.name]
+    passes = sum(r.stats.num_target_passes for r in results)  # counted a row
+    rounds = sum(int(r.stats.per_row.num_target_passes.max()) for r in results)
+    num_tokens = sum(runs.num_tokens(mode.name))
+    plain_texts = runs.texts(plain)
+    differing = [i for i, (a, b) in enumerate(zip(runs.texts(mode.name), plain_texts, strict=True)) if a != b]
+    record = {
+        "kind": "plain" if mode.is_plain else "speculative",
+        "dtype": mode.dtype,
+        "pad_rows": mode.pad_rows,
+        "num_tokens": num_tokens,
+        "num_target_passes": passes,
+        "tau": num_tokens / max(passes, 1),
+        "tokens_per_second": spread(runs.rates(mode.name)),
+        "seconds_per_round": spread([sum(batches) / max(rounds, 1) for batches in seconds]),
+        "same_text_as_plain": len(plain_texts) - len(differing),
+        "differing_prompts": differing,
+    }
+    if runs.whole_seconds:
+        whole = runs.whole_seconds[mode.name]
+        record["whole_tokens_per_second"] = spread([num_tokens / sum(batches) for batches in whole])
+    if mode.is_chosen:
+        record["plans"] = dict(Counter(str(r.stats.plan) for r in results))
+    if not mode.is_plain:
+        histograms = (r.stats.accepted_histogram for r in results)  # where trees are chosen, of different lengths
+        histogram = [int(sum(n)) for n in itertools.zip_longest(*histograms, fillvalue=0)]
+        record |= {
+            "tree": None if mode.tree is None else dataclasses.asdict(mode.tree),
+            "accept": mode.accept,
+            "draw": mode.draw,
+            "reuse": mode.reuse,
+            "lossy": mode.lossy,
+            "adaptive": mode.adaptive,
+            "mean_accepted": record["tau"] - 1.0,
+            "accepted_histogram": histogram,
+            "conditional_acceptance": api.conditional_acceptance(histogram).tolist(),
+        }
+    return record
+
+
+def call_record(name: str, index: int, runs: Runs) -> dict[str, Any]:
+    """What one mode did with one batch of prompts, the raw figures."""
+    result = runs.results[name][index]
+    record = {
+        "num_tokens": int(sum(result.num_tokens)),
+        "num_target_passes": result.stats.num_target_passes,
+        "seconds": [batches[index] for batches in runs.seconds[name]],
+    }
+    if runs.whole_seconds:
+        record["whole_seconds"] = [batches[index] for batches in runs.whole_seconds[name]]
+    return record
+
+
+def fastest(names: Sequence[str], runs: Runs) -> str:
+    """The mode of the highest median rate."""
+    return max(names, key=lambda name: statistics.median(runs.rates(name)))
+
+
+def speedup(name: str, rival: str, runs: Runs, whole: bool = False) -> dict[str, Any]:
+    """Tokens per second over those of `rival`, in two ways, without prefill or of the `whole` call.
+
+    `median`, `min`, `max` are of the ratios of the repeats. `value` takes every batch of prompts at the median of its
+    repeats, tokens of all over seconds of all; `low` and `high` are its percentile bootstrap over the batches, paired,
+    and None for fewer than FEWEST_BATCHES.
+    """
+    seconds = runs.whole_seconds if whole else runs.seconds
+    tokens = np.array([runs.num_tokens(n) for n in (name, rival)], float)
+    own, others = (tokens[i].sum() / np.sum(seconds[n], axis=1) for i, n in enumerate((name, rival)))
+    ratios = [float(ratio) for ratio in own / others]
+    times = np.array([np.median(seconds[n], axis=0) for n in (name, rival)])
+    rates = tokens.sum(1) / times.sum(1)
+    low, high = bootstrap_ratio(tokens, times) if tokens.shape[1] >= FEWEST_BATCHES else (None, None)
+    return {"against": rival, **spread(ratios), "value": float(rates[0] / rates[1]), "low": low, "high": high}
+
+
+def bootstrap_ratio(tokens: np.ndarray, seconds: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """A CONFIDENCE interval of (tokens / seconds of row 0) over (of row 1), columns resampled; [2, P] each."""
+    num = tokens.shape[1]
+    drawn = np.random.default_rng(seed).integers(0, num, (RESAMPLES, num))
+    rates = tokens[:, drawn].sum(-1) / seconds[:, drawn].sum(-1)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(rates[0] / rates[1], [tail, 1 - tail])
+    return float(low), float(high)

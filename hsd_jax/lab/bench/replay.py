@@ -1,0 +1,219 @@
+"""A decode round by round: every draft tree, its verdict and what was committed, for pictures and for debugging.
+
+The rounds are those of `step.py`, compiled one at a time, with the tree and the verdict returned beside the new state.
+The compiled loop of `decode.py` stays as it is. `replay_logits` gives the logits of a text once more. Read first:
+`infer/step.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from hsd_jax.config import ModelConfig, bucket
+from hsd_jax.drafters.method import Pictures
+from hsd_jax.host.distributed import fetch
+from hsd_jax.infer.decode import Decoder, traced_with
+from hsd_jax.infer.step import make_step
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.target import causal_mask, forward, read_chunk
+from hsd_jax.session import Session
+from hsd_jax.types import AcceptRule, Costs, DecodeState, Drafter, DraftTree, Limits, SamplingParams, Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One round of one row, on the host: a draft tree and what became of it."""
+
+    tokens: np.ndarray
+    """[N], the root first."""
+    parents: np.ndarray
+    """[N]; NO_PARENT for the root."""
+    depth: np.ndarray
+    valid: np.ndarray
+    logp: np.ndarray | None
+    """[N]: the drafter's log-probability of each node given its parent, 0 for the root; None where it has none."""
+    path: list[int]
+    """Nodes of the accepted path, the root first."""
+    next_token: int
+    """What the target gave after the accepted path."""
+    emitted: list[int]
+    """Tokens committed: the accepted drafts and `next_token`, cut at an end token and at the length limit."""
+    origins: np.ndarray | None = None
+    """[N]: FRESH, KEPT or MIXED (`reuse.py`), what each node grew from; None where nothing is reused."""
+    spare_age: int = 0
+    """Tokens committed since the trunk run of what was reused."""
+    has_own_run: bool = True
+    """Whether the tree waited for a trunk run of its own round."""
+
+    @property
+    def num_kept(self) -> int:
+        """Accepted drafts that were committed."""
+        return min(len(self.path) - 1, len(self.emitted))
+
+    @property
+    def has_next(self) -> bool:
+        """Whether `next_token` was committed: the cut may fall before it."""
+        return len(self.emitted) == len(self.path)
+
+
+def make_watched_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule, pictures: Pictures) -> Callable:
+    """`watched(models, sampling, limits, state, costs=None) -> (state, (tree, verdict, logp, origins))`: the step, and
+    what it saw.
+
+    `logp` [B, N] is None for drafters that know none of their trees, `origins` (`Origins`) for those without reuse.
+    """
+
+    def watched(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, costs: Costs | None = None):
+        trees: list[DraftTree] = []
+        verdicts: list[Verdict] = []
+
+        def draft(*args):
+            tree, drafter_state = drafter.draft(*args)
+            trees.append(tree)
+            return tree, drafter_state
+
+        def verify(*args):
+            verdicts.append(rule.verify(*args))
+            return verdicts[0]
+
+        # Made anew for each trace, so that the two lists hold tracers of this trace only.
+        step = make_step(config, drafter._replace(draft=draft), rule._replace(verify=verify))
+        after = step(models, sampling, limits, state, costs)
+        origins = None if pictures.node_origins is None else pictures.node_origins(state.drafter, trees[0])
+        return after, (trees[0], verdicts[0], tree_logp(pictures, models, state, trees[0], sampling), origins)
+
+    return watched
+
+
+def tree_logp(
+    pictures: Pictures, models: dict, state: DecodeState, tree: DraftTree, sampling: SamplingParams
+) -> Float[Array, "B N"] | None:
+    """Log-probability of each node given its parent, under the distribution by which the tree was grown; None:
+    unknown."""
+    if tree.draft_logp is None:
+        return None if pictures.node_logp is None else pictures.node_logp(models, state.drafter, tree, sampling)
+    parents = jnp.maximum(tree.parents, 0)[:, :, None]
+    distributions = jnp.take_along_axis(tree.draft_logp, parents, 1)
+    return jnp.where(tree.depth > 0, jnp.take_along_axis(distributions, tree.tokens[:, :, None], 2)[:, :, 0], 0.0)
+
+
+def watched_step(decoder: Decoder, config: ModelConfig, rule: AcceptRule, pictures: Pictures) -> Callable:
+    """`make_watched_step`, compiled as the loop of the decoder is."""
+    assert decoder.drafter is not None
+    return decoder.compile(make_watched_step(config, decoder.drafter, rule, pictures))
+
+
+def watched_rounds(session: Session, watched: Callable) -> Iterator[Any]:
+    """Runs a session on, a round whenever the next item is asked for, until no row is left; yields what each round saw.
+
+    Args:
+      watched: `watched(models, sampling, limits, state, costs) -> (state, seen)`, a step compiled by
+        `Decoder.compile`.
+    """
+    seen = []
+
+    def loop(models, costs, sampling, limits, num_rounds, least_live, state):
+        state, saw = watched(models, sampling, limits, state, costs)
+        seen.append(saw)
+        return state
+
+    while session.num_running:
+        session.run(1, loop=loop)
+        yield seen.pop()
+
+
+def replay(
+    session: Session,
+    config: ModelConfig,
+    rule: AcceptRule,
+    pictures: Pictures,
+    watched: Callable | None = None,
+) -> list[Round]:
+    """Decodes the first row of a session to its end, round by round; uses the session up.
+
+    Args:
+      session: as `prepare` returns it, of a decoder that has a drafter; nothing was taken yet.
+      rule: that of the decoder's step.
+      pictures: of the decoder's drafter.
+      watched: `watched_step` of these four, for several texts by one program; None: made here.
+    """
+    watched = watched or watched_step(session.setup.decoder, config, rule, pictures)
+    rounds = []
+    for tree, verdict, logp, origins in watched_rounds(session, watched):
+        taken, num_accepted = session.take(0), int(np.asarray(verdict.num_accepted)[0])
+        rounds.append(
+            Round(
+                tokens=np.asarray(tree.tokens)[0],
+                parents=np.asarray(tree.parents)[0],
+                depth=np.asarray(tree.depth)[0],
+                valid=np.asarray(tree.valid)[0],
+                logp=None if logp is None else np.asarray(logp)[0],
+                path=np.asarray(verdict.path)[0, : num_accepted + 1].tolist(),
+                next_token=int(np.asarray(verdict.next_token)[0]),
+                emitted=taken.tokens.tolist(),
+                origins=None if origins is None else np.asarray(origins.nodes)[0],
+                spare_age=0 if origins is None else int(np.asarray(origins.age)[0]),
+                has_own_run=origins is None or bool(np.asarray(origins.has_own_run)[0]),
+            )
+        )
+        if taken.finish_reason is not None:
+            break
+    return rounds
+
+
+def replay_logits(
+    weights,
+    config: ModelConfig,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    num_nodes: int = 1,
+    dtype: Any = None,
+    use_native: bool = True,
+) -> Float[np.ndarray, "T V"]:
+    """The logits that predict each of `tokens`, from passes of `num_nodes` nodes against a cache.
+
+    With 1 node these are plain decoding's own passes, with more those of verification (as a chain): the difference
+    of the two is the noise of the arithmetic.
+
+    Args:
+      dtype: of the cache; None: as in `decode`.
+      use_native: as `Decoder`.
+    """
+    if not len(prompt) or not len(tokens):
+        raise ValueError("replay_logits wants at least one token of prompt and one of text")
+    text = np.asarray([*prompt, *tokens], np.int32)
+    num_chunks = bucket(-(-len(tokens) // num_nodes))
+    padded = np.zeros(bucket(len(prompt) + num_chunks * num_nodes), np.int32)
+    padded[: len(text)] = text
+    dtype = cache_lib.fastest_dtype(weights["embedding"].dtype) if dtype is None else dtype
+    text, num_prompt = jnp.asarray(padded), len(prompt)
+    logits = _replay(weights, config, text, num_prompt, bucket(num_prompt), num_chunks, num_nodes, dtype, use_native)
+    return fetch(logits)[: len(tokens)]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "prompt_bucket", "num_chunks", "num_nodes", "dtype", "use_native")
+)
+def _replay(weights, config, text, prompt_length, prompt_bucket, num_chunks, num_nodes, dtype, use_native):
+    capacity = max(text.shape[0], prompt_bucket + num_nodes)
+    cache = cache_lib.empty_cache((capacity,) * config.num_layers, 1, config.num_kv_heads, config.head_dim, dtype)
+    read, run = (traced_with(None, use_native, None, function) for function in (read_chunk, forward))
+    _, cache = read(weights, config, cache, text[None, :prompt_bucket], 0, (prompt_length - 1)[None])
+
+    def chunk(cache, _):
+        nodes = lax.dynamic_slice(text, (cache.length[0],), (num_nodes,))[None]
+        positions = cache.length[:, None] + jnp.arange(num_nodes)
+        output = run(weights, config, nodes, positions, causal_mask(1, num_nodes), cache)
+        return cache_lib.commit(cache, output.new_kv, None, jnp.full(1, num_nodes)), output.logits[0]
+
+    logits = lax.scan(chunk, cache, None, length=num_chunks)[1]
+    return logits.reshape(num_chunks * num_nodes, -1)

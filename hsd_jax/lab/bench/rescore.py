@@ -1,0 +1,139 @@
+"""What transition scorers are worth to a drafter with token-free states: tokens a pass at equal verified nodes.
+
+Nothing is decoded but the texts, by the target alone: under `match` a text is known beforehand, so that a scorer's tau
+on it is a count (`train/evaluate.py`), equal to that of decoding. alpha is chosen on the prompts of the tuning half;
+all figures are of the other half. Read next: `drafters/rescored/draft.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from hsd_jax.arguments import encode
+from hsd_jax.config import NO_REUSE, TreeConfig
+from hsd_jax.drafters.rescored.config import ZERO_GRAM
+from hsd_jax.lab.bench.compare import without_token_info
+from hsd_jax.lab.bench.lattice import facts
+from hsd_jax.lab.bench.machine import hardware
+from hsd_jax.lab.bench.measure import Workload
+from hsd_jax.lab.bench.prompts import HALVES
+from hsd_jax.lab.bench.tables import make_console, make_table, say
+from hsd_jax.params import Params, rescore
+from hsd_jax.train.evaluate import Texts, accepted_lengths, write_texts
+
+ALPHAS = (0.1, 0.25, 0.5, 0.75, 1.0)
+NONE, OWN = "none", "its own"
+
+
+def tau_of(params: Params, texts: Texts, tree: TreeConfig, temperature: float) -> float:
+    """Tokens a target pass of decoding these texts."""
+    assert params.drafter is not None
+    models = params.drafter, params.drafter_config, params.target, params.target_config
+    (fate,), _ = accepted_lengths(*models, texts, [(tree, NO_REUSE)], temperature)
+    return fate.tau
+
+
+def with_alpha(params: Params, alpha: float) -> Params:
+    """Rescored drafts with another weight of their scorer."""
+    assert params.drafter is not None
+    rescorer = params.drafter["rescorer"] | {"alpha": jnp.full(1, alpha, jnp.float32)}
+    return dataclasses.replace(params, drafter=params.drafter | {"rescorer": rescorer})
+
+
+def rows_of_states(
+    params: Params,
+    scorers: Mapping[str, str],
+    tree: TreeConfig,
+    tuned_on: Texts,
+    texts: Texts,
+    temperature: float,
+    alphas: Sequence[float],
+) -> list[dict[str, Any]]:
+    """tau of one tree without scorer, by the heads' likeliest paths, and by each scorer with its best alpha."""
+    heads = rescore(params, ZERO_GRAM, 0.0)
+    found = [(NONE, heads, TreeConfig.chain(tree.depth), {}), (OWN, params, tree, {}), (ZERO_GRAM, heads, tree, {})]
+    for name, folder in scorers.items():
+        scored = rescore(params, folder)
+        tried = {alpha: tau_of(with_alpha(scored, alpha), tuned_on, tree, temperature) for alpha in alphas}
+        best = max(tried, key=lambda alpha: tried[alpha])
+        say(f"  {name}: " + ", ".join(f"alpha {alpha:g} tau {tau:.2f}" for alpha, tau in tried.items()))
+        found.append((name, with_alpha(scored, best), tree, {"alpha": best, "tuned": tried}))
+    rows = [
+        {
+            "scorer": name,
+            "nodes": shape.nodes,
+            "tree": shape.name,
+            "tau": tau_of(one, texts, shape, temperature),
+            **more,
+        }
+        for name, one, shape, more in found
+    ]
+    control = next(row["tau"] for row in rows if row["scorer"] == ZERO_GRAM)
+    return [row | {"over_0_gram": row["tau"] / control} for row in rows]
+
+
+def measure(
+    params: Params,
+    work: Workload,
+    scorers: Mapping[str, str],
+    trees: Sequence[TreeConfig],
+    temperature: float,
+    alphas: Sequence[float] = ALPHAS,
+) -> dict[str, Any]:
+    """The whole record. A drafter with token information is measured without it, too: it is the low-rank scorer.
+
+    Raises:
+      FileNotFoundError, ValueError: naming what is wrong with drafter, scorers or prompts, before anything is decoded.
+    """
+    for folder in (ZERO_GRAM, *scorers.values()):
+        rescore(params, folder)
+    drafter = params.drafter
+    assert drafter is not None
+    states = {"heads": params}
+    if "injector" in drafter:
+        states = {"states alone": without_token_info(params), "with token information": params}
+    texts = []
+    for half in HALVES:
+        found = dataclasses.replace(work, half=half).read(params, work.prompts)
+        say(f"the target writes {len(found)} texts of half {half}")
+        ids = [np.asarray(row) for row in encode(params, [prompt.tokens(params.tokenizer) for prompt in found])]
+        texts.append(write_texts(params, ids, work.max_new_tokens, temperature, work.seed))
+    tuned_on, texts = texts
+    record = {
+        "command": work.command_line,
+        "hardware": hardware(),
+        "kind_of_figures": "simulated on the target's own text; equal to decoding under match",
+        "temperature": temperature,
+        "num_prompts": len(texts.length),
+        "lattice": facts(next(iter(states.values())), texts, max(tree.depth for tree in trees)),
+        "rows": [],
+    }
+    for tree in trees:
+        for name, one in states.items():
+            say(f"{name}, tree {tree.name}")
+            rows = rows_of_states(one, scorers, tree, tuned_on, texts, temperature, alphas)
+            record["rows"] += [{"states": name, **row} for row in rows]
+    return record
+
+
+def print_record(record: dict[str, Any]) -> None:
+    """Prints what `measure` returned."""
+    console, lattice = make_console(), record["lattice"]
+    title = f"{record['num_prompts']} prompts of the reporting half, temperature {record['temperature']:g}, simulated"
+    table = make_table(title, 2, "states", "scorer", "tree", "alpha", "tau", "over 0-gram")
+    for row in record["rows"]:
+        alpha = f"{row['alpha']:g}" if "alpha" in row else ""
+        cells = row["states"], row["scorer"], row["tree"], alpha, f"{row['tau']:.2f}", f"{row['over_0_gram']:.3f}"
+        table.add_row(*cells)
+    console.print(table)
+    entropy = " ".join(f"{x:.2f}" for x in lattice["entropy"])
+    console.print(f"entropy by head, nats: {entropy} (rises up to head {lattice['rises_to']})")
+    console.print(f"neighbours that repeat each other: {lattice['repeated_neighbours']:.1%}")
+    oracle = ", ".join(f"{k} arcs {tau:.2f}" for k, tau in lattice["oracle_tau"].items())
+    console.print(f"tau if an oracle chose the path: {oracle}")
+    console.print(record["command"], markup=False, highlight=False)

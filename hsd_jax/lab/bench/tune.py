@@ -1,0 +1,340 @@
+"""The fastest way to decode on this machine: which tree, which form of reuse, or no speculation at all.
+
+Every candidate would have to be compiled to be measured. So most are only predicted: tau from text the target wrote
+(`train/evaluate.py` says what any tree would have got right), the seconds of a round from a few that are measured. The
+best are then measured, interleaved with plain decoding, and the fastest of these is the choice. Read first:
+`measure.py`, then `hsd_jax/planning/tuned.py` for what comes out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hsd_jax.arguments import Prompt, Sampling, check_length, encode
+from hsd_jax.config import NO_REUSE, NONE, ReuseConfig, TreeConfig, most_nodes
+from hsd_jax.drafters.table import method_of
+from hsd_jax.host import sharding
+from hsd_jax.lab.bench.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
+from hsd_jax.lab.bench.predict import Prediction, RoundCost, best_of, sample_of
+from hsd_jax.lab.bench.profile import trunk_seconds
+from hsd_jax.params import Params
+from hsd_jax.planning.plan import plan_for
+from hsd_jax.planning.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
+from hsd_jax.request import MOST_LOOKAHEAD, Speculation, first_capacity, rows_bucket
+from hsd_jax.session import prepare
+from hsd_jax.settings import HOTTEST, Count, Temperature, fits, shown
+from hsd_jax.train.evaluate import Draft, Texts, accepted_lengths
+from hsd_jax.types import Weights
+
+TREES_PER_FORM = 2
+"""Trees on which a form of reuse is tried: those that are predicted to be the fastest without it."""
+LEAST_SPEEDUP = 1.02
+"""Over plain decoding, measured: what gains less may as well lose."""
+SHORTEST_CANDIDATE, LONGEST_CANDIDATE = 4, 16
+"""Nodes of the chains that are candidates."""
+WIDE_CANDIDATES = ((8, 5, 2), (12, 6, 3), (16, 6, 4))
+"""Nodes, depth and width of the trees that are candidates, as far as a drafter's steps allow."""
+
+
+def tune(
+    params: Params,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    temperature: float | Sequence[float] = 0.0,
+    batch: int | Sequence[int] = 1,
+    max_new_tokens: int = 64,
+    trees: Sequence[TreeConfig] | None = None,
+    reuses: Sequence[str] | None = None,
+    finalists: int = 3,
+    repeats: int = 3,
+    seed: int = 0,
+    keep: bool = True,
+    report: Callable[[str], None] = print,
+) -> Tuned:
+    """Finds the fastest ways to decode such prompts on this machine, and keeps them where `decode` looks.
+
+    The text is the same whatever is chosen (`accept="match"`). Run it once for a pair and a machine, with the batches,
+    temperatures and lengths of prompts to come: there is a choice for each combination, which takes as long as about
+    ten first decodes. `decode` then follows it in calls of the same size: rows, slots of the caches, greedy or
+    sampled.
+
+    Args:
+      prompts: a handful of each length, as `decode` takes them, each of at least 2 tokens. Those that do not fill a
+        batch with others whose caches are as large are left out.
+      temperature: of all rows, one or several; 0 is greedy.
+      batch: rows decoded at once, one number or several.
+      trees: candidates; None: chains, and trees of 8, 12 and 16 nodes, as far as the drafter's steps allow.
+      reuses: forms of reuse, as `decode` takes them; None: all that the drafter allows.
+      finalists: candidates to measure, the best by prediction.
+      repeats: timed passes over the prompts.
+      seed: of prompt i: seed + i.
+      keep: whether the record is kept for `decode` to find, beside what was kept for other sizes.
+      report: gets a line at each stage.
+    Raises:
+      ValueError: naming the wrong value and the allowed ones, before anything compiles.
+      OSError: if the record cannot be kept.
+    """
+    temperatures, batches = _several(temperature), _several(batch)
+    for value in temperatures:
+        if not fits(Temperature, value):
+            raise ValueError(
+                f"temperature={shown(value)}: allowed are 0 (greedy) and positive numbers up to {HOTTEST:g}"
+            )
+    counts = [("batch", value) for value in batches]
+    counts += [("max_new_tokens", max_new_tokens), ("finalists", finalists), ("repeats", repeats)]
+    for name, value in counts:
+        if not fits(Count, value):
+            raise ValueError(f"{name}={shown(value)}: allowed are 1 and more")
+    drafts = _legal_drafts(params, trees, reuses)
+    if keep:
+        check_keeping(params)
+    rows = _check_prompts(params, prompts, max_new_tokens)
+    sizes = [(size, *some) for size in batches for some in _by_size(params, rows, size, max_new_tokens, report)]
+    choices = []
+    for size, slots, used in sizes:
+        for value in temperatures:
+            calls = Calls(params, used, size, slots, float(value), max_new_tokens, seed, report)
+            choices.append(_choose(calls, drafts, trees is None, finalists, repeats))
+            report(str(choices[-1]))
+    found = Tuned(Conditions.of(params), tuple(choices))
+    path = found.keep() if keep else None
+    if path is not None:
+        report(f"kept in {path}: decode() finds it there")
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """Calls of one size, and what they are measured with."""
+
+    params: Params
+    prompts: list[list[int]]
+    """Full batches."""
+    batch: int
+    slots: int
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    report: Callable[[str], None]
+
+    def mode(self, way: Candidate) -> Mode:
+        """`way` as something that can be timed."""
+        if way.tree is None or way.is_whole:
+            return Mode(way.name, self.params, way.tree, reuse=way.reuse)
+        record = Tuned(Conditions.of(self.params), (self.choice(way, 1.0),))
+        return Mode(way.name, self.params, way.tree, tuned=record)
+
+    @property
+    def rows(self) -> int:
+        """Of the program."""
+        return rows_bucket(self.batch, sharding.rows_multiple(self.params.mesh))
+
+    def choice(self, way: Candidate, speedup: float, table: Sequence[Candidate] = ()) -> Choice:
+        return Choice(self.rows, self.slots, self.temperature, way.tree, way.reuse, way.is_whole, speedup, tuple(table))
+
+    def measured(self, ways: Sequence[Candidate], repeats: int) -> tuple[Runs, dict[Candidate, dict[str, Any]]]:
+        """Plain decoding and some ways in turns: the runs, and the measured fields of each."""
+        modes = {way: self.mode(way) for way in dict.fromkeys([Candidate(None), *ways])}
+        self.report(f"measuring {', '.join(mode.name for mode in modes.values())}")
+        runs = time_modes(
+            list(modes.values()),
+            self.prompts,
+            batch=self.batch,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            repeats=repeats,
+            progress=lambda what, done, of: None,
+        )
+        return runs, {way: _figures(mode, runs) for way, mode in modes.items()}
+
+
+def _choose(calls: Calls, drafts: Sequence[Draft], may_be_default: bool, finalists: int, repeats: int) -> Choice:
+    """The fastest way for calls of one size.
+
+    Args:
+      may_be_default: whether the tree that `decode` chooses by itself is a candidate, too.
+    """
+    params, shapes = calls.params, list(dict.fromkeys(tree for tree, _ in drafts))
+    runs, figures = calls.measured([Candidate(tree) for tree in sample_of(shapes)], 1)
+    cost = RoundCost.fit({way.tree: f["seconds_per_round"]["median"] for way, f in figures.items() if way.tree})
+    seeds = [calls.seed + row for row in range(len(calls.prompts))]
+    texts = Texts.join(calls.prompts, runs.texts(PLAIN), seeds)
+    drafter, config = _drafter(params)
+
+    def predicted(drafts: Sequence[Draft], cost: RoundCost) -> dict[Draft, Prediction]:
+        calls.report(f"simulating {len(drafts)} ways to draft on what the target wrote")
+        found, _ = accepted_lengths(
+            drafter, config, params.target, params.target_config, texts, drafts, calls.temperature
+        )
+        pairs = zip(drafts, found, strict=True)
+        return {draft: Prediction(fate.tau, cost.rate(draft, fate, calls.batch)) for draft, fate in pairs}
+
+    fresh = predicted([(tree, NO_REUSE) for tree in shapes], cost)
+    rest = _promising(drafts, fresh)
+    predictions = {draft: fresh[draft] for draft in drafts if draft in fresh}
+    if rest:
+        calls.report("timing the trunk")
+        trunk = _trunk_cost(params, calls.prompts[: calls.batch], calls.max_new_tokens, shapes)
+        cost = dataclasses.replace(cost, trunk=trunk)
+        predictions |= predicted(rest, cost)
+    final = [Candidate(tree, str(reuse)) for tree, reuse in best_of(predictions, finalists)]
+    for tree in _in_part(calls, final, may_be_default):
+        final.append(Candidate(tree, is_whole=False))
+    runs, of_final = calls.measured(final, repeats)
+    figures |= of_final
+    guesses = {Candidate(tree, str(reuse)): guess for (tree, reuse), guess in predictions.items()}
+    table = [_candidate(way, guesses.get(way), figures.get(way)) for way in {**figures, **guesses}]
+    winner = fastest([PLAIN, *(way.name for way in final)], runs)
+    chosen = next(row for row in table if row.name == winner)
+    if chosen.speedup is None or chosen.speedup["median"] < LEAST_SPEEDUP:
+        return calls.choice(Candidate(None), 1.0, sorted(table, key=_order))
+    return calls.choice(chosen, chosen.speedup["median"], sorted(table, key=_order))
+
+
+def _in_part(calls: Calls, final: Sequence[Candidate], may_be_default: bool) -> list[TreeConfig]:
+    """Trees of which only the drafts that pay are verified: the one that is predicted best, and that of `decode`."""
+    best = next((way.tree for way in final if way.reuse == NONE), None)
+    usual = None
+    if may_be_default:
+        usual = plan_for(calls.params, calls.rows, calls.slots, calls.temperature, tuned=False).tree
+    return [tree for tree in dict.fromkeys((best, usual)) if tree is not None]
+
+
+def default_trees(config: Any) -> list[TreeConfig]:
+    """The candidates for a drafter: chains, and trees unless it drafts chains only."""
+    method = method_of(config)
+    most = method.max_depth(config)
+    last = min(most + 1, LONGEST_CANDIDATE)
+    trees = [TreeConfig(nodes, nodes - 1, 1) for nodes in range(min(SHORTEST_CANDIDATE, last), last + 1)]
+    if method.grows_wide:
+        for nodes, depth, width in WIDE_CANDIDATES:
+            depth, width = min(depth, most), min(width, config.draft_vocab_size)
+            nodes = min(nodes, most_nodes(depth, width))
+            trees.append(TreeConfig(nodes, depth, width))
+    return list(dict.fromkeys(trees))
+
+
+def _several(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str) else [value]
+
+
+def _drafter(params: Params) -> tuple[Weights, Any]:
+    if params.drafter is None or params.drafter_config is None:
+        raise ValueError("tune() chooses how to draft, and these params have no drafter: load with drafter=FOLDER")
+    return params.drafter, params.drafter_config
+
+
+def _legal_drafts(params: Params, trees: Sequence[TreeConfig] | None, reuses: Sequence[str] | None) -> list[Draft]:
+    """All pairs of tree and form that this drafter allows.
+
+    Raises:
+      ValueError: for a tree that it does not, or a form that it allows with none of the trees.
+    """
+    _, config = _drafter(params)
+    if (trees is not None and not trees) or (reuses is not None and not reuses):
+        raise ValueError("trees and reuses: give at least one, or None for the usual ones")
+    shapes = list(dict.fromkeys(default_trees(config) if trees is None else trees))
+    for tree in shapes:
+        if not isinstance(tree, TreeConfig):
+            raise ValueError(f"trees: {tree!r}: expected hsd_jax.TreeConfig")
+        _check(params, tree, NO_REUSE)
+    usual = method_of(config).reuses
+    legal = []
+    for reuse in map(ReuseConfig.parse, dict.fromkeys(usual if reuses is None else reuses)):
+        refusal, before = None, len(legal)
+        for tree in shapes:
+            try:
+                _check(params, tree, reuse)
+                legal.append((tree, reuse))
+            except ValueError as error:
+                refusal = error
+        if refusal is not None and reuses is not None and len(legal) == before:
+            raise refusal
+    return legal
+
+
+def _check(params: Params, tree: TreeConfig, reuse: ReuseConfig) -> None:
+    Mode("", params, tree, reuse=str(reuse)).check()
+
+
+def _check_prompts(params: Params, prompts: Any, max_new_tokens: int) -> list[list[int]]:
+    """The prompts as token ids."""
+    rows = encode(params, prompts)
+    for number, row in enumerate(rows):
+        if len(row) < 2:
+            raise ValueError(f"prompt {number} has 1 token: at least 2 are needed, to have something to draft from")
+        check_length(params, number, len(row), max_new_tokens)
+    return rows
+
+
+def _by_size(
+    params: Params, rows: Sequence[list[int]], batch: int, max_new_tokens: int, report: Callable[[str], None]
+) -> list[tuple[int, list[list[int]]]]:
+    """Full batches of prompts whose caches are as large, with the slots of these caches.
+
+    Raises:
+      ValueError: if no batch is full.
+    """
+    sizes: dict[int, list[list[int]]] = {}
+    for row in rows:
+        slots = first_capacity(len(row), len(row) + max_new_tokens, MOST_LOOKAHEAD, params.max_len)
+        sizes.setdefault(slots, []).append(row)
+    full = {slots: some[: len(some) // batch * batch] for slots, some in sorted(sizes.items())}
+    used = sum(map(len, full.values()))
+    if not used:
+        raise ValueError(f"batch={batch} with {len(rows)} prompts: give at least as many as are decoded at once")
+    if used < len(rows):
+        report(f"{used} of {len(rows)} prompts used: full batches of {batch} whose caches are as large")
+    return [(slots, some) for slots, some in full.items() if some]
+
+
+def _promising(drafts: Sequence[Draft], fresh: Mapping[Draft, Prediction]) -> list[Draft]:
+    """Of every form of reuse its TREES_PER_FORM candidates in the trees that are the fastest without it."""
+    ranked = sorted(drafts, key=lambda draft: -fresh[draft[0], NO_REUSE].tokens_per_second)
+    forms = dict.fromkeys(reuse for _, reuse in drafts if reuse != NO_REUSE)
+    return [draft for form in forms for draft in [d for d in ranked if d[1] == form][:TREES_PER_FORM]]
+
+
+def _trunk_cost(
+    params: Params, rows: Sequence[Prompt], max_new_tokens: int, trees: Sequence[TreeConfig]
+) -> tuple[int, float, float]:
+    config = params.drafter_config
+    assert config is not None and method_of(config).aged is not None, "only some drafters have forms of reuse"
+    session = prepare(params, rows, Sampling(max_new_tokens), Speculation(sample_of(trees)[0]))
+    assert session.rows is not None, "the prompts are read"
+    of_one, of_most = trunk_seconds(
+        session.setup.models,
+        params.target_config,
+        config,
+        session.rows[0].drafter,
+        (1, config.num_steps),
+        precision="highest" if params.precision == "exact" else None,
+        use_native=params.mesh is None,
+    )
+    return config.num_steps, of_one, of_most
+
+
+def _figures(mode: Mode, runs: Runs) -> dict[str, Any]:
+    """The measured fields of a `Candidate`."""
+    record = mode_record(mode, runs, PLAIN)
+    ratio = None if mode.name == PLAIN else speedup(mode.name, PLAIN, runs)
+    return {
+        **{name: record[name] for name in ("tau", "seconds_per_round", "tokens_per_second")},
+        "speedup": ratio and {name: ratio[name] for name in ("median", "min", "max")},
+    }
+
+
+def _candidate(way: Candidate, prediction: Prediction | None, figures: dict[str, Any] | None) -> Candidate:
+    guess = (None, None) if prediction is None else (prediction.tau, prediction.tokens_per_second)
+    named = dict(zip(("predicted_tau", "predicted_tokens_per_second"), guess, strict=True))
+    return dataclasses.replace(way, **named, **(figures or {}))
+
+
+def _order(row: Candidate) -> tuple[bool, float]:
+    rate = row.tokens_per_second["median"] if row.tokens_per_second else row.predicted_tokens_per_second or 0.0
+    return row.tree is not None, -rate

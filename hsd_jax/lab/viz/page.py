@@ -1,0 +1,139 @@
+"""One decode as a page: every draft tree, what was accepted, what each pass gave.
+
+It decodes twice: with `decode`, and round by round with `lab/bench/replay.py`, whose trees are drawn. Read next:
+`layout.py`, then `html.py` and `png.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hsd_jax import api
+from hsd_jax.api import DecodeResult
+from hsd_jax.arguments import encode
+from hsd_jax.drafters.table import pictures_of
+from hsd_jax.infer.accept import make_rule
+from hsd_jax.infer.lossy import Lossy
+from hsd_jax.lab.bench.replay import Round, replay
+from hsd_jax.lab.bench.tables import say
+from hsd_jax.lab.viz.layout import Drawing, draw, visible
+from hsd_jax.request import records, rule_and_scheme
+from hsd_jax.session import prepare
+from hsd_jax.tokenizer import UNFINISHED, IncrementalDecoder, Tokenizer
+
+CONTEXT = 16
+"""Tokens in front of one whose text is wanted: what a tokenizer writes for it may depend on them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One token of the text; `origin` says where it comes from.
+
+    `text` is empty inside a UTF-8 character, and for a special token, whose spelling is then the `mark`.
+    """
+
+    text: str
+    token: int
+    origin: str
+    mark: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """Everything a picture shows; `drawings` may be fewer than the rounds, `pieces` are all, round by round."""
+
+    facts: dict[str, str]
+    prompt: str
+    pieces: list[list[Piece]]
+    drawings: list[Drawing]
+    command: str
+
+    @property
+    def rounds_by_count(self) -> dict[int, int]:
+        """How many rounds gave 1, 2, ... tokens, up to the most that one gave."""
+        counts = [len(pieces) for pieces in self.pieces]
+        return {count: counts.count(count) for count in range(1, max(counts, default=0) + 1)}
+
+    def first(self, num_rounds: int | None) -> Page:
+        """The same page with the trees of the first rounds only; None: all."""
+        return dataclasses.replace(self, drawings=self.drawings[:num_rounds])
+
+
+def make_page(params, prompt, settings: dict, command: str) -> Page:
+    """Decodes `prompt` with the settings of `decode`, once at full speed and once to watch."""
+    out = api.decode(params, prompt, **settings)
+    rule = make_rule(settings["accept"], settings["tree"], Lossy.parse(settings.get("lossy"), settings["accept"]))
+    with prepare(params, prompt, *records(settings)) as session:
+        reuse = session.plan.reuse
+        pictures = pictures_of(params.target_config, params.drafter_config, settings["tree"], reuse)
+        rounds = replay(session, params.target_config, rule, pictures)
+    ids = encode(params, prompt)[0]
+    shown = [token for drafted in rounds for token in drafted.emitted]
+    if shown != out.tokens[0].tolist():
+        say(
+            "the picture shows another text than decode gave: two logits nearly tie on this device;"
+            " with --precision exact they do not"
+        )
+    drawings, text = [], list(ids)
+    for drafted in rounds:
+        labels, next_label = _labels(params.tokenizer, text, drafted)
+        drawings.append(draw(drafted, labels, next_label))
+        text += drafted.emitted
+    prompt_text = "".join(f"{token} " for token in ids) if params.tokenizer is None else params.tokenizer.decode(ids)
+    return Page(_facts(out, rounds, settings), prompt_text, _pieces(params.tokenizer, ids, rounds), drawings, command)
+
+
+def _facts(out: DecodeResult, rounds: Sequence[Round], settings: dict) -> dict[str, str]:
+    num_tokens = sum(len(drafted.emitted) for drafted in rounds)
+    scheme = rule_and_scheme(settings["accept"], settings["draw"])[1].value
+    lossy = f" (lossy {settings['lossy']})" if settings.get("lossy") else ""
+    filters = [f"{name} {settings[name]:g}" for name in ("top_k", "top_p") if settings[name] is not None]
+    sampled = [f"temperature {settings['temperature']:g}", *filters, f"seed {settings['seed']}"]
+    return {
+        "tokens": str(num_tokens),
+        "target passes": str(len(rounds)),
+        "tau": f"{num_tokens / max(len(rounds), 1):.2f}",
+        "tree": settings["tree"].description,
+        "rule": f"{settings['accept']}{lossy}, drafts {scheme.replace('_', ' ')}",
+        **({} if settings["reuse"] == "none" else {"reuse": settings["reuse"]}),
+        "text": ", ".join(sampled) if settings["temperature"] else "greedy",
+    }
+
+
+def _labels(tokenizer: Tokenizer | None, text: Sequence[int], drafted: Round) -> tuple[list[str], str]:
+    """Visible text of every node of a round, and of the target's token; `text` are the tokens up to the root."""
+    before: dict[int, list[int]] = {0: list(text[-CONTEXT:-1])}
+    labels = []
+    for node, token in enumerate(drafted.tokens.tolist()):
+        if node:  # parents come first
+            parent = int(drafted.parents[node])
+            before[node] = [*before.get(parent, []), int(drafted.tokens[parent])] if drafted.valid[node] else []
+        labels.append(label_of(tokenizer, before[node], token))
+    end = drafted.path[-1]
+    return labels, label_of(tokenizer, [*before[end], int(drafted.tokens[end])], drafted.next_token)
+
+
+def label_of(tokenizer: Tokenizer | None, before: Sequence[int], token: int) -> str:
+    """Visible text of one token after others; its spelling where it has no text, its id without a tokenizer."""
+    if tokenizer is None:
+        return str(token)
+    text = IncrementalDecoder(tokenizer, before).push([token], is_last=True)
+    return visible(tokenizer.spelling(token) if not text or UNFINISHED in text else text)
+
+
+def _pieces(tokenizer: Tokenizer | None, prompt: Sequence[int], rounds: Sequence[Round]) -> list[list[Piece]]:
+    """The tokens of each round; their texts join to that of `decode`."""
+    decoder = None if tokenizer is None else IncrementalDecoder(tokenizer, prompt)
+    pieces: list[list[Piece]] = []
+    for index, drafted in enumerate(rounds):
+        pieces.append([])
+        for place, token in enumerate(drafted.emitted):
+            is_last = index == len(rounds) - 1 and place == len(drafted.emitted) - 1
+            text, mark = f"{token} ", ""
+            if tokenizer is not None and decoder is not None:
+                text = decoder.push([token], is_last)
+                mark = visible(tokenizer.spelling(token)) if not tokenizer.decode([token]) else ""
+            origin = f"drafted at depth {place + 1}" if place < drafted.num_kept else "from the target"
+            pieces[-1].append(Piece(text, token, origin, mark))
+    return pieces

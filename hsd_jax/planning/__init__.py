@@ -1,0 +1,1 @@
+"""What a round costs and yields, and which way of decoding follows from it."""

@@ -1,0 +1,294 @@
+"""What `tune` found: for calls of each size it measured the fastest way to decode, and all that this was chosen from.
+
+A record is kept in a folder of this user, where `decode` finds it by the fingerprints of both models and the name of
+the machine, or in a file. `planning/plan.py` reads it. Read next: `lab/bench/tune.py`, which makes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import platform
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from hsd_jax import settings
+from hsd_jax.config import NONE, ReuseConfig, TreeConfig
+from hsd_jax.host.files import check_new_folder, read_json, sha256, user_cache, write_json
+from hsd_jax.kernels import native
+from hsd_jax.params import Params
+from hsd_jax.settings import Count, NotNegative, Temperature
+
+PLAIN = "plain"
+"""Name of plain decoding among the candidates."""
+WARM = 0.3
+"""From this temperature on a row is taken to be sampled: it is planned for apart from greedy ones."""
+FARTHEST = 5.0
+"""A choice that was measured with caches of one size serves calls whose caches are up to so many times as large or as
+small: a little more than `decode.GROWTH`, the ratio between one size and the next."""
+FOLDER_VARIABLE = "HSD_TUNED"
+"""Environment variable: the folder of records, or "off" for none; ~/.cache/hsd_jax/tuned if it is empty."""
+
+
+def is_warm(temperature: float) -> bool:
+    """Whether calls at this temperature are planned for as sampled ones."""
+    return temperature >= WARM
+
+
+@dataclasses.dataclass(frozen=True)
+class Conditions:
+    """What a record was made for. Another pair may not even allow the trees; anything else only changes speeds."""
+
+    target: str
+    """Fingerprint of the weights, and of the drafter's."""
+    drafter: str
+    device: str
+    mesh: str | None
+    dtype: str
+    precision: str
+
+    @classmethod
+    def of(cls, params: Params) -> Conditions:
+        """The conditions of decoding with `params`, which have a drafter."""
+        mesh = None if params.mesh is None else ",".join(f"{k}={v}" for k, v in params.mesh.shape.items())
+        return cls(*params.fingerprints(), device_name(), mesh, params.dtype, params.precision)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to decode. What was not predicted, or not measured, is None."""
+
+    tree: TreeConfig | None
+    """None: plain decoding."""
+    reuse: str = NONE
+    is_whole: bool = True
+    """Whether all of the tree is verified in every round, or only what pays."""
+    predicted_tau: float | None = None
+    predicted_tokens_per_second: float | None = None
+    tau: float | None = None
+    seconds_per_round: dict[str, float] | None = None
+    """Median, min and max over the repeats, as the two below."""
+    tokens_per_second: dict[str, float] | None = None
+    speedup: dict[str, float] | None = None
+    """Over plain decoding, timed in turns with it."""
+
+    @property
+    def name(self) -> str:
+        if self.tree is None:
+            return PLAIN
+        name = self.tree.name if self.is_whole else f"up to {self.tree.name}"
+        return name if self.reuse == NONE else f"{name} {self.reuse}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The fastest way to decode calls of one size."""
+
+    rows: Count
+    """Of the program: the batch, padded."""
+    slots: Count
+    """Of the caches."""
+    temperature: Temperature
+    tree: TreeConfig | None
+    """None: plain decoding is the fastest."""
+    reuse: str
+    is_whole: bool
+    speedup: NotNegative
+    """Over plain decoding; 1 if that is the choice."""
+    table: tuple[Candidate, ...] = ()
+    """Everything predicted or measured: plain decoding, then the fastest first."""
+
+    def __post_init__(self):
+        ReuseConfig.parse(self.reuse)
+
+    @property
+    def size(self) -> tuple[int, int, bool]:
+        """Calls of one size have one choice."""
+        return self.rows, self.slots, is_warm(self.temperature)
+
+    @property
+    def name(self) -> str:
+        return Candidate(self.tree, self.reuse, self.is_whole).name
+
+    @property
+    def calls(self) -> str:
+        """The calls of this size, in words."""
+        return f"{self.rows} row{'s' if self.rows > 1 else ''}, {self.slots} slots, temperature {self.temperature:g}"
+
+    def __str__(self) -> str:
+        if self.tree is None:
+            return f"{self.calls}: plain decoding is the fastest"
+        return f"{self.calls}: {self.name}, {self.speedup:.2f} times as fast as plain decoding"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """The fastest ways to decode that `tune` found: `decode(params, prompt, tuned=record)`, `stream` likewise.
+
+    A record that was kept (`keep`) needs no argument: `decode` finds it.
+    """
+
+    conditions: Conditions
+    choices: tuple[Choice, ...]
+
+    def alike(self, rows: int, temperature: float) -> list[Choice]:
+        """The choices for so many rows on the same side of WARM, for caches of any size."""
+        return [c for c in self.choices if c.rows == rows and is_warm(c.temperature) == is_warm(temperature)]
+
+    def choice(self, rows: int, slots: int, temperature: float) -> Choice | None:
+        """The choice for calls of a size; None where nothing like it was measured.
+
+        Args:
+          rows: of the program; only choices for as many rows count.
+          slots: of the caches; the nearest choice counts, unless it is FARTHEST times as large or as small.
+          temperature: the highest of all rows; choices on the same side of WARM count.
+        """
+        alike = self.alike(rows, temperature)
+        near = [(max(c.slots, slots) / min(c.slots, slots), number) for number, c in enumerate(alike)]
+        distance, number = min(near, default=(FARTHEST + 1, 0))
+        return alike[number] if distance <= FARTHEST else None
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.choices))
+
+    def only(self, choice: Choice) -> Tuned:
+        """This choice alone, for calls of its size."""
+        return dataclasses.replace(self, choices=(choice,))
+
+    def joined(self, older: Tuned | None) -> Tuned:
+        """With the choices of an older record for sizes that this one does not know."""
+        if older is None:
+            return self
+        known = {choice.size for choice in self.choices}
+        kept = [choice for choice in older.choices if choice.size not in known]
+        return dataclasses.replace(self, choices=(*self.choices, *kept))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the record as JSON."""
+        write_json(path, dataclasses.asdict(self))
+
+    def keep(self) -> Path | None:
+        """Keeps the record where `decode` looks for it, with the choices for other sizes that are there already.
+
+        Returns:
+          The file; None where records are not kept (HSD_TUNED=off, or no home directory).
+        Raises:
+          OSError: if the folder takes no file.
+        """
+        path = kept_path(self.conditions)
+        if path is None:
+            return None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.joined(_kept(path)).save(path)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path, params: Params, report: Callable[[str], None] = warnings.warn) -> Tuned:
+        """Reads what `save` wrote, for the pair it was made for.
+
+        Args:
+          report: gets a line if the record was made under other conditions, where another choice may be faster.
+        Raises:
+          FileNotFoundError: if there is no such file.
+          ValueError: if it is no such record, or that of another target or drafter.
+        """
+        found, here = _read(Path(path)), Conditions.of(params)
+        made = found.conditions
+        for name in ("target", "drafter"):
+            if getattr(made, name) != getattr(here, name):
+                raise ValueError(f"{path}: made for another {name}; run tune() or `hsd tune` with this pair")
+        names = [field.name for field in dataclasses.fields(Conditions)]
+        differ = [name for name in names if getattr(made, name) != getattr(here, name)]
+        if differ:
+            what = "; ".join(f"{name} {getattr(made, name)}, here {getattr(here, name)}" for name in differ)
+            report(f"{path}: measured with {what}: the text is the same, but another choice may be faster")
+        return found
+
+
+def kept_path(conditions: Conditions) -> Path | None:
+    """Where the record of these conditions is kept; None where records are not."""
+    setting = os.environ.get(FOLDER_VARIABLE, "")
+    if settings.is_off(setting):
+        return None
+    try:
+        folder = Path(setting).expanduser() if setting else user_cache() / "tuned"
+    except RuntimeError:  # neither HOME nor an entry of this user
+        return None
+    return folder / f"{sha256(repr(conditions))[:16]}.json"
+
+
+def check_keeping(params: Params) -> None:
+    """Finds out whether a record for such params can be kept, before the work that makes it.
+
+    Raises:
+      ValueError, OSError: if the folder is a file, or takes none.
+    """
+    path = kept_path(Conditions.of(params))
+    if path is not None:
+        check_new_folder(path.parent)
+
+
+_read_before: dict[Path, tuple[tuple[int, int], Tuned | None]] = {}
+"""Of every file that `kept` has read: its time and size then, and what it held."""
+
+
+def kept(params: Params) -> Tuned | None:
+    """The record that was kept for such params on this machine; none for several processes, which must all agree.
+
+    Looked for at every call, so that one kept a moment ago is found. One that cannot be read is named in a warning,
+    once.
+    """
+    if params.pair is None or jax.process_count() > 1:
+        return None
+    path = kept_path(Conditions.of(params))
+    return None if path is None else _kept(path)
+
+
+def _kept(path: Path) -> Tuned | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    now = stat.st_mtime_ns, stat.st_size
+    if _read_before.get(path, (None,))[0] != now:
+        try:
+            found = _read(path)
+        except (OSError, ValueError) as error:
+            found = None
+            warnings.warn(f"{error}; it is ignored: delete it, or run tune() or `hsd tune` again", stacklevel=2)
+        _read_before[path] = now, found
+    return _read_before[path][1]
+
+
+def _read(path: Path) -> Tuned:
+    try:
+        return settings.read(Tuned, read_json(path), str(path))
+    except ValueError as error:  # what is no JSON included
+        raise ValueError(f"{error}; this is no record of `hsd tune`") from error
+
+
+def device_name() -> str:
+    """What decodes, in a line: two machines of the same name are about equally fast."""
+    if jax.default_backend() != "cpu":
+        return jax.devices()[0].device_kind
+    return f"{cpu_model()}, {num_cores()} cores, {native.chosen_level() if native.available() else 'no'} kernels"
+
+
+def num_cores() -> int | None:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+@functools.cache
+def cpu_model() -> str:
+    """The processor's name, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

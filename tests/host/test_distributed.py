@@ -1,0 +1,265 @@
+"""Several processes over loopback do what one does, one of them writes, and none outlives another that dies.
+
+What a process does stands in `support/hosts.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from safetensors.numpy import load_file
+from support import hosts, toy
+
+import hsd_jax
+from hsd_jax.cli.main import main
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.host import distributed, files, sharding
+from hsd_jax.models import convert
+
+REPO = Path(__file__).resolve().parents[2]
+LINE = "User: I need {0} tickets to Oakland.\nAssistant: There are {0} seats left at nine, shall I book them?"
+slow = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for variable in distributed.VARIABLES.values():
+        monkeypatch.delenv(variable, raising=False)
+
+
+def started(folder: Path, num: int, devices: int, *what: str) -> list[subprocess.Popen]:
+    """Processes of one run, each with so many devices; what they say goes into files of `folder`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "data.jsonl").write_text("".join(json.dumps({"text": LINE.format(i)}) + "\n" for i in range(12)))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(REPO / ".pytest_cache" / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "HSD_COORDINATOR": f"127.0.0.1:{port}",
+        "HSD_NUM_PROCESSES": str(num),
+        "PYTHONPATH": str(REPO),
+    }
+    found = []
+    for process in range(num):
+        with (folder / f"out-{process}").open("w") as out, (folder / f"err-{process}").open("w") as err:
+            command = [sys.executable, str(REPO / "tests" / "support" / "hosts.py"), str(folder), *what]
+            environment = {**os.environ, **shared, "HSD_PROCESS_ID": str(process)}
+            found.append(subprocess.Popen(command, stdout=out, stderr=err, env=environment))
+    return found
+
+
+def ended(processes: list[subprocess.Popen], folder: Path, seconds: float) -> list[int]:
+    """Exit statuses; whoever is late is killed, and the test fails."""
+    try:
+        until = time.monotonic() + seconds
+        return [process.wait(max(until - time.monotonic(), 0)) for process in processes]
+    except subprocess.TimeoutExpired:
+        pytest.fail("\n".join((folder / f"err-{i}").read_text()[-2000:] for i in range(len(processes))))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def assert_as_one(folder: Path, num: int, devices: int, wanted: dict, what: str, *more: str) -> None:
+    """So many processes find what is wanted, and the first of them may write; `more` is done after it."""
+    processes = started(folder, num, devices, what, *more)
+    assert ended(processes, folder, 600) == [0] * num, (folder / "err-0").read_text()[-3000:]
+    found = [json.loads((folder / f"found-{i}.json").read_text()) for i in range(num)]
+    assert [x["is_writer"] for x in found] == [True] + [False] * (num - 1)
+    assert [x["devices"] for x in found] == [num * devices] * num
+    assert all(x[what] == wanted for x in found)
+
+
+def test_two_processes_decode_as_one(tmp_path):
+    pair = tmp_path / "pair"
+    config = toy.target_config()
+    target = toy.make_target(config)
+    convert.save_target(pair / "target", config, target)
+    drafter_config = toy.drafter_config(config, target_hash=convert.weights_hash(target))
+    drafter_files.save_drafter(pair / "drafter", drafter_config, toy.make_drafter(drafter_config, config, target))
+    assert_as_one(tmp_path, 2, 1, hosts.decode(None, pair), "pair")
+
+
+@slow
+@pytest.mark.parametrize(("num", "devices"), [(2, 2), (4, 1)])
+def test_processes_decode_and_train_as_one(tmp_path, standard_dtypes, num, devices):
+    folder = tmp_path / "many"
+    assert_as_one(folder, num, devices, hosts.decode(None), "decode", "train")
+    hosts.train(None, folder / "alone")
+    said = [(folder / f"out-{i}").read_text() for i in range(num)]
+    assert ["step 2/2" in text for text in said] == [True] + [False] * (num - 1)
+    one, many = folder / "alone", folder / "run"
+    lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (one, many)]
+    assert [x["step"] for x in lines[1]] == [1, 2]
+    for a, b in zip(*lines, strict=True):
+        np.testing.assert_allclose([b["loss"], b["grad_norm"]], [a["loss"], a["grad_norm"]], rtol=1e-4)
+    weights = [load_file(run / "drafter" / "drafter.safetensors") for run in (one, many)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, array in weights[0].items():  # Adam's first step follows the sign even of a gradient of noise
+        assert np.mean(np.abs(weights[1][name] - array)) < 1e-5, name
+
+
+@slow
+@pytest.mark.parametrize(
+    ("what", "victim", "words"),
+    [
+        ("die1", 1, "has died"),
+        ("die0", 0, "has died: 127.0.0.1:"),
+        ("raise1", 1, "failed: OSError: disk on fire"),
+        ("raise0", 0, "failed: OSError: disk on fire"),
+    ],
+)
+def test_a_process_that_ends_ends_the_others_with_its_name(tmp_path, what, victim, words):
+    processes = started(tmp_path, 3, 1, what, "wait")
+    pid = processes[victim].pid
+    processes[victim].wait(120)
+    start = time.monotonic()
+    statuses = ended(processes, tmp_path, 60)
+    assert time.monotonic() - start < 60
+    for other in {0, 1, 2} - {victim}:
+        assert statuses[other] == 2
+        assert f"hsd: error: process {victim} (pid {pid} on" in (said := (tmp_path / f"err-{other}").read_text())
+        assert words in said
+
+
+@slow
+def test_a_collective_that_a_dead_process_left_names_it(tmp_path):
+    """What Gloo says of a closed connection is not the error of the process that was connected."""
+    processes = started(tmp_path, 2, 1, "gather", "die1", "gather")
+    pid, statuses = processes[1].pid, ended(processes, tmp_path, 240)
+    said = (tmp_path / "err-0").read_text()
+    assert statuses[0] == 2 and f"hsd: error: process 1 (pid {pid} on" in said and "has died" in said
+
+
+@slow
+def test_another_prompt_in_one_process_is_an_error_in_all(tmp_path):
+    processes = started(tmp_path, 2, 2, "differ")
+    assert ended(processes, tmp_path, 240) == [2, 2]
+    words = "prompts and settings of the call: process 0 has another than process 1"
+    assert all(words in (tmp_path / f"err-{process}").read_text() for process in range(2))
+
+
+def test_one_process_alone_needs_nothing():
+    before = jax.device_count()
+    hsd_jax.initialize(num_processes=1)
+    hsd_jax.initialize("127.0.0.1:8476", 1, 0)
+    assert not jax.distributed.is_initialized()
+    assert hsd_jax.is_writer() and jax.device_count() == before
+    array = distributed.put(np.arange(4), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    np.testing.assert_array_equal(distributed.fetch(array), np.arange(4))
+    distributed.wait_for_all("nobody")
+    distributed.check_mesh(None)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("localhost", 2, 0), ["coordinator='localhost'", "HOST:PORT"]),
+        (("localhost:99999", 2, 0), ["coordinator='localhost:99999'"]),
+        ((":8476", 2, 0), ["coordinator=':8476'"]),
+        (("a:1", 2, None), ["coordinator and num_processes without process_id"]),
+        ((None, 2, 0), ["num_processes and process_id without coordinator (HSD_COORDINATOR)"]),
+        (("a:1", None, 0), ["without num_processes"]),
+        (("a:1", 0, 0), ["num_processes=0", "1 and more"]),
+        (("a:1", 2, 2), ["process_id=2", "0 to 1"]),
+        (("a:1", 2, -1), ["process_id=-1"]),
+        (("a:1", 2.5, 0), ["num_processes=2.5"]),
+    ],
+)
+def test_wrong_arguments_are_named(given, words):
+    with pytest.raises(ValueError) as error:
+        distributed.initialize(*given)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_the_environment_stands_for_arguments(monkeypatch):
+    monkeypatch.setenv("HSD_COORDINATOR", "10.0.0.1:8476")
+    monkeypatch.setenv("HSD_NUM_PROCESSES", "two")
+    with pytest.raises(ValueError, match="HSD_NUM_PROCESSES='two': allowed are 1 and more"):
+        hsd_jax.initialize(process_id=0)
+    monkeypatch.setenv("HSD_NUM_PROCESSES", "2")
+    with pytest.raises(ValueError, match=r"HSD_COORDINATOR and HSD_NUM_PROCESSES without process_id .HSD_PROCESS_ID"):
+        hsd_jax.initialize()
+
+
+def test_no_cluster_is_said(monkeypatch):
+    def initialize(*_, **__):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(ValueError, match=r"no cluster was found .* HSD_NUM_PROCESSES and HSD_PROCESS_ID"):
+        hsd_jax.initialize()
+
+
+def test_jax_that_was_used_is_said():
+    jax.devices()
+    with pytest.raises(ValueError, match="call it first"):
+        hsd_jax.initialize("127.0.0.1:8476", 2, 0)
+
+
+def test_a_mesh_must_be_of_all_devices(monkeypatch):
+    mesh = sharding.make_mesh("data=2")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for some, words in ((None, "no mesh is given"), (mesh, "the mesh is of 2")):
+        with pytest.raises(ValueError, match=f"2 processes have 8 devices and {words}: .* data=2,model=4"):
+            distributed.check_mesh(some)
+    with pytest.raises(ValueError, match="needs 16 devices; there are 8, of 2 processes together"):
+        sharding.make_mesh("data=16")
+    distributed.check_mesh(sharding.make_mesh("data=8"))
+
+
+@pytest.mark.parametrize(
+    ("processes", "process", "part"),
+    [
+        ([[0, 0], [1, 1]], 1, (1, 2)),  # a row of devices each
+        ([[0], [0], [1], [1]], 1, (1, 2)),  # two rows each
+        ([[0, 1]], 1, (0, 1)),  # the model is in parts, the rows are whole
+        ([[0, 1], [2, 3]], 3, (1, 2)),
+        ([[0], [1], [0], [1]], 1, (0, 1)),  # rows apart from each other: every process reads all
+    ],
+)
+def test_rows_are_read_where_they_lie(monkeypatch, processes, process, part):
+    devices = np.vectorize(lambda index: SimpleNamespace(process_index=index), otypes=[object])(np.array(processes))
+    mesh = SimpleNamespace(devices=devices, axis_names=("data", "model"), shape={"data": len(processes)})
+    rows_are_missing = Mesh(np.array(jax.devices()[:2]), ("model",), axis_types=(AxisType.Auto,))
+    assert sharding.rows_here(rows_are_missing) == (0, 1)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    assert sharding.rows_here(mesh) == part
+    assert sharding.rows_here(None) == (0, 1)
+
+
+def test_who_is_no_writer_leaves_no_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(files, "_writes", False)
+    files.write_json(tmp_path / "a.json", {})
+    files.replace_folder(tmp_path / "b", lambda new: new.mkdir())
+    with files.replacing(tmp_path / "c") as temporary:
+        temporary.write_text("here")
+        assert temporary.parent != tmp_path
+    assert not temporary.exists() and list(tmp_path.iterdir()) == []
+    from hsd_jax.lab.bench.tables import say
+
+    say("nothing")
+    assert capsys.readouterr().err == ""
+
+
+def test_commands_for_one_process_say_so(capsys):
+    assert main(["tune", "--demo", "--distributed"]) == 2
+    assert "hsd tune runs in one process; several are for generate, identity, train" in capsys.readouterr().err
+    assert main(["generate", "--demo", "--distributed", "--mesh", "data=2", "Hello"]) == 2
+    assert "hsd: error: " in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""The test of texts that a rule draws anew: places by hand, texts of the target pass, others do not."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import setups
+from support.meshes import PROMPTS
+
+import hsd_jax
+from hsd_jax.arguments import sampling_of_row
+from hsd_jax.lab.bench import distribution
+from hsd_jax.lab.bench.identity import FALSE_ALARM
+from hsd_jax.lab.bench.replay import replay_logits
+from hsd_jax.types import SamplingParams
+
+
+def settings(temperature: float = 1.0, top_k: int = 0) -> SamplingParams:
+    return SamplingParams(jnp.full(1, temperature), jnp.full(1, top_k), jnp.ones(1))
+
+
+def test_places_by_hand():
+    """The mass of what is likelier and half of the own; of tokens that tie, half of all theirs."""
+    logits = np.log(np.array([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.1, 0.4]], np.float32))
+    tokens, coins = np.array([2, 0], np.int32), np.full(2, 0.5, np.float32)
+    found = distribution.places(logits, tokens, coins, settings())
+    np.testing.assert_allclose(found, [0.7 + 0.1, 0.4 + 0.25], rtol=1e-6)
+    filtered = distribution.places(logits, np.array([0, 3], np.int32), coins, settings(top_k=2))
+    assert filtered[0] == 2.0 and float(filtered[1]) == pytest.approx(0.4 / 0.9 / 2)
+
+
+def test_draws_of_a_distribution_pass_and_those_of_another_do_not():
+    generator, num = np.random.default_rng(0), 20_000
+    p = np.array([0.45, 0.3, 0.15, 0.1])
+    places = lambda tokens: distribution.places(  # noqa: E731
+        np.broadcast_to(np.log(p).astype(np.float32), (num, 4)), tokens, generator.random(num, np.float32), settings()
+    )
+    draws = generator.choice(4, num, p=p).astype(np.int32)
+    assert distribution.verdict_of(np.asarray(places(draws))).p_value > FALSE_ALARM
+    other = generator.choice(4, num, p=p + np.array([0.03, -0.03, 0.0, 0.0])).astype(np.int32)
+    assert distribution.verdict_of(np.asarray(places(other))).p_value < FALSE_ALARM
+    assert distribution.verdict_of(np.array([0.5, 2.0])).p_value == 0.0
+
+
+@pytest.fixture(scope="module")
+def pair():
+    one = setups.setup("llama", "beam")
+    return hsd_jax.Params(
+        one.models["target"], one.models["drafter"], one.config, one.drafter_config, max_len=128, precision="exact"
+    )
+
+
+def verdict(pair, temperature: float = 0.8, **how):
+    prompts = [PROMPTS[i % 3] for i in range(24)]
+    out = hsd_jax.decode(pair, prompts, 96, temperature=0.8, eos=(), seed=0, tree=hsd_jax.TreeConfig(5, 2, 2), **how)
+    return distribution.judge(pair, prompts, out.tokens.tolist(), {"temperature": temperature})
+
+
+def test_places_are_those_of_every_token_of_the_text(pair, monkeypatch):
+    """Against the target's logits behind each prefix, filtered, so that none may be off by one."""
+    seen, verdict_of = [], distribution.verdict_of
+    monkeypatch.setattr(distribution, "verdict_of", lambda found: seen.append(found) or verdict_of(found))
+    prompts, how = [PROMPTS[0], PROMPTS[1]], {"temperature": 0.8, "top_k": 5}
+    texts = hsd_jax.decode(pair, prompts, 9, eos=(), speculate=False, seed=1, **how).tokens.tolist()
+    assert distribution.judge(pair, prompts, texts, how, seed=7).tokens == 18
+    (found,), generator, wanted = seen, np.random.default_rng(7), []
+    sampling = sampling_of_row(0.8, 5, None)
+    for prompt, text in zip(prompts, texts, strict=True):
+        coins = generator.random(distribution.SHORTEST, np.float32)[len(prompt) - 1 :][: len(text)]
+        logits = replay_logits(pair.target, pair.target_config, prompt, text)
+        wanted.append(distribution.places(logits, np.asarray(text, np.int32), coins, sampling))
+    np.testing.assert_allclose(found, np.concatenate(wanted), atol=1e-5)
+    assert found.max() <= 1.0
+
+
+def test_a_drawn_text_is_the_targets(pair):
+    """2,304 tokens; they are not those of another temperature."""
+    found = verdict(pair, accept="recursive")
+    assert found.tokens == 24 * 96 and found.p_value > FALSE_ALARM
+    assert verdict(pair, temperature=1.2, accept="recursive").p_value < FALSE_ALARM
+
+
+@pytest.mark.slow
+def test_a_lossy_text_is_not_the_targets(pair):
+    """The mutant: acceptance that is too kind."""
+    assert verdict(pair, accept="recursive", lossy="linear:0.2").p_value < FALSE_ALARM

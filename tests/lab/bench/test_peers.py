@@ -1,0 +1,498 @@
+"""`benchmarks/peers.py`: what it asks of whom, in which order, and what it makes of the answers; with torch one run."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import types
+
+import numpy as np
+import pytest
+from support import command_line, toy
+
+from benchmarks import peer_worker, peers
+from hsd_jax.lab.bench.prompts import BenchPrompt
+from hsd_jax.models import convert
+from hsd_jax.models.checkpoint import DEMO
+from hsd_jax.models.gguf_file import GgufFile
+
+folders = command_line.folders
+FOUND = [BenchPrompt("one", "a"), BenchPrompt("two", "b")]
+
+
+def names(methods: list[dict]) -> list[str]:
+    return [m["name"] for m in methods]
+
+
+def test_what_is_asked_of_transformers():
+    parse = peers.build_parser().parse_args
+    assert names(peers.transformers_methods(parse(["--demo"]))) == [
+        "transformers plain float32",
+        "transformers lookup 10 float32",
+    ]
+    many = ["--demo", "--assistant", "small", "--assistant-tokens", "4", "4", "8", "--lookup-tokens", "3"]
+    methods = peers.transformers_methods(parse([*many, "--torch-dtypes", "float32", "bfloat16"]))
+    assert names(methods) == [
+        f"transformers {kind} {dtype}"
+        for dtype in ("float32", "bfloat16")
+        for kind in ("plain", "assistant", "assistant 4", "assistant 8", "lookup 3")
+    ]
+    assert [m["tokens"] for m in methods[:5]] == [None, None, 4, 8, 3]
+    assert [m.get("assistant") for m in methods[:5]] == [None, "small", "small", "small", None]
+    assert {m["dtype"] for m in methods[5:]} == {"bfloat16"}
+
+
+def test_what_is_asked_of_llama_cpp():
+    parse = peers.build_parser().parse_args
+    assert names(peers.llama_methods(parse(["--demo", "--llama-cpp"]), "folder")) == [
+        f"llama.cpp plain {dtype}" for dtype in ("bfloat16", "float32", "float16")
+    ]
+    args = parse(["--demo", "--llama-cpp", "--llama-dtypes", "float16", "float16", "--threads", "3"])
+    config = peers.peer_config(args, "folder", 99)
+    assert config["methods"] == [
+        {"name": "llama.cpp plain float16", "dtype": "float16", "path": os.path.join("folder", "float16.gguf")}
+    ]
+    assert (config["threads"], config["context"]) == (3, 99)
+
+
+def test_what_is_asked_of_quantized_weights(tmp_path):
+    """A GGUF file whose matrices have the type serves as it is; of other types one is written beside it."""
+    parse = peers.build_parser().parse_args
+    own = tmp_path / "own.gguf"
+    config = toy.target_config(model_type="llama", hidden_size=32, intermediate_size=64)
+    peers.save_gguf(own, config, toy.make_target(config), "Q4_1")
+    assert peers.stored_type(str(own)) == "Q4_1" and peers.stored_type(str(tmp_path)) is None
+    args = parse(
+        ["--target", str(own), "--llama-cpp", "--llama-dtypes", "bfloat16", "Q8_0", "Q4_1", "--llama-lookup", "5"]
+    )
+    folder = tmp_path / "files"
+    methods = peers.llama_methods(args, str(folder), str(own))
+    assert names(methods) == [f"llama.cpp {k} {d}" for d in args.llama_dtypes for k in ("plain", "lookup 5")]
+    assert [m["path"] for m in methods[::2]] == [str(folder / "bfloat16.gguf"), str(folder / "Q8_0.gguf"), str(own)]
+    assert [m.get("tokens") for m in methods] == [None, 5] * 3
+    peers.write_gguf(args, str(own), str(folder))
+    assert sorted(path.name for path in folder.iterdir()) == ["Q8_0.gguf", "bfloat16.gguf"]
+    assert peers.stored_type(str(folder / "Q8_0.gguf")) == "Q8_0"
+    assert [m["dtype"] for m in peers.hsd_methods(args, None)] == [None]  # no peer in float32, nor ours
+    ours = [*methods, {"name": "hsd_jax plain bfloat16", "dtype": "bfloat16"}]
+    compared = {name: peers.text_reference_of(name, ours) for name in names(ours)}
+    assert compared["llama.cpp lookup 5 Q8_0"] == "llama.cpp plain Q8_0"
+    assert compared["hsd_jax plain bfloat16"] == compared["llama.cpp lookup 5 bfloat16"] == "llama.cpp plain bfloat16"
+    assert peers.text_reference(ours[2:])["name"] == "hsd_jax plain bfloat16"
+
+
+class Cache:
+    """In place of llama.cpp: the next token counts up, and at some sums of all before skips one; positions must fit."""
+
+    def __init__(self) -> None:
+        self.cache, self.logits, self.num_decodes = [], [], 0
+
+    def llama_memory_clear(self, memory, data) -> None:
+        self.cache = []
+
+    def llama_memory_seq_rm(self, memory, sequence, start, end) -> bool:
+        assert 0 < start <= len(self.cache) and end == -1
+        self.cache = self.cache[:start]
+        return True
+
+    def llama_batch_get_one(self, ids, num):
+        return types.SimpleNamespace(token=ids, n_tokens=num, pos=None)
+
+    def llama_batch_init(self, num, embd, sequences):
+        own = {name: [0] * num for name in ("token", "pos", "logits", "n_seq_id")}
+        return types.SimpleNamespace(seq_id=[[0] for _ in range(num)], n_tokens=0, **own)
+
+    def llama_batch_free(self, batch) -> None:
+        batch.token = None
+
+    def llama_decode(self, context, batch) -> int:
+        self.logits, self.num_decodes = [], self.num_decodes + 1
+        for i in range(batch.n_tokens):
+            assert batch.pos is None or batch.pos[i] == len(self.cache)
+            self.cache.append(batch.token[i])
+            self.logits.append((self.cache[-1] + 1 + (sum(self.cache) % 7 == 0)) % 6)
+        return 0
+
+    def llama_sampler_sample(self, sampler, context, index) -> int:
+        return self.logits[index]
+
+    def __getattr__(self, name: str):
+        return {"llama_token": ctypes.c_int32, "llama_get_memory": lambda context: None}[name]
+
+
+def longest_match(ids, most: int) -> np.ndarray:
+    """What follows the first earlier occurrence of the last token."""
+    found = [i + 1 for i, token in enumerate(ids[:-1]) if token == ids[-1]]
+    return ids[found[0] : found[0] + most] if found else ids[:0]
+
+
+@pytest.mark.parametrize("eos", [[], [3]])
+def test_lookup_in_llama_cpp_gives_the_plain_text(eos):
+    """In fewer passes, of any length, and with whatever was refused taken out of the cache."""
+    worker, lib = object.__new__(peer_worker.LlamaCpp), Cache()
+    worker.lib, worker.sampler = lib, None
+    worker.methods = {"plain": {}, "lookup": {"tokens": 4, "ngram": 3}}
+    worker.contexts = dict.fromkeys(worker.methods)
+    worker.lookups = {"lookup": lambda ids: longest_match(ids, 4)}
+    fewer = 0
+    for num in (1, 2, 3, 30):
+        worker.config = {"eos": eos, "max_new_tokens": num}
+        for prompt in ([1], [2, 5, 1], [1, 2, 1, 2], [0, 1, 2, 3, 4, 0, 1]):
+            plain = worker.decode("plain", prompt)
+            before = lib.num_decodes
+            found = worker.decode("lookup", prompt)
+            assert found["tokens"] == plain["tokens"] and len(plain["tokens"]) <= num
+            assert found["passes"] == lib.num_decodes - before <= plain["passes"] == len(plain["tokens"])
+            assert found["decode_tokens"] == len(plain["tokens"]) - 1
+            fewer += found["passes"] < plain["passes"]
+    assert fewer or eos
+
+
+def test_tasks_have_rows_of_their_own():
+    methods = [{"name": name, "dtype": "float32"} for name in ("llama.cpp plain float32", "hsd_jax plain float32")]
+    answers = {
+        methods[0]["name"]: [[answer([1, 2], 2.0, 1.0), answer([3], 4.0, 2.0), answer([4], 4.0, 2.0)]] * 2,
+        methods[1]["name"]: [[answer([1, 2], 1.0, 0.5), answer([3], 1.0, 0.5), answer([9], 1.0, 0.5)]] * 2,
+    }
+    found = [BenchPrompt(name, "") for name in "abc"]
+    rows = peers.rows_by_task(methods, answers, found, {"qa": 1, "rag": 2})
+    assert [rows[task][1]["over_reference"]["whole_call"]["value"] for task in ("qa", "rag")] == [2.0, 4.0]
+    assert [rows[task][1]["num_texts"] for task in ("qa", "rag")] == [1, 2]
+    assert rows["rag"][1]["differences"][0]["prompt"] == "c" and not rows["qa"][1]["differences"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [(["--limit", "2"], "--limit with --gsm8k: these say what is asked"), ([], "test.jsonl:1: fields ['prompt']")],
+)
+def test_tasks_of_bad_files(tmp_path, capsys, more, message):
+    file = tmp_path / "test.jsonl"
+    file.write_text(json.dumps({"prompt": "a"}) + "\n")
+    assert peers.main(["--demo", "--llama-cpp", "--gsm8k", str(file), *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_llama_cpp_gets_the_target_without_its_window(tmp_path):
+    """The demo's Mistral is a Llama in the file; its weights are the folder's."""
+    args = peers.build_parser().parse_args(["--demo", "--llama-cpp", "--llama-dtypes", "bfloat16"])
+    target = str(DEMO / "target")
+    peers.write_gguf(args, target, str(tmp_path))
+    [method] = peers.llama_methods(args, str(tmp_path))
+    written, config = GgufFile(method["path"]), convert.read_config(target)
+    assert config.sliding_window == 512 and written.config.sliding_window is None
+    assert (written.config.model_type, written.config.num_layers, written.dtype) == ("llama", 6, "bfloat16")
+    assert written.hash() == convert.stored_hash(target, config, "bfloat16")
+
+
+def test_what_is_asked_of_ours():
+    parse = peers.build_parser().parse_args
+    methods = peers.hsd_methods(parse(["--demo", "--trees", "8x5x3,4x3x1"]), "drafter")
+    assert [(m["name"], m["drafter"], m["tree"], m["dtype"]) for m in methods] == [
+        (name, drafter, tree, dtype)
+        for dtype in ("float32", None)
+        for name, drafter, tree in (
+            ("hsd_jax plain", None, None),
+            ("hsd_jax default", "drafter", "chosen"),
+            ("hsd_jax tree", "drafter", "8x5x3"),
+            ("hsd_jax tree", "drafter", "4x3x1"),
+        )
+    ]
+    without = parse(["--target", "x", "--same-methods", "--assistant", "small"])
+    assert [(m["name"], m["drafter"]) for m in peers.hsd_methods(without, None)[:3]] == [
+        ("hsd_jax plain", None),
+        ("hsd_jax assistant", "small"),
+        ("hsd_jax lookup", "lookup"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "one of the arguments --demo --target is required"),
+        (["--demo", "--repeats", "0"], "allowed are whole numbers from 1"),
+        (["--demo", "--torch-dtypes", "float64"], "invalid choice: 'float64'"),
+        (["--demo", "--llama-dtypes", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_bad_arguments(argv, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        peers.main(argv)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def answer(tokens: list[int], seconds: float, decode_seconds: float, skipped: int = 0, passes: int = 2) -> dict:
+    return {
+        "tokens": tokens,
+        "num_tokens": len(tokens),
+        "seconds": seconds,
+        "decode_tokens": len(tokens) - skipped,
+        "decode_seconds": decode_seconds,
+        "passes": passes,
+    }
+
+
+def worker(name: str, methods: list[str], asked: list) -> types.SimpleNamespace:
+    """Answers with one token, the prompt's last, and keeps what it was asked."""
+
+    def ask(op: str, method: str, prompt: list[int]) -> dict:
+        asked.append((op, method, prompt))
+        found = answer(prompt[-1:], 1.0, 0.5)
+        del found["num_tokens"]
+        return found
+
+    return types.SimpleNamespace(name=name, methods=[{"name": m, "dtype": "float32"} for m in methods], ask=ask)
+
+
+def test_methods_take_turns_in_an_order_that_rotates(monkeypatch):
+    monkeypatch.setattr(peers, "SETTLE_SECONDS", 0.0)
+    asked: list = []
+    workers = [worker("a", ["a1", "a2"], asked), worker("b", ["b1"], asked)]
+    answers = peers.collect(workers, [[5], [6, 7]], 2, lambda text: None)
+    order = [method for _, method, _ in asked]
+    passes = "a1 a2 b1 a2 b1 a1", "a2 b1 a1 b1 a1 a2", "b1 a1 a2 a1 a2 b1"
+    assert order == " ".join(passes).split()
+    assert list(answers) == ["a1", "a2", "b1"]
+    for passes in answers.values():
+        assert [[a["tokens"] for a in one] for one in passes] == [[[5], [7]]] * 3
+        assert all(a["num_tokens"] == 1 for one in passes for a in one)
+
+
+def test_rates_by_both_clocks_and_their_ratio():
+    """The reference skips the token of its first pass; ours is 4 times faster after the prompt and 2.5 times in all."""
+    reference = [[answer([1] * 5, 3.0, 2.0, skipped=1), answer([1] * 9, 5.0, 4.0, skipped=1)]] * 2
+    ours = [[answer([1] * 5, s, 0.625), answer([1] * 9, s, 1.125)] for s in (1.6, 3.2)]
+    assert peers.rates(reference, "decode") == [2.0, 2.0]
+    assert peers.rates(reference, "whole_call") == [1.75, 1.75]
+    assert peers.rates(ours, "decode") == [8.0, 8.0]
+    assert peers.rates(ours, "whole_call") == [14 / 3.2, 14 / 6.4]
+    found = peers.ratio(ours, reference, "decode")
+    assert (found["value"], found["median"], found["low"]) == (4.0, 4.0, None)
+    found = peers.ratio(ours, reference, "whole_call")
+    assert (found["min"], found["max"]) == pytest.approx((1.25, 2.5))
+    assert found["value"] == pytest.approx(14 / 4.8 / 1.75)  # each prompt at the median of its passes
+    many = peers.ratio([one * 4 for one in ours], [one * 4 for one in reference], "decode")
+    assert many["low"] == pytest.approx(many["high"]) == pytest.approx(4.0)
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """Of three methods, one of which says other tokens; the gaps are those of the stub."""
+    monkeypatch.setattr(peers, "SETTLE_SECONDS", 0.0)
+    texts = {"t plain": [[1, 2, 3], [4, 5]], "t lookup": [[1, 2, 3], [4, 5]], "h plain": [[1, 9, 3], [4]]}
+    asked: list = []
+
+    def make(name: str, methods: list[str], gap: float):
+        def ask(op: str, method: str, **request) -> dict:
+            if op == "gap":
+                asked.append((method, request["tokens"], request["candidates"]))
+                return {"gap": gap}
+            found = answer(texts[method][request["prompt"][0]], 2.0, 1.0)
+            del found["num_tokens"]
+            return found
+
+        about = {"torch": "2", "device": "cpu", "threads": 2, "transformers": "5", "cpu": "x", "cores": 2, "jax": "0"}
+        methods = [{"name": m, "dtype": "float32"} for m in methods]
+        return types.SimpleNamespace(name=name, methods=methods, ask=ask, about=about)
+
+    def measure(gap: float) -> dict:
+        workers = [make("transformers", ["t plain", "t lookup"], gap), make("hsd_jax", ["h plain"], gap / 2)]
+        args = peers.build_parser().parse_args(["--demo", "--repeats", "1"])
+        args.command_line = "peers"
+        encode = types.SimpleNamespace(encode=lambda text: [{"a": 0, "b": 1}[text], 7])
+        return peers.measure(args, workers, FOUND, encode)
+
+    return types.SimpleNamespace(measure=measure, asked=asked)
+
+
+def test_texts_that_differ_are_placed_and_explained(record):
+    found = record.measure(2e-4)
+    plain, lookup, ours = found["rows"]
+    assert plain["differences"] == lookup["differences"] == []
+    assert ours["differences"][0] == {
+        "prompt": "one",
+        "row": 0,
+        "index": 1,
+        "token": 9,
+        "reference_token": 2,
+        "gap": 1e-4,
+        "reference_gap": 2e-4,
+        "is_tie": True,
+    }
+    # Each side is asked how far it prefers its own token, behind the prompt and what both said.
+    assert record.asked == [("h plain", [0, 7, 1], [9, 2]), ("t plain", [0, 7, 1], [2, 9])]
+    short = ours["differences"][1]
+    assert (short["index"], short["token"], short["reference_token"], short["is_tie"]) == (1, None, 5, False)
+
+
+def test_only_float32_differences_beyond_a_tie_fail(record):
+    found = record.measure(2e-4)
+    ours = found["rows"][2]
+    assert peers.status(found) == 1  # the text that ends early
+    del ours["differences"][1]
+    assert peers.status(found) == 0
+    ours["differences"][0]["is_tie"] = False
+    assert peers.status(found) == 1
+    ours["dtype"] = "bfloat16"
+    assert peers.status(found) == 0
+    ours["dtype"], found["rows"][0]["dtype"] = "float32", "bfloat16"
+    assert peers.status(found) == 0  # what the reference's rounding made of the text is no mistake of ours
+    assert record.measure(2.0)["rows"][2]["differences"][0]["is_tie"] is False
+
+
+def test_texts_are_compared_with_the_peers_float32_and_speeds_with_its_fastest():
+    """Of 8 tokens in 4, 2 and 1 s, the peer's float32 is neither its first method nor its fastest."""
+    methods = [("l plain", "bfloat16", 4.0), ("l lookup", "float32", 9.0), ("l plain 2", "float32", 2.0)]
+    methods = [{"name": n, "dtype": d, "seconds": s} for n, d, s in [*methods, ("h plain", "float32", 1.0)]]
+    texts = {"l plain": [2, 1], "l lookup": [2, 2], "l plain 2": [1, 1], "h plain": [1, 1]}
+    answers = {m["name"]: [[answer(texts[m["name"]], m["seconds"], m["seconds"] / 2)]] * 2 for m in methods}
+    assert peers.text_reference(methods)["name"] == "l plain 2"
+    assert peers.text_reference(methods[:2])["name"] == "l plain"
+    rows = peers.rows_of(methods, answers, FOUND[:1])
+    assert [[d["index"] for d in row["differences"]] for row in rows] == [[0], [0], [], []]
+    assert [row["over_reference"]["decode"]["value"] for row in rows] == [1.0, 4 / 9, 2.0, 4.0]
+    found = peers.over_fastest(rows, answers, ["l plain", "l lookup", "l plain 2"])
+    assert [found[clock]["method"] for clock in peers.CLOCKS] == ["l plain 2"] * 2
+    assert {name: over["value"] for name, over in found["decode"]["over"].items()} == {"h plain": 2.0}
+
+
+def test_the_table_says_how_many_texts_are_the_same_and_where_they_part(record, capsys):
+    peers.print_record(record.measure(2e-4))
+    text = capsys.readouterr().out
+    [line] = [line for line in text.splitlines() if "│ h plain" in line]
+    assert "0/2" in line
+    [line] = [line for line in text.splitlines() if "│ t lookup" in line]
+    assert "2/2" in line
+    assert "h plain, one: first differs at token 1, gaps 0.0001 and 0.0002: a tie" in text
+    assert "h plain, two: first differs at token 1, an end of text: more than a tie" in text
+    assert "decode, over the peer's fastest, t plain: h plain 0.80" in text
+    assert "torch 2 on cpu, transformers 5, 2 threads" in text
+
+
+ECHO = """
+import json, sys
+print(json.dumps({"methods": [json.loads(input())["word"]]}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    print(json.dumps(request) if request["op"] == "echo" else sys.exit(3), flush=True)
+"""
+
+
+def test_a_worker_is_a_process_that_answers_line_by_line():
+    started = peers.Worker("echo", [sys.executable, "-c", ECHO], {"word": "é"}, dict(os.environ))
+    try:
+        assert (started.methods, started.about) == (["é"], {})
+        assert started.ask(op="echo", value=[1]) == {"op": "echo", "value": [1]}
+        with pytest.raises(ValueError, match=r"the process of echo ended \(status 3\)"):
+            started.ask(op="end")
+    finally:
+        started.close()
+
+
+def test_a_worker_says_what_it_lacks():
+    said: list[dict] = []
+
+    def lacking(config: dict):
+        raise ValueError(f"no {config['target']}")
+
+    peer_worker.serve(lacking, iter(['{"target": "x"}', "never read"]), said.append)
+    assert said == [{"error": "no x"}]
+    code = f"print({json.dumps(json.dumps(said[0]))})"
+    with pytest.raises(ValueError, match="stub: no x"):
+        peers.Worker("stub", [sys.executable, "-c", code], {}, dict(os.environ))
+
+
+def test_without_torch_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ValueError, match=r"hsd_jax\[peers\].*--peer-python"):
+        peer_worker.Transformers({})
+
+
+def test_without_llama_cpp_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(ValueError, match=r"llama_cpp.*pip install llama-cpp-python .*--peer-python"):
+        peer_worker.LlamaCpp({})
+
+
+def test_what_llama_cpp_cannot_run_is_refused_before_anything_runs(folders, tmp_path, capsys):
+    config = toy.target_config(model_type="llama", qkv_bias=True, output_bias=True, activation="gelu_pytorch_tanh")
+    convert.save_target(tmp_path, config, toy.make_target(config))
+    assert peers.main(["--target", str(tmp_path), "--llama-cpp"]) == 2
+    assert "ModelConfig.activation='gelu_pytorch_tanh': a GGUF file of llama" in capsys.readouterr().err
+    assert peers.main(["--target", folders.target, "--llama-cpp", "--assistant", folders.target]) == 2
+    assert "--assistant: llama.cpp is measured without one" in capsys.readouterr().err
+
+
+def test_prompts_for_llama_cpp_stay_within_the_window(capsys, monkeypatch):
+    """The demo's window is 512; no prompt leaves room for 511 tokens more."""
+    monkeypatch.setattr(peers, "start_workers", None)
+    assert peers.main(["--demo", "--llama-cpp", "--max-new-tokens", "511"]) == 2
+    said = capsys.readouterr().err
+    assert "within the target's 512" in said
+    assert "no prompt has at most 1 tokens" in said
+
+
+def test_an_assistant_of_another_vocabulary_is_refused_before_anything_runs(folders, capsys):
+    demo = str(DEMO / "target")
+    for assistant, message in ((demo, f"--assistant {demo}: has another vocabulary"), ("nowhere", "nowhere")):
+        assert peers.main(["--target", folders.target, "--assistant", assistant]) == 2
+        assert message in capsys.readouterr().err
+    vocab_size = peers.find(folders.target).config.vocab_size
+    peers.check_assistant(folders.target, vocab_size, peers.Tokenizer.read(folders.target))
+
+
+@pytest.mark.slow
+@pytest.mark.hf
+def test_a_tiny_run_against_transformers(folders, tmp_path, monkeypatch, capsys):
+    """All methods on two prompts; the target is its own assistant. Greedy text is the same in all of them."""
+    pytest.importorskip("torch")
+    monkeypatch.setenv("XLA_FLAGS", "")  # one device, as users have
+    out = tmp_path / "peers.json"
+    models = ["--target", folders.target, "--drafter", folders.drafter, "--assistant", folders.target]
+    prompts = ["--prompts", folders.data, "--limit", "2", "--max-new-tokens", "12", "--repeats", "1"]
+    methods = ["--trees", "5x3x2", "--assistant-tokens", "3", "--lookup-tokens", "4", "--torch-threads", "1"]
+    assert peers.main([*models, *prompts, *methods, "--same-methods", "--json", str(out)]) == 0, capsys.readouterr()
+    record = json.loads(out.read_text())
+    rows = {row["method"]: row for row in record["rows"]}
+    expected = [f"transformers {kind} float32" for kind in ("plain", "assistant", "assistant 3", "lookup 4")]
+    expected += [f"hsd_jax {kind} float32" for kind in ("plain", "default", "tree 5x3x2", "assistant 5x4x1")]
+    assert set(expected) < set(rows)
+    assert record["reference"] == next(iter(rows)) == "transformers plain float32"
+    for row in record["rows"]:
+        if row["dtype"] == "float32":
+            assert row["differences"] == [], row["method"]
+        assert row["tokens_per_second"]["whole_call"]["min"] > 0
+    assert "plan" in record["answers"]["hsd_jax default float32"][0][0]
+    assert rows["transformers plain float32"]["tau"] == rows["hsd_jax plain float32"]["tau"] == 1.0
+    assert rows["transformers assistant 3 float32"]["tau"] > 2.0
+    assert rows["hsd_jax assistant 5x4x1 float32"]["tau"] > 2.0
+    first = [a["decode_tokens"] for a in record["answers"]["transformers plain float32"][0]]
+    assert first == [a["num_tokens"] - 1 for a in record["answers"]["transformers plain float32"][0]]
+    for name in ("transformers assistant 3 float32", "hsd_jax tree 5x3x2 float32"):
+        for a in record["answers"][name][1]:
+            assert 0 < a["decode_seconds"] < a["seconds"]
+    assert "2/2" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_tiny_run_against_llama_cpp(folders, tmp_path, monkeypatch, capsys):
+    """In float32 all texts are the same; each dtype is a method of its own."""
+    pytest.importorskip("llama_cpp")
+    monkeypatch.setenv("XLA_FLAGS", "")  # one device, as users have
+    out = tmp_path / "peers.json"
+    models = ["--llama-cpp", "--target", folders.target, "--drafter", folders.drafter, "--threads", "1"]
+    prompts = ["--prompts", folders.data, "--limit", "2", "--max-new-tokens", "12", "--repeats", "1"]
+    assert peers.main([*models, *prompts, "--json", str(out)]) == 0, capsys.readouterr()
+    record = json.loads(out.read_text())
+    rows = {row["method"]: row for row in record["rows"]}
+    assert record["reference"] == next(iter(rows)) == "llama.cpp plain bfloat16"
+    assert record["text_reference"] == "llama.cpp plain float32"
+    assert {f"llama.cpp plain {d}" for d in peers.LLAMA_DTYPES} < set(rows)
+    for name in ("hsd_jax plain float32", "hsd_jax default float32"):
+        assert rows[name]["differences"] == []
+    for a in record["answers"]["llama.cpp plain float32"][1]:
+        assert a["passes"] == a["num_tokens"] == a["decode_tokens"] + 1
+        assert 0 < a["decode_seconds"] < a["seconds"]
+    assert record["frameworks"]["llama.cpp"]["threads"] == 1

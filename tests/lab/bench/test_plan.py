@@ -1,0 +1,251 @@
+"""`hsd plan`, `--stack` and the key of `hsd bench compare`: from costs and acceptance to a stack, and its text."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+
+import numpy as np
+import pytest
+from support import command_line, toy
+from support.command_line import TEXTS, hsd
+
+import hsd_jax
+from hsd_jax.config import NO_REUSE, TreeConfig
+from hsd_jax.lab.bench import compare, hierarchy, rounds
+from hsd_jax.models import convert
+from hsd_jax.planning import hierarchy as hierarchy_lib
+from hsd_jax.train.evaluate import Texts, accepted_lengths, write_texts
+from hsd_jax.train.target import grown, layer_sources
+
+folders, own_cache = command_line.folders, command_line.own_cache
+
+
+@pytest.fixture(scope="module")
+def models(folders):
+    """Folders of two small models of the target's vocabulary, the larger first."""
+    config = convert.read_config(folders.target)
+    weights = convert.read_weights(folders.target, config)
+    convert.save_target(folders.root / "small", config, toy.make_small_lm(weights))
+    tiny = dataclasses.replace(config, num_layers=1)
+    convert.save_target(folders.root / "tiny", tiny, toy.make_target(tiny, seed=3))
+    return [str(folders.root / "small"), str(folders.root / "tiny")]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"id": str(i), "prompt": " ".join(text.split()[:4])} for i, text in enumerate(TEXTS)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def priced(model, drafts: int, context: int):
+    """A target of 2 layers for which the small model, as dear, is no use."""
+    layers = model.target_config.num_layers
+    return lambda: layers * (1 + 0.1 * drafts) * 1e-3
+
+
+def round_priced(pair, prompts, num_tokens: int, drafts: int | None, temperature: float) -> float:
+    """A pass of the target, and of the drafter for each draft."""
+    whole = priced(pair, drafts or 0, 0)()
+    return whole + (drafts * priced(rounds.as_target(pair), 0, 0)() if drafts else 0.0)
+
+
+@pytest.mark.parametrize("price", [priced, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_plan_from_the_command_line(folders, models, prompts, monkeypatch, capsys, price):
+    """Every way is predicted and measured, each with the text of plain decoding; the largest model comes last."""
+    out = prompts.parent / "plan.json"
+    if price is not None:
+        monkeypatch.setattr(rounds, "timed_passes", price)
+        monkeypatch.setattr(rounds, "round_seconds", round_priced)
+    options = ["--prompts", prompts, "--limit", "2", "--max-new-tokens", "8", "--max-length", "2", "--repeats", "1"]
+    assert hsd("plan", "--target", folders.target, "--models", *models, *options, "--json", out) == 0
+    record, printed = json.loads(out.read_text()), capsys.readouterr().out
+    rows = {row["way"]: row for row in record["rows"]}
+    assert list(rows) == [hierarchy.PLAIN, hierarchy.SINGLE, hierarchy.STACK]
+    for row in rows.values():
+        assert row["same_text_as_plain"] == 2 and row["measured_seconds"] > 0 and row["predicted_seconds"] > 0
+    # A single drafter's rounds are those of the walk over the text.
+    assert rows[hierarchy.SINGLE]["predicted_tau"] == pytest.approx(rows[hierarchy.SINGLE]["tau"])
+    accept = np.array(record["acceptance"])
+    assert (np.diag(accept) == 1).all() and (np.tril(accept, -1) == 0).all() and (accept >= 0).all()
+    stack = rows[hierarchy.STACK]
+    assert len(stack["passes"]) == 2 and stack["passes"][1] >= stack["passes"][0]
+    assert (
+        stack["handed_up"][0] >= stack["lengths"][1] and stack["tree"] == TreeConfig.chain(sum(stack["lengths"])).name
+    )
+    assert "fastest by prediction" in printed and f"measured: {record['fastest_measured']}" in printed
+    if price is not None:
+        assert record["models"] == [models[1], models[0], "target"]  # by what they cost
+        assert rows[hierarchy.PLAIN]["formula_seconds"] == pytest.approx(2e-3)
+
+
+def test_a_trained_drafter_at_the_bottom(folders, prompts, tmp_path, monkeypatch, capsys):
+    """A deeper target, the model that it was grown from, and that model's hidden-state drafter, which drafts for no
+    other: so what drafts for the target alone is the model."""
+    config = convert.read_config(folders.target)
+    sources = layer_sources(config.num_layers, 2 * config.num_layers)
+    deep = grown(convert.read_weights(folders.target, config), sources)
+    convert.save_target(tmp_path / "deep", dataclasses.replace(config, num_layers=len(sources)), deep, eos=(1,))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(f"{folders.target}/{name}", tmp_path / "deep" / name)
+    monkeypatch.setattr(rounds, "timed_passes", priced)
+    monkeypatch.setattr(rounds, "round_seconds", lambda pair, *asked: 5e-3)
+    options = ["--prompts", prompts, "--limit", "2", "--max-new-tokens", "8", "--max-length", "2", "--repeats", "1"]
+    out, names = prompts.parent / "plan.json", [folders.target, folders.drafter]
+    assert hsd("plan", "--target", tmp_path / "deep", "--models", *names, *options, "--json", out) == 0
+    record, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert record["models"] == [folders.drafter, folders.target, "target"]
+    rows = {row["way"]: row for row in record["rows"]}
+    assert [rows[way]["chain"] for way in (hierarchy.SINGLE, hierarchy.STACK)] == [[1, 2], [0, 1, 2]]
+    assert all(row["same_text_as_plain"] == 2 for row in rows.values())
+    accept = record["acceptance"]
+    assert accept[0][2] == 0 and 0 < accept[0][1] <= 1 and accept[1][2] == pytest.approx(1.0)
+    assert rows[hierarchy.SINGLE]["predicted_tau"] == pytest.approx(rows[hierarchy.SINGLE]["tau"])
+    assert "of a drafter, ms a draft" in printed
+
+
+COSTS = [[0.02], [0.15], [1.0]]
+ACCEPTANCE = np.array([[1, 0.75, 0.5], [0, 1, 0.85], [0, 0, 1.0]])
+
+
+def all_edges(num: int, longest: int) -> dict[tuple[int, int], int]:
+    return dict.fromkeys(itertools.combinations(range(num), 2), longest)
+
+
+def test_the_ways_are_those_of_the_least_prediction():
+    """The stack of the worked example, with its lengths free; and where the middle costs too much, a single drafter."""
+    found = hierarchy.ways(COSTS, ACCEPTANCE, all_edges(3, 8))
+    assert found[hierarchy.PLAIN].predicted == 1.0 and found[hierarchy.SINGLE].chain == (1, 2)
+    assert found[hierarchy.STACK].chain == (0, 1, 2) and found[hierarchy.STACK].predicted <= 0.3162
+    example = hierarchy.by_formula(COSTS, ACCEPTANCE, (0, 1, 2), (4, 6))
+    assert round(example.predicted, 4) == 0.3162 and example.tree == TreeConfig.chain(10)
+    dear = hierarchy.ways([[0.02], [0.9], [1.0]], ACCEPTANCE, all_edges(3, 8))
+    assert min(dear.values(), key=lambda way: way.predicted) == dear[hierarchy.SINGLE]
+    assert dear[hierarchy.SINGLE].chain == (0, 2)
+
+
+def test_ways_have_the_edges_that_are_there():
+    """A drafter of the middle model alone, of chains of 3: neither it nor a longer chain drafts for the target."""
+    cheap = [[0.001], [0.9], [1.0]]
+    found = hierarchy.ways(cheap, ACCEPTANCE, {(0, 1): 3, (1, 2): 8})
+    assert found[hierarchy.SINGLE].chain == (1, 2) and found[hierarchy.STACK].lengths[0] == 3
+    assert hierarchy.STACK not in hierarchy.ways(cheap, ACCEPTANCE, {(0, 2): 8})
+    assert [found[hierarchy.STACK].most(level) for level in (0, 1)] == [3, 3 + found[hierarchy.STACK].lengths[1]]
+    costs, accept = [[0.001], [0.01], [0.1], [1.0]], np.triu(np.full((4, 4), 0.3))
+    accept[range(3), range(1, 4)] = 0.95
+    deep = hierarchy.ways(costs, accept, all_edges(4, 4))[hierarchy.STACK]
+    assert deep.chain == (0, 1, 2, 3)  # by the dynamic program
+    without = {edge: most for edge, most in all_edges(4, 4).items() if edge != (0, 1)}
+    assert len(hierarchy.ways(costs, accept, without)[hierarchy.STACK].chain) == 3
+
+
+def test_a_round_costs_what_it_takes_besides_passes():
+    """A round of 2 drafts took 1.5: 1.2 are the target's pass, 0.2 the drafter's two. Plain passes cost as before."""
+    passes = [[0.1, 0.11, 0.12, 0.13], [1.0, 1.1, 1.2, 1.3], [2.0, 2.1, 2.2, 2.3]]
+    found = rounds.with_rounds(passes, [1.5, 4.0])
+    assert found[0] == passes[0] and passes[1] == [1.0, 1.1, 1.2, 1.3]
+    np.testing.assert_allclose(found[1], [1.0, 1.2, 1.3, 1.4])
+    np.testing.assert_allclose(found[2], passes[2])  # its pass and two of the middle model take 4.2 already
+
+
+def test_acceptance_is_the_overlap_on_text_of_the_larger_model(folders, models):
+    """Of a model with itself 1; greedy, the share of places where both would say the same."""
+    params = hsd_jax.load(target=folders.target, drafter=models[0], precision="exact")
+    small = rounds.as_target(params)
+    tokens = np.random.default_rng(0).integers(0, params.target_config.vocab_size, (2, 12))
+    texts = Texts.join([row[:3] for row in tokens], [row[3:] for row in tokens])
+    found = rounds.acceptance_of([params, params], [texts], 1.0)
+    np.testing.assert_allclose(found, [[1, 1], [0, 1]], atol=1e-5)
+    best = [
+        np.asarray(toy.causal_pass(one.target, one.target_config, texts.tokens).logits).argmax(-1)[:, 2:-1]
+        for one in (small, params)
+    ]
+    found = rounds.acceptance_of([small, params], [texts], 0.0)
+    assert found[0, 1] == pytest.approx((best[0] == best[1]).mean()) and 0 < found[0, 1] < 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_is_right_where_its_drafts_are(folders, models, temperature):
+    """One pass over a text counts what drafting from every token of it does, for chains of every length."""
+    params = hsd_jax.load(target=folders.target, drafter=models[0], precision="exact")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, params.target_config.vocab_size, n) for n in (3, 6)]
+    texts = write_texts(params, prompts, 12, temperature, seed=5)
+    laws = rounds.laws_of(params, texts, 4, temperature)
+    drafts = [(TreeConfig.chain(n), NO_REUSE) for n in (1, 2, 3, 4)]
+    names = params.drafter, params.drafter_config, params.target, params.target_config
+    fates, _ = accepted_lengths(*names, texts, drafts, temperature)
+    for n, (law, fate) in enumerate(zip(laws, fates, strict=True), 1):
+        assert hierarchy_lib.mean(law) == pytest.approx(fate.tau) and sum(law.values()) == pytest.approx(1.0)
+        assert [law[k + 1] * fate.num_passes for k in range(n + 1)] == pytest.approx(list(fate.histogram))
+    assert hierarchy_lib.mean(laws[3]) > 1.2  # so something was right
+    counts = rounds.right_in_a_row(params.drafter, params.target_config, texts, temperature)
+    assert counts.shape == (2, 1, int((texts.length - texts.prompt_length).max()))
+
+
+def test_stacks_by_name(folders, models, prompts, capsys):
+    params = hsd_jax.load(target=folders.target, drafter=models[0])
+    stacked = hierarchy.stacked(params, [f"{models[1]}@3", "lookup:2"]).drafter_config
+    assert (stacked.length, stacked.inner.length, stacked.inner.inner.max_ngram) == (3, 7, 2)
+    assert hierarchy.stacked(params, []) is params
+    with pytest.raises(ValueError, match="--stack lookup@x: expected DRAFTER or DRAFTER@T"):
+        hierarchy.stacked(params, ["lookup@x"])
+    file = prompts.parent / "methods.yaml"
+    file.write_text('deep: {tree: 6x5x1, stack: "lookup@3"}\nown: {stack: lookup}\n')
+    _, deep, own = compare.make_modes(params, compare.read_methods(file), lambda drafter: None)
+    assert deep.params.drafter_config.length == 3 and own.tree == TreeConfig.chain(11)
+    small = ["--target", folders.target, "--drafter", models[0], "--max-new-tokens", "8", "--json", "the cat"]
+    texts = []
+    for more in ([], ["--stack", f"{models[1]}@2", "--stack", "lookup@3"]):
+        assert hsd("generate", *more, *small) == 0
+        texts.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert texts[0] == texts[1]
+    assert hsd("generate", "--target", folders.target, "--stack", "lookup", "the cat") == 2
+    assert "stack() is for a small language model that drafts" in capsys.readouterr().err
+
+
+def test_what_is_no_plan_is_refused(folders, models, tmp_path, capsys):
+    shutil.copytree(folders.drafter, tmp_path / "strange")
+    config = json.loads((tmp_path / "strange/drafter_config.json").read_text())
+    (tmp_path / "strange/drafter_config.json").write_text(json.dumps(config | {"target_hash": "0" * 64}))
+    for names, said in (
+        (["lookup"], "--models lookup: expected a folder of a language model"),
+        ([models[0], models[0]], "each once"),
+        ([models[0], str(tmp_path / "strange")], "a drafter of none of these models"),
+        (["nowhere"], "nowhere"),
+    ):
+        assert hsd("plan", "--target", folders.target, "--models", *names) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_parts_of_rounds(monkeypatch):
+    """A model's round is timed with 2 drafts, a trained drafter's with those of the way; passes are put to the pace of
+    the rounds (twice as slow here) and make up for the length. Nothing of the stack itself is asked for."""
+    models = [hierarchy.Model("d", None, "m"), hierarchy.Model("m", "middle"), hierarchy.Model("target", "target")]
+    passes = [[0.1], [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], [5.0, 5.1, 5.2, 5.3, 5.4, 5.5]]
+    edges = {(0, 1): 3, (1, 2): 3}
+    table = hierarchy.Table(models, passes, passes, np.eye(3), edges, {1: "text", 2: "text"})
+    monkeypatch.setattr(hierarchy, "paired", lambda small, large, load: (small.folder, large.folder))
+    sure = lambda pair, texts, most, temperature: [{n + 1: 1.0} for n in range(1, most + 1)]  # noqa: E731
+    monkeypatch.setattr(rounds, "laws_of", sure)
+    monkeypatch.setattr(rounds, "follow_seconds", lambda pair, prompt, length: 0.25)
+    calls = hierarchy.Calls(lambda folder: None, [np.zeros(2)], 8, 0.0, 3, 0)
+    single, stack = hierarchy.Way((1, 2), (3,), 0.0), hierarchy.Way((0, 1, 2), (3, 1), 0.0)
+    assert hierarchy.parts_of(table, single) == [(1, 2, 2)]
+    assert hierarchy.parts_of(table, stack) == [(0, 1, 3), (1, 2, 2)]
+    taken = {(1, 2, 2): 15.4, (0, 1, 3): 4.0}  # 2 * (5.2 + 2 * 1.0) are passes
+    (alone,) = hierarchy.rounds_by_part(table, single, calls, taken, 2.0)
+    assert alone.seconds(3) == pytest.approx(2 * (5.3 + 3 * 1.0) + 1.0)
+    below, above = hierarchy.rounds_by_part(table, stack, calls, taken, 2.0)
+    assert below.seconds(3) == 4.0 and below.adds(3) == {4: 1.0}
+    assert above.seconds(4) == pytest.approx(2 * 5.4 + 1.0 + 0.25) and above.again == pytest.approx(2.0 + 0.25)
+
+
+def test_a_round_above_a_middle_model():
+    """Of 3 drafts it adds 1, 3 or 4 tokens: its drafter follows 1, 3 and 3 of them, two at a time."""
+    found = hierarchy.outer_rounds(lambda drafts: {1: 0.25, 3: 0.5, 4: 0.25}, [1.0, 1.1, 1.2, 1.3], 0.5, 0.01, 1, 0.2)
+    assert found.seconds(3) == pytest.approx(1.3 + 0.5 + 0.01 * (0.25 * 1 + 0.5 * 2 + 0.25 * 2)) and found.again == 0.2

@@ -1,0 +1,607 @@
+"""`tune`: predictions against simulation and by hand, the choice against injected timings, the record, the program.
+
+That simulation is real decoding, round by round, stands in `test_evaluate.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+
+import numpy as np
+import pytest
+from support import command_line, setups, toy
+
+import hsd_jax
+from hsd_jax.arguments import Sampling
+from hsd_jax.config import ReuseConfig, TreeConfig
+from hsd_jax.drafters.lookup.config import LookupConfig
+from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.lab.bench import against_plain, measure, predict, profile
+from hsd_jax.lab.bench import tune as tuning
+from hsd_jax.params import Params
+from hsd_jax.planning import plan, tuned
+from hsd_jax.request import Speculation
+from hsd_jax.session import prepare
+from hsd_jax.train import evaluate
+
+folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both
+
+PROMPTS = [np.arange(3, 3 + n) % toy.VOCAB for n in (2, 5, 9)]
+SMALL, CHAIN, WIDE = TreeConfig(3, 2, 1), TreeConfig(5, 4, 1), TreeConfig(8, 3, 2)
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def params() -> Params:
+    config = setups.VARIANTS["llama"]
+    weights = setups.weights("llama")
+    drafter_config = toy.drafter_config(config)
+    drafter = toy.make_drafter(drafter_config, config, weights)
+    return Params(weights, drafter, config, drafter_config, max_len=128, precision="exact")
+
+
+class Clock:
+    """In place of `time_modes`: plain texts are real, every mode takes the time that its tokens per second ask for.
+
+    Args:
+      params: of the pair; decodes plainly, once.
+      rates: tokens per second of each mode, for every call in turn; the last one also serves those behind it.
+    """
+
+    def __init__(self, params: Params, *rates: dict[str, float]):
+        self.rates, self.calls = rates, []
+        options = {"max_new_tokens": NEW_TOKENS, "speculate": False}
+        self.results = [hsd_jax.decode(params, [prompt], **options) for prompt in PROMPTS]
+
+    def __call__(self, modes, prompts, *, repeats, **settings) -> measure.Runs:
+        assert [list(map(int, p)) for p in prompts] == [p.tolist() for p in PROMPTS]
+        rates = self.rates[min(len(self.calls), len(self.rates) - 1)]
+        rates = {mode.name: rates.get(mode.name, UNNAMED) for mode in modes}
+        self.calls.append([mode.name for mode in modes])
+        tokens = [int(result.num_tokens[0]) for result in self.results]
+        seconds = {mode.name: [[n / rates[mode.name] for n in tokens]] * repeats for mode in modes}
+        return measure.Runs({mode.name: self.results for mode in modes}, seconds)
+
+
+def tuned_by(monkeypatch, params: Params, clock: Clock, **changes) -> hsd_jax.Tuned:
+    monkeypatch.setattr(tuning, "time_modes", clock)
+    settings = {"trees": [SMALL, CHAIN, WIDE], "reuses": ["none"], "max_new_tokens": NEW_TOKENS, "keep": False}
+    return hsd_jax.tune(params, PROMPTS, report=lambda line: None, **settings | changes)
+
+
+UNNAMED = 10.0
+"""Tokens per second of modes that a test does not name: those that verify what pays."""
+RATES = {"plain": 100.0, "3x2x1": 150.0, "5x4x1": 120.0, "8x3x2": 90.0}
+
+
+@pytest.mark.slow
+def test_the_fastest_is_chosen_and_settings_decode_the_same_text(monkeypatch, params):
+    record = tuned_by(monkeypatch, params, Clock(params, RATES))
+    (found,) = record.choices
+    assert (found.tree, found.reuse, found.is_whole, found.speedup) == (SMALL, "none", True, pytest.approx(1.5))
+    assert str(found) == "1 row, 256 slots, temperature 0: 3x2x1, 1.50 times as fast as plain decoding"
+    plain, *rest = found.table
+    assert plain.tree is None and plain.tokens_per_second["median"] == pytest.approx(100.0)
+    assert [row.name for row in rest] == ["3x2x1", "5x4x1", "8x3x2", "up to 3x2x1"]
+    assert [row.speedup["median"] for row in rest] == pytest.approx([1.5, 1.2, 0.9, 0.1])
+    out = hsd_jax.decode(params, PROMPTS[0], max_new_tokens=NEW_TOKENS, tuned=record)
+    assert out.stats.plan.tree == SMALL and not out.stats.plan.is_chosen
+    without = hsd_jax.decode(params, PROMPTS[0], max_new_tokens=NEW_TOKENS, speculate=False)
+    np.testing.assert_array_equal(out.tokens, without.tokens)
+    assert out.stats.tau > 1
+
+
+def test_the_measurement_counts_not_the_prediction(monkeypatch, params):
+    """The first timings make 3x2x1 the favourite by prediction, the second another."""
+    clock = Clock(params, RATES, RATES | {"3x2x1": 80.0, "8x3x2": 130.0})
+    (found,) = tuned_by(monkeypatch, params, clock).choices
+    assert clock.calls[0] == ["plain", "3x2x1", "5x4x1", "8x3x2"]
+    by_prediction = max(found.table[1:], key=lambda row: row.predicted_tokens_per_second or 0.0)
+    assert by_prediction.name == clock.calls[1][1] == "3x2x1"
+    assert found.tree == WIDE and found.speedup == pytest.approx(1.3)
+
+
+@pytest.mark.parametrize("drafting", [90.0, 101.0])  # a gain that may as well be noise is none
+def test_plain_decoding_may_be_the_fastest(monkeypatch, params, drafting):
+    record = tuned_by(monkeypatch, params, Clock(params, dict.fromkeys(RATES, drafting) | {"plain": 100.0}))
+    (found,) = record.choices
+    assert found.tree is None and found.speedup == 1.0
+    assert str(found) == "1 row, 256 slots, temperature 0: plain decoding is the fastest"
+    out = hsd_jax.decode(params, PROMPTS[1], max_new_tokens=8, tuned=record)
+    assert out.stats.tau == 1.0 and "`tune` found nothing faster" in out.stats.plan.reason
+
+
+def test_predicted_tau_is_simulated_tau_and_only_finalists_are_measured(monkeypatch, params):
+    middle = TreeConfig(4, 3, 1)
+    trees = [SMALL, middle, CHAIN, WIDE]
+    clock = Clock(params, RATES | {"3x2x1": 300.0, "4x3x1": 200.0})
+    (found,) = tuned_by(monkeypatch, params, clock, trees=trees, finalists=1).choices
+    assert clock.calls == [["plain", "3x2x1", "5x4x1", "8x3x2"], ["plain", "3x2x1", "up to 3x2x1"]]
+    by_tree = {row.tree: row for row in found.table if row.is_whole}
+    assert set(by_tree) == {None, *trees}
+    assert {tree for tree, row in by_tree.items() if row.tau is None} == {middle}
+    assert by_tree[middle].predicted_tokens_per_second > 0
+    texts = evaluate.write_texts(params, PROMPTS, NEW_TOKENS, 0.0, seed=0, batch=1)
+    models = params.drafter, params.drafter_config, params.target, params.target_config
+    simulated = evaluate.simulate(*models, texts, WIDE, 0.0)
+    assert by_tree[WIDE].predicted_tau == simulated["tau"]
+    assert by_tree[CHAIN].predicted_tau == simulated["chain_tau"]
+
+
+@pytest.mark.slow
+def test_reuse_is_a_candidate_where_it_should_pay(monkeypatch, params):
+    """A trunk that takes nine tenths of a round: `skip:1`, which leaves it out, is the favourite."""
+    rates = RATES | {"5x4x1 skip:1": 400.0, "3x2x1 skip:1": 300.0}
+    slow_trunk = types.SimpleNamespace(share=0.0)
+
+    def trunk_seconds(*args, **settings):
+        return [slow_trunk.share * x for x in (0.005, 0.009)]
+
+    monkeypatch.setattr(tuning, "trunk_seconds", trunk_seconds)
+    clock = Clock(params, rates)
+    changes = {"trees": [SMALL, CHAIN], "reuses": ["none", "skip:1"], "finalists": 2}
+    (found,) = tuned_by(monkeypatch, params, clock, **changes).choices
+    assert found.reuse == "none" and not any("skip" in name for name in clock.calls[-1])
+    assert [row.reuse for row in found.table].count("skip:1") == 2  # predicted all the same
+    slow_trunk.share = 1.0
+    record = tuned_by(monkeypatch, params, clock, **changes)
+    assert "skip:1" in clock.calls[-1][1]
+    assert record.choices[0].reuse == "skip:1"
+    out = hsd_jax.decode(params, PROMPTS[0], max_new_tokens=4, tuned=record)
+    assert str(out.stats.plan.reuse) == "skip:1"
+
+
+def test_what_pays_is_verified_where_that_was_the_fastest(monkeypatch, params):
+    clock = Clock(params, RATES | {"up to 3x2x1": 400.0})
+    record = tuned_by(monkeypatch, params, clock)
+    (found,) = record.choices
+    assert (found.tree, found.is_whole, found.name) == (SMALL, False, "up to 3x2x1")
+    out = hsd_jax.decode(params, PROMPTS[0], max_new_tokens=4, tuned=record)
+    assert out.stats.plan.is_chosen and str(out.stats.plan).startswith("trees of up to 3x2x1: 4.00 times as fast")
+
+
+@pytest.mark.slow
+def test_the_tree_that_decode_chooses_is_a_candidate(monkeypatch, params):
+    """Beside trees of our own, not beside those of a caller; 2x1x1 is no tree that the tuner would try by itself."""
+    tiny = TreeConfig(2, 1, 1)
+    monkeypatch.setattr(tuning, "plan_for", lambda *args, **settings: plan.Plan(tiny, "told to"))
+    clock = Clock(params, {"plain": 100.0, "up to 2x1x1": 150.0})
+    (found,) = tuned_by(monkeypatch, params, clock, trees=None, finalists=1).choices
+    assert (found.tree, found.is_whole) == (tiny, False)
+    (found,) = tuned_by(monkeypatch, params, clock).choices
+    assert "up to 2x1x1" not in clock.calls[-1] and found.tree is None
+
+
+# --- prediction by hand ----------------------------------------------------------------------------------------------
+
+
+def test_rounds_of_a_batch():
+    """Two rows of 3 rounds and 1, then one alone; the trunk runs if one row asks."""
+    runs = ((True, False, True), (True,), (True, False))
+    fate = evaluate.AcceptedLengths(2.0, (1, 5), runs)
+    assert predict.in_step(fate, 1) == (6, 4)
+    assert predict.in_step(fate, 2) == (5, 3)
+    assert predict.in_step(fate, 3) == (3, 2)
+
+
+def test_cost_of_a_round():
+    """Seconds of 1 + 2 nodes + 3 depths, measured thrice, known everywhere; runs of 1 and 5 states take 1 and 9."""
+    trees = [TreeConfig(4, 3, 1), TreeConfig(7, 6, 1), TreeConfig(16, 6, 4)]
+    cost = predict.RoundCost.fit({tree: 1.0 + 2.0 * tree.nodes + 3.0 * tree.depth for tree in trees})
+    assert cost.seconds(WIDE) == pytest.approx(1 + 16 + 9)
+    assert cost.seconds(TreeConfig(2, 1, 1)) == pytest.approx(18 / 2)  # 8, but half of the fastest is the least
+    cost = dataclasses.replace(cost, trunk=(5, 1.0, 9.0))
+    assert cost.trunk_seconds(2) == pytest.approx(3.0)
+    fate = evaluate.AcceptedLengths(2.0, (1, 5), ((True, False, True), (True,), (True, False)))
+    assert cost.rate((WIDE, ReuseConfig()), fate, 1) == pytest.approx(12 / (6 * 26))
+    # In place of six runs of 3 states there are four of 5 states.
+    assert cost.rate((WIDE, ReuseConfig("skip")), fate, 1) == pytest.approx(12 / (6 * 26 - 6 * 5 + 4 * 9))
+    assert cost.rate((WIDE, ReuseConfig("sum")), fate, 2) == pytest.approx(12 / (5 * 26 - 5 * 5 + 3 * 5))
+
+
+def test_reuse_must_gain_something():
+    def predictions(**rates: float):
+        forms = {"none": ReuseConfig(), "skip": ReuseConfig("skip"), "sum": ReuseConfig("sum")}
+        return {(WIDE, forms[name]): predict.Prediction(2.0, rate) for name, rate in rates.items()}
+
+    def names(found) -> list[str]:
+        return [str(reuse) for _, reuse in found]
+
+    assert names(predict.best_of(predictions(none=100.0, skip=100.5, sum=120.0), 3)) == ["sum", "none"]
+    assert names(predict.best_of(predictions(none=100.0, skip=102.0, sum=120.0), 2)) == ["sum", "skip"]
+    assert names(predict.best_of(predictions(skip=50.0), 3)) == ["skip"]
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "names"),
+    [
+        (1, ["2x1x1", "3x1x2", "4x1x3", "5x1x4"]),
+        (2, ["3x2x1", "7x2x2", "12x2x3", "16x2x4"]),
+        (6, ["4x3x1", "5x4x1", "6x5x1", "7x6x1", "8x5x2", "12x6x3", "16x6x4"]),
+    ],
+)
+def test_default_trees_are_those_a_drafter_can_grow(num_steps, names):
+    config = toy.drafter_config(toy.target_config(), num_steps=num_steps)
+    assert [tree.name for tree in tuning.default_trees(config)] == names
+
+
+def test_default_trees_of_other_drafters():
+    hot = toy.drafter_config(toy.target_config(), reduced_vocab_size=2, num_steps=30)
+    found = tuning.default_trees(hot)
+    assert max(tree.width for tree in found) == 2 and max(tree.nodes for tree in found if tree.width == 1) == 16
+    assert [t.nodes for t in tuning.default_trees(LookupConfig())] == list(range(4, 17))
+    assert [t.nodes for t in tuning.default_trees(SmallLMConfig(**vars(toy.target_config())))] == [4, 5, 6, 7, 8]
+
+
+def test_three_trees_tell_what_nodes_and_depth_cost():
+    trees = tuning.default_trees(toy.drafter_config(toy.target_config(), num_steps=6))
+    assert [tree.name for tree in predict.sample_of(trees)] == ["4x3x1", "7x6x1", "16x6x4"]
+    assert predict.sample_of([WIDE]) == [WIDE]
+
+
+def test_forms_a_drafter_does_not_allow_are_no_candidates(params):
+    drafts = tuning._legal_drafts(params, None, None)
+    forms = {str(reuse): [tree.depth for tree, other in drafts if other == reuse] for _, reuse in drafts}
+    assert set(forms) == {"none", "sum", "skip", "unfused"}  # four steps are few for ahead
+    deep = dataclasses.replace(params.drafter_config, num_steps=7)
+    drafts = tuning._legal_drafts(params.replace(drafter_config=deep), None, None)
+    assert {tree.depth for tree, reuse in drafts if reuse.form == "ahead"} == {3}
+    feature = toy.drafter_config(params.target_config, kind="eagle")
+    drafts = tuning._legal_drafts(params.replace(drafter_config=feature), None, None)
+    assert {str(reuse) for _, reuse in drafts} == {"none"}
+
+
+def test_prompts_by_size_in_full_batches(params):
+    said, long = [], params.replace(max_len=16384)
+    prompts = [[1] * n for n in (5, 600, 6, 7, 8)]
+    by_size = tuning._by_size(long, prompts, 1, 8, said.append)
+    assert [(slots, [len(row) for row in some]) for slots, some in by_size] == [(512, [5, 6, 7, 8]), (2048, [600])]
+    assert not said
+    ((slots, used),) = tuning._by_size(long, prompts, 2, 8, said.append)
+    assert slots == 512 and [len(row) for row in used] == [5, 6, 7, 8]
+    assert said == ["4 of 5 prompts used: full batches of 2 whose caches are as large"]
+
+
+def test_every_combination_has_a_choice(monkeypatch, params):
+    seen = []
+
+    def choose(calls, *_):
+        seen.append((calls.batch, calls.slots, calls.temperature, len(calls.prompts)))
+        return calls.choice(tuned.Candidate(SMALL), 1.5)
+
+    monkeypatch.setattr(tuning, "_choose", choose)
+    settings = {"temperature": [0, 0.8], "batch": (1, 3), "max_new_tokens": 8, "keep": False}
+    record = hsd_jax.tune(params, PROMPTS, report=lambda line: None, **settings)
+    assert seen == [(1, 256, 0.0, 3), (1, 256, 0.8, 3), (3, 256, 0.0, 3), (3, 256, 0.8, 3)]
+    assert [choice.size for choice in record.choices] == [(r, 256, w) for r in (1, 4) for w in (False, True)]
+
+
+def test_trunk_seconds_are_measured_and_the_state_stays(params):
+    session = prepare(params, PROMPTS[2], Sampling(16, eos=()), Speculation(SMALL))
+    models, state, config = session.setup.models, session.rows[0].drafter, params.drafter_config
+    before = np.asarray(state.cache.length)
+    found = profile.trunk_seconds(models, params.target_config, config, state, (1, 4), iterations=2, repeats=2)
+    assert len(found) == 2 and min(found) > 0
+    np.testing.assert_array_equal(np.asarray(state.cache.length), before)
+
+
+# --- the record ------------------------------------------------------------------------------------------------------
+
+
+def make_choice(tree: TreeConfig | None = SMALL, reuse: str = "skip:2", **changes) -> tuned.Choice:
+    spread = {"median": 1.5, "min": 1.0, "max": 2.0}
+    row = tuned.Candidate(SMALL, "skip:2", True, 2.0, 10.0, 2.1, spread, spread, spread)
+    table = (tuned.Candidate(None, tau=1.0), row, tuned.Candidate(WIDE, "none", False, 1.5, 9.0))
+    given = {"rows": 1, "slots": 256, "temperature": 0.8, "is_whole": True, "speedup": 1.5, "table": table}
+    return tuned.Choice(tree=tree, reuse=reuse, **given | changes)
+
+
+def make_record(params: Params, *choices: tuned.Choice) -> hsd_jax.Tuned:
+    return hsd_jax.Tuned(tuned.Conditions.of(params), choices or (make_choice(),))
+
+
+def test_a_record_survives_a_file(params, tmp_path):
+    record, said = make_record(params, make_choice(), make_choice(None, "none", rows=4)), []
+    record.save(tmp_path / "tuned.json")
+    assert hsd_jax.Tuned.load(tmp_path / "tuned.json", params, said.append) == record and not said
+
+
+def test_a_record_of_other_models_is_refused(params, tmp_path):
+    path = tmp_path / "tuned.json"
+    make_record(params).save(path)
+    other = toy.make_drafter(params.drafter_config, params.target_config, params.target, seed=7)
+    for change, name in (
+        ({"drafter": other}, "drafter"),
+        ({"drafter_config": dataclasses.replace(params.drafter_config, num_steps=3)}, "drafter"),
+        ({"drafter": None, "drafter_config": None}, "drafter"),
+        ({"target": toy.make_target(params.target_config, seed=7)}, "target"),
+    ):
+        with pytest.raises(ValueError, match=rf"tuned\.json: made for another {name}"):
+            hsd_jax.Tuned.load(path, params.replace(**change))
+
+
+def test_a_record_of_other_conditions_says_so(params, tmp_path, monkeypatch):
+    path, said = tmp_path / "tuned.json", []
+    make_record(params).save(path)
+    monkeypatch.setattr(tuned, "device_name", lambda: "a stone")
+    hsd_jax.Tuned.load(path, params.replace(precision="fast"), said.append)
+    (line,) = said
+    assert "device " in line and ", here a stone;" in line and "precision exact, here fast" in line
+    with pytest.warns(UserWarning, match="here a stone; precision exact, here fast: the text is the same"):
+        hsd_jax.Tuned.load(path, params.replace(precision="fast"))
+
+
+def test_the_nearest_choice_of_as_many_rows_counts(params):
+    small, large = make_choice(slots=512), make_choice(slots=4096, reuse="none")
+    greedy = make_choice(slots=512, temperature=0.0)
+    record = make_record(params, small, large, greedy)
+    assert record.choice(1, 512, 1.0) is small and record.choice(1, 1024, 0.5) is small
+    assert record.choice(1, 2048, 1.0) is large and record.choice(1, 16384, 1.0) is large
+    assert record.choice(1, 512, 0.1) is greedy and record.choice(1, 2048, 0.0) is greedy
+    assert record.choice(2, 512, 1.0) is None
+    assert record.choice(1, 32768, 1.0) is None and record.choice(1, 4096, 0.0) is None  # too far
+
+
+@pytest.fixture
+def kept_folder(tmp_path, monkeypatch):
+    """A folder of records, with nothing in it, not there yet."""
+    monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def found_by_name(params) -> Params:
+    """As if they were loaded."""
+    return params.replace(pair=params.fingerprints())
+
+
+def plan_of(params: Params, **settings) -> plan.Plan:
+    return hsd_jax.decode(params, PROMPTS[0], max_new_tokens=4, **settings).stats.plan
+
+
+def test_decode_finds_what_was_kept(found_by_name, kept_folder):
+    params = found_by_name
+    usual = plan_of(params)
+    path = make_record(params, make_choice(reuse="none", temperature=0.0)).keep()
+    assert path.parent == kept_folder
+    found = plan_of(params)
+    assert found.tree == SMALL and "when `tune` measured it" in found.reason and not found.is_chosen
+    assert plan_of(params, tuned=False) == usual != found
+    assert plan_of(params, tree=CHAIN).reason == plan_of(params, speculate=False).reason == "asked for"
+    for settings in ({"reuse": "sum"}, {"accept": "recursive"}, {"temperature": 0.8}):  # not measured so
+        assert "`tune`" not in plan_of(params, **settings).reason
+    # A later record for the same size takes its place; those for other sizes stay.
+    make_record(params, make_choice(CHAIN, "none", temperature=0.0, is_whole=False)).keep()
+    make_record(params, make_choice(rows=2)).keep()
+    assert (plan_of(params).tree, plan_of(params).is_chosen) == (CHAIN, True)
+    assert [choice.rows for choice in hsd_jax.Tuned.load(path, params).choices] == [2, 1]
+
+
+def test_a_record_is_found_for_its_pair_and_machine_alone(found_by_name, kept_folder, monkeypatch):
+    params = found_by_name
+    make_record(params, make_choice(reuse="none", temperature=0.0)).keep()
+    assert plan_of(params).tree == SMALL
+    for change in ({"pair": None}, {"pair": ("a", "b")}, {"dtype": "bfloat16"}):
+        assert "`tune`" not in plan_of(params.replace(**change)).reason
+    monkeypatch.setattr(tuned, "device_name", lambda: "a stone")
+    assert "`tune`" not in plan_of(params).reason
+
+
+def test_a_tree_this_drafter_cannot_grow_is_left_aside(found_by_name, kept_folder):
+    """Weights replaced by hand leave the fingerprints as they were."""
+    make_record(found_by_name, make_choice(CHAIN, "none", temperature=0.0)).keep()
+    assert plan_of(found_by_name).tree == CHAIN
+    short = dataclasses.replace(found_by_name.drafter_config, num_steps=2)
+    assert "`tune`" not in plan_of(found_by_name.replace(drafter_config=short)).reason
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "\0"])
+def test_a_damaged_record_is_named_once_and_ends_nothing(found_by_name, kept_folder, content):
+    params = found_by_name
+    usual = plan_of(params, tuned=False)
+    path = make_record(params).keep()
+    path.write_text(content)
+    with pytest.warns(
+        UserWarning, match=f"{path.name}.*no record of `hsd tune`; it is ignored: delete it, or run tune"
+    ):
+        assert plan_of(params) == usual
+    assert plan_of(params) == usual  # a second warning would be an error
+    make_record(params, make_choice(reuse="none", temperature=0.0)).keep()  # takes its place
+    assert plan_of(params).tree == SMALL
+
+
+def test_records_may_be_switched_off(params, kept_folder, monkeypatch):
+    conditions = tuned.Conditions.of(params)
+    monkeypatch.setenv(tuned.FOLDER_VARIABLE, "off")
+    assert make_record(params).keep() is None
+    monkeypatch.setenv(tuned.FOLDER_VARIABLE, "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept_folder))
+    assert tuned.kept_path(conditions).parent == kept_folder / "hsd_jax" / "tuned"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("pathlib.Path.home", no_home)
+    assert tuned.kept_path(conditions) is None
+
+
+def test_loaded_pairs_have_fingerprints(folders):
+    loaded = hsd_jax.load(**vars_of(folders))
+    assert loaded.pair == loaded.replace(pair=None).fingerprints() and len(set(loaded.pair)) == 2
+    alone = hsd_jax.load(target=folders.target).pair
+    assert alone[0] == loaded.pair[0] and alone[1] != loaded.pair[1]
+
+
+def changed_choice(**changes):
+    return lambda values: values | {"choices": [values["choices"][0] | changes]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: "{", "Expecting property name"),
+        (lambda values: [], "tuned.json: expected keys and values, found []"),
+        (lambda values: {"choices": []}, "tuned.json: missing key 'conditions'"),
+        (lambda values: values | {"choices": [1]}, "choices.0=1: expected keys and values"),
+        (lambda values: values | {"choices": 1}, "choices=1: allowed are lists of keys and values"),
+        (lambda values: values | {"conditions": 1}, "conditions=1: expected keys and values"),
+        (lambda values: values | {"colour": 1}, "unknown key 'colour'"),
+        (changed_choice(table=[1]), "table.0=1: expected keys and values"),
+        (changed_choice(tree={"nodes": 1}), "TreeConfig.nodes=1"),
+        (changed_choice(reuse="old"), "reuse='old'"),
+        (changed_choice(rows=0), "rows=0: allowed are"),
+        (changed_choice(is_whole="no"), "is_whole='no': allowed are true and false"),
+        (changed_choice(speedup="2"), "speedup='2': allowed are finite numbers"),
+    ],
+)
+def test_files_that_are_no_record(params, tmp_path, change, message):
+    path = tmp_path / "tuned.json"
+    make_record(params).save(path)
+    changed = change(json.loads(path.read_text()))
+    path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    with pytest.raises(ValueError, match=r"tuned\.json.*this is no record of `hsd tune`") as error:
+        hsd_jax.Tuned.load(path, params)
+    assert message in str(error.value)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+BAD_CALLS = {
+    "temperature": ({"temperature": -1.0}, r"temperature=-1\.0: allowed are 0"),
+    "batch": ({"batch": 0}, "batch=0: allowed are 1 and more"),
+    "finalists": ({"finalists": 0}, "finalists=0"),
+    "few": ({"batch": 4}, "batch=4 with 3 prompts"),
+    "none": ({"prompts": []}, "prompt is an empty list"),
+    "short": ({"prompts": [[1, 2], [3]]}, "prompt 1 has 1 token"),
+    "long": ({"max_new_tokens": 1000}, "together more than max_len=128"),
+    "no trees": ({"trees": []}, "trees and reuses: give at least one"),
+    "no tree": ({"trees": ["8x5x2"]}, "trees: '8x5x2': expected hsd_jax.TreeConfig"),
+    "deep": ({"trees": [SMALL, TreeConfig(9, 8, 1)]}, r"TreeConfig\.depth=8: this drafter was trained for 1 to 4"),
+    "form": ({"reuses": ["old"]}, "reuse='old': allowed are none"),
+    "ahead": ({"reuses": ["ahead"], "trees": [CHAIN]}, r"reuse='ahead' with TreeConfig\.depth=4"),
+}
+
+
+def test_a_record_that_cannot_be_kept_ends_before_anything_is_measured(params, monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "time_modes", lambda *args, **settings: pytest.fail("decoded"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(tuned.FOLDER_VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="file is a file; name a folder"):
+        hsd_jax.tune(params, PROMPTS)
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls_end_before_anything_compiles(params, monkeypatch, name):
+    monkeypatch.setattr(tuning, "time_modes", lambda *args, **settings: pytest.fail("decoded"))
+    changes, message = BAD_CALLS[name]
+    arguments = {"prompts": PROMPTS} | changes
+    with pytest.raises(ValueError, match=message):
+        hsd_jax.tune(params, **arguments)
+
+
+def test_params_without_a_drafter_are_refused(params):
+    with pytest.raises(ValueError, match="these params have no drafter"):
+        hsd_jax.tune(params.replace(drafter=None, drafter_config=None), PROMPTS)
+
+
+# --- the program -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_tune_then_generate_and_bench(folders, tmp_path, capsys):
+    """Nothing faked: every form, two trees; the record serves the other commands, whatever it says."""
+    out = tmp_path / "tuned.json"
+    settings = ["--prompts", folders.data, "--max-new-tokens", "12", "--dtype", "float32"]
+    candidates = ["--trees", "5x3x2,3x2x1", "--reuse", "none", "skip:1", "sum", "--finalists", "2", "--repeats", "1"]
+    assert hsd("tune", *both(folders), *settings, *candidates, "--out", out) == 0
+    shown = capsys.readouterr()
+    (choice,) = json.loads(out.read_text())["choices"]
+    assert [row["tree"] for row in choice["table"]].count(None) == 1 and len(choice["table"]) >= 4
+    finalists = [row for row in choice["table"] if row["tau"] is not None and row["predicted_tau"] is not None]
+    for row in finalists:  # what is predicted of the text is what decoding then does
+        assert row["tau"] == pytest.approx(row["predicted_tau"]), row
+    assert "tokens/s predicted" in shown.out and "simulating" in shown.err
+    (chosen,) = hsd_jax.Tuned.load(out, hsd_jax.load(**vars_of(folders), dtype="float32")).choices
+    prompt = [*both(folders), "--dtype", "float32", "--max-new-tokens", "12", "the cat"]
+    assert hsd("generate", "--tuned", out, *prompt) == 0 and hsd("generate", "--no-speculate", *prompt) == 0
+    texts = capsys.readouterr().out.splitlines()
+    assert texts[0] == texts[1]
+    arguments = [
+        "--tuned",
+        out,
+        *both(folders),
+        *settings,
+        "--repeats",
+        "1",
+        "--no-stages",
+        "--json",
+        tmp_path / "b.json",
+    ]
+    assert hsd("bench", *arguments) == (0 if chosen.tree else 2)
+
+
+def vars_of(folders) -> dict[str, str]:
+    return {"target": folders.target, "drafter": folders.drafter}
+
+
+@pytest.fixture(scope="module")
+def record(folders, tmp_path_factory):
+    """Files of `--tuned`: one that speculates, one that does not."""
+    params = hsd_jax.load(**vars_of(folders))
+    root = tmp_path_factory.mktemp("tuned")
+    greedy = {"temperature": 0.0, "reuse": "none"}
+    for name, choice in (("fast", make_choice(**greedy)), ("plain", make_choice(None, **greedy))):
+        make_record(params, choice).save(root / f"{name}.json")
+    return root
+
+
+def test_commands_hand_the_record_to_decode(folders, record, monkeypatch):
+    seen = []
+
+    def decode(params, prompt, **settings):
+        seen.append(settings["tuned"])
+        assert (settings["tree"], settings["speculate"]) == (None, True)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(hsd_jax, "decode", decode)
+    for arguments in (["--tuned", record / "fast.json"], ["--no-tuned"], []):
+        assert hsd("generate", *both(folders), "--no-stream", *arguments, "the cat") == 2
+    assert seen == [hsd_jax.Tuned.load(record / "fast.json", hsd_jax.load(**vars_of(folders))), False, True]
+
+
+def test_bench_measures_the_ways_of_a_record(folders, record):
+    params = hsd_jax.load(**vars_of(folders))
+    part = make_choice(CHAIN, "none", temperature=0.0, is_whole=False, slots=2048)
+    found = make_record(params, make_choice(temperature=0.0), part, make_choice(WIDE, "none", rows=2))
+    whole, adaptive = against_plain.tuned_modes(params, found, 0.0, "x.json")
+    assert (whole.name, whole.tree, whole.reuse, whole.tuned) == ("tree 3x2x1 skip:2", SMALL, "skip:2", None)
+    assert (adaptive.name, adaptive.tree, adaptive.tuned) == ("tree up to 5x4x1", CHAIN, found.only(part))
+    with pytest.raises(ValueError, match="says nothing of single rows at such a temperature"):
+        against_plain.tuned_modes(params, found, 1.0, "x.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "x", "--tuned", "fast.json", "--nodes", "8"], "--nodes with --tuned"),
+        (["generate", "x", "--tuned", "fast.json", "--reuse", "none"], "--reuse with --tuned"),
+        (["generate", "x", "--tuned", "fast.json", "--no-speculate"], "--no-speculate with --tuned"),
+        (["generate", "x", "--tuned", "fast.json", "--accept", "recursive"], "--accept with --tuned"),
+        (["generate", "x", "--tuned", "none.json"], "none.json"),
+        (["bench", "--tuned", "fast.json", "--trees", "8x5x2"], "--trees with --tuned"),
+        (["bench", "--tuned", "plain.json"], "plain decoding was the fastest"),
+        (["tune", "--out", "nowhere/tuned.json"], "there is no folder nowhere"),
+        (["tune", "--trees", "8"], "NODESxDEPTHxWIDTH"),
+        (["tune", "--batches", "0"], "--batches"),
+        (["generate", "x", "--tuned", "fast.json", "--no-tuned"], "not allowed with argument"),
+    ],
+)
+def test_bad_values_end_with_2_and_one_line(folders, record, arguments, message, capsys, monkeypatch):
+    monkeypatch.chdir(record)
+    if arguments[0] != "generate":
+        arguments = [*arguments, "--prompts", folders.data]
+    assert hsd(*arguments, *both(folders)) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
