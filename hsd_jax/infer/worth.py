@@ -1,9 +1,9 @@
 """Which drafts are worth a check, and whether drafting is: decided inside the loop, from what passes cost here.
 
 A plan (`planning/plan.py`) gives the largest tree of a call. Of the tree that a drafter grew, the rows of a batch
-verify the nodes that promise more tokens a second than they cost; where drafting as a whole does not pay, the loop decodes
-plainly for a while and tries again later. Neither changes a text under `match`, which is lossless for any tree chosen
-before the target's draw, nor compiles anything. Read first: `step.py`.
+verify the nodes that promise more tokens a second than they cost; where drafting as a whole does not pay, the loop
+decodes plainly for a while and tries again later. Neither changes a text under `match`, which is lossless for any tree
+chosen before the target's draw, nor compiles anything. Read first: `step.py`.
 """
 
 from __future__ import annotations
