@@ -94,7 +94,9 @@ def describe_arithmetic(dtype: str, has_kernels: bool = True) -> str:
         products = "products in the dtype of the rest" if dtype in QUANTIZED else "and products"
         return f"{dtype} weights{',' if dtype in QUANTIZED else ''} {products}, float32 sums"
     if has_kernels and native.available():
-        return f"{dtype} weights, float32 activations and sums, {native.chosen_level()} kernels"
+        is_rounded = dtype == "bfloat16" and native.rounds_rows()
+        rows = "activations rounded to it, float32 sums" if is_rounded else "float32 activations and sums"
+        return f"{dtype} weights, {rows}, {native.chosen_level()} kernels"
     why = "no CPU kernels on a mesh" if not has_kernels else "no CPU kernels"
     return f"{dtype} weights, multiplied in float32 by XLA ({why})"
 

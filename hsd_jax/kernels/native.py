@@ -1,7 +1,7 @@
 """Optional CPU kernels for the products, attention and draws of a decode, built on first use by the machine's compiler.
 
 XLA's CPU product of a few rows packs the weights on every call; `cpu/rows_matmul.cc` does not, and it reads bfloat16
-and 8-bit weights without rounding the activations. `cpu/gated_mlp.cc` is the MLP in one call, `cpu/attend.cc` attention
+and 8-bit weights as they lie. `cpu/gated_mlp.cc` is the MLP in one call, `cpu/attend.cc` attention
 in one call a layer instead of ten (docs/history.md has the measurements). A row's bits depend on the row alone: not on
 how many rows are beside it, nor on which tree verified it. Without a compiler, on another platform, or with
 HSD_NATIVE_ISA=off, `ops` uses XLA, in float32. The kernels have no gradient and know no mesh, so they are switched on
@@ -65,8 +65,16 @@ _AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 LEVELS = {
     "avx2": _AVX2,
     "avx512": Level((*_AVX2.needs, *_AVX512), (*_AVX2.flags, *(f"-m{name}" for name in _AVX512))),
+    "avx512_bf16": Level(
+        (*_AVX2.needs, *_AVX512, "avx512_bf16"),
+        (*_AVX2.flags, *(f"-m{name}" for name in _AVX512), "-mavx512bf16"),
+    ),
 }
-"""From the least to the most capable. There is no kernel for AMX: such machines run avx512."""
+"""From the least to the most capable. There is no kernel for AMX: such machines run avx512_bf16.
+
+At avx512_bf16 weights in bfloat16 are multiplied as they are, and rows for them are rounded to bfloat16 once: twice as
+many products an instruction. The other levels, and other weights at this one, take rows in float32."""
+ROUNDS_ROWS = ("avx512_bf16",)
 OFF = "off"
 ISA_VARIABLE = "HSD_NATIVE_ISA"
 
@@ -146,6 +154,11 @@ def is_on() -> bool:
     return _level.get() != OFF
 
 
+def rounds_rows() -> bool:
+    """Whether the chosen level rounds rows to bfloat16 for weights in bfloat16."""
+    return chosen_level() in ROUNDS_ROWS
+
+
 def applies(kernel: Kernel) -> bool:
     """Whether a product traced here and now goes to the kernels."""
     return is_on() and kernel.dtype in (jnp.float32, jnp.bfloat16)
@@ -211,7 +224,7 @@ def _operands(*kernels: Kernel) -> list[Array]:
 
 
 def rows_matmul(x: Float[Array, "N in"], kernels: tuple[Kernel, ...]) -> list[Float[Array, "N out"]]:
-    """`x @ kernel.T` for each kernel, in float32 arithmetic, in one call.
+    """`x @ kernel.T` for each kernel, with float32 sums, in one call (`LEVELS` has what is rounded before).
 
     A row's result is the same to the bit for any number of rows; rows that are not active (`only`) are zeros.
     """
@@ -228,7 +241,7 @@ def gated_mlp(
     is_gelu: bool,
     up_bias: Float[Array, "N F"] | None = None,
 ) -> Float[Array, "N H"]:
-    """`ops.gated_mlp` in float32 arithmetic, in one call; rows as in `rows_matmul`."""
+    """`ops.gated_mlp` in one call; arithmetic and rows as in `rows_matmul`."""
     out = jax.ShapeDtypeStruct((x.shape[0], down.shape[0]), jnp.float32)
     biases = jnp.zeros((0, gate.shape[0])) if up_bias is None else up_bias.astype(jnp.float32)
     operands = x.astype(jnp.float32), _flags(len(x)), biases, *_operands(gate, up, down)

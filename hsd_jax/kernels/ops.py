@@ -165,6 +165,8 @@ def apply_rope(x: Float[Array, "B N heads E"], table: tuple[Array, Array]) -> Fl
 
 def rounded(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     """`x` in another float dtype, rounded for good: XLA may not undo it where the next operation is in float32."""
+    if x.dtype == dtype:
+        return x
     info = jnp.finfo(dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 

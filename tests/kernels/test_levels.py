@@ -42,7 +42,7 @@ def test_levels_that_can_be_had_are_taken_without_a_word(asked, isa, switch, lev
     [
         ("avx512", "this processor has no such instructions; using avx2"),
         ("amx", "no AMX kernel; using avx2"),
-        ("sse9", "allowed are avx2, avx512, amx and off; using avx2"),
+        ("sse9", "allowed are avx2, avx512, avx512_bf16, amx and off; using avx2"),
     ],
 )
 def test_what_cannot_be_had_is_named_once_and_another_level_runs(asked, isa, why):

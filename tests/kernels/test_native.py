@@ -36,6 +36,24 @@ def level(request, monkeypatch):
     return request.param
 
 
+def as_multiplied(x: jax.Array, dtype, level: str) -> jax.Array:
+    """Rows as a product with weights in `dtype` takes them: one level rounds them as the weights are."""
+    is_rounded = level == "avx512_bf16" and dtype == jnp.bfloat16
+    return x.astype(jnp.bfloat16).astype(jnp.float32) if is_rounded else x
+
+
+def mlp_in_jax(weights, x, level: str, up_bias=0.0, activation="silu"):
+    gate, up, down = (weights["params"][name]["kernel"] for name in ("gate", "up", "down"))
+    gated, raised = (as_multiplied(x, k.dtype, level) @ k.astype(jnp.float32).T for k in (gate, up))
+    hidden = ops.activate(gated, activation) * (raised + up_bias)
+    return as_multiplied(hidden, down.dtype, level) @ down.astype(jnp.float32).T
+
+
+def flips(level: str, dtype, atol: float) -> float:
+    """A tolerance: where hidden numbers are rounded, another last bit before may be another bfloat16."""
+    return 0.02 if level == "avx512_bf16" and dtype == jnp.bfloat16 else atol
+
+
 def on(function, *args, active=None):
     """`function` compiled with the kernels, alone."""
     assert native.available()
@@ -54,10 +72,10 @@ def normal(seed: int, *shape: int) -> jax.Array:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("outputs", [1, 6, 33])
-def test_a_product_is_right_and_a_row_keeps_its_bits(width, outputs, dtype):
+def test_a_product_is_right_and_a_row_keeps_its_bits(width, outputs, dtype, level):
     x, kernel = normal(0, 130, width), normal(1, outputs, width).astype(dtype)
     whole = np.asarray(on(ops.matmul, x, kernel))
-    exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
+    exact = np.asarray(as_multiplied(x, dtype, level), np.float64) @ np.asarray(kernel, np.float64).T
     np.testing.assert_allclose(whole, exact, atol=2e-5)
 
     def parts(x, kernel):  # one program: what XLA hands a kernel is an array of its own, however it was cut
@@ -72,7 +90,7 @@ def test_a_product_is_right_and_a_row_keeps_its_bits(width, outputs, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_pieces_of_unlike_products_fit_together(dtype):
+def test_pieces_of_unlike_products_fit_together(dtype, level):
     """Products so large that several pieces of each are worked on, and rows in three blocks of two sizes."""
     width = 520
     x, kernels = normal(0, 19, width), [normal(i, n, width).astype(dtype) for i, n in enumerate((701, 5, 130), 1)]
@@ -84,7 +102,7 @@ def test_pieces_of_unlike_products_fit_together(dtype):
     for found in on(parts, x, *kernels):
         for y, kernel, rows in zip(found, kernels, whole, strict=True):
             np.testing.assert_array_equal(y, rows[: len(y)])
-            exact = np.asarray(x[: len(y)], np.float64) @ np.asarray(kernel, np.float64).T
+            exact = np.asarray(as_multiplied(x[: len(y)], dtype, level), np.float64) @ np.asarray(kernel, np.float64).T
             np.testing.assert_allclose(y, exact, atol=2e-4)
 
 
@@ -103,13 +121,13 @@ def mlp_weights(hidden: int, width: int, dtypes):
 @pytest.mark.parametrize("dtypes", ["fff", "bbb", "bff", "fbb", "ffb"])
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("width", [1, 31, 64, 117, 2000])  # tails of a vector, of a pair, of a piece; many pieces
-def test_an_mlp_is_right_and_a_row_keeps_its_bits(width, activation, dtypes):
+def test_an_mlp_is_right_and_a_row_keeps_its_bits(width, activation, dtypes, level):
     dtypes = [jnp.bfloat16 if dtype == "b" else jnp.float32 for dtype in dtypes]
     weights, mlp = mlp_weights(40, width, dtypes), layers.MLP(width, activation)
     x = 3 * normal(9, 130, 40)  # gates from far below zero to far above
     whole = np.asarray(on(mlp.apply, weights, x))
-    exact = mlp.apply(jax.tree.map(lambda kernel: kernel.astype(jnp.float32), weights), x)
-    np.testing.assert_allclose(whole, exact, atol=5e-5)
+    exact = mlp_in_jax(weights, x, level, activation=activation)
+    np.testing.assert_allclose(whole, exact, atol=flips(level, dtypes[2], 5e-5))
     parts = on(lambda w, x: [mlp.apply(w, x[:n]) for n in ROWS], weights, x)
     for n, found in zip(ROWS, parts, strict=True):
         np.testing.assert_array_equal(found, whole[:n])
@@ -117,14 +135,13 @@ def test_an_mlp_is_right_and_a_row_keeps_its_bits(width, activation, dtypes):
 
 @pytest.mark.parametrize("dtypes", ["fff", "bbb"])
 @pytest.mark.parametrize("width", [31, 117, 2000])
-def test_a_rows_own_bias_on_the_up_projection(width, dtypes):
+def test_a_rows_own_bias_on_the_up_projection(width, dtypes, level):
     """Of the rows that count, whichever these are; a bias of zeros changes no bit."""
     dtypes = [jnp.bfloat16 if dtype == "b" else jnp.float32 for dtype in dtypes]
     weights, mlp = mlp_weights(40, width, dtypes), layers.MLP(width)
     x, bias = 3 * normal(9, 130, 40), normal(10, 130, width)
-    exact = mlp.apply(jax.tree.map(lambda kernel: kernel.astype(jnp.float32), weights), x, bias)
     whole = np.asarray(on(mlp.apply, weights, x, bias))
-    np.testing.assert_allclose(whole, exact, atol=1e-4)
+    np.testing.assert_allclose(whole, mlp_in_jax(weights, x, level, bias), atol=flips(level, dtypes[2], 1e-4))
     np.testing.assert_array_equal(on(mlp.apply, weights, x, jnp.zeros_like(bias)), on(mlp.apply, weights, x))
     active = jnp.arange(130) % 3 == 1
 
@@ -348,7 +365,7 @@ def test_an_entry_counts_the_same_committed_or_not():
         pytest.param("gemma", "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_verification_has_the_bits_of_plain_decoding(variant, dtype):
+def test_verification_has_the_bits_of_plain_decoding(variant, dtype, level):
     """Logits of a text from passes of 1 node and of N nodes; bfloat16 as in the fast configuration."""
     config = setups.setup(variant).config
     weights = jax.tree.map(lambda x: x.astype(dtype), setups.weights(variant))
@@ -358,4 +375,4 @@ def test_verification_has_the_bits_of_plain_decoding(variant, dtype):
         found = replay_logits(weights, config, text[:9], text[9:], num_nodes, dtype=jnp.float32)
         np.testing.assert_array_equal(found, plain)
     by_xla = replay_logits(weights, config, text[:9], text[9:], dtype=jnp.float32, use_native=False)
-    np.testing.assert_allclose(by_xla, plain, atol=1e-3)
+    np.testing.assert_allclose(by_xla, plain, atol=0.1 if flips(level, jnp.dtype(dtype), 0) else 1e-3)

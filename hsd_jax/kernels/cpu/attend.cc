@@ -44,7 +44,7 @@ static inline void Score(const float* keys, const float* turned, int64_t width, 
 #pragma GCC unroll 8
     for (int j = 0; j < kKeys; j++)
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; v++) acc[j][v] = MulAdd(Vec{} + keys[j * width + e], query[v], acc[j][v]);
+      for (int v = 0; v < kVectors; v++) acc[j][v] = MulAdd(All(keys[j * width + e]), query[v], acc[j][v]);
   }
   for (int j = 0; j < kKeys; j++)
     for (int v = 0; v < kVectors; v++)
@@ -65,7 +65,7 @@ static inline void Mix(const float* weights, int64_t stride, const float* share,
 #pragma GCC unroll 8
       for (int q = 0; q < kQueries; q++)
 #pragma GCC unroll 8
-        for (int v = 0; v < kVectors; v++) acc[q][v] = MulAdd(Vec{} + weights[q], value[v], acc[q][v]);
+        for (int v = 0; v < kVectors; v++) acc[q][v] = MulAdd(All(weights[q]), value[v], acc[q][v]);
     }
   }
   for (int q = 0; q < kQueries; q++)
@@ -115,7 +115,7 @@ static void AttendSome(const float* const* queries, int64_t n, int64_t width, co
   scores.resize((parts[0].used + parts[1].used) * kStride);
 
   Vec top[kVectors], sum[kVectors] = {};
-  for (Vec& most : top) most = Vec{} + kHidden;
+  for (Vec& most : top) most = All(kHidden);
   float* score = scores.data();
   for (const Entries& part : parts) {
     float* to = score;
@@ -216,10 +216,12 @@ static ffi::Error Attend(ffi::ThreadPool pool, Floats query, Floats new_keys, Fl
   Call call = {query.typed_data(), new_keys.typed_data(), new_values.typed_data(), keys.typed_data(),
                values.typed_data(), new_mask.typed_data(), first.typed_data(), last.typed_data(),
                out->typed_data(), groups, n, width, nodes, slots, seen, n / nodes, scale, softcap};
-  int64_t blocks = (n + kQueriesAtOnce - 1) / kQueriesAtOnce;
+  // Few heads make few pieces, of which one thread may get two and another one: then a vector of queries each.
+  int64_t at_once = batch * groups < 4 * Threads(pool) ? kLanes : kQueriesAtOnce;
+  int64_t blocks = (n + at_once - 1) / at_once;
   Parallel(pool, static_cast<int>(batch * groups * blocks), [=](int i) {
-    int64_t from = i % blocks * kQueriesAtOnce;
-    AttendHead(call, i / blocks, from, std::min<int64_t>(from + kQueriesAtOnce, n));
+    int64_t from = i % blocks * at_once;
+    AttendHead(call, i / blocks, from, std::min(from + at_once, n));
   });
   return ffi::Error::Success();
 }

@@ -26,7 +26,8 @@ static inline int64_t Place(int64_t i, int64_t k) {
 
 // to[.] = act(gate) * up for hidden numbers `first` to `last` of a row of k.
 static void Hidden(const float* gate, const float* up, int64_t first, int64_t last, int64_t k, bool is_gelu,
-                   bool is_paired, float* to) {
+                   bool is_paired, void* row) {
+  float* to = static_cast<float*>(row);
   for (int64_t at = first; at < last; at += kLanes, gate += kLanes, up += kLanes) {
     Vec h = Activate(Load(gate), is_gelu) * Load(up);
     int64_t count = std::min<int64_t>(last - at, kLanes);
@@ -34,7 +35,12 @@ static void Hidden(const float* gate, const float* up, int64_t first, int64_t la
       std::memcpy(to + at, &h, count * sizeof(float));
       continue;
     }
-#if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
+    auto rounded = static_cast<uint16_t*>(row) + at;
+    __m256bh half = _mm512_cvtneps_pbh((__m512)h);
+    std::memcpy(rounded, &half, count * sizeof(uint16_t));
+    continue;
+#elif defined(__AVX512F__)
     if (at - at % kPair + kPair <= k) {
       const __m512i order = _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
       __m512 turned = _mm512_permutexvar_ps(order, (__m512)h);
@@ -79,7 +85,7 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED
     float* h = hidden.data();
     if (phase == 2) {
       int64_t first = CutAt(down.o, i, downs), last = CutAt(down.o, i + 1, downs);
-      Outputs({h, h}, down, out, n, down.o, first, last);
+      Outputs({h, reinterpret_cast<const Paired*>(h)}, down, out, n, down.o, first, last);
       return active.Spread(out, down.o, first, last);
     }
     int64_t first = i * piece, last = std::min(first + piece, width);
@@ -95,7 +101,9 @@ static ffi::Error GatedMlp(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::PRED
           const float* bias = biases + active[from + b] * width;
           for (int64_t j = first; j < last; j++) ups[b * piece + j - first] += bias[j];
         }
-        Hidden(gates + b * piece, ups + b * piece, first, last, width, is_gelu, down.is_bf16, h + (from + b) * width);
+        int64_t row = (from + b) * width;
+        void* to = down.is_bf16 ? static_cast<void*>(reinterpret_cast<Paired*>(h) + row) : h + row;
+        Hidden(gates + b * piece, ups + b * piece, first, last, width, is_gelu, down.is_bf16, to);
       }
     }
   };
