@@ -23,10 +23,10 @@ from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.kernels import attention, ops, triton
 from hsd_jax.kernels.native import traced_platform
 from hsd_jax.lab.bench.identity import first_difference
-from hsd_jax.lab.bench.profile import loop_timer
 from hsd_jax.lab.bench.replay import replay_logits
 from hsd_jax.models.cache import empty_cache, fastest_dtype, layer_slots
 from hsd_jax.models.target import causal_mask, forward
+from hsd_jax.planning.timing import loop_timer
 from hsd_jax.train.drafter import DrafterModel, LossConfig, drafter_config, make_loss
 from hsd_jax.train.loop import LoopConfig, make_optimizer, make_train_step
 from hsd_jax.types import (

@@ -28,10 +28,10 @@ from hsd_jax.drafters.table import init_drafter, make_drafter
 from hsd_jax.drafters.trunk_state import TrunkState
 from hsd_jax.kernels.ops import argmax
 from hsd_jax.lab.bench.machine import hardware
-from hsd_jax.lab.bench.profile import interleaved_medians, loop_timer
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_pass
+from hsd_jax.planning.timing import interleaved_medians, loop_timer
 from hsd_jax.types import RoundInputs, SamplingParams
 
 CACHED = 200

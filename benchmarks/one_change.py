@@ -1,6 +1,6 @@
 """What matters in training a drafter: runs that differ from a base recipe in one thing, judged on the same texts.
 
-Each run is `hsd train drafter` with some keys set otherwise; it is judged by simulated tau (`train/evaluate.py`)
+Each run is `hsd train drafter` with some keys set otherwise; it is judged by simulated tau (`planning/simulate.py`)
 on what the target writes behind held-out prompts. Results: a table (Markdown), JSON, a plot.
 
     python benchmarks/one_change.py --target DIR --config configs/demo_drafter.yaml --runs benchmarks/one_change.yaml \
@@ -24,14 +24,15 @@ from hsd_jax.drafters import files as drafter_files
 from hsd_jax.lab.bench.prompts import read_prompts
 from hsd_jax.models.checkpoint import Checkpoint, find
 from hsd_jax.params import Params
-from hsd_jax.train import evaluate, run
-from hsd_jax.train.drafter import DrafterRecipe
+from hsd_jax.planning import simulate
+from hsd_jax.train import run
+from hsd_jax.train.drafter import DrafterRecipe, EvalConfig
 from hsd_jax.train.recipe import read_recipe
 
 
 def write_texts(
     checkpoint: Checkpoint, params: Params, args: argparse.Namespace
-) -> dict[str, tuple[evaluate.Texts, float]]:
+) -> dict[str, tuple[simulate.Texts, float]]:
     """Greedy and sampled texts behind the prompts of each file; made once for a target, prompts and lengths."""
     tokenizer, texts, target_hash = checkpoint.tokenizer, {}, checkpoint.hash("float32")
     for named in args.prompts:
@@ -40,7 +41,7 @@ def write_texts(
         tokens = [np.asarray(p.tokens(tokenizer)) for p in prompts]
         for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             settings = args.max_new_tokens, temperature, options.say
-            found = evaluate.stored_texts(args.out, f"{name}-{kind}", params, target_hash, tokens, *settings)
+            found = simulate.stored_texts(args.out, f"{name}-{kind}", params, target_hash, tokens, *settings)
             texts[f"{name}, {kind}"] = found, temperature
     return texts
 
@@ -83,8 +84,8 @@ def main() -> None:
     for name, about in runs.items():
         drafter_config, drafter = drafter_files.read_drafter(train(name, about or {}, args), "float32")
         models = drafter, drafter_config, target, config
-        tree = evaluate.EvalConfig().tree(drafter_config.num_steps)
-        found[name] = {kind: evaluate.simulate(*models, text, tree, t) for kind, (text, t) in texts.items()}
+        tree = EvalConfig().tree(drafter_config.num_steps)
+        found[name] = {kind: simulate.simulate(*models, text, tree, t) for kind, (text, t) in texts.items()}
         print_row(name, found[name], list(texts))
     (Path(args.out) / "table.json").write_text(json.dumps(found, indent=1))
     draw(args.out, found)

@@ -58,17 +58,17 @@ import numpy as np
 import hsd_jax
 from hsd_jax.cli import options
 from hsd_jax.config import ModelConfig
-from hsd_jax.lab.bench import measure as measure_lib
 from hsd_jax.lab.bench import prompts, tables
 from hsd_jax.lab.bench import tasks as tasks_lib
 from hsd_jax.lab.bench.identity import first_difference
-from hsd_jax.lab.bench.measure import FEWEST_BATCHES, bootstrap_ratio, spread
 from hsd_jax.lab.bench.prompts import BenchPrompt
 from hsd_jax.lab.bench.quality import pooled_repeated_ngram_share
 from hsd_jax.models import gguf_layout
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.gguf_header import Header
 from hsd_jax.models.gguf_writer import save_gguf
+from hsd_jax.planning import measure as measure_lib
+from hsd_jax.planning.measure import FEWEST_BATCHES, bootstrap_ratio, spread
 from hsd_jax.tokenizer import Tokenizer
 
 WORKER = Path(__file__).with_name("peer_worker.py")

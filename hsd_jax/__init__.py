@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from hsd_jax.drafters.lookup.config import LookupConfig
     from hsd_jax.host.distributed import initialize, is_writer
     from hsd_jax.host.programs import compilation_cache
-    from hsd_jax.lab.bench.tune import tune
     from hsd_jax.params import Params, load, place, rescore, restrict, stack
     from hsd_jax.planning.ahead import pearl
+    from hsd_jax.planning.tune import tune
     from hsd_jax.planning.tuned import Tuned
     from hsd_jax.session import Generated, RequestStats, Session, Taken
 
@@ -51,7 +51,7 @@ __all__ = [
 _MODULES = {
     "hsd_jax.planning.ahead": ("pearl",),
     "hsd_jax.api": ("DecodeResult", "Piece", "Stats", "decode", "stream"),
-    "hsd_jax.lab.bench.tune": ("tune",),
+    "hsd_jax.planning.tune": ("tune",),
     "hsd_jax.config": ("DrafterConfig", "ModelConfig", "TreeConfig"),
     "hsd_jax.host.distributed": ("initialize", "is_writer"),
     "hsd_jax.drafters.lookup.config": ("LookupConfig",),

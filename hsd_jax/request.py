@@ -25,6 +25,7 @@ from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree
+from hsd_jax.planning.costs import CostModel
 from hsd_jax.planning.plan import Plan, check_adaptive, costs_of, may_end_early, plan_for
 from hsd_jax.planning.tuned import Tuned
 from hsd_jax.settings import Within, fits, shown
@@ -163,7 +164,9 @@ def set_up(
     costs = None
     if plan.is_chosen and plan.tree is not None:
         ends_early = bool(asked.adaptive) and may_end_early(params.drafter_config, plan.tree)
-        costs = costs_of(params, num_rows, plan.tree, ends_early, None if plan_rows == num_rows else capacity)
+        costs = costs_of(
+            CostModel.of(params), num_rows, plan.tree, ends_early, None if plan_rows == num_rows else capacity
+        )
     models = {"target": params.target, "drafter": None if is_plain else params.drafter}
     return Setup(decoder, models, costs, plan, rule, scheme, None if is_plain or lossy is None else lossy.name)
 

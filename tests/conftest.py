@@ -35,6 +35,7 @@ if CHECKS_SHAPES:
         "hsd_jax.lab.bench.profile",
         "hsd_jax.lab.bench.quality",
         "hsd_jax.lab.bench.replay",
+        "hsd_jax.planning.timing",
         *(f"hsd_jax.drafters.{path.parent.name}.{path.stem}" for path in rooms if path.stem != "config"),
     ]
     jaxtyping.install_import_hook(packages, "beartype.beartype")

@@ -26,6 +26,7 @@ LAYERS = [
     "infer",
     "drafters",
     "api arguments params planning request session",
+    "__init__",
     "train",
     "lab",
     "cli",
@@ -82,8 +83,8 @@ def rank_in(layers: list[str], name: str) -> int | None:
 def rank(name: str) -> tuple[int, int] | None:
     """The place of a module in the order, inside `infer` and `lab` as second number; None where it has no place yet."""
     parts = name.split(".")
-    if len(parts) == 1:  # hsd_jax/__init__.py imports everything, and the programs in cli are users of it
-        return len(LAYERS) - 1, 0
+    if len(parts) == 1:  # what users import knows the library, not the rooms that are built with it
+        return rank_in(LAYERS, "__init__"), 0
     outer = rank_in(LAYERS, parts[1])
     layers = {"infer": INFER_LAYERS, "lab": LAB_LAYERS}.get(parts[1])
     if outer is None or layers is None:
@@ -290,6 +291,8 @@ FAULTS = [
     (wrong_directions, "infer/step.py", "from hsd_jax.infer import decode", "step.py:2: "),
     (wrong_directions, "infer/tree.py", "from hsd_jax.infer import step", "tree.py:2: "),
     (wrong_directions, "api.py", "from hsd_jax import load", "api.py:2: hsd_jax.api imports hsd_jax,"),
+    (wrong_directions, "__init__.py", "from hsd_jax.lab.bench import compare", "__init__.py:2: hsd_jax imports"),
+    (wrong_directions, "planning.py", "from hsd_jax.lab.bench import compare", "planning.py:2: "),
     (wrong_directions, "lab/bench/compare.py", "from hsd_jax.cli import main", "compare.py:2: "),
     (wrong_directions, "lab/bench/compare.py", "from hsd_jax.lab.viz import plots", "compare.py:2: "),
     (wrong_directions, "lab/viz/plots.py", "from hsd_jax.cli import main", "plots.py:2: "),
@@ -329,7 +332,7 @@ def clean_package(tmp_path) -> Path:
         path.write_text('"""Says something."""\n')
     for folder in {path.parent for path in package.rglob("*.py")}:
         (folder / "__init__.py").write_text('"""Says something."""\n')
-    (package / "__init__.py").write_text('"""All."""\nfrom hsd_jax.cli import main\n')
+    (package / "__init__.py").write_text('"""All."""\nfrom hsd_jax import api\n')
     (package / "infer/decode.py").write_text('"""Down."""\nfrom . import step\nfrom hsd_jax.types import KVCache\n')
     (package / "train/loop.py").write_text('"""Down."""\nimport optax\nfrom hsd_jax.tokenizer import save\n')
     (package / "models/target.py").write_text('"""Here."""\nimport flax.linen as nn\n')
@@ -349,7 +352,7 @@ def test_layers_name_what_exists():
     """A name that is left behind by a module would give the next module of that name a place nobody chose."""
     for folder, layers in ((PACKAGE, LAYERS), (PACKAGE / "infer", INFER_LAYERS), (PACKAGE / "lab", LAB_LAYERS)):
         there = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-        assert there - {"__init__"} == set(" ".join(layers).split())
+        assert there - {"__init__"} == set(" ".join(layers).split()) - {"__init__"}
 
 
 TESTS = Path(__file__).resolve().parent

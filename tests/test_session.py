@@ -29,6 +29,7 @@ from hsd_jax.kernels import native
 from hsd_jax.models import placement
 from hsd_jax.params import Params
 from hsd_jax.planning import plan as plan_lib
+from hsd_jax.planning.costs import CostModel
 from hsd_jax.session import Session
 from hsd_jax.types import Limits
 
@@ -353,12 +354,12 @@ def test_a_row_without_tokens_ends_a_step(plain):
 def test_few_rows_draft_where_their_batch_would():
     """Of the plans of greedy batches, up to the first without a tree; one row always has one."""
     params, _ = params_of("beam")
-    model = plan_lib.cost_model(params)
-    costs = plan_lib.costs_of(params, 3, TreeConfig.chain(2), tries_for=512)
+    model = CostModel.of(params)
+    costs = plan_lib.costs_of(model, 3, TreeConfig.chain(2), tries_for=512)
     tree_of = [plan_lib.choose(model, rows, 512, 0.0).tree for rows in (1, 2, 3)]
     expected = [tree_of[0] is not None] + [all(tree_of[:num]) for num in (1, 2, 3)]
     assert np.asarray(costs.worth_trying).tolist() == expected
-    assert plan_lib.costs_of(params, 3, TreeConfig.chain(2)).worth_trying is None
+    assert plan_lib.costs_of(model, 3, TreeConfig.chain(2)).worth_trying is None
 
 
 WRONG = [

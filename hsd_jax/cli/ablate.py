@@ -34,12 +34,12 @@ hsd bench ablate --target DIR --drafter DIR --drafters medusa=DIR eagle=DIR --pr
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
     from hsd_jax.drafters.table import method_of
-    from hsd_jax.lab.bench import ablate, compare_report, measure
+    from hsd_jax.lab.bench import ablate, compare_report, prompts
     from hsd_jax.lab.bench import compare as compare_lib
     from hsd_jax.lab.viz import plots
 
     sizes, drafters = ablate.parse_sizes(args.nodes), ablate.parse_named(args.drafters, "--drafters")
-    out, work = args.out, measure.Workload.of(vars(args))
+    out, work = args.out, prompts.Workload.of(vars(args))
     with compare_lib.alone_in(out, temperatures=args.temperatures):
         params = options.load_params(args)
         options.need_drafter(params, "bench ablate")

@@ -54,7 +54,8 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes what was asked for."""
     from hsd_jax.lab.bench import against_plain, grid, tables
-    from hsd_jax.lab.bench.measure import Mode, Workload, parse_trees
+    from hsd_jax.lab.bench.prompts import Workload
+    from hsd_jax.planning.measure import Mode, parse_trees
 
     params = options.load_params(args)
     options.need_drafter(params, "bench")

@@ -32,14 +32,14 @@ hsd bench budget --demo --budgets 6,14 --lengths 3 --prompts chat=dev.jsonl --ha
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
-    from hsd_jax.lab.bench import budget, budget_report, compare, measure
+    from hsd_jax.lab.bench import budget, budget_report, compare, prompts
     from hsd_jax.lab.viz import plots
 
     with compare.alone_in(args.out, temperatures=args.temperatures):
         params = options.load_params(args)
         options.need_drafter(params, "bench budget")
         protocol = budget.make_protocol(args.budgets, args.lengths, params.drafter_config)
-        record = budget.measure(measure.Workload.of(vars(args)), protocol, params, args.temperatures, args.out)
+        record = budget.measure(prompts.Workload.of(vars(args)), protocol, params, args.temperatures, args.out)
         budget_report.write(record, args.out)
         plots.plot_budget(record, args.out / "budget.png")
     return compare.status(record)

@@ -59,10 +59,10 @@ def add_out_argument(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
-    from hsd_jax.lab.bench import compare, compare_report, measure
+    from hsd_jax.lab.bench import compare, compare_report, prompts
     from hsd_jax.lab.viz import plots
 
-    out, work = args.out, measure.Workload.of(vars(args))
+    out, work = args.out, prompts.Workload.of(vars(args))
     with compare.alone_in(out, temperatures=args.temperatures, batch=args.batch):
         about = compare.read_methods(args.methods) if args.methods else {"drafter": {}}
         params = options.load_params(args)

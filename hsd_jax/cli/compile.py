@@ -44,7 +44,7 @@ hsd compile --target llama-3-8b --device h100 --batch 4 --context 32768 --what p
 def run(args: argparse.Namespace) -> int:
     """Compiles, prints the table, writes the record; 1 if a program does not fit."""
     from hsd_jax.lab.aot import devices, kinds, report
-    from hsd_jax.lab.bench.measure import parse_tree
+    from hsd_jax.planning.measure import parse_tree
 
     devices.prepare_process()
     found, tree = kinds.parse_devices(args.device), parse_tree(args.tree) if args.tree else None

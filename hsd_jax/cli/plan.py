@@ -41,9 +41,9 @@ hsd plan --demo --models runs/small-lm --temperature 0.8 --json plan.json
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes what was asked for."""
-    from hsd_jax.lab.bench import hierarchy, hierarchy_report, measure
+    from hsd_jax.lab.bench import hierarchy, hierarchy_report, prompts
 
-    work = measure.Workload.of(vars(args))
+    work = prompts.Workload.of(vars(args))
     load = lambda drafter: options.load_params(args, drafter=drafter)  # noqa: E731
     record = hierarchy.measure(load(None), args.models, load, work, args.temperature, args.max_length)
     hierarchy_report.print_record(record)

@@ -33,11 +33,11 @@ hsd bench recall --demo --drafter runs/medusa/drafter --temperatures 0 --prompts
 
 def run(args: argparse.Namespace) -> int:
     """Counts, prints, and writes what was asked for."""
-    from hsd_jax.lab.bench import measure, recall
+    from hsd_jax.lab.bench import prompts, recall
 
     params = options.load_params(args)
     options.need_drafter(params, "bench recall")
-    record = recall.measure(params, measure.Workload.of(vars(args)), args.temperatures)
+    record = recall.measure(params, prompts.Workload.of(vars(args)), args.temperatures)
     recall.print_record(record)
     options.write_record(args.json, record)
     return 0

@@ -39,12 +39,13 @@ hsd bench rescore --demo --scorers 2-gram=runs/two lm=runs/small-lm --trees 8x6x
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes what was asked for."""
-    from hsd_jax.lab.bench import ablate, measure, rescore
+    from hsd_jax.lab.bench import ablate, prompts, rescore
+    from hsd_jax.planning.measure import parse_trees
 
-    scorers, trees = ablate.parse_named(args.scorers, "--scorers"), measure.parse_trees(args.trees)
+    scorers, trees = ablate.parse_named(args.scorers, "--scorers"), parse_trees(args.trees)
     params = options.load_params(args)
     options.need_drafter(params, "bench rescore")
-    record = rescore.measure(params, measure.Workload.of(vars(args)), scorers, trees, args.temperature)
+    record = rescore.measure(params, prompts.Workload.of(vars(args)), scorers, trees, args.temperature)
     rescore.print_record(record)
     options.write_record(args.json, record)
     return 0

@@ -41,13 +41,13 @@ hsd bench tasks --target DIR --drafter DIR --drafters eagle=DIR --spec-bench que
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and writes the folder."""
     from hsd_jax.lab.bench import compare as compare_lib
-    from hsd_jax.lab.bench import measure, tasks
+    from hsd_jax.lab.bench import prompts, tasks
     from hsd_jax.lab.bench.ablate import parse_named
     from hsd_jax.lab.viz import plots
 
     given = {name: getattr(args, name) for name in tasks.READERS}
     files = [path for path in given.values() if path is not None]
-    work = measure.Workload(files, None, args.per_task, args.max_new_tokens, args.seed, args.repeats, args.command_line)
+    work = prompts.Workload(files, None, args.per_task, args.max_new_tokens, args.seed, args.repeats, args.command_line)
     drafters = parse_named(args.drafters)
     with compare_lib.alone_in(args.out, temperatures=args.temperatures):
         checkpoint = options.source_of(args)

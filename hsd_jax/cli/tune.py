@@ -1,6 +1,6 @@
 """`hsd tune`: measures which ways to decode are the fastest here, and keeps them where `decode` finds them.
 
-Read next: `lab/bench/tune.py`, which does it.
+Read next: `planning/tune.py`, which does it.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table and the choice, writes the record."""
-    from hsd_jax.lab.bench import grid, measure, prompts, tables
-    from hsd_jax.lab.bench.tune import tune
+    from hsd_jax.lab.bench import grid, prompts, tables
+    from hsd_jax.planning.measure import parse_trees
+    from hsd_jax.planning.tune import tune
 
-    trees = measure.parse_trees(args.trees) if args.trees else None
+    trees = parse_trees(args.trees) if args.trees else None
     params = options.load_params(args)
     options.need_drafter(params, "tune")
     found = prompts.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens, args.chat_template)

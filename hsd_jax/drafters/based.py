@@ -15,6 +15,11 @@ class Based:
         return self.base.num_steps
 
     @property
+    def draft_vocab_size(self) -> int:
+        """What the base may draft; lookup copies any token."""
+        return self.base.draft_vocab_size
+
+    @property
     def vocab_size(self) -> int:
         return self.base.vocab_size
 

@@ -46,7 +46,7 @@ class Method(NamedTuple):
     max_depth: Callable[[Any], int]
     """`max_depth(config)`: the deepest chain worth trying."""
     drafting_seconds: Callable[..., float]
-    """`drafting_seconds(costs, config, batch, tree)`, with the `product` and `rates` of a `plan.CostModel`."""
+    """`drafting_seconds(costs, config, batch, tree)`, `costs` a `planning.costs.CostModel`."""
     grows_wide: bool = True
     """Whether trees with siblings are considered where nobody names one."""
     has_score: bool = True

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax.api import decode
-from hsd_jax.config import LARGEST_TREE, ModelConfig, TreeConfig
+from hsd_jax.config import LARGEST_TREE, TreeConfig, model_of
 from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.host import sharding
 from hsd_jax.params import Params, drafter_hash, place
-from hsd_jax.planning.plan import cost_model
+from hsd_jax.planning.costs import CostModel
+from hsd_jax.planning.measure import Mode, time_modes
 from hsd_jax.settings import Count, Within, fits, shown
-from hsd_jax.types import Weights
 
 LARGEST_GAMMA = LARGEST_TREE - 1
 TIMED_TOKENS, TURNS = 32, 3
@@ -117,7 +117,7 @@ def gamma_for(params: Params) -> int:
       params: with a small language model that drafts, not yet ahead.
     """
     if jax.process_count() > 1:
-        model = cost_model(params)
+        model = CostModel.of(params)
         c = float(model.target_pass(1)) / model.drafting(1, TreeConfig.chain(1))
     else:
         c = measured_c(params)
@@ -126,20 +126,28 @@ def gamma_for(params: Params) -> int:
 
 def measured_c(params: Params) -> float:
     """Seconds of a pass of the target over those of a pass of the small model, each plain decoding where it lies."""
-    config = params.drafter_config
-    base = config.base if isinstance(config, PearlConfig) else config
-    target = params.target, params.target_config, params.mesh
-    assert params.drafter is not None
-    small = params.drafter, base, params.drafter_mesh or params.mesh
-    turns = [[_seconds_a_pass(params, *model) for model in (target, small)] for _ in range(1 + TURNS)]
-    of_target, of_small = np.min(turns[1:], axis=0)  # the first one compiles
-    return float(of_target / of_small)
-
-
-def _seconds_a_pass(params: Params, weights: Weights, config: ModelConfig, mesh: Mesh | None) -> float:
-    alone = dataclasses.replace(
-        params, target=weights, target_config=config, drafter=None, drafter_config=None, tree=None, mesh=mesh
-    )
     num = min(TIMED_TOKENS, params.max_len - 1)
-    alone = dataclasses.replace(alone, drafter_mesh=None, tokenizer=None, eos=(), pair=None)
-    return decode(alone, [[0]], num, speculate=False).stats.decode_seconds / num
+    target = dataclasses.replace(params, drafter=None, drafter_config=None, tree=None, drafter_mesh=None, pair=None)
+    alone = {"target": target, "small": as_target(params)}
+    modes = [Mode(name, dataclasses.replace(one, tokenizer=None, eos=())) for name, one in alone.items()]
+    asked = {"max_new_tokens": num, "temperature": 0.0, "repeats": TURNS}
+    seconds = time_modes(modes, [[0]], **asked, progress=lambda what, done, of: None).seconds
+    return float(np.min(seconds["target"]) / np.min(seconds["small"]))
+
+
+def as_target(params: Params) -> Params:
+    """The small model that drafts, as the target of a pair without a drafter."""
+    config = params.drafter_config
+    assert params.drafter is not None, "checked by the callers"
+    return dataclasses.replace(
+        params,
+        target=params.drafter,
+        target_config=model_of(config.base if isinstance(config, PearlConfig) else config),
+        drafter=None,
+        drafter_config=None,
+        tree=None,
+        mesh=params.drafter_mesh or params.mesh,
+        drafter_mesh=None,
+        pair=None,
+        dtype=jnp.dtype(params.drafter["embedding"].dtype).name,
+    )

@@ -8,19 +8,18 @@ they ask for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hsd_jax.config import TreeConfig
+from hsd_jax.planning.acceptance import Law, accumulated, chain_law, mean, mixed
 from hsd_jax.settings import shown
 
-Costs = Sequence[Any] | np.ndarray
+PassCosts = Sequence[Any] | np.ndarray
 """Seconds of a pass of each model: a number; or one for 0, 1, 2, ... drafts in it, as an array or a function of their
 number. That for none is what a token costs that the model writes alone."""
-
-Law = Mapping[int, float]
-"""Chances of numbers of tokens."""
 
 
 class Hierarchy(NamedTuple):
@@ -33,9 +32,18 @@ class Hierarchy(NamedTuple):
     latency: float
     """Seconds a token of the last model."""
 
+    @property
+    def tree(self) -> TreeConfig | None:
+        """What goes up at most: what the level below the last model collects, and what overshoots."""
+        return None if not self.lengths else TreeConfig.chain(self.most(len(self.lengths) - 1))
+
+    def most(self, level: int) -> int:
+        """Drafts that the model above a level verifies at most."""
+        return sum(self.lengths[max(level - 1, 0) : level + 1])
+
 
 def hierarchy_latency(
-    costs: Costs, acceptance: Sequence[Sequence[float]] | np.ndarray, lengths: Sequence[int], buffered: bool = True
+    costs: PassCosts, acceptance: Sequence[Sequence[float]] | np.ndarray, lengths: Sequence[int], buffered: bool = True
 ) -> float:
     """Expected seconds a token of a hierarchy of all models.
 
@@ -60,79 +68,18 @@ def hierarchy_latency(
     last = len(seconds) - 1
     if len(lengths) != last or any(int(n) != n or n < 1 for n in lengths):
         raise ValueError(f"lengths={shown(list(lengths))}: expected {last} numbers from 1, one a model but the last")
-    latency, handed_up = seconds[0](0), {}
-    for level in range(1, last + 1):
-        need, chance = int(lengths[level - 1]), float(accept[level - 1, level])
-        if buffered or level == 1:
-            handed_up = {need: 1.0}
-        else:
-            handed_up = accumulated(adds_of(handed_up, accept[level - 2, level - 1]), need)
-        spent = sum(p * (seconds[level](n) + n * latency) for n, p in handed_up.items())
-        latency = spent / sum(p * expected_tokens(chance, n) for n, p in handed_up.items())
-    return latency
-
-
-def expected_tokens(acceptance: float, drafts: int) -> float:
-    """S: tokens of one verification of so many drafts, each accepted with this chance if those before it were."""
-    return drafts + 1.0 if acceptance == 1.0 else (1.0 - acceptance ** (drafts + 1)) / (1.0 - acceptance)
-
-
-def acceptance_giving(tokens: float, drafts: int) -> float:
-    """The acceptance, the same everywhere, with which a verification of so many drafts gives so many tokens: S
-    inverted, by halving."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens(middle, drafts) < tokens else (low, middle)
-    return (low + high) / 2
-
-
-def mean_accumulation(acceptance: Sequence[Sequence[float]] | np.ndarray, lengths: Sequence[int]) -> list[float]:
-    """E[N_i] of each level but the last, where all that were accumulated go up; arguments as in `hierarchy_latency`."""
-    accept, handed_up, found = np.asarray(acceptance, float), {}, []
-    for level, need in enumerate(lengths):
-        handed_up = {need: 1.0} if level == 0 else accumulated(adds_of(handed_up, accept[level - 1, level]), need)
-        found.append(mean(handed_up))
-    return found
-
-
-def adds_of(judged: Law, acceptance: float) -> Law:
-    """What a verification adds that judges so many drafts, of the same acceptance everywhere."""
-    return mixed(judged, lambda drafts: geometric(float(acceptance), drafts))
-
-
-def mean(law: Law) -> float:
-    """Of a number of tokens."""
-    return sum(n * p for n, p in law.items())
-
-
-def geometric(acceptance: float, drafts: int) -> Law:
-    """What one verification of so many drafts adds, each accepted with this chance if those before it were."""
-    stops = [1.0 - acceptance] * drafts + [1.0]
-    return {count + 1: acceptance**count * stop for count, stop in enumerate(stops)}
-
-
-def mixed(judged: Law, adds: Callable[[int], Law]) -> Law:
-    """What a verification adds that judges so many drafts."""
-    found: dict[int, float] = {}
-    for drafts, p in judged.items():
-        for count, q in adds(drafts).items():
-            found[count] = found.get(count, 0.0) + p * q
-    return found
-
-
-def accumulated(adds: Law, need: int) -> Law:
-    """How many tokens a level has once it has `need`, if each of its rounds adds so many."""
-    reached, final = {0: 1.0}, {}
-    for have in range(need):
-        for more, p in adds.items():
-            into = reached if have + more < need else final
-            into[have + more] = into.get(have + more, 0.0) + reached.get(have, 0.0) * p
-    return final
+    if not last:
+        return seconds[0](0)
+    rounds = []
+    for level, cost in enumerate(seconds[1:]):
+        adds = lambda drafts, chance=float(accept[level, level + 1]): chain_law([chance] * drafts)  # noqa: E731
+        drafting = 0.0 if level else seconds[0](0)
+        rounds.append(Rounds(adds, lambda drafts, cost=cost, one=drafting: cost(drafts) + drafts * one))
+    return expected_cost(rounds, [int(n) for n in lengths], buffered).latency
 
 
 class Rounds(NamedTuple):
-    """What was measured of the rounds of a model over drafts from below, their acceptance by place in it."""
+    """What rounds of a model over drafts from below yield and cost."""
 
     adds: Callable[[int], Law]
     """Tokens that a verification of so many drafts adds."""
@@ -143,8 +90,8 @@ class Rounds(NamedTuple):
     """Seconds more of a round behind one whose drafts were all accepted: the level below reads the token after them."""
 
 
-class Replay(NamedTuple):
-    """What a hierarchy takes by `Rounds`."""
+class HierarchyCost(NamedTuple):
+    """What a hierarchy takes."""
 
     latency: float
     """Seconds a token of the last model."""
@@ -154,29 +101,29 @@ class Replay(NamedTuple):
     """Tokens that each level but the last hands up, in the mean."""
 
 
-def replayed(levels: Sequence[Rounds], lengths: Sequence[int]) -> Replay:
-    """What rounds add and take, level by level, where all that were accumulated go up.
+def expected_cost(levels: Sequence[Rounds], lengths: Sequence[int], buffered: bool = False) -> HierarchyCost:
+    """What rounds add and take, level by level.
 
-    Nothing is taken to be the same at every place; but that how much a level accumulates says nothing of how much of it
-    the next one accepts. With rounds whose acceptance is the same everywhere this is `hierarchy_latency`, unbuffered.
+    Acceptance may differ from place to place; but how much a level accumulates is taken to say nothing of how much of
+    it the next one accepts.
 
     Args:
       levels: of each model but the smallest.
-      lengths: as there.
+      lengths, buffered: as in `hierarchy_latency`.
     """
-    handed_up, means, spent, adds = {}, [], 0.0, {}
+    means, spent, adds = [], 0.0, {}
     for number, (level, need) in enumerate(zip(levels, lengths, strict=True)):
-        handed_up = {need: 1.0} if number == 0 else accumulated(adds, need)
+        handed_up = {need: 1.0} if buffered or number == 0 else accumulated(adds, need)
         rounds = mean(handed_up) / mean(adds) if number else 0.0  # of the level below (Wald)
         all_accepted = sum(p * level.adds(n).get(n + 1, 0.0) for n, p in handed_up.items())
         own = sum(p * level.seconds(n) for n, p in handed_up.items())
         spent = own + rounds * spent + all_accepted * level.again
         adds = mixed(handed_up, level.adds)
         means.append(mean(handed_up))
-    return Replay(spent / mean(adds), mean(adds), tuple(means))
+    return HierarchyCost(spent / mean(adds), mean(adds), tuple(means))
 
 
-def plan_hierarchy(costs: Costs, acceptance: Sequence[Sequence[float]] | np.ndarray, max_length: int) -> Hierarchy:
+def plan_hierarchy(costs: PassCosts, acceptance: Sequence[Sequence[float]] | np.ndarray, max_length: int) -> Hierarchy:
     """The hierarchy of the least buffered latency, over all chains that end in the last model and all lengths.
 
     An edge from model i to model j with length T maps the latency of i to that of j, affinely and upwards,
@@ -201,14 +148,14 @@ def plan_hierarchy(costs: Costs, acceptance: Sequence[Sequence[float]] | np.ndar
         for below in best:
             for length in range(1, int(max_length) + 1):
                 spent = cost(length) + length * below.latency
-                latency = spent / expected_tokens(float(accept[below.chain[-1], model]), length)
+                latency = spent / mean(chain_law([float(accept[below.chain[-1], model])] * length))
                 if latency < found.latency:
                     found = Hierarchy((*below.chain, model), (*below.lengths, length), latency)
         best.append(found)
     return best[-1]
 
 
-def _checked(costs: Costs, acceptance: Any) -> tuple[list[Callable[[int], float]], np.ndarray]:
+def _checked(costs: PassCosts, acceptance: Any) -> tuple[list[Callable[[int], float]], np.ndarray]:
     """Costs as functions, and the matrix of acceptance."""
     seconds, accept = [_function_of(cost) for cost in costs], np.asarray(acceptance, float)
     if not seconds or accept.shape != (len(seconds), len(seconds)):

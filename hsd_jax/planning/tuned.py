@@ -1,7 +1,7 @@
 """What `tune` found: for calls of each size it measured the fastest way to decode, and all that this was chosen from.
 
 A record is kept in a folder of this user, where `decode` finds it by the fingerprints of both models and the name of
-the machine, or in a file. `planning/plan.py` reads it. Read next: `lab/bench/tune.py`, which makes it.
+the machine, or in a file. `planning/plan.py` reads it. Read next: `planning/tune.py`, which makes it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import platform
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -75,6 +76,20 @@ class Candidate:
     tokens_per_second: dict[str, float] | None = None
     speedup: dict[str, float] | None = None
     """Over plain decoding, timed in turns with it."""
+
+    @property
+    def draft(self) -> tuple[Any, ReuseConfig]:
+        """Tree and form of reuse, as `simulate.Draft`."""
+        return self.tree, ReuseConfig.parse(self.reuse)
+
+    @property
+    def promise(self) -> float:
+        """Tokens per second by prediction; 0 without one."""
+        return self.predicted_tokens_per_second or 0.0
+
+    def filled(self, other: Candidate) -> Candidate:
+        """With what `other` knows of the same way."""
+        return dataclasses.replace(self, **{name: x for name, x in vars(other).items() if x is not None})
 
     @property
     def name(self) -> str:

@@ -29,10 +29,10 @@ from hsd_jax.drafters.steered.config import Layer, SteeredConfig, default_layers
 from hsd_jax.drafters.steered.steering import joined_features, steered_sequence
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
+from hsd_jax.planning.simulate import Texts
 from hsd_jax.settings import HOTTEST, MOST, Count, OneOf, Within
 from hsd_jax.train import losses
 from hsd_jax.train.data import DataConfig
-from hsd_jax.train.evaluate import Texts
 from hsd_jax.train.loop import LoopConfig, Loss
 from hsd_jax.train.own_text import OnPolicyConfig
 from hsd_jax.train.target import starts_of

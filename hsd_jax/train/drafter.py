@@ -27,8 +27,10 @@ from hsd_jax.config import (
     HeadDim,
     Layers,
     ModelConfig,
+    TreeConfig,
     TrunkConfig,
     check_window,
+    most_nodes,
 )
 from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig
 from hsd_jax.drafters.table import METHODS, init_drafter, method_of
@@ -36,11 +38,10 @@ from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import attach, take_columns, to_tokens
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import embed_committed, trunk_features
-from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Whole, Within
+from hsd_jax.settings import HOTTEST, MOST, Count, NotNegative, OneOf, Whole, Within
 from hsd_jax.train import heads, losses, on_policy, vocab_sample
 from hsd_jax.train.anchors import agreement, chain_metrics, labels_of_anchors, sample_anchors
 from hsd_jax.train.data import DataConfig
-from hsd_jax.train.evaluate import EvalConfig
 from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
 from hsd_jax.train.target import starts_of
@@ -53,6 +54,31 @@ LOW_MID_HIGH = "low_mid_high"
 """Three feature layers: 2, half of all, the third from the last. EAGLE-3 reads before them, we after."""
 RANDOM, LAST_LAYER = BEGINNINGS = ("random", "last_layer")
 """What the trunk's layers begin as."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Section `eval` of a recipe: what the drafter is judged on while it trains."""
+
+    every: Whole = 100
+    """Steps between judgements; 0: never."""
+    prompts: Count = 16
+    """Rows held out, the last of the data; their beginnings are the prompts."""
+    prompt_tokens: Annotated[int, Within(2, MOST)] = 48
+    max_new_tokens: Annotated[int, Within(2, MOST)] = 96
+    temperature: Annotated[float, Within(0, HOTTEST, above=True)] = 1.0
+    """Of the sampled texts; greedy ones are always there."""
+    nodes: Annotated[int, Within(2, LARGEST_TREE)] = 16
+    depth: Annotated[int, Within(1, LARGEST_TREE)] = 6
+    width: Annotated[int, Within(1, LARGEST_TREE)] = 4
+
+    def __post_init__(self):
+        settings.check(self, "eval")
+
+    def tree(self, num_steps: int) -> TreeConfig:
+        """The tree of the simulation, no deeper than the drafter."""
+        depth = min(self.depth, num_steps)
+        return TreeConfig(min(self.nodes, most_nodes(depth, self.width)), depth, self.width)
 
 
 @dataclasses.dataclass(frozen=True)

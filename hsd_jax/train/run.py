@@ -32,8 +32,9 @@ from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.placement import Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.params import Params
+from hsd_jax.planning import simulate
 from hsd_jax.tokenizer import TOKENIZER_FILES
-from hsd_jax.train import data, distill, drafter, evaluate, features, frequent_tokens, manifest, target
+from hsd_jax.train import data, distill, drafter, features, frequent_tokens, manifest, target
 from hsd_jax.train.curves import draw_curves
 from hsd_jax.train.journal import Journal
 from hsd_jax.train.loop import Judge, LoopConfig, fit
@@ -283,7 +284,7 @@ def check_length(train: LoopConfig, model: ModelConfig) -> None:
 
 
 def hold_out(
-    rows: data.Rows, config: evaluate.EvalConfig | distill.DistillEval, train: LoopConfig
+    rows: data.Rows, config: drafter.EvalConfig | distill.DistillEval, train: LoopConfig
 ) -> tuple[data.Rows, list[np.ndarray]]:
     """The rows to train on, and the beginnings of the last rows as prompts to judge by."""
     count = config.prompts if config.every else 0
@@ -300,7 +301,7 @@ def hold_out(
 
 
 def _judge(
-    config: evaluate.EvalConfig,
+    config: drafter.EvalConfig,
     out: Path,
     target: Params,
     drafter_config: DrafterConfig,
@@ -314,7 +315,7 @@ def _judge(
     texts = {}
     for name, temperature in (("greedy", 0.0), ("sampled", config.temperature)):
         settings = config.max_new_tokens, temperature, report
-        text = evaluate.stored_texts(out, f"held-out-{name}", target, target_hash, prompts, *settings)
+        text = simulate.stored_texts(out, f"held-out-{name}", target, target_hash, prompts, *settings)
         texts[name] = text, temperature
         if draft_to_target is not None:
             report(frequent_tokens.describe(draft_to_target, text.written, f"tokens of the held-out {name} texts"))
@@ -324,7 +325,7 @@ def _judge(
         values = {}
         whole = draft_vocab.attach(params, draft_to_target, frozen, target_config)
         for name, (text, temperature) in texts.items():
-            found = evaluate.simulate(whole, drafter_config, frozen, target_config, text, tree, temperature)
+            found = simulate.simulate(whole, drafter_config, frozen, target_config, text, tree, temperature)
             values |= found if name == "greedy" else {f"sampled_{k}": v for k, v in found.items()}
         return values
 

@@ -32,7 +32,8 @@ from hsd_jax.models.checkpoint import Checkpoint, Source, find
 from hsd_jax.models.hf_config import format_config
 from hsd_jax.models.placement import Placement
 from hsd_jax.params import Params
-from hsd_jax.train import data, distill, evaluate, manifest, run
+from hsd_jax.planning import simulate
+from hsd_jax.train import data, distill, manifest, run
 from hsd_jax.train.loop import Judge, LoopConfig, fit
 from hsd_jax.train.own_text import MixedBatches
 from hsd_jax.types import Weights
@@ -182,7 +183,7 @@ def _judged(
 ) -> Callable[[Weights], dict[str, Any]]:
     """Held-out divergences on texts the target writes once, and real decodes of the same prompts."""
     asked = recipe.eval
-    texts = evaluate.stored_texts(
+    texts = simulate.stored_texts(
         out, "held-out-sampled", target, target_hash, prompts, asked.max_new_tokens, asked.temperature, report
     )
     measure = distill.held_out(target.target_config, config, recipe.loss, texts, asked.temperature)

@@ -38,8 +38,9 @@ from hsd_jax.kernels import build as native_build
 from hsd_jax.lab.bench import identity
 from hsd_jax.models import convert
 from hsd_jax.models.hf_config import parse_config
+from hsd_jax.planning import simulate
 from hsd_jax.tokenizer import Tokenizer
-from hsd_jax.train import data, documents, evaluate, manifest, responses, run
+from hsd_jax.train import data, documents, manifest, responses, run
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.target import TargetRecipe
 from hsd_jax.train.tokenizer import train_tokenizer
@@ -368,15 +369,15 @@ def test_byte_order_marks_and_dos_lines_are_no_text(tmp_path, monkeypatch, folde
 
 
 def test_held_out_texts_that_are_damaged_are_written_again(tmp_path, monkeypatch, params):
-    lines, made = [], evaluate.Texts.join([[1, 2]], [[3]])
-    monkeypatch.setattr(evaluate, "write_texts", lambda *a, **k: made)
+    lines, made = [], simulate.Texts.join([[1, 2]], [[3]])
+    monkeypatch.setattr(simulate, "write_texts", lambda *a, **k: made)
     arguments = (tmp_path, "held-out", params, "hash", [np.array([1, 2])], 4, 0.0, lines.append)
-    evaluate.stored_texts(*arguments)
+    simulate.stored_texts(*arguments)
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:50])
-    again = evaluate.stored_texts(*arguments)
+    again = simulate.stored_texts(*arguments)
     assert again.tokens.tolist() == [[1, 2, 3]] and "damaged" in lines[1]
-    evaluate.stored_texts(*arguments)
+    simulate.stored_texts(*arguments)
     assert len(lines) == 3
 
 

@@ -26,7 +26,8 @@ from hsd_jax.drafters.table import METHODS, make_drafter
 from hsd_jax.infer import worth
 from hsd_jax.infer.accept import verdict_of
 from hsd_jax.infer.tree import ancestor_mask
-from hsd_jax.planning import plan
+from hsd_jax.planning import costs, plan
+from hsd_jax.planning.acceptance import profile_at
 from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, ModelOutput, RoundInputs
 
 BATCH, NODES, DEPTH, VALUES = 300, 9, 4, 3
@@ -380,11 +381,11 @@ def test_plans_are_those_of_the_base():
     base = dataclasses.replace(setup.drafter_config.base, profile=(0.9, 0.8), sampled_profile=(0.7, 0.6))
     config = BothConfig(base)
     for temperature in (0.0, 1.0):
-        assert plan.profile_at(config, temperature) == plan.profile_at(base, temperature)
+        assert profile_at(config, temperature) == profile_at(base, temperature)
     for skips in (False, True):
         assert plan.candidates(config, skips) == plan.candidates(base, skips)
-    rates = plan.CPU_RATES["avx2"]
-    seconds = [plan.CostModel(setup.config, c, rates, 4, 4).drafting(1, setups.BEAM) for c in (base, config)]
+    rates = costs.CPU_RATES["avx2"]
+    seconds = [costs.CostModel(setup.config, c, rates, 4, 4).drafting(1, setups.BEAM) for c in (base, config)]
     assert seconds[0] < seconds[1] < 1.5 * seconds[0] + 1e-3
     assert METHODS["both"].default_tree(config) == METHODS["hidden"].default_tree(base)
 

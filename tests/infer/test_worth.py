@@ -14,7 +14,8 @@ from support import calls, setups, toy
 from hsd_jax.config import FULL, SLIDING, TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.infer import worth
-from hsd_jax.planning import plan
+from hsd_jax.planning import acceptance, plan
+from hsd_jax.planning.costs import CostModel, Rates
 from hsd_jax.types import Costs, DraftTree, RoundInputs, Verdict
 
 CHAIN = TreeConfig(4, 3, 1)
@@ -347,11 +348,11 @@ def test_nothing_compiles_anew_where_drafts_stop_paying():
     assert decoder.loop._cache_size() == decoder.prefill._cache_size() == 1
 
 
-def model(skips_rows: bool = True, drafter=None, **rates) -> plan.CostModel:
+def model(skips_rows: bool = True, drafter=None, **rates) -> CostModel:
     target = toy.target_config(hidden_size=512, num_layers=6, intermediate_size=1408, vocab_size=4096)
     known = {"profile": (0.9,) * 7, "sampled_profile": (0.7,) * 7, "num_steps": 7, "rank": 128}
     drafter = drafter or toy.drafter_config(target, intermediate_size=1024, **known)
-    return plan.CostModel(target, drafter, plan.Rates(5e10, 1.6e11, 3e-6, skips_rows=skips_rows, **rates), 2, 2)
+    return CostModel(target, drafter, Rates(5e10, 1.6e11, 3e-6, skips_rows=skips_rows, **rates), 2, 2)
 
 
 def test_a_plan_speculates_where_a_pass_waits_for_its_weights_and_decodes_plainly_where_it_computes():
@@ -361,7 +362,7 @@ def test_a_plan_speculates_where_a_pass_waits_for_its_weights_and_decodes_plainl
     cold, warm = (plan.choose(model(), 1, 512, t).tree for t in (0.0, 1.0))
     assert warm.depth < cold.depth
     assert plan.choose(model(), 2, 512, 0.0).tree.depth <= alone.tree.depth
-    wide = plan.choose(plan.CostModel(**{**vars(model(False)), "rates": plan.Rates(2e12, 3e14, 1e-8)}), 1, 512, 0.0)
+    wide = plan.choose(CostModel(**{**vars(model(False)), "rates": Rates(2e12, 3e14, 1e-8)}), 1, 512, 0.0)
     assert wide.tree.width > 1 and wide.tree.nodes >= 8
 
 
@@ -374,10 +375,10 @@ def test_rows_of_several_temperatures_share_a_tree():
 def test_slots_behind_every_window_change_no_plan():
     known = vars(model())
     target = dataclasses.replace(known["target"], sliding_window=300, layer_types=(SLIDING,) * 6)
-    windowed = plan.CostModel(**known | {"target": target})
+    windowed = CostModel(**known | {"target": target})
     mixed = dataclasses.replace(target, layer_types=(SLIDING, FULL) * 3)
     assert (windowed.seen(200), windowed.seen(1000)) == (200, 300)
-    assert plan.CostModel(**known | {"target": mixed}).seen(1000) == pytest.approx(650)
+    assert CostModel(**known | {"target": mixed}).seen(1000) == pytest.approx(650)
     assert model().seen(1000) == 1000
     gains = [
         [some.reason.split(" times")[0] for some in (plan.choose(m, 2, c, 0.0) for c in (2048, 65536))]
@@ -387,11 +388,11 @@ def test_slots_behind_every_window_change_no_plan():
 
 
 def test_a_drafter_without_a_profile_starts_from_a_careful_one():
-    careful = plan.profile_at(toy.drafter_config(toy.target_config()), 0.0)
-    assert careful == plan.profile_at(LookupConfig(), 0.0) == plan.UNKNOWN_PROFILE[True]
+    careful = acceptance.profile_at(toy.drafter_config(toy.target_config()), 0.0)
+    assert careful == acceptance.profile_at(LookupConfig(), 0.0) == acceptance.UNKNOWN_PROFILE[True]
     assert worth.first_trust(False) < worth.first_trust(True) == 1.0
 
 
 def test_expected_tokens_are_those_of_a_chain():
-    found = plan.expected_tokens((0.5, 0.5, 0.5), CHAIN)
+    found = acceptance.expected_tokens((0.5, 0.5, 0.5), CHAIN)
     np.testing.assert_allclose(found, [1, 1.5, 1.75, 1.875])

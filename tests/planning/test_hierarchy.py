@@ -6,18 +6,10 @@ import numpy as np
 import pytest
 from oracles import hierarchy as oracle
 
+from hsd_jax.config import TreeConfig
 from hsd_jax.lab import theory
-from hsd_jax.planning.hierarchy import (
-    Rounds,
-    acceptance_giving,
-    accumulated,
-    adds_of,
-    expected_tokens,
-    geometric,
-    mean,
-    mean_accumulation,
-    replayed,
-)
+from hsd_jax.planning.acceptance import acceptance_giving, accumulated, chain_law, expected_tokens, mean, mixed
+from hsd_jax.planning.hierarchy import Rounds, expected_cost
 
 COSTS, LENGTHS = (0.02, 0.15, 1.0), (4, 6)
 ACCEPTANCE = np.array([[1.0, 0.75, 0.5], [0.0, 1.0, 0.85], [0.0, 0.0, 1.0]])
@@ -50,8 +42,6 @@ def test_a_swapped_formula_is_found():
     """The two differ by more than the simulation errs."""
     one, other = (theory.hierarchy_latency(COSTS, ACCEPTANCE, (4, 6), buffered) for buffered in (True, False))
     assert abs(one / other - 1) > 0.012
-    assert mean_accumulation(ACCEPTANCE, LENGTHS)[0] == 4.0
-    assert 6.0 < mean_accumulation(ACCEPTANCE, LENGTHS)[1] < 10.0
 
 
 def random_models(num: int, seed: int):
@@ -85,7 +75,6 @@ def test_a_model_that_is_no_use_is_left_out():
     dear = theory.plan_hierarchy((0.02, 1.0, 1.0), ACCEPTANCE, 8)
     assert dear.chain == (0, 2)
     assert theory.plan_hierarchy((0.9, 1.0), [[1.0, 0.3], [0.0, 1.0]], 8) == theory.Hierarchy((1,), (), 1.0)
-    assert expected_tokens(1.0, 3) == 4.0
 
 
 def test_what_is_no_hierarchy_is_refused():
@@ -102,25 +91,6 @@ def test_what_is_no_hierarchy_is_refused():
         theory.plan_hierarchy(COSTS, ACCEPTANCE, 0)
 
 
-def same_everywhere(costs, acceptance) -> list[Rounds]:
-    """Rounds of models whose acceptance is the same at every place."""
-    found = []
-    for level in range(1, len(costs)):
-        chance, drafting = acceptance[level - 1][level], costs[0] if level == 1 else 0.0
-        adds = lambda drafts, chance=chance: geometric(chance, drafts)  # noqa: E731
-        found.append(Rounds(adds, lambda drafts, c=costs[level], d=drafting: c + drafts * d))
-    return found
-
-
-def test_a_replay_of_the_same_acceptance_everywhere_is_the_formula():
-    found = replayed(same_everywhere(COSTS, ACCEPTANCE), LENGTHS)
-    assert np.isclose(found.latency, theory.hierarchy_latency(COSTS, ACCEPTANCE, LENGTHS, buffered=False), rtol=1e-12)
-    np.testing.assert_allclose(found.handed_up, mean_accumulation(ACCEPTANCE, LENGTHS))
-    costs, acceptance = (0.01, 0.05, 0.2, 1.0), np.triu(np.full((4, 4), 0.7)) + np.eye(4) * 0.3
-    deep = replayed(same_everywhere(costs, acceptance), (2, 3, 4))
-    assert np.isclose(deep.latency, theory.hierarchy_latency(costs, acceptance, (2, 3, 4), buffered=False), rtol=1e-12)
-
-
 def test_a_replay_by_hand():
     """Rounds of the middle add 1 or 3 of 2 drafts, never 2. It needs 2: 3 (one round), 1 + 1 (two), 1 + 3 (two), with
     chances 1/2, 1/4, 1/4: 3 tokens and 1.5 rounds in the mean. The target takes all of them half of the time, else
@@ -128,10 +98,10 @@ def test_a_replay_by_hand():
     middle = Rounds(lambda drafts: {1: 0.5, 3: 0.5}, lambda drafts: 4.0)
     target = Rounds(lambda drafts: {1: 0.5, drafts + 1: 0.5}, lambda drafts: 10.0 + drafts, again=2.0)
     assert accumulated({1: 0.5, 3: 0.5}, 2) == {3: 0.5, 2: 0.25, 4: 0.25}
-    found = replayed([middle, target], (2, 2))
+    found = expected_cost([middle, target], (2, 2))
     assert found.handed_up == (2.0, 3.0) and found.tau == 2.5
     assert np.isclose(found.latency, (10 + 3 + 1.5 * 4 + 0.5 * 2) / 2.5)
-    assert replayed([middle], (2,)).latency == 4.0 / 2.0
+    assert expected_cost([middle], (2,)).latency == 4.0 / 2.0
 
 
 @pytest.mark.parametrize("lengths", [(2, 3), (4, 2)])
@@ -146,7 +116,7 @@ def test_a_replay_is_a_simulation_where_places_differ(lengths):
 
     laws = [lambda drafts: adds(drafts, 0.9), lambda drafts: adds(drafts, 0.95)]
     seconds = [lambda drafts: 0.1 + 0.02 * drafts, lambda drafts: 1.0 + 0.05 * drafts]
-    found = replayed([Rounds(laws[0], seconds[0]), Rounds(laws[1], seconds[1], again=0.3)], lengths)
+    found = expected_cost([Rounds(laws[0], seconds[0]), Rounds(laws[1], seconds[1], again=0.3)], lengths)
     spent = written = 0.0
     for _ in range(20_000):
         have = 0
@@ -160,9 +130,15 @@ def test_a_replay_is_a_simulation_where_places_differ(lengths):
     assert abs(found.latency / (spent / written) - 1) < 0.02
 
 
-def test_acceptance_from_tokens():
-    assert acceptance_giving(expected_tokens(0.6, 5), 5) == pytest.approx(0.6)
+def test_the_tokens_of_a_chain():
+    """By its law as by its tree; and the acceptance from them, the same everywhere."""
+    assert chain_law([1.0] * 3) == {1: 0.0, 2: 0.0, 3: 0.0, 4: 1.0}
+    profile = [0.9, 0.5, 0.7]
+    assert mean(chain_law(profile)) == pytest.approx(expected_tokens(profile, TreeConfig.chain(3))[-1])
+    assert mean(chain_law(profile)) == pytest.approx(1 + 0.9 + 0.9 * 0.5 + 0.9 * 0.5 * 0.7)
+    tokens = [mean(chain_law([0.6] * n)) for n in (2, 3, 5)]
+    assert tokens[2] == pytest.approx((1 - 0.6**6) / 0.4)
+    assert acceptance_giving(tokens[2], 5) == pytest.approx(0.6)
     assert acceptance_giving(6.0, 5) == pytest.approx(1.0) and acceptance_giving(1.0, 5) == pytest.approx(0.0)
-    assert mean(adds_of({2: 0.5, 3: 0.5}, 0.6)) == pytest.approx(
-        (expected_tokens(0.6, 2) + expected_tokens(0.6, 3)) / 2
-    )
+    either = mixed({2: 0.5, 3: 0.5}, lambda drafts: chain_law([0.6] * drafts))
+    assert mean(either) == pytest.approx((tokens[0] + tokens[1]) / 2)

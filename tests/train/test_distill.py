@@ -21,8 +21,8 @@ from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.models import convert
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.params import Params
+from hsd_jax.planning.simulate import write_texts
 from hsd_jax.train import data, distill, own_text, run, run_small_lm, target
-from hsd_jax.train.evaluate import write_texts
 from hsd_jax.train.loop import LoopConfig
 from hsd_jax.train.rows import Rows
 

@@ -22,8 +22,8 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.models.target import init_target
 from hsd_jax.params import Params
+from hsd_jax.planning.simulate import Texts
 from hsd_jax.train import data, distill, own_text
-from hsd_jax.train.evaluate import Texts
 from hsd_jax.train.loop import LoopConfig
 
 SMALL = dataclasses.replace(TARGET, num_layers=1, intermediate_size=16)

@@ -207,7 +207,7 @@ def test_a_run_with_a_reduced_vocabulary(files, tmp_path, standard_dtypes):
 def test_the_best_drafter_is_kept(files, tmp_path, standard_dtypes, monkeypatch):
     """Scores 3, 1: the folder holds the weights of the first judgement, the checkpoint those of the last step."""
     kept = []
-    monkeypatch.setattr(run.evaluate, "simulate", lambda params, *rest: {"tau": next(scores)})
+    monkeypatch.setattr(run.simulate, "simulate", lambda params, *rest: {"tau": next(scores)})
     monkeypatch.setattr(run.drafter_files, "save_drafter", lambda folder, *rest: (folder.mkdir(), kept.append(folder)))
     recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
     scores = iter([3.0, 0.0, 1.0, 0.0])  # greedy and sampled texts of each judgement

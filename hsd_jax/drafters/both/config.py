@@ -44,11 +44,6 @@ class BothConfig(Based):
         return None if lookup is None else (base, lookup)
 
     @property
-    def draft_vocab_size(self) -> int:
-        """What the base may draft; lookup copies any token."""
-        return self.base.draft_vocab_size
-
-    @property
     def num_heads(self) -> int:
         """Of the base's trunk; without one an AttributeError, as of the base."""
         return self.base.num_heads  # type: ignore[attr-defined]

@@ -15,10 +15,10 @@ from hsd_jax.models.unroll import unroll
 
 def drafting_seconds(costs: Any, config: EagleConfig, batch: int, tree: TreeConfig) -> float:
     """A trunk pass and a product with the head for every level."""
-    size, rows = costs.drafter_itemsize, batch * tree.most_expanded
+    rows = batch * tree.most_expanded
     trunk = config.num_layers * layer_numbers(config) + 2 * config.hidden_size**2
-    level = costs.product(trunk, rows, size) + costs.product(config.draft_vocab_size * config.hidden_size, rows, size)
-    return tree.depth * (float(level) + costs.layer_seconds(config.num_layers) + 10 * costs.rates.operation_seconds)
+    level = costs.product(trunk, rows) + costs.product(config.draft_vocab_size * config.hidden_size, rows)
+    return tree.depth * (float(level) + costs.layers(config) + 10 * costs.rates.operation_seconds)
 
 
 EAGLE = Method(

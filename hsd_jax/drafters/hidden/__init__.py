@@ -17,15 +17,15 @@ from hsd_jax.models.unroll import unroll
 
 def drafting_seconds(costs: Any, config: HiddenConfig, batch: int, tree: TreeConfig) -> float:
     """Trunk, one product of all states with the head, and token information level by level."""
-    size, small = costs.drafter_itemsize, costs.rates.operation_seconds
+    small = costs.rates.operation_seconds
     trunk = config.num_layers * layer_numbers(config) + 2 * config.hidden_size**2
-    per_pass = costs.layer_seconds(config.num_layers)
+    per_pass = costs.layers(config)
     if config.trunk == RECURRENT:
-        states = tree.depth * (float(costs.product(trunk, batch, size)) + per_pass)
+        states = tree.depth * (float(costs.product(trunk, batch)) + per_pass)
     else:
-        states = float(costs.product(trunk, batch * 0.9 * tree.depth, size)) + per_pass + 30 * small
-    logits = float(costs.product(config.draft_vocab_size * config.hidden_size, batch * tree.depth, size))
-    bias = costs.product(config.rank * config.draft_vocab_size, batch * tree.most_expanded, size)
+        states = float(costs.product(trunk, batch * 0.9 * tree.depth)) + per_pass + 30 * small
+    logits = float(costs.product(config.draft_vocab_size * config.hidden_size, batch * tree.depth))
+    bias = costs.product(config.rank * config.draft_vocab_size, batch * tree.most_expanded)
     return states + logits + tree.depth * float(bias + 12 * small)
 
 

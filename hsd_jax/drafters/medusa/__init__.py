@@ -14,9 +14,8 @@ from hsd_jax.drafters.shared import chain_of_training
 
 def drafting_seconds(costs: Any, config: MedusaConfig, batch: int, tree: TreeConfig) -> float:
     """One product for all heads, and one with the head of the vocabulary."""
-    size = costs.drafter_itemsize
-    heads = costs.product(tree.depth * config.hidden_size**2, batch, size)
-    logits = costs.product(config.draft_vocab_size * config.hidden_size, batch * tree.depth, size)
+    heads = costs.product(tree.depth * config.hidden_size**2, batch)
+    logits = costs.product(config.draft_vocab_size * config.hidden_size, batch * tree.depth)
     return float(heads + logits) + 20 * costs.rates.operation_seconds
 
 

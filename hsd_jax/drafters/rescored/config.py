@@ -53,3 +53,8 @@ class RescoredConfig(Based):
 
     def __post_init__(self):
         settings.check(self, "RescoredConfig")
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """No node has more children than arcs."""
+        return min(self.arcs, self.base.draft_vocab_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hsd_jax.config import ModelConfig, TreeConfig, layer_numbers
+from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.method import Method
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
@@ -20,10 +20,7 @@ DEFAULT_CHAIN = TreeConfig(nodes=5, depth=4, width=1)
 
 def drafting_seconds(costs: Any, config: ModelConfig, batch: int, tree: TreeConfig) -> float:
     """A pass of the model for every token of the longest path, of the nodes that its level expands."""
-    numbers = config.num_layers * layer_numbers(config) + config.vocab_size * config.hidden_size
-    rows = batch * tree.most_expanded
-    one = float(costs.product(numbers, rows, costs.drafter_itemsize)) + costs.layer_seconds(config.num_layers)
-    return tree.depth * one
+    return tree.depth * costs.drafter_pass(config, batch * tree.most_expanded)
 
 
 def load_model(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hsd_jax.config import TreeConfig, layer_numbers
+from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.method import Method
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.stack.draft import stack_drafter
@@ -28,9 +28,8 @@ def stack(methods: Mapping[str, Method]) -> Method:
     def drafting_seconds(costs: Any, config: StackConfig, batch: int, tree: TreeConfig) -> float:
         """Rounds of the middle model, each with a pass and what the inner drafter takes."""
         middle, chain = config.middle, TreeConfig.chain(min(config.length, max(tree.depth - 1, 1)))
-        numbers = middle.num_layers * layer_numbers(middle) + middle.vocab_size * middle.hidden_size
-        one = float(costs.product(numbers, batch * chain.nodes, costs.drafter_itemsize))
-        one += costs.layer_seconds(middle.num_layers) + of(config).drafting_seconds(costs, config.inner, batch, chain)
+        one = costs.drafter_pass(middle, batch * chain.nodes)
+        one += of(config).drafting_seconds(costs, config.inner, batch, chain)
         return max(tree.depth - chain.depth, 1) / TOKENS_A_ROUND * one
 
     return Method(

@@ -16,7 +16,7 @@ def drafting_seconds(costs: Any, config: SteeredConfig, batch: int, tree: TreeCo
     """As the small model, and once a round what steers it."""
     width = config.target_hidden_size
     numbers = width * (config.num_layers * config.intermediate_size + len(config.steering_layers) * width)
-    once = float(costs.product(numbers, batch, costs.drafter_itemsize))
+    once = float(costs.product(numbers, batch))
     return once + small_lm.drafting_seconds(costs, config, batch, tree)
 
 

@@ -16,10 +16,11 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.infer.lossy import Lossy
 from hsd_jax.lab.bench import gap, prompts
 from hsd_jax.lab.bench.machine import hardware
-from hsd_jax.lab.bench.measure import Mode, Runs, Workload, call_record, fastest, mode_record, speedup, time_modes
 from hsd_jax.lab.bench.profile import RoundProfile, profile_round
+from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.lab.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share
 from hsd_jax.lab.bench.tables import say
+from hsd_jax.planning.measure import Mode, Runs, call_record, fastest, mode_record, speedup, time_modes
 from hsd_jax.request import Speculation, rule_and_scheme
 from hsd_jax.session import prepare
 

@@ -23,10 +23,11 @@ from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import write_json
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.lab.bench import compare
-from hsd_jax.lab.bench.measure import Mode, Workload
+from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.lab.bench.replay import Round, replay, watched_step
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.params import Params
+from hsd_jax.planning.measure import Mode
 from hsd_jax.request import Speculation, rule_and_scheme
 from hsd_jax.session import prepare
 

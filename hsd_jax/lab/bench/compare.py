@@ -23,20 +23,12 @@ from hsd_jax.lab.bench import gap, prompts
 from hsd_jax.lab.bench.hierarchy import stacked
 from hsd_jax.lab.bench.identity import first_difference
 from hsd_jax.lab.bench.machine import hardware
-from hsd_jax.lab.bench.measure import (
-    Mode,
-    Runs,
-    Workload,
-    call_record,
-    mode_record,
-    parse_tree,
-    speedup,
-    time_modes,
-)
+from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.lab.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share, task_score
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.params import ALPHA, Params, default_tree, rescore
 from hsd_jax.planning.ahead import pearl
+from hsd_jax.planning.measure import Mode, Runs, call_record, mode_record, parse_tree, speedup, time_modes
 
 PLAIN = "plain"
 KEYS = {"drafter": str, "tree": str, "accept": str, "draw": str, "reuse": str, "lossy": str}

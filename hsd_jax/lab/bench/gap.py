@@ -21,9 +21,9 @@ from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.lab import theory
-from hsd_jax.lab.bench.measure import Mode
 from hsd_jax.lab.bench.replay import watched_rounds
 from hsd_jax.models.cache import take_nodes
+from hsd_jax.planning.measure import Mode
 from hsd_jax.request import Speculation, rule_and_scheme
 from hsd_jax.session import prepare
 from hsd_jax.types import DRAWN_SCHEMES, AcceptRule, Costs, DecodeState, Drafter, DrawScheme, Limits, SamplingParams

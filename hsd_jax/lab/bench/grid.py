@@ -17,7 +17,7 @@ from hsd_jax import api
 from hsd_jax.config import TreeConfig
 from hsd_jax.lab.bench import prompts
 from hsd_jax.lab.bench.machine import hardware
-from hsd_jax.lab.bench.measure import Workload
+from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.lab.bench.tables import say
 
 FEWEST_ROWS = 6

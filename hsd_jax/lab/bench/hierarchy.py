@@ -24,12 +24,22 @@ from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.table import method_of, parse
 from hsd_jax.lab.bench import rounds
 from hsd_jax.lab.bench.machine import hardware
-from hsd_jax.lab.bench.measure import Mode, Runs, Workload, mode_record, time_modes
+from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.lab.bench.rounds import CALIBRATION, CALIBRATION_PROMPTS
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.params import Params, stack
-from hsd_jax.planning import hierarchy
-from hsd_jax.train.evaluate import Texts, write_texts
+from hsd_jax.planning.acceptance import Law, acceptance_giving, mean
+from hsd_jax.planning.ahead import as_target
+from hsd_jax.planning.hierarchy import (
+    Hierarchy,
+    HierarchyCost,
+    Rounds,
+    expected_cost,
+    hierarchy_latency,
+    plan_hierarchy,
+)
+from hsd_jax.planning.measure import Mode, Runs, mode_record, time_modes
+from hsd_jax.planning.simulate import Texts, write_texts
 
 PLAIN, SINGLE, STACK = "plain decoding", "best single drafter", "best stack"
 TARGET = "target"
@@ -78,7 +88,7 @@ def read_models(params: Params, folders: Sequence[str], load: Callable[[str], Pa
         pair = load(folder)
         if not isinstance(pair.drafter_config, SmallLMConfig):
             raise ValueError(f"--models {folder}: a {pair.drafter_config.kind} drafter; expected a language model")
-        found[folder], hashes[pair.drafter_config.fingerprint] = Model(folder, rounds.as_target(pair)), folder
+        found[folder], hashes[pair.drafter_config.fingerprint] = Model(folder, as_target(pair)), folder
     for folder in drafters:
         owner = hashes.get(drafter_files.read_drafter_config(folder).target_hash)
         if owner is None:
@@ -93,8 +103,8 @@ def paired(small: Model, large: Model, load: Callable[[str], Params]) -> Params:
     """A model with what drafts for it."""
     assert large.alone is not None, "a drafter has no drafter"
     if small.alone is not None:
-        return rounds.pair_of(small.alone, large.alone)
-    if large.folder == TARGET:
+        weights, config = small.alone.target, SmallLMConfig(**vars(small.alone.target_config))
+    elif large.folder == TARGET:
         own = load(small.folder)
         weights, config = own.drafter, own.drafter_config
     else:
@@ -103,32 +113,18 @@ def paired(small: Model, large: Model, load: Callable[[str], Params]) -> Params:
     return dataclasses.replace(large.alone, drafter=weights, drafter_config=config, tokenizer=None, pair=None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """One way to decode: models by number, the smallest first, and tokens a level; seconds a token by the formula."""
-
-    chain: tuple[int, ...]
-    lengths: tuple[int, ...]
-    predicted: float
-
-    @property
-    def tree(self) -> TreeConfig | None:
-        """What goes up at most: what the level below the target collects, and what overshoots."""
-        return None if not self.lengths else TreeConfig.chain(self.most(len(self.lengths) - 1))
-
-    def most(self, level: int) -> int:
-        """Drafts that the model above a level verifies at most."""
-        return sum(self.lengths[max(level - 1, 0) : level + 1])
-
-
-def by_formula(costs: Sequence[Sequence[float]], acceptance: np.ndarray, chain: Sequence[int], lengths: Sequence[int]):
-    """A way with what the formula says of it: all that was accumulated goes up, as in `drafters/stack`."""
+def by_formula(
+    costs: Sequence[Sequence[float]], acceptance: np.ndarray, chain: Sequence[int], lengths: Sequence[int]
+) -> Hierarchy:
+    """A hierarchy of some of the models with what the formula says of it: all that was accumulated goes up."""
     own = acceptance[np.ix_(chain, chain)]
-    seconds = hierarchy.hierarchy_latency([costs[i] for i in chain], own, lengths, buffered=False)
-    return Way(tuple(chain), tuple(lengths), seconds)
+    seconds = hierarchy_latency([costs[i] for i in chain], own, lengths, buffered=False)
+    return Hierarchy(tuple(chain), tuple(lengths), seconds)
 
 
-def ways(costs: Sequence[Sequence[float]], acceptance: np.ndarray, longest: Mapping[tuple[int, int], int]):
+def ways(
+    costs: Sequence[Sequence[float]], acceptance: np.ndarray, longest: Mapping[tuple[int, int], int]
+) -> dict[str, Hierarchy]:
     """Plain decoding, and of single drafters and of stacks those of the least time by the formula.
 
     Args:
@@ -136,24 +132,24 @@ def ways(costs: Sequence[Sequence[float]], acceptance: np.ndarray, longest: Mapp
     """
     last = len(costs) - 1
     found = {PLAIN: by_formula(costs, acceptance, (last,), ())}
-    chains = [
-        chain for size in (1, 2) for below in itertools.combinations(range(last), size) for chain in [(*below, last)]
-    ]
-    chains = [chain for chain in chains if all(edge in longest for edge in itertools.pairwise(chain))]
-    lengths = lambda chain: itertools.product(*(range(1, longest[e] + 1) for e in itertools.pairwise(chain)))  # noqa: E731
-    tried = [by_formula(costs, acceptance, chain, own) for chain in chains for own in lengths(chain)]
-    plan = hierarchy.plan_hierarchy(costs, acceptance, max(longest.values()))
+    chains = [(*below, last) for size in (1, 2) for below in itertools.combinations(range(last), size)]
+    tried = []
+    for chain in chains:
+        most = [longest.get(edge, 0) for edge in itertools.pairwise(chain)]
+        lengths = itertools.product(*(range(1, n + 1) for n in most))
+        tried += [by_formula(costs, acceptance, chain, own) for own in lengths]
+    plan = plan_hierarchy(costs, acceptance, max(longest.values()))
     edges = dict(zip(itertools.pairwise(plan.chain), plan.lengths, strict=True))
     if len(plan.chain) > 3 and all(length <= longest.get(edge, 0) for edge, length in edges.items()):
         tried.append(by_formula(costs, acceptance, plan.chain, plan.lengths))
-    for name, sizes in ((SINGLE, (2,)), (STACK, range(3, last + 2))):
-        some = [way for way in tried if len(way.chain) in sizes]
+    for name, is_stack in ((SINGLE, False), (STACK, True)):
+        some = [way for way in tried if (len(way.chain) > 2) == is_stack]
         if some:
-            found[name] = min(some, key=lambda way: way.predicted)
+            found[name] = min(some, key=lambda way: way.latency)
     return found
 
 
-def mode_of(name: str, way: Way, folders: Sequence[str], load: Callable[[str], Params], params: Params) -> Mode:
+def mode_of(name: str, way: Hierarchy, folders: Sequence[str], load: Callable[[str], Params], params: Params) -> Mode:
     """How a way is decoded; raises what does not fit together before anything compiles."""
     if way.tree is None:
         return Mode(name, params)
@@ -175,6 +171,29 @@ def rounds_of(runs: Runs, name: str) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Calls:
+    """What all that is measured for one plan has in common."""
+
+    load: Callable[[str], Params]
+    ids: list[list[int]]
+    """Of the prompts."""
+    num_tokens: int
+    temperature: float
+    max_length: int
+    seed: int
+
+    def round_seconds(self, pair: Params, drafts: int) -> float:
+        """Of a pair here."""
+        some = self.ids[:: max(1, len(self.ids) // CALIBRATION_PROMPTS)][:CALIBRATION_PROMPTS]
+        return rounds.round_seconds(pair, some, self.num_tokens, drafts, self.temperature)
+
+    def texts(self, model: Params) -> Texts:
+        """What a model writes."""
+        prompts = [np.asarray(row) for row in self.ids]
+        return write_texts(model, prompts, self.num_tokens, self.temperature, self.seed)
+
+
+@dataclasses.dataclass(frozen=True)
 class Table:
     """What a plan is made of."""
 
@@ -191,44 +210,39 @@ class Table:
     """Of every model for which another may draft."""
 
 
-def table_of(params: Params, models: Sequence[Model], ids: Sequence[np.ndarray], calls: Calls) -> Table:
+def table_of(params: Params, models: Sequence[Model], calls: Calls) -> Table:
     """Measures passes, rounds of neighbours and acceptance."""
-    context, most = int(np.mean([len(row) for row in ids])) + calls.num_tokens // 2, 2 * calls.max_length
+    context, most = int(np.mean([len(row) for row in calls.ids])) + calls.num_tokens // 2, 2 * calls.max_length
     say("timing passes of every model")
     drafters, small = [one for one in models if one.alone is None], [one for one in models if one.alone is not None]
     seconds = rounds.cost_tables([*(one.alone for one in small), params], context, most)
     order = sorted(range(len(small)), key=lambda i: seconds[i][0])
     alone, seconds = [*(small[i] for i in order), Model(TARGET, params)], [*(seconds[i] for i in order), seconds[-1]]
-    taken = [
-        calls.round_seconds(rounds.pair_of(*(x.alone for x in two)), CALIBRATION) for two in itertools.pairwise(alone)
-    ]
+    costs = [seconds[0]]
+    for (one, other), (cheap, dear) in zip(itertools.pairwise(alone), itertools.pairwise(seconds), strict=True):
+        taken = calls.round_seconds(paired(one, other, calls.load), CALIBRATION)
+        costs.append(rounds.with_round(dear, cheap[0], taken))
     everything, first = [*drafters, *alone], len(drafters)
-    longest = {
-        (i, j): calls.max_length
-        for (i, one), (j, other) in itertools.combinations(enumerate(everything), 2)
-        if one.may_draft_for(other)
-    }
+    pairs = itertools.combinations(enumerate(everything), 2)
+    longest = {(i, j): calls.max_length for (i, one), (j, other) in pairs if one.may_draft_for(other)}
     texts = {}
     for number in sorted({j for _, j in longest}):
         say(f"text of {everything[number].folder}")
-        texts[number] = calls.texts(everything[number].alone, ids)
-    acceptance, costs = np.eye(len(everything)), rounds.with_rounds(seconds, taken)
-    own = rounds.acceptance_of(
-        [x.alone for x in alone], [texts[j] for j in range(first + 1, len(everything))], calls.temperature
-    )
-    acceptance[first:, first:] = own
+        texts[number] = calls.texts(everything[number].alone)
+    acceptance, written = np.eye(len(everything)), [texts[j] for j in range(first + 1, len(everything))]
+    acceptance[first:, first:] = rounds.acceptance_of([x.alone for x in alone], written, calls.temperature)
     of_drafts = []
     for i, drafter in enumerate(drafters):
         j = next(j for k, j in longest if k == i)
         pair = paired(drafter, everything[j], calls.load)
         length = min(calls.max_length, method_of(pair.drafter_config).max_depth(pair.drafter_config))
         longest[i, j], law = length, rounds.laws_of(pair, texts[j], length, calls.temperature)[-1]
-        acceptance[i, j] = hierarchy.acceptance_giving(hierarchy.mean(law), length)
+        acceptance[i, j] = acceptance_giving(mean(law), length)
         of_drafts.append([max(calls.round_seconds(pair, length) - costs[j - first][length], 0.0) / length])
     return Table(everything, [*of_drafts, *seconds], [*of_drafts, *costs], acceptance, longest, texts)
 
 
-def parts_of(table: Table, way: Way) -> list[tuple[int, int, int]]:
+def parts_of(table: Table, way: Hierarchy) -> list[tuple[int, int, int]]:
     """The pairs whose rounds tell what rounds of a way take: what drafts, what verifies, and how many drafts. A trained
     drafter drafts as many as in the way, since none of its drafts is a pass; models draft CALIBRATION."""
     found = []
@@ -238,8 +252,8 @@ def parts_of(table: Table, way: Way) -> list[tuple[int, int, int]]:
 
 
 def rounds_by_part(
-    table: Table, way: Way, calls: Calls, taken: Mapping[tuple[int, int, int], float], pace: float
-) -> list[hierarchy.Rounds]:
+    table: Table, way: Hierarchy, calls: Calls, taken: Mapping[tuple[int, int, int], float], pace: float
+) -> list[Rounds]:
     """What rounds of every level of a way add and take; none of its stack is run.
 
     Args:
@@ -247,67 +261,34 @@ def rounds_by_part(
       pace: seconds then over those of when passes were timed.
     """
     found, below = [], None
-    for level, (i, j, drafts) in enumerate(parts_of(table, way)):
+    for level, part in enumerate(parts_of(table, way)):
+        i, j, drafts = part
         pair = paired(table.models[i], table.models[j], calls.load)
         laws = rounds.laws_of(pair, table.texts[j], way.most(level), calls.temperature)
-        adds = lambda number, laws=laws: laws[number - 1]  # noqa: E731
-        passes, one = (pace * np.array(table.pass_seconds[model]) for model in (j, i))
-        besides = max(taken[i, j, drafts] - passes[drafts] - drafts * one[0], 0.0)
-        if below is None and table.models[i].alone is None:
-            found.append(hierarchy.Rounds(adds, lambda number, part=(i, j, drafts): taken[part]))
-        elif below is None:
-            whole = passes[way.lengths[0]] + way.lengths[0] * one[0] + besides
-            found.append(hierarchy.Rounds(adds, lambda number, whole=whole: whole))
+        passes, one = pace * np.array(table.pass_seconds[j]), pace * table.pass_seconds[i][0]
+        besides = taken[part] - passes[drafts] - drafts * one
+        if table.models[i].alone is not None:  # a trained drafter drafts as many as here: its round is as was timed
+            besides = max(besides, 0.0)
+        if below is None:
+            again, preparing = 0.0, [n * one for n in range(len(laws) + 1)]
         else:
             length = way.lengths[level - 1]
-            follow = rounds.follow_seconds(below, calls.prompts[0], length)
-            found.append(outer_rounds(adds, passes.tolist(), besides, follow, length, one[0] + follow))
+            follow = rounds.follow_seconds(below, calls.ids[0], length)
+            again, preparing = one + follow, [follow * follows(law, n, length) for n, law in enumerate([{}, *laws])]
+        seconds = [float(passes[n] + besides + preparing[n]) for n in range(len(laws) + 1)]
+        found.append(Rounds(lambda n, laws=laws: laws[n - 1], seconds.__getitem__, again))
         below = pair
     return found
 
 
-def outer_rounds(
-    adds: Callable[[int], hierarchy.Law],
-    passes: Sequence[float],
-    besides: float,
-    follow: float,
-    length: int,
-    again: float,
-) -> hierarchy.Rounds:
-    """Of a model above a middle one.
+def follows(law: Law, drafts: int, length: int) -> float:
+    """How often what drafts for a middle model follows `length` + 1 tokens or fewer of those that were committed, in
+    the mean: the last token of a round that accepted all drafts is read later.
 
     Args:
-      passes, besides: seconds of its passes, and of a round besides.
-      follow: seconds in which what drafts for the middle follows up to `length` + 1 of the tokens that were committed.
-      again: as in `hierarchy.Rounds`.
+      law: of the tokens of a round of so many drafts.
     """
-
-    def seconds(drafts: int) -> float:
-        times = sum(p * -(-min(count, drafts) // (length + 1)) for count, p in adds(drafts).items())
-        return passes[drafts] + besides + times * follow
-
-    return hierarchy.Rounds(adds, seconds, again)
-
-
-@dataclasses.dataclass(frozen=True)
-class Calls:
-    """What all that is measured for one plan has in common."""
-
-    load: Callable[[str], Params]
-    prompts: Sequence[np.ndarray]
-    """Of the decodes whose rounds are timed."""
-    num_tokens: int
-    temperature: float
-    max_length: int
-    seed: int
-
-    def round_seconds(self, pair: Params, drafts: int) -> float:
-        """Of a pair here."""
-        return rounds.round_seconds(pair, self.prompts, self.num_tokens, drafts, self.temperature)
-
-    def texts(self, model: Params, ids: Sequence[np.ndarray]) -> Texts:
-        """What a model writes."""
-        return write_texts(model, ids, self.num_tokens, self.temperature, self.seed)
+    return sum(p * -(-min(count, drafts) // (length + 1)) for count, p in law.items())
 
 
 def measure(
@@ -329,37 +310,32 @@ def measure(
     """
     models = read_models(params, folders, load)
     found = work.read(params, work.prompts)
-    ids = [np.asarray(row) for row in encode(params, [prompt.tokens(params.tokenizer) for prompt in found])]
-    some = ids[:: max(1, len(ids) // CALIBRATION_PROMPTS)][:CALIBRATION_PROMPTS]
-    calls = Calls(load, some, work.max_new_tokens, temperature, max_length, work.seed)
-    table = table_of(params, models, ids, calls)
+    ids = [list(map(int, row)) for row in encode(params, [prompt.tokens(params.tokenizer) for prompt in found])]
+    calls = Calls(load, ids, work.max_new_tokens, temperature, max_length, work.seed)
+    table = table_of(params, models, calls)
     names = [model.folder for model in table.models]
     chosen = ways(table.costs, table.acceptance, table.longest)
     modes = [mode_of(name, way, names, load, params) for name, way in chosen.items()]
-    parts = sorted({part for way in chosen.values() for part in parts_of(table, way)})
     timed = {}
-    for i, j, drafts in parts:
+    for i, j, drafts in sorted({part for way in chosen.values() for part in parts_of(table, way)}):
         pair = paired(table.models[i], table.models[j], load)
         timed[i, j, drafts] = Mode(f"{drafts} of {i} for {j}", pair, TreeConfig.chain(drafts))
     runs = time_modes(
         [*modes, *timed.values()],
-        [row.tolist() for row in ids],
+        ids,
         max_new_tokens=work.max_new_tokens,
         temperature=temperature,
         seed=work.seed,
         repeats=work.repeats,
         progress=lambda what, done, of: say(f"{what}, prompt {done + 1} of {of}") if done % 5 == 0 else None,
     )
-    per_round = lambda mode: mode_record(mode, runs, PLAIN)["seconds_per_round"]["median"]  # noqa: E731
-    taken = {part: per_round(mode) for part, mode in timed.items()}
-    replays = {PLAIN: hierarchy.Replay(per_round(modes[0]), 1.0, ())}
-    pace = replays[PLAIN].latency / table.pass_seconds[-1][0]
-    for name, way in chosen.items():
-        if way.lengths:
-            replays[name] = hierarchy.replayed(rounds_by_part(table, way, calls, taken, pace), way.lengths)
-    rows = []
+    taken = {part: rounds.seconds_a_round(mode, runs) for part, mode in timed.items()}
+    plain_seconds = rounds.seconds_a_round(modes[0], runs)
+    pace, rows = plain_seconds / table.pass_seconds[-1][0], []
     for mode, way in zip(modes, chosen.values(), strict=True):
-        record, replay = mode_record(mode, runs, PLAIN), replays[mode.name]
+        record, cost = mode_record(mode, runs, PLAIN), HierarchyCost(plain_seconds, 1.0, ())
+        if way.lengths:
+            cost = expected_cost(rounds_by_part(table, way, calls, taken, pace), way.lengths)
         rows.append(
             {
                 "way": mode.name,
@@ -367,14 +343,14 @@ def measure(
                 "chain": way.chain,
                 "lengths": way.lengths,
                 "tree": None if way.tree is None else way.tree.name,
-                "formula_seconds": way.predicted,
-                "predicted_seconds": replay.latency,
+                "formula_seconds": way.latency,
+                "predicted_seconds": cost.latency,
                 "measured_seconds": 1.0 / record["tokens_per_second"]["median"],
-                "predicted_tau": replay.tau,
+                "predicted_tau": cost.tau,
                 "tau": record["tau"],
                 "same_text_as_plain": record["same_text_as_plain"],
                 **rounds_of(runs, mode.name),
-                "predicted_handed_up": replay.handed_up,
+                "predicted_handed_up": cost.handed_up,
             }
         )
     return {

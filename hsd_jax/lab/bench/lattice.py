@@ -21,7 +21,7 @@ from hsd_jax.infer.decode import drafter_after
 from hsd_jax.models.draft_vocab import to_columns
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
-from hsd_jax.train.evaluate import Texts, walk
+from hsd_jax.planning.simulate import Texts, walk
 
 ORACLES = (1, 4, 16)
 """Tokens of each state among which an oracle chooses, and for which recall is told."""

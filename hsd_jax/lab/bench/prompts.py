@@ -11,8 +11,9 @@ import contextlib
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.tokenizer import Tokenizer
@@ -55,6 +56,37 @@ class BenchPrompt:
         assert tokenizer is not None, "who reads prompts has asked for one"
         text = self.text + (self.rest or "") if with_rest else self.text
         return tokenizer.encode_rendered(text) if self.is_templated else tokenizer.encode(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is decoded to be timed, and how often; the options of that name on the command line."""
+
+    prompts: Sequence[str] | None
+    """Files; None: the demo's own."""
+    half: str | None
+    limit: int | None
+    """Prompts of each file."""
+    max_new_tokens: int
+    seed: int
+    repeats: int
+    command_line: str
+    chat_template: bool = True
+    """Conversations and questions through the target's chat template, if it has one."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Workload:
+        """Takes its fields from among more options."""
+        return cls(**{field.name: options[field.name] for field in dataclasses.fields(cls)})
+
+    @property
+    def prompt_files(self) -> list[str]:
+        """The files, for records."""
+        return [str(path) for path in self.prompts or ["the demo's own"]]
+
+    def read(self, params, files: Sequence[str] | None) -> list[BenchPrompt]:
+        """The prompts of some files; raises as `for_checkpoint`."""
+        return for_checkpoint(params, files, self.half, self.limit, self.max_new_tokens, self.chat_template)
 
 
 def for_checkpoint(

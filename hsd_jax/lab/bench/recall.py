@@ -15,10 +15,10 @@ from hsd_jax.arguments import encode
 from hsd_jax.config import NO_REUSE, TreeConfig
 from hsd_jax.lab.bench.lattice import ORACLES, check_token_free, lattice_of, oracle_tau
 from hsd_jax.lab.bench.machine import hardware
-from hsd_jax.lab.bench.measure import Workload
+from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.lab.bench.tables import make_console, make_table, say
 from hsd_jax.params import Params
-from hsd_jax.train.evaluate import Texts, accepted_lengths, write_texts
+from hsd_jax.planning.simulate import Texts, accepted_lengths, write_texts
 
 STATES, INFORMED = "states alone", "with token information"
 

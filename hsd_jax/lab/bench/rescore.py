@@ -1,7 +1,7 @@
 """What transition scorers are worth to a drafter with token-free states: tokens a pass at equal verified nodes.
 
 Nothing is decoded but the texts, by the target alone: under `match` a text is known beforehand, so that a scorer's tau
-on it is a count (`train/evaluate.py`), equal to that of decoding. alpha is chosen on the prompts of the tuning half;
+on it is a count (`planning/simulate.py`), equal to that of decoding. alpha is chosen on the prompts of the tuning half;
 all figures are of the other half. Read next: `drafters/rescored/draft.py`.
 """
 
@@ -20,11 +20,10 @@ from hsd_jax.drafters.rescored.config import ZERO_GRAM
 from hsd_jax.lab.bench.compare import without_token_info
 from hsd_jax.lab.bench.lattice import facts
 from hsd_jax.lab.bench.machine import hardware
-from hsd_jax.lab.bench.measure import Workload
-from hsd_jax.lab.bench.prompts import HALVES
+from hsd_jax.lab.bench.prompts import HALVES, Workload
 from hsd_jax.lab.bench.tables import make_console, make_table, say
 from hsd_jax.params import Params, rescore
-from hsd_jax.train.evaluate import Texts, accepted_lengths, write_texts
+from hsd_jax.planning.simulate import Texts, accepted_lengths, write_texts
 
 ALPHAS = (0.1, 0.25, 0.5, 0.75, 1.0)
 NONE, OWN = "none", "its own"

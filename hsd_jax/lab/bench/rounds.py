@@ -3,7 +3,7 @@
 Seconds: passes of each model alone, rounds of two neighbours decoding as a pair, what following takes a drafter.
 Tokens: how many a verification of n drafts adds, for every n, from a walk over text that the verifying model wrote; and
 the chance of acceptance as the formula has it, one for all places. No stack is run here: `lab/bench/hierarchy.py`
-puts one together of these parts (`hierarchy.replayed`) and measures it then.
+puts one together of these parts (`hierarchy.expected_cost`) and measures it then.
 """
 
 from __future__ import annotations
@@ -11,34 +11,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.api import decode
 from hsd_jax.arguments import Sampling, sampling_of_row
 from hsd_jax.config import NO_REUSE, ModelConfig, TreeConfig, model_of
 from hsd_jax.drafters.shared import follow_path
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.host.distributed import fetch
-from hsd_jax.infer.decode import traced_with
 from hsd_jax.infer.sampling import draw, row_keys, target_distribution
 from hsd_jax.kernels import ops
-from hsd_jax.lab.bench.profile import loop_timer, with_counts_of
+from hsd_jax.lab.bench.profile import with_counts_of
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, forward_sequence
 from hsd_jax.params import Params
-from hsd_jax.planning.hierarchy import Law
+from hsd_jax.planning.acceptance import Law
+from hsd_jax.planning.measure import Mode, Runs, mode_record, time_modes
+from hsd_jax.planning.simulate import Texts, accepted_lengths, walk
+from hsd_jax.planning.timing import loop_timer
 from hsd_jax.request import Speculation
 from hsd_jax.session import prepare
-from hsd_jax.train.evaluate import Texts, accepted_lengths, walk
 from hsd_jax.types import SamplingParams
 
 TIMED_DRAFTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
@@ -50,48 +47,25 @@ CALIBRATION, CALIBRATIONS, CALIBRATION_PROMPTS = 2, 3, 4
 prompts."""
 
 
-def as_target(params: Params) -> Params:
-    """The small model that drafts, as the target of a pair without a drafter."""
-    config = params.drafter_config
-    assert params.drafter is not None, "checked by `measure`"
-    own = model_of(config)
-    dtype = jnp.dtype(params.drafter["embedding"].dtype).name
-    return dataclasses.replace(
-        params, target=params.drafter, drafter=None, target_config=own, drafter_config=None, pair=None, dtype=dtype
-    )
-
-
 def timed_passes(model: Params, drafts: int, context: int) -> Callable[[], float]:
     """Compiled: seconds of a pass over a root and so many drafts behind `context` tokens, of choosing their tokens and
     of committing them."""
     config, num = model.target_config, drafts + 1
     capacity = -(-(context + num) // 256) * 256
 
-    def passes(weights: Any, nodes: Int[Array, "B N"], cache: Any):
-        def one(_: Array, carry: Any):
-            nodes, cache = carry
-            positions = cache.length[:, None] + jnp.arange(num)
-            output = forward(weights, config, nodes, positions, causal_mask(1, num), cache)
-            chosen = ops.argmax(output.logits)
-            return chosen, cache_lib.commit(cache, output.new_kv, None, jnp.zeros(1, jnp.int32), after=chosen)
-
-        return lax.fori_loop(0, PASSES, one, (nodes, cache))
+    def one_pass(weights: Any, inputs: Any):
+        nodes, cache = inputs
+        positions = cache.length[:, None] + jnp.arange(num)
+        output = forward(weights, config, nodes, positions, causal_mask(1, num), cache)
+        chosen = ops.argmax(output.logits)
+        return chosen, (chosen, cache_lib.commit(cache, output.new_kv, None, jnp.zeros(1, jnp.int32), after=chosen))
 
     dtype = cache_lib.fastest_dtype(jax.tree.leaves(model.target["embedding"])[0].dtype)
     slots = cache_lib.layer_slots(config, capacity)
     cache = cache_lib.empty_cache(slots, 1, config.num_kv_heads, config.head_dim, dtype, capacity)
     cache = dataclasses.replace(cache, length=jnp.full(1, context, jnp.int32))
     precision = "highest" if model.precision == "exact" else None
-    run = jax.jit(traced_with(precision, True, model.mesh, passes))
-    arguments = model.target, jnp.ones((1, num), jnp.int32), cache
-    jax.block_until_ready(run(*arguments))
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(run(*arguments))
-        return (time.perf_counter() - start) / PASSES
-
-    return seconds
+    return loop_timer(one_pass, model.target, (jnp.ones((1, num), jnp.int32), cache), PASSES, precision, True)
 
 
 def cost_tables(models: Sequence[Params], context: int, most: int) -> list[list[float]]:
@@ -103,28 +77,21 @@ def cost_tables(models: Sequence[Params], context: int, most: int) -> list[list[
     return [np.interp(np.arange(most + 1), drafts, row).tolist() for row in seconds]
 
 
-def pair_of(small: Params, large: Params) -> Params:
-    """Two models, each as a target, the small one drafting for the large one."""
-    config = SmallLMConfig(**vars(small.target_config))
-    return dataclasses.replace(large, drafter=small.target, drafter_config=config, tokenizer=None, pair=None)
+def seconds_a_round(mode: Mode, runs: Runs) -> float:
+    """Of a mode that was timed."""
+    return mode_record(mode, runs, mode.name)["seconds_per_round"]["median"]
 
 
 def round_seconds(
-    pair: Params, prompts: Sequence[np.ndarray], num_tokens: int, drafts: int, temperature: float
+    pair: Params, prompts: Sequence[Sequence[int]], num_tokens: int, drafts: int, temperature: float
 ) -> float:
-    """Seconds of a round that drafts and verifies a chain.
-
-    The median of a few times in which all prompts are decoded, so that what the machine does besides and lengths of
-    context weigh as in a measurement.
-    """
-    tree, found = TreeConfig.chain(drafts), []
-    for _ in range(1 + CALIBRATIONS):
-        stats = [decode(pair, [prompt], num_tokens, temperature, tree=tree, eos=()).stats for prompt in prompts]
-        found.append(sum(one.decode_seconds for one in stats) / sum(one.num_target_passes for one in stats))
-    return statistics.median(found[1:])  # the first one compiles
+    """Seconds of a round that drafts and verifies a chain, as whole decodes of all prompts have it."""
+    mode = Mode("a pair", pair, TreeConfig.chain(drafts))
+    asked = {"max_new_tokens": num_tokens, "temperature": temperature, "repeats": CALIBRATIONS}
+    return seconds_a_round(mode, time_modes([mode], prompts, **asked, progress=lambda what, done, of: None))
 
 
-def follow_seconds(pair: Params, prompt: np.ndarray, drafts: int) -> float:
+def follow_seconds(pair: Params, prompt: Sequence[int], drafts: int) -> float:
     """Seconds that following a chain of so many drafts, and the token behind it, takes the drafter of a pair."""
     session = prepare(pair, [prompt], Sampling(), Speculation(TreeConfig.chain(drafts)))
     drafter, hidden = session.setup.decoder.drafter, jnp.zeros((1, drafts + 1, pair.target_config.hidden_size))
@@ -154,7 +121,7 @@ def laws_of(pair: Params, texts: Texts, most: int, temperature: float) -> list[L
         drafts = [(TreeConfig.chain(n), NO_REUSE) for n in range(1, most + 1)]
         models = pair.drafter, pair.drafter_config, pair.target, pair.target_config
         fates, _ = accepted_lengths(*models, texts, drafts, temperature)
-    return [{k + 1: n / fate.num_passes for k, n in enumerate(fate.histogram)} for fate in fates]
+    return [fate.law for fate in fates]
 
 
 def right_in_a_row(
@@ -184,17 +151,15 @@ def said_behind(
     return draw(keys, forward_sequence(weights, config, tokens).logits, positions, sampling)
 
 
-def with_rounds(costs: Sequence[Sequence[float]], rounds: Sequence[float]) -> list[list[float]]:
-    """The same costs, a pass that verifies drafts with what its round takes besides passes.
+def with_round(passes: Sequence[float], one: float, taken: float) -> list[float]:
+    """Seconds of passes of a model, those that verify drafts with what its round takes besides passes.
 
     Args:
-      rounds: seconds of a round of each model but the smallest with CALIBRATION drafts of the one below it.
+      one: seconds of a pass of what drafts for it.
+      taken: of a round with CALIBRATION drafts.
     """
-    found = [list(costs[0])]
-    for (small, large), seconds in zip(itertools.pairwise(costs), rounds, strict=True):
-        besides = max(seconds - large[CALIBRATION] - CALIBRATION * small[0], 0.0)
-        found.append([large[0], *(cost + besides for cost in large[1:])])
-    return found
+    besides = max(taken - passes[CALIBRATION] - CALIBRATION * one, 0.0)
+    return [passes[0], *(cost + besides for cost in passes[1:])]
 
 
 @functools.partial(jax.jit, static_argnames="configs")

@@ -15,9 +15,10 @@ from support import chat, toy
 
 from hsd_jax.arguments import Sampling
 from hsd_jax.config import TreeConfig
-from hsd_jax.lab.bench import identity, measure, prompts, quality, replay, tables
+from hsd_jax.lab.bench import identity, prompts, quality, replay, tables
 from hsd_jax.lab.bench import profile as profile_lib
 from hsd_jax.params import Params
+from hsd_jax.planning import measure
 from hsd_jax.request import Speculation
 from hsd_jax.session import prepare
 from hsd_jax.tokenizer import Tokenizer

@@ -11,9 +11,9 @@ from support import command_line, toy
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.lab.bench import budget, budget_report
-from hsd_jax.lab.bench.measure import parse_tree
 from hsd_jax.lab.bench.replay import Round
 from hsd_jax.lab.viz import plots
+from hsd_jax.planning.measure import parse_tree
 
 folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both
 

@@ -15,7 +15,8 @@ from support import command_line, setups, toy
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import init_drafter
-from hsd_jax.lab.bench import ablate, compare, measure, tables
+from hsd_jax.lab.bench import ablate, compare, tables
+from hsd_jax.planning import measure
 
 folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both
 

@@ -12,8 +12,8 @@ from support.tiny_pairs import TINY, tiny_pair
 from hsd_jax.config import TreeConfig
 from hsd_jax.lab import theory
 from hsd_jax.lab.bench import gap, tables
-from hsd_jax.lab.bench.measure import Mode
 from hsd_jax.params import Params
+from hsd_jax.planning.measure import Mode
 from hsd_jax.types import DrawScheme
 
 

@@ -16,8 +16,10 @@ import hsd_jax
 from hsd_jax.config import NO_REUSE, TreeConfig
 from hsd_jax.lab.bench import compare, hierarchy, rounds
 from hsd_jax.models import convert
-from hsd_jax.planning import hierarchy as hierarchy_lib
-from hsd_jax.train.evaluate import Texts, accepted_lengths, write_texts
+from hsd_jax.planning.acceptance import mean
+from hsd_jax.planning.ahead import as_target
+from hsd_jax.planning.hierarchy import Hierarchy
+from hsd_jax.planning.simulate import Texts, accepted_lengths, write_texts
 from hsd_jax.train.target import grown, layer_sources
 
 folders, own_cache = command_line.folders, command_line.own_cache
@@ -51,7 +53,7 @@ def priced(model, drafts: int, context: int):
 def round_priced(pair, prompts, num_tokens: int, drafts: int | None, temperature: float) -> float:
     """A pass of the target, and of the drafter for each draft."""
     whole = priced(pair, drafts or 0, 0)()
-    return whole + (drafts * priced(rounds.as_target(pair), 0, 0)() if drafts else 0.0)
+    return whole + (drafts * priced(as_target(pair), 0, 0)() if drafts else 0.0)
 
 
 @pytest.mark.parametrize("price", [priced, pytest.param(None, marks=pytest.mark.slow)])
@@ -119,12 +121,12 @@ def all_edges(num: int, longest: int) -> dict[tuple[int, int], int]:
 def test_the_ways_are_those_of_the_least_prediction():
     """The stack of the worked example, with its lengths free; and where the middle costs too much, a single drafter."""
     found = hierarchy.ways(COSTS, ACCEPTANCE, all_edges(3, 8))
-    assert found[hierarchy.PLAIN].predicted == 1.0 and found[hierarchy.SINGLE].chain == (1, 2)
-    assert found[hierarchy.STACK].chain == (0, 1, 2) and found[hierarchy.STACK].predicted <= 0.3162
+    assert found[hierarchy.PLAIN].latency == 1.0 and found[hierarchy.SINGLE].chain == (1, 2)
+    assert found[hierarchy.STACK].chain == (0, 1, 2) and found[hierarchy.STACK].latency <= 0.3162
     example = hierarchy.by_formula(COSTS, ACCEPTANCE, (0, 1, 2), (4, 6))
-    assert round(example.predicted, 4) == 0.3162 and example.tree == TreeConfig.chain(10)
+    assert round(example.latency, 4) == 0.3162 and example.tree == TreeConfig.chain(10)
     dear = hierarchy.ways([[0.02], [0.9], [1.0]], ACCEPTANCE, all_edges(3, 8))
-    assert min(dear.values(), key=lambda way: way.predicted) == dear[hierarchy.SINGLE]
+    assert min(dear.values(), key=lambda way: way.latency) == dear[hierarchy.SINGLE]
     assert dear[hierarchy.SINGLE].chain == (0, 2)
 
 
@@ -146,16 +148,15 @@ def test_ways_have_the_edges_that_are_there():
 def test_a_round_costs_what_it_takes_besides_passes():
     """A round of 2 drafts took 1.5: 1.2 are the target's pass, 0.2 the drafter's two. Plain passes cost as before."""
     passes = [[0.1, 0.11, 0.12, 0.13], [1.0, 1.1, 1.2, 1.3], [2.0, 2.1, 2.2, 2.3]]
-    found = rounds.with_rounds(passes, [1.5, 4.0])
-    assert found[0] == passes[0] and passes[1] == [1.0, 1.1, 1.2, 1.3]
-    np.testing.assert_allclose(found[1], [1.0, 1.2, 1.3, 1.4])
-    np.testing.assert_allclose(found[2], passes[2])  # its pass and two of the middle model take 4.2 already
+    np.testing.assert_allclose(rounds.with_round(passes[1], passes[0][0], 1.5), [1.0, 1.2, 1.3, 1.4])
+    # Its pass and two of the middle model take 4.2 already.
+    np.testing.assert_allclose(rounds.with_round(passes[2], passes[1][0], 4.0), passes[2])
 
 
 def test_acceptance_is_the_overlap_on_text_of_the_larger_model(folders, models):
     """Of a model with itself 1; greedy, the share of places where both would say the same."""
     params = hsd_jax.load(target=folders.target, drafter=models[0], precision="exact")
-    small = rounds.as_target(params)
+    small = as_target(params)
     tokens = np.random.default_rng(0).integers(0, params.target_config.vocab_size, (2, 12))
     texts = Texts.join([row[:3] for row in tokens], [row[3:] for row in tokens])
     found = rounds.acceptance_of([params, params], [texts], 1.0)
@@ -180,9 +181,9 @@ def test_a_model_is_right_where_its_drafts_are(folders, models, temperature):
     names = params.drafter, params.drafter_config, params.target, params.target_config
     fates, _ = accepted_lengths(*names, texts, drafts, temperature)
     for n, (law, fate) in enumerate(zip(laws, fates, strict=True), 1):
-        assert hierarchy_lib.mean(law) == pytest.approx(fate.tau) and sum(law.values()) == pytest.approx(1.0)
+        assert mean(law) == pytest.approx(fate.tau) and sum(law.values()) == pytest.approx(1.0)
         assert [law[k + 1] * fate.num_passes for k in range(n + 1)] == pytest.approx(list(fate.histogram))
-    assert hierarchy_lib.mean(laws[3]) > 1.2  # so something was right
+    assert mean(laws[3]) > 1.2  # so something was right
     counts = rounds.right_in_a_row(params.drafter, params.target_config, texts, temperature)
     assert counts.shape == (2, 1, int((texts.length - texts.prompt_length).max()))
 
@@ -233,8 +234,8 @@ def test_parts_of_rounds(monkeypatch):
     sure = lambda pair, texts, most, temperature: [{n + 1: 1.0} for n in range(1, most + 1)]  # noqa: E731
     monkeypatch.setattr(rounds, "laws_of", sure)
     monkeypatch.setattr(rounds, "follow_seconds", lambda pair, prompt, length: 0.25)
-    calls = hierarchy.Calls(lambda folder: None, [np.zeros(2)], 8, 0.0, 3, 0)
-    single, stack = hierarchy.Way((1, 2), (3,), 0.0), hierarchy.Way((0, 1, 2), (3, 1), 0.0)
+    calls = hierarchy.Calls(lambda folder: None, [[0, 0]], 8, 0.0, 3, 0)
+    single, stack = Hierarchy((1, 2), (3,), 0.0), Hierarchy((0, 1, 2), (3, 1), 0.0)
     assert hierarchy.parts_of(table, single) == [(1, 2, 2)]
     assert hierarchy.parts_of(table, stack) == [(0, 1, 3), (1, 2, 2)]
     taken = {(1, 2, 2): 15.4, (0, 1, 3): 4.0}  # 2 * (5.2 + 2 * 1.0) are passes
@@ -247,5 +248,4 @@ def test_parts_of_rounds(monkeypatch):
 
 def test_a_round_above_a_middle_model():
     """Of 3 drafts it adds 1, 3 or 4 tokens: its drafter follows 1, 3 and 3 of them, two at a time."""
-    found = hierarchy.outer_rounds(lambda drafts: {1: 0.25, 3: 0.5, 4: 0.25}, [1.0, 1.1, 1.2, 1.3], 0.5, 0.01, 1, 0.2)
-    assert found.seconds(3) == pytest.approx(1.3 + 0.5 + 0.01 * (0.25 * 1 + 0.5 * 2 + 0.25 * 2)) and found.again == 0.2
+    assert hierarchy.follows({1: 0.25, 3: 0.5, 4: 0.25}, 3, 1) == 0.25 * 1 + 0.5 * 2 + 0.25 * 2

@@ -14,7 +14,7 @@ import hsd_jax
 from hsd_jax.arguments import encode
 from hsd_jax.cli import options
 from hsd_jax.lab.bench import grid, prompts, quality
-from hsd_jax.lab.bench.measure import Workload
+from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.models.checkpoint import DEMO
 from hsd_jax.tokenizer import Tokenizer
 

@@ -12,9 +12,9 @@ from support import toy
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.lab.bench import compare_report, quality
-from hsd_jax.lab.bench.measure import Mode
 from hsd_jax.lab.bench.prompts import BenchPrompt
 from hsd_jax.models.target import forward_sequence
+from hsd_jax.planning.measure import Mode
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ import hsd_jax
 from hsd_jax import params as params_lib
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
-from hsd_jax.lab.bench import compare, measure, tasks
+from hsd_jax.lab.bench import compare, tasks
 from hsd_jax.lab.bench.prompts import BenchPrompt
+from hsd_jax.planning import measure
 from hsd_jax.tokenizer import Tokenizer
 
 own_cache, hsd = command_line.own_cache, command_line.hsd

@@ -1,9 +1,9 @@
 """The fastest way to decode on this machine: which tree, which form of reuse, or no speculation at all.
 
 Every candidate would have to be compiled to be measured. So most are only predicted: tau from text the target wrote
-(`train/evaluate.py` says what any tree would have got right), the seconds of a round from a few that are measured. The
-best are then measured, interleaved with plain decoding, and the fastest of these is the choice. Read first:
-`measure.py`, then `hsd_jax/planning/tuned.py` for what comes out.
+(`simulate.py` says what any tree would have got right), the seconds of a round from a few that are measured. The best
+are then measured, interleaved with plain decoding, and the fastest of these is the choice. Read first: `measure.py`,
+then `tuned.py` for what comes out.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from typing import Any
 import numpy as np
 
 from hsd_jax.arguments import Prompt, Sampling, check_length, encode
-from hsd_jax.config import NO_REUSE, NONE, ReuseConfig, TreeConfig, most_nodes
+from hsd_jax.config import NONE, ReuseConfig, TreeConfig, most_nodes
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host import sharding
-from hsd_jax.lab.bench.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
-from hsd_jax.lab.bench.predict import Prediction, RoundCost, best_of, sample_of
-from hsd_jax.lab.bench.profile import trunk_seconds
 from hsd_jax.params import Params
+from hsd_jax.planning.costs import RoundCost
+from hsd_jax.planning.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.planning.plan import plan_for
+from hsd_jax.planning.simulate import Texts, accepted_lengths
+from hsd_jax.planning.timing import trunk_seconds
 from hsd_jax.planning.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
 from hsd_jax.request import MOST_LOOKAHEAD, Speculation, first_capacity, rows_bucket
 from hsd_jax.session import prepare
 from hsd_jax.settings import HOTTEST, Count, Temperature, fits, shown
-from hsd_jax.train.evaluate import Draft, Texts, accepted_lengths
 from hsd_jax.types import Weights
 
+LEAST_GAIN_OF_REUSE = 1.01
+"""A form of reuse may be a finalist where it is predicted to be so many times as fast as none in the same tree."""
 TREES_PER_FORM = 2
 """Trees on which a form of reuse is tried: those that are predicted to be the fastest without it."""
 LEAST_SPEEDUP = 1.02
@@ -89,7 +91,7 @@ def tune(
     for name, value in counts:
         if not fits(Count, value):
             raise ValueError(f"{name}={shown(value)}: allowed are 1 and more")
-    drafts = _legal_drafts(params, trees, reuses)
+    ways = _allowed(params, trees, reuses)
     if keep:
         check_keeping(params)
     rows = _check_prompts(params, prompts, max_new_tokens)
@@ -98,7 +100,7 @@ def tune(
     for size, slots, used in sizes:
         for value in temperatures:
             calls = Calls(params, used, size, slots, float(value), max_new_tokens, seed, report)
-            choices.append(_choose(calls, drafts, trees is None, finalists, repeats))
+            choices.append(_choose(calls, ways, trees is None, finalists, repeats))
             report(str(choices[-1]))
     found = Tuned(Conditions.of(params), tuple(choices))
     path = found.keep() if keep else None
@@ -123,10 +125,8 @@ class Calls:
 
     def mode(self, way: Candidate) -> Mode:
         """`way` as something that can be timed."""
-        if way.tree is None or way.is_whole:
-            return Mode(way.name, self.params, way.tree, reuse=way.reuse)
-        record = Tuned(Conditions.of(self.params), (self.choice(way, 1.0),))
-        return Mode(way.name, self.params, way.tree, tuned=record)
+        record = None if way.is_whole else Tuned(Conditions.of(self.params), (self.choice(way, 1.0),))
+        return Mode(way.name, self.params, way.tree, reuse=way.reuse, tuned=record)
 
     @property
     def rows(self) -> int:
@@ -136,12 +136,13 @@ class Calls:
     def choice(self, way: Candidate, speedup: float, table: Sequence[Candidate] = ()) -> Choice:
         return Choice(self.rows, self.slots, self.temperature, way.tree, way.reuse, way.is_whole, speedup, tuple(table))
 
-    def measured(self, ways: Sequence[Candidate], repeats: int) -> tuple[Runs, dict[Candidate, dict[str, Any]]]:
-        """Plain decoding and some ways in turns: the runs, and the measured fields of each."""
-        modes = {way: self.mode(way) for way in dict.fromkeys([Candidate(None), *ways])}
-        self.report(f"measuring {', '.join(mode.name for mode in modes.values())}")
+    def measured(self, ways: Sequence[Candidate], repeats: int) -> tuple[Runs, list[Candidate]]:
+        """Plain decoding and some ways in turns: the runs, and the ways with what was measured of each."""
+        ways = [Candidate(None), *ways]
+        modes = [self.mode(way) for way in ways]
+        self.report(f"measuring {', '.join(mode.name for mode in modes)}")
         runs = time_modes(
-            list(modes.values()),
+            modes,
             self.prompts,
             batch=self.batch,
             max_new_tokens=self.max_new_tokens,
@@ -150,50 +151,48 @@ class Calls:
             repeats=repeats,
             progress=lambda what, done, of: None,
         )
-        return runs, {way: _figures(mode, runs) for way, mode in modes.items()}
+        return runs, [_measured(way, mode, runs) for way, mode in zip(ways, modes, strict=True)]
+
+    def predicted(self, ways: Sequence[Candidate], texts: Texts, cost: RoundCost) -> list[Candidate]:
+        """Some ways with what each should give: tokens from a simulated decode of `texts`, seconds from `cost`."""
+        self.report(f"simulating {len(ways)} ways to draft on what the target wrote")
+        drafts, models = [way.draft for way in ways], _models(self.params)
+        fates, _ = accepted_lengths(*models, texts, drafts, self.temperature)
+        found = []
+        for way, (tree, reuse), fate in zip(ways, drafts, fates, strict=True):
+            rate = fate.tau * fate.num_passes / cost.seconds(tree, reuse, *fate.in_step(self.batch))
+            found.append(dataclasses.replace(way, predicted_tau=fate.tau, predicted_tokens_per_second=rate))
+        return found
 
 
-def _choose(calls: Calls, drafts: Sequence[Draft], may_be_default: bool, finalists: int, repeats: int) -> Choice:
+def _choose(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, finalists: int, repeats: int) -> Choice:
     """The fastest way for calls of one size.
 
     Args:
       may_be_default: whether the tree that `decode` chooses by itself is a candidate, too.
     """
-    params, shapes = calls.params, list(dict.fromkeys(tree for tree, _ in drafts))
-    runs, figures = calls.measured([Candidate(tree) for tree in sample_of(shapes)], 1)
-    cost = RoundCost.fit({way.tree: f["seconds_per_round"]["median"] for way, f in figures.items() if way.tree})
+    trees = list(dict.fromkeys(way.tree for way in ways if way.tree is not None))
+    runs, sample = calls.measured([Candidate(tree) for tree in sample_of(trees)], 1)
+    timed = {way.tree: way.seconds_per_round for way in sample}
+    cost = RoundCost.fit({tree: seconds["median"] for tree, seconds in timed.items() if tree and seconds})
     seeds = [calls.seed + row for row in range(len(calls.prompts))]
     texts = Texts.join(calls.prompts, runs.texts(PLAIN), seeds)
-    drafter, config = _drafter(params)
-
-    def predicted(drafts: Sequence[Draft], cost: RoundCost) -> dict[Draft, Prediction]:
-        calls.report(f"simulating {len(drafts)} ways to draft on what the target wrote")
-        found, _ = accepted_lengths(
-            drafter, config, params.target, params.target_config, texts, drafts, calls.temperature
-        )
-        pairs = zip(drafts, found, strict=True)
-        return {draft: Prediction(fate.tau, cost.rate(draft, fate, calls.batch)) for draft, fate in pairs}
-
-    fresh = predicted([(tree, NO_REUSE) for tree in shapes], cost)
-    rest = _promising(drafts, fresh)
-    predictions = {draft: fresh[draft] for draft in drafts if draft in fresh}
+    fresh = {way.tree: way for way in calls.predicted([Candidate(tree) for tree in trees], texts, cost)}
+    guesses = [fresh[way.tree] for way in ways if way.reuse == NONE]
+    rest = _promising(ways, fresh)
     if rest:
         calls.report("timing the trunk")
-        trunk = _trunk_cost(params, calls.prompts[: calls.batch], calls.max_new_tokens, shapes)
-        cost = dataclasses.replace(cost, trunk=trunk)
-        predictions |= predicted(rest, cost)
-    final = [Candidate(tree, str(reuse)) for tree, reuse in best_of(predictions, finalists)]
-    for tree in _in_part(calls, final, may_be_default):
-        final.append(Candidate(tree, is_whole=False))
+        guesses += calls.predicted(rest, texts, dataclasses.replace(cost, trunk=_trunk_cost(calls, trees)))
+    final = best_of(guesses, finalists)
+    final += [Candidate(tree, is_whole=False) for tree in _in_part(calls, final, may_be_default)]
     runs, of_final = calls.measured(final, repeats)
-    figures |= of_final
-    guesses = {Candidate(tree, str(reuse)): guess for (tree, reuse), guess in predictions.items()}
-    table = [_candidate(way, guesses.get(way), figures.get(way)) for way in {**figures, **guesses}]
-    winner = fastest([PLAIN, *(way.name for way in final)], runs)
-    chosen = next(row for row in table if row.name == winner)
-    if chosen.speedup is None or chosen.speedup["median"] < LEAST_SPEEDUP:
-        return calls.choice(Candidate(None), 1.0, sorted(table, key=_order))
-    return calls.choice(chosen, chosen.speedup["median"], sorted(table, key=_order))
+    table: dict[str, Candidate] = {}
+    for way in (*sample, *guesses, *of_final):
+        table[way.name] = table.get(way.name, way).filled(way)
+    chosen = table[fastest([PLAIN, *(way.name for way in final)], runs)]
+    gain = 1.0 if chosen.speedup is None else chosen.speedup["median"]
+    rows = sorted(table.values(), key=_order)
+    return calls.choice(chosen, gain, rows) if gain >= LEAST_SPEEDUP else calls.choice(Candidate(None), 1.0, rows)
 
 
 def _in_part(calls: Calls, final: Sequence[Candidate], may_be_default: bool) -> list[TreeConfig]:
@@ -223,43 +222,39 @@ def _several(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str) else [value]
 
 
-def _drafter(params: Params) -> tuple[Weights, Any]:
+def _models(params: Params) -> tuple[Weights, Any, Weights, Any]:
+    """The drafter and the target, weights and settings of each."""
     if params.drafter is None or params.drafter_config is None:
         raise ValueError("tune() chooses how to draft, and these params have no drafter: load with drafter=FOLDER")
-    return params.drafter, params.drafter_config
+    return params.drafter, params.drafter_config, params.target, params.target_config
 
 
-def _legal_drafts(params: Params, trees: Sequence[TreeConfig] | None, reuses: Sequence[str] | None) -> list[Draft]:
+def _allowed(params: Params, trees: Sequence[TreeConfig] | None, reuses: Sequence[str] | None) -> list[Candidate]:
     """All pairs of tree and form that this drafter allows.
 
     Raises:
       ValueError: for a tree that it does not, or a form that it allows with none of the trees.
     """
-    _, config = _drafter(params)
+    _, config, *_ = _models(params)
     if (trees is not None and not trees) or (reuses is not None and not reuses):
         raise ValueError("trees and reuses: give at least one, or None for the usual ones")
     shapes = list(dict.fromkeys(default_trees(config) if trees is None else trees))
     for tree in shapes:
         if not isinstance(tree, TreeConfig):
             raise ValueError(f"trees: {tree!r}: expected hsd_jax.TreeConfig")
-        _check(params, tree, NO_REUSE)
-    usual = method_of(config).reuses
-    legal = []
-    for reuse in map(ReuseConfig.parse, dict.fromkeys(usual if reuses is None else reuses)):
-        refusal, before = None, len(legal)
+        Mode("", params, tree).check()
+    allowed = []
+    for reuse in map(str, map(ReuseConfig.parse, dict.fromkeys(reuses or method_of(config).reuses))):
+        refusal, before = None, len(allowed)
         for tree in shapes:
             try:
-                _check(params, tree, reuse)
-                legal.append((tree, reuse))
+                Mode("", params, tree, reuse=reuse).check()
+                allowed.append(Candidate(tree, reuse))
             except ValueError as error:
                 refusal = error
-        if refusal is not None and reuses is not None and len(legal) == before:
+        if refusal is not None and reuses is not None and len(allowed) == before:
             raise refusal
-    return legal
-
-
-def _check(params: Params, tree: TreeConfig, reuse: ReuseConfig) -> None:
-    Mode("", params, tree, reuse=str(reuse)).check()
+    return allowed
 
 
 def _check_prompts(params: Params, prompts: Any, max_new_tokens: int) -> list[list[int]]:
@@ -293,19 +288,19 @@ def _by_size(
     return [(slots, some) for slots, some in full.items() if some]
 
 
-def _promising(drafts: Sequence[Draft], fresh: Mapping[Draft, Prediction]) -> list[Draft]:
+def _promising(ways: Sequence[Candidate], fresh: Mapping[TreeConfig | None, Candidate]) -> list[Candidate]:
     """Of every form of reuse its TREES_PER_FORM candidates in the trees that are the fastest without it."""
-    ranked = sorted(drafts, key=lambda draft: -fresh[draft[0], NO_REUSE].tokens_per_second)
-    forms = dict.fromkeys(reuse for _, reuse in drafts if reuse != NO_REUSE)
-    return [draft for form in forms for draft in [d for d in ranked if d[1] == form][:TREES_PER_FORM]]
+    ranked = sorted(ways, key=lambda way: -fresh[way.tree].promise)
+    forms = dict.fromkeys(way.reuse for way in ways if way.reuse != NONE)
+    return [way for form in forms for way in [w for w in ranked if w.reuse == form][:TREES_PER_FORM]]
 
 
-def _trunk_cost(
-    params: Params, rows: Sequence[Prompt], max_new_tokens: int, trees: Sequence[TreeConfig]
-) -> tuple[int, float, float]:
-    config = params.drafter_config
+def _trunk_cost(calls: Calls, trees: Sequence[TreeConfig]) -> tuple[int, float, float]:
+    """As `RoundCost.trunk`."""
+    params, config = calls.params, calls.params.drafter_config
     assert config is not None and method_of(config).aged is not None, "only some drafters have forms of reuse"
-    session = prepare(params, rows, Sampling(max_new_tokens), Speculation(sample_of(trees)[0]))
+    asked = Sampling(calls.max_new_tokens), Speculation(sample_of(trees)[0])
+    session = prepare(params, calls.prompts[: calls.batch], *asked)
     assert session.rows is not None, "the prompts are read"
     of_one, of_most = trunk_seconds(
         session.setup.models,
@@ -319,22 +314,29 @@ def _trunk_cost(
     return config.num_steps, of_one, of_most
 
 
-def _figures(mode: Mode, runs: Runs) -> dict[str, Any]:
-    """The measured fields of a `Candidate`."""
-    record = mode_record(mode, runs, PLAIN)
-    ratio = None if mode.name == PLAIN else speedup(mode.name, PLAIN, runs)
-    return {
-        **{name: record[name] for name in ("tau", "seconds_per_round", "tokens_per_second")},
-        "speedup": ratio and {name: ratio[name] for name in ("median", "min", "max")},
-    }
+def sample_of(trees: Sequence[TreeConfig]) -> list[TreeConfig]:
+    """Up to three trees that tell what nodes and what depth cost: the smallest, the deepest chain, the largest."""
+    smallest = min(trees, key=lambda tree: (tree.nodes, tree.depth))
+    deepest = min(trees, key=lambda tree: (-tree.depth, tree.nodes))
+    largest = max(trees, key=lambda tree: (tree.nodes, tree.depth))
+    return list(dict.fromkeys((smallest, deepest, largest)))
 
 
-def _candidate(way: Candidate, prediction: Prediction | None, figures: dict[str, Any] | None) -> Candidate:
-    guess = (None, None) if prediction is None else (prediction.tau, prediction.tokens_per_second)
-    named = dict(zip(("predicted_tau", "predicted_tokens_per_second"), guess, strict=True))
-    return dataclasses.replace(way, **named, **(figures or {}))
+def best_of(guesses: Sequence[Candidate], count: int) -> list[Candidate]:
+    """The `count` fastest by prediction; reuse counts only where it gains something over none in the same tree."""
+    least = {way.tree: LEAST_GAIN_OF_REUSE * way.promise for way in guesses if way.reuse == NONE}
+    ranked = sorted(guesses, key=lambda way: -way.promise)
+    return [way for way in ranked if way.reuse == NONE or way.promise > least.get(way.tree, 0.0)][:count]
+
+
+def _measured(way: Candidate, mode: Mode, runs: Runs) -> Candidate:
+    """A way with the figures of its mode."""
+    record, ratio = mode_record(mode, runs, PLAIN), None
+    if not mode.is_plain:
+        ratio = {name: speedup(mode.name, PLAIN, runs)[name] for name in ("median", "min", "max")}
+    known = {name: record[name] for name in ("tau", "seconds_per_round", "tokens_per_second")}
+    return dataclasses.replace(way, **known, speedup=ratio)
 
 
 def _order(row: Candidate) -> tuple[bool, float]:
-    rate = row.tokens_per_second["median"] if row.tokens_per_second else row.predicted_tokens_per_second or 0.0
-    return row.tree is not None, -rate
+    return row.tree is not None, -(row.tokens_per_second["median"] if row.tokens_per_second else row.promise)

@@ -13,7 +13,8 @@ from hsd_jax.config import NO_REUSE, PARALLEL, ReuseConfig, TreeConfig
 from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.params import Params
-from hsd_jax.train import evaluate
+from hsd_jax.planning import simulate
+from hsd_jax.train.drafter import EvalConfig
 from hsd_jax.types import DraftTree
 
 TREE = TreeConfig(nodes=6, depth=3, width=2)
@@ -61,9 +62,9 @@ def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
     if is_hot:
         params = hsd_jax.restrict(params, setups.DRAFT_TO_TARGET)
     options = {"max_new_tokens": 24, "temperature": temperature}
-    texts = evaluate.write_texts(params, PROMPTS, seed=5, batch=2, **options)
+    texts = simulate.write_texts(params, PROMPTS, seed=5, batch=2, **options)
     models = params.drafter, params.drafter_config, params.target, params.target_config
-    found = evaluate.simulate(*models, texts, TREE, temperature)
+    found = simulate.simulate(*models, texts, TREE, temperature)
     out = hsd_jax.decode(params, PROMPTS, seed=[5, 6, 7, 8], tree=TREE, accept="match", **options)
     assert found["tau"] == pytest.approx(out.stats.tau)
     reached = np.cumsum(out.stats.accepted_histogram[::-1])[::-1]
@@ -86,9 +87,9 @@ def test_simulated_tau_of_rescored_drafts_is_that_of_decoding(proposer, temperat
         precision="exact",
     )
     options = {"max_new_tokens": 24, "temperature": temperature}
-    texts = evaluate.write_texts(params, PROMPTS, seed=5, batch=2, **options)
+    texts = simulate.write_texts(params, PROMPTS, seed=5, batch=2, **options)
     models = params.drafter, params.drafter_config, params.target, params.target_config
-    (found,), overlap = evaluate.accepted_lengths(*models, texts, [(TREE, NO_REUSE)], temperature)
+    (found,), overlap = simulate.accepted_lengths(*models, texts, [(TREE, NO_REUSE)], temperature)
     out = hsd_jax.decode(params, PROMPTS, seed=[5, 6, 7, 8], tree=TREE, **options)
     assert overlap is None and list(found.histogram) == list(out.stats.accepted_histogram)
     assert 1 < found.tau < TREE.depth + 1
@@ -106,11 +107,11 @@ def test_simulated_tau_with_reuse_is_that_of_decoding(form, temperature):
     params = make_telling_params(num_steps=5)
     prompts = [np.arange(3, 3 + n) % toy.VOCAB for n in (2, 5, 9)]
     options = {"max_new_tokens": 24, "temperature": temperature}
-    texts = evaluate.write_texts(params, prompts, seed=5, batch=3, **options)
+    texts = simulate.write_texts(params, prompts, seed=5, batch=3, **options)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     tree = TreeConfig(nodes=6, depth=2, width=2) if form == "ahead" else TREE
     drafts = [(tree, ReuseConfig.parse(form)), (tree, ReuseConfig())]
-    (found, without), _ = evaluate.accepted_lengths(*models, texts, drafts, temperature)
+    (found, without), _ = simulate.accepted_lengths(*models, texts, drafts, temperature)
     out = hsd_jax.decode(params, prompts, seed=[5, 6, 7], tree=tree, reuse=form, accept="match", **options)
     assert found.histogram == tuple(out.stats.accepted_histogram.tolist())
     assert [len(runs) for runs in found.trunk_runs] == out.stats.per_row.num_target_passes.tolist()
@@ -125,10 +126,10 @@ def test_drafters_that_were_not_trained_are_simulated_too(proposer):
     setup = setups.setup("llama", proposer)
     params = Params(setup.models["target"], setup.models["drafter"], setup.config, setups.CHAINS[proposer], max_len=128)
     prompts = [np.arange(3, 12) % 4, np.arange(5, 7)]
-    texts = evaluate.write_texts(params, prompts, 24, 0.0, seed=0)
+    texts = simulate.write_texts(params, prompts, 24, 0.0, seed=0)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4)]
-    found, overlap = evaluate.accepted_lengths(*models, texts, drafts, 0.0)
+    found, overlap = simulate.accepted_lengths(*models, texts, drafts, 0.0)
     assert overlap is None
     for (tree, _), fate in zip(drafts, found, strict=True):
         out = hsd_jax.decode(params, prompts, max_new_tokens=24, tree=tree)
@@ -138,19 +139,19 @@ def test_drafters_that_were_not_trained_are_simulated_too(proposer):
 
 def test_chains_are_read_off_the_longest():
     params = make_telling_params()
-    texts = evaluate.write_texts(params, [np.arange(4, 10)], 24, 0.0, seed=0)
+    texts = simulate.write_texts(params, [np.arange(4, 10)], 24, 0.0, seed=0)
     models = params.drafter, params.drafter_config, params.target, params.target_config
     drafts = [(TreeConfig(depth + 1, depth, 1), ReuseConfig()) for depth in (2, 4, 1)]
-    together, _ = evaluate.accepted_lengths(*models, texts, drafts, 0.0)
-    assert together == [evaluate.accepted_lengths(*models, texts, [draft], 0.0)[0][0] for draft in drafts]
+    together, _ = simulate.accepted_lengths(*models, texts, drafts, 0.0)
+    assert together == [simulate.accepted_lengths(*models, texts, [draft], 0.0)[0][0] for draft in drafts]
     assert len({fate.tau for fate in together}) == 3
 
 
 def test_a_chain_is_judged_too():
     params = make_params()
-    texts = evaluate.write_texts(params, PROMPTS, 24, 0.0, seed=0, batch=2)
+    texts = simulate.write_texts(params, PROMPTS, 24, 0.0, seed=0, batch=2)
     models = params.drafter, params.drafter_config, params.target, params.target_config
-    found = evaluate.simulate(*models, texts, TREE, 0.0)
+    found = simulate.simulate(*models, texts, TREE, 0.0)
     steps = params.drafter_config.num_steps
     out = hsd_jax.decode(params, PROMPTS, max_new_tokens=24, tree=TreeConfig(steps + 1, steps, 1))
     assert found["chain_tau"] == pytest.approx(out.stats.tau)
@@ -166,7 +167,7 @@ def test_a_child_of_a_wrong_node_counts_for_nothing():
         valid=jnp.ones((1, 6), bool),
     )
     text = jnp.array([[5, 6, 7, 8, 0]])
-    follow = lambda tree, length: int(evaluate.accepted_nodes(tree, text, jnp.array([0]), jnp.array([length]), 3)[0])  # noqa: E731
+    follow = lambda tree, length: int(simulate.accepted_nodes(tree, text, jnp.array([0]), jnp.array([length]), 3)[0])  # noqa: E731
     assert follow(tree, 4) == 3
     assert follow(tree, 3) == 2  # the text ends
     assert follow(tree.replace(parents=jnp.array([[-1, 0, 0, 1, 1, 4]])), 4) == 1
@@ -175,9 +176,9 @@ def test_a_child_of_a_wrong_node_counts_for_nothing():
 
 def test_a_walk_counts_what_decoding_counts():
     """Prompt of 2, text of 9: rounds of 3 + 1 tokens, 0 + 1, and one cut by the end."""
-    texts = evaluate.Texts(np.zeros((1, 9), np.int32), np.array([2]), np.array([9]), np.zeros(1, np.uint32))
+    texts = simulate.Texts(np.zeros((1, 9), np.int32), np.array([2]), np.array([9]), np.zeros(1, np.uint32))
     counts = np.array([[[3, 9, 9, 9, 0, 3, 9]]])  # at the last token of the prompt and those behind it
-    fate = evaluate.walk(counts, texts, depth=3)
+    fate = simulate.walk(counts, texts, depth=3)
     assert (fate.num_passes, fate.histogram, fate.tau) == (3, (1, 1, 0, 1), pytest.approx(7 / 3))
     assert fate.acceptance == [pytest.approx(2 / 3), 0.5, 1.0]
     assert fate.trunk_runs == ((True, True, True),)
@@ -185,10 +186,10 @@ def test_a_walk_counts_what_decoding_counts():
 
 def test_a_walk_follows_the_age_of_spares():
     """Three states: a run, a round on spares of age 2, and, since 2 + 1 leaves none, a run again."""
-    texts = evaluate.Texts(np.zeros((1, 8), np.int32), np.array([2]), np.array([8]), np.zeros(1, np.uint32))
+    texts = simulate.Texts(np.zeros((1, 8), np.int32), np.array([2]), np.array([8]), np.zeros(1, np.uint32))
     counts = np.full((1, 4, 6), 9)
     counts[0, 3, 0], counts[0, 2, 2], counts[0, 3, 3] = 1, 0, 1
-    fate = evaluate.walk(counts, texts, depth=2, age_after=[0, 1, 2, 0], first_age=3)
+    fate = simulate.walk(counts, texts, depth=2, age_after=[0, 1, 2, 0], first_age=3)
     assert fate.histogram == (2, 2, 0)  # the last round is cut by the end
     assert fate.trunk_runs == ((True, False, True, False),)
 
@@ -202,14 +203,14 @@ def test_a_walk_follows_the_age_of_spares():
 )
 def test_eval_section_errors(change, message):
     with pytest.raises(ValueError, match=message):
-        evaluate.EvalConfig(**change)
+        EvalConfig(**change)
 
 
 def test_texts_survive_a_file(tmp_path):
     rows, seeds = np.arange(6, dtype=np.int32).reshape(2, 3), np.array([7, 2**32 - 1], np.uint32)
-    texts = evaluate.Texts(rows, np.array([2, 2]), np.array([3, 2]), seeds)
+    texts = simulate.Texts(rows, np.array([2, 2]), np.array([3, 2]), seeds)
     texts.save(tmp_path / "texts.npz")
-    jax.tree.map(np.testing.assert_array_equal, vars(evaluate.Texts.load(tmp_path / "texts.npz")), vars(texts))
+    jax.tree.map(np.testing.assert_array_equal, vars(simulate.Texts.load(tmp_path / "texts.npz")), vars(texts))
 
 
 @pytest.mark.parametrize("config", [LookupConfig(), BothConfig(toy.drafter_config(toy.target_config()))], ids=type)
@@ -221,10 +222,10 @@ def test_shorter_chains_are_read_off_longer_ones_where_they_are_their_beginning(
         asked.extend(args[4])
         raise InterruptedError
 
-    monkeypatch.setattr(evaluate, "follow", follow)
+    monkeypatch.setattr(simulate, "follow", follow)
     tokens = np.zeros((1, 8), np.int32)
-    texts = evaluate.Texts(tokens, np.array([2]), np.array([8]), np.array([0], np.uint32))
+    texts = simulate.Texts(tokens, np.array([2]), np.array([8]), np.array([0], np.uint32))
     drafts = [(TreeConfig.chain(depth), NO_REUSE) for depth in (2, 3)]
     with pytest.raises(InterruptedError):
-        evaluate.accepted_lengths({}, config, {}, None, texts, drafts, 0.0)
+        simulate.accepted_lengths({}, config, {}, None, texts, drafts, 0.0)
     assert asked == (drafts[1:] if isinstance(config, LookupConfig) else drafts)

@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer.accept import check_legal, make_rule
 from hsd_jax.infer.lossy import Lossy
-from hsd_jax.lab.bench.prompts import BenchPrompt, for_checkpoint
 from hsd_jax.planning.plan import check_adaptive
 from hsd_jax.request import LARGEST_FIRST, MOST_LOOKAHEAD, first_capacity, rule_and_scheme
 
@@ -28,37 +27,6 @@ RESAMPLES = 2000
 CONFIDENCE = 0.95
 FEWEST_BATCHES = 8
 """Of fewer batches of prompts no interval is given: it would be narrow by accident."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """What is decoded to be timed, and how often; the options of that name on the command line."""
-
-    prompts: Sequence[str] | None
-    """Files; None: the demo's own."""
-    half: str | None
-    limit: int | None
-    """Prompts of each file."""
-    max_new_tokens: int
-    seed: int
-    repeats: int
-    command_line: str
-    chat_template: bool = True
-    """Conversations and questions through the target's chat template, if it has one."""
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Workload:
-        """Takes its fields from among more options."""
-        return cls(**{field.name: options[field.name] for field in dataclasses.fields(cls)})
-
-    @property
-    def prompt_files(self) -> list[str]:
-        """The files, for records."""
-        return [str(path) for path in self.prompts or ["the demo's own"]]
-
-    def read(self, params, files: Sequence[str] | None) -> list[BenchPrompt]:
-        """The prompts of some files; raises as `for_checkpoint`."""
-        return for_checkpoint(params, files, self.half, self.limit, self.max_new_tokens, self.chat_template)
 
 
 @dataclasses.dataclass(frozen=True)

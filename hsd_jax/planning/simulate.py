@@ -2,17 +2,18 @@
 
 Under the `match` rule a text is a function of target, prompt and keys alone. So the tree of every position of a stored
 text, and how far the text follows it, come from one pass, and a walk over these counts is the real decode, round by
-round. Read next: `run.py`, which calls this while it trains.
+round. Read next: `planning/tune.py`; `train/run.py` calls this while it trains.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax import settings
 from hsd_jax.api import check_valid, conditional_acceptance
 from hsd_jax.config import (
     AHEAD,
-    LARGEST_TREE,
     NO_REUSE,
     NONE,
     DrafterConfig,
@@ -32,7 +31,6 @@ from hsd_jax.config import (
     ReuseConfig,
     TreeConfig,
     bucket,
-    most_nodes,
 )
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import fetch
@@ -44,37 +42,9 @@ from hsd_jax.infer.sampling import round_noise, row_keys
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
+from hsd_jax.planning.acceptance import Law
 from hsd_jax.session import Session
-from hsd_jax.settings import HOTTEST, MOST, Count, Whole, Within
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, RoundInputs, SamplingParams, Weights
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalConfig:
-    """Section `eval` of a recipe: what the drafter is judged on while it trains."""
-
-    every: Whole = 100
-    """Steps between judgements; 0: never."""
-    prompts: Count = 16
-    """Rows held out, the last of the data; their beginnings are the prompts."""
-    prompt_tokens: Annotated[int, Within(2, MOST)] = 48
-    max_new_tokens: Annotated[int, Within(2, MOST)] = 96
-    temperature: Annotated[float, Within(0, HOTTEST, above=True)] = 1.0
-    """Of the sampled texts; greedy ones are always there."""
-    nodes: Annotated[int, Within(2, LARGEST_TREE)] = 16
-    depth: Annotated[int, Within(1, LARGEST_TREE)] = 6
-    width: Annotated[int, Within(1, LARGEST_TREE)] = 4
-
-    def __post_init__(self):
-        settings.check(self, "eval")
-
-    def tree(self, num_steps: int) -> TreeConfig:
-        """The tree of the simulation, no deeper than the drafter."""
-        depth = min(self.depth, num_steps)
-        return TreeConfig(min(self.nodes, most_nodes(depth, self.width)), depth, self.width)
-
-
-Tokens = Sequence[int] | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +234,20 @@ class AcceptedLengths:
     @property
     def num_passes(self) -> int:
         return sum(self.histogram)
+
+    @property
+    def law(self) -> Law:
+        """Of the tokens of a round."""
+        return {num + 1: count / self.num_passes for num, count in enumerate(self.histogram)}
+
+    def in_step(self, batch: int) -> tuple[int, int]:
+        """Rounds, and those of them in which the trunk runs, if `batch` texts are decoded at once.
+
+        A batch goes on until its last row ends, and its trunk runs if any row asks for it.
+        """
+        batches = (self.trunk_runs[first : first + batch] for first in range(0, len(self.trunk_runs), batch))
+        rounds = [any(runs) for some in batches for runs in itertools.zip_longest(*some, fillvalue=False)]
+        return len(rounds), sum(rounds)
 
     @property
     def acceptance(self) -> list[float]:

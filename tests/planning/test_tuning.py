@@ -1,6 +1,6 @@
 """`tune`: predictions against simulation and by hand, the choice against injected timings, the record, the program.
 
-That simulation is real decoding, round by round, stands in `test_evaluate.py`.
+That simulation is real decoding, round by round, stands in `test_simulate.py`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from hsd_jax.arguments import Sampling
 from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.lab.bench import against_plain, measure, predict, profile
-from hsd_jax.lab.bench import tune as tuning
+from hsd_jax.lab.bench import against_plain
 from hsd_jax.params import Params
-from hsd_jax.planning import plan, tuned
+from hsd_jax.planning import costs, measure, plan, simulate, timing, tuned
+from hsd_jax.planning import tune as tuning
 from hsd_jax.request import Speculation
 from hsd_jax.session import prepare
-from hsd_jax.train import evaluate
 
 folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both
 
@@ -123,9 +122,9 @@ def test_predicted_tau_is_simulated_tau_and_only_finalists_are_measured(monkeypa
     assert set(by_tree) == {None, *trees}
     assert {tree for tree, row in by_tree.items() if row.tau is None} == {middle}
     assert by_tree[middle].predicted_tokens_per_second > 0
-    texts = evaluate.write_texts(params, PROMPTS, NEW_TOKENS, 0.0, seed=0, batch=1)
+    texts = simulate.write_texts(params, PROMPTS, NEW_TOKENS, 0.0, seed=0, batch=1)
     models = params.drafter, params.drafter_config, params.target, params.target_config
-    simulated = evaluate.simulate(*models, texts, WIDE, 0.0)
+    simulated = simulate.simulate(*models, texts, WIDE, 0.0)
     assert by_tree[WIDE].predicted_tau == simulated["tau"]
     assert by_tree[CHAIN].predicted_tau == simulated["chain_tau"]
 
@@ -180,38 +179,33 @@ def test_the_tree_that_decode_chooses_is_a_candidate(monkeypatch, params):
 def test_rounds_of_a_batch():
     """Two rows of 3 rounds and 1, then one alone; the trunk runs if one row asks."""
     runs = ((True, False, True), (True,), (True, False))
-    fate = evaluate.AcceptedLengths(2.0, (1, 5), runs)
-    assert predict.in_step(fate, 1) == (6, 4)
-    assert predict.in_step(fate, 2) == (5, 3)
-    assert predict.in_step(fate, 3) == (3, 2)
+    fate = simulate.AcceptedLengths(2.0, (1, 5), runs)
+    assert fate.in_step(1) == (6, 4)
+    assert fate.in_step(2) == (5, 3)
+    assert fate.in_step(3) == (3, 2)
 
 
 def test_cost_of_a_round():
     """Seconds of 1 + 2 nodes + 3 depths, measured thrice, known everywhere; runs of 1 and 5 states take 1 and 9."""
     trees = [TreeConfig(4, 3, 1), TreeConfig(7, 6, 1), TreeConfig(16, 6, 4)]
-    cost = predict.RoundCost.fit({tree: 1.0 + 2.0 * tree.nodes + 3.0 * tree.depth for tree in trees})
+    cost = costs.RoundCost.fit({tree: 1.0 + 2.0 * tree.nodes + 3.0 * tree.depth for tree in trees})
     assert cost.seconds(WIDE) == pytest.approx(1 + 16 + 9)
     assert cost.seconds(TreeConfig(2, 1, 1)) == pytest.approx(18 / 2)  # 8, but half of the fastest is the least
     cost = dataclasses.replace(cost, trunk=(5, 1.0, 9.0))
-    assert cost.trunk_seconds(2) == pytest.approx(3.0)
-    fate = evaluate.AcceptedLengths(2.0, (1, 5), ((True, False, True), (True,), (True, False)))
-    assert cost.rate((WIDE, ReuseConfig()), fate, 1) == pytest.approx(12 / (6 * 26))
+    assert cost.seconds(WIDE, ReuseConfig(), 6, 4) == pytest.approx(6 * 26)
     # In place of six runs of 3 states there are four of 5 states.
-    assert cost.rate((WIDE, ReuseConfig("skip")), fate, 1) == pytest.approx(12 / (6 * 26 - 6 * 5 + 4 * 9))
-    assert cost.rate((WIDE, ReuseConfig("sum")), fate, 2) == pytest.approx(12 / (5 * 26 - 5 * 5 + 3 * 5))
+    assert cost.seconds(WIDE, ReuseConfig("skip"), 6, 4) == pytest.approx(6 * 26 - 6 * 5 + 4 * 9)
+    assert cost.seconds(WIDE, ReuseConfig("sum"), 5, 3) == pytest.approx(5 * 26 - 5 * 5 + 3 * 5)
 
 
 def test_reuse_must_gain_something():
-    def predictions(**rates: float):
-        forms = {"none": ReuseConfig(), "skip": ReuseConfig("skip"), "sum": ReuseConfig("sum")}
-        return {(WIDE, forms[name]): predict.Prediction(2.0, rate) for name, rate in rates.items()}
+    def best(count: int, **rates: float) -> list[str]:
+        guesses = [tuned.Candidate(WIDE, form, predicted_tokens_per_second=rate) for form, rate in rates.items()]
+        return [way.reuse for way in tuning.best_of(guesses, count)]
 
-    def names(found) -> list[str]:
-        return [str(reuse) for _, reuse in found]
-
-    assert names(predict.best_of(predictions(none=100.0, skip=100.5, sum=120.0), 3)) == ["sum", "none"]
-    assert names(predict.best_of(predictions(none=100.0, skip=102.0, sum=120.0), 2)) == ["sum", "skip"]
-    assert names(predict.best_of(predictions(skip=50.0), 3)) == ["skip"]
+    assert best(3, none=100.0, skip=100.5, sum=120.0) == ["sum", "none"]
+    assert best(2, none=100.0, skip=102.0, sum=120.0) == ["sum", "skip"]
+    assert best(3, skip=50.0) == ["skip"]
 
 
 @pytest.mark.parametrize(
@@ -237,20 +231,19 @@ def test_default_trees_of_other_drafters():
 
 def test_three_trees_tell_what_nodes_and_depth_cost():
     trees = tuning.default_trees(toy.drafter_config(toy.target_config(), num_steps=6))
-    assert [tree.name for tree in predict.sample_of(trees)] == ["4x3x1", "7x6x1", "16x6x4"]
-    assert predict.sample_of([WIDE]) == [WIDE]
+    assert [tree.name for tree in tuning.sample_of(trees)] == ["4x3x1", "7x6x1", "16x6x4"]
+    assert tuning.sample_of([WIDE]) == [WIDE]
 
 
 def test_forms_a_drafter_does_not_allow_are_no_candidates(params):
-    drafts = tuning._legal_drafts(params, None, None)
-    forms = {str(reuse): [tree.depth for tree, other in drafts if other == reuse] for _, reuse in drafts}
-    assert set(forms) == {"none", "sum", "skip", "unfused"}  # four steps are few for ahead
+    def allowed(config) -> list[tuned.Candidate]:
+        return tuning._allowed(params.replace(drafter_config=config), None, None)
+
+    forms = {way.reuse for way in allowed(params.drafter_config)}
+    assert forms == {"none", "sum", "skip", "unfused"}  # four steps are few for ahead
     deep = dataclasses.replace(params.drafter_config, num_steps=7)
-    drafts = tuning._legal_drafts(params.replace(drafter_config=deep), None, None)
-    assert {tree.depth for tree, reuse in drafts if reuse.form == "ahead"} == {3}
-    feature = toy.drafter_config(params.target_config, kind="eagle")
-    drafts = tuning._legal_drafts(params.replace(drafter_config=feature), None, None)
-    assert {str(reuse) for _, reuse in drafts} == {"none"}
+    assert {way.tree.depth for way in allowed(deep) if way.reuse.startswith("ahead")} == {3}
+    assert {way.reuse for way in allowed(toy.drafter_config(params.target_config, kind="eagle"))} == {"none"}
 
 
 def test_prompts_by_size_in_full_batches(params):
@@ -282,7 +275,7 @@ def test_trunk_seconds_are_measured_and_the_state_stays(params):
     session = prepare(params, PROMPTS[2], Sampling(16, eos=()), Speculation(SMALL))
     models, state, config = session.setup.models, session.rows[0].drafter, params.drafter_config
     before = np.asarray(state.cache.length)
-    found = profile.trunk_seconds(models, params.target_config, config, state, (1, 4), iterations=2, repeats=2)
+    found = timing.trunk_seconds(models, params.target_config, config, state, (1, 4), iterations=2, repeats=2)
     assert len(found) == 2 and min(found) > 0
     np.testing.assert_array_equal(np.asarray(state.cache.length), before)
 
