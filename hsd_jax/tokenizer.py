@@ -6,17 +6,15 @@ and nowhere else. Torch is never imported.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hsd_jax.host.deadline import within
 from hsd_jax.host.files import check_regular, sha256
 from hsd_jax.settings import shown
 
@@ -35,30 +33,6 @@ UNFINISHED = "\ufffd"
 
 TEMPLATE_SECONDS = 20.0
 """Of a chat template: one that loops for ever is a program that came with a checkpoint."""
-
-
-@contextlib.contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Raises a TimeoutError at the first line of Python that runs later; jinja's templates become such lines.
-
-    Looks at every line, so for short work alone. Under a debugger or a measurement of coverage, which do so too, it
-    does nothing.
-    """
-    if sys.gettrace() is not None:
-        yield
-        return
-    end = time.monotonic() + seconds
-
-    def look(*_: Any) -> Any:
-        if time.monotonic() > end:
-            raise TimeoutError(f"it runs for more than {seconds:g} seconds")
-        return look
-
-    sys.settrace(look)
-    try:
-        yield
-    finally:
-        sys.settrace(None)
 
 
 def hash_of(vocabulary: Mapping[str, int]) -> str:
@@ -215,10 +189,10 @@ class Tokenizer:
                 " (chat_template in tokenizer_config.json, or chat_template.jinja)"
             )
         plain = [dict(message) for message in messages]
+        apply = functools.partial(self._inner.apply_chat_template, plain, add_generation_prompt=is_open, tokenize=False)
         try:
-            with at_most(TEMPLATE_SECONDS):
-                return self._inner.apply_chat_template(plain, add_generation_prompt=is_open, tokenize=False)
-        except Exception as error:  # a template is a program: of jinja's errors and of Python's
+            return within(TEMPLATE_SECONDS, apply)
+        except Exception as error:  # a template is a program, in jinja's sandbox: of its errors and of Python's
             reason = " ".join(str(error).split())[:300]
             raise ValueError(f"the chat template refuses this conversation ({reason})") from error
 

@@ -10,6 +10,8 @@ from hsd_jax.cli import generate, options
 from hsd_jax.host.files import write_text
 
 FORMATS = (".html", ".png")
+DRAWS_PNG = ("plutoprint", "matplotlib")
+"""Libraries that a PNG needs: one draws, the other has fonts."""
 PNG_ROUNDS = 12
 """Rounds in a PNG unless --max-rounds says otherwise: a page of HTML scrolls, an image does not."""
 
@@ -24,7 +26,7 @@ def add_parser(commands) -> None:
         "Decode one prompt and draw it, round by round: the draft tree with the drafter's probability of each node,\n"
         "the accepted path, the token the target added; and the text, coloured by how many tokens each pass of the\n"
         "target gave. With --reuse, drafts from trunk states of earlier rounds are marked. HTML is one file\n"
-        "that loads nothing; PNG needs matplotlib.",
+        "that loads nothing; PNG needs the extra picture.",
         """
 hsd show --demo --out round.html
 hsd show --demo --out round.html --out round.png --nodes 8 --depth 5 --width 2 "User: Is there a concert tonight?"
@@ -76,9 +78,7 @@ def run(args: argparse.Namespace) -> int:
         if path.suffix.lower() == ".png":
             from hsd_jax.lab.viz import png
 
-            missing = png.write(page.first(args.max_rounds or PNG_ROUNDS), path)
-            if missing:
-                options.say(f"{path}: the font has no glyph for some characters; the HTML page shows them")
+            png.write(page.first(args.max_rounds or PNG_ROUNDS), path)
         else:
             write_text(path, html.render(page.first(args.max_rounds)))
         options.say(f"wrote {path}")
@@ -89,5 +89,7 @@ def _check_format(path: Path) -> None:
     """Refuses what cannot be drawn before anything is decoded."""
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"--out {path}: allowed are files that end in {' or '.join(FORMATS)}")
-    if path.suffix.lower() == ".png" and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"--out {path}: a PNG needs matplotlib (pip install matplotlib); .html needs nothing")
+    lacks = [name for name in DRAWS_PNG if importlib.util.find_spec(name) is None]
+    if path.suffix.lower() == ".png" and lacks:
+        how = "pip install 'hsd_jax[picture]'"
+        raise ValueError(f"--out {path}: a PNG needs {', '.join(lacks)} ({how}); .html needs nothing")

@@ -1,7 +1,6 @@
 """Trained drafters to and from their folders.
 
-Every file is checked against its configuration before anything compiles. What was written under older names is read
-under those of now.
+Every file is checked against its configuration before anything compiles.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax import settings
-from hsd_jax.config import PARALLEL, DrafterConfig
+from hsd_jax.config import DrafterConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
-from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.table import METHODS, init_drafter
 from hsd_jax.host import sharding
 from hsd_jax.host.files import write_json
@@ -27,11 +25,6 @@ from hsd_jax.types import Weights
 
 DRAFTER_CONFIG, DRAFTER_FILE = "drafter_config.json", "drafter.safetensors"
 _DRAFT_TO_TARGET = "draft_to_target"
-_GONE_KEY, _GONE_TENSORS = "has_mix", ("mix.new", "mix.old")
-GONE = {"slots": "last", "shortlist": 0, "feature_keys": False, "slot_mixing": False, "gated": False}
-"""Settings of experiments that are gone, and what they were where they changed nothing."""
-_OLD_NAMES = {"hot_tokens": "reduced_vocab_size", "hot_ids": "draft_to_target"}
-_OLD_KINDS, _OLD_PARALLEL = {"feature": "eagle", "block": "medusa"}, "block"
 
 
 def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dtype: Any = "float32") -> None:
@@ -56,24 +49,10 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
     """The configuration that `save_drafter` wrote; raises as `read_drafter`."""
     path = Path(folder) / DRAFTER_CONFIG
     values = read_json(path)
-    values = {_OLD_NAMES.get(key, key): value for key, value in values.items() if key != _GONE_KEY}
-    for key, plain in GONE.items():
-        value = values.pop(key, plain)
-        if value != plain:
-            raise ValueError(f"{path}: {key}={shown(value)}: that experiment is gone; allowed is {shown(plain)}")
-    kind = values.pop("kind", HiddenConfig.kind)
-    kind = _OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind
+    kind = values.pop("kind", None)
     trained = {name: method.config for name, method in METHODS.items() if method.init_weights is not None}
     if not isinstance(kind, str) or kind not in trained:
         raise ValueError(f"{path}: kind={shown(kind)}: allowed are {', '.join(trained)}")
-    if values.get("trunk") == _OLD_PARALLEL:
-        values["trunk"] = PARALLEL
-    own = {field.name for field in dataclasses.fields(trained[kind])}
-    for field in dataclasses.fields(HiddenConfig):  # of which a file once held all, whatever its kind
-        if field.name in values and field.name not in own:
-            value = values.pop(field.name)
-            if field.default not in (dataclasses.MISSING, value):
-                raise ValueError(f"{path}: {field.name}={shown(value)}: kind {kind!r} has no such choice")
     return settings.read(trained[kind], values, str(path))
 
 
@@ -93,9 +72,7 @@ def read_drafter(
     if not (folder / DRAFTER_FILE).is_file():
         raise FileNotFoundError(f"{folder / DRAFTER_FILE}: no such file, though {DRAFTER_CONFIG} is there")
     tensors = open_all([folder / DRAFTER_FILE])
-    stored = {
-        _OLD_NAMES.get(tensor.name, tensor.name): tensor for tensor in tensors if tensor.name not in _GONE_TENSORS
-    }
+    stored = {tensor.name: tensor for tensor in tensors}
     check_num_layers(getattr(config, "num_layers", 1), stored, folder, DRAFTER_CONFIG)
     shapes = _shapes(config)
     names = {path: path for path in shapes}

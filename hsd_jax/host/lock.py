@@ -1,7 +1,7 @@
 """One writer at a time: a lock on a folder or file that a run writes to.
 
-The lock is the kernel's (`flock`), so it ends with its process however that ends; the file says who holds it. Where
-the system or the disk has no such locks, nothing is locked. Read first: `host/files.py`.
+The library filelock locks the file, and the system ends a lock with its process; here the file says who holds it. On a
+disk without locks nothing is locked. Read first: `host/files.py`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,10 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from hsd_jax.host.files import check_new_folder, parse_json
+import filelock
 
-try:
-    import fcntl
-except ImportError:  # no Unix
-    fcntl = None
+from hsd_jax.host.files import check_new_folder, read_json
 
 NAME = ".lock"
 
@@ -51,14 +47,14 @@ def held(lock: Path) -> Iterator[None]:
     check_new_folder(lock.parent)
     was_there = lock.parent.is_dir()
     lock.parent.mkdir(parents=True, exist_ok=True)
-    file = _locked(lock)
     try:
-        yield
-    finally:
-        if file is not None:
-            with contextlib.suppress(OSError):
+        with _acquired(lock):
+            lock.write_text(json.dumps(_about()))
+            try:
+                yield
+            finally:
                 lock.unlink(missing_ok=True)  # while it is locked: whoever waits for this file finds it gone
-            os.close(file)
+    finally:
         if not was_there:
             with contextlib.suppress(OSError):  # not empty: what the block wrote stays
                 lock.parent.rmdir()
@@ -66,59 +62,37 @@ def held(lock: Path) -> Iterator[None]:
 
 def check_free(lock: Path) -> None:
     """Raises the ValueError of `held` if another run holds the lock; makes and keeps nothing."""
-    if fcntl is None or not lock.is_file():
-        return
-    file = os.open(lock, os.O_RDWR)
+    if lock.is_file():
+        with _acquired(lock):
+            pass
+
+
+@contextlib.contextmanager
+def _acquired(lock: Path) -> Iterator[None]:
+    held = filelock.FileLock(lock, timeout=0, fallback_to_soft=False)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise _in_use(lock, file) from None
+        held.acquire()
+    except filelock.Timeout:
+        raise _in_use(lock) from None
     except OSError:  # a disk without locks
         pass
-    finally:
-        os.close(file)
-
-
-def _locked(lock: Path) -> int | None:
-    """The open, locked file; None on a disk without locks."""
-    if fcntl is None:
-        return None
-    while True:
-        file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(file, lock):
-                os.ftruncate(file, 0)
-                os.pwrite(file, json.dumps(_about()).encode(), 0)
-                return file
-        except BlockingIOError:
-            error = _in_use(lock, file)
-            os.close(file)
-            raise error from None
-        except OSError:
-            os.close(file)
-            return None
-        os.close(file)  # its holder has just removed it
-
-
-def _is_at(file: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
-        return False
+        yield
+    finally:
+        held.release()
 
 
-def _about() -> dict[str, Any]:
+def _about() -> dict[str, str | int]:
     now = datetime.datetime.now(datetime.UTC)
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return {"pid": os.getpid(), "host": platform.node(), "command": command, "since": f"{now:%Y-%m-%d %H:%M:%S} UTC"}
 
 
-def _in_use(lock: Path, file: int) -> ValueError:
+def _in_use(lock: Path) -> ValueError:
     what = lock.parent if lock.name == NAME else lock.with_name(lock.name[1 : -len(NAME)])
     try:
-        about = parse_json(os.pread(file, 10_000, 0), str(lock))
+        about = read_json(lock)
         holder = f"process {about['pid']} on {about['host']} since {about['since']} ({about['command']})"
-    except (ValueError, TypeError, KeyError):  # it has not said yet
+    except (OSError, ValueError, TypeError, KeyError):  # it has not said yet
         holder = "another process"
     return ValueError(f"{what}: is being written by {holder}; wait for it, end it, or choose another name")

@@ -7,17 +7,16 @@ imports no jax. Read next: `convert.py`, which reads such a folder.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
+import functools
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from hsd_jax.host.deadline import within
 from hsd_jax.host.files import read_json
 
 __all__ = ["HubError", "fetch", "is_repo_name"]
@@ -149,29 +148,20 @@ def _ask(name: str, revision: str | None) -> tuple[str, list[str]]:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
 
-    endpoint, answers = constants.ENDPOINT, []
-
-    def ask() -> None:
-        try:
-            answers.append(HfApi(endpoint=endpoint).model_info(name, revision=revision, timeout=2 * ANSWER_SECONDS))
-        except Exception as error:
-            answers.append(error)
-
+    endpoint = constants.ENDPOINT
     # The library's limit holds for each read and each redirect, and for looking up a name there is none: all of them
-    # together are waited for here, and the library's limit is the longer one, so that it is never the first to end. The
-    # thread is left to itself, and ends with the process at the latest.
-    thread = threading.Thread(target=ask, name="hub", daemon=True)
-    thread.start()
-    thread.join(ANSWER_SECONDS)
-    if not answers:
-        raise _NoAnswer(f"no answer from {endpoint} within {ANSWER_SECONDS:g} s")
-    (answer,) = answers
-    if isinstance(answer, HfHubHTTPError):
-        if answer.response.status_code in (408, 429) or answer.response.status_code >= 500:
-            raise _NoAnswer(f"{endpoint} answers with status {answer.response.status_code}") from answer
-        raise answer
-    if isinstance(answer, Exception):
-        raise _NoAnswer(f"no answer from {endpoint} ({_short(answer)})") from answer
+    # together are waited for here, and the library's limit is the longer one, so that it is never the first to end.
+    ask = functools.partial(HfApi(endpoint=endpoint).model_info, name, revision=revision, timeout=2 * ANSWER_SECONDS)
+    try:
+        answer = within(ANSWER_SECONDS, ask)
+    except TimeoutError as error:
+        raise _NoAnswer(f"no answer from {endpoint} within {ANSWER_SECONDS:g} s") from error
+    except HfHubHTTPError as error:
+        if (status := error.response.status_code) in (408, 429) or status >= 500:
+            raise _NoAnswer(f"{endpoint} answers with status {status}") from error
+        raise
+    except Exception as error:
+        raise _NoAnswer(f"no answer from {endpoint} ({_short(error)})") from error
     if not answer.sha or answer.siblings is None:
         raise _NoAnswer(f"{endpoint} names neither commit nor files, which a hub does; look to HF_ENDPOINT")
     return answer.sha, [sibling.rfilename for sibling in answer.siblings]
@@ -244,16 +234,11 @@ def _write_ref(cache: Path, name: str, revision: str, commit: str, report: Calla
     ref = _store(cache, name) / "refs" / revision
     if revision == commit or (ref.is_file() and ref.read_text().strip() == commit):
         return
-    temporary = ref.with_name(f"{ref.name}.{os.getpid()}.tmp")
     try:
         ref.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(commit)
-        temporary.replace(ref)
+        ref.write_text(commit)
     except OSError as error:
         report(f"{ref}: cannot be written ({error.strerror}), so {name} will not be found offline")
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def _store(cache: Path, name: str) -> Path:

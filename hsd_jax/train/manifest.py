@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hsd_jax.drafters import files as drafter_files
 from hsd_jax.host import lock
 from hsd_jax.host.files import is_writer, read_json, sha256, write_json
 
@@ -55,10 +54,6 @@ def claimed(out: Path) -> dict[str, Any]:
         return {}
 
 
-_GONE = {"loss.choice_weight": 0.0, "loss.choices": 16}
-"""Settings of experiments that are gone, as they are in the recipes of runs that did without."""
-
-
 def check(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
     """Refuses to continue the run in a folder by another recipe, unless `force`; writes nothing.
 
@@ -78,8 +73,7 @@ def check(out: Path, force: bool, recipe: Any, **about: Any) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{error}; choose another folder") from error
     here = _flatten(values)
-    gone = _GONE | {f"model.{key}": plain for key, plain in drafter_files.GONE.items()}
-    for key in [*here, *(key for key in there if key not in gone or there[key] != gone[key])]:
+    for key in here | there:
         old = there.get(key, _default(recipe, key))
         if key not in here or here[key] != old:
             raise ValueError(

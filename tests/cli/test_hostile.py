@@ -351,7 +351,6 @@ def test_chat_templates_without_end(folders, tmp_path, monkeypatch):
     (changed / "tokenizer_config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"refuses this conversation \(it runs for more than 0.3 seconds\)"):
         Tokenizer.read(changed).encode_chat([{"role": "user", "content": "hi"}])
-    assert sys.gettrace() is None
 
 
 def test_byte_order_marks_and_dos_lines_are_no_text(tmp_path, monkeypatch, folders):

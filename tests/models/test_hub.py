@@ -637,7 +637,7 @@ def mute(request, monkeypatch, tmp_path):
         for each in taken:
             each.close()
         for left in threading.enumerate():
-            if left.name == "hub":
+            if left.name == "hsd-deadline":
                 left.join(5)
         huggingface_hub.close_session()
 

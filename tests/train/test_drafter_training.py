@@ -643,35 +643,6 @@ def test_a_drafter_of_another_kind_is_stored(changes, tmp_path):
         drafter_files.read_drafter(tmp_path)
 
 
-OLD_KEYS = {"rank": 128, "trunk": "recurrent", "injection": "previous", "committed_embeddings": True, "window": None}
-OLD_SIZES = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 32}
-
-
-@pytest.mark.parametrize(
-    ("changes", "old"),
-    [
-        ({"trunk": "parallel"}, {"trunk": "block", "has_mix": True}),
-        (EAGLE_MODEL, {**OLD_KEYS, "kind": "feature"}),
-        (MEDUSA_MODEL, {**OLD_KEYS, **OLD_SIZES, "kind": "block"}),
-    ],
-    ids=["parallel", "eagle", "medusa"],
-)
-def test_folders_of_older_versions_load(changes, old, tmp_path):
-    """Their configurations named kinds and trunks otherwise, and every kind had the keys of all."""
-    config, weights, _ = make(**changes)
-    drafter_files.save_drafter(tmp_path, config, weights)
-    file = tmp_path / "drafter_config.json"
-    values = json.loads(file.read_text()) | old
-    file.write_text(json.dumps(values))
-    found, read = drafter_files.read_drafter(tmp_path)
-    assert found == config
-    jax.tree.map(np.testing.assert_array_equal, read, weights)
-    if config.kind != "hidden":
-        file.write_text(json.dumps(values | {"rank": 5}))
-        with pytest.raises(ValueError, match=rf"rank=5: kind '{config.kind}' has no such choice"):
-            drafter_files.read_drafter(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("changes", "loss", "message"),
     [
@@ -684,13 +655,3 @@ def test_losses_that_a_drafter_has_no_part_for_are_refused(changes, loss, messag
     config = drafter.drafter_config(dataclasses.replace(MODEL, **changes), TARGET)
     with pytest.raises(ValueError, match=message):
         drafter.make_loss(TARGET, config, drafter.LossConfig(**loss))
-
-
-def test_a_drafter_from_before_there_was_a_choice_of_trunk_and_kind(tmp_path):
-    config, weights, _ = make()
-    drafter_files.save_drafter(tmp_path, config, weights)
-    file = tmp_path / "drafter_config.json"
-    values = json.loads(file.read_text())
-    assert values.pop("trunk") == "recurrent" and values.pop("kind") == "hidden"
-    file.write_text(json.dumps(values))
-    assert drafter_files.read_drafter(tmp_path)[0] == config

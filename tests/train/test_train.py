@@ -327,11 +327,6 @@ def test_a_recipe_of_an_older_version_is_continued(tmp_path):
         manifest.check(tmp_path, False, changed, kind="drafter")
     with pytest.raises(ValueError, match=r"kind is 'drafter' there and 'target' here"):
         manifest.check(tmp_path, False, plain, kind="target")
-    # Settings of experiments that are gone may stand there, if the run did without.
-    stored["model"] |= {"slots": "last", "gated": False, "shortlist": 0}
-    stored["loss"] = {**stored["loss"], "choice_weight": 0.0, "choices": 16}
-    (tmp_path / "recipe.json").write_text(json.dumps(stored))
-    manifest.check(tmp_path, False, plain, kind="drafter")
     stored["model"]["gated"] = True
     (tmp_path / "recipe.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match=r"model\.gated is True there and 'missing' here"):

@@ -23,7 +23,7 @@ MARK_CLASS = {KEPT: "kept-state", MIXED: "mixed-state"}
 
 @functools.cache
 def _template() -> jinja2.Template:
-    loader = jinja2.PackageLoader("hsd_jax", "viz")
+    loader = jinja2.PackageLoader("hsd_jax.lab", "viz")
     settings: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     environment = jinja2.Environment(
         loader=loader, finalize=escaped, autoescape=True, undefined=jinja2.StrictUndefined, **settings

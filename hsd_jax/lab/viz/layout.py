@@ -1,6 +1,6 @@
 """Where the nodes of a round are in its picture, and what they are called; the page itself is drawn elsewhere.
 
-Lengths are in CSS pixels, for a monospaced font. Read next: `html.py` and `png.py`, which draw these boxes.
+Lengths are in CSS pixels, for a monospaced font. Read next: `html.py`, which draws these boxes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ KINDS = {
     "cut": "accepted, after the end",
     "target": "token of the target",
 }
-"""What a node may be, with its words in the legend; each kind has its colours in both pictures."""
+"""What a node may be, with its words in the legend; each kind has its colours in `page.html.jinja`."""
 MARKS = {KEPT: "inner line: from a kept state", MIXED: "inner dashes: kept and fresh logits mixed"}
-"""What a node may have reused, with its words in the legend; both pictures draw the line inside the box."""
+"""What a node may have reused, with its words in the legend; the picture has a line inside the box."""
 INSET = 2.0
 """From the outline of a box to that line: outside, the lines of neighbours would touch."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import math
 import shutil
 import types
@@ -23,7 +24,7 @@ from hsd_jax.drafters.hidden.reuse import FRESH, KEPT, MIXED
 from hsd_jax.infer import tree as tree_lib
 from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.lab.bench.replay import Round, replay
-from hsd_jax.lab.viz import html, layout
+from hsd_jax.lab.viz import html, layout, png
 from hsd_jax.lab.viz import page as page_lib
 from hsd_jax.types import NO_PARENT, DraftTree, DrawScheme, RoundInputs
 
@@ -190,7 +191,7 @@ def test_ahead_has_fresh_states_in_its_first_round_only():
         )
 
 
-def test_pictures_show_what_was_reused(tmp_path, monkeypatch):
+def test_pictures_show_what_was_reused(tmp_path):
     """The mark of every node, the words of the round, and the legend; none of them without reuse."""
     origins = np.array([FRESH, KEPT, FRESH, MIXED])
     drafted = make_round(origins=origins, spare_age=2, has_own_run=False)
@@ -209,13 +210,12 @@ def test_pictures_show_what_was_reused(tmp_path, monkeypatch):
     assert fresh == "Own trunk run: nothing reused"
     plain = html.render(nasty_page())
     assert "<rect class" not in plain and "trunk run" not in plain and "inner line" not in plain
-    pytest.importorskip("matplotlib")
-    from hsd_jax.lab.viz import png
-
-    monkeypatch.setattr(png, "marks_of", lambda _: {})  # the legend has the colour of the marks, too
+    pytest.importorskip("plutoprint")
     for name, drawn in (("a.png", page), ("b.png", nasty_page())):
         png.write(drawn, tmp_path / name)
-    assert has_color(tmp_path / "a.png", png.OLD) and not has_color(tmp_path / "b.png", png.OLD)
+        assert has_color(tmp_path / name, "#d3f0e0"), "a draft that was accepted"
+    old = "#7a3fc8"
+    assert has_color(tmp_path / "a.png", old) and not has_color(tmp_path / "b.png", old)
 
 
 def has_color(path: Path, color: str) -> bool:
@@ -313,23 +313,9 @@ def test_html_loads_nothing():
     assert {e.get("href") for e in root.iter(f"{XHTML}a")} == {"#round-1"}
 
 
-def test_png_draws_what_is_no_formula_and_says_what_it_lacks(tmp_path):
-    pytest.importorskip("matplotlib")
-    from hsd_jax.lab.viz import png
-
-    assert set(png.COLORS) == set(layout.KINDS)
-    page = nasty_page()
-    assert not png.write(page, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    japanese = dataclasses.replace(page, pieces=[[page_lib.Piece("\u6c34", 1, "drafted at depth 1")]])
-    assert png.write(japanese, tmp_path / "b.png")
-
-
 def test_png_has_a_limit(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    from hsd_jax.lab.viz import png
-
-    monkeypatch.setattr(png, "MAX_HEIGHT", 100.0)
+    pytest.importorskip("plutoprint")
+    monkeypatch.setattr(png, "MAX_HEIGHT", 100)
     with pytest.raises(ValueError, match=r"pixels; lower --max-rounds or --max-new-tokens \(at most 100\), or write"):
         png.write(nasty_page(), tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
@@ -349,13 +335,13 @@ def texts_of(page: str) -> list[str]:
 
 
 def test_show_writes_both_files(folders, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     page, image = tmp_path / "a.html", tmp_path / "a.PNG"
+    files = [page, image] if importlib.util.find_spec("plutoprint") else [page]
     arguments = [*both(folders), *command_line.SHORT, *command_line.TREE, "--max-rounds", "2"]
-    assert hsd("show", *arguments, "--out", page, "--out", image, PROMPT) == 0
+    assert hsd("show", *arguments, *(part for path in files for part in ("--out", path)), PROMPT) == 0
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err == f"wrote {page}\nwrote {image}\n"
-    assert image.read_bytes().startswith(b"\x89PNG")
+    assert shown.out == "" and shown.err == "".join(f"wrote {path}\n" for path in files)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files[1:])
     params = hsd_jax.load(target=folders.target, drafter=folders.drafter)
     out = hsd_jax.decode(params, PROMPT, max_new_tokens=12, tree=TreeConfig(5, 3, 2))
     text = page.read_text(encoding="utf-8")
@@ -463,11 +449,11 @@ def test_show_wants_a_drafter_and_a_file(folders, tmp_path, capsys):
     assert "--max-rounds" in capsys.readouterr().err
 
 
-def test_png_without_matplotlib(folders, monkeypatch, capsys):
+def test_png_without_what_draws_it(folders, monkeypatch, capsys):
     monkeypatch.setattr(show.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(options, "load_params", lambda args: pytest.fail("found out too late"))
     assert hsd("show", *both(folders), "--out", "a.png", "the") == 2
-    assert "needs matplotlib" in capsys.readouterr().err
+    assert "needs plutoprint, matplotlib (pip install 'hsd_jax[picture]')" in capsys.readouterr().err
 
 
 def test_special_tokens_are_spelled(folders):
