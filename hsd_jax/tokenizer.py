@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hsd_jax.host.deadline import within
-from hsd_jax.host.files import check_regular, sha256
+from hsd_jax.host.files import sha256
 from hsd_jax.settings import shown
 
 Tokens = Sequence[int] | np.ndarray
@@ -129,13 +129,11 @@ class Tokenizer:
         """The tokenizer of a checkpoint folder, None if it has none.
 
         Raises:
-          ValueError: if tokenizer files are there but cannot be read, or one of them is no regular file.
+          ValueError: if tokenizer files are there but cannot be read.
         """
         folder = Path(folder)
         if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             return None
-        for path in _files_of(folder):
-            check_regular(path)  # whoever reads a FIFO waits for ever
         try:
             return Tokenizer.read(folder)
         except Exception as error:  # transformers raises many kinds for one cause: a file it cannot read
@@ -232,14 +230,10 @@ class Tokenizer:
 
 def _fingerprint(folder: Path) -> str:
     """Of the names and contents of all files a tokenizer may be read from: vocabularies, settings, templates."""
-    contents = {path.name: path.read_bytes() for path in _files_of(folder)}
-    return sha256(*(part for name, content in contents.items() for part in (f"{name} {len(content)} ", content)))
-
-
-def _files_of(folder: Path) -> list[Path]:
-    """What a tokenizer may be read from."""
     kinds = (".json", ".model", ".txt", ".jinja")
-    return sorted(path for path in folder.iterdir() if path.suffix in kinds and path.exists() and not path.is_dir())
+    files = sorted(path for path in folder.iterdir() if path.suffix in kinds and path.is_file())
+    contents = {path.name: path.read_bytes() for path in files}
+    return sha256(*(part for name, content in contents.items() for part in (f"{name} {len(content)} ", content)))
 
 
 class IncrementalDecoder:

@@ -89,8 +89,6 @@ def _run(argv: list[str], interrupts: Interrupts) -> int:
         _check_streams()
         from hsd_jax.host.programs import use_setting
 
-        if "--hot-vocab" in argv:
-            raise ValueError("--hot-vocab is now --draft-vocab")
         args = build_parser().parse_args(argv)
         args.command_line = " ".join(["hsd", *argv])
         warnings.showwarning = _show_warning
@@ -127,8 +125,8 @@ def _show_warning(message: Warning | str, *_: object) -> None:
 
 def _end_others(error: BaseException) -> None:
     """Where this is one of several processes, it ends here and the others with it."""
-    if watch := sys.modules.get("hsd_jax.host.watch"):
-        watch.fail(error)
+    if distributed := sys.modules.get("hsd_jax.host.distributed"):
+        distributed.fail(error)
 
 
 def _check_streams() -> None:

@@ -1,7 +1,7 @@
 """Several processes as one run: how they find each other, and how values pass between them and the host.
 
 Every process runs the same program on the same arguments; `jax.distributed` makes their devices one list. The first one
-writes (`files.set_writer`). Read next: `host/watch.py` for what ends them, `host/sharding.py` for who holds what.
+writes (`files.set_writer`). Read next: `host/sharding.py` for who holds what.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import time
 from typing import Any
 
 import jax
@@ -18,7 +19,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from hsd_jax.host import files
-from hsd_jax.host.watch import SILENCE_SECONDS, Watch
 from hsd_jax.settings import shown
 
 VARIABLES = {"coordinator": "HSD_COORDINATOR", "num_processes": "HSD_NUM_PROCESSES", "process_id": "HSD_PROCESS_ID"}
@@ -26,6 +26,12 @@ VARIABLES = {"coordinator": "HSD_COORDINATOR", "num_processes": "HSD_NUM_PROCESS
 
 COMMANDS = ("generate", "identity", "train")
 """Of `hsd`, those that can be several processes: what they do next depends on no clock but that of process 0."""
+
+HEARTBEAT_SECONDS = 20
+"""Without a sign of life after which jax counts a process as dead; it ends the others a few seconds later."""
+FAILED = 2
+"""Exit status of a process that fails as one of several."""
+_is_one_of_several = False
 
 
 def initialize(
@@ -39,7 +45,8 @@ def initialize(
     What is not given comes from HSD_COORDINATOR, HSD_NUM_PROCESSES and HSD_PROCESS_ID; and if there are none, from the
     cluster: SLURM, TPU pods, GKE, Open MPI, as jax finds them. One process alone needs nothing and gets nothing.
 
-    From then on a process that dies, or ends with an error, ends the others within a minute; they name it on stderr.
+    From then on a process that dies, or ends with an error, ends the others within 30 seconds: jax aborts them, and
+    names it on stderr by its number, process 0 as the leader.
 
     Args:
       coordinator: "HOST:PORT" of process 0, as the others reach it; the port is free there.
@@ -50,14 +57,40 @@ def initialize(
       ConnectionError: if not all processes came in time.
     """
     given = _checked({"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id})
-    if given["num_processes"] == 1 or Watch.here is not None:
+    if given["num_processes"] == 1 or _is_one_of_several:
         return
     if not jax.distributed.is_initialized():
         _connect(given, timeout_seconds)
-    watch = Watch()
-    files.set_writer(watch.process == 0)
-    if watch.num_processes > 1:
-        watch.begin(timeout_seconds)
+    from jax._src.distributed import global_state  # jax.process_index would start the devices
+
+    files.set_writer(global_state.process_id == 0)
+    if global_state.num_processes > 1:
+        _end_with_the_others()
+
+
+def _end_with_the_others() -> None:
+    """From here on an error that nobody catches ends this process at once: jax would wait minutes for the others."""
+    global _is_one_of_several
+    _is_one_of_several = True
+    plain = sys.excepthook
+
+    def excepthook(kind, error, trace):
+        plain(kind, error, trace)
+        fail(error)
+
+    sys.excepthook = excepthook
+
+
+def fail(error: BaseException) -> None:
+    """Ends this process, whose error has been shown, and with it the others; without others it returns."""
+    if not _is_one_of_several:
+        return
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError) and "Gloo" not in str(cause):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:  # a collective broke: jax is about to name the process that died, and to end this one
+        time.sleep(1.5 * HEARTBEAT_SECONDS)
+    os._exit(FAILED)
 
 
 def _connect(given: dict[str, Any], timeout_seconds: int) -> None:
@@ -70,7 +103,7 @@ def _connect(given: dict[str, Any], timeout_seconds: int) -> None:
             given["num_processes"],
             given["process_id"],
             initialization_timeout=timeout_seconds,
-            heartbeat_timeout_seconds=int(2 * SILENCE_SECONDS),  # behind the watch, should that fail
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except ValueError as error:
         raise ValueError(

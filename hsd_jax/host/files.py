@@ -7,12 +7,10 @@ before. Knows nothing about what the files mean, and imports no jax. Read next: 
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import json
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,9 +46,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
     """
     try:
         return json.loads(text)
-    except RecursionError:
-        raise ValueError(f"{where}: not JSON that can be read (nested too deeply)") from None
-    except ValueError as error:  # what is no UTF-8 included
+    except (ValueError, RecursionError) as error:  # what is no UTF-8 included
         raise ValueError(f"{where}: not JSON ({error})") from error
 
 
@@ -64,36 +60,23 @@ def parse_yaml(text: str, where: str) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except RecursionError:
-        raise ValueError(f"{where}: not YAML that can be read (nested too deeply)") from None
-    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:  # a date of day 99, a list as a key
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:  # a date of day 99
         raise ValueError(f"{where}: not YAML ({' '.join(str(error).split())})") from error
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """The content of a regular file; a FIFO is not waited for.
+    """The content of a file.
 
     Raises:
       FileNotFoundError: if there is no such file.
-      ValueError: if it is a folder, a FIFO or a device.
       OSError: naming the file, if it cannot be read.
     """
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file")
-    check_regular(path)
     try:
-        return path.read_bytes()
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file") from None
     except OSError as error:
         raise type(error)(f"{path}: cannot be read ({error.strerror or error})") from error
-
-
-def check_regular(path: Path) -> None:
-    """Raises a ValueError for what is there and is no regular file: reading a FIFO would wait for a writer."""
-    kind = stat.S_IFMT(path.stat().st_mode)
-    if kind != stat.S_IFREG:
-        names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
-        raise ValueError(f"{path}: {names.get(kind, 'a device')}; expected a regular file")
 
 
 def read_text(path: str | Path) -> str:
@@ -101,7 +84,7 @@ def read_text(path: str | Path) -> str:
 
     Raises:
       FileNotFoundError, OSError: as `read_bytes`.
-      ValueError: as `read_bytes`, and if it is no UTF-8; names the byte.
+      ValueError: if it is no UTF-8; names the byte.
     """
     return decoded(read_bytes(path), str(path))
 
@@ -133,8 +116,8 @@ def read_yaml(path: str | Path) -> Any:
 def replacing(path: str | Path) -> Iterator[Path]:
     """A temporary path beside `path`: put in its place if the block ends well, removed if not.
 
-    What a killed process left of its own is removed, too. A device or a FIFO, /dev/stdout for example, is given as it
-    is. A process that is no writer gets a path elsewhere, which is removed.
+    A device or a FIFO, /dev/stdout for example, is given as it is. A process that is no writer gets a path elsewhere,
+    which is removed.
 
     Raises:
       OSError: of the block's kind, naming `path`, if it cannot be written.
@@ -149,7 +132,6 @@ def replacing(path: str | Path) -> Iterator[Path]:
         return
     path = path.resolve()  # a link stays a link
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    _drop_leftovers(path)
     try:
         yield temporary
         temporary.replace(path)
@@ -158,24 +140,6 @@ def replacing(path: str | Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-
-
-def _drop_leftovers(path: Path) -> None:
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        pid = leftover.name.split(".")[-2]
-        with contextlib.suppress(OSError):
-            if pid.isdecimal() and not _is_alive(int(pid)):
-                leftover.unlink()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -246,14 +210,10 @@ def check_new_folder(path: str | Path) -> Path:
 
 
 def _try_to_write(folder: Path, wanted: Path) -> None:
-    trial = folder / f".{os.getpid()}.trial"
     try:
-        trial.touch()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise type(error)(f"{wanted}: cannot be written ({error.strerror or error})") from error
-    finally:
-        with contextlib.suppress(OSError):
-            trial.unlink(missing_ok=True)
 
 
 def user_cache() -> Path:
@@ -263,14 +223,3 @@ def user_cache() -> Path:
       RuntimeError: if this user has no home directory.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hsd_jax"
-
-
-def drop_empty(folder: Path, pattern: str) -> int:
-    """Removes the files of no bytes that a full disk has left in a cache, and returns their number."""
-    dropped = 0
-    for path in folder.glob(pattern):
-        with contextlib.suppress(OSError):  # another process may have been faster
-            if path.is_file() and path.stat().st_size == 0:
-                path.unlink()
-                dropped += 1
-    return dropped

@@ -9,7 +9,7 @@ import os
 import zlib
 from pathlib import Path
 
-from hsd_jax.host.files import check_new_folder, drop_empty, user_cache
+from hsd_jax.host.files import check_new_folder, user_cache
 from hsd_jax.settings import is_off
 
 SHORTEST = 0.1
@@ -40,7 +40,6 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
         raise ValueError(f"compilation_cache({where!r}): this user has no home directory; name a folder") from error
     if where is not True:
         check_new_folder(folder)
-    drop_empty(folder, "*-cache")  # what a full disk left
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST)
     return folder

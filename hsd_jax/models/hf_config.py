@@ -135,7 +135,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: if the folder or the file is missing.
-      ValueError: if the file is a FIFO or a device, or holds no JSON object.
+      ValueError: if the file holds no JSON object.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder; give a local folder with a checkpoint")

@@ -539,8 +539,6 @@ def test_train_restrict(folders, tmp_path, capsys):
         assert hsd("generate", "--target", folders.target, "--drafter", folder, *small) == 0
         texts.append(json.loads(capsys.readouterr().out)["tokens"])
     assert texts[0] == texts[1]
-    assert hsd("train", "restrict", *arguments, "--hot-vocab", "0.5") == 2
-    assert "--hot-vocab is now --draft-vocab" in capsys.readouterr().err
     assert hsd("train", "restrict", *arguments, "--draft-vocab", "1.5") == 2
     assert "'1.5': allowed are finite numbers from 0 to 1" in capsys.readouterr().err
 

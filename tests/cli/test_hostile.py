@@ -286,27 +286,18 @@ def test_the_types_of_annotations():
 def test_json_nested_too_deeply_is_named_wherever_it_is_read(folders, tmp_path, capsys):
     deep = tmp_path / "deep.jsonl"
     deep.write_text(DEEP)
-    with pytest.raises(ValueError, match="nested too deeply"):
+    with pytest.raises(ValueError, match=r"not JSON .maximum recursion depth"):
         list(documents.read_records(deep))
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"):
         changed = copy_of(folders / "target", tmp_path / name)
         (changed / name).write_text(DEEP)
-        with pytest.raises(ValueError, match=rf"{changed}.*(nested too deeply|cannot be read)"):
+        with pytest.raises(ValueError, match=rf"{changed}.*(maximum recursion depth|cannot be read)"):
             hsd_jax.load(target=changed)
     (tmp_path / "recipe.yaml").write_text(DEEP)
     assert hsd("train", "target", "--config", tmp_path / "recipe.yaml", "--data", deep, "--out", tmp_path / "o") == 2
     assert "recipe.yaml: not YAML" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="nested too deeply"):
+    with pytest.raises(ValueError, match=r"not JSON .maximum recursion depth"):
         hsd_jax.Tuned.load(deep, None)
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "added.json", "vocab.txt"])
-def test_a_fifo_is_not_waited_for(folders, tmp_path, name):
-    changed = copy_of(folders / "target", tmp_path / "target")
-    (changed / name).unlink(missing_ok=True)
-    os.mkfifo(changed / name)
-    with pytest.raises(ValueError, match=f"{name}: a FIFO; expected a regular file"):
-        hsd_jax.load(target=changed)
 
 
 @pytest.mark.parametrize(
@@ -401,7 +392,6 @@ def test_a_full_disk_leaves_what_was_there(folders, tmp_path):
         assert str(tmp_path) in str(raised.value), name
         assert [p for p in tmp_path.rglob("*") if not p.is_dir()] == [], name
     (tmp_path / "record.json").write_text("old")
-    (tmp_path / f".record.json.{2**30}.tmp").touch()  # as a killed process leaves it
     with full_disk(), pytest.raises(OSError):
         files.write_json(tmp_path / "record.json", long)
     assert (tmp_path / "record.json").read_text() == "old"
@@ -414,22 +404,6 @@ def test_a_device_is_written_as_it_is():
     with pytest.raises(OSError) as raised:
         files.write_text("/dev/full", "x")
     assert raised.value.errno == errno.ENOSPC
-
-
-def test_empty_entries_of_the_compilation_cache_go(tmp_path, monkeypatch):
-    monkeypatch.setenv("HSD_CACHE", str(tmp_path))
-    folder = programs.cache_folder(str(tmp_path))
-    folder.mkdir(parents=True)
-    (folder / "a-cache").touch()
-    (folder / "b-cache").write_bytes(b"1")
-    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
-    try:
-        programs.use_setting()
-        assert jax.config.jax_compilation_cache_dir == str(folder)
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before[0])
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
-    assert [p.name for p in folder.iterdir()] == ["b-cache"]
 
 
 def test_where_compiled_programs_are_kept(tmp_path, monkeypatch, capsys):
@@ -494,10 +468,10 @@ def test_outputs_that_cannot_be_written(tmp_path, monkeypatch, capsys, argv):
 
 
 def test_outputs_of_a_folder_that_takes_none(tmp_path, monkeypatch):
-    def refuse(path, *_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    def refuse(dir):
+        raise PermissionError(errno.EACCES, "Permission denied", str(dir))
 
-    monkeypatch.setattr(Path, "touch", refuse)
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", refuse)
     for check in (files.check_new_file, files.check_new_folder):
         with pytest.raises(PermissionError, match=r"x: cannot be written \(Permission denied\)"):
             check(tmp_path / "x")
@@ -627,33 +601,6 @@ def heeded():
     signal.signal(signal.SIGINT, before)
 
 
-class Swallows:
-    """Ctrl-C while it goes, where Python drops exceptions, as it does in a callback of the garbage collector."""
-
-    def __del__(self):
-        signal.raise_signal(signal.SIGINT)
-        for _ in range(10):
-            time.sleep(0)
-
-
-def swallowed(*_, **__):
-    Swallows()
-    time.sleep(5)
-
-
-def test_an_interrupt_that_was_swallowed_comes_again(heeded, monkeypatch, capsys):
-    start = time.monotonic()
-    with Interrupts() as interrupts:
-        with pytest.raises(KeyboardInterrupt):
-            swallowed()
-        interrupts.is_over = True
-    assert interrupts.seen and time.monotonic() - start < 3
-    monkeypatch.setattr(options, "load_params", swallowed)
-    assert hsd("generate", "--demo", "text") == 130
-    assert capsys.readouterr().err == "\nhsd: interrupted\n"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 @pytest.mark.parametrize("error", [RuntimeError("INTERNAL: KeyboardInterrupt"), ValueError("cut short"), None])
 def test_an_interrupt_in_other_clothes(heeded, monkeypatch, capsys, error):
     """Turned into another error, or into none before the command ends."""
@@ -668,22 +615,8 @@ def test_an_interrupt_in_other_clothes(heeded, monkeypatch, capsys, error):
     assert capsys.readouterr().err == "\nhsd: interrupted\n"
 
 
-def test_what_cleans_up_is_not_interrupted_again(heeded):
-    cleaned = []
-    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
-        try:
-            signal.raise_signal(signal.SIGINT)
-        finally:
-            time.sleep(0.8)
-            cleaned.append(True)
-            interrupts.is_over = True
-    assert cleaned
-
-
 STUBBORN = """
 import signal, time
-from hsd_jax.drafters.hidden.config import HiddenConfig
-from hsd_jax.drafters.table import init_drafter
 from hsd_jax.host.interrupts import Interrupts
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with Interrupts():
@@ -696,28 +629,9 @@ with Interrupts():
 """
 
 
-LATE = """
-import os, threading, time
-from hsd_jax.host import interrupts
-write, end = os.write, interrupts._end
-def slow_write(*args):
-    count = write(*args)
-    time.sleep(0.5)
-    return count
-def late_end():
-    if (threading.current_thread() is threading.main_thread()) == %s:
-        time.sleep(0.2)
-    end()
-os.write, interrupts._end = slow_write, late_end
-"""
-"""The handler or the watcher comes second, while the first is between its line and the end of the process."""
-
-
-@pytest.mark.parametrize("late", ["", LATE % True, LATE % False], ids=["", "handler", "watcher"])
-def test_a_second_interrupt_ends_the_process(late):
-    program = late + STUBBORN
+def test_a_second_interrupt_ends_the_process():
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     with process:
         assert process.stdout is not None and process.stderr is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -114,36 +115,30 @@ def test_processes_decode_and_train_as_one(tmp_path, standard_dtypes, num, devic
         assert np.mean(np.abs(weights[1][name] - array)) < 1e-5, name
 
 
+UNHEALTHY = "unhealthy (stopped sending heartbeats):\n1\n"
+LEADER = "the leader task was preempted/died"
+"""How jax names process 1 and process 0."""
+
+
 @slow
 @pytest.mark.parametrize(
-    ("what", "victim", "words"),
-    [
-        ("die1", 1, "has died"),
-        ("die0", 0, "has died: 127.0.0.1:"),
-        ("raise1", 1, "failed: OSError: disk on fire"),
-        ("raise0", 0, "failed: OSError: disk on fire"),
-    ],
+    ("what", "victim", "name"),
+    [("die1", 1, UNHEALTHY), ("die0", 0, LEADER), ("raise1", 1, UNHEALTHY), ("raise0", 0, LEADER)],
 )
-def test_a_process_that_ends_ends_the_others_with_its_name(tmp_path, what, victim, words):
+def test_a_process_that_ends_ends_the_others_with_its_name(tmp_path, what, victim, name):
     processes = started(tmp_path, 3, 1, what, "wait")
-    pid = processes[victim].pid
-    processes[victim].wait(120)
-    start = time.monotonic()
-    statuses = ended(processes, tmp_path, 60)
-    assert time.monotonic() - start < 60
+    assert processes[victim].wait(120) == (2 if what.startswith("raise") else -signal.SIGKILL)
+    statuses = ended(processes, tmp_path, 30)
     for other in {0, 1, 2} - {victim}:
-        assert statuses[other] == 2
-        assert f"hsd: error: process {victim} (pid {pid} on" in (said := (tmp_path / f"err-{other}").read_text())
-        assert words in said
+        assert statuses[other] != 0 and name in (tmp_path / f"err-{other}").read_text()
+    assert ("OSError: disk on fire" in (tmp_path / f"err-{victim}").read_text()) == what.startswith("raise")
 
 
 @slow
 def test_a_collective_that_a_dead_process_left_names_it(tmp_path):
     """What Gloo says of a closed connection is not the error of the process that was connected."""
     processes = started(tmp_path, 2, 1, "gather", "die1", "gather")
-    pid, statuses = processes[1].pid, ended(processes, tmp_path, 240)
-    said = (tmp_path / "err-0").read_text()
-    assert statuses[0] == 2 and f"hsd: error: process 1 (pid {pid} on" in said and "has died" in said
+    assert ended(processes, tmp_path, 240)[0] != 0 and UNHEALTHY in (tmp_path / "err-0").read_text()
 
 
 @slow

@@ -26,7 +26,7 @@ def write(page: Page, path: Path) -> None:
       ValueError: if it would be too tall.
       OSError: if it cannot be written; no part of it stays.
     """
-    import plutoprint as pluto
+    import plutoprint as pluto  # pyright: ignore[reportMissingImports]
 
     width = max([WIDTH, *(drawing.width + 2 * MARGIN for drawing in page.drawings)])
     size = pluto.PageSize(width * pluto.UNITS_PX, WIDTH * pluto.UNITS_PX)  # in points; the height is that of the text
