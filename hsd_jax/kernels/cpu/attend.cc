@@ -216,12 +216,10 @@ static ffi::Error Attend(ffi::ThreadPool pool, Floats query, Floats new_keys, Fl
   Call call = {query.typed_data(), new_keys.typed_data(), new_values.typed_data(), keys.typed_data(),
                values.typed_data(), new_mask.typed_data(), first.typed_data(), last.typed_data(),
                out->typed_data(), groups, n, width, nodes, slots, seen, n / nodes, scale, softcap};
-  // Few heads make few pieces, of which one thread may get two and another one: then a vector of queries each.
-  int64_t at_once = batch * groups < 4 * Threads(pool) ? kLanes : kQueriesAtOnce;
-  int64_t blocks = (n + at_once - 1) / at_once;
+  int64_t blocks = (n + kQueriesAtOnce - 1) / kQueriesAtOnce;
   Parallel(pool, static_cast<int>(batch * groups * blocks), [=](int i) {
-    int64_t from = i % blocks * at_once;
-    AttendHead(call, i / blocks, from, std::min(from + at_once, n));
+    int64_t from = i % blocks * kQueriesAtOnce;
+    AttendHead(call, i / blocks, from, std::min<int64_t>(from + kQueriesAtOnce, n));
   });
   return ffi::Error::Success();
 }
