@@ -76,6 +76,11 @@ class Params:
         """What is computed in what, in a line."""
         return describe_arithmetic(self.dtype, self.mesh is None)
 
+    @property
+    def matmul_precision(self) -> str | None:
+        """As jax has it; None: its default."""
+        return "highest" if self.precision == "exact" else None
+
     def fingerprints(self) -> tuple[str, str]:
         """Of the target's weights; of the drafter's configuration and weights."""
         if self.pair is not None:

@@ -94,30 +94,20 @@ def _in_rows(rows: Bool[Array, "B"], new: Control, old: Control) -> Control:
     return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *[1] * (b.ndim - 1)), a, b), new, old)
 
 
-def trust(control: Control, costs: Costs) -> Float[Array, "B"]:
-    """What an edge of each row is worth that the drafter is sure of, by how its edges fared so far."""
-    return accepted_share(control.accepted, control.predicted, costs.first_trust)
-
-
 def first_trust(has_score: bool) -> float:
     """`Costs.first_trust`: 1 for a drafter that scores its nodes, less for one to which all are equally sure."""
     return 1.0 if has_score else 0.6
 
 
-def accepted_share(accepted: Array, num: Array, first: Array | float) -> Array:
-    """The accepted drafts of `num` expected ones, as if PRIOR more had been expected and the share `first` of them
-    accepted."""
-    return (accepted + PRIOR * first) / (num + PRIOR)
-
-
-def log_of_share(share: Array) -> Array:
-    """The log of a share, which no edge lets rise above 1."""
-    return jnp.log(jnp.clip(share, 1e-3, 1.0))
+def log_share(accepted: Array, num: Array, first: Array | float) -> Array:
+    """The log of the share of `num` expected drafts that was accepted, as if PRIOR more had been expected and the share
+    `first` of them accepted; at most 0."""
+    return jnp.log(jnp.clip((accepted + PRIOR * first) / (num + PRIOR), 1e-3, 1.0))
 
 
 def log_trust(control: Control, costs: Costs) -> Float[Array, "B"]:
-    """The log of `trust`."""
-    return log_of_share(trust(control, costs))
+    """Of what an edge of each row is worth that the drafter is sure of, by how its edges fared so far."""
+    return log_share(control.accepted, control.predicted, costs.first_trust)
 
 
 def stop_rule(
@@ -153,14 +143,18 @@ def _node_seconds(costs: Costs, num_nodes: int, done: Bool[Array, "B"]) -> Float
     return all_of_them / (_num_live(done) * (num_nodes - 1))
 
 
+def _score(tree: DraftTree) -> Float[Array, "B N"]:
+    """The drafter's own estimate of each node, in logs; a drafter that says nothing is sure."""
+    return jnp.zeros(tree.tokens.shape) if tree.score is None else tree.score
+
+
 def survival(tree: DraftTree, control: Control, costs: Costs) -> Float[Array, "B N"]:
     """How likely each node is to be accepted; 1 for roots, 0 for nodes that are not valid.
 
     The drafter's own estimate, corrected for every edge by how a row's edges fared so far.
     """
-    score = jnp.zeros(tree.tokens.shape) if tree.score is None else tree.score
     of_edges = tree.depth.astype(jnp.float32) * log_trust(control, costs)[:, None]
-    likely = jnp.exp(jnp.fmin(score, 0.0) + of_edges)
+    likely = jnp.exp(jnp.fmin(_score(tree), 0.0) + of_edges)
     return jnp.where(tree.valid, jnp.where(tree.depth == 0, 1.0, likely), 0.0)
 
 
@@ -219,7 +213,7 @@ def expected(tree: DraftTree, on_path: Bool[Array, "B N"]) -> Float[Array, "B"]:
     """
     parent = jnp.maximum(tree.parents, 0)
     was_tried = jnp.take_along_axis(on_path, parent, 1) & tree.valid & (tree.depth > 0)
-    score = jnp.zeros(tree.tokens.shape) if tree.score is None else tree.score
+    score = _score(tree)
     step = jnp.exp(jnp.fmin(score - jnp.take_along_axis(score, parent, 1), 0.0))
     return jnp.sum(jnp.where(was_tried, step, 0.0), 1)
 

@@ -35,8 +35,7 @@ from hsd_jax.config import (
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import fetch
 from hsd_jax.host.files import replacing, sha256
-from hsd_jax.infer.accept import RULES
-from hsd_jax.infer.accept import walk as walk_tree
+from hsd_jax.infer.accept import RULES, walk
 from hsd_jax.infer.decode import drafter_after
 from hsd_jax.infer.sampling import round_noise, row_keys
 from hsd_jax.infer.tree import ancestor_mask
@@ -141,11 +140,11 @@ def accepted_nodes(
     following = root[:, None] + tree.depth + 1
     draws = jnp.take_along_axis(text, jnp.minimum(following, text.shape[1] - 1), 1)
     draws = jnp.where(following < length[:, None], draws, -1)  # no node holds what comes after the end
-    return walk_tree(tree, ancestor_mask(tree, max_depth), draws, max_depth).num_accepted
+    return walk(tree, ancestor_mask(tree, max_depth), draws, max_depth).num_accepted
 
 
 @functools.partial(jax.jit, static_argnames=("target_config", "config", "drafts", "num_roots"))
-def follow(
+def accepted_by_age(
     drafter: Weights,
     target: Weights,
     target_config: ModelConfig,
@@ -255,10 +254,10 @@ class AcceptedLengths:
         return conditional_acceptance(self.histogram).tolist()
 
 
-def walk(
+def accepted_along(
     counts: np.ndarray, texts: Texts, depth: int, age_after: Sequence[int] = (0,), first_age: int = 0
 ) -> AcceptedLengths:
-    """The rounds a decode of `texts` would take, given what `follow` counted.
+    """The rounds a decode of `texts` would take, given what `accepted_by_age` counted.
 
     Args:
       counts: [texts, ages, roots], tokens accepted at each age and root, root 0 the last token of a prompt.
@@ -308,14 +307,14 @@ def accepted_lengths(
     models = drafter, target, target_config, config
     keys = row_keys([(int(seed), 0) for seed in texts.seeds])
     rows = texts.tokens, texts.length, texts.prompt_length - 1, keys, np.float32(temperature)
-    found, overlap = follow(*models, asked, int(written.max()), *rows)
+    found, overlap = accepted_by_age(*models, asked, int(written.max()), *rows)
     of = dict(zip(asked, jax.tree.map(fetch, found), strict=True))
 
     def fate(draft: Draft) -> AcceptedLengths:
         (tree, reuse), (counts, age) = draft, of[source[draft]]
         starts_fresh = reuse.form in (NONE, AHEAD)  # AHEAD runs its trunk after the prompt, the others have no spares
         first_age = 0 if starts_fresh else counts.shape[1] - 1
-        return walk(np.minimum(counts, tree.depth), texts, tree.depth, age[0], first_age)
+        return accepted_along(np.minimum(counts, tree.depth), texts, tree.depth, age[0], first_age)
 
     if overlap is not None:
         overlap = float(fetch(overlap)[np.arange(written.max()) < written[:, None]].mean())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,45 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.drafters.table import method_of
 from hsd_jax.infer.decode import traced_with
-from hsd_jax.types import DrawScheme
-
-
-def trunk_seconds(
-    models: dict,
-    config: ModelConfig,
-    drafter_config: DrafterConfig,
-    state: Any,
-    num_states: Sequence[int],
-    *,
-    precision: str | None = None,
-    use_native: bool = True,
-    iterations: int = 20,
-    repeats: int = 5,
-) -> list[float]:
-    """Seconds of a trunk run and of the head after it, for each of the numbers of states in `num_states`.
-
-    This is what a round saves that drafts from spare states alone. The arguments are those of `profile_round`.
-
-    Args:
-      state: of a drafter with a trunk, as prefill leaves it; not consumed.
-    """
-
-    parts = method_of(drafter_config).stages
-    assert parts is not None, "only a drafter with a trunk has runs of it"
-    trunk, head, _ = parts(config, drafter_config, TreeConfig(2, 1, 1), DrawScheme.ARBITRARY)
-
-    def of(count: int) -> Callable[[], float]:
-        def run(models, inputs):
-            states, inputs = trunk(models, inputs, count)
-            return head(models, states), inputs
-
-        return loop_timer(run, models, state, iterations, precision, use_native)
-
-    medians = interleaved_medians({str(count): of(count) for count in num_states}, repeats)
-    return [medians[str(count)] for count in num_states]
 
 
 def loop_timer(
@@ -68,7 +30,7 @@ def loop_timer(
     return timed
 
 
-def interleaved_medians(timers: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+def interleaved_medians(timers: Mapping[Any, Callable[[], float]], repeats: int) -> dict[Any, float]:
     """The median of `repeats` timings of each, after one that compiles.
 
     Interleaved, so that a change of the machine's pace meets all alike.

@@ -23,12 +23,12 @@ from hsd_jax.planning.costs import RoundCost
 from hsd_jax.planning.measure import Mode, Runs, fastest, mode_record, speedup, time_modes
 from hsd_jax.planning.plan import plan_for
 from hsd_jax.planning.simulate import Texts, accepted_lengths
-from hsd_jax.planning.timing import trunk_seconds
+from hsd_jax.planning.timing import interleaved_medians, loop_timer
 from hsd_jax.planning.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
 from hsd_jax.request import MOST_LOOKAHEAD, Speculation, first_capacity, rows_bucket
 from hsd_jax.session import prepare
 from hsd_jax.settings import HOTTEST, Count, Temperature, fits, shown
-from hsd_jax.types import Weights
+from hsd_jax.types import DrawScheme, Weights
 
 LEAST_GAIN_OF_REUSE = 1.01
 """A form of reuse may be a finalist where it is predicted to be so many times as fast as none in the same tree."""
@@ -36,6 +36,8 @@ TREES_PER_FORM = 2
 """Trees on which a form of reuse is tried: those that are predicted to be the fastest without it."""
 LEAST_SPEEDUP = 1.02
 """Over plain decoding, measured: what gains less may as well lose."""
+TRUNK_RUNS, TRUNK_TIMINGS = 20, 5
+"""Runs of a trunk in a timing, and timings, of which the median counts."""
 SHORTEST_CANDIDATE, LONGEST_CANDIDATE = 4, 16
 """Nodes of the chains that are candidates."""
 WIDE_CANDIDATES = ((8, 5, 2), (12, 6, 3), (16, 6, 4))
@@ -99,7 +101,8 @@ def tune(
     choices = []
     for size, slots, used in sizes:
         for value in temperatures:
-            calls = Calls(params, used, size, slots, float(value), max_new_tokens, seed, report)
+            padded = rows_bucket(size, sharding.rows_multiple(params.mesh))
+            calls = Calls(params, used, size, padded, slots, float(value), max_new_tokens, seed, report)
             choices.append(_choose(calls, ways, trees is None, finalists, repeats))
             report(str(choices[-1]))
     found = Tuned(Conditions.of(params), tuple(choices))
@@ -117,6 +120,8 @@ class Calls:
     prompts: list[list[int]]
     """Full batches."""
     batch: int
+    rows: int
+    """Of the program."""
     slots: int
     temperature: float
     max_new_tokens: int
@@ -128,13 +133,9 @@ class Calls:
         record = None if way.is_whole else Tuned(Conditions.of(self.params), (self.choice(way, 1.0),))
         return Mode(way.name, self.params, way.tree, reuse=way.reuse, tuned=record)
 
-    @property
-    def rows(self) -> int:
-        """Of the program."""
-        return rows_bucket(self.batch, sharding.rows_multiple(self.params.mesh))
-
     def choice(self, way: Candidate, speedup: float, table: Sequence[Candidate] = ()) -> Choice:
-        return Choice(self.rows, self.slots, self.temperature, way.tree, way.reuse, way.is_whole, speedup, tuple(table))
+        size = self.rows, self.slots, self.temperature
+        return Choice(*size, way.tree, way.reuse, way.is_whole, speedup, tuple(table))
 
     def measured(self, ways: Sequence[Candidate], repeats: int) -> tuple[Runs, list[Candidate]]:
         """Plain decoding and some ways in turns: the runs, and the ways with what was measured of each."""
@@ -151,7 +152,15 @@ class Calls:
             repeats=repeats,
             progress=lambda what, done, of: None,
         )
-        return runs, [_measured(way, mode, runs) for way, mode in zip(ways, modes, strict=True)]
+        found = []
+        for way, mode in zip(ways, modes, strict=True):
+            record = mode_record(mode, runs, PLAIN)
+            known = {name: record[name] for name in ("tau", "seconds_per_round", "tokens_per_second")}
+            if way.tree is not None:
+                ratio = speedup(mode.name, PLAIN, runs)
+                known["speedup"] = {name: ratio[name] for name in ("median", "min", "max")}
+            found.append(dataclasses.replace(way, **known))
+        return runs, found
 
     def predicted(self, ways: Sequence[Candidate], texts: Texts, cost: RoundCost) -> list[Candidate]:
         """Some ways with what each should give: tokens from a simulated decode of `texts`, seconds from `cost`."""
@@ -182,26 +191,22 @@ def _choose(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, final
     rest = _promising(ways, fresh)
     if rest:
         calls.report("timing the trunk")
-        guesses += calls.predicted(rest, texts, dataclasses.replace(cost, trunk=_trunk_cost(calls, trees)))
+        trunk = trunk_seconds(calls.params, calls.prompts[: calls.batch], calls.max_new_tokens, sample_of(trees)[0])
+        guesses += calls.predicted(rest, texts, dataclasses.replace(cost, trunk=trunk))
     final = best_of(guesses, finalists)
-    final += [Candidate(tree, is_whole=False) for tree in _in_part(calls, final, may_be_default)]
+    # Trees of which only the drafts that pay are verified: the one that is predicted best, and that of `decode`.
+    in_part = [next((way.tree for way in final if way.reuse == NONE), None)]
+    if may_be_default:
+        in_part.append(plan_for(calls.params, calls.rows, calls.slots, calls.temperature, tuned=False).tree)
+    final += [Candidate(tree, is_whole=False) for tree in dict.fromkeys(in_part) if tree is not None]
     runs, of_final = calls.measured(final, repeats)
     table: dict[str, Candidate] = {}
     for way in (*sample, *guesses, *of_final):
         table[way.name] = table.get(way.name, way).filled(way)
     chosen = table[fastest([PLAIN, *(way.name for way in final)], runs)]
     gain = 1.0 if chosen.speedup is None else chosen.speedup["median"]
-    rows = sorted(table.values(), key=_order)
+    rows = sorted(table.values(), key=lambda way: (way.tree is not None, -way.rate))
     return calls.choice(chosen, gain, rows) if gain >= LEAST_SPEEDUP else calls.choice(Candidate(None), 1.0, rows)
-
-
-def _in_part(calls: Calls, final: Sequence[Candidate], may_be_default: bool) -> list[TreeConfig]:
-    """Trees of which only the drafts that pay are verified: the one that is predicted best, and that of `decode`."""
-    best = next((way.tree for way in final if way.reuse == NONE), None)
-    usual = None
-    if may_be_default:
-        usual = plan_for(calls.params, calls.rows, calls.slots, calls.temperature, tuned=False).tree
-    return [tree for tree in dict.fromkeys((best, usual)) if tree is not None]
 
 
 def default_trees(config: Any) -> list[TreeConfig]:
@@ -295,23 +300,30 @@ def _promising(ways: Sequence[Candidate], fresh: Mapping[TreeConfig | None, Cand
     return [way for form in forms for way in [w for w in ranked if w.reuse == form][:TREES_PER_FORM]]
 
 
-def _trunk_cost(calls: Calls, trees: Sequence[TreeConfig]) -> tuple[int, float, float]:
-    """As `RoundCost.trunk`."""
-    params, config = calls.params, calls.params.drafter_config
-    assert config is not None and method_of(config).aged is not None, "only some drafters have forms of reuse"
-    asked = Sampling(calls.max_new_tokens), Speculation(sample_of(trees)[0])
-    session = prepare(params, calls.prompts[: calls.batch], *asked)
-    assert session.rows is not None, "the prompts are read"
-    of_one, of_most = trunk_seconds(
-        session.setup.models,
-        params.target_config,
-        config,
-        session.rows[0].drafter,
-        (1, config.num_steps),
-        precision="highest" if params.precision == "exact" else None,
-        use_native=params.mesh is None,
-    )
-    return config.num_steps, of_one, of_most
+def trunk_seconds(
+    params: Params, prompts: Sequence[Prompt], max_new_tokens: int, tree: TreeConfig
+) -> tuple[int, float, float]:
+    """Of a run of the trunk and of the head after it, as `RoundCost.trunk`: what a round saves that drafts from spare
+    states alone.
+
+    Args:
+      prompts, max_new_tokens, tree: of the decode at whose shapes they are timed.
+    """
+    config, session = params.drafter_config, prepare(params, prompts, Sampling(max_new_tokens), Speculation(tree))
+    parts, rows = method_of(config).stages, session.rows
+    assert config is not None and parts is not None and rows is not None, "only a trunk has forms of reuse"
+    trunk, head, _ = parts(params.target_config, config, TreeConfig(2, 1, 1), DrawScheme.ARBITRARY)
+
+    def timer(count: int) -> Callable[[], float]:
+        def run(models: Any, inputs: Any):
+            states, inputs = trunk(models, inputs, count)
+            return head(models, states), inputs
+
+        given = session.setup.models, rows[0].drafter, TRUNK_RUNS
+        return loop_timer(run, *given, params.matmul_precision, params.mesh is None)
+
+    medians = interleaved_medians({count: timer(count) for count in (1, config.num_steps)}, TRUNK_TIMINGS)
+    return config.num_steps, medians[1], medians[config.num_steps]
 
 
 def sample_of(trees: Sequence[TreeConfig]) -> list[TreeConfig]:
@@ -327,16 +339,3 @@ def best_of(guesses: Sequence[Candidate], count: int) -> list[Candidate]:
     least = {way.tree: LEAST_GAIN_OF_REUSE * way.promise for way in guesses if way.reuse == NONE}
     ranked = sorted(guesses, key=lambda way: -way.promise)
     return [way for way in ranked if way.reuse == NONE or way.promise > least.get(way.tree, 0.0)][:count]
-
-
-def _measured(way: Candidate, mode: Mode, runs: Runs) -> Candidate:
-    """A way with the figures of its mode."""
-    record, ratio = mode_record(mode, runs, PLAIN), None
-    if not mode.is_plain:
-        ratio = {name: speedup(mode.name, PLAIN, runs)[name] for name in ("median", "min", "max")}
-    known = {name: record[name] for name in ("tau", "seconds_per_round", "tokens_per_second")}
-    return dataclasses.replace(way, **known, speedup=ratio)
-
-
-def _order(row: Candidate) -> tuple[bool, float]:
-    return row.tree is not None, -(row.tokens_per_second["median"] if row.tokens_per_second else row.promise)

@@ -83,6 +83,11 @@ class Candidate:
         return self.tree, ReuseConfig.parse(self.reuse)
 
     @property
+    def rate(self) -> float:
+        """Tokens per second: measured, else by prediction."""
+        return self.tokens_per_second["median"] if self.tokens_per_second else self.promise
+
+    @property
     def promise(self) -> float:
         """Tokens per second by prediction; 0 without one."""
         return self.predicted_tokens_per_second or 0.0

@@ -240,7 +240,7 @@ def test_a_round_is_priced_by_the_rows_that_go_on():
     """3 busy rows of 16 are judged as a batch of 3."""
     found = []
     for batch in (3, 16):
-        busy, priced = jnp.arange(batch) < 3, model().costs(batch, TreeConfig.chain(5), 1.0, True)
+        busy, priced = jnp.arange(batch) < 3, model().table(batch, TreeConfig.chain(5), True)
         tree = DraftTree(
             jnp.zeros((batch, 6), jnp.int32),
             jnp.broadcast_to(jnp.arange(-1, 5), (batch, 6)),
@@ -254,9 +254,9 @@ def test_a_round_is_priced_by_the_rows_that_go_on():
         found.append((kept[:3].tolist(), float(seconds), float(stop.price)))
     assert found[0][0] == found[1][0]
     np.testing.assert_allclose(found[0][1:], found[1][1:], rtol=1e-6)
-    of_all = model(skips_rows=False).costs(16, TreeConfig.chain(5), 1.0)
+    of_all = model(skips_rows=False).table(16, TreeConfig.chain(5))
     assert len(set(of_all.draft_seconds.tolist())) == 1  # XLA computes every row
-    assert (np.diff(model().costs(16, TreeConfig.chain(5), 1.0).draft_seconds) > 0).all()
+    assert (np.diff(model().table(16, TreeConfig.chain(5)).draft_seconds) > 0).all()
 
 
 def decoded(proposer: str, priced: Costs, call: calls.Call, num_rounds: int = 2**30):

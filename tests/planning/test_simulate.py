@@ -178,7 +178,7 @@ def test_a_walk_counts_what_decoding_counts():
     """Prompt of 2, text of 9: rounds of 3 + 1 tokens, 0 + 1, and one cut by the end."""
     texts = simulate.Texts(np.zeros((1, 9), np.int32), np.array([2]), np.array([9]), np.zeros(1, np.uint32))
     counts = np.array([[[3, 9, 9, 9, 0, 3, 9]]])  # at the last token of the prompt and those behind it
-    fate = simulate.walk(counts, texts, depth=3)
+    fate = simulate.accepted_along(counts, texts, depth=3)
     assert (fate.num_passes, fate.histogram, fate.tau) == (3, (1, 1, 0, 1), pytest.approx(7 / 3))
     assert fate.acceptance == [pytest.approx(2 / 3), 0.5, 1.0]
     assert fate.trunk_runs == ((True, True, True),)
@@ -189,7 +189,7 @@ def test_a_walk_follows_the_age_of_spares():
     texts = simulate.Texts(np.zeros((1, 8), np.int32), np.array([2]), np.array([8]), np.zeros(1, np.uint32))
     counts = np.full((1, 4, 6), 9)
     counts[0, 3, 0], counts[0, 2, 2], counts[0, 3, 3] = 1, 0, 1
-    fate = simulate.walk(counts, texts, depth=2, age_after=[0, 1, 2, 0], first_age=3)
+    fate = simulate.accepted_along(counts, texts, depth=2, age_after=[0, 1, 2, 0], first_age=3)
     assert fate.histogram == (2, 2, 0)  # the last round is cut by the end
     assert fate.trunk_runs == ((True, False, True, False),)
 
@@ -222,7 +222,7 @@ def test_shorter_chains_are_read_off_longer_ones_where_they_are_their_beginning(
         asked.extend(args[4])
         raise InterruptedError
 
-    monkeypatch.setattr(simulate, "follow", follow)
+    monkeypatch.setattr(simulate, "accepted_by_age", follow)
     tokens = np.zeros((1, 8), np.int32)
     texts = simulate.Texts(tokens, np.array([2]), np.array([8]), np.array([0], np.uint32))
     drafts = [(TreeConfig.chain(depth), NO_REUSE) for depth in (2, 3)]

@@ -128,13 +128,13 @@ def score_tree(tree: DraftTree, record: Record, first: float = 1.0) -> Float[Arr
       first: `worth.first_trust` of the base.
     """
     assert tree.score is not None, "`with_scores` gave it one"
-    edge = worth.log_of_share(worth.accepted_share(record.accepted, record.predicted, first))
+    edge = worth.log_share(record.accepted, record.predicted, first)
     return jnp.where(tree.valid, tree.score + tree.depth.astype(jnp.float32) * edge[:, None], -jnp.inf)
 
 
 def score_copied(found: Copied, is_shared: Bool[Array, "B D"], record: Record) -> Float[Array, "B D"]:
     """The same of the copied tokens, by how often such ones were right."""
-    rates = worth.log_of_share(worth.accepted_share(record.copied, record.tried, jnp.asarray(FIRST_RATE)[None]))
+    rates = worth.log_share(record.copied, record.tried, jnp.asarray(FIRST_RATE)[None])
     edges = jnp.take_along_axis(rates.reshape(len(rates), -1), _cells(found, is_shared), 1)
     return jnp.where(found.run[:, None] > 0, jnp.cumsum(edges, 1), -jnp.inf)
 

@@ -7,6 +7,7 @@ Every figure but the estimate is the compiler's; the estimate names what it assu
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -31,12 +32,14 @@ from hsd_jax.lab.aot.targets import read_target
 from hsd_jax.lab.bench.tables import make_console, make_table
 from hsd_jax.models.checkpoint import path_of
 from hsd_jax.params import default_tree
+from hsd_jax.planning.costs import DEVICE_RATES
 from hsd_jax.request import CAPACITY_UNIT, rows_bucket
 from hsd_jax.train.loop import LoopConfig
 
-KERNEL_SECONDS = {"gpu": 2e-6, "tpu": 1e-6}
-"""What a kernel is assumed to cost besides its work, and a transfer between devices besides its bytes."""
 COLLECTIVE_SECONDS = {"gpu": 1e-5, "tpu": 2e-6}
+"""What a transfer between devices is assumed to cost besides its bytes."""
+DATA_SHEET = ("bytes_per_second", "flops_per_second")
+"""Rates of a kind of device; what an operation costs besides is that of its platform."""
 PREALLOCATED = 0.75
 """Of a GPU's memory, what jax takes where XLA_PYTHON_CLIENT_MEM_FRACTION says nothing else."""
 LARGE = 2**20
@@ -77,7 +80,7 @@ def compile_job(
         "assumed": {
             "bytes_per_second": devices.kind.bytes_per_second,
             "flops_per_second": devices.kind.flops_per_second,
-            "kernel_seconds": KERNEL_SECONDS[platform],
+            "kernel_seconds": DEVICE_RATES[platform].operation_seconds,
             "collective_seconds": COLLECTIVE_SECONDS[platform],
         },
         "programs": found,
@@ -200,14 +203,14 @@ def _estimate(
         used += int(share * bytes_on_device(buffers))
     must = weights + drafter + used + bytes_on_device(drafter_state)
     rows = job.batch // mesh_sizes["data"] * {PREFILL: min(CHUNK, job.slots), PLAIN: 1}.get(name, job.tree.nodes)
-    rates, platform = devices.kind, devices.kind.platform
-    flops = 2 * rows * weights / jnp.dtype(DTYPE).itemsize
-    busy = max(record["read_bytes"] / rates.bytes_per_second, flops / rates.flops_per_second)
+    kind = devices.kind
+    rates = dataclasses.replace(DEVICE_RATES[kind.platform], **{name: getattr(kind, name) for name in DATA_SHEET})
     num_transfers = sum(kind["count"] for kind in record["collectives"].values())
-    overhead = record["launches"] * KERNEL_SECONDS[platform] + num_transfers * COLLECTIVE_SECONDS[platform]
+    seconds = rates.seconds(record["read_bytes"], 2 * rows * weights / jnp.dtype(DTYPE).itemsize)
+    seconds += record["launches"] * rates.operation_seconds + num_transfers * COLLECTIVE_SECONDS[kind.platform]
     return {
         "must_read_bytes": must,
-        "estimate": {"seconds": busy + overhead, "floor_seconds": must / rates.bytes_per_second},
+        "estimate": {"seconds": seconds, "floor_seconds": must / rates.bytes_per_second},
     }
 
 

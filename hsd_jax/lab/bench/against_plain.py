@@ -58,12 +58,8 @@ def tuned_modes(params, record, temperature: float, name: str) -> list[Mode]:
     if not drafting:
         what = "plain decoding was the fastest" if found else "it says nothing of single rows at such a temperature"
         raise ValueError(f"--tuned {name}: {what}; there is nothing to compare plain decoding with")
-    return [
-        Mode(f"tree {way}", params, choice.tree, reuse=choice.reuse)
-        if choice.is_whole
-        else Mode(f"tree {way}", params, choice.tree, tuned=record.only(choice))
-        for way, choice in drafting.items()
-    ]
+    only = {way: None if choice.is_whole else record.only(choice) for way, choice in drafting.items()}
+    return [Mode(f"tree {w}", params, c.tree, reuse=c.reuse, tuned=only[w]) for w, c in drafting.items()]
 
 
 def plain_variants(params, load: Callable[[str], Any]) -> list[Mode]:
@@ -156,7 +152,7 @@ def profile_mode(
         state,
         accept=accept,
         scheme=rule_and_scheme(accept, draw)[1],
-        precision="highest" if params.precision == "exact" else None,
+        precision=params.matmul_precision,
         use_native=params.mesh is None,
     )
 

@@ -10,6 +10,7 @@ single drafter and plain decoding decode the prompts in turns. A single drafter 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -171,32 +172,12 @@ def rounds_of(runs: Runs, name: str) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Calls:
-    """What all that is measured for one plan has in common."""
-
-    load: Callable[[str], Params]
-    ids: list[list[int]]
-    """Of the prompts."""
-    num_tokens: int
-    temperature: float
-    max_length: int
-    seed: int
-
-    def round_seconds(self, pair: Params, drafts: int) -> float:
-        """Of a pair here."""
-        some = self.ids[:: max(1, len(self.ids) // CALIBRATION_PROMPTS)][:CALIBRATION_PROMPTS]
-        return rounds.round_seconds(pair, some, self.num_tokens, drafts, self.temperature)
-
-    def texts(self, model: Params) -> Texts:
-        """What a model writes."""
-        prompts = [np.asarray(row) for row in self.ids]
-        return write_texts(model, prompts, self.num_tokens, self.temperature, self.seed)
-
-
-@dataclasses.dataclass(frozen=True)
 class Table:
     """What a plan is made of."""
 
+    pair: Callable[[Model, Model], Params]
+    """As `paired`."""
+    temperature: float
     models: list[Model]
     """The smallest first, drafters before models, the target last."""
     pass_seconds: list[list[float]]
@@ -210,36 +191,48 @@ class Table:
     """Of every model for which another may draft."""
 
 
-def table_of(params: Params, models: Sequence[Model], calls: Calls) -> Table:
-    """Measures passes, rounds of neighbours and acceptance."""
-    context, most = int(np.mean([len(row) for row in calls.ids])) + calls.num_tokens // 2, 2 * calls.max_length
+def table_of(
+    params: Params,
+    models: Sequence[Model],
+    load: Callable[[str], Params],
+    ids: Sequence[Sequence[int]],
+    work: Workload,
+    temperature: float,
+    max_length: int,
+) -> Table:
+    """Measures passes, rounds of neighbours and acceptance; arguments as in `measure`, and the prompts."""
+    num_tokens, pair = work.max_new_tokens, functools.partial(paired, load=load)
+    some = ids[:: max(1, len(ids) // CALIBRATION_PROMPTS)][:CALIBRATION_PROMPTS]
+    round_seconds = lambda pair, drafts: rounds.round_seconds(pair, some, num_tokens, drafts, temperature)  # noqa: E731
     say("timing passes of every model")
     drafters, small = [one for one in models if one.alone is None], [one for one in models if one.alone is not None]
-    seconds = rounds.cost_tables([*(one.alone for one in small), params], context, most)
+    context = int(np.mean([len(row) for row in ids])) + num_tokens // 2
+    seconds = rounds.cost_tables([*(one.alone for one in small), params], context, 2 * max_length)
     order = sorted(range(len(small)), key=lambda i: seconds[i][0])
     alone, seconds = [*(small[i] for i in order), Model(TARGET, params)], [*(seconds[i] for i in order), seconds[-1]]
     costs = [seconds[0]]
-    for (one, other), (cheap, dear) in zip(itertools.pairwise(alone), itertools.pairwise(seconds), strict=True):
-        taken = calls.round_seconds(paired(one, other, calls.load), CALIBRATION)
-        costs.append(rounds.with_round(dear, cheap[0], taken))
-    everything, first = [*drafters, *alone], len(drafters)
+    for two, (cheap, dear) in zip(itertools.pairwise(alone), itertools.pairwise(seconds), strict=True):
+        costs.append(rounds.with_round(dear, cheap[0], round_seconds(pair(*two), CALIBRATION)))
+    everything, of_drafts, texts = [*drafters, *alone], [], {}
     pairs = itertools.combinations(enumerate(everything), 2)
-    longest = {(i, j): calls.max_length for (i, one), (j, other) in pairs if one.may_draft_for(other)}
-    texts = {}
+    longest = {(i, j): max_length for (i, one), (j, other) in pairs if one.may_draft_for(other)}
     for number in sorted({j for _, j in longest}):
         say(f"text of {everything[number].folder}")
-        texts[number] = calls.texts(everything[number].alone)
-    acceptance, written = np.eye(len(everything)), [texts[j] for j in range(first + 1, len(everything))]
-    acceptance[first:, first:] = rounds.acceptance_of([x.alone for x in alone], written, calls.temperature)
-    of_drafts = []
-    for i, drafter in enumerate(drafters):
-        j = next(j for k, j in longest if k == i)
-        pair = paired(drafter, everything[j], calls.load)
-        length = min(calls.max_length, method_of(pair.drafter_config).max_depth(pair.drafter_config))
-        longest[i, j], law = length, rounds.laws_of(pair, texts[j], length, calls.temperature)[-1]
+        prompts = [np.asarray(row) for row in ids]
+        texts[number] = write_texts(everything[number].alone, prompts, num_tokens, temperature, work.seed)
+    acceptance = np.eye(len(everything))
+    for i, j in longest:
+        both = pair(everything[i], everything[j])
+        if everything[i].alone is not None:
+            _, acceptance[i, j] = rounds.judged(both, texts[j], temperature)
+            continue
+        length = min(max_length, method_of(both.drafter_config).max_depth(both.drafter_config))
+        longest[i, j], law = length, rounds.laws_of(both, texts[j], length, temperature)[-1]
         acceptance[i, j] = acceptance_giving(mean(law), length)
-        of_drafts.append([max(calls.round_seconds(pair, length) - costs[j - first][length], 0.0) / length])
-    return Table(everything, [*of_drafts, *seconds], [*of_drafts, *costs], acceptance, longest, texts)
+        drafting = round_seconds(both, length) - costs[j - len(drafters)][length]
+        of_drafts.append([max(drafting, 0.0) / length])
+    costs, seconds = [*of_drafts, *costs], [*of_drafts, *seconds]
+    return Table(pair, temperature, everything, seconds, costs, acceptance, longest, texts)
 
 
 def parts_of(table: Table, way: Hierarchy) -> list[tuple[int, int, int]]:
@@ -252,19 +245,20 @@ def parts_of(table: Table, way: Hierarchy) -> list[tuple[int, int, int]]:
 
 
 def rounds_by_part(
-    table: Table, way: Hierarchy, calls: Calls, taken: Mapping[tuple[int, int, int], float], pace: float
+    table: Table, way: Hierarchy, prompt: Sequence[int], taken: Mapping[tuple[int, int, int], float], pace: float
 ) -> list[Rounds]:
     """What rounds of every level of a way add and take; none of its stack is run.
 
     Args:
+      prompt: behind which following is timed.
       taken: seconds of a round of each of `parts_of`, timed in turns with plain decoding.
       pace: seconds then over those of when passes were timed.
     """
     found, below = [], None
     for level, part in enumerate(parts_of(table, way)):
         i, j, drafts = part
-        pair = paired(table.models[i], table.models[j], calls.load)
-        laws = rounds.laws_of(pair, table.texts[j], way.most(level), calls.temperature)
+        pair = table.pair(table.models[i], table.models[j])
+        laws = rounds.laws_of(pair, table.texts[j], way.most(level), table.temperature)
         passes, one = pace * np.array(table.pass_seconds[j]), pace * table.pass_seconds[i][0]
         besides = taken[part] - passes[drafts] - drafts * one
         if table.models[i].alone is not None:  # a trained drafter drafts as many as here: its round is as was timed
@@ -273,7 +267,7 @@ def rounds_by_part(
             again, preparing = 0.0, [n * one for n in range(len(laws) + 1)]
         else:
             length = way.lengths[level - 1]
-            follow = rounds.follow_seconds(below, calls.ids[0], length)
+            follow = rounds.follow_seconds(below, prompt, length)
             again, preparing = one + follow, [follow * follows(law, n, length) for n, law in enumerate([{}, *laws])]
         seconds = [float(passes[n] + besides + preparing[n]) for n in range(len(laws) + 1)]
         found.append(Rounds(lambda n, laws=laws: laws[n - 1], seconds.__getitem__, again))
@@ -311,14 +305,13 @@ def measure(
     models = read_models(params, folders, load)
     found = work.read(params, work.prompts)
     ids = [list(map(int, row)) for row in encode(params, [prompt.tokens(params.tokenizer) for prompt in found])]
-    calls = Calls(load, ids, work.max_new_tokens, temperature, max_length, work.seed)
-    table = table_of(params, models, calls)
+    table = table_of(params, models, load, ids, work, temperature, max_length)
     names = [model.folder for model in table.models]
     chosen = ways(table.costs, table.acceptance, table.longest)
     modes = [mode_of(name, way, names, load, params) for name, way in chosen.items()]
     timed = {}
     for i, j, drafts in sorted({part for way in chosen.values() for part in parts_of(table, way)}):
-        pair = paired(table.models[i], table.models[j], load)
+        pair = table.pair(table.models[i], table.models[j])
         timed[i, j, drafts] = Mode(f"{drafts} of {i} for {j}", pair, TreeConfig.chain(drafts))
     runs = time_modes(
         [*modes, *timed.values()],
@@ -335,7 +328,7 @@ def measure(
     for mode, way in zip(modes, chosen.values(), strict=True):
         record, cost = mode_record(mode, runs, PLAIN), HierarchyCost(plain_seconds, 1.0, ())
         if way.lengths:
-            cost = expected_cost(rounds_by_part(table, way, calls, taken, pace), way.lengths)
+            cost = expected_cost(rounds_by_part(table, way, ids[0], taken, pace), way.lengths)
         rows.append(
             {
                 "way": mode.name,

@@ -21,7 +21,7 @@ from hsd_jax.infer.decode import drafter_after
 from hsd_jax.models.draft_vocab import to_columns
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
-from hsd_jax.planning.simulate import Texts, walk
+from hsd_jax.planning.simulate import Texts, accepted_along
 
 ORACLES = (1, 4, 16)
 """Tokens of each state among which an oracle chooses, and for which recall is told."""
@@ -107,7 +107,7 @@ def oracle_tau(rank: np.ndarray, texts: Texts) -> dict[str, float]:
     """Tokens a pass if an oracle chose the path of each round among the ORACLES best tokens of every depth."""
     depth = rank.shape[-1]
     leading = {k: np.cumprod(rank < k, -1).sum(-1) for k in ORACLES}
-    return {str(k): walk(right[:, None], texts, depth).tau for k, right in leading.items()}
+    return {str(k): accepted_along(right[:, None], texts, depth).tau for k, right in leading.items()}
 
 
 def facts(params: Params, texts: Texts, depth: int) -> dict[str, Any]:

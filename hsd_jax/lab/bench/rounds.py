@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ from hsd_jax.models.target import causal_mask, forward, forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.planning.acceptance import Law
 from hsd_jax.planning.measure import Mode, Runs, mode_record, time_modes
-from hsd_jax.planning.simulate import Texts, accepted_lengths, walk
+from hsd_jax.planning.simulate import Texts, accepted_along, accepted_lengths
 from hsd_jax.planning.timing import loop_timer
 from hsd_jax.request import Speculation
 from hsd_jax.session import prepare
@@ -64,8 +63,9 @@ def timed_passes(model: Params, drafts: int, context: int) -> Callable[[], float
     slots = cache_lib.layer_slots(config, capacity)
     cache = cache_lib.empty_cache(slots, 1, config.num_kv_heads, config.head_dim, dtype, capacity)
     cache = dataclasses.replace(cache, length=jnp.full(1, context, jnp.int32))
-    precision = "highest" if model.precision == "exact" else None
-    return loop_timer(one_pass, model.target, (jnp.ones((1, num), jnp.int32), cache), PASSES, precision, True)
+    return loop_timer(
+        one_pass, model.target, (jnp.ones((1, num), jnp.int32), cache), PASSES, model.matmul_precision, True
+    )
 
 
 def cost_tables(models: Sequence[Params], context: int, most: int) -> list[list[float]]:
@@ -102,8 +102,7 @@ def follow_seconds(pair: Params, prompt: Sequence[int], drafts: int) -> float:
         after = follow_path(drafter, models, state, emitted, hidden, (hidden,) * len(drafter.aux_layers), num)
         return num, with_counts_of(after, state)
 
-    precision = "highest" if pair.precision == "exact" else None
-    timed = loop_timer(run, session.setup.models, session.rows[0].drafter, PASSES, precision, True)
+    timed = loop_timer(run, session.setup.models, session.rows[0].drafter, PASSES, pair.matmul_precision, True)
     return min([timed() for _ in range(1 + TIMES)][1:])  # the first one compiles
 
 
@@ -115,40 +114,50 @@ def laws_of(pair: Params, texts: Texts, most: int, temperature: float) -> list[L
     """
     assert pair.drafter is not None, "of a pair"
     if isinstance(pair.drafter_config, SmallLMConfig):
-        counts = right_in_a_row(pair.drafter, model_of(pair.drafter_config), texts, temperature)
-        fates = [walk(np.minimum(counts, n), texts, n) for n in range(1, most + 1)]
-    else:
-        drafts = [(TreeConfig.chain(n), NO_REUSE) for n in range(1, most + 1)]
-        models = pair.drafter, pair.drafter_config, pair.target, pair.target_config
-        fates, _ = accepted_lengths(*models, texts, drafts, temperature)
-    return [fate.law for fate in fates]
+        counts, _ = judged(pair, texts, temperature)
+        return [accepted_along(np.minimum(counts, n), texts, n).law for n in range(1, most + 1)]
+    drafts = [(TreeConfig.chain(n), NO_REUSE) for n in range(1, most + 1)]
+    models = pair.drafter, pair.drafter_config, pair.target, pair.target_config
+    return [fate.law for fate in accepted_lengths(*models, texts, drafts, temperature)[0]]
 
 
-def right_in_a_row(
-    weights: Any, config: ModelConfig, texts: Texts, temperature: float
-) -> Int[np.ndarray, "texts ages roots"]:
-    """How many tokens a language model would get right behind every token of some texts, from the last one of the
-    prompt on: one pass a text says it, since a draft that counts has the text before it. There is one age, as in
-    `evaluate.walk`."""
+def judged(pair: Params, texts: Texts, temperature: float) -> tuple[Int[np.ndarray, "texts ages roots"], float]:
+    """A language model beside the target of its pair, which wrote some text: one pass a text says it.
+
+    Returns:
+      How many tokens the model would get right behind every token, from the last one of the prompt on, as
+        `simulate.accepted_along` takes it, of one age: a draft that counts has the text before it.
+      1 - E[TV] of the two models behind the tokens that were written.
+    """
     sampling, (num, length) = sampling_of_row(temperature), texts.tokens.shape
-    found = np.zeros((num, length), int)
+    models, right, common = (pair.drafter, pair.target), np.zeros((num, length), int), []
     for row in range(num):
         tokens, keys = jnp.asarray(texts.tokens[row : row + 1]), row_keys([(int(texts.seeds[row]), 0)])
-        said = fetch(said_behind(weights, config, tokens, keys, sampling))[0]
-        for place in reversed(range(int(texts.length[row]) - 1)):
-            is_right = said[place] == texts.tokens[row, place + 1]
-            found[row, place] = found[row, place + 1] + 1 if is_right else 0
+        configs = model_of(pair.drafter_config), pair.target_config
+        said, overlap = fetch(said_and_shared(models, configs, tokens, keys, sampling))
+        end = int(texts.length[row])
+        for place in reversed(range(end - 1)):
+            right[row, place] = right[row, place + 1] + 1 if said[0, place] == texts.tokens[row, place + 1] else 0
+        common.append(overlap[0, texts.prompt_length[row] - 1 : end - 1])
     roots = texts.prompt_length[:, None] - 1 + np.arange(int((texts.length - texts.prompt_length).max()))
-    return np.take_along_axis(found, np.minimum(roots, length - 1), 1)[:, None]
+    counts = np.take_along_axis(right, np.minimum(roots, length - 1), 1)[:, None]
+    return counts, float(np.concatenate(common).mean())
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def said_behind(
-    weights: Any, config: ModelConfig, tokens: Int[Array, "B T"], keys: jax.Array, sampling: SamplingParams
-) -> Int[Array, "B T"]:
-    """What a model says behind every token of some text, with the noise that the text was drawn with."""
+@functools.partial(jax.jit, static_argnames="configs")
+def said_and_shared(
+    weights: tuple[Any, Any],
+    configs: tuple[ModelConfig, ModelConfig],
+    tokens: Int[Array, "B T"],
+    keys: jax.Array,
+    sampling: SamplingParams,
+) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """What the first of two models says behind every token of some text, with the noise that the text was drawn with,
+    and 1 - TV of both there."""
+    logits = [forward_sequence(w, config, tokens).logits for w, config in zip(weights, configs, strict=True)]
     positions = jnp.broadcast_to(1 + jnp.arange(tokens.shape[1]), tokens.shape)
-    return draw(keys, forward_sequence(weights, config, tokens).logits, positions, sampling)
+    one, other = (jnp.exp(target_distribution(x, sampling)) for x in logits)
+    return draw(keys, logits[0], positions, sampling), jnp.minimum(one, other).sum(-1)
 
 
 def with_round(passes: Sequence[float], one: float, taken: float) -> list[float]:
@@ -160,37 +169,3 @@ def with_round(passes: Sequence[float], one: float, taken: float) -> list[float]
     """
     besides = max(taken - passes[CALIBRATION] - CALIBRATION * one, 0.0)
     return [passes[0], *(cost + besides for cost in passes[1:])]
-
-
-@functools.partial(jax.jit, static_argnames="configs")
-def overlap(
-    weights: tuple[Any, Any],
-    configs: tuple[ModelConfig, ModelConfig],
-    tokens: Int[Array, "B T"],
-    sampling: SamplingParams,
-) -> Float[Array, "B T"]:
-    """1 - TV of two models behind every token of some text."""
-    one, other = (
-        jnp.exp(target_distribution(forward_sequence(w, config, tokens).logits, sampling))
-        for w, config in zip(weights, configs, strict=True)
-    )
-    return jnp.minimum(one, other).sum(-1)
-
-
-def acceptance_of(models: Sequence[Params], texts: Sequence[Texts], temperature: float) -> np.ndarray:
-    """1 - E[TV] of every pair of models [K + 1, K + 1], on the text of the larger one; 1 on the diagonal, 0 below.
-
-    Args:
-      texts: of each model but the first.
-    """
-    found = np.eye(len(models))
-    for (i, small), (j, large) in itertools.combinations(enumerate(models), 2):
-        own, sums = texts[j - 1], np.zeros(2)
-        sampling = sampling_of_row(temperature)
-        for row in range(len(own.length)):
-            configs, weights = (small.target_config, large.target_config), (small.target, large.target)
-            values = fetch(overlap(weights, configs, jnp.asarray(own.tokens[row : row + 1]), sampling))[0]
-            written = values[own.prompt_length[row] - 1 : own.length[row] - 1]
-            sums += written.sum(), len(written)
-        found[i, j] = sums[0] / max(sums[1], 1)
-    return found

@@ -159,14 +159,14 @@ def test_acceptance_is_the_overlap_on_text_of_the_larger_model(folders, models):
     small = as_target(params)
     tokens = np.random.default_rng(0).integers(0, params.target_config.vocab_size, (2, 12))
     texts = Texts.join([row[:3] for row in tokens], [row[3:] for row in tokens])
-    found = rounds.acceptance_of([params, params], [texts], 1.0)
-    np.testing.assert_allclose(found, [[1, 1], [0, 1]], atol=1e-5)
+    same = dataclasses.replace(params, drafter=params.target, drafter_config=params.target_config)
+    assert rounds.judged(same, texts, 1.0)[1] == pytest.approx(1.0, abs=1e-5)
     best = [
         np.asarray(toy.causal_pass(one.target, one.target_config, texts.tokens).logits).argmax(-1)[:, 2:-1]
         for one in (small, params)
     ]
-    found = rounds.acceptance_of([small, params], [texts], 0.0)
-    assert found[0, 1] == pytest.approx((best[0] == best[1]).mean()) and 0 < found[0, 1] < 1
+    _, found = rounds.judged(params, texts, 0.0)
+    assert found == pytest.approx((best[0] == best[1]).mean()) and 0 < found < 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -184,7 +184,7 @@ def test_a_model_is_right_where_its_drafts_are(folders, models, temperature):
         assert mean(law) == pytest.approx(fate.tau) and sum(law.values()) == pytest.approx(1.0)
         assert [law[k + 1] * fate.num_passes for k in range(n + 1)] == pytest.approx(list(fate.histogram))
     assert mean(laws[3]) > 1.2  # so something was right
-    counts = rounds.right_in_a_row(params.drafter, params.target_config, texts, temperature)
+    counts, _ = rounds.judged(params, texts, temperature)
     assert counts.shape == (2, 1, int((texts.length - texts.prompt_length).max()))
 
 
@@ -229,19 +229,18 @@ def test_parts_of_rounds(monkeypatch):
     models = [hierarchy.Model("d", None, "m"), hierarchy.Model("m", "middle"), hierarchy.Model("target", "target")]
     passes = [[0.1], [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], [5.0, 5.1, 5.2, 5.3, 5.4, 5.5]]
     edges = {(0, 1): 3, (1, 2): 3}
-    table = hierarchy.Table(models, passes, passes, np.eye(3), edges, {1: "text", 2: "text"})
-    monkeypatch.setattr(hierarchy, "paired", lambda small, large, load: (small.folder, large.folder))
+    pair = lambda small, large: (small.folder, large.folder)  # noqa: E731
+    table = hierarchy.Table(pair, 0.0, models, passes, passes, np.eye(3), edges, {1: "text", 2: "text"})
     sure = lambda pair, texts, most, temperature: [{n + 1: 1.0} for n in range(1, most + 1)]  # noqa: E731
     monkeypatch.setattr(rounds, "laws_of", sure)
     monkeypatch.setattr(rounds, "follow_seconds", lambda pair, prompt, length: 0.25)
-    calls = hierarchy.Calls(lambda folder: None, [[0, 0]], 8, 0.0, 3, 0)
     single, stack = Hierarchy((1, 2), (3,), 0.0), Hierarchy((0, 1, 2), (3, 1), 0.0)
     assert hierarchy.parts_of(table, single) == [(1, 2, 2)]
     assert hierarchy.parts_of(table, stack) == [(0, 1, 3), (1, 2, 2)]
     taken = {(1, 2, 2): 15.4, (0, 1, 3): 4.0}  # 2 * (5.2 + 2 * 1.0) are passes
-    (alone,) = hierarchy.rounds_by_part(table, single, calls, taken, 2.0)
+    (alone,) = hierarchy.rounds_by_part(table, single, [0, 0], taken, 2.0)
     assert alone.seconds(3) == pytest.approx(2 * (5.3 + 3 * 1.0) + 1.0)
-    below, above = hierarchy.rounds_by_part(table, stack, calls, taken, 2.0)
+    below, above = hierarchy.rounds_by_part(table, stack, [0, 0], taken, 2.0)
     assert below.seconds(3) == 4.0 and below.adds(3) == {4: 1.0}
     assert above.seconds(4) == pytest.approx(2 * 5.4 + 1.0 + 0.25) and above.again == pytest.approx(2.0 + 0.25)
 
