@@ -16,6 +16,7 @@ from support import command_line, setups, toy
 import hsd_jax
 from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
+from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.lab.bench import against_plain
 from hsd_jax.params import Params
@@ -222,6 +223,9 @@ def test_default_trees_of_other_drafters():
     hot = toy.drafter_config(toy.target_config(), reduced_vocab_size=2, num_steps=30)
     found = tuning.default_trees(hot)
     assert max(tree.width for tree in found) == 2 and max(tree.nodes for tree in found if tree.width == 1) == 16
+    rescored = RescoredConfig(toy.drafter_config(toy.target_config()), arcs=2)
+    for trees in (tuning.default_trees(rescored), plan.candidates(rescored, skips_rows=False)):
+        assert max(tree.width for tree in trees) == 2
     assert [t.nodes for t in tuning.default_trees(LookupConfig())] == list(range(4, 17))
     assert [t.nodes for t in tuning.default_trees(SmallLMConfig(**vars(toy.target_config())))] == [4, 5, 6, 7, 8]
 
