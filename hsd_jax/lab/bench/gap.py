@@ -42,7 +42,7 @@ def has_gap(mode: Mode, temperature: float) -> bool:
     return drawn and temperature > 0 and mode.params.mesh is None and not mode.lossy
 
 
-def measure(
+def gap_by_depth(
     mode: Mode, prompts: Sequence[Any], seed: int, max_new_tokens: int, temperature: float
 ) -> list[dict[str, Any]]:
     """A record a depth, on replayed prefixes of the first prompts: nodes, mean children, and three acceptances.

@@ -10,7 +10,7 @@ import pytest
 from support import command_line, toy
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.lab.bench import budget, budget_report
+from hsd_jax.lab.bench import budget, report
 from hsd_jax.lab.bench.replay import Round
 from hsd_jax.lab.viz import plots
 from hsd_jax.planning.measure import parse_tree
@@ -67,7 +67,7 @@ def test_siblings_are_counted_where_they_were_tried():
     tried, accepted = budget.count_siblings(rounds, 2, 3).tolist()
     assert tried == [[3, 3, 2], [1, 0, 0]]
     assert accepted == [[0, 1, 1], [1, 0, 0]]
-    assert budget_report.rates({"tried": tried, "accepted": accepted}) == [1 / 4, 1 / 3, 1 / 2]
+    assert report.rates({"tried": tried, "accepted": accepted}) == [1 / 4, 1 / 3, 1 / 2]
     rounds = [drafted([0], [True, False] + [True] * 8)]  # the first place holds no token: the next one is the first
     assert budget.count_siblings(rounds, 2, 3)[0].tolist() == [[1, 1, 0], [0, 0, 0]]
 
