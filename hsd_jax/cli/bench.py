@@ -71,18 +71,18 @@ def run(args: argparse.Namespace) -> int:
         trees = trees or [options.tree_asked(args, params)]
         made = experiment.over_contexts(work, params, found, trees, tuned, *sizes)
     else:
-        about = {}
+        named = {}
         if isinstance(tuned, bool):
             shapes = trees or [options.tree_of(args, params)]
-            about = methods.of_options(shapes, args.accept, args.draw, args.reuse or ["none"], args.lossy)
-        modes = methods.make_modes(params, about, options.other_drafters(args, params))
-        modes += [] if about else methods.tuned_modes(params, tuned, args.temperature, args.tuned)
+            named = methods.of_options(shapes, args.accept, args.draw, args.reuse or ["none"], args.lossy)
+        modes = methods.make_modes(params, named, options.other_drafters(args, params))
+        modes += [] if named else methods.tuned_modes(params, tuned, args.temperature, args.tuned)
         if args.plain_variants:
             modes += methods.plain_variants(
                 params, lambda dtype: options.load_params(args, dtype=dtype, quantize=None, drafter=None)
             )
         columns, has_details = [name for name in report.BENCHED if args.plain_variants or "fastest" not in name], True
-        more = {"methods": about, "with_stages": not args.no_stages}
+        more = {"methods": named, "with_stages": not args.no_stages}
         made = experiment.Experiment(work, modes, {"prompts": found}, [args.temperature], **more)
     options.say(f"{len(found)} prompts, {', '.join(mode.name for mode in made.modes)}")
     record = made.run()
@@ -155,24 +155,24 @@ def run_compare(args: argparse.Namespace) -> int:
     from hsd_jax.lab.viz import plots
 
     with experiment.alone_in(args.out, temperatures=args.temperatures, batch=args.batch):
-        about = methods.read_methods(args.methods) if args.methods else {"drafter": {}}
+        found = methods.read_methods(args.methods) if args.methods else {"drafter": methods.Method()}
         params = options.load_params(args)
-        reference = next((name for name, method in about.items() if method.get("reference")), None)
-        rivals = {} if reference is None else {name: reference for name in about if name != reference}
-        record = _experiment(args, params, about, references=rivals, batches=args.batch).run(args.out / "compare.json")
+        reference = next((name for name, method in found.items() if method.reference), None)
+        rivals = {} if reference is None else {name: reference for name in found if name != reference}
+        record = _experiment(args, params, found, references=rivals, batches=args.batch).run(args.out / "compare.json")
         tables = report.tables_by_setting(record, report.COMPARED)
         foot = report.footer(record, report.NOTE)
         return _finish(args, "compare", record, tables, foot, plots.plot_methods)
 
 
-def _experiment(args: argparse.Namespace, params: Any, about: dict[str, dict[str, Any]], **more: Any) -> Any:
+def _experiment(args: argparse.Namespace, params: Any, named: Any, **more: Any) -> Any:
     """Methods on the tasks of the command line."""
     from hsd_jax.lab.bench import experiment, methods
     from hsd_jax.lab.bench.prompts import Workload
 
-    work, modes = Workload.of(vars(args)), methods.make_modes(params, about, options.other_drafters(args, params))
+    work, modes = Workload.of(vars(args)), methods.make_modes(params, named, options.other_drafters(args, params))
     tasks = experiment.read_tasks(work, params)
-    return experiment.Experiment(work, modes, tasks, args.temperatures, methods=about, **more)
+    return experiment.Experiment(work, modes, tasks, args.temperatures, methods=named, **more)
 
 
 def _add_ablate(commands) -> None:
@@ -216,8 +216,8 @@ def run_ablate(args: argparse.Namespace) -> int:
         params = options.load_pair(args, "bench ablate")
         if method_of(params.drafter_config).token_information is None:
             raise ValueError(f"a {params.drafter_config.kind} drafter: ablations are of hidden-state drafters")
-        about, references = methods.ablations(params.drafter_config, sizes, drafters)
-        record = _experiment(args, params, about, references=references).run(args.out / "ablate.json")
+        found, references = methods.ablations(params.drafter_config, sizes, drafters)
+        record = _experiment(args, params, found, references=references).run(args.out / "ablate.json")
         tables = report.tables_by_setting(record, report.COMPARED)
         foot = report.footer(record, report.NOTE)
         return _finish(args, "ablate", record, tables, foot, plots.plot_ablate)
@@ -251,7 +251,7 @@ def run_budget(args: argparse.Namespace) -> int:
     with experiment.alone_in(args.out, temperatures=args.temperatures):
         params = options.load_pair(args, "bench budget")
         protocol = budget.make_protocol(args.budgets, args.lengths, params.drafter_config)
-        made = _experiment(args, params, protocol.about)
+        made = _experiment(args, params, protocol.methods)
         record = budget.run(made, protocol.groups, args.out / "budget.json")
         tables = report.tables_by_group(record, report.BUDGETED)
         foot = report.footer(record, budget.NOTE, report.NOTE)
@@ -297,17 +297,17 @@ def run_tasks(args: argparse.Namespace) -> int:
     drafters = options.named_folders(args.drafters, "--drafters")
     with experiment.alone_in(args.out, temperatures=args.temperatures):
         checkpoint = options.source_of(args)
-        about = methods.read_methods(args.methods) if args.methods else None
+        named = methods.read_methods(args.methods) if args.methods else None
         room = (args.max_len or checkpoint.config.max_position) - args.max_new_tokens
         found = tasks.read(given, args.per_task, checkpoint.tokenizer, room)
         params = options.load_params(args)
         if params.drafter_config is None:
             options.say("no drafter: lookup drafts; give --drafter DIR for another")
             params = options.other_drafters(args, params)("lookup")
-        about = methods.preset_of_tasks(params.drafter_config) if about is None else about
-        about = methods.with_drafters(about, drafters)
-        modes = methods.make_modes(params, about, options.other_drafters(args, params))
-        made = experiment.Experiment(work, modes, found, args.temperatures, methods=about, warms_all=False)
+        named = methods.preset_of_tasks(params.drafter_config) if named is None else named
+        named = methods.with_drafters(named, drafters)
+        modes = methods.make_modes(params, named, options.other_drafters(args, params))
+        made = experiment.Experiment(work, modes, found, args.temperatures, methods=named, warms_all=False)
         record = made.run(args.out / "tasks.json")
         foot = [*tasks.texts_of(record), *report.footer(record, tasks.NOTE)]
         return _finish(args, "tasks", record, list(tasks.tables_of(record)), foot, plots.plot_tasks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -70,41 +71,27 @@ def add_value(
 
 
 class Choices:
-    """The values of an option, from a table of the library: it is read when it is needed, as it may import jax."""
+    """The values of an option, from a table of the library: it is read when it is needed, as it may import jax.
 
-    def __init__(self, names: Callable[[], Iterable[str]]) -> None:
-        self.names = names
+    Args:
+      module: where the table is.
+      names: the values, of the module.
+    """
+
+    def __init__(self, module: str, names: Callable[[Any], Iterable[str]]) -> None:
+        self.names = lambda: names(importlib.import_module(f"hsd_jax.{module}"))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names()
+        return name in [*self.names()]
 
 
-def _rules() -> list[str]:
-    from hsd_jax.infer.accept import RULES
-    from hsd_jax.request import AUTO
-
-    return [AUTO, *RULES]
-
-
-def _schemes() -> list[str]:
-    from hsd_jax.types import DrawScheme
-
-    return [scheme.value for scheme in DrawScheme]
-
-
-def _precisions() -> Iterable[str]:
-    from hsd_jax.params import PRECISIONS
-
-    return PRECISIONS
-
-
-def _quantized() -> Iterable[str]:
-    from hsd_jax.models.placement import QUANTIZED
-
-    return QUANTIZED
+RULES = Choices("request", lambda module: [module.AUTO, *module.RULES])
+SCHEMES = Choices("types", lambda module: [scheme.value for scheme in module.DrawScheme])
+PRECISIONS = Choices("params", lambda module: module.PRECISIONS)
+QUANTIZED = Choices("models.placement", lambda module: module.QUANTIZED)
 
 
 class OwnOptions(argparse._SubParsersAction):
@@ -193,13 +180,13 @@ def add_dtype_argument(group: Group) -> None:
     what = "of the target's weights (default: that of the checkpoint)"
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help=what)
     what = "int8: 8 bits a weight: another target, near the one of DIR"
-    add_value(group, "--quantize", str, what, choices=Choices(_quantized), metavar="Q")
+    add_value(group, "--quantize", str, what, choices=QUANTIZED, metavar="Q")
 
 
 def add_precision_argument(group: Group) -> None:
     """Declares --precision."""
     what = "fast; or exact: float32 and highest matmul precision, where speculation never changes a token"
-    add_value(group, "--precision P", str, what, "fast", "fast", choices=Choices(_precisions))
+    add_value(group, "--precision P", str, what, "fast", "fast", choices=PRECISIONS)
 
 
 def add_length_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
@@ -269,11 +256,10 @@ def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None)
     what = "rule that judges drafts, of %(choices)s: match gives the text of plain decoding with the same seed, the"
     what += " others draw their trees and give another text of the same distribution"
     default = "auto" if nargs is None else ["auto"]
-    choices = Choices(_rules)
-    add_value(group, "--accept RULE", str, what, default, "auto, which is match", choices=choices, nargs=nargs)
+    add_value(group, "--accept RULE", str, what, default, "auto, which is match", choices=RULES, nargs=nargs)
     what = "how drafts are chosen, of %(choices)s: the likeliest, all or one drawn at random, or coupled to the noise"
     what += " of the target's own draws"
-    add_value(group, "--draw SCHEME", str, what, without="what suits --accept", choices=Choices(_schemes))
+    add_value(group, "--draw SCHEME", str, what, without="what suits --accept", choices=SCHEMES)
     what = "with --accept recursive: linear, square or exponential, as in linear:0.5; text is then not the target's"
     add_value(group, "--lossy F:EPSILON", str, what, without="off")
     add_reuse_argument(group, nargs)

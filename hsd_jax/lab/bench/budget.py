@@ -22,7 +22,7 @@ from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import write_json
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.lab.bench.experiment import ALL, Experiment
-from hsd_jax.lab.bench.methods import About
+from hsd_jax.lab.bench.methods import Method, Methods
 from hsd_jax.lab.bench.prompts import BenchPrompt, Workload
 from hsd_jax.lab.bench.replay import Round, replay, watched_step
 from hsd_jax.lab.bench.tables import say
@@ -88,7 +88,7 @@ def beam_of(budget: int, deepest: int, length: int | None = None) -> TreeConfig:
 class Protocol:
     """Which methods are measured; a mode of both lists is measured once."""
 
-    about: About
+    methods: Methods
     groups: dict[str, list[str]]
     """The modes of "6 draft tokens", of "length 2", and so on."""
 
@@ -107,7 +107,7 @@ def make_protocol(budgets: Sequence[int] | None, lengths: Sequence[int] | None, 
     for name, values in (("budgets", budgets or ()), ("lengths", lengths or ())):
         if len(set(values)) < len(values):
             raise ValueError(f"--{name} {','.join(map(str, values))}: each once")
-    about: About = {}
+    methods: Methods = {}
     groups: dict[str, list[str]] = {}
 
     def add(group: str, chain: int, branching: tuple[int, ...], beam: TreeConfig) -> None:
@@ -117,7 +117,7 @@ def make_protocol(budgets: Sequence[int] | None, lengths: Sequence[int] | None, 
         for method, (layout, rule, scheme) in METHODS.items():
             tree = trees[layout].name
             groups[group].append(name := f"{method} {tree}")
-            about[name] = {"tree": tree, "accept": rule, "draw": scheme}
+            methods[name] = Method(tree=tree, accept=rule, draw=scheme)
 
     for budget in budgets or ():
         add(f"{budget} draft tokens", budget, branching_of(budget, deepest), beam_of(budget, deepest))
@@ -127,7 +127,7 @@ def make_protocol(budgets: Sequence[int] | None, lengths: Sequence[int] | None, 
         branching = branching_of_length(length)
         spent = TreeConfig(branching=branching).nodes - 1
         add(f"length {length}", length, branching, beam_of(spent, deepest, length))
-    return Protocol(about, groups)
+    return Protocol(methods, groups)
 
 
 NOTE = (
@@ -147,7 +147,8 @@ def run(experiment: Experiment, groups: dict[str, list[str]], path: Path) -> dic
       groups: of the protocol.
       path: gets the record as far as it is.
     """
-    record = experiment.run(path) | {"groups": groups}
+    record = experiment.run(path)
+    record["groups"] = groups
     for mode in experiment.modes[1:]:
         say(f"counting siblings: {mode.name}")
         rho = record["drafters"][mode.name]["parameters"] / record["target"]["parameters"]

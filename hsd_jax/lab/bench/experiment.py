@@ -21,7 +21,7 @@ from hsd_jax.host.files import write_json
 from hsd_jax.lab.bench import gap
 from hsd_jax.lab.bench.identity import first_difference
 from hsd_jax.lab.bench.machine import hardware
-from hsd_jax.lab.bench.methods import DEFAULT, PLAIN
+from hsd_jax.lab.bench.methods import DEFAULT, PLAIN, Method
 from hsd_jax.lab.bench.profile import profile_mode
 from hsd_jax.lab.bench.prompts import BenchPrompt, Workload, joined_contexts
 from hsd_jax.lab.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share, task_score
@@ -93,8 +93,8 @@ class Experiment:
     tasks: Mapping[str, Sequence[BenchPrompt]]
     temperatures: Sequence[float]
     batches: Sequence[int] = (1,)
-    methods: Mapping[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """What the record says of each mode."""
+    methods: Mapping[str, Method] = dataclasses.field(default_factory=dict)
+    """Of which the modes were made, for the record."""
     references: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The method that another one is also divided by."""
     most_prompts: int | None = None
@@ -175,7 +175,7 @@ class Experiment:
             "prompt_files": work.prompt_files,
             "half": work.half,
             "references": dict(self.references),
-            "methods": dict(self.methods),
+            "methods": {name: method.changes for name, method in self.methods.items()},
             "kind_of_figures": "measured; prefill excluded unless whole calls are named; end tokens "
             + ("honoured" if self.modes[0].eos is None else "ignored"),
             "rows": [],

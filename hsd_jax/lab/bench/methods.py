@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
+from hsd_jax import settings
 from hsd_jax.config import AHEAD, ReuseConfig, TreeConfig, most_nodes
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.hidden.reuse import check_reuse
@@ -27,14 +28,9 @@ from hsd_jax.planning.ahead import pearl
 from hsd_jax.planning.measure import Mode, parse_tree
 from hsd_jax.request import rule_and_scheme
 
-About = dict[str, dict[str, Any]]
-"""What each method changes, by its name."""
 PLAIN = "plain"
-KEYS = {"drafter": str, "tree": str, "accept": str, "draw": str, "reuse": str, "lossy": str}
-KEYS |= {"rescore": str, "alpha": float, "stack": str, "pearl": int, "adaptive": bool}
-KEYS |= {"token_info": bool, "reference": bool}
-"""What a method may say, and the type of its value."""
-EXPECTED = {bool: "true or false", float: "a number like 0.5", int: "a whole number", str: "a text, in quotes"}
+HOW = ("accept", "draw", "reuse", "lossy", "adaptive")
+"""Of a method, what a `Mode` has under the same name."""
 CHOSEN = "chosen"
 """As a tree: left to `decode`, plain decoding included, as by default."""
 PLAIN_DTYPES, PLAIN_PAD_ROWS = ("float32", "bfloat16"), (1, 4)
@@ -43,31 +39,56 @@ MOST_CHAIN, MOST_NODES = 8, 16
 DEFAULT = "default"
 
 
-def read_methods(path: str | Path) -> About:
-    """What each method of a YAML file changes.
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """What a method changes of the drafter of the command line, its own tree, `match`; the keys of a line of YAML."""
+
+    drafter: str | None = None
+    tree: str | None = None
+    """As in "8x5x2", or CHOSEN."""
+    accept: str | None = None
+    draw: str | None = None
+    reuse: str | None = None
+    lossy: str | None = None
+    rescore: str | None = None
+    alpha: float = ALPHA
+    stack: str | None = None
+    pearl: int | None = None
+    adaptive: bool | None = None
+    token_info: bool = True
+    reference: bool = False
+    """Whether the others are divided by it, too."""
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What is not as by default."""
+        usual = Method()
+        return {key: value for key, value in vars(self).items() if value != getattr(usual, key)}
+
+
+Methods = dict[str, Method]
+"""By name."""
+
+
+def read_methods(path: str | Path) -> Methods:
+    """The methods of a YAML file.
 
     Raises:
       FileNotFoundError, ValueError: naming the method and the key.
     """
     found = read_yaml(path)
     if not isinstance(found, dict) or not found:
-        raise ValueError(f"{path}: expected NAME: {{KEY: VALUE, ...}}, a line a method; keys are {', '.join(KEYS)}")
-    methods = {str(name): about or {} for name, about in found.items()}
-    for name, about in methods.items():
-        if name == PLAIN:
-            raise ValueError(f"{path}: {PLAIN!r} is always measured; give the method another name")
-        if not isinstance(about, dict) or (wrong := [key for key in about if key not in KEYS]):
-            shown = wrong[0] if isinstance(about, dict) else about
-            raise ValueError(f"{path}: method {name!r}: {shown!r} is none of {', '.join(KEYS)}")
-        for key, value in about.items():
-            if type(value) is not KEYS[key]:
-                raise ValueError(f"{path}: method {name!r}: {key}: {value!r}: expected {EXPECTED[KEYS[key]]}")
-    if sum(bool(about.get("reference")) for about in methods.values()) > 1:
+        keys = ", ".join(field.name for field in dataclasses.fields(Method))
+        raise ValueError(f"{path}: expected NAME: {{KEY: VALUE, ...}}, a line a method; keys are {keys}")
+    if PLAIN in found:
+        raise ValueError(f"{path}: {PLAIN!r} is always measured; give the method another name")
+    methods = {str(name): settings.read(Method, line or {}, str(path), str(name)) for name, line in found.items()}
+    if sum(method.reference for method in methods.values()) > 1:
         raise ValueError(f"{path}: at most one method may say reference: true")
     return methods
 
 
-def make_modes(params: Params, about: Mapping[str, dict[str, Any]], load: Callable[[str], Any]) -> list[Mode]:
+def make_modes(params: Params, methods: Methods, load: Callable[[str], Any]) -> list[Mode]:
     """Plain first, then the methods; all share one target.
 
     Args:
@@ -77,30 +98,28 @@ def make_modes(params: Params, about: Mapping[str, dict[str, Any]], load: Callab
     """
     modes = [Mode(PLAIN, params)]
     loaded: dict[str | None, Params] = {None: params}
-    for name, method in about.items():
-        where = method.get("drafter")
+    for name, method in methods.items():
+        where = method.drafter
         if where is not None and where not in loaded:
             loaded[where] = dataclasses.replace(load(where), target=params.target)
         found = loaded[where]
         if found.drafter_config is None:
             raise ValueError(f"method {name!r} has no drafter: name one in --methods, or give --drafter DIR")
         try:
-            if not method.get("token_info", True):
+            if not method.token_info:
                 found = without_token_info(found)
-            if "rescore" in method:
-                found = rescore(found, method["rescore"], method.get("alpha", ALPHA))
-            if "stack" in method:
-                found = stacked(found, method["stack"].split(","))
-            if "pearl" in method:
-                found = pearl(found, method["pearl"])
-            asked = method.get("tree") or (found.tree or default_tree(found.drafter_config)).name
-            how = {key: method[key] for key in ("accept", "draw", "reuse", "lossy", "adaptive") if key in method}
-            if asked == CHOSEN:
-                if how:
-                    raise ValueError(f"tree: {CHOSEN}: leaves everything to `decode`; leave out {', '.join(how)}")
-                modes.append(Mode(name, found, is_chosen=True))
-            else:
-                modes.append(Mode(name, found, parse_tree(asked), **how))
+            if method.rescore is not None:
+                found = rescore(found, method.rescore, method.alpha)
+            if method.stack is not None:
+                found = stacked(found, method.stack.split(","))
+            if method.pearl is not None:
+                found = pearl(found, method.pearl)
+            asked = method.tree or (found.tree or default_tree(found.drafter_config)).name
+            how = {key: value for key, value in method.changes.items() if key in HOW}
+            if asked == CHOSEN and how:
+                raise ValueError(f"tree: {CHOSEN}: leaves everything to `decode`; leave out {', '.join(how)}")
+            is_chosen = asked == CHOSEN
+            modes.append(Mode(name, found, None if is_chosen else parse_tree(asked), is_chosen=is_chosen, **how))
             modes[-1].check()
         except ValueError as error:
             raise ValueError(f"method {name!r}: {error}") from error
@@ -153,17 +172,15 @@ def plain_variants(params: Params, load: Callable[[str], Any]) -> list[Mode]:
 
 def of_options(
     trees: Sequence[TreeConfig], accept: Sequence[str], draw: str | None, reuse: Sequence[str], lossy: str | None
-) -> About:
+) -> Methods:
     """A method for each tree, rule and form of reuse; raises as `Lossy.parse` if a rule is not made for `lossy`."""
-    about: About = {}
+    methods = {}
     rules = [rule_and_scheme(rule, draw)[0] for rule in accept]
     for tree, rule, form in itertools.product(trees, rules, reuse):
         words = [f"tree {tree.name}", *([] if rule == "match" else [rule]), *([] if form == "none" else [form])]
         words += [] if Lossy.parse(lossy, rule) is None else [f"lossy {lossy}"]
-        more = {"draw": draw, "lossy": lossy}
-        own = {"tree": tree.name, "accept": rule, "reuse": form}
-        about[" ".join(words)] = own | {key: value for key, value in more.items() if value is not None}
-    return about
+        methods[" ".join(words)] = Method(tree=tree.name, accept=rule, draw=draw, reuse=form, lossy=lossy)
+    return methods
 
 
 def tree_of_size(nodes: int, max_depth: int) -> TreeConfig:
@@ -174,7 +191,7 @@ def tree_of_size(nodes: int, max_depth: int) -> TreeConfig:
     return TreeConfig(nodes, depth, width)
 
 
-def preset_of_tasks(config: Any) -> About:
+def preset_of_tasks(config: Any) -> Methods:
     """The default, chains and trees of this drafter, and lookup if that is another.
 
     Chains are named by their nodes, the root included; a drafter of fewer steps has shorter ones. A drafter that is
@@ -182,31 +199,31 @@ def preset_of_tasks(config: Any) -> About:
     """
     method = method_of(config)
     steps = method.max_depth(config)
-    about: About = {DEFAULT: {"tree": CHOSEN}}
+    methods = {DEFAULT: Method(tree=CHOSEN)}
     for nodes in (MOST_CHAIN // 2, MOST_CHAIN):
         chain = TreeConfig.chain(min(nodes - 1, steps))
-        about[f"chain {chain.nodes}"] = {"tree": chain.name}
+        methods[f"chain {chain.nodes}"] = Method(tree=chain.name)
     if method.grows_wide and steps > 1:
         for nodes in (MOST_NODES // 2, MOST_NODES):
-            about[f"{nodes} nodes"] = {"tree": tree_of_size(nodes, steps).name}
+            methods[f"{nodes} nodes"] = Method(tree=tree_of_size(nodes, steps).name)
     if config.kind != "lookup":
-        about["lookup"] = {"drafter": "lookup", "tree": CHOSEN}
-    return about
+        methods["lookup"] = Method("lookup", CHOSEN)
+    return methods
 
 
-def with_drafters(about: About, drafters: dict[str, str]) -> About:
+def with_drafters(methods: Methods, drafters: dict[str, str]) -> Methods:
     """The methods, and each of these drafters by name as the default has its own.
 
     Raises:
       ValueError: if a name is taken.
     """
     for name in drafters:
-        if name in (PLAIN, *about):
+        if name in (PLAIN, *methods):
             raise ValueError(f"--drafters {name}={drafters[name]}: there is a method {name!r} already; rename it")
-    return about | {name: {"drafter": folder, "tree": CHOSEN} for name, folder in drafters.items()}
+    return methods | {name: Method(folder, CHOSEN) for name, folder in drafters.items()}
 
 
-def ablations(config: Any, sizes: Sequence[int], drafters: dict[str, str]) -> tuple[About, dict[str, str]]:
+def ablations(config: Any, sizes: Sequence[int], drafters: dict[str, str]) -> tuple[Methods, dict[str, str]]:
     """One change at a time around a drafter's default, at equal numbers of nodes, and the default each is divided by.
 
     `ahead`, which allows shallower trees only, is divided by fresh states in the same tree. So acceptance by depth of
@@ -214,10 +231,10 @@ def ablations(config: Any, sizes: Sequence[int], drafters: dict[str, str]) -> tu
     reuse that this drafter and tree do not allow are left out, with a word on why. Another drafter's tree has as many
     nodes, and is shallower where that was trained for fewer steps.
     """
-    about, references = {}, {}
+    methods, references = {}, {}
 
     def add(name: str, nodes: int, tree: TreeConfig, against: str | None, **change: Any) -> None:
-        about[f"{name}, {nodes}"] = {"tree": tree.name, **change}
+        methods[f"{name}, {nodes}"] = Method(tree=tree.name, **change)
         if against is not None:
             references[f"{name}, {nodes}"] = f"{against}, {nodes}"
 
@@ -241,7 +258,7 @@ def ablations(config: Any, sizes: Sequence[int], drafters: dict[str, str]) -> tu
         for name, folder in drafters.items():
             steps = min(config.num_steps, num_steps_of(folder, config.num_steps))
             add(name, nodes, tree_of_size(nodes, steps), DEFAULT, drafter=folder)
-    return about, references
+    return methods, references
 
 
 def num_steps_of(folder: str, otherwise: int) -> int:

@@ -69,6 +69,7 @@ COLUMNS: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "tokens": lambda row: str(row["num_tokens"]),
     "draft tokens": lambda row: str(row["draft_tokens"]),
     "tau": lambda row: f"{row['tau']:.2f}",
+    "accepted": lambda row: f"{row['mean_accepted']:.2f}",
     "MBSU": lambda row: f"{row['mbsu']:.2f}",
     "tokens/s": lambda row: range_of(row["tokens_per_second"], ".0f"),
     "over plain": lambda row: ratio(row["over_plain"]),
@@ -86,7 +87,7 @@ COLUMNS: Mapping[str, Callable[[dict[str, Any]], str]] = {
 COMPARED = ("method", "tree", "rule", "tau", "tokens/s", "over plain", "whole call", "over reference", "same text")
 BENCHED = ("method", "tokens", "tau", "tokens/s", "over plain", "over fastest plain", "same text")
 CHOICES = ("method", "tau", "tokens/s", "over plain", "same text", "drafts in", "plan")
-BUDGETED = ("method", "draft tokens", "tau", "MBSU", "tokens/s", "over plain", "by depth", "by sibling")
+BUDGETED = ("method", "draft tokens", "tau", "accepted", "MBSU", "tokens/s", "over plain", "by depth", "by sibling")
 
 
 def by_setting(record: dict[str, Any]) -> Iterator[tuple[Setting, list[dict[str, Any]]]]:

@@ -73,12 +73,12 @@ def test_a_speedup_has_a_range_over_repeats_and_an_interval_over_batches():
         ("- a\n", "expected NAME: {KEY: VALUE"),
         ("a: [", "not YAML"),
         ("plain: {}\n", "'plain' is always measured"),
-        ("a: {nodes: 8}\n", "method 'a': 'nodes' is none of drafter, tree, accept, draw, reuse, lossy"),
-        ("a: 8x5x2\n", "method 'a': '8x5x2' is none of"),
+        ("a: {nodes: 8}\n", "a: unknown key 'nodes'; valid keys are accept, adaptive, alpha, drafter, draw"),
+        ("a: 8x5x2\n", "a='8x5x2': expected keys and values"),
         ("a: {reference: true}\nb: {reference: true}\n", "at most one method may say reference"),
-        ("a: {tree: 8}\n", "method 'a': tree: 8: expected a text"),
-        ("a: {drafter: [x]}\n", "method 'a': drafter: ['x']: expected a text"),
-        ('a: {token_info: "no"}\n', "method 'a': token_info: 'no': expected true or false"),
+        ("a: {tree: 8}\n", "a.tree=8: allowed are texts, and null"),
+        ("a: {drafter: [x]}\n", "a.drafter=['x']: allowed are texts, and null"),
+        ('a: {token_info: "no"}\n', "a.token_info='no': allowed are true and false"),
     ],
 )
 def test_methods_files_that_say_nonsense(tmp_path, text, message):
@@ -216,20 +216,22 @@ def test_an_ablation_holds_what_the_drafter_allows(capsys, tmp_path):
     eights = [name.removesuffix(", 8") for name in about if name.endswith(", 8")]
     forms = ["reuse sum", "reuse skip", "as shallow as ahead", "reuse ahead", "reuse unfused"]
     assert eights == ["default", "no token information", *forms, "other"]
-    assert about["reuse ahead, 8"] == {"reuse": "ahead", "tree": "8x1x7"}
+    assert about["reuse ahead, 8"].changes == {"reuse": "ahead", "tree": "8x1x7"}
     assert [references.pop(f"reuse ahead, {n}") for n in (8, 3)] == [f"as shallow as ahead, {n}" for n in (8, 3)]
-    assert about["other, 3"] == {"drafter": "runs/other", "tree": "3x2x1"}
-    assert about["no token information, 3"] == {"token_info": False, "tree": "3x2x1"}
+    assert about["other, 3"].changes == {"drafter": "runs/other", "tree": "3x2x1"}
+    assert about["no token information, 3"].changes == {"token_info": False, "tree": "3x2x1"}
     others = [name for name in about if not name.startswith(("default", "reuse ahead"))]
     assert references == {name: f"default, {name.rpartition(' ')[2]}" for name in others}
     assert "left out" not in capsys.readouterr().err
     assert "reuse ahead, 8" not in methods.ablations(dataclasses.replace(config, num_steps=2), [8], {})[0]
     assert "left out at 8 nodes: reuse='ahead' with TreeConfig.depth=1" in capsys.readouterr().err
-    for num_steps, tree in ((2, "8x2x3"), (9, about["default, 8"]["tree"])):
+    for num_steps, tree in ((2, "8x2x3"), (9, about["default, 8"].tree)):
         own = dataclasses.replace(config, num_steps=num_steps)
-        (tmp_path / "drafter_config.json").write_text(json.dumps(dataclasses.asdict(own)))
-        assert methods.ablations(config, [8], {"own": str(tmp_path)})[0]["own, 8"]["tree"] == tree
-    (tmp_path / "drafter_config.json").write_text(json.dumps(dataclasses.asdict(own) | {"num_steps": 0}))
+        (tmp_path / "drafter_config.json").write_text(json.dumps(dataclasses.asdict(own) | {"kind": "hidden"}))
+        assert methods.ablations(config, [8], {"own": str(tmp_path)})[0]["own, 8"].tree == tree
+    (tmp_path / "drafter_config.json").write_text(
+        json.dumps(dataclasses.asdict(own) | {"kind": "hidden", "num_steps": 0})
+    )
     with pytest.raises(ValueError, match="num_steps=0: allowed are whole numbers from 1"):
         methods.ablations(config, [8], {"own": str(tmp_path)})
 

@@ -111,16 +111,16 @@ def test_what_is_refused_beside_files(files, tokenizer, tmp_path, capsys):
         tasks.read(files | {"gsm8k": str(tmp_path / "test.txt")}, 5, tokenizer, 1000)
     with pytest.raises(ValueError, match=r"HumanEval.*: humaneval: no prompt has at most 60 tokens"):
         tasks.read(files, 5, tokenizer, 60)
-    assert methods.with_drafters({"a": {}}, {"b": "DIR"})["b"] == {"drafter": "DIR", "tree": "chosen"}
+    assert methods.with_drafters({}, {"b": "DIR"})["b"] == methods.Method("DIR", "chosen")
     for taken in ("a", "plain"):
         with pytest.raises(ValueError, match=f"--drafters {taken}=DIR: there is a method '{taken}' already"):
-            methods.with_drafters({"a": {}}, {taken: "DIR"})
+            methods.with_drafters({"a": methods.Method()}, {taken: "DIR"})
 
 
 def test_the_preset_suits_the_drafter():
     config = hsd_jax.load("demo").drafter_config
     about = methods.preset_of_tasks(config)
-    trees = {name: str(method.get("tree")) for name, method in about.items()}
+    trees = {name: str(method.tree) for name, method in about.items()}
     assert list(trees) == ["default", "chain 4", "chain 8", "8 nodes", "16 nodes", "lookup"]
     assert (trees["default"], trees["chain 4"], trees["chain 8"]) == ("chosen", "4x3x1", "8x7x1")
     for nodes in (8, 16):
