@@ -1,1 +1,1 @@
-"""The `hsd` program: a file a command, or a family of them. Start with `main.py`, which says when jax is imported."""
+"""The `hsd` program: a file a command, or a family of them. Start with `main.py`."""
