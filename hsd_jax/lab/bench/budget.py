@@ -24,7 +24,7 @@ from hsd_jax.infer.accept import make_rule
 from hsd_jax.lab.bench.experiment import ALL, Experiment
 from hsd_jax.lab.bench.methods import Method, Methods
 from hsd_jax.lab.bench.prompts import BenchPrompt, Workload
-from hsd_jax.lab.bench.replay import Round, replay, watched_step
+from hsd_jax.lab.bench.replay import Round, pictured, replay, watched_step
 from hsd_jax.lab.bench.tables import say
 from hsd_jax.planning.measure import Mode
 from hsd_jax.request import Speculation, rule_and_scheme
@@ -177,10 +177,10 @@ def siblings_by_setting(
         rounds: list[Round] = []
         for number, prompt in enumerate(prompts):
             asked = Sampling(work.max_new_tokens, temperature, seed=work.seed + number)
-            made = params.target_config, rule, Pictures()
+            made, see = (params.target_config, rule), Pictures()
             with prepare(params, prompt.tokens(params.tokenizer), asked, how) as session:
-                watched = watched or watched_step(session.setup.decoder, *made)
-                rounds += replay(session, *made, watched)
+                watched = watched or watched_step(session.setup.decoder, *made, pictured(see))
+                rounds += replay(session, *made, see, watched)
         found[task, temperature] = count_siblings(rounds, mode.tree.depth, mode.tree.width)
     return found
 

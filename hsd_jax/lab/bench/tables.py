@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from hsd_jax.host.files import is_writer
@@ -22,8 +22,8 @@ class Table(NamedTuple):
     """What stands below it."""
     left: int = 1
     """Columns of text; the others are numbers."""
-    bold: str | None = None
-    """How the first cell of a row that is a total begins."""
+    bold: Collection[str] = ()
+    """The first cells of rows that stand out."""
 
 
 def say(text: str) -> None:
@@ -54,7 +54,7 @@ def print_table(table: Table) -> None:
     """Prints a table and the lines below it."""
     console, made = make_console(), make_table(table.title, table.left, *table.heads)
     for row in table.rows:
-        made.add_row(*row, style="bold" if table.bold and row[0].startswith(table.bold) else None)
+        made.add_row(*row, style="bold" if row[0] in table.bold else None)
     console.print(made)
     for line in table.lines:
         console.print(line, markup=False, highlight=False)
@@ -101,25 +101,21 @@ def stage_line(shares: dict[str, float], whole: float) -> str:
 
 def print_tuned(tuned) -> None:
     """Prints a table for each choice of a `hsd_jax.Tuned`; the row that was chosen is bold."""
+    heads = "", "tau predicted", "tokens/s predicted", "tau", "tokens/s", "over plain"
     for choice in tuned.choices:
-        _print_choice(choice, f"{choice.calls}, {tuned.conditions.dtype}; {tuned.conditions.device}")
-
-
-def _print_choice(choice, title: str) -> None:
-    console = make_console()
-    table = make_table(title, 1, "", "tau predicted", "tokens/s predicted", "tau", "tokens/s", "over plain")
-    for row in choice.table:
-        table.add_row(
-            row.name,
-            _number(row.predicted_tau, ".2f"),
-            _number(row.predicted_tokens_per_second, ".0f"),
-            _number(row.tau, ".2f"),
-            range_of(row.tokens_per_second, ".0f"),
-            range_of(row.speedup, ".2f"),
-            style="bold" if row.name == choice.name else None,
-        )
-    console.print(table)
-    console.print(str(choice), highlight=False)
+        rows = [
+            (
+                row.name,
+                _number(row.predicted_tau, ".2f"),
+                _number(row.predicted_tokens_per_second, ".0f"),
+                _number(row.tau, ".2f"),
+                range_of(row.tokens_per_second, ".0f"),
+                range_of(row.speedup, ".2f"),
+            )
+            for row in choice.table
+        ]
+        title = f"{choice.calls}, {tuned.conditions.dtype}; {tuned.conditions.device}"
+        print_table(Table(title, heads, rows, [str(choice)], bold=[choice.name]))
 
 
 def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], profile: Any) -> None:
@@ -136,7 +132,7 @@ def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], profile: Any) 
         )
         for row in [*rows, total]
     ]
-    print_table(Table("Plain and speculative decoding", heads, cells, left=2, bold=total["name"]))
+    print_table(Table("Plain and speculative decoding", heads, cells, left=2, bold=[total["name"]]))
     if profile is None:
         return
     shares = profile.shares()

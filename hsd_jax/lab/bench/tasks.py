@@ -169,11 +169,13 @@ def tables_of(record: dict[str, Any]) -> Iterator[Table]:
         for key, what in FIGURES.items():
             has_plain = key == "over_plain"
             heads = ["task", *(["plain tokens/s"] if has_plain else []), *methods]
+            found = figures(record, temperature, key)
             cells = [
                 [task, *([f"{plain[task][PLAIN]:.0f}"] if has_plain else []), *(f"{row[m]:.2f}" for m in methods)]
-                for task, row in figures(record, temperature, key).items()
+                for task, row in found.items()
             ]
-            yield Table(f"{what}, temperature {temperature:g}", heads, cells, bold=MEAN)
+            means = [task for task in found if task.startswith(MEAN)]
+            yield Table(f"{what}, temperature {temperature:g}", heads, cells, bold=means)
 
 
 def texts_of(record: dict[str, Any]) -> list[str]:
