@@ -78,6 +78,7 @@ def look_along_path(models: dict, sampling: SamplingParams, state: DecodeState, 
     valid children [B, D] and the distributions of target and drafter [B, D, V] as probabilities; what stands behind the
     accepted ones has no meaning."""
     tree, verdict = judged.tree, judged.verdict
+    assert tree.draft_logp is not None, "drawn trees have distributions"
     path = jnp.minimum(verdict.path[:, :-1], tree.draft_logp.shape[1] - 1)
     is_child = (tree.parents[:, None, :] == path[:, :, None]) & tree.valid[:, None, :]
     target = sampling_lib.target_distribution(take_nodes(judged.logits, path, axis=1), sampling)
