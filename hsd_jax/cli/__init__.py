@@ -1,1 +1,1 @@
-"""The `hsd` program: one file a command. Start with `main.py`; nothing here imports jax before a command runs."""
+"""The `hsd` program: a file a command, or a family of them. Start with `main.py`."""

@@ -1,15 +1,16 @@
-"""`hsd bench`: speculative against plain decoding, honestly. The work is done in `lab/bench/against_plain.py`."""
+"""`hsd bench` and its commands: each an `Experiment` (`lab/bench/experiment.py`) of other methods and columns."""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from hsd_jax.cli import ablate, budget, compare, options, recall, rescore, tasks
-from hsd_jax.cli.options import COUNT, SEED, TEMPERATURE, add_value
+from hsd_jax.cli import options, scored
+from hsd_jax.cli.options import COUNT, TEMPERATURE, add_value
 
 
 def add_parser(commands) -> None:
-    """Declares `hsd bench`."""
+    """Declares `hsd bench` and its commands."""
     parser = options.add_command(
         commands,
         "bench",
@@ -28,9 +29,8 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     )
     options.add_model_arguments(parser, is_required=False)
     options.add_prompt_arguments(parser)
-    add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 128)
+    options.add_length_arguments(parser, 128)
     add_value(parser, "--temperature T", TEMPERATURE, "0 is greedy", 0.0)
-    add_value(parser, "--seed", SEED, "of prompt i: seed + i", 0)
     add_value(parser, "--repeats R", COUNT, "timed passes", 3)
     tree = options.add_tree_arguments(parser)
     tree.add_argument("--trees", metavar="NxDxW,...", help="several trees in one run, for example 4x3x2,3.2.1")
@@ -44,50 +44,270 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     add_value(grid, "--contexts N,...", counts, "tokens of a prompt, for example 64,256,1024,1800")
     add_value(grid, "--temperatures T,...", temperatures, "of each cell", [0.0, 0.8], "0,0.8")
     parser.add_argument("--no-stages", action="store_true", help="do not time the stages of a round")
-    parser.add_argument("--json", type=options.NEW_FILE, metavar="OUT", help="write every figure to this file")
+    options.add_json_argument(parser)
     options.add_plot_argument(parser)
     more = parser.add_subparsers(title="more", metavar="COMMAND", action=options.OwnOptions)
-    for module in (tasks, compare, ablate, budget, rescore, recall):
-        module.add_parser(more)
+    for add in (_add_tasks, _add_compare, _add_ablate, _add_budget, scored.add_rescore, scored.add_recall):
+        add(more)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints, and writes what was asked for."""
-    from hsd_jax.lab.bench import against_plain, grid, tables
+    """Measures plain decoding beside the trees, rules and forms of reuse of the command line."""
+    from hsd_jax.lab.bench import experiment, methods, report
     from hsd_jax.lab.bench.prompts import Workload
-    from hsd_jax.planning.measure import Mode, parse_trees
+    from hsd_jax.lab.viz import plots
+    from hsd_jax.planning.measure import parse_trees
 
-    params = options.load_params(args)
-    options.need_drafter(params, "bench")
+    params = options.load_pair(args, "bench")
     tuned = options.tuned_of(args, params)
     work = Workload.of(vars(args))
     found = work.read(params, args.prompts)
+    trees = parse_trees(args.trees) if args.trees else None
+    columns, has_details = report.CHOICES, False
     if args.batches or args.contexts:
         given = "--batches or --contexts: they measure the rule match alone"
         options.refuse(args, given, "accept", "draw", "reuse", "lossy", "plot", "plain_variants")
-        trees = parse_trees(args.trees) if args.trees else [options.tree_asked(args, params)]
         sizes = args.batches or [1], args.contexts or [64], args.temperatures
-        record = grid.measure(work, params, found, tuned, *sizes, trees)
-        for cell in record["cells"]:
-            print(grid.line_of(grid.Cell(**cell)))
-        options.write_record(args.json, record)
-        return 0
-    if isinstance(tuned, bool):
-        trees = parse_trees(args.trees) if args.trees else [options.tree_of(args, params)]
-        ways = against_plain.make_modes(params, trees, args.accept, args.draw, args.reuse or ["none"], args.lossy)
+        trees = trees or [options.tree_asked(args, params)]
+        made = experiment.over_contexts(work, params, found, trees, tuned, *sizes)
     else:
-        ways = against_plain.tuned_modes(params, tuned, args.temperature, args.tuned)
-    if args.plain_variants:
-        ways += against_plain.plain_variants(
-            params, lambda dtype: options.load_params(args, dtype=dtype, quantize=None, drafter=None)
-        )
-    modes = [Mode(f"plain {params.dtype}", params), *ways]
-    options.say(f"{len(found)} prompts, {', '.join(m.name for m in modes)}")
-    record = against_plain.measure(work, args.temperature, modes, found, not args.no_stages)
-    tables.print_bench(record)
+        named = {}
+        if isinstance(tuned, bool):
+            shapes = trees or [options.tree_of(args, params)]
+            named = methods.of_options(shapes, args.accept, args.draw, args.reuse or ["none"], args.lossy)
+        modes = methods.make_modes(params, named, options.other_drafters(args, params))
+        modes += [] if named else methods.tuned_modes(params, tuned, args.temperature, args.tuned)
+        if args.plain_variants:
+            modes += methods.plain_variants(
+                params, lambda dtype: options.load_params(args, dtype=dtype, quantize=None, drafter=None)
+            )
+        columns, has_details = [name for name in report.BENCHED if args.plain_variants or "fastest" not in name], True
+        more = {"methods": named, "with_stages": not args.no_stages}
+        made = experiment.Experiment(work, modes, {"prompts": found}, [args.temperature], **more)
+    options.say(f"{len(found)} prompts, {', '.join(mode.name for mode in made.modes)}")
+    record = made.run()
+    report.show(report.tables_by_setting(record, columns, has_details), report.footer(record, report.NOTE))
     options.write_record(args.json, record)
     if args.plot:
-        from hsd_jax.lab.viz import plots
-
-        plots.plot_bench(record, args.plot)
+        plots.plot_methods(record, args.plot)
     return 0
+
+
+def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what `lab/bench/experiment.read_tasks` reads, and temperatures."""
+    otherwise = "the dozen prompts of the demo"
+    add_value(parser, "--prompts TASK=FILE", str, "one task a file", without=otherwise, nargs="+")
+    add_value(parser, "--limit N", COUNT, "prompts of each task", 20)
+    options.add_half_argument(parser, "both")
+    options.add_chat_argument(parser)
+    options.add_length_arguments(parser, 128)
+    add_value(parser, "--temperatures T", TEMPERATURE, "", [0.0], "0", nargs="+")
+    add_value(parser, "--repeats R", COUNT, "timed passes", 3)
+
+
+def _add_out_argument(parser: argparse.ArgumentParser, name: str) -> None:
+    """Declares --out, the folder of the result."""
+    files = f"gets {name}.json, .csv, .md and, with matplotlib, .png"
+    add_value(parser, "--out FOLDER", options.NEW_FOLDER, files, required=True)
+
+
+def _finish(args: argparse.Namespace, name: str, record: dict[str, Any], tables: Any, foot: Any, plot: Any) -> int:
+    """Prints what was measured, writes the folder, and returns the status of the command."""
+    from hsd_jax.lab.bench import experiment, report
+
+    report.write(record, tables, foot, args.out, name)
+    plot(record, args.out / f"{name}.png")
+    return experiment.status(record)
+
+
+def _add_compare(commands) -> None:
+    parser = options.add_command(
+        commands,
+        "compare",
+        run_compare,
+        "compare drafters, trees and rules on several tasks",
+        "Decode the prompts of every task by every method, interleaved in one process with plain decoding, for every\n"
+        "temperature and batch size. Prefill is excluded, end tokens are honoured; speeds are medians over the\n"
+        "repeats, ratios carry a 95 % interval over prompts (paired bootstrap).",
+        """
+hsd bench compare --demo --out runs/compare
+hsd bench compare --demo --methods methods.yaml --prompts dialogue=dev.jsonl maths=test.jsonl --out runs/compare
+hsd bench compare --target DIR --methods methods.yaml --temperatures 0 0.8 1 --batch 1 4 --out runs/compare
+
+methods.yaml, a line a method; what is left out is the drafter of the command line, its own tree, match:
+  hidden: {tree: 8x5x2}
+  standard: {drafter: runs/small-lm, tree: 5x4x1, accept: recursive, reference: true}
+  copied: {drafter: lookup, tree: 8x7x1}
+With `reference: true` a second column gives the ratio to that method; `reuse: FORM` and `token_info: false` change the
+hidden-state drafter; `lossy: "linear:0.5"` goes with `accept: recursive` and brings a task score of every method.
+""",
+    )
+    options.add_model_arguments(parser)
+    add_value(parser, "--methods FILE", str, "YAML", without="the loaded drafter, its own tree, match")
+    _add_task_arguments(parser)
+    add_value(parser, "--batch B", COUNT, "rows decoded at once", [1], "1", nargs="+")
+    _add_out_argument(parser, "compare")
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """Measures the methods of a file."""
+    from hsd_jax.lab.bench import experiment, methods, report
+    from hsd_jax.lab.viz import plots
+
+    with experiment.alone_in(args.out, temperatures=args.temperatures, batch=args.batch):
+        found = methods.read_methods(args.methods) if args.methods else {"drafter": methods.Method()}
+        params = options.load_params(args)
+        reference = next((name for name, method in found.items() if method.reference), None)
+        rivals = {} if reference is None else {name: reference for name in found if name != reference}
+        record = _experiment(args, params, found, references=rivals, batches=args.batch).run(args.out / "compare.json")
+        tables = report.tables_by_setting(record, report.COMPARED)
+        foot = report.footer(record, report.NOTE)
+        return _finish(args, "compare", record, tables, foot, plots.plot_methods)
+
+
+def _experiment(args: argparse.Namespace, params: Any, named: Any, **more: Any) -> Any:
+    """Methods on the tasks of the command line."""
+    from hsd_jax.lab.bench import experiment, methods
+    from hsd_jax.lab.bench.prompts import Workload
+
+    work, modes = Workload.of(vars(args)), methods.make_modes(params, named, options.other_drafters(args, params))
+    tasks = experiment.read_tasks(work, params)
+    return experiment.Experiment(work, modes, tasks, args.temperatures, methods=named, **more)
+
+
+def _add_ablate(commands) -> None:
+    parser = options.add_command(
+        commands,
+        "ablate",
+        run_ablate,
+        "change one thing at a time around the default",
+        "Decode by the drafter as it is, without its token information, with every form of reuse it allows, and by\n"
+        "other drafters, all at equal numbers of nodes, interleaved on the same prompts. Ratios to the default carry\n"
+        "a 95 % interval over prompts (paired bootstrap).",
+        """
+hsd bench ablate --demo --nodes 8,16 --out runs/ablate
+hsd bench ablate --target DIR --drafter DIR --drafters medusa=DIR eagle=DIR --prompts chat=dev.jsonl --out runs/ablate
+""",
+    )
+    options.add_model_arguments(parser)
+    add_value(parser, "--nodes N,N,...", str, "nodes of a tree, the root included", "8,16", "8,16")
+    what = "more runs, each by another drafter: trained without token information, with a reduced draft vocabulary, ..."
+    add_value(parser, "--drafters NAME=DIR", str, what, [], nargs="+")
+    _add_task_arguments(parser)
+    _add_out_argument(parser, "ablate")
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Numbers of nodes from "8,16,32"."""
+    sizes = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
+    if min(sizes) < 3 or len(set(sizes)) < len(sizes):
+        raise ValueError(f"--nodes {text!r}: allowed are different numbers of at least 3, for example 8,16,32")
+    return sizes
+
+
+def run_ablate(args: argparse.Namespace) -> int:
+    """Measures one change at a time."""
+    from hsd_jax.drafters.table import method_of
+    from hsd_jax.lab.bench import experiment, methods, report
+    from hsd_jax.lab.viz import plots
+
+    sizes, drafters = parse_sizes(args.nodes), options.named_folders(args.drafters, "--drafters")
+    with experiment.alone_in(args.out, temperatures=args.temperatures):
+        params = options.load_pair(args, "bench ablate")
+        if method_of(params.drafter_config).token_information is None:
+            raise ValueError(f"a {params.drafter_config.kind} drafter: ablations are of hidden-state drafters")
+        found, references = methods.ablations(params.drafter_config, sizes, drafters)
+        record = _experiment(args, params, found, references=references).run(args.out / "ablate.json")
+        tables = report.tables_by_setting(record, report.COMPARED)
+        foot = report.footer(record, report.NOTE)
+        return _finish(args, "ablate", record, tables, foot, plots.plot_ablate)
+
+
+def _add_budget(commands) -> None:
+    parser = options.add_command(
+        commands,
+        "budget",
+        run_budget,
+        "compare ways to draw and judge trees at equal draft tokens",
+        "Decode by SD, SpecInfer, RSD-C, RSD-S, top-k and coupled trees of as many draft tokens a round, and of as\n"
+        "long paths, interleaved with plain decoding; then count which siblings were accepted.",
+        """
+hsd bench budget --demo --temperatures 0.8 1 --out runs/budget
+hsd bench budget --demo --budgets 6,14 --lengths 3 --prompts chat=dev.jsonl --half report --out runs/budget
+""",
+    )
+    options.add_model_arguments(parser)
+    add_value(parser, "--budgets N,...", options.numbers(COUNT), "draft tokens a round", without="6,10,14,21,30")
+    add_value(parser, "--lengths L,...", options.numbers(COUNT), "tokens of the longest path", without="2,3,4,5")
+    _add_task_arguments(parser)
+    _add_out_argument(parser, "budget")
+
+
+def run_budget(args: argparse.Namespace) -> int:
+    """Measures the protocol of RSD."""
+    from hsd_jax.lab.bench import budget, experiment, report
+    from hsd_jax.lab.viz import plots
+
+    with experiment.alone_in(args.out, temperatures=args.temperatures):
+        params = options.load_pair(args, "bench budget")
+        protocol = budget.make_protocol(args.budgets, args.lengths, params.drafter_config)
+        made = _experiment(args, params, protocol.methods)
+        record = budget.run(made, protocol.groups, args.out / "budget.json")
+        tables = report.tables_by_group(record, report.BUDGETED)
+        foot = report.footer(record, budget.NOTE, report.NOTE)
+        return _finish(args, "budget", record, tables, foot, plots.plot_budget)
+
+
+def _add_tasks(commands) -> None:
+    parser = options.add_command(
+        commands,
+        "tasks",
+        run_tasks,
+        "Spec-Bench, HumanEval and GSM8K, a table of all tasks and methods",
+        "Ask the first turns of Spec-Bench, the functions of HumanEval and the problems of GSM8K's test file through\n"
+        "the target's chat template, one prompt at a time, by plain decoding and, in turns with it, by the default,\n"
+        "chains of 4 and 8 nodes, trees of 8 and 16, and lookup. The text must be that of plain decoding.",
+        """
+hsd bench tasks --target smollm2 --spec-bench question.jsonl --out runs/tasks
+hsd bench tasks --target DIR --drafter DIR --spec-bench question.jsonl --per-task 80 --out runs/tasks
+hsd bench tasks --target DIR --drafter DIR --humaneval HumanEval.jsonl.gz --gsm8k test.jsonl --out runs/tasks
+hsd bench tasks --target DIR --drafter DIR --drafters eagle=DIR --spec-bench question.jsonl --out runs/tasks
+""",
+    )
+    options.add_model_arguments(parser)
+    options.add_task_arguments(parser)
+    what = "more columns: other drafters, by default as the first"
+    add_value(parser, "--drafters NAME=DIR", str, what, [], nargs="+")
+    add_value(parser, "--methods FILE", str, "YAML as of `hsd bench compare`, in place of the preset")
+    options.add_length_arguments(parser, 128)
+    add_value(parser, "--temperatures T", TEMPERATURE, "", [0.0, 0.8], "0 0.8", nargs="+")
+    what = "timed passes; before the first one prompt of each size is decoded, which compiles"
+    add_value(parser, "--repeats R", COUNT, what, 1)
+    _add_out_argument(parser, "tasks")
+
+
+def run_tasks(args: argparse.Namespace) -> int:
+    """Measures the preset of methods, or those of a file, on the published tasks."""
+    from hsd_jax.lab.bench import experiment, methods, prompts, report, tasks
+    from hsd_jax.lab.viz import plots
+
+    given = {name: getattr(args, name) for name in tasks.READERS}
+    files = [path for path in given.values() if path is not None]
+    work = prompts.Workload(files, None, args.per_task, args.max_new_tokens, args.seed, args.repeats, args.command_line)
+    drafters = options.named_folders(args.drafters, "--drafters")
+    with experiment.alone_in(args.out, temperatures=args.temperatures):
+        checkpoint = options.source_of(args)
+        named = methods.read_methods(args.methods) if args.methods else None
+        room = (args.max_len or checkpoint.config.max_position) - args.max_new_tokens
+        found = tasks.read(given, args.per_task, checkpoint.tokenizer, room)
+        params = options.load_params(args)
+        if params.drafter_config is None:
+            options.say("no drafter: lookup drafts; give --drafter DIR for another")
+            params = options.other_drafters(args, params)("lookup")
+        named = methods.preset_of_tasks(params.drafter_config) if named is None else named
+        named = methods.with_drafters(named, drafters)
+        modes = methods.make_modes(params, named, options.other_drafters(args, params))
+        made = experiment.Experiment(work, modes, found, args.temperatures, methods=named, warms_all=False)
+        record = made.run(args.out / "tasks.json")
+        foot = [*tasks.texts_of(record), *report.footer(record, tasks.NOTE)]
+        return _finish(args, "tasks", record, list(tasks.tables_of(record)), foot, plots.plot_tasks)

@@ -36,8 +36,7 @@ hsd demo --precision exact --temperature 0.8
     add_value(parser, "--repeats R", COUNT, "timed runs, of which the first is shown", 1)
     add_value(parser, "--limit N", COUNT, "first N prompts only", without=f"{SHOWN} of a chat model, else all")
     options.add_dtype_argument(parser)
-    precisions = ("fast", "exact")
-    add_value(parser, "--precision", str, "exact: float32, no token ever differs", "fast", choices=precisions)
+    options.add_precision_argument(parser)
     options.add_tree_arguments(parser)
     options.add_plot_argument(parser)
     names = "revision", "tokenizer", "mesh", "max_len", "rescore", "alpha", "stack", "pearl"
@@ -46,19 +45,20 @@ hsd demo --precision exact --temperature 0.8
 
 def run(args: argparse.Namespace) -> int:
     """Answers all prompts both ways and prints the table."""
-    from hsd_jax.lab.bench import against_plain, demo, prompts, tables
+    from hsd_jax.lab.bench import demo, profile, prompts, tables
+    from hsd_jax.lab.bench.quality import model_record
+    from hsd_jax.planning.measure import Mode
 
     start = time.perf_counter()
     if args.target is None:
         args.target = _default_target()
     options.say(f"loading {args.target}")
-    params = options.load_params(args)
-    options.need_drafter(params, "demo")
+    params = options.load_pair(args, "demo")
     tree = options.tree_asked(args, params)
     found = prompts.for_checkpoint(params, None, None, args.limit, args.max_new_tokens)
     if args.limit is None and found[0].is_templated:
         found = found[:SHOWN]
-    sizes = [against_plain.model_record(model)["parameters"] / 1e6 for model in (params.target, params.drafter)]
+    sizes = [model_record(model)["parameters"] / 1e6 for model in (params.target, params.drafter)]
     shape = "a tree chosen by cost" if tree is None else f"tree of {tree.nodes} nodes"
     options.say(
         f"target {sizes[0]:.1f}M parameters, drafter {sizes[1]:.1f}M, {params.arithmetic},"
@@ -67,17 +67,18 @@ def run(args: argparse.Namespace) -> int:
     settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "tree": tree}
     rows = [demo.answer_prompt(params, prompt, settings, args.repeats, prompt is found[0]) for prompt in found]
     chosen = rows[-1]["plan"].tree
-    profile = None
+    stages = None
     if chosen is not None:
-        first = found[0].tokens(params.tokenizer)
-        profile = against_plain.profile_mode(params, chosen, first, args.max_new_tokens, args.temperature)
+        first, mode = found[0].tokens(params.tokenizer), Mode("demo", params, chosen)
+        options.say(f"timing the stages of tree {chosen.name}")
+        stages = profile.profile_mode(mode, first, args.max_new_tokens, args.temperature)
     print()
-    tables.print_demo(rows, demo.total(rows), profile)
+    tables.print_demo(rows, demo.total(rows), stages)
     options.say(f"done in {time.perf_counter() - start:.0f} s")
     if args.plot:
         from hsd_jax.lab.viz import plots
 
-        plots.plot_demo(rows, profile, args.plot)
+        plots.plot_demo(rows, stages, args.plot)
     return 0
 
 

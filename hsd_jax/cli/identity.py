@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hsd_jax.cli import options
-from hsd_jax.cli.options import COUNT, SEED, add_value
+from hsd_jax.cli.options import COUNT, add_value
 from hsd_jax.lab.bench.identity import EXACT_GAP, FALSE_ALARM, FAST_PER_THOUSAND
 
 
@@ -31,11 +31,10 @@ hsd identity --demo --prompts dev.jsonl --half report --limit 800 --accept recur
     )
     options.add_model_arguments(parser)
     options.add_prompt_arguments(parser, limit=200)
-    add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 128)
+    options.add_length_arguments(parser, 128)
     add_value(parser, "--batch B", COUNT, "rows at a time", 8)
-    add_value(parser, "--seed", SEED, "of prompt i: seed + i", 0)
     options.add_rule_arguments(options.add_tree_arguments(parser))
-    parser.add_argument("--json", type=options.NEW_FILE, metavar="OUT", help="write the result to this file")
+    options.add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,8 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from hsd_jax.lab.bench import identity, prompts, tables
     from hsd_jax.lab.bench.machine import hardware
 
-    params = options.load_params(args)
-    options.need_drafter(params, "identity")
+    params = options.load_pair(args, "identity")
     tree = options.tree_asked(args, params)
     size = args.limit, args.max_new_tokens, args.chat_template
     found = prompts.for_checkpoint(params, args.prompts, args.half, *size)

@@ -1,6 +1,7 @@
 """The `hsd` program: its commands, how errors are shown, and the compilation cache.
 
-jax is imported only when a command runs, so that help is immediate, and the commands only when Ctrl-C is taken care of.
+jax is imported only when a command runs, so that help is immediate (but for values of options that the library's tables
+hold), and the commands only when Ctrl-C is taken care of.
 Read next: the file of a command.
 """
 

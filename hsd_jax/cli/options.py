@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,32 @@ def add_value(
     name, _, metavar = option.partition(" ")
     if isinstance(default, int | float):
         without = f"{default:g}"
-    more |= {"type": kind, "default": default, "metavar": metavar or None}
+    more = {"type": kind, "default": default, "metavar": metavar or None} | more
     group.add_argument(name, help=help + (f" (default: {without})" if without else ""), **more)
+
+
+class Choices:
+    """The values of an option, from a table of the library: it is read when it is needed, as it may import jax.
+
+    Args:
+      module: where the table is.
+      names: the values, of the module.
+    """
+
+    def __init__(self, module: str, names: Callable[[Any], Iterable[str]]) -> None:
+        self.names = lambda: names(importlib.import_module(f"hsd_jax.{module}"))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __contains__(self, name: object) -> bool:
+        return name in [*self.names()]
+
+
+RULES = Choices("request", lambda module: [module.AUTO, *module.RULES])
+SCHEMES = Choices("types", lambda module: [scheme.value for scheme in module.DrawScheme])
+PRECISIONS = Choices("params", lambda module: module.PRECISIONS)
+QUANTIZED = Choices("models.placement", lambda module: module.QUANTIZED)
 
 
 class OwnOptions(argparse._SubParsersAction):
@@ -115,12 +140,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
     what = "what drafts for a model that drafts, T tokens a round; again for a level more (hsd plan)"
     add_value(group, "--stack DIR[@T]", str, what, action="append")
     add_dtype_argument(group)
-    group.add_argument(
-        "--precision",
-        choices=("fast", "exact"),
-        default="fast",
-        help="exact: float32 and highest matmul precision, where speculation never changes a token (default: fast)",
-    )
+    add_precision_argument(group)
     add_mesh_argument(group)
     add_value(group, "--max-len TOKENS", COUNT, "longest prompt and answer", without="what the model allows")
 
@@ -159,7 +179,25 @@ def add_dtype_argument(group: Group) -> None:
     """Declares --dtype and --quantize."""
     what = "of the target's weights (default: that of the checkpoint)"
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help=what)
-    group.add_argument("--quantize", choices=("int8",), help="8 bits a weight: another target, near the one of DIR")
+    what = "int8: 8 bits a weight: another target, near the one of DIR"
+    add_value(group, "--quantize", str, what, choices=QUANTIZED, metavar="Q")
+
+
+def add_precision_argument(group: Group) -> None:
+    """Declares --precision."""
+    what = "fast; or exact: float32 and highest matmul precision, where speculation never changes a token"
+    add_value(group, "--precision P", str, what, "fast", "fast", choices=PRECISIONS)
+
+
+def add_length_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """Declares --max-new-tokens and --seed."""
+    add_value(parser, "--max-new-tokens N", COUNT, "per prompt", max_new_tokens)
+    add_value(parser, "--seed", SEED, "of prompt i: seed + i", 0)
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares --json; `write_record` reads it."""
+    add_value(parser, "--json OUT", NEW_FILE, "write every figure to this file")
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = None) -> None:
@@ -215,20 +253,13 @@ def add_tree_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
 
 def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None) -> None:
     """Declares how drafts are judged, drawn and made: --accept, --draw and --reuse; with `nargs` several of a kind."""
-    group.add_argument(
-        "--accept",
-        choices=("auto", "match", "recursive", "optimal", "kseq", "block_verification"),
-        default="auto" if nargs is None else ["auto"],
-        nargs=nargs,
-        help="rule that judges drafts: match gives the text of plain decoding with the same seed, the others draw "
-        "their trees and give another text of the same distribution (default: auto, which is match)",
-    )
-    group.add_argument(
-        "--draw",
-        choices=("arbitrary", "independent", "without_replacement", "top_then_random", "coupled"),
-        help="how drafts are chosen: the likeliest, all or one drawn at random, or coupled to the noise of the "
-        "target's own draws (default: what suits --accept)",
-    )
+    what = "rule that judges drafts, of %(choices)s: match gives the text of plain decoding with the same seed, the"
+    what += " others draw their trees and give another text of the same distribution"
+    default = "auto" if nargs is None else ["auto"]
+    add_value(group, "--accept RULE", str, what, default, "auto, which is match", choices=RULES, nargs=nargs)
+    what = "how drafts are chosen, of %(choices)s: the likeliest, all or one drawn at random, or coupled to the noise"
+    what += " of the target's own draws"
+    add_value(group, "--draw SCHEME", str, what, without="what suits --accept", choices=SCHEMES)
     what = "with --accept recursive: linear, square or exponential, as in linear:0.5; text is then not the target's"
     add_value(group, "--lossy F:EPSILON", str, what, without="off")
     add_reuse_argument(group, nargs)
@@ -348,7 +379,20 @@ def refuse(args: argparse.Namespace, given: str, *names: str) -> None:
             raise ValueError(f"--{name.replace('_', '-')} with {given}; leave one of them out")
 
 
-def need_drafter(params, command: str) -> None:
-    """Raises a ValueError if only a target was loaded."""
+def load_pair(args: argparse.Namespace, command: str) -> Any:
+    """As `load_params`; raises a ValueError, too, if only a target was loaded."""
+    params = load_params(args)
     if params.drafter is None:
         raise ValueError(f"hsd {command} compares plain with speculative decoding: give --drafter DIR")
+    return params
+
+
+def named_folders(named: list[str], option: str) -> dict[str, str]:
+    """Folders by name from NAME=DIR; raises a ValueError with the option."""
+    found = {}
+    for text in named:
+        name, is_named, folder = text.partition("=")
+        if not is_named or not name or not folder or name in found:
+            raise ValueError(f"{option} {text!r}: expected NAME=DIR, each name once")
+        found[name] = folder
+    return found

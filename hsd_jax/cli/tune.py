@@ -55,18 +55,17 @@ hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table and the choice, writes the record."""
-    from hsd_jax.lab.bench import grid, prompts, tables
+    from hsd_jax.lab.bench import prompts, tables
     from hsd_jax.planning.measure import parse_trees
     from hsd_jax.planning.tune import tune
 
     trees = parse_trees(args.trees) if args.trees else None
-    params = options.load_params(args)
-    options.need_drafter(params, "tune")
+    params = options.load_pair(args, "tune")
     found = prompts.for_checkpoint(params, args.prompts, args.half, args.limit, args.max_new_tokens, args.chat_template)
     most = max(len(found), *args.batches)
     rows = [found[row % len(found)].tokens(params.tokenizer) for row in range(most)]
     if args.contexts:
-        rows = [ids for n in args.contexts for ids in grid.joined_contexts(params, found, n, most)]
+        rows = [ids for n in args.contexts for ids in prompts.joined_contexts(params, found, n, most)]
     tuned = tune(
         params,
         rows,

@@ -1,6 +1,6 @@
 """Decoding the same prompts by several modes, interleaved in one process, and the figures that come of it.
 
-`time_modes` runs, `mode_record` counts, `speedup` divides. Read next: `against_plain.py`, `compare.py`, `tune.py`.
+`time_modes` runs, `mode_record` counts, `speedup` divides. Read next: `tune.py`, `lab/bench/experiment.py`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Mode:
     """A `hsd_jax.Tuned` that names the tree: of which a round then verifies what pays."""
     is_chosen: bool = False
     """`decode` chooses call by call, plain decoding included, as it does for whoever names no tree."""
+    eos: tuple[int, ...] | None = None
+    """As `eos` of `decode`."""
 
     @property
     def is_plain(self) -> bool:
@@ -76,6 +78,7 @@ class Mode:
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=list(seeds),
+            eos=self.eos,
             tree=self.tree if self.tuned is None else None,
             speculate=not self.is_plain,
             pad_rows=self.pad_rows,
@@ -232,6 +235,7 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
         record["whole_tokens_per_second"] = spread([num_tokens / sum(batches) for batches in whole])
     if mode.is_chosen:
         record["plans"] = dict(Counter(str(r.stats.plan) for r in results))
+        record["drafted_share"] = statistics.mean(r.stats.drafted_share for r in results)
     if not mode.is_plain:
         histograms = (r.stats.accepted_histogram for r in results)  # where trees are chosen, of different lengths
         histogram = [int(sum(n)) for n in itertools.zip_longest(*histograms, fillvalue=0)]

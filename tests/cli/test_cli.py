@@ -279,20 +279,22 @@ def test_bench_record_is_complete(folders, tmp_path, capsys):
     record = json.loads(out.read_text())
     assert record["command"].startswith("hsd bench --target")
     assert {"cpu", "cores", "jax", "backend", "load_average"} <= set(record["hardware"])
-    assert record["settings"]["num_prompts"] == len(record["prompts"]) == 2
+    plain, drafted = record["rows"]
+    assert (plain["method"], drafted["method"]) == ("plain", "tree 5x3x2")
+    assert record["num_prompts"] == {"prompts": 2} and len(plain["prompts"]) == len(drafted["prompts"]) == 2
     assert record["target"]["bytes"] == 4 * record["target"]["parameters"]
     own = params_lib.fastest_dtype()
-    assert record["drafter"]["bytes"] == jnp.dtype(own).itemsize * record["drafter"]["parameters"]
-    assert record["bits_per_byte"]["value"] > 0
-    assert 0 <= record["repeated_4gram_share"] <= 1
-    plain, drafted = record["modes"]["plain float32"], record["modes"]["tree 5x3x2"]
+    drafter = record["drafters"]["tree 5x3x2"]
+    assert drafter["bytes"] == jnp.dtype(own).itemsize * drafter["parameters"]
+    assert record["bits_per_byte"]["prompts"]["value"] > 0
+    assert 0 <= record["repeated_4gram_share"]["prompts"] <= 1
     assert plain["tau"] == 1.0
     assert drafted["same_text_as_plain"] == 2 and drafted["differing_prompts"] == []
     assert drafted["tau"] == pytest.approx(drafted["num_tokens"] / drafted["num_target_passes"])
     assert sum(drafted["accepted_histogram"]) == drafted["num_target_passes"]
     assert len(drafted["conditional_acceptance"]) == 3
-    assert drafted["speedup_same_dtype"]["against"] == "plain float32"
-    assert {"median", "min", "max", "low", "high"} <= set(drafted["speedup_fastest_plain"])
+    assert drafted["over_plain"]["against"] == "plain" and drafted["over_fastest_plain"] is None
+    assert {"median", "min", "max", "low", "high"} <= set(drafted["over_plain_whole"])
     shown = capsys.readouterr().out
     assert "tree 5x3x2" in shown and "bits per byte" in shown and "acceptance by depth" in shown
 
@@ -305,9 +307,11 @@ def test_bench_with_stages_plain_variants_and_plot(folders, tmp_path):
     arguments += ["--trees", "3x2x1,5x3x2", "--json", out, "--plot", tmp_path / "bench.png"]
     assert hsd("bench", *both(folders), *arguments, *SHORT) == 0
     record = json.loads(out.read_text())
-    plain = {(m["dtype"], m["pad_rows"]) for m in record["modes"].values() if m["kind"] == "plain"}
+    plain = {(row["dtype"], row["pad_rows"]) for row in record["rows"] if row["kind"] == "plain"}
     assert plain == {("float32", 1), ("float32", 4), ("bfloat16", 1), ("bfloat16", 4)}
-    stages = record["modes"]["tree 3x2x1"]["stages"]
+    rows = {row["method"]: row for row in record["rows"]}
+    stages = rows["tree 3x2x1"]["stages"]
+    assert rows["tree 5x3x2"]["over_fastest_plain"]["against"] in rows
     assert sum(stages["shares"].values()) == pytest.approx(1.0)
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
@@ -320,7 +324,7 @@ def test_bench_with_other_drafters(folders, tmp_path, drafter):
     models = ["--target", folders.target, "--drafter", getattr(folders, drafter, drafter), "--precision", "exact"]
     arguments = ["--prompts", folders.data, "--limit", "2", "--repeats", "1", "--nodes", "4", "--json", out]
     assert hsd("bench", *models, *arguments, *SHORT) == 0
-    mode = json.loads(out.read_text())["modes"]["tree 4x3x1"]
+    mode = json.loads(out.read_text())["rows"][1]
     assert mode["same_text_as_plain"] == 2
     assert mode["stages"]["seconds"]["trunk"] > 0 and mode["stages"]["seconds"]["head"] == 0
     assert sum(mode["stages"]["shares"].values()) == pytest.approx(1.0)
@@ -345,8 +349,8 @@ def test_bench_compares_rules(folders, tmp_path):
     arguments = ["--prompts", folders.data, "--limit", "1", "--repeats", "1", "--json", out]
     rules = ["--accept", "auto", "match", "recursive"]  # auto is match, and not measured twice
     assert hsd("bench", *both(folders), *arguments, *rules, *SHORT, *TREE, "--dtype", "float32") == 0
-    modes = json.loads(out.read_text())["modes"]
-    assert list(modes) == ["plain float32", "tree 5x3x2", "tree 5x3x2 recursive"]
+    modes = {row["method"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(modes) == ["plain", "tree 5x3x2", "tree 5x3x2 recursive"]
     assert all(m["same_text_as_plain"] == 1 for m in modes.values())
     assert sum(modes["tree 5x3x2 recursive"]["stages"]["shares"].values()) == pytest.approx(1.0)
 
@@ -359,8 +363,8 @@ def test_the_rules_of_the_command_line_are_those_of_the_library():
     parser = argparse.ArgumentParser()
     options.add_rule_arguments(parser.add_argument_group())
     choices = {action.dest: action.choices for action in parser._actions}
-    assert choices["accept"] == (AUTO, *RULES)
-    assert choices["draw"] == tuple(scheme.value for scheme in DrawScheme)
+    assert [*choices["accept"]] == [AUTO, *RULES]
+    assert [*choices["draw"]] == [scheme.value for scheme in DrawScheme]
 
 
 def test_bench_fills_a_grid(folders, tmp_path, capsys):
@@ -368,13 +372,14 @@ def test_bench_fills_a_grid(folders, tmp_path, capsys):
     cells = ["--batches", "1,2", "--contexts", "6", "--temperatures", "0,0.8", "--repeats", "1", "--no-tuned"]
     assert hsd("bench", *both(folders), "--prompts", folders.data, "--max-new-tokens", "8", *cells, "--json", out) == 0
     record = json.loads(out.read_text())
-    found = [(cell["batch"], cell["context"], cell["temperature"], cell["num_differing"]) for cell in record["cells"]]
-    assert found == [(1, 6, 0.0, 0), (1, 6, 0.8, 0), (2, 6, 0.0, 0), (2, 6, 0.8, 0)]
-    assert capsys.readouterr().out.count("tokens/s") == 4
+    rows = [row for row in record["rows"] if row["method"] == "default"]
+    found = [(row["batch"], row["task"], row["temperature"], row["num_texts"]) for row in rows]
+    assert found == [(b, "context 6", t, 6) for t in (0.0, 0.8) for b in (1, 2)]
+    assert all(row["same_text_as_plain"] == 6 and row["plans"] and row["num_tokens"] == 48 for row in rows)
+    assert capsys.readouterr().out.count("context 6, temperature") == 4
     named = ["--batches", "1", "--contexts", "6", "--temperatures", "0", "--repeats", "1", "--trees", "2x1x1,4x3x1"]
     assert hsd("bench", *both(folders), "--prompts", folders.data, "--max-new-tokens", "8", *named, "--json", out) == 0
-    plans = [cell["plan"] for cell in json.loads(out.read_text())["cells"]]
-    assert plans == ["trees of 2x1x1: asked for", "trees of 4x3x1: asked for"]
+    assert [row["method"] for row in json.loads(out.read_text())["rows"]] == ["plain", "tree 2x1x1", "tree 4x3x1"]
     assert hsd("bench", *both(folders), "--prompts", folders.data, "--batches", "1", "--accept", "recursive") == 2
     assert "--accept with --batches or --contexts: they measure the rule match alone" in capsys.readouterr().err
     assert hsd("bench", *both(folders), "--prompts", folders.data, "--contexts", "100000") == 2

@@ -18,7 +18,7 @@ from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.lab.bench import against_plain
+from hsd_jax.lab.bench import methods
 from hsd_jax.params import Params
 from hsd_jax.planning import costs, measure, plan, simulate, tuned
 from hsd_jax.planning import tune as tuning
@@ -567,11 +567,11 @@ def test_bench_measures_the_ways_of_a_record(folders, record):
     params = hsd_jax.load(**vars_of(folders))
     part = make_choice(CHAIN, "none", temperature=0.0, is_whole=False, slots=2048)
     found = make_record(params, make_choice(temperature=0.0), part, make_choice(WIDE, "none", rows=2))
-    whole, adaptive = against_plain.tuned_modes(params, found, 0.0, "x.json")
+    whole, adaptive = methods.tuned_modes(params, found, 0.0, "x.json")
     assert (whole.name, whole.tree, whole.reuse, whole.tuned) == ("tree 3x2x1 skip:2", SMALL, "skip:2", None)
     assert (adaptive.name, adaptive.tree, adaptive.tuned) == ("tree up to 5x4x1", CHAIN, found.only(part))
     with pytest.raises(ValueError, match="says nothing of single rows at such a temperature"):
-        against_plain.tuned_modes(params, found, 1.0, "x.json")
+        methods.tuned_modes(params, found, 1.0, "x.json")
 
 
 @pytest.mark.parametrize(

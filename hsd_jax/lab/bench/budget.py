@@ -1,8 +1,7 @@
 """The protocol of RSD: chains and trees at equal numbers of draft tokens, and at equal lengths (arXiv:2402.14160).
 
 Every method drafts as many tokens a round, the root not counted, and decodes the same prompts, interleaved with plain
-decoding (`compare.py`). A second pass, round by round and not timed, counts which sibling was accepted. Read next:
-`budget_report.py`.
+decoding (`experiment.py`). A second pass, round by round and not timed, counts which sibling was accepted.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,11 @@ from hsd_jax.drafters.method import Pictures
 from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import write_json
 from hsd_jax.infer.accept import make_rule
-from hsd_jax.lab.bench import compare
-from hsd_jax.lab.bench.prompts import Workload
-from hsd_jax.lab.bench.replay import Round, replay, watched_step
+from hsd_jax.lab.bench.experiment import ALL, Experiment
+from hsd_jax.lab.bench.methods import Method, Methods
+from hsd_jax.lab.bench.prompts import BenchPrompt, Workload
+from hsd_jax.lab.bench.replay import Round, pictured, replay, watched_step
 from hsd_jax.lab.bench.tables import say
-from hsd_jax.params import Params
 from hsd_jax.planning.measure import Mode
 from hsd_jax.request import Speculation, rule_and_scheme
 from hsd_jax.session import prepare
@@ -89,8 +88,7 @@ def beam_of(budget: int, deepest: int, length: int | None = None) -> TreeConfig:
 class Protocol:
     """Which methods are measured; a mode of both lists is measured once."""
 
-    about: dict[str, dict[str, str]]
-    """What each mode changes, as `compare.read_methods` says it."""
+    methods: Methods
     groups: dict[str, list[str]]
     """The modes of "6 draft tokens", of "length 2", and so on."""
 
@@ -109,7 +107,7 @@ def make_protocol(budgets: Sequence[int] | None, lengths: Sequence[int] | None, 
     for name, values in (("budgets", budgets or ()), ("lengths", lengths or ())):
         if len(set(values)) < len(values):
             raise ValueError(f"--{name} {','.join(map(str, values))}: each once")
-    about: dict[str, dict[str, str]] = {}
+    methods: Methods = {}
     groups: dict[str, list[str]] = {}
 
     def add(group: str, chain: int, branching: tuple[int, ...], beam: TreeConfig) -> None:
@@ -119,7 +117,7 @@ def make_protocol(budgets: Sequence[int] | None, lengths: Sequence[int] | None, 
         for method, (layout, rule, scheme) in METHODS.items():
             tree = trees[layout].name
             groups[group].append(name := f"{method} {tree}")
-            about[name] = {"tree": tree, "accept": rule, "draw": scheme}
+            methods[name] = Method(tree=tree, accept=rule, draw=scheme)
 
     for budget in budgets or ():
         add(f"{budget} draft tokens", budget, branching_of(budget, deepest), beam_of(budget, deepest))
@@ -129,50 +127,48 @@ def make_protocol(budgets: Sequence[int] | None, lengths: Sequence[int] | None, 
         branching = branching_of_length(length)
         spent = TreeConfig(branching=branching).nodes - 1
         add(f"length {length}", length, branching, beam_of(spent, deepest, length))
-    return Protocol(about, groups)
+    return Protocol(methods, groups)
 
 
-def measure(
-    work: Workload, protocol: Protocol, params: Params, temperatures: Sequence[float], out: Path
-) -> dict[str, Any]:
-    """The record of `compare.measure`, batch 1, with what the protocol asks for in every row of a method.
+NOTE = (
+    "draft tokens: a round, the root not counted; tau: block efficiency, tokens a target pass; MBSU: tau / (L rho + 1),"
+    " L the depth; by depth: accepted where all before were; by sibling: accepted where it was tried, by rank"
+)
+
+
+def run(experiment: Experiment, groups: dict[str, list[str]], path: Path) -> dict[str, Any]:
+    """The record of an experiment of a protocol's methods, with what the protocol asks for in every row of a method.
 
     `draft_tokens`; `mbsu`, memory-bound speedup: tau / (L rho + 1), L the depth of the tree and `rho` the parameters of
     the drafter, as they are held, over those of the target: a pass of the drafter for each level is what it charges;
     and `siblings`, see `count_siblings`.
 
     Args:
-      out: the folder; budget.json there gets the record as far as it is.
+      groups: of the protocol.
+      path: gets the record as far as it is.
     """
-    path, tasks = out / "budget.json", compare.read_tasks(work, params)
-    modes = compare.make_modes(params, protocol.about, lambda drafter: params)
-    record = compare.measure(work, modes, protocol.about, {}, tasks, temperatures, [1], path)
-    record["groups"] = protocol.groups
-    target, trees = record["target"]["parameters"], {mode.name: mode.tree for mode in modes}
-    for row in record["rows"]:
-        if (tree := trees[row["method"]]) is not None:
-            rho = record["drafters"][row["method"]]["parameters"] / target
-            row |= {"draft_tokens": tree.nodes - 1, "rho": rho, "mbsu": row["tau"] / (tree.depth * rho + 1)}
-    for mode in modes[1:]:
+    record = experiment.run(path)
+    record["groups"] = groups
+    for mode in experiment.modes[1:]:
         say(f"counting siblings: {mode.name}")
-        counts = siblings_by_setting(mode, tasks, temperatures, work)
+        rho = record["drafters"][mode.name]["parameters"] / record["target"]["parameters"]
+        counts = siblings_by_setting(mode, experiment.tasks, experiment.temperatures, experiment.work)
         for row in record["rows"]:
             if row["method"] == mode.name:
-                row["siblings"] = _counts_of(row, counts)
+                row |= {"draft_tokens": mode.tree.nodes - 1, "rho": rho}
+                row |= {"mbsu": row["tau"] / (mode.tree.depth * rho + 1), "siblings": _counts_of(row, counts)}
         write_json(path, record)
     return record
 
 
 def _counts_of(row: dict[str, Any], counts: dict[tuple[str, float], np.ndarray]) -> dict[str, Any]:
-    mine = [
-        found for (task, t), found in counts.items() if t == row["temperature"] and row["task"] in (task, compare.ALL)
-    ]
+    mine = [found for (task, t), found in counts.items() if t == row["temperature"] and row["task"] in (task, ALL)]
     tried, accepted = np.sum(mine, axis=0).tolist()
     return {"tried": tried, "accepted": accepted}
 
 
 def siblings_by_setting(
-    mode: Mode, tasks: dict[str, list], temperatures: Sequence[float], work: Workload
+    mode: Mode, tasks: Mapping[str, Sequence[BenchPrompt]], temperatures: Sequence[float], work: Workload
 ) -> dict[tuple[str, float], np.ndarray]:
     """`count_siblings` over the prompts of every task, decoded once more round by round by one compiled program."""
     params, rule = mode.params, make_rule(rule_and_scheme(mode.accept, mode.draw)[0], mode.tree)
@@ -181,10 +177,10 @@ def siblings_by_setting(
         rounds: list[Round] = []
         for number, prompt in enumerate(prompts):
             asked = Sampling(work.max_new_tokens, temperature, seed=work.seed + number)
-            made = params.target_config, rule, Pictures()
+            made, see = (params.target_config, rule), Pictures()
             with prepare(params, prompt.tokens(params.tokenizer), asked, how) as session:
-                watched = watched or watched_step(session.setup.decoder, *made)
-                rounds += replay(session, *made, watched)
+                watched = watched or watched_step(session.setup.decoder, *made, pictured(see))
+                rounds += replay(session, *made, see, watched)
         found[task, temperature] = count_siblings(rounds, mode.tree.depth, mode.tree.width)
     return found
 

@@ -1,6 +1,6 @@
 """A pair of models on the demo's prompts: each answer streamed plainly, then speculatively, and how long both took.
 
-Read next: `against_plain.py`, the thorough one.
+Read next: `experiment.py`, the thorough one.
 """
 
 from __future__ import annotations

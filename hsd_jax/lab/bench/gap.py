@@ -19,14 +19,13 @@ import numpy as np
 from hsd_jax.arguments import Sampling
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.accept import make_rule
-from hsd_jax.infer.step import make_step
 from hsd_jax.lab import theory
-from hsd_jax.lab.bench.replay import watched_rounds
+from hsd_jax.lab.bench.replay import Judged, watched_rounds, watched_step
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.planning.measure import Mode
 from hsd_jax.request import Speculation, rule_and_scheme
 from hsd_jax.session import prepare
-from hsd_jax.types import DRAWN_SCHEMES, AcceptRule, Costs, DecodeState, Drafter, DrawScheme, Limits, SamplingParams
+from hsd_jax.types import DRAWN_SCHEMES, DecodeState, DrawScheme, SamplingParams
 
 MOST_PROMPTS = 4
 MOST_NUMBERS = 2**20
@@ -42,7 +41,7 @@ def has_gap(mode: Mode, temperature: float) -> bool:
     return drawn and temperature > 0 and mode.params.mesh is None and not mode.lossy
 
 
-def measure(
+def gap_by_depth(
     mode: Mode, prompts: Sequence[Any], seed: int, max_new_tokens: int, temperature: float
 ) -> list[dict[str, Any]]:
     """A record a depth, on replayed prefixes of the first prompts: nodes, mean children, and three acceptances.
@@ -61,11 +60,9 @@ def measure(
         speculation = Speculation(mode.tree, mode.accept, mode.draw, mode.reuse)
         asked = Sampling(max_new_tokens, temperature, seed=[seed + row])
         with prepare(mode.params, prompt, asked, speculation) as session:
-            decoder = session.setup.decoder
-            assert decoder.drafter is not None
-            if watched is None:
-                rule = make_rule(rule_and_scheme(mode.accept, mode.draw)[0], mode.tree)
-                watched = decoder.compile(make_watched(mode.params.target_config, decoder.drafter, rule))
+            rule = make_rule(rule_and_scheme(mode.accept, mode.draw)[0], mode.tree)
+            step = session.setup.decoder, mode.params.target_config, rule, look_along_path
+            watched = watched or watched_step(*step)
             for seen in watched_rounds(session, watched):
                 accepted, counts, target, draft = (np.asarray(x)[0] for x in seen)
                 for depth in range(min(int(accepted) + 1, len(counts))):
@@ -76,31 +73,17 @@ def measure(
     return [_record(depth, nodes[depth], scheme) for depth in sorted(nodes)]
 
 
-def make_watched(config: Any, drafter: Drafter, rule: AcceptRule):
-    """`watched(models, sampling, limits, state, costs) -> (state, seen)`: the step, and what it judged along the path.
-
-    `seen`: drafts accepted [B], and of the first nodes of the path, D of them, valid children [B, D] and the
-    distributions of target and drafter [B, D, V] as probabilities; what stands behind the accepted ones has no meaning.
-    """
-
-    def watched(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, costs: Costs | None):
-        seen: list[Any] = []
-
-        def verify(keys, tree, ancestors, logits, *rest):
-            verdict = rule.verify(keys, tree, ancestors, logits, *rest)
-            num_distributions = tree.draft_logp.shape[1]
-            path = jnp.minimum(verdict.path[:, : drafter.max_depth], num_distributions - 1)
-            is_child = (tree.parents[:, None, :] == path[:, :, None]) & tree.valid[:, None, :]
-            target = sampling_lib.target_distribution(take_nodes(logits, path, axis=1), sampling)
-            draft = take_nodes(tree.draft_logp, path, axis=1)
-            seen.append((verdict.num_accepted, jnp.sum(is_child, -1), jnp.exp(target), jnp.exp(draft)))
-            return verdict
-
-        # Made anew for each trace, so that the list holds tracers of this trace only.
-        step = make_step(config, drafter, rule._replace(verify=verify))
-        return step(models, sampling, limits, state, costs), seen[0]
-
-    return watched
+def look_along_path(models: dict, sampling: SamplingParams, state: DecodeState, judged: Judged):
+    """What a round judged along its path, for `watched_step`: drafts accepted [B], and of the first nodes, D of them,
+    valid children [B, D] and the distributions of target and drafter [B, D, V] as probabilities; what stands behind the
+    accepted ones has no meaning."""
+    tree, verdict = judged.tree, judged.verdict
+    assert tree.draft_logp is not None, "drawn trees have distributions"
+    path = jnp.minimum(verdict.path[:, :-1], tree.draft_logp.shape[1] - 1)
+    is_child = (tree.parents[:, None, :] == path[:, :, None]) & tree.valid[:, None, :]
+    target = sampling_lib.target_distribution(take_nodes(judged.logits, path, axis=1), sampling)
+    draft = take_nodes(tree.draft_logp, path, axis=1)
+    return verdict.num_accepted, jnp.sum(is_child, -1), jnp.exp(target), jnp.exp(draft)
 
 
 def _record(depth: int, nodes: list[tuple], scheme: DrawScheme) -> dict[str, Any]:

@@ -76,39 +76,29 @@ def compare(
     settings = []
     for name, sampling in SETTINGS.items():
         say(f"{name}: {len(prompts)} prompts")
-        how = sampling | {"reuse": reuse, "tree": tree, **rule}
+        size = max_new_tokens, batch, seed
+        texts, tau, share = decode_all(params, prompts, *size, sampling | {"reuse": reuse, "tree": tree, **rule})
+        setting: dict[str, Any] = {"name": name, **sampling, "tau": tau, "drafted_share": share, "differences": []}
+        settings.append(setting)
         if sampling["temperature"] and rule["accept"] not in ("auto", "match"):
-            texts, tau, share = decode_all(params, prompts, max_new_tokens, batch, seed, how)
             found = distribution.judge(params, [ids for _, ids in prompts], texts, sampling, seed)
-            counts = {"tokens_compared": found.tokens, "tau": tau, "drafted_share": share}
-            told = {"chi_square": found.chi_square, "p_value": found.p_value, "ok": found.p_value >= FALSE_ALARM}
-            settings.append({"name": name, **sampling, **counts, **told, "differences": []})
+            setting |= {"tokens_compared": found.tokens, "chi_square": found.chi_square, "p_value": found.p_value}
+            setting["ok"] = found.p_value >= FALSE_ALARM
             continue
-        plain, _, _ = decode_all(params, prompts, max_new_tokens, batch, seed, sampling | {"speculate": False})
-        drafted, tau, share = decode_all(params, prompts, max_new_tokens, batch, seed, how)
+        plain, _, _ = decode_all(params, prompts, *size, sampling | {"speculate": False})
         if noise is None and params.precision != "exact":
             noise = logit_noise(params, prompts[:NOISE_ROWS], plain[:NOISE_ROWS], num_nodes)
         differences, compared = [], 0
-        for row, (a, b) in enumerate(zip(plain, drafted, strict=True)):
+        for row, (a, b) in enumerate(zip(plain, texts, strict=True)):
             index = first_difference(a, b)
             compared += len(a) if index is None else index + 1
             if index is not None:
                 differences.append(_explain(params, prompts[row], row, index, a, b, seed + row, sampling, noise))
         per_thousand = 1000 * len(differences) / max(compared, 1)
-        is_ok = all(d.excused for d in differences)
         is_rare = promised or params.precision == "exact" or per_thousand <= FAST_PER_THOUSAND
-        settings.append(
-            {
-                "name": name,
-                **sampling,
-                "tokens_compared": compared,
-                "per_thousand": per_thousand,
-                "tau": tau,
-                "drafted_share": share,
-                "ok": is_ok and is_rare,
-                "differences": [dataclasses.asdict(d) for d in differences],
-            }
-        )
+        setting |= {"tokens_compared": compared, "per_thousand": per_thousand}
+        setting["ok"] = is_rare and all(d.excused for d in differences)
+        setting["differences"] = [dataclasses.asdict(d) for d in differences]
     return {
         "ok": all(s["ok"] for s in settings),
         "promised": promised,

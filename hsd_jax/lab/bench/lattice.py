@@ -14,14 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.arguments import encode
+from hsd_jax.config import NO_REUSE, ModelConfig, TreeConfig
 from hsd_jax.drafters.table import METHODS, make_drafter, method_of
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.decode import drafter_after
+from hsd_jax.lab.bench.prompts import Workload
+from hsd_jax.lab.bench.tables import say
 from hsd_jax.models.draft_vocab import to_columns
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
-from hsd_jax.planning.simulate import Texts, accepted_along
+from hsd_jax.planning.simulate import Texts, accepted_along, accepted_lengths, write_texts
 
 ORACLES = (1, 4, 16)
 """Tokens of each state among which an oracle chooses, and for which recall is told."""
@@ -92,6 +95,23 @@ def check_token_free(params: Params) -> None:
         raise ValueError(
             f"a drafter of kind {params.drafter_config.kind} has no token-free states; these have: {having}"
         )
+
+
+def own_texts(params: Params, work: Workload, temperature: float) -> Texts:
+    """What the target writes behind the prompts of a workload."""
+    found = work.read(params, work.prompts)
+    half = "" if work.half is None else f" of half {work.half}"
+    say(f"temperature {temperature:g}: the target writes {len(found)} texts{half}")
+    ids = [np.asarray(row) for row in encode(params, [prompt.tokens(params.tokenizer) for prompt in found])]
+    return write_texts(params, ids, work.max_new_tokens, temperature, work.seed)
+
+
+def tau_of(params: Params, texts: Texts, tree: TreeConfig, temperature: float) -> float:
+    """Tokens a target pass of decoding these texts, counted."""
+    assert params.drafter is not None
+    models = params.drafter, params.drafter_config, params.target, params.target_config
+    (fate,), _ = accepted_lengths(*models, texts, [(tree, NO_REUSE)], temperature)
+    return fate.tau
 
 
 def lattice_of(params: Params, texts: Texts, depth: int) -> tuple[Any, np.ndarray]:

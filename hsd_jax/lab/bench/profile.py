@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from hsd_jax.arguments import Prompt, Sampling
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.infer import step
@@ -22,7 +23,10 @@ from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.sampling import round_noise
 from hsd_jax.lab.bench.tables import STAGES
+from hsd_jax.planning.measure import Mode
 from hsd_jax.planning.timing import interleaved_medians, loop_timer
+from hsd_jax.request import Speculation, rule_and_scheme
+from hsd_jax.session import prepare
 from hsd_jax.types import DecodeState, DrawScheme, KVCache, Limits, RoundInputs, SamplingParams
 
 
@@ -53,6 +57,32 @@ class RoundProfile:
     def shares(self) -> dict[str, float]:
         """The share of a round spent in each of STAGES; they sum to 1."""
         return {name: seconds / self.whole for name, seconds in self.seconds().items()}
+
+    def record(self) -> dict[str, dict[str, float]]:
+        """Seconds and shares, for a file."""
+        return {"seconds": {"whole": self.whole, **self.seconds()}, "shares": self.shares()}
+
+
+def profile_mode(mode: Mode, prompt: Prompt, max_new_tokens: int, temperature: float) -> RoundProfile:
+    """Times the stages of a round at the shapes of a decode of `prompt`, by a mode that has a tree."""
+    params, asked = mode.params, Speculation(mode.tree, mode.accept, mode.draw)
+    session = prepare(params, prompt, Sampling(max_new_tokens, temperature, eos=()), asked)
+    assert session.rows is not None, "the prompt is read"
+    state, sampling, limits = session.rows
+    return profile_round(
+        session.setup.decoder,
+        session.setup.models,
+        params.target_config,
+        params.drafter_config,
+        mode.tree,
+        sampling,
+        limits,
+        state,
+        accept=mode.accept,
+        scheme=rule_and_scheme(mode.accept, mode.draw)[1],
+        precision="highest" if params.precision == "exact" else None,
+        use_native=params.mesh is None,
+    )
 
 
 def profile_round(

@@ -2,7 +2,7 @@
 
 Dialogues and questions go through the chat template of a checkpoint that has one; else they are lines. A prompt may
 know the text that really followed (`rest`), on which the target's bits per byte are measured. Read only: nothing here
-is training data. Read next: `against_plain.py`.
+is training data. Read next: `experiment.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from hsd_jax.train.documents import (
 
 HALVES = ("tune", "report")
 """Half h of a file holds the records with crc32(id) % 2 == h: tune on the first, report on the second."""
+IDS = ("id", "question_id", "task_id", "name")
+"""Fields of a record that name it."""
 MAX_PROMPT_TOKENS = 200
 ASSETS = Path(__file__).parents[2] / "assets"
 DEMO, QUESTIONS = ASSETS / "demo_prompts.jsonl", ASSETS / "demo_questions.jsonl"
@@ -50,9 +52,13 @@ class BenchPrompt:
     """A chat template has put the start token and the ends of turns into the text."""
     question: str | None = None
     """What was said last, without what a template puts around it."""
+    ids: tuple[int, ...] = ()
+    """Of a prompt that is cut to a length: the tokens in place of the text."""
 
     def tokens(self, tokenizer: Tokenizer | None, with_rest: bool = False) -> list[int]:
         """What `decode` takes: token ids, with one start token at most."""
+        if self.ids:
+            return list(self.ids)
         assert tokenizer is not None, "who reads prompts has asked for one"
         text = self.text + (self.rest or "") if with_rest else self.text
         return tokenizer.encode_rendered(text) if self.is_templated else tokenizer.encode(text)
@@ -87,6 +93,19 @@ class Workload:
     def read(self, params, files: Sequence[str] | None) -> list[BenchPrompt]:
         """The prompts of some files; raises as `for_checkpoint`."""
         return for_checkpoint(params, files, self.half, self.limit, self.max_new_tokens, self.chat_template)
+
+
+def joined_contexts(params, found: Sequence[BenchPrompt], length: int, num: int) -> list[list[int]]:
+    """`num` prompts of `length` tokens each: one prompt's last tokens, other texts before it where it is too short."""
+    texts = [prompt.tokens(params.tokenizer, with_rest=True) for prompt in found]
+    contexts = []
+    for row in range(num):
+        ids, before = found[row % len(found)].tokens(params.tokenizer), row + 1
+        while len(ids) < length:
+            ids = texts[before % len(texts)] + ids
+            before += 1
+        contexts.append(ids[-length:])
+    return contexts
 
 
 def for_checkpoint(
@@ -190,7 +209,7 @@ def read_prompts(
     prompts = []
     for path in map(Path, files):
         found = []
-        for where, key, record in _records(path):
+        for where, key, record in records_of(path):
             if half is None or zlib.crc32(key.encode()) % 2 == HALVES.index(half):
                 found.append(prompt_of(record, key, where, count, max_tokens, chat))
             if limit is not None and len(found) >= limit:
@@ -201,15 +220,15 @@ def read_prompts(
     return prompts
 
 
-def _records(path: Path) -> Iterator[tuple[str, str, dict]]:
-    """(where, id, record) of every line; a line of plain text is its own record."""
+def records_of(path: Path, keys: Sequence[str] = IDS) -> Iterator[tuple[str, str, dict]]:
+    """(where, id, record) of every line, its id under one of `keys`; a line of plain text is its own record."""
     records = read_records(path)
     if not path.name.removesuffix(".gz").endswith(".jsonl"):
         [(_, whole)] = records
         lines = enumerate(whole["text"].split("\n"), 1)
         records = ((f"{path}:{number}", {"prompt": line}) for number, line in lines if line.strip())
     for where, record in records:
-        own = (record[k] for k in ("id", "question_id", "task_id", "name") if k in record)
+        own = (record[k] for k in keys if k in record)
         yield where, str(next(own, f"{path.stem}-{where.rpartition(':')[2]}")), record
 
 

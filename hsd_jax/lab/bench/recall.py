@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from hsd_jax.arguments import encode
-from hsd_jax.config import NO_REUSE, TreeConfig
-from hsd_jax.lab.bench.lattice import ORACLES, check_token_free, lattice_of, oracle_tau
+from hsd_jax.config import TreeConfig
+from hsd_jax.lab.bench.lattice import ORACLES, check_token_free, lattice_of, oracle_tau, own_texts, tau_of
 from hsd_jax.lab.bench.machine import hardware
 from hsd_jax.lab.bench.prompts import Workload
-from hsd_jax.lab.bench.tables import make_console, make_table, say
+from hsd_jax.lab.bench.tables import Table, print_table
 from hsd_jax.params import Params
-from hsd_jax.planning.simulate import Texts, accepted_lengths, write_texts
+from hsd_jax.planning.simulate import Texts
 
 STATES, INFORMED = "states alone", "with token information"
 
@@ -31,7 +30,7 @@ def recall(rank: np.ndarray, texts: Texts) -> dict[str, list[float]]:
     return {str(k): shares.tolist() for k, shares in found.items()}
 
 
-def measure(params: Params, work: Workload, temperatures: Sequence[float]) -> dict[str, Any]:
+def recall_by_depth(params: Params, work: Workload, temperatures: Sequence[float]) -> dict[str, Any]:
     """The whole record, on text that the target writes at each temperature.
 
     Raises:
@@ -40,24 +39,20 @@ def measure(params: Params, work: Workload, temperatures: Sequence[float]) -> di
     check_token_free(params)
     drafter, depth = params.drafter, params.drafter_config.num_steps
     assert drafter is not None
-    found = work.read(params, work.prompts)
-    ids = [np.asarray(row) for row in encode(params, [prompt.tokens(params.tokenizer) for prompt in found])]
-    models = drafter, params.drafter_config, params.target, params.target_config
     record: dict[str, Any] = {
         "command": work.command_line,
         "hardware": hardware(),
         "kind_of_figures": "counted on the target's own text",
         "prompt_files": work.prompt_files,
         "half": work.half,
-        "num_prompts": len(found),
         "max_new_tokens": work.max_new_tokens,
         "rows": [],
     }
     for temperature in temperatures:
-        say(f"temperature {temperature:g}: the target writes {len(found)} texts")
-        texts = write_texts(params, ids, work.max_new_tokens, temperature, work.seed)
+        texts = own_texts(params, work, temperature)
+        record["num_prompts"] = len(texts.length)
         lattice, _ = lattice_of(params, texts, depth)
-        (chain,), _ = accepted_lengths(*models, texts, [(TreeConfig.chain(depth), NO_REUSE)], temperature)
+        chain_tau = tau_of(params, texts, TreeConfig.chain(depth), temperature)
         ranks = {STATES: lattice.rank} | ({INFORMED: lattice.informed_rank} if "injector" in drafter else {})
         record["rows"] += [
             {
@@ -65,7 +60,7 @@ def measure(params: Params, work: Workload, temperatures: Sequence[float]) -> di
                 "logits": name,
                 "recall": recall(rank, texts),
                 "oracle_tau": oracle_tau(rank, texts),
-                "chain_tau": chain.tau,
+                "chain_tau": chain_tau,
             }
             for name, rank in ranks.items()
         ]
@@ -73,14 +68,14 @@ def measure(params: Params, work: Workload, temperatures: Sequence[float]) -> di
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """Prints what `measure` returned: a row for each number of tokens, depth by depth."""
+    """Prints what `recall_by_depth` returned: a row for each number of tokens, depth by depth."""
     depth = len(record["rows"][0]["recall"]["1"])
     for row in record["rows"]:
         title = f"temperature {row['temperature']:g}, {row['logits']}, {record['num_prompts']} prompts"
-        columns = ("among the best", *(f"depth {level}" for level in range(1, depth + 1)), "oracle tau")
-        table = make_table(title, 1, *columns)
-        for k, shares in row["recall"].items():
-            table.add_row(k, *(f"{share:.3f}" for share in shares), f"{row['oracle_tau'][k]:.2f}")
-        make_console().print(table)
-        make_console().print(f"the drafter's own chain of {depth}: tau {row['chain_tau']:.2f}")
-    make_console().print(record["command"], markup=False, highlight=False)
+        heads = ("among the best", *(f"depth {level}" for level in range(1, depth + 1)), "oracle tau")
+        cells = [
+            (k, *(f"{share:.3f}" for share in shares), f"{row['oracle_tau'][k]:.2f}")
+            for k, shares in row["recall"].items()
+        ]
+        chain = f"the drafter's own chain of {depth}: tau {row['chain_tau']:.2f}"
+        print_table(Table(title, heads, cells, [chain, record["command"]]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from hsd_jax.infer.step import make_step
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask, forward, read_chunk
 from hsd_jax.session import Session
-from hsd_jax.types import AcceptRule, Costs, DecodeState, Drafter, DraftTree, Limits, SamplingParams, Verdict
+from hsd_jax.types import AcceptRule, Costs, DecodeState, DraftTree, Limits, SamplingParams, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,33 +65,59 @@ class Round:
         return len(self.emitted) == len(self.path)
 
 
-def make_watched_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule, pictures: Pictures) -> Callable:
-    """`watched(models, sampling, limits, state, costs=None) -> (state, (tree, verdict, logp, origins))`: the step, and
-    what it saw.
+class Judged(NamedTuple):
+    """What a round decided, of tracers."""
 
-    `logp` [B, N] is None for drafters that know none of their trees, `origins` (`Origins`) for those without reuse.
+    drafted: DraftTree
+    """As the drafter made it."""
+    tree: DraftTree
+    """What was kept of it, and verified."""
+    logits: Float[Array, "B N V"]
+    verdict: Verdict
+
+
+def watched_step(decoder: Decoder, config: ModelConfig, rule: AcceptRule, see: Callable) -> Callable:
+    """A step that also says what it saw, compiled as the loop of the decoder is:
+    `watched(models, sampling, limits, state, costs=None) -> (state, seen)`.
+
+    Args:
+      rule: that of the decoder's step.
+      see: `see(models, sampling, state, judged) -> seen`, of the state before the round and a `Judged`.
     """
+    drafter = decoder.drafter
+    assert drafter is not None
 
     def watched(models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState, costs: Costs | None = None):
-        trees: list[DraftTree] = []
-        verdicts: list[Verdict] = []
+        drafted, judged = [], []
 
         def draft(*args):
             tree, drafter_state = drafter.draft(*args)
-            trees.append(tree)
+            drafted.append(tree)
             return tree, drafter_state
 
-        def verify(*args):
-            verdicts.append(rule.verify(*args))
-            return verdicts[0]
+        def verify(keys, tree, ancestors, logits, *rest):
+            verdict = rule.verify(keys, tree, ancestors, logits, *rest)
+            judged.append((tree, logits, verdict))
+            return verdict
 
         # Made anew for each trace, so that the two lists hold tracers of this trace only.
         step = make_step(config, drafter._replace(draft=draft), rule._replace(verify=verify))
         after = step(models, sampling, limits, state, costs)
-        origins = None if pictures.node_origins is None else pictures.node_origins(state.drafter, trees[0])
-        return after, (trees[0], verdicts[0], tree_logp(pictures, models, state, trees[0], sampling), origins)
+        return after, see(models, sampling, state, Judged(drafted[0], *judged[0]))
 
-    return watched
+    return decoder.compile(watched)
+
+
+def pictured(pictures: Pictures) -> Callable:
+    """As `see`: the tree, the verdict, `logp` [B, N], None for drafters that know none of their trees, and `Origins`,
+    None for those without reuse."""
+
+    def see(models: dict, sampling: SamplingParams, state: DecodeState, judged: Judged):
+        tree = judged.drafted
+        origins = None if pictures.node_origins is None else pictures.node_origins(state.drafter, tree)
+        return tree, judged.verdict, tree_logp(pictures, models, state, tree, sampling), origins
+
+    return see
 
 
 def tree_logp(
@@ -106,18 +132,11 @@ def tree_logp(
     return jnp.where(tree.depth > 0, jnp.take_along_axis(distributions, tree.tokens[:, :, None], 2)[:, :, 0], 0.0)
 
 
-def watched_step(decoder: Decoder, config: ModelConfig, rule: AcceptRule, pictures: Pictures) -> Callable:
-    """`make_watched_step`, compiled as the loop of the decoder is."""
-    assert decoder.drafter is not None
-    return decoder.compile(make_watched_step(config, decoder.drafter, rule, pictures))
-
-
 def watched_rounds(session: Session, watched: Callable) -> Iterator[Any]:
     """Runs a session on, a round whenever the next item is asked for, until no row is left; yields what each round saw.
 
     Args:
-      watched: `watched(models, sampling, limits, state, costs) -> (state, seen)`, a step compiled by
-        `Decoder.compile`.
+      watched: as `watched_step` makes it.
     """
     seen = []
 
@@ -144,9 +163,9 @@ def replay(
       session: as `prepare` returns it, of a decoder that has a drafter; nothing was taken yet.
       rule: that of the decoder's step.
       pictures: of the decoder's drafter.
-      watched: `watched_step` of these four, for several texts by one program; None: made here.
+      watched: `watched_step` of all these, for several texts by one program; None: made here.
     """
-    watched = watched or watched_step(session.setup.decoder, config, rule, pictures)
+    watched = watched or watched_step(session.setup.decoder, config, rule, pictured(pictures))
     rounds = []
     for tree, verdict, logp, origins in watched_rounds(session, watched):
         taken, num_accepted = session.take(0), int(np.asarray(verdict.num_accepted)[0])

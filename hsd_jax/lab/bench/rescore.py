@@ -12,29 +12,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from hsd_jax.arguments import encode
-from hsd_jax.config import NO_REUSE, TreeConfig
+from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.rescored.config import ZERO_GRAM
-from hsd_jax.lab.bench.compare import without_token_info
-from hsd_jax.lab.bench.lattice import facts
+from hsd_jax.lab.bench.lattice import facts, own_texts, tau_of
 from hsd_jax.lab.bench.machine import hardware
+from hsd_jax.lab.bench.methods import without_token_info
 from hsd_jax.lab.bench.prompts import HALVES, Workload
-from hsd_jax.lab.bench.tables import make_console, make_table, say
+from hsd_jax.lab.bench.tables import Table, print_table, say
 from hsd_jax.params import Params, rescore
-from hsd_jax.planning.simulate import Texts, accepted_lengths, write_texts
+from hsd_jax.planning.simulate import Texts
 
 ALPHAS = (0.1, 0.25, 0.5, 0.75, 1.0)
 NONE, OWN = "none", "its own"
-
-
-def tau_of(params: Params, texts: Texts, tree: TreeConfig, temperature: float) -> float:
-    """Tokens a target pass of decoding these texts."""
-    assert params.drafter is not None
-    models = params.drafter, params.drafter_config, params.target, params.target_config
-    (fate,), _ = accepted_lengths(*models, texts, [(tree, NO_REUSE)], temperature)
-    return fate.tau
 
 
 def with_alpha(params: Params, alpha: float) -> Params:
@@ -76,7 +66,7 @@ def rows_of_states(
     return [row | {"over_0_gram": row["tau"] / control} for row in rows]
 
 
-def measure(
+def worth_of_scorers(
     params: Params,
     work: Workload,
     scorers: Mapping[str, str],
@@ -96,13 +86,7 @@ def measure(
     states = {"heads": params}
     if "injector" in drafter:
         states = {"states alone": without_token_info(params), "with token information": params}
-    texts = []
-    for half in HALVES:
-        found = dataclasses.replace(work, half=half).read(params, work.prompts)
-        say(f"the target writes {len(found)} texts of half {half}")
-        ids = [np.asarray(row) for row in encode(params, [prompt.tokens(params.tokenizer) for prompt in found])]
-        texts.append(write_texts(params, ids, work.max_new_tokens, temperature, work.seed))
-    tuned_on, texts = texts
+    tuned_on, texts = (own_texts(params, dataclasses.replace(work, half=half), temperature) for half in HALVES)
     record = {
         "command": work.command_line,
         "hardware": hardware(),
@@ -121,18 +105,21 @@ def measure(
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """Prints what `measure` returned."""
-    console, lattice = make_console(), record["lattice"]
+    """Prints what `worth_of_scorers` returned."""
+    lattice = record["lattice"]
     title = f"{record['num_prompts']} prompts of the reporting half, temperature {record['temperature']:g}, simulated"
-    table = make_table(title, 2, "states", "scorer", "tree", "alpha", "tau", "over 0-gram")
+    heads = "states", "scorer", "tree", "alpha", "tau", "over 0-gram"
+    rows = []
     for row in record["rows"]:
         alpha = f"{row['alpha']:g}" if "alpha" in row else ""
-        cells = row["states"], row["scorer"], row["tree"], alpha, f"{row['tau']:.2f}", f"{row['over_0_gram']:.3f}"
-        table.add_row(*cells)
-    console.print(table)
+        figures = alpha, f"{row['tau']:.2f}", f"{row['over_0_gram']:.3f}"
+        rows.append((row["states"], row["scorer"], row["tree"], *figures))
     entropy = " ".join(f"{x:.2f}" for x in lattice["entropy"])
-    console.print(f"entropy by head, nats: {entropy} (rises up to head {lattice['rises_to']})")
-    console.print(f"neighbours that repeat each other: {lattice['repeated_neighbours']:.1%}")
     oracle = ", ".join(f"{k} arcs {tau:.2f}" for k, tau in lattice["oracle_tau"].items())
-    console.print(f"tau if an oracle chose the path: {oracle}")
-    console.print(record["command"], markup=False, highlight=False)
+    lines = [
+        f"entropy by head, nats: {entropy} (rises up to head {lattice['rises_to']})",
+        f"neighbours that repeat each other: {lattice['repeated_neighbours']:.1%}",
+        f"tau if an oracle chose the path: {oracle}",
+        record["command"],
+    ]
+    print_table(Table(title, heads, rows, lines, left=2))

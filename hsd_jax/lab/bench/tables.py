@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 from hsd_jax.host.files import is_writer
 
 STAGES = {"trunk": "draft"} | {name: name for name in ("head", "tree", "verify", "commit", "rest")}
 """Of a round, as `lab/bench/profile.py` calls them and as they are shown."""
+
+
+class Table(NamedTuple):
+    """A table, for the screen or a page."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    lines: Sequence[str] = ()
+    """What stands below it."""
+    left: int = 1
+    """Columns of text; the others are numbers."""
+    bold: Collection[str] = ()
+    """The first cells of rows that stand out."""
 
 
 def say(text: str) -> None:
@@ -36,7 +50,18 @@ def make_table(title: str, left: int, *columns: str):
     return table
 
 
-def _range(value: dict[str, float] | None, form: str) -> str:
+def print_table(table: Table) -> None:
+    """Prints a table and the lines below it."""
+    console, made = make_console(), make_table(table.title, table.left, *table.heads)
+    for row in table.rows:
+        made.add_row(*row, style="bold" if row[0] in table.bold else None)
+    console.print(made)
+    for line in table.lines:
+        console.print(line, markup=False, highlight=False)
+
+
+def range_of(value: dict[str, float] | None, form: str) -> str:
+    """A median and its range, for a table; nothing of None."""
     return "" if value is None else f"{value['median']:{form}} ({value['min']:{form}}-{value['max']:{form}})"
 
 
@@ -55,57 +80,8 @@ def same_text(mode: dict[str, Any], temperature: float, num_texts: int) -> str:
     return "by distribution" if is_by_distribution else f"{mode['same_text_as_plain']}/{num_texts}"
 
 
-def print_bench(record: dict[str, Any]) -> None:
-    """Prints the record of `against_plain.measure`."""
-    console, settings = make_console(), record["settings"]
-    title = f"{settings['num_prompts']} prompts, {settings['dtype']}, temperature {settings['temperature']:g}"
-    columns = ("mode", "tokens", "tau", "tokens/s", "vs same dtype", "vs fastest plain", "same text")
-    table = make_table(f"{title}; medians (ranges)", 1, *columns)
-    for name, mode in record["modes"].items():
-        speedups = [mode.get(f"speedup_{key}") for key in ("same_dtype", "fastest_plain")]
-        table.add_row(
-            name,
-            str(mode["num_tokens"]),
-            f"{mode['tau']:.2f}",
-            _range(mode["tokens_per_second"], ".0f"),
-            *(_range(s, ".2f") for s in speedups),
-            same_text(mode, settings["temperature"], settings["num_prompts"]),
-        )
-    console.print(table)
-    for name, mode in record["modes"].items():
-        if mode["kind"] == "speculative":
-            _print_tree(console, name, mode)
-    bits = record["bits_per_byte"]
-    if bits:
-        console.print(f"target: {bits['value']:.3f} bits per byte on {bits['num_texts']} held-out texts")
-    console.print(f"repeated 4-grams in the plain text: {record['repeated_4gram_share']:.1%}")
-    sizes = (
-        f"{k} {record[k]['parameters'] / 1e6:.2f}M ({record[k]['bytes'] / 1e6:.1f} MB)" for k in ("target", "drafter")
-    )
-    console.print("parameters: " + ", ".join(sizes))
-    machine = record["hardware"]
-    console.print(
-        f"hardware: {machine['cpu']}, {machine['cores']} cores, {machine['backend']}, jax {machine['jax']},"
-        f" {'native' if machine['native_kernel'] else 'no native'} kernel, load {machine['load_average']:.1f}"
-    )
-    console.print(record["command"], markup=False, highlight=False)
-
-
-def _print_tree(console, name: str, mode: dict[str, Any]) -> None:
-    fastest = mode["speedup_fastest_plain"]["against"]
-    console.print(f"{name}: tau {mode['tau']:.2f}, {mode['mean_accepted']:.2f} accepted; fastest plain loop: {fastest}")
-    console.print("  rounds by accepted tokens  " + " ".join(map(str, mode["accepted_histogram"])))
-    console.print("  acceptance by depth        " + " ".join(f"{x:.2f}" for x in mode["conditional_acceptance"]))
-    for line in lines_of(mode.get("gap", ()), "by depth"):
-        console.print(f"  {line}", highlight=False)
-    if mode["stages"]:
-        console.print(
-            "  share of a round           " + stage_line(mode["stages"]["shares"], mode["stages"]["seconds"]["whole"])
-        )
-
-
-def lines_of(gap: Sequence[dict[str, Any]], title: str) -> list[str]:
-    """The records of `gap.measure` in words, a line for each of three acceptances by depth; none of none."""
+def gap_lines(gap: Sequence[dict[str, Any]], title: str) -> list[str]:
+    """The records of `gap.gap_by_depth` in words, a line for each of three acceptances by depth; none of none."""
     if not gap:
         return []
     rows = {
@@ -125,50 +101,38 @@ def stage_line(shares: dict[str, float], whole: float) -> str:
 
 def print_tuned(tuned) -> None:
     """Prints a table for each choice of a `hsd_jax.Tuned`; the row that was chosen is bold."""
+    heads = "", "tau predicted", "tokens/s predicted", "tau", "tokens/s", "over plain"
     for choice in tuned.choices:
-        _print_choice(choice, f"{choice.calls}, {tuned.conditions.dtype}; {tuned.conditions.device}")
-
-
-def _print_choice(choice, title: str) -> None:
-    console = make_console()
-    table = make_table(title, 1, "", "tau predicted", "tokens/s predicted", "tau", "tokens/s", "over plain")
-    for row in choice.table:
-        table.add_row(
-            row.name,
-            _number(row.predicted_tau, ".2f"),
-            _number(row.predicted_tokens_per_second, ".0f"),
-            _number(row.tau, ".2f"),
-            _range(row.tokens_per_second, ".0f"),
-            _range(row.speedup, ".2f"),
-            style="bold" if row.name == choice.name else None,
-        )
-    console.print(table)
-    console.print(str(choice), highlight=False)
+        rows = [
+            (
+                row.name,
+                _number(row.predicted_tau, ".2f"),
+                _number(row.predicted_tokens_per_second, ".0f"),
+                _number(row.tau, ".2f"),
+                range_of(row.tokens_per_second, ".0f"),
+                range_of(row.speedup, ".2f"),
+            )
+            for row in choice.table
+        ]
+        title = f"{choice.calls}, {tuned.conditions.dtype}; {tuned.conditions.device}"
+        print_table(Table(title, heads, rows, [str(choice)], bold=[choice.name]))
 
 
 def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], profile: Any) -> None:
     """Prints a row a prompt, their medians, and where a round's time goes by its `RoundProfile`, if there is one."""
-    console = make_console()
-    table = make_table(
-        "Plain and speculative decoding", 2, "prompt", "identical", "tau", "plain tok/s", "spec tok/s", "speed-up"
-    )
-
-    def add(row: dict[str, Any], **options_) -> None:
-        table.add_row(
+    heads = "prompt", "identical", "tau", "plain tok/s", "spec tok/s", "speed-up"
+    cells = [
+        (
             row["name"],
             "yes" if row["identical"] else "NO",
             f"{row['tau']:.2f}",
             f"{row['plain']:.0f}",
             f"{row['speculative']:.0f}",
             f"{row['speedup']:.2f}x",
-            **options_,
         )
-
-    for row in rows:
-        add(row)
-    table.add_section()
-    add(total, style="bold")
-    console.print(table)
+        for row in [*rows, total]
+    ]
+    print_table(Table("Plain and speculative decoding", heads, cells, left=2, bold=[total["name"]]))
     if profile is None:
         return
     shares = profile.shares()
@@ -176,44 +140,28 @@ def print_demo(rows: list[dict[str, Any]], total: dict[str, Any], profile: Any) 
     merged |= {name: shares[name] for name in ("verify", "commit", "rest") if name != "rest" or shares[name] >= 0}
     apart = "" if "rest" in merged else "; timed apart they took longer than together: the machine was not quiet"
     parts = ", ".join(f"{name} {share:.0%}" for name, share in merged.items())
-    console.print(f"A round of a whole tree takes {profile.whole * 1e3:.2f} ms: {parts}{apart}")
+    make_console().print(f"A round of a whole tree takes {profile.whole * 1e3:.2f} ms: {parts}{apart}")
 
 
 def print_identity(record: dict[str, Any]) -> None:
     """Prints a row a setting, and every difference."""
-    console = make_console()
     size = f"{record['num_prompts']} prompts x {record['max_new_tokens']} tokens"
-    columns = (
-        "setting",
-        "tokens compared",
-        "rows differing",
-        "per 1,000",
-        "excused",
-        "chi-square p",
-        "tau",
-        "drafts in",
-    )
-    table = make_table(f"{size}, {record['precision']}, {record['dtype']}", 1, *columns)
+    heads = "setting", "tokens compared", "rows differing", "per 1,000", "excused", "chi-square p", "tau", "drafts in"
+    rows, lines = [], []
     for setting in record["settings"]:
         excused = sum(d["excused"] for d in setting["differences"])
         texts = str(len(setting["differences"])), f"{setting.get('per_thousand', 0):.2f}", str(excused), ""
-        table.add_row(
-            setting["name"],
-            str(setting["tokens_compared"]),
-            *(("", "", "", f"{setting['p_value']:.2g}") if "p_value" in setting else texts),
-            f"{setting['tau']:.2f}",
-            f"{setting['drafted_share']:.0%}",
-        )
-    console.print(table)
-    for setting in record["settings"]:
+        told = ("", "", "", f"{setting['p_value']:.2g}") if "p_value" in setting else texts
+        shares = f"{setting['tau']:.2f}", f"{setting['drafted_share']:.0%}"
+        rows.append((setting["name"], str(setting["tokens_compared"]), *told, *shares))
         for d in setting["differences"]:
             boundary = "" if d["boundary"] is None else f", filter boundary at {d['boundary']:.2e}"
-            verdict = "excused" if d["excused"] else "NOT EXCUSED"
-            console.print(
+            lines.append(
                 f"{setting['name']}: {d['name']}, token {d['index']}: plain {d['plain_token']}, speculative"
-                f" {d['speculative_token']}, gap {d['gap']:.2e}{boundary}, {verdict}",
-                highlight=False,
+                f" {d['speculative_token']}, gap {d['gap']:.2e}{boundary},"
+                f" {'excused' if d['excused'] else 'NOT EXCUSED'}"
             )
     if record["logit_noise"] is not None:
-        console.print(f"logit noise between passes of 1 and {record['num_nodes']} nodes: {record['logit_noise']:.2e}")
-    console.print("identity: " + ("ok" if record["ok"] else "FAILED"))
+        lines.append(f"logit noise between passes of 1 and {record['num_nodes']} nodes: {record['logit_noise']:.2e}")
+    lines.append("identity: " + ("ok" if record["ok"] else "FAILED"))
+    print_table(Table(f"{size}, {record['precision']}, {record['dtype']}", heads, rows, lines))

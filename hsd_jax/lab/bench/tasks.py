@@ -1,8 +1,8 @@
-"""The presets: Spec-Bench's six tasks, HumanEval and GSM8K, by the default, chains, trees and lookup.
+"""Spec-Bench's six tasks, HumanEval and GSM8K: what is asked, and the tables.
 
 Files are the user's, in the form their authors published them in. Every prompt is one message of a user, put through
-the target's chat template. The runs are those of `compare.py`; here are what is asked, by which methods, and a table
-a figure: a row a task, a column a method, one number a cell. Read first: `compare.py`.
+the target's chat template. Here are what is asked, and a table a figure: a row a task, a column a method, one number a
+cell. Read first: `experiment.py`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.table import method_of
-from hsd_jax.host.files import write_text
-from hsd_jax.lab.bench.ablate import tree_of_size
-from hsd_jax.lab.bench.compare import ALL, CHOSEN, PLAIN
-from hsd_jax.lab.bench.compare_report import footer, write_csv
-from hsd_jax.lab.bench.prompts import BenchPrompt, asked, short_enough
-from hsd_jax.lab.bench.tables import make_console, make_table, say
+from hsd_jax.lab.bench.experiment import ALL
+from hsd_jax.lab.bench.methods import PLAIN
+from hsd_jax.lab.bench.prompts import BenchPrompt, asked, records_of, short_enough
+from hsd_jax.lab.bench.tables import Table, say
 from hsd_jax.tokenizer import Tokenizer
-from hsd_jax.train.documents import first_question, read_records, text_of
+from hsd_jax.train.documents import first_question, text_of
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 SPEC_BENCH = {name: (name,) for name in ("translation", "summarization", "qa", "math_reasoning", "rag")}
@@ -28,7 +24,12 @@ SPEC_BENCH = {"mt_bench": MT_BENCH} | SPEC_BENCH
 """The categories of each task."""
 HUMANEVAL, GSM8K = "humaneval", "gsm8k"
 COMPLETE = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{}\n```"
-MOST_CHAIN, MOST_NODES = 8, 16
+FIGURES = {
+    "tau": "tau, tokens a target pass",
+    "over_plain": "times plain, decode clock",
+    "over_plain_whole": "times plain, whole calls",
+}
+"""What a row holds of a method, a table each."""
 MEAN = "mean"
 """The rows of means: of Spec-Bench's tasks, as its authors count, or of all that were measured."""
 
@@ -77,8 +78,8 @@ def _records(path: str | Path, key: str) -> Iterator[tuple[str, str, dict]]:
     path, where = Path(path), None
     if not path.name.removesuffix(".gz").endswith(".jsonl"):
         raise ValueError(f"{path}: expected JSON lines, a file that ends in .jsonl or .jsonl.gz")
-    for where, record in read_records(path):
-        yield where, str(record.get(key, f"{path.stem}-{where.rpartition(':')[2]}")), record
+    for where, name, record in records_of(path, (key,)):
+        yield where, name, record
     if where is None:
         raise ValueError(f"{path}: holds no prompt")
 
@@ -134,38 +135,6 @@ READERS = {"spec_bench": spec_bench, HUMANEVAL: humaneval, GSM8K: gsm8k}
 """What reads the file of each option."""
 
 
-def make_methods(config: Any) -> dict[str, dict[str, Any]]:
-    """The methods of `compare.py`: the default, chains and trees of this drafter, and lookup if that is another.
-
-    Chains are named by their nodes, the root included; a drafter of fewer steps has shorter ones. A drafter that is
-    better off with chains has no trees.
-    """
-    method = method_of(config)
-    steps = method.max_depth(config)
-    about: dict[str, dict[str, Any]] = {"default": {"tree": CHOSEN}}
-    for nodes in (MOST_CHAIN // 2, MOST_CHAIN):
-        chain = TreeConfig.chain(min(nodes - 1, steps))
-        about[f"chain {chain.nodes}"] = {"tree": chain.name}
-    if method.grows_wide and steps > 1:
-        for nodes in (MOST_NODES // 2, MOST_NODES):
-            about[f"{nodes} nodes"] = {"tree": tree_of_size(nodes, steps).name}
-    if config.kind != "lookup":
-        about["lookup"] = {"drafter": "lookup", "tree": CHOSEN}
-    return about
-
-
-def with_drafters(about: dict[str, dict[str, Any]], drafters: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """The methods, and each of these drafters by name as the default has its own.
-
-    Raises:
-      ValueError: if a name is taken.
-    """
-    for name in drafters:
-        if name in (PLAIN, *about):
-            raise ValueError(f"--drafters {name}={drafters[name]}: there is a method {name!r} already; rename it")
-    return about | {name: {"drafter": folder, "tree": CHOSEN} for name, folder in drafters.items()}
-
-
 def figures(record: dict[str, Any], temperature: float, key: str) -> dict[str, dict[str, float]]:
     """`figures[task][method]` of one temperature, behind Spec-Bench's tasks and behind all a row of means.
 
@@ -192,24 +161,21 @@ def figures(record: dict[str, Any], temperature: float, key: str) -> dict[str, d
     return found
 
 
-def tables_of(record: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Title, columns and cells of every table."""
+def tables_of(record: dict[str, Any]) -> Iterator[Table]:
+    """A table for each temperature and figure."""
     methods = [name for name in record["methods"] if name != PLAIN]
     for temperature in dict.fromkeys(row["temperature"] for row in record["rows"]):
         plain = figures(record, temperature, "tokens_per_second")
-        for key, what in (
-            ("tau", "tau, tokens a target pass"),
-            ("over_plain", "times plain, decode clock"),
-            ("over_plain_whole", "times plain, whole calls"),
-        ):
-            found = figures(record, temperature, key)
+        for key, what in FIGURES.items():
             has_plain = key == "over_plain"
-            columns = ["task", *(["plain tokens/s"] if has_plain else []), *methods]
+            heads = ["task", *(["plain tokens/s"] if has_plain else []), *methods]
+            found = figures(record, temperature, key)
             cells = [
                 [task, *([f"{plain[task][PLAIN]:.0f}"] if has_plain else []), *(f"{row[m]:.2f}" for m in methods)]
                 for task, row in found.items()
             ]
-            yield f"{what}, temperature {temperature:g}", columns, cells
+            means = [task for task in found if task.startswith(MEAN)]
+            yield Table(f"{what}, temperature {temperature:g}", heads, cells, bold=means)
 
 
 def texts_of(record: dict[str, Any]) -> list[str]:
@@ -226,28 +192,7 @@ def texts_of(record: dict[str, Any]) -> list[str]:
     return [f"{same} of {num} texts are those of plain decoding with the same seeds", *wrong]
 
 
-def notes(record: dict[str, Any]) -> list[str]:
-    """What stands below the tables."""
-    return [
-        *texts_of(record),
-        "tau: tokens of all prompts of a task over their target passes. Times plain: tokens over seconds of all prompts"
-        " of a task, over the same of plain decoding, prompt by prompt in turns; means: of the figures above them",
-        *(line for line in footer(record) if not line.startswith("tokens/s: median")),
-    ]
-
-
-def write(record: dict[str, Any], out: Path) -> None:
-    """Prints the tables and writes them into the folder `out` as tasks.csv, with intervals, and tasks.md."""
-    write_csv(record, out / "tasks.csv")
-    console, lines = make_console(), []
-    for title, columns, cells in tables_of(record):
-        table = make_table(title, 1, *columns)
-        for row in cells:
-            table.add_row(*row, style="bold" if row[0].startswith(MEAN) else None)
-        console.print(table)
-        lines += [f"### {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-        lines += ["| " + " | ".join(row) + " |" for row in cells] + [""]
-    for line in notes(record):
-        console.print(line, markup=False, highlight=False)
-    write_text(out / "tasks.md", "\n".join([*lines, *(f"{line}  " for line in notes(record))]) + "\n")
-    say(f"wrote {out}")
+NOTE = (
+    "tau: tokens of all prompts of a task over their target passes. Times plain: tokens over seconds of all prompts"
+    " of a task, over the same of plain decoding, prompt by prompt in turns; means: of the figures above them"
+)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax.host.files import replacing
-from hsd_jax.lab.bench.compare_report import by_setting, title_of
+from hsd_jax.lab.bench.report import by_setting
 from hsd_jax.lab.bench.tables import STAGES, say
 from hsd_jax.lab.bench.tasks import figures
 
@@ -59,36 +59,6 @@ def _draw_stages(axis, stages: dict[str, dict[str, float]]) -> None:
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def plot_bench(record: dict[str, Any], path: str | Path) -> None:
-    """Draws speeds, acceptance by depth and stages of the record of `lab/bench/against_plain.py`."""
-    made = make_figure(3)
-    if made is None:
-        return
-    figure, (speed, depth, stage) = made
-    modes = record["modes"]
-    names = list(modes)
-    rates = [modes[n]["tokens_per_second"] for n in names]
-    errors = [[r["median"] - r["min"] for r in rates], [r["max"] - r["median"] for r in rates]]
-    colors = ["tab:orange" if modes[n]["kind"] == "speculative" else "tab:gray" for n in names]
-    speed.barh(names, [r["median"] for r in rates], xerr=errors, color=colors)
-    speed.invert_yaxis()
-    speed.set(title="Speed, batch 1", xlabel="tokens/s (median, range)")
-    stages = {}
-    for name in names:
-        if modes[name]["kind"] != "speculative":
-            continue
-        acceptance = modes[name]["conditional_acceptance"]
-        depth.plot(range(1, len(acceptance) + 1), acceptance, marker="o", label=f"{name}, tau {modes[name]['tau']:.2f}")
-        if modes[name]["stages"]:
-            stages[name] = modes[name]["stages"]["seconds"]
-    depth.set(title="Acceptance by depth", xlabel="depth", ylabel="P(accepted | reached)", ylim=(0, 1))
-    depth.legend(fontsize=8)
-    depth.xaxis.get_major_locator().set_params(integer=True)
-    if stages:
-        _draw_stages(stage, stages)
-    save_figure(figure, path)
-
-
 def plot_demo(rows: list[dict[str, Any]], profile: Any, path: str | Path) -> None:
     """Draws speeds by prompt and, if there is a `RoundProfile`, the stages of a round."""
     made = make_figure(1 if profile is None else 2)
@@ -110,36 +80,37 @@ def plot_demo(rows: list[dict[str, Any]], profile: Any, path: str | Path) -> Non
     save_figure(figure, path)
 
 
-def plot_compare(record: dict[str, Any], path: Path) -> None:
-    """Speed over plain decoding, a panel a setting; of the last one also acceptance by depth and speed by nodes."""
+def plot_methods(record: dict[str, Any], path: Path) -> None:
+    """Speed over plain decoding, a panel a setting; of the last one also acceptance by depth and speed by nodes, and
+    the stages of a round where they were timed."""
     settings = list(by_setting(record))
-    methods = list(dict.fromkeys(row["method"] for row in record["rows"] if row["kind"] == "speculative"))
+    drafting = [row for row in record["rows"] if row["kind"] == "speculative"]
+    methods = list(dict.fromkeys(row["method"] for row in drafting))
     colors = {method: f"C{place % 10}" for place, method in enumerate(methods)}
-    made = make_figure(len(settings) + 2, height=max(3.6, 1.6 + 0.34 * len(methods)))
+    stages = {row["method"]: row["stages"]["seconds"] for row in drafting if "stages" in row}
+    made = make_figure(len(settings) + 2 + bool(stages), height=max(3.6, 1.6 + 0.34 * len(methods)))
     if made is None:
         return
     figure, axes = made
     for axis, (setting, rows) in zip(axes, settings, strict=False):
-        _draw_ratios(axis, title_of(setting), rows, colors)
+        _draw_ratios(axis, setting.title, rows, colors)
     widest = 1.15 * max(axis.get_xlim()[1] for axis in axes[: len(settings)])
     for axis in axes[: len(settings)]:
         axis.set_xlim(0, widest)  # the same in all, so that bars of two settings can be compared
-    depth, nodes = axes[-2:]
+    depth, nodes, *stage = axes[len(settings) :]
     setting, last = settings[-1]
-    for row in (row for row in last if row["kind"] == "speculative"):
-        color, acceptance, place = colors[row["method"]], row["conditional_acceptance"], row["over_plain"]
-        depth.plot(range(1, len(acceptance) + 1), acceptance, marker="o", color=color, label=row["method"])
-        if row["tree"] is not None:  # else chosen call by call
-            nodes.errorbar(
-                row["tree"]["nodes"], place["value"], yerr=_whiskers([place]), fmt="o", color=color, capsize=3
-            )
-    depth.set(title=f"Acceptance by depth\n{title_of(setting)}", xlabel="depth", ylabel="P(accepted | reached)")
-    nodes.set(title=f"Speed by size of the tree\n{title_of(setting)}", xlabel="nodes, root included", ylabel=OVER_PLAIN)
+    last = [row for row in last if row["kind"] == "speculative"]
+    _draw_depths(depth, f"Acceptance by depth\n{setting.title}", {row["method"]: row for row in last}, colors)
+    for row in (row for row in last if row["tree"] is not None):  # else chosen call by call
+        place, color = row["over_plain"], colors[row["method"]]
+        how = {"yerr": _whiskers([place]), "fmt": "o", "color": color, "capsize": 3}
+        nodes.errorbar(row["tree"]["nodes"], place["value"], **how)
+    nodes.set(title=f"Speed by size of the tree\n{setting.title}", xlabel="nodes, root included", ylabel=OVER_PLAIN)
     nodes.axhline(1.0, **PLAIN_LINE)
-    depth.set_ylim(0, 1)
     nodes.set_ylim(bottom=0)
-    for axis in (depth, nodes):
-        axis.xaxis.get_major_locator().set_params(integer=True)
+    nodes.xaxis.get_major_locator().set_params(integer=True)
+    if stages:
+        _draw_stages(stage[0], stages)
     figure.suptitle(
         f"Decoding speed against plain decoding: {record['dtype']} target of"
         f" {record['target']['parameters'] / 1e6:.2f}M parameters, {record['hardware']['cpu']},"
@@ -149,6 +120,15 @@ def plot_compare(record: dict[str, Any], path: Path) -> None:
     lines = [*depth.lines, nodes.lines[-1]]
     figure.legend(handles=lines, loc="outside lower center", ncols=min(6, len(lines)))
     save_figure(figure, path)
+
+
+def _draw_depths(axis, title: str, rows: dict[str, dict[str, Any]], colors: dict[str, str]) -> None:
+    """A line a method, by its label: how many drafts of a depth were accepted where all before were."""
+    for label, row in rows.items():
+        acceptance, color = row["conditional_acceptance"], colors.get(label)
+        axis.plot(range(1, len(acceptance) + 1), acceptance, marker="o", color=color, label=label)
+    axis.set(title=title, xlabel="depth", ylabel="P(accepted | reached)", ylim=(0, 1))
+    axis.xaxis.get_major_locator().set_params(integer=True)
 
 
 def plot_tasks(record: dict[str, Any], path: Path) -> None:
@@ -190,7 +170,7 @@ def plot_budget(record: dict[str, Any], path: Path) -> None:
             if all(row.get("gap") for row in found):
                 most = [best_tau(row["gap"]) for row in found]
                 axis.plot(tokens, most, linestyle="--", linewidth=0.8, color=color)
-        axis.set(title=title_of(setting), xlabel="draft tokens a round", ylabel="tau, tokens a target pass")
+        axis.set(title=setting.title, xlabel="draft tokens a round", ylabel="tau, tokens a target pass")
         axis.xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle("Equal budgets. Dashed: if every node accepted as often as any lossless rule can for such draws.")
     figure.legend(handles=[x for x in axes[0].lines if x.get_linestyle() == "-"], loc="outside lower center", ncols=6)
@@ -198,7 +178,7 @@ def plot_budget(record: dict[str, Any], path: Path) -> None:
 
 
 def best_tau(gap: list[dict[str, Any]]) -> float:
-    """tau if at every depth of a `gap.measure` the optimum were accepted: 1 + the sum of the products."""
+    """tau if at every depth of a `gap.gap_by_depth` the optimum were accepted: 1 + the sum of the products."""
     reached, total = 1.0, 1.0
     for one in gap:
         reached *= one["optimum"]
@@ -209,7 +189,7 @@ def best_tau(gap: list[dict[str, Any]]) -> float:
 def _draw_ratios(axis, title: str, rows: list[dict[str, Any]], colors: dict[str, str]) -> None:
     """Bars of one setting, the fastest on top, with tokens/s beside their names."""
     plain = next(row for row in rows if row["kind"] == "plain")
-    rows = sorted((row for row in rows if row is not plain), key=lambda row: -row["over_plain"]["value"])
+    rows = sorted((row for row in rows if row["over_plain"] is not None), key=lambda row: -row["over_plain"]["value"])
     ratios = [row["over_plain"] for row in rows]
     values, places = [ratio["value"] for ratio in ratios], range(len(rows))
     axis.barh(places, values, xerr=_whiskers(ratios), capsize=3, color=[colors[row["method"]] for row in rows])
@@ -236,9 +216,8 @@ def plot_ablate(record: dict[str, Any], path: Path) -> None:
     if made is None:
         return
     figure, (ratio, tau, depth) = made
-    last = record["rows"][-1]
-    setting = {key: last[key] for key in ("task", "temperature", "batch")}
-    rows = [row for row in record["rows"] if all(row[k] == v for k, v in setting.items()) and "tree" in row]
+    setting, rows = list(by_setting(record))[-1]
+    rows = [row for row in rows if "tree" in row]
     changed = [row for row in rows if row["over_reference"] is not None]
     middles = [row["over_reference"]["value"] for row in changed]
     whiskers = _whiskers([row["over_reference"] for row in changed])
@@ -247,16 +226,13 @@ def plot_ablate(record: dict[str, Any], path: Path) -> None:
     ratio.set_yticks(range(len(changed)), [row["method"] for row in changed], fontsize=8)
     ratio.invert_yaxis()
     ratio.set(title="tokens/s over the default", xlabel="ratio (95 % interval over prompts)")
-    names = list(dict.fromkeys(row["method"].rpartition(", ")[0] for row in rows))
+    named = {row["method"]: row["method"].rpartition(", ")[0] for row in rows}
     largest = max(row["tree"]["nodes"] for row in rows)
-    for name in names:
-        mine = [row for row in rows if row["method"].rpartition(", ")[0] == name]
+    for name in dict.fromkeys(named.values()):
+        mine = [row for row in rows if named[row["method"]] == name]
         tau.plot([row["tree"]["nodes"] for row in mine], [row["tau"] for row in mine], marker="o", label=name)
-        for row in mine:
-            if row["tree"]["nodes"] == largest:
-                acceptance = row["conditional_acceptance"]
-                depth.plot(range(1, len(acceptance) + 1), acceptance, marker="o", label=name)
-    tau.set(title=f"{setting['task']}, temperature {setting['temperature']:g}", xlabel="nodes", ylabel="tau")
+    deepest = {named[row["method"]]: row for row in rows if row["tree"]["nodes"] == largest}
+    tau.set(title=f"{setting.task}, temperature {setting.temperature:g}", xlabel="nodes", ylabel="tau")
     tau.legend(fontsize=7)
-    depth.set(title=f"Acceptance by depth, {largest} nodes", xlabel="depth", ylim=(0, 1))
+    _draw_depths(depth, f"Acceptance by depth, {largest} nodes", deepest, {})
     save_figure(figure, path)

@@ -10,7 +10,7 @@ import pytest
 from support import command_line, toy
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.lab.bench import budget, budget_report
+from hsd_jax.lab.bench import budget, report
 from hsd_jax.lab.bench.replay import Round
 from hsd_jax.lab.viz import plots
 from hsd_jax.planning.measure import parse_tree
@@ -42,11 +42,13 @@ def test_every_budget_has_trees_that_can_be_drawn(tokens, deepest):
 def test_a_mode_of_a_budget_and_of_a_length_is_measured_once():
     found = budget.make_protocol([6, 14], [2, 3], DRAFTER)
     assert list(found.groups) == ["6 draft tokens", "14 draft tokens", "length 2", "length 3"]
-    assert all(len(names) == len(budget.METHODS) and set(names) <= set(found.about) for names in found.groups.values())
+    assert all(
+        len(names) == len(budget.METHODS) and set(names) <= set(found.methods) for names in found.groups.values()
+    )
     assert "RSD-C 2.2" in found.groups["6 draft tokens"] and "RSD-C 2.2" in found.groups["length 2"]
     assert found.groups["14 draft tokens"][0] == "SD 9x8x1"  # a chain of 14 would be longer than it drafts
     for group, names in found.groups.items():
-        sizes = {parse_tree(found.about[name]["tree"]).nodes for name in names[1:]}
+        sizes = {parse_tree(found.methods[name].tree).nodes for name in names[1:]}
         assert len(sizes) == 1, group
     assert len(budget.make_protocol(None, None, DRAFTER).groups) == len(budget.BUDGETS) + len(budget.LENGTHS)
     for wrong in ([], [9]), ([1], []), ([], [1]), ([6, 6], []):
@@ -67,7 +69,7 @@ def test_siblings_are_counted_where_they_were_tried():
     tried, accepted = budget.count_siblings(rounds, 2, 3).tolist()
     assert tried == [[3, 3, 2], [1, 0, 0]]
     assert accepted == [[0, 1, 1], [1, 0, 0]]
-    assert budget_report.rates({"tried": tried, "accepted": accepted}) == [1 / 4, 1 / 3, 1 / 2]
+    assert report.rates({"tried": tried, "accepted": accepted}) == [1 / 4, 1 / 3, 1 / 2]
     rounds = [drafted([0], [True, False] + [True] * 8)]  # the first place holds no token: the next one is the first
     assert budget.count_siblings(rounds, 2, 3)[0].tolist() == [[1, 1, 0], [0, 0, 0]]
 

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from support import command_line, setups, toy
 
+from hsd_jax.cli import options
+from hsd_jax.cli.bench import parse_sizes
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import init_drafter
-from hsd_jax.lab.bench import ablate, compare, tables
+from hsd_jax.lab.bench import experiment, methods, tables
 from hsd_jax.planning import measure
 
 folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both
@@ -60,7 +62,7 @@ def test_a_speedup_has_a_range_over_repeats_and_an_interval_over_batches():
     many = measure.speedup("fast", "slow", fake_runs(8, fast=[30.0, 20.0, 50.0], slow=[10.0, 10.0, 20.0]))
     assert many["low"] == pytest.approx(many["high"]) == pytest.approx(many["value"])
     assert measure.fastest(["slow", "middle"], runs) == "middle"
-    pooled = compare._pooled([runs, runs])
+    pooled = experiment.pooled([runs, runs])
     assert pooled.num_tokens("fast") == [10, 30, 10, 30]
     assert pooled.rates("fast") == pytest.approx(runs.rates("fast"))
 
@@ -71,19 +73,19 @@ def test_a_speedup_has_a_range_over_repeats_and_an_interval_over_batches():
         ("- a\n", "expected NAME: {KEY: VALUE"),
         ("a: [", "not YAML"),
         ("plain: {}\n", "'plain' is always measured"),
-        ("a: {nodes: 8}\n", "method 'a': 'nodes' is none of drafter, tree, accept, draw, reuse, lossy"),
-        ("a: 8x5x2\n", "method 'a': '8x5x2' is none of"),
+        ("a: {nodes: 8}\n", "a: unknown key 'nodes'; valid keys are accept, adaptive, alpha, drafter, draw"),
+        ("a: 8x5x2\n", "a='8x5x2': expected keys and values"),
         ("a: {reference: true}\nb: {reference: true}\n", "at most one method may say reference"),
-        ("a: {tree: 8}\n", "method 'a': tree: 8: expected a text"),
-        ("a: {drafter: [x]}\n", "method 'a': drafter: ['x']: expected a text"),
-        ('a: {token_info: "no"}\n', "method 'a': token_info: 'no': expected true or false"),
+        ("a: {tree: 8}\n", "a.tree=8: allowed are texts, and null"),
+        ("a: {drafter: [x]}\n", "a.drafter=['x']: allowed are texts, and null"),
+        ('a: {token_info: "no"}\n', "a.token_info='no': allowed are true and false"),
     ],
 )
 def test_methods_files_that_say_nonsense(tmp_path, text, message):
     path = tmp_path / "methods.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"methods\.yaml: ") as error:
-        compare.read_methods(path)
+        methods.read_methods(path)
     assert message in str(error.value)
 
 
@@ -99,17 +101,17 @@ def test_token_information_is_taken_from_those_that_have_it(changes, message):
     config = toy.drafter_config(setups.VARIANTS["llama"], **changes)
     params = types.SimpleNamespace(drafter=init_drafter(jax.random.key(0), config), drafter_config=config)
     with pytest.raises(ValueError, match=re.escape(message)):
-        compare.without_token_info(params)
+        methods.without_token_info(params)
 
 
 def test_the_folder_holds_every_figure(folders, tmp_path, capsys):
     """Two tasks and their union, two methods, one of them the reference; batches of 2 of three prompts and of two."""
-    methods, out = tmp_path / "methods.yaml", tmp_path / "out"
-    methods.write_text("tree: {tree: 5x3x2}\nchain: {tree: 3x2x1, reference: true}\n")
+    file, out = tmp_path / "methods.yaml", tmp_path / "out"
+    file.write_text("tree: {tree: 5x3x2}\nchain: {tree: 3x2x1, reference: true}\n")
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"id": p, "prompt": p}) + "\n" for p in ("the cat", "a dog")))
     tasks = ["--prompts", folders.data, f"other={other}", "--max-new-tokens", "8", "--repeats", "1", "--batch", "2"]
-    arguments = [*both(folders), "--methods", methods, *tasks, "--dtype", "float32", "--out", out]
+    arguments = [*both(folders), "--methods", file, *tasks, "--dtype", "float32", "--out", out]
     assert hsd("bench", "compare", *arguments) == 0
     record = json.loads((out / "compare.json").read_text())
     rows = {(row["task"], row["method"]): row for row in record["rows"]}
@@ -193,43 +195,45 @@ def test_methods_need_a_drafter(folders, tmp_path, capsys):
 
 
 def test_sizes_and_drafters_of_an_ablation():
-    assert ablate.parse_sizes("8,16, 32") == [8, 16, 32]
+    assert parse_sizes("8,16, 32") == [8, 16, 32]
     for text in ("8,x", "2", "8,8", ""):
         with pytest.raises(ValueError, match="--nodes"):
-            ablate.parse_sizes(text)
-    assert ablate.parse_named(["a=b", "c=d=e"], "--drafters") == {"a": "b", "c": "d=e"}
+            parse_sizes(text)
+    assert options.named_folders(["a=b", "c=d=e"], "--drafters") == {"a": "b", "c": "d=e"}
     for named in (["a"], ["=b"], ["a="], ["a=b", "a=c"]):
         with pytest.raises(ValueError, match="expected NAME=DIR"):
-            ablate.parse_named(named, "--drafters")
-    assert ablate.tree_of_size(8, 6) == TreeConfig(8, 6, 2)
-    assert ablate.tree_of_size(4, 6) == TreeConfig(4, 3, 1)
-    assert ablate.tree_of_size(16, 2) == TreeConfig(16, 2, 4)
-    assert ablate.tree_of_size(8, 1) == TreeConfig(8, 1, 7)
+            options.named_folders(named, "--drafters")
+    assert methods.tree_of_size(8, 6) == TreeConfig(8, 6, 2)
+    assert methods.tree_of_size(4, 6) == TreeConfig(4, 3, 1)
+    assert methods.tree_of_size(16, 2) == TreeConfig(16, 2, 4)
+    assert methods.tree_of_size(8, 1) == TreeConfig(8, 1, 7)
 
 
 def test_an_ablation_holds_what_the_drafter_allows(capsys, tmp_path):
     """With 4 trained steps: every form, ahead in a tree that its steps allow; with 2 there is none for ahead."""
     config = toy.drafter_config(toy.target_config(), num_steps=4)
-    about, references = ablate.make_methods(config, [8, 3], {"other": "runs/other"})
+    about, references = methods.ablations(config, [8, 3], {"other": "runs/other"})
     eights = [name.removesuffix(", 8") for name in about if name.endswith(", 8")]
     forms = ["reuse sum", "reuse skip", "as shallow as ahead", "reuse ahead", "reuse unfused"]
     assert eights == ["default", "no token information", *forms, "other"]
-    assert about["reuse ahead, 8"] == {"reuse": "ahead", "tree": "8x1x7"}
+    assert about["reuse ahead, 8"].changes == {"reuse": "ahead", "tree": "8x1x7"}
     assert [references.pop(f"reuse ahead, {n}") for n in (8, 3)] == [f"as shallow as ahead, {n}" for n in (8, 3)]
-    assert about["other, 3"] == {"drafter": "runs/other", "tree": "3x2x1"}
-    assert about["no token information, 3"] == {"token_info": False, "tree": "3x2x1"}
+    assert about["other, 3"].changes == {"drafter": "runs/other", "tree": "3x2x1"}
+    assert about["no token information, 3"].changes == {"token_info": False, "tree": "3x2x1"}
     others = [name for name in about if not name.startswith(("default", "reuse ahead"))]
     assert references == {name: f"default, {name.rpartition(' ')[2]}" for name in others}
     assert "left out" not in capsys.readouterr().err
-    assert "reuse ahead, 8" not in ablate.make_methods(dataclasses.replace(config, num_steps=2), [8], {})[0]
+    assert "reuse ahead, 8" not in methods.ablations(dataclasses.replace(config, num_steps=2), [8], {})[0]
     assert "left out at 8 nodes: reuse='ahead' with TreeConfig.depth=1" in capsys.readouterr().err
-    for num_steps, tree in ((2, "8x2x3"), (9, about["default, 8"]["tree"])):
+    for num_steps, tree in ((2, "8x2x3"), (9, about["default, 8"].tree)):
         own = dataclasses.replace(config, num_steps=num_steps)
-        (tmp_path / "drafter_config.json").write_text(json.dumps(dataclasses.asdict(own)))
-        assert ablate.make_methods(config, [8], {"own": str(tmp_path)})[0]["own, 8"]["tree"] == tree
-    (tmp_path / "drafter_config.json").write_text(json.dumps(dataclasses.asdict(own) | {"num_steps": 0}))
+        (tmp_path / "drafter_config.json").write_text(json.dumps(dataclasses.asdict(own) | {"kind": "hidden"}))
+        assert methods.ablations(config, [8], {"own": str(tmp_path)})[0]["own, 8"].tree == tree
+    (tmp_path / "drafter_config.json").write_text(
+        json.dumps(dataclasses.asdict(own) | {"kind": "hidden", "num_steps": 0})
+    )
     with pytest.raises(ValueError, match="num_steps=0: allowed are whole numbers from 1"):
-        ablate.make_methods(config, [8], {"own": str(tmp_path)})
+        methods.ablations(config, [8], {"own": str(tmp_path)})
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def params() -> Params:
 def test_a_rule_accepts_no_more_than_the_optimum_and_the_optimal_one_as_much(params, accept, scheme, tree):
     """On the nodes that were looked at; false alarm once in 10^6 (five standard deviations)."""
     mode = Mode("m", params, tree, accept=accept)
-    found = gap.measure(mode, [[1], [2], [3], [0]], 0, 200, 1.0)
+    found = gap.gap_by_depth(mode, [[1], [2], [3], [0]], 0, 200, 1.0)
     assert [one["depth"] for one in found] == [1, 2]
     for one, children in zip(found, (3, 2), strict=True):
         assert one["mean_children"] == children and one["num_nodes"] > 40
@@ -44,7 +44,7 @@ def test_a_rule_accepts_no_more_than_the_optimum_and_the_optimal_one_as_much(par
         if scheme is DrawScheme.TOP_THEN_RANDOM:
             assert one["optimum"] == pytest.approx(one["greedy_plus_one"])
             assert one["accepted"] > one["optimum"] - error
-    lines = tables.lines_of(found, "by depth")
+    lines = tables.gap_lines(found, "by depth")
     assert len(lines) == 5 and f"{found[1]['optimum']:.2f}" in lines[2]
 
 

@@ -14,7 +14,7 @@ from support.command_line import TEXTS, hsd
 
 import hsd_jax
 from hsd_jax.config import NO_REUSE, TreeConfig
-from hsd_jax.lab.bench import compare, hierarchy, rounds
+from hsd_jax.lab.bench import hierarchy, methods, rounds
 from hsd_jax.models import convert
 from hsd_jax.planning.acceptance import mean
 from hsd_jax.planning.ahead import as_target
@@ -197,7 +197,7 @@ def test_stacks_by_name(folders, models, prompts, capsys):
         hierarchy.stacked(params, ["lookup@x"])
     file = prompts.parent / "methods.yaml"
     file.write_text('deep: {tree: 6x5x1, stack: "lookup@3"}\nown: {stack: lookup}\n')
-    _, deep, own = compare.make_modes(params, compare.read_methods(file), lambda drafter: None)
+    _, deep, own = methods.make_modes(params, methods.read_methods(file), lambda drafter: None)
     assert deep.params.drafter_config.length == 3 and own.tree == TreeConfig.chain(11)
     small = ["--target", folders.target, "--drafter", models[0], "--max-new-tokens", "8", "--json", "the cat"]
     texts = []

@@ -13,7 +13,7 @@ from support import chat
 import hsd_jax
 from hsd_jax.arguments import encode
 from hsd_jax.cli import options
-from hsd_jax.lab.bench import grid, prompts, quality
+from hsd_jax.lab.bench import prompts, quality
 from hsd_jax.lab.bench.prompts import Workload
 from hsd_jax.models.checkpoint import DEMO
 from hsd_jax.tokenizer import Tokenizer
@@ -144,8 +144,8 @@ def test_figures_count_one_start_token(tmp_path):
     own = params.tokenizer.encode_rendered("Yes.")
     nats = quality.text_nats(params.target, params.target_config, before + own, len(before))
     assert quality.task_score(params, [asked], [own])["logp"] == pytest.approx(-nats / len(own))
-    assert grid.joined_contexts(params, [asked], len(before), 1) == [before]
-    longer = grid.joined_contexts(params, [asked], len(before) + 4, 1)
+    assert prompts.joined_contexts(params, [asked], len(before), 1) == [before]
+    longer = prompts.joined_contexts(params, [asked], len(before) + 4, 1)
     assert longer == [whole[-4:] + before]
 
 

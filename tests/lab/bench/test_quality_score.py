@@ -11,7 +11,7 @@ import pytest
 from support import toy
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.lab.bench import compare_report, quality
+from hsd_jax.lab.bench import quality, report
 from hsd_jax.lab.bench.prompts import BenchPrompt
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.planning.measure import Mode
@@ -55,13 +55,13 @@ def test_a_lossy_row_says_so():
     row = {"method": "m", "tree": None, "accept": "recursive", "lossy": "linear:0.5", "tau": 2.0, "temperature": 1.0}
     row |= {"tokens_per_second": {"median": 1, "min": 1, "max": 1}, "over_plain": None, "over_reference": None}
     row |= {"num_texts": 3, "same_text_as_plain": 0, "task_score": {"exact_match": None, "logp": -1.25}}
-    shown = compare_report.cells(row)
-    assert shown[2] == "recursive, lossy linear:0.5" and shown[-2:] == ["lossy", "-1.250 nats/token"]
-    assert len(compare_report.columns([row])) == len(shown)
-    row["task_score"]["exact_match"] = 0.0
-    assert compare_report.cells(row)[-1] == "0% exact, -1.250 nats/token"
-    row["task_score"]["exact_match"] = 0.25
-    assert compare_report.cells(row)[-1] == "25% exact, -1.250 nats/token"
+    row |= {"kind": "speculative", "over_plain_whole": None}
+    table = report.table_of("a setting", report.COMPARED, [row])
+    assert table.rows[0][2] == "recursive, lossy linear:0.5" and table.rows[0][-2:] == ["lossy", "-1.250 nats/token"]
+    assert len(table.heads) == len(table.rows[0])
+    for match, words in ((0.0, "0% exact"), (0.25, "25% exact")):
+        row["task_score"]["exact_match"] = match
+        assert report.COLUMNS["task score"](row) == f"{words}, -1.250 nats/token"
 
 
 def test_a_lossy_mode_is_checked_before_anything_is_decoded():

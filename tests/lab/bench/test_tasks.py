@@ -17,7 +17,7 @@ import hsd_jax
 from hsd_jax import params as params_lib
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
-from hsd_jax.lab.bench import compare, tasks
+from hsd_jax.lab.bench import experiment, methods, tasks
 from hsd_jax.lab.bench.prompts import BenchPrompt
 from hsd_jax.planning import measure
 from hsd_jax.tokenizer import Tokenizer
@@ -111,22 +111,22 @@ def test_what_is_refused_beside_files(files, tokenizer, tmp_path, capsys):
         tasks.read(files | {"gsm8k": str(tmp_path / "test.txt")}, 5, tokenizer, 1000)
     with pytest.raises(ValueError, match=r"HumanEval.*: humaneval: no prompt has at most 60 tokens"):
         tasks.read(files, 5, tokenizer, 60)
-    assert tasks.with_drafters({"a": {}}, {"b": "DIR"})["b"] == {"drafter": "DIR", "tree": "chosen"}
+    assert methods.with_drafters({}, {"b": "DIR"})["b"] == methods.Method("DIR", "chosen")
     for taken in ("a", "plain"):
         with pytest.raises(ValueError, match=f"--drafters {taken}=DIR: there is a method '{taken}' already"):
-            tasks.with_drafters({"a": {}}, {taken: "DIR"})
+            methods.with_drafters({"a": methods.Method()}, {taken: "DIR"})
 
 
 def test_the_preset_suits_the_drafter():
     config = hsd_jax.load("demo").drafter_config
-    about = tasks.make_methods(config)
-    trees = {name: str(method.get("tree")) for name, method in about.items()}
+    about = methods.preset_of_tasks(config)
+    trees = {name: str(method.tree) for name, method in about.items()}
     assert list(trees) == ["default", "chain 4", "chain 8", "8 nodes", "16 nodes", "lookup"]
     assert (trees["default"], trees["chain 4"], trees["chain 8"]) == ("chosen", "4x3x1", "8x7x1")
     for nodes in (8, 16):
         tree = measure.parse_tree(trees[f"{nodes} nodes"])
         assert tree.nodes == nodes and tree.width > 1 and tree.depth <= config.num_steps
-    assert list(tasks.make_methods(LookupConfig())) == ["default", "chain 4", "chain 8"]
+    assert list(methods.preset_of_tasks(LookupConfig())) == ["default", "chain 4", "chain 8"]
 
 
 def result(count: int, passes: int, first: int = 0):
@@ -135,13 +135,14 @@ def result(count: int, passes: int, first: int = 0):
         per_row=types.SimpleNamespace(num_target_passes=np.array([passes])),
         accepted_histogram=np.array([passes]),
         plan="a plan",
+        drafted_share=1.0,
     )
     return types.SimpleNamespace(tokens=first + np.arange(count)[None], num_tokens=np.array([count]), stats=stats)
 
 
 @pytest.fixture
 def record():
-    """Two tasks of Spec-Bench and one other, of 10 and 30 tokens, made as `compare.measure` makes its rows."""
+    """Two tasks of Spec-Bench and one other, of 10 and 30 tokens, made as `Experiment.run` makes its rows."""
     params = types.SimpleNamespace(dtype="float32")
     modes = [measure.Mode("plain", params), measure.Mode("fast", params, is_chosen=True)]
     rows = []
@@ -153,16 +154,16 @@ def record():
         seconds = {"plain": [[1.0, 3.0]], "fast": [[0.5 / number, 1.5 / number]]}
         whole = {"plain": [[2.0, 4.0]], "fast": [[1.5, 1.5]]}
         runs = measure.Runs(results, seconds, whole)
-        found = compare._rows(compare.Setting(task, 0.0, 1), modes, runs, {})
+        found = experiment.rows_of(experiment.Setting(task, 0.0, 1), modes, runs, {})
         for row in found:
             named = [BenchPrompt("one", ""), BenchPrompt("two", "")]
-            row["differences"] = compare._differences(row["method"], runs, named)
+            row["differences"] = experiment.differences(row["method"], runs, named)
         rows += found
     return {"methods": {"fast": {}}, "rows": rows}
 
 
 def test_a_table_has_one_number_a_cell_and_two_means(record):
-    tables = {title: (columns, cells) for title, columns, cells in tasks.tables_of(record)}
+    tables = {table.title: (table.heads, table.rows) for table in tasks.tables_of(record)}
     columns, cells = tables["tau, tokens a target pass, temperature 0"]
     assert columns == ["task", "fast"]
     # tau is 2, 1 and 2/3; the mean of Spec-Bench's tasks stands below them
@@ -243,10 +244,10 @@ def test_nothing_compiles_while_it_is_timed():
 
 def test_the_command_writes_every_figure(files, tmp_path, capsys):
     """Two tasks of one prompt and 8 tokens, on the bundled pair."""
-    out, methods = tmp_path / "out", tmp_path / "methods.yaml"
+    out, yaml = tmp_path / "out", tmp_path / "methods.yaml"
     file = write(tmp_path / "two.jsonl", [SPEC_BENCH[0], SPEC_BENCH[2]])
-    methods.write_text("default: {tree: chosen}\nlookup: {drafter: lookup}\n")
-    arguments = ["--spec-bench", file, "--per-task", "1", "--max-new-tokens", "8", "--methods", methods, "--out", out]
+    yaml.write_text("default: {tree: chosen}\nlookup: {drafter: lookup}\n")
+    arguments = ["--spec-bench", file, "--per-task", "1", "--max-new-tokens", "8", "--methods", yaml, "--out", out]
     assert hsd("bench", "tasks", "--demo", "--temperatures", "0.8", *arguments) == 0
     record = json.loads((out / "tasks.json").read_text())
     rows = {(row["task"], row["method"]): row for row in record["rows"]}
