@@ -17,17 +17,20 @@ from jaxtyping import Array, Float
 
 from hsd_jax.config import DrafterConfig
 from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.host import lock
 from hsd_jax.host.files import read_json, replace_folder, write_json
 from hsd_jax.models import draft_vocab
-from hsd_jax.models.checkpoint import Source, find
+from hsd_jax.models.checkpoint import Source, find, path_of
 from hsd_jax.train import manifest
+from hsd_jax.train.data import DataConfig, read_rows
 from hsd_jax.train.rows import ALL
-from hsd_jax.train.trained import read_drafter_of, read_split
 
 GOAL = 0.94
 """Coverage of held-out text of the target to aim at (methods.md, A11)."""
 FILE = "draft_to_target.json"
+ROW = 256
+"""Tokens of a row, where rows only divide the data into used and held out."""
 
 
 def choose(tokens: np.ndarray, num_kept: int, vocab_size: int, end_tokens: Iterable[int]) -> np.ndarray:
@@ -107,7 +110,7 @@ def of_run(
     return jnp.asarray(draft_to_target)
 
 
-@manifest.alone(lock.beside)
+@manifest.alone(lock.beside, is_new=True)
 def restrict_drafter(
     source: Source,
     drafter_dir: str | Path,
@@ -133,8 +136,13 @@ def restrict_drafter(
     if not 0 < share < 1:
         raise ValueError(f"draft_vocab={share}: allowed is 0 < draft_vocab < 1")
     checkpoint = find(source)
-    config, weights = read_drafter_of(checkpoint, drafter_dir, out)
-    labels, held_out = read_split(data_files, checkpoint, config.vocab_size, loss_on)
+    config, weights = drafter_files.read_drafter(path_of(drafter_dir))
+    drafter_files.check_drafter(config, DraftedFor(checkpoint.config, checkpoint.hash(), checkpoint.tokenizer))
+    rows = read_rows(data_files, checkpoint, ROW, 0, config.vocab_size, DataConfig(loss_on=loss_on))
+    if (num := len(rows.tokens)) < 2:
+        raise ValueError(f"the data fill one row of {ROW} tokens: at least two are needed, one to judge by")
+    used, kept = (rows.take(part) for part in (slice(-max(1, num // 10)), slice(-max(1, num // 10), None)))
+    labels, held_out = (some["tokens"][some["mask"]] for some in (used, kept))
     num_kept = math.ceil(share * config.vocab_size)
     draft_to_target = choose(labels, num_kept, config.vocab_size, checkpoint.eos)
     report(describe(draft_to_target, labels, "labels counted"))

@@ -60,7 +60,7 @@ class Journal:
     def step(self, step: int, tokens: int, tokens_per_s: float, values: dict[str, Any]) -> None:
         """The metrics of a training step."""
         self._write({"step": step, "tokens": tokens, "tokens_per_s": tokens_per_s, **values}, "train")
-        about = f"{_line(values)}, {tokens_per_s:,.0f} tokens/s"
+        about = f"{line_of(values)}, {tokens_per_s:,.0f} tokens/s"
         if self._bar is not None:
             self._bar.update(TASK, about=about)
             return
@@ -70,7 +70,7 @@ class Journal:
     def judged(self, step: int, tokens: int, values: dict[str, Any], is_best: bool) -> None:
         """The metrics of a judgement on held-out text."""
         self._write({"step": step, "tokens": tokens, "eval": values, "is_best": is_best}, "eval")
-        self.report(f"held out at step {step}: {_line(values)}{' (best so far)' if is_best else ''}")
+        self.report(f"held out at step {step}: {line_of(values)}{' (best so far)' if is_best else ''}")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -142,7 +142,8 @@ def _tensorboard(folder: Path, report: Report) -> Any:
     return EventFileWriter(str(folder))
 
 
-def _line(values: dict[str, Any]) -> str:
+def line_of(values: dict[str, Any]) -> str:
+    """Figures in a line, those by depth side by side."""
     shown = []
     for name, value in values.items():
         if name == "grad_norm":

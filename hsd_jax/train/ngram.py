@@ -156,7 +156,7 @@ def perplexity(config: NgramConfig, weights: Weights, documents: Documents) -> f
     return float(np.exp(-np.concatenate(logp)[: len(windows)].mean(dtype=np.float64)))
 
 
-@manifest.alone(lock.beside)
+@manifest.alone(lock.beside, is_new=True)
 def train_ngram(
     source: Source,
     data_files: Sequence[str | Path],
@@ -176,8 +176,6 @@ def train_ngram(
       FileNotFoundError: if a folder or a data file is missing.
       ValueError: for an order that is not allowed, if `out` exists, or data cannot be read or hold nothing to count.
     """
-    if Path(out).exists():
-        raise ValueError(f"{out}: is there already; choose another folder")
     checkpoint = find(source)
     vocab_size = checkpoint.config.vocab_size
     vocabulary = hash_of(read_tokenizer(checkpoint)[0].get_vocab())

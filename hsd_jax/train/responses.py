@@ -8,6 +8,7 @@ read back by `documents.py`. Read first: `response_prompts.py`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,7 +24,8 @@ from hsd_jax.host import lock
 from hsd_jax.host.files import check_new_file, parse_json, read_json, write_json
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.params import Params
-from hsd_jax.session import MOST_SLOTS, Generated, Session
+from hsd_jax.planning import texts
+from hsd_jax.session import Generated
 from hsd_jax.train import data, manifest
 from hsd_jax.train.response_prompts import GenerateConfig, Prompt, Report, draw, read_prompts
 from hsd_jax.train.rows import spoken
@@ -215,8 +217,16 @@ def _write_lines(
     """Appends the lines of the plan from number `done` on, each once all before it are there: rows end out of order."""
     begun, ended = done, dict[int, Generated]()
     progress = _Progress(len(plan), report)
-    with _session(params, plan, config, tree) as session, out.open("ab") as file:
-        for answer in session.generate(_request(job, config) for job in plan[begun:]):
+    asked = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p")}
+    requests = [
+        {"prompt": list(job.prompt.tokens), "temperature": job.temperature, "seed": job.seed, **asked}
+        for job in plan[begun:]
+    ]
+    # Of the whole plan, however much of it is left: so are the sizes of its programs.
+    slots, longest = _num_slots(plan, config), max(len(job.prompt.tokens) for job in plan) + config.max_new_tokens
+    answers = texts.write(params, requests, slots, longest, tree)
+    with contextlib.closing(answers), out.open("ab") as file:
+        for answer in answers:
             ended[begun + answer.index] = answer
             text = ""
             while (following := ended.pop(done, None)) is not None and following.error is None:
@@ -241,35 +251,7 @@ def _write_lines(
 
 def _num_slots(plan: Sequence[Job], config: GenerateConfig) -> int:
     """Rows decoded at once."""
-    return min(config.batch, len(plan), MOST_SLOTS)
-
-
-def _session(params: Params, plan: Sequence[Job], config: GenerateConfig, tree: TreeConfig | None) -> Session:
-    """Where the plan is decoded. Its programs are those of the whole plan, however much of it is left: where rounding
-    depends on their sizes, which it does without the CPU kernels, a run that broke off goes on with the same ones."""
-    longest = max(len(job.prompt.tokens) for job in plan) + config.max_new_tokens
-    session = Session(
-        params,
-        _num_slots(plan, config),
-        min(longest, params.max_len),
-        tree=tree,
-        speculate=tree is not None,
-        accept="match",  # the file must not depend on the drafter, nor on which rows run side by side
-    )
-    session.reserve()
-    return session
-
-
-def _request(job: Job, config: GenerateConfig) -> dict[str, Any]:
-    """The arguments of `Session.admit`."""
-    return {
-        "prompt": list(job.prompt.tokens),
-        "max_new_tokens": config.max_new_tokens,
-        "temperature": job.temperature,
-        "top_k": config.top_k,
-        "top_p": config.top_p,
-        "seed": job.seed,
-    }
+    return min(config.batch, len(plan))
 
 
 def _line(tokenizer: Tokenizer, job: Job, tokens: list[int]) -> str:

@@ -26,6 +26,7 @@ from hsd_jax.cli import main as main_lib
 from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.models import convert
+from hsd_jax.planning import texts
 from hsd_jax.session import Session
 from hsd_jax.train import data, responses
 from hsd_jax.train.documents import load_documents
@@ -246,7 +247,7 @@ def test_the_result_is_training_data_of_the_same_tokens(folder, whole, tokenizer
     documents = load_documents(whole)
     for record, document in zip(records, documents, strict=True):
         assert document.text == record["prompt"] + record["response"]
-        rows = make_rows([document], tokenizer, 63, 0, 1, 0, 330, packing="padded", loss_on="responses")
+        rows = make_rows([document], tokenizer, 0, 1, 63, 0, 330, packing="padded", loss_on="responses")
         ids = [*record["prompt_tokens"], *record["response_tokens"]]
         assert rows.tokens[0, : len(ids)].tolist() == ids
         assert rows.mask[0].nonzero()[0].tolist() == list(range(len(record["prompt_tokens"]), len(ids)))
@@ -295,7 +296,7 @@ def test_an_interrupt_leaves_whole_lines(folder, whole, tmp_path, monkeypatch, c
     said = capsys.readouterr()
     assert f"{num} of 12 lines are there" in said.err and " of 12 lines, " in said.err and " min left" in said.err
     assert said.out == ""
-    monkeypatch.setattr(responses, "Session", None)
+    monkeypatch.setattr(texts, "Session", None)
     assert hsd(folder, out, "--samples-per-prompt", "2") == 0  # complete: nothing is decoded
     assert "12 of 12 lines are there" in capsys.readouterr().err
 
@@ -518,7 +519,7 @@ def test_another_target_is_refused(folder, whole, capsys):
 
 
 def test_files_of_others_are_not_touched(folder, whole, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(responses, "Session", None)
+    monkeypatch.setattr(texts, "Session", None)
     out = tmp_path / "own.jsonl"
     out.write_text("my thesis\n")
     assert hsd(folder, out) == 2
