@@ -17,7 +17,7 @@ from hsd_jax.api import check_valid
 from hsd_jax.config import TreeConfig, bucket
 from hsd_jax.host.files import replacing
 from hsd_jax.params import Params
-from hsd_jax.session import MOST_SLOTS, Generated, Session
+from hsd_jax.session import Generated, Session
 
 
 def write(
@@ -33,7 +33,6 @@ def write(
       tree: of the drafter in `params`, on which no text depends; None: plain decoding.
     """
     longest = min(max_len, params.max_len)
-    slots = min(slots, MOST_SLOTS)
     with Session(params, slots, longest, tree=tree, speculate=tree is not None, accept="match") as session:
         session.reserve()
         yield from session.generate(requests)

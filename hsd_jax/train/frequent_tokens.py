@@ -7,7 +7,7 @@ for a run, and `cli/train.py`, where `hsd train restrict` does so for a drafter 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
@@ -24,6 +24,7 @@ from hsd_jax.models import draft_vocab
 from hsd_jax.models.checkpoint import Source, find, path_of
 from hsd_jax.train import manifest
 from hsd_jax.train.data import DataConfig, read_rows
+from hsd_jax.train.journal import Report
 from hsd_jax.train.rows import ALL
 
 GOAL = 0.94
@@ -78,7 +79,7 @@ def of_run(
     labels: np.ndarray,
     config: DrafterConfig,
     eos: Sequence[int],
-    report: Callable[[str], None],
+    report: Report,
 ) -> jax.Array:
     """The `draft_to_target` ids of a run: chosen at its start and kept in `out`, since the rows of `injector/bias`
     follow them.
@@ -118,7 +119,7 @@ def restrict_drafter(
     out: str | Path,
     share: float,
     loss_on: str = ALL,
-    report: Callable[[str], None] = print,
+    report: Report = print,
 ) -> None:
     """Writes a trained drafter, cut down to the hot tokens of some data, to `out`; nothing is trained again.
 

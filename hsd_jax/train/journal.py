@@ -19,6 +19,27 @@ from hsd_jax.host.files import is_writer, parse_json, write_text
 Report = Callable[[str], None]
 METRICS = "metrics.jsonl"
 TASK = TaskID(0)
+REPORT_SECONDS = 5.0
+
+
+class Pace:
+    """Says every few seconds how far a long piece of work is, and how long it will take."""
+
+    def __init__(self, report: Report):
+        self._report, self.tokens = report, 0
+        self._start = self._last = time.perf_counter()
+
+    def say(self, what: str, share: float) -> None:
+        """`what` has been done, this share of the work."""
+        now = time.perf_counter()
+        if now - self._last >= REPORT_SECONDS:
+            self._last = now
+            self._report(f"{what}, {(now - self._start) * (1 / share - 1) / 60:.1f} min left")
+
+    @property
+    def rate(self) -> str:
+        """Of the tokens so far."""
+        return f"{self.tokens / (time.perf_counter() - self._start):,.0f} tokens/s"
 
 
 class Journal:

@@ -162,8 +162,7 @@ class Judge:
     evaluate: Callable[[Any], dict[str, Any]]
     """`evaluate(params) -> metrics`, JSON-ready."""
     keep: Callable[[Any, dict[str, Any]], None]
-    """Called with the weights and metrics whenever `score` is the best so far; must write atomically."""
-    score: str = "tau"
+    """Called with the weights and metrics whenever `tau` is the best so far; must write atomically."""
 
 
 def fit(
@@ -236,9 +235,9 @@ def fit(
                 journal.step(done, done * tokens_per_step, speed, values)
             if judge is not None and (done % judge.every == 0 or done == config.steps):
                 judged = judge.evaluate(state["params"])
-                is_best = not best or judged[judge.score] > best[judge.score]
+                is_best = not best or judged["tau"] > best["tau"]
                 if is_best:
-                    best = {"step": done, judge.score: judged[judge.score]}
+                    best = {"step": done, "tau": judged["tau"]}
                     judge.keep(state["params"], judged)
                 journal.judged(done, done * tokens_per_step, judged, is_best)
                 clock = time.perf_counter()  # judging is not training

@@ -12,7 +12,7 @@ tokens all are equally likely, so every token has a probability after every cont
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.tokenizer import hash_of
 from hsd_jax.train import manifest
 from hsd_jax.train.data import read_encoded, read_tokenizer
+from hsd_jax.train.journal import Report
 from hsd_jax.types import NO_TOKEN, Weights
 
 LEAST_DISCOUNT, MOST_DISCOUNT = 0.1, 0.9
@@ -163,7 +164,7 @@ def train_ngram(
     out: str | Path,
     order: int,
     loss_on: str,
-    report: Callable[[str], None] = print,
+    report: Report = print,
 ) -> None:
     """Counts the n-grams of some data and writes the model to the new folder `out`.
 

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,11 @@ from hsd_jax.host.files import check_new_file, parse_json, read_json, write_json
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.params import Params
 from hsd_jax.planning import texts
-from hsd_jax.session import Generated
+from hsd_jax.session import MOST_SLOTS, Generated
 from hsd_jax.train import data, manifest
-from hsd_jax.train.response_prompts import GenerateConfig, Prompt, Report, draw, read_prompts
+from hsd_jax.train.journal import Pace, Report
+from hsd_jax.train.response_prompts import GenerateConfig, Prompt, draw, read_prompts
 from hsd_jax.train.rows import spoken
-
-REPORT_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,9 +190,8 @@ def generate(
         naming the job to which the target gave no distribution of a next token; all lines before it stay.
     """
     out = Path(out)
-    check_settings(out, settings)
     with lock.held(lock.beside(out)):
-        check_settings(out, settings)  # again: the holder of the lock may have changed them
+        check_settings(out, settings)  # `run` has, but another process may have written since
         done = lines_done(out, plan)
         write_json(settings_path(out), settings)
         if done:
@@ -215,8 +212,8 @@ def _write_lines(
     report: Report,
 ) -> None:
     """Appends the lines of the plan from number `done` on, each once all before it are there: rows end out of order."""
-    begun, ended = done, dict[int, Generated]()
-    progress = _Progress(len(plan), report)
+    begun, ended, total = done, dict[int, Generated](), len(plan)
+    pace = Pace(report)
     asked = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p")}
     requests = [
         {"prompt": list(job.prompt.tokens), "temperature": job.temperature, "seed": job.seed, **asked}
@@ -245,13 +242,17 @@ def _write_lines(
                     f"{out}:{done + 1}: no response to {job.prompt.source} at temperature {job.temperature:g} with seed"
                     f" {job.seed}: {following.error}. The lines before it are written"
                 )
-            progress.add(len(answer.tokens), done, len(ended))
-    progress.close()
+            pace.tokens += len(answer.tokens)
+            ahead = f" and {len(ended):,} that wait for the next" if ended else ""
+            if done < total:
+                share = (done + len(ended) - begun) / (total - begun)
+                pace.say(f"{done:,} of {total:,} lines{ahead}, {pace.rate}", share)
+    report(f"{total:,} lines, {pace.tokens:,} new tokens in this run, {pace.rate}")
 
 
 def _num_slots(plan: Sequence[Job], config: GenerateConfig) -> int:
     """Rows decoded at once."""
-    return min(config.batch, len(plan))
+    return min(config.batch, len(plan), MOST_SLOTS)
 
 
 def _line(tokenizer: Tokenizer, job: Job, tokens: list[int]) -> str:
@@ -266,34 +267,3 @@ def _line(tokenizer: Tokenizer, job: Job, tokens: list[int]) -> str:
         "response_tokens": tokens,
     }
     return json.dumps(record, ensure_ascii=False) + "\n"
-
-
-class _Progress:
-    """Says every few seconds how far a run is, how fast, and how long it will take."""
-
-    def __init__(self, total: int, report: Report):
-        self._total, self._report = total, report
-        self._start = self._last = time.perf_counter()
-        self._tokens, self._rows = 0, 0
-
-    def add(self, tokens: int, written: int, waiting: int) -> None:
-        """A row has ended with so many tokens.
-
-        Args:
-          written: lines that are in the file.
-          waiting: rows that have ended before one whose line comes first.
-        """
-        self._tokens, self._rows = self._tokens + tokens, self._rows + 1
-        now, left = time.perf_counter(), self._total - written - waiting
-        if now - self._last >= REPORT_SECONDS and written < self._total:
-            self._last = now
-            ahead = f" and {waiting:,} that wait for the next" if waiting else ""
-            minutes = (now - self._start) / self._rows * left / 60
-            self._report(f"{written:,} of {self._total:,} lines{ahead}, {self._rate(now)}, {minutes:.1f} min left")
-
-    def close(self) -> None:
-        now = time.perf_counter()
-        self._report(f"{self._total:,} lines, {self._tokens:,} new tokens in this run, {self._rate(now)}")
-
-    def _rate(self, now: float) -> str:
-        return f"{self._tokens / (now - self._start):,.0f} tokens/s"

@@ -28,7 +28,7 @@ from hsd_jax.drafters import files as drafter_files
 from hsd_jax.models import convert
 from hsd_jax.planning import texts
 from hsd_jax.session import Session
-from hsd_jax.train import data, responses
+from hsd_jax.train import data, journal, responses
 from hsd_jax.train.documents import load_documents
 from hsd_jax.train.response_prompts import GenerateConfig, Prompt, read_prompts
 from hsd_jax.train.rows import make_rows
@@ -289,7 +289,7 @@ def test_an_interrupt_leaves_whole_lines(folder, whole, tmp_path, monkeypatch, c
         assert hsd(folder, out, "--samples-per-prompt", "2") == 130
     num = len(lines_of(out))
     assert whole.read_bytes().startswith(out.read_bytes()) and 0 < num < 12
-    monkeypatch.setattr(responses, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(journal, "REPORT_SECONDS", 0.0)
     capsys.readouterr()
     assert hsd(folder, out, "--samples-per-prompt", "2") == 0
     assert out.read_bytes() == whole.read_bytes()
@@ -336,7 +336,7 @@ def test_rows_run_side_by_side_and_are_written_in_the_order_of_the_plan(uneven, 
     monkeypatch.setattr(Session, "run", counted)
     monkeypatch.setattr(Session, "take", taken)
     said: list[str] = []
-    monkeypatch.setattr(responses, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(journal, "REPORT_SECONDS", 0.0)
     lines = write(uneven.params, tmp_path / "own.jsonl", uneven.plan, uneven.config, tokenizer, said.append)
     assert [(x["source"], x["seed"]) for x in lines] == [(job.prompt.source, job.seed) for job in uneven.plan]
     assert (tmp_path / "own.jsonl").read_bytes() == uneven.out.read_bytes()
