@@ -52,9 +52,7 @@ def train(name: str, about: dict, args: argparse.Namespace) -> Path:
         return Path(about["drafter"])
     recipe = DrafterRecipe.from_dict(read_recipe(args.config, [*args.set, *about.get("set", [])]), name)
     options.say(f"run {name}")
-    return run.train_drafter(
-        args.target, about.get("data", args.data), Path(args.out) / name, recipe, report=options.say
-    )
+    return run.train(args.target, about.get("data", args.data), Path(args.out) / name, recipe, report=options.say)
 
 
 def main() -> None:

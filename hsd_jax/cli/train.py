@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 from hsd_jax.cli import options
 from hsd_jax.cli.options import add_value
@@ -14,8 +12,6 @@ from hsd_jax.train.recipe import read_recipe, recipe_help, take_paths
 SET_HELP = "change one value of the recipe, for example train.steps=100 (may be repeated)"
 PATHS = {"drafter": (("target", "data", "out"), ("start",)), "target": (("data", "out"), ("tokenizer", "start"))}
 """Of each kind of recipe: what must be given, here or in its file, and what may."""
-SMALL_LM, STEERED = "small_lm", "steered"
-"""Drafters that are language models of their own: `model.kind` says so, and their recipe is another one."""
 
 
 def add_parser(commands) -> None:
@@ -46,7 +42,7 @@ hsd train drafter --kind steered --start SMALL --target DIR --data a.jsonl --out
     add_value(drafter, "--start DIR", str, start, without="random weights")
     add_value(drafter, "--kind KIND", str, "model.kind of the recipe", without="what it says, or hidden", dest="model")
     _add_run_arguments(drafter, False, "folder of the run; the drafter itself goes to OUT/drafter")
-    _with_keys(drafter, "drafter", SMALL_LM, leave_out=("train.remat",))
+    _with_keys(drafter, "drafter", "small_lm", leave_out=("train.remat",))
     target = options.add_command(
         kinds,
         "target",
@@ -133,7 +129,9 @@ def _with_keys(parser: argparse.ArgumentParser, *recipes: str, leave_out: tuple[
     plain = parser.format_help
 
     def format_help() -> str:
-        keys = "\n".join(recipe_help(_recipe_of(recipe)[0], leave_out, recipe) for recipe in recipes)
+        from hsd_jax.train.run import recipe_of
+
+        keys = "\n".join(recipe_help(recipe_of(recipe, recipe), leave_out, recipe) for recipe in recipes)
         return f"{plain()}\n{keys}\n"
 
     parser.format_help = format_help
@@ -156,31 +154,28 @@ def _add_run_arguments(parser: argparse.ArgumentParser, needs_config: bool, out:
     options.add_mesh_argument(parser)
 
 
-def _recipe_of(kind: str) -> tuple[Any, Callable]:
-    """The class of a recipe and what trains by it: only who asks for them waits for their imports."""
-    from hsd_jax.train import run, run_small_lm
-
-    kinds = {"drafter": (run.drafter.DrafterRecipe, run.train_drafter)}
-    kinds |= {SMALL_LM: (run_small_lm.distill.DistillRecipe, run_small_lm.train_small_lm)}
-    return (kinds | {"target": (run.target.TargetRecipe, run.train_target)})[kind]
-
-
 def run_recipe(args: argparse.Namespace) -> int:
     """Trains a drafter or a target by a recipe."""
     from hsd_jax.host.sharding import TRAINING_AXES, make_mesh
+    from hsd_jax.train.run import recipe_of, train
 
     required, optional = PATHS[args.kind]
     kind = getattr(args, "model", None)
     values = read_recipe(args.config, args.set + ([f"model.kind={kind}"] if kind else []))
-    model = values.get("model") if args.kind == "drafter" else None
-    is_small_lm = isinstance(model, dict) and model.get("kind") in (SMALL_LM, STEERED)
-    recipe, train = _recipe_of(SMALL_LM if is_small_lm else args.kind)
+    model = values.get("model")
     paths = take_paths(values, args, *required, optional=optional)
-    recipe = recipe.from_dict(values, args.config or "--set")
-    if "source" in paths:
+    kind = model.get("kind") if isinstance(model, dict) else None
+    recipe = recipe_of(args.kind, kind).from_dict(values, args.config or "--set")
+    if args.kind == "drafter":
         args.target = paths["source"]  # which a recipe may name
         paths["source"] = options.source_of(args)
-    train(**paths, recipe=recipe, mesh=make_mesh(args.mesh, TRAINING_AXES), report=options.say, force=args.force)
+    train(
+        **{"source": None} | paths,
+        recipe=recipe,
+        mesh=make_mesh(args.mesh, TRAINING_AXES),
+        report=options.say,
+        force=args.force,
+    )
     return 0
 
 

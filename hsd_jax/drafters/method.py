@@ -33,6 +33,23 @@ class Pictures(NamedTuple):
     earlier rounds left over. None: nothing is reused."""
 
 
+class Distilled(NamedTuple):
+    """How a language model is trained to draft, as functions of its configuration in that role."""
+
+    config_of: Callable[..., Any]
+    """`config_of(model, target_config, target_hash, steering_layers, num_steps)`: of a language model in this role.
+    Raises a ValueError for layers that the target lacks, or others than steer it already."""
+    logits: Callable[..., Any]
+    """`logits(weights, config, tokens, output, key=None, starts=None, remat=False) -> [B, T, V]`: what it says behind
+    each token, given what the target says of them all. Consumes the key, None: as for the first draft of a round."""
+    added: Callable[..., Weights] = lambda key, config: {}
+    """`added(key, config)`: fresh weights of the parts that a language model lacks."""
+    save_added: Callable[..., None] = lambda folder, config, weights: None
+    """`save_added(folder, config, weights)`: writes these parts beside the model."""
+    is_steered: bool = False
+    """Whether it reads its target's states, so that it writes no text alone and drafts no further than it learned."""
+
+
 class Method(NamedTuple):
     """A kind of drafter. Its name is `config.kind`."""
 
@@ -66,6 +83,8 @@ class Method(NamedTuple):
     load: Callable[..., tuple[Any, Weights] | None] | None = None
     """`load(checkpoint, target, dtype, placement, strict)`: a language model as a drafter for a `DraftedFor`, `strict`
     as in `hsd_jax.load`; None for one that it does not know."""
+    distilled: Distilled | None = None
+    """None: it is not trained by distillation."""
     token_information: TokenInformation | None = None
     lattice: Callable[..., Any] | None = None
     """`lattice(target_config, config, tree) -> levels`; `levels(models, state) -> (logits [B, D, C], inject, state)`:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hsd_jax.api import check_valid, conditional_acceptance
+from hsd_jax.api import conditional_acceptance
 from hsd_jax.config import (
     AHEAD,
     NO_REUSE,
@@ -30,11 +29,10 @@ from hsd_jax.config import (
     ModelConfig,
     ReuseConfig,
     TreeConfig,
-    bucket,
 )
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import fetch
-from hsd_jax.host.files import replacing, sha256
+from hsd_jax.host.files import sha256
 from hsd_jax.infer.accept import RULES, walk
 from hsd_jax.infer.decode import drafter_after
 from hsd_jax.infer.sampling import round_noise, row_keys
@@ -42,7 +40,7 @@ from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.planning.acceptance import Law
-from hsd_jax.session import Session
+from hsd_jax.planning.texts import load_arrays, save_arrays, write_all
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, RoundInputs, SamplingParams, Weights
 
 
@@ -86,15 +84,6 @@ class Texts:
         given, whole = (np.array([len(x) for x in some], np.int32) for some in (prompts, rows))
         return cls(padded, given, whole, np.array([0] * len(rows) if seeds is None else seeds, np.uint32))
 
-    def save(self, path: Any) -> None:
-        with open(path, "wb") as file:
-            np.savez(file, **vars(self))
-
-    @classmethod
-    def load(cls, path: Any) -> Texts:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as values:
-            return cls(**{name: values[name] for name in ("tokens", "prompt_length", "length", "seeds")})
-
 
 def write_texts(
     params: Params, prompts: Sequence[np.ndarray], max_new_tokens: int, temperature: float, seed: int, batch: int = 8
@@ -109,12 +98,9 @@ def write_texts(
     Texts.join(prompts, [()] * len(prompts))  # refuses before anything is decoded
     seeds = [seed + i for i in range(len(prompts))]
     asked = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    requests = [{"prompt": np.asarray(p, np.int32), "seed": s, **asked} for p, s in zip(prompts, seeds, strict=True)]
-    longest = max(map(len, prompts)) + max_new_tokens
-    with Session(params, min(batch, bucket(len(prompts), 1)), min(longest, params.max_len), speculate=False) as session:
-        answers = list(session.generate(requests, ordered=True))
-    check_valid(answers)
-    return Texts.join(prompts, [answer.tokens for answer in answers], seeds)
+    requests = [{"prompt": p, "seed": s, **asked} for p, s in zip(prompts, seeds, strict=True)]
+    written = write_all(params, requests, batch, max(map(len, prompts)) + max_new_tokens)
+    return Texts.join(prompts, written, seeds)
 
 
 Draft = tuple[TreeConfig, ReuseConfig]
@@ -366,13 +352,12 @@ def stored_texts(
     identity = sha256(target_hash, *asked, repr((max_new_tokens, temperature, params.eos, "with seeds")))
     path = Path(folder) / f"{name}-{identity[:16]}.npz"
     try:
-        return Texts.load(path)
+        return Texts(**load_arrays(path, *(field.name for field in dataclasses.fields(Texts))))
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except ValueError as error:
         report(f"{path}: damaged ({error}); written again")
     report(f"the target writes {len(prompts)} {name} texts of {max_new_tokens} tokens to judge by")
     written = write_texts(params, prompts, max_new_tokens, temperature, seed=0)
-    with replacing(path) as temporary:
-        written.save(temporary)
+    save_arrays(path, vars(written))
     return written

@@ -39,7 +39,7 @@ def abstract_step(
     loss: drafter.LossConfig | None = None,
     target_dtype: Any = jnp.bfloat16,
 ) -> AbstractStep:
-    """The step of `train_drafter` on packed rows, lowered nowhere yet.
+    """The step of `train` on packed rows, lowered nowhere yet.
 
     A reduced draft vocabulary holds the first tokens, which costs what any others do. `train.compute=None` means the
     platform of the program: call this and lower inside `native.compiled_for`.

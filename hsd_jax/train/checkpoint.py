@@ -20,9 +20,9 @@ class Checkpointer:
     Writing goes on in the background; an error of it is raised by the next call.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 2):
+    def __init__(self, folder: str | Path):
         self.folder = Path(folder).resolve()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "note"))
 
     def save(self, step: int, state: Any, note: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ A run's batches depend on its files, tokenizer, options and seed, never on the m
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -12,43 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from hsd_jax import settings
+from hsd_jax.host.sharding import rows_here
+from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.settings import OneOf, Seed
-from hsd_jax.train.documents import (
-    CALCULATOR_NOTE,
-    SPEAKERS,
-    ChatTemplate,
-    chat_template_of,
-    conversation,
-    load_documents,
-    read_documents,
-    render_record,
-    render_turns,
-    text_of,
-)
+from hsd_jax.train.documents import ChatTemplate, Document, chat_template_of, load_documents
 from hsd_jax.train.rows import ALL, PACKED, PADDED, RESPONSES, Rows, encoded, make_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from hsd_jax.models.checkpoint import Checkpoint, Source
-
-__all__ = [
-    "CALCULATOR_NOTE",
-    "SPEAKERS",
-    "Batches",
-    "DataConfig",
-    "Rows",
-    "conversation",
-    "read_documents",
-    "read_rows",
-    "read_tokenizer",
-    "render_record",
-    "render_turns",
-    "template_of",
-    "text_of",
-]
+    from hsd_jax.train.loop import LoopConfig
+    from hsd_jax.types import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +46,9 @@ class DataConfig:
     def __post_init__(self):
         settings.check(self, "data")
 
-
-def _find(source: Source) -> Checkpoint:
-    from hsd_jax.models.checkpoint import find  # imports jax, for which programs that render records need not wait
-
-    return find(source)
+    def seed_of(self, train: LoopConfig) -> int:
+        """The seed of the order of documents and rows in a run."""
+        return train.seed if self.seed is None else self.seed
 
 
 def read_tokenizer(source: Source) -> tuple[Tokenizer, int | None, int]:
@@ -82,7 +58,7 @@ def read_tokenizer(source: Source) -> tuple[Tokenizer, int | None, int]:
       FileNotFoundError: without a tokenizer in this form.
       ValueError: if it cannot be read, or the checkpoint names no end token.
     """
-    checkpoint = _find(source)
+    checkpoint = find(source)
     tokenizer = checkpoint.raw_tokenizer()
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -95,7 +71,7 @@ def read_tokenizer(source: Source) -> tuple[Tokenizer, int | None, int]:
 
 def template_of(source: Source) -> ChatTemplate | None:
     """The chat template of a checkpoint, None if it has none; the tokenizer is loaded with the first conversation."""
-    checkpoint = _find(source)
+    checkpoint = find(source)
     return chat_template_of(checkpoint.render) if checkpoint.has_chat_template else None
 
 
@@ -119,13 +95,9 @@ def read_rows(
     """
     if not files:
         raise ValueError("no data files given")
-    checkpoint = _find(source)
-    tokenizer, bos, eos = read_tokenizer(checkpoint)
-    template = template_of(checkpoint) if config.chat_template else None
-    find = config.loss_on == RESPONSES
-    documents = [document for file in files for document in load_documents(file, template, find)]
+    documents, words = _read(files, source, config)
     seed = seed if config.seed is None else config.seed
-    return make_rows(documents, tokenizer, length, bos, eos, seed, vocab_size, config.packing, config.loss_on)
+    return make_rows(documents, *words, length, seed, vocab_size, config.packing, config.loss_on)
 
 
 def read_encoded(
@@ -135,11 +107,18 @@ def read_encoded(
 
     Raises as `read_rows`.
     """
-    checkpoint = _find(source)
-    tokenizer, bos, eos = read_tokenizer(checkpoint)
-    on_responses, template = loss_on == RESPONSES, template_of(checkpoint)
-    documents = [document for file in files for document in load_documents(file, template, on_responses)]
-    return list(encoded(documents, tokenizer, bos, eos, vocab_size, on_responses))
+    documents, words = _read(files, source, DataConfig(loss_on=loss_on))
+    return list(encoded(documents, *words, vocab_size, loss_on == RESPONSES))
+
+
+def _read(
+    files: Sequence[str | Path], source: Source, config: DataConfig
+) -> tuple[list[Document], tuple[Tokenizer, int | None, int]]:
+    """The documents of some files, and what `read_tokenizer` says of the checkpoint."""
+    checkpoint = find(source)
+    words, template = read_tokenizer(checkpoint), template_of(checkpoint) if config.chat_template else None
+    responses = config.loss_on == RESPONSES
+    return [document for file in files for document in load_documents(file, template, responses)], words
 
 
 @functools.lru_cache(maxsize=2)  # neighbouring batches may lie in two epochs
@@ -229,6 +208,20 @@ class Batches:
         """The next batch is that of `step`, counted from 0."""
         self._iterator.set_state({"next_index": step})
 
+    def refresh(self, step: int, weights: Weights) -> None:
+        """Called before the batch of `step` is read, with the weights of then; these batches depend on none."""
+
     def close(self) -> None:
         """Ends the thread that reads ahead."""
         self._iterator.close()
+
+
+def batches_of(
+    rows: Rows, train: LoopConfig, config: DataConfig, mesh: Mesh | None, features: Any = None
+) -> contextlib.closing[Batches]:
+    """The part of a run's batches that lies on the devices of this process; closed with the block."""
+    index, count = rows_here(mesh)
+    seed = config.seed_of(train)
+    return contextlib.closing(
+        Batches(rows, train.batch, seed, process_index=index, process_count=count, features=features)
+    )

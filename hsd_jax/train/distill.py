@@ -5,7 +5,7 @@ places off at random: as far as drafts of a round are from what the target has r
 
 The recipe says what is minimised (D, `loss.divergence`) and over which text (G): `--data` is fixed text or text the
 target wrote, and `on_policy.share` of the rows hold what the drafter itself writes after their beginnings. Read next:
-`own_text.py` for that text, `run_small_lm.py` for whole runs.
+`own_text.py` for that text, `tasks.py` for whole runs.
 """
 
 from __future__ import annotations
@@ -24,32 +24,45 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax import settings
 from hsd_jax.api import decode
 from hsd_jax.config import LARGEST_TREE, ModelConfig, TreeConfig
+from hsd_jax.drafters.method import Distilled
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.drafters.steered.config import Layer, SteeredConfig, default_layers
-from hsd_jax.drafters.steered.steering import joined_features, steered_sequence
+from hsd_jax.drafters.steered.config import Layer
+from hsd_jax.drafters.table import METHODS
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.planning.simulate import Texts
-from hsd_jax.settings import HOTTEST, MOST, Count, OneOf, Within
+from hsd_jax.settings import OneOf, Within
 from hsd_jax.train import losses
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.loop import LoopConfig, Loss
 from hsd_jax.train.own_text import OnPolicyConfig
+from hsd_jax.train.recipe import HeldOut, Recipe
 from hsd_jax.train.target import starts_of
-from hsd_jax.types import ModelOutput, Weights
+from hsd_jax.types import Weights
 
 NLL = "nll"
 """The row's own next token in place of the target's distribution: plain training, no distillation."""
+SmallLM = Any
+"""A `SmallLMConfig` or `SteeredConfig`: a language model in the role of a drafter that is distilled."""
 SHOWN = ("fkl", "rkl", "jsd", "tvd")
 STEPS = 8
 """Tokens that a state steers, where nobody says."""
+PLAIN = SmallLMConfig.kind
+DISTILLED = tuple(sorted(name for name, method in METHODS.items() if method.distilled is not None))
+
+
+def how(kind: str) -> Distilled:
+    """How a drafter of this kind, one of DISTILLED, is trained."""
+    found = METHODS[kind].distilled
+    assert found is not None, f"a {kind} drafter is not distilled"
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
 class SmallModel:
     """Its sizes are those of --start."""
 
-    kind: Annotated[str, OneOf((SmallLMConfig.kind, SteeredConfig.kind))] = SmallLMConfig.kind
+    kind: Annotated[str, OneOf(DISTILLED)] = PLAIN
     """small_lm: an independent language model of the target's vocabulary, read from the folder --start; steered: the
     same with a bias in every MLP, made of the target's states."""
     steering_layers: tuple[Layer, ...] = ()
@@ -62,28 +75,18 @@ class SmallModel:
 
     def __post_init__(self):
         settings.check(self, "model")
-        if self.kind != SteeredConfig.kind:
-            for name, default in (("steering_layers", ()), ("num_steps", None), ("frozen", False)):
-                if getattr(self, name) != default:
-                    raise ValueError(f"model.{name}={getattr(self, name)!r}: is for model.kind=steered alone")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "kind" and not self.how.is_steered and value != field.default:
+                raise ValueError(f"model.{field.name}={value!r}: is for model.kind=steered alone")
+
+    @property
+    def how(self) -> Distilled:
+        return how(self.kind)
 
     @property
     def steps(self) -> int:
         return self.num_steps or STEPS
-
-    def config_of(self, model: ModelConfig, target: ModelConfig, target_hash: str) -> ModelConfig:
-        """What is trained: the model itself, or the model steered by this target.
-
-        Raises:
-          ValueError: for layers that the target lacks.
-        """
-        if self.kind != SteeredConfig.kind:
-            return model
-        layers, steps = self.steering_layers or default_layers(target.num_layers), self.steps
-        about = {"target_hidden_size": target.hidden_size, "target_hash": target_hash}
-        config = SteeredConfig(**vars(model), **about, steering_layers=layers, num_steps=steps)
-        config.check_target(target)
-        return config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,26 +104,15 @@ class DistillLoss:
 
 
 @dataclasses.dataclass(frozen=True)
-class DistillEval:
-    """What the drafter is judged on before, while and after it trains."""
+class DistillEval(HeldOut):
+    """With the chains that are drafted, before, while and after the drafter trains."""
 
-    every: Annotated[int, Within(0, MOST)] = 100
-    """Steps between judgements; 0: never."""
-    prompts: Count = 16
-    """Rows held out, the last of the data; their beginnings are the prompts."""
-    prompt_tokens: Annotated[int, Within(2, MOST)] = 48
-    max_new_tokens: Annotated[int, Within(2, MOST)] = 96
-    temperature: Annotated[float, Within(0, HOTTEST, above=True)] = 1.0
-    """Of the sampled texts, and of both distributions in the held-out divergences."""
     depth: Annotated[int, Within(1, LARGEST_TREE - 1)] = 4
-    """Of the chains that are drafted."""
-
-    def __post_init__(self):
-        settings.check(self, "eval")
+    """Of the chains."""
 
 
 @dataclasses.dataclass(frozen=True)
-class DistillRecipe:
+class DistillRecipe(Recipe):
     """A whole run of `hsd train drafter --kind small_lm`, or `--kind steered`."""
 
     model: SmallModel = SmallModel()
@@ -132,28 +124,20 @@ class DistillRecipe:
 
     def __post_init__(self):
         self.on_policy.num_rows(self.train)  # refuses what does not fit the rows of a batch
-        if self.on_policy.share and self.model.kind == SteeredConfig.kind:
+        is_steered = self.model.how.is_steered
+        if self.on_policy.share and is_steered:
             raise ValueError(
                 f"on_policy.share={self.on_policy.share:g}: a steered drafter writes no text without its target;"
                 " allowed is 0"
             )
-        if self.model.kind == SteeredConfig.kind and self.eval.every and self.eval.depth > self.model.steps:
+        if is_steered and self.eval.every and self.eval.depth > self.model.steps:
             raise ValueError(
                 f"eval.depth={self.eval.depth}: deeper than model.num_steps={self.model.steps}; allowed are 1 to"
                 f" {self.model.steps}"
             )
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any], where: str) -> DistillRecipe:
-        """Builds a recipe from what a YAML file holds.
 
-        Raises:
-          ValueError: naming the wrong key or value and the valid ones.
-        """
-        return settings.read(cls, {} if values is None else values, where)
-
-
-def make_loss(target_config: ModelConfig, config: ModelConfig, asked: DistillLoss, remat: bool = False) -> Loss:
+def make_loss(target_config: ModelConfig, config: SmallLM, asked: DistillLoss, remat: bool = False) -> Loss:
     """The mean of the divergence over a batch's labels, for `loop.fit`.
 
     `params` are the weights of the drafter that learn, `frozen` those of "target", and of "drafter" what does not.
@@ -167,18 +151,16 @@ def make_loss(target_config: ModelConfig, config: ModelConfig, asked: DistillLos
       text first.
     """
 
+    logits = how(config.kind).logits
+
     def loss(params, frozen, batch, key, step):
         del step
-        weights = frozen["drafter"] | params
+        weights, starts = frozen["drafter"] | params, starts_of(batch)
         tokens, labels, mask = batch["tokens"][:, :-1], batch["tokens"][:, 1:], batch["mask"][:, 1:]
         with jax.named_scope("target"):
-            rest = tokens, starts_of(batch)
-            output = forward_sequence(frozen["target"], target_config, *rest, aux_layers=aux_layers_of(config))
-            output = lax.stop_gradient(output)
-        taught, lag = output.logits, None
-        if isinstance(config, SteeredConfig):
-            lag = jax.random.randint(key, tokens.shape, 1, config.num_steps + 1)
-        own = drafted_logits(weights, config, tokens, output, lag, starts_of(batch), remat)
+            rest = {"aux_layers": config.aux_layers}
+            output = lax.stop_gradient(forward_sequence(frozen["target"], target_config, tokens, starts, **rest))
+        taught, own = output.logits, logits(weights, config, tokens, output, key, starts, remat)
         if asked.divergence == NLL:
             values = optax.softmax_cross_entropy_with_integer_labels(own.astype(jnp.float32), labels)
         else:
@@ -191,36 +173,13 @@ def make_loss(target_config: ModelConfig, config: ModelConfig, asked: DistillLos
     return loss
 
 
-def aux_layers_of(config: ModelConfig) -> tuple[int, ...]:
-    """Layers of the target whose states the drafter asks for."""
-    return config.aux_layers if isinstance(config, SteeredConfig) else ()
-
-
-def drafted_logits(
-    weights: Weights,
-    config: ModelConfig,
-    tokens: Int[Array, "B T"],
-    output: ModelOutput,
-    lag: Int[Array, "B T"] | int | None,
-    starts: Int[Array, "B T"] | None = None,
-    remat: bool = False,
-) -> Float[Array, "B T V"]:
-    """What the drafter says behind each token, given what the target says of them all; of a steered one steered by
-    the states `lag` places before."""
-    if not isinstance(config, SteeredConfig):
-        return forward_sequence(weights, config, tokens, starts, remat=remat).logits
-    assert lag is not None, "a steered drafter is steered from somewhere"
-    features = joined_features(output.features)
-    return steered_sequence(weights, config, tokens, features, lag, starts, remat).logits
-
-
 def over_labels(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
     """The mean over the labels of a batch; 0 if it has none."""
     return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1).astype(values.dtype)
 
 
 def held_out(
-    target_config: ModelConfig, config: ModelConfig, asked: DistillLoss, texts: Texts, temperature: float
+    target_config: ModelConfig, config: SmallLM, asked: DistillLoss, texts: Texts, temperature: float
 ) -> Callable[[Weights, Weights], dict[str, float]]:
     """`measure(weights, target)`: the mean of every divergence over what the target wrote, and 1 - TVD.
 
@@ -229,11 +188,12 @@ def held_out(
     """
     at = np.arange(1, texts.tokens.shape[1])
     mask = (at >= texts.prompt_length[:, None]) & (at < texts.length[:, None])
+    logits_of = how(config.kind).logits
 
     @jax.jit
     def sums(weights: Weights, target: Weights, tokens: Int[Array, "1 T"], mask: Bool[Array, "1 M"]):
-        output = forward_sequence(target, target_config, tokens[:, :-1], aux_layers=aux_layers_of(config))
-        own = drafted_logits(weights, config, tokens[:, :-1], output, 1)
+        output = forward_sequence(target, target_config, tokens[:, :-1], aux_layers=config.aux_layers)
+        own = logits_of(weights, config, tokens[:, :-1], output)
         logits = output.logits / temperature, own / temperature
         found = [losses.named(name, asked.jsd_beta)(*logits) for name in SHOWN]
         return jnp.stack([jnp.where(mask, values, 0.0).sum() for values in found])

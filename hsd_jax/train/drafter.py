@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +38,13 @@ from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import attach, take_columns, to_tokens
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import embed_committed, trunk_features
-from hsd_jax.settings import HOTTEST, MOST, Count, NotNegative, OneOf, Whole, Within
+from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Whole, Within
 from hsd_jax.train import heads, losses, on_policy, vocab_sample
 from hsd_jax.train.anchors import agreement, chain_metrics, labels_of_anchors, sample_anchors
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.features import FeatureConfig
 from hsd_jax.train.loop import LoopConfig, Loss
+from hsd_jax.train.recipe import HeldOut, Recipe
 from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
 
@@ -54,31 +55,6 @@ LOW_MID_HIGH = "low_mid_high"
 """Three feature layers: 2, half of all, the third from the last. EAGLE-3 reads before them, we after."""
 RANDOM, LAST_LAYER = BEGINNINGS = ("random", "last_layer")
 """What the trunk's layers begin as."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalConfig:
-    """Section `eval` of a recipe: what the drafter is judged on while it trains."""
-
-    every: Whole = 100
-    """Steps between judgements; 0: never."""
-    prompts: Count = 16
-    """Rows held out, the last of the data; their beginnings are the prompts."""
-    prompt_tokens: Annotated[int, Within(2, MOST)] = 48
-    max_new_tokens: Annotated[int, Within(2, MOST)] = 96
-    temperature: Annotated[float, Within(0, HOTTEST, above=True)] = 1.0
-    """Of the sampled texts; greedy ones are always there."""
-    nodes: Annotated[int, Within(2, LARGEST_TREE)] = 16
-    depth: Annotated[int, Within(1, LARGEST_TREE)] = 6
-    width: Annotated[int, Within(1, LARGEST_TREE)] = 4
-
-    def __post_init__(self):
-        settings.check(self, "eval")
-
-    def tree(self, num_steps: int) -> TreeConfig:
-        """The tree of the simulation, no deeper than the drafter."""
-        depth = min(self.depth, num_steps)
-        return TreeConfig(min(self.nodes, most_nodes(depth, self.width)), depth, self.width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +179,21 @@ class LossConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DrafterRecipe:
+class EvalConfig(HeldOut):
+    """With the trees that are simulated."""
+
+    nodes: Annotated[int, Within(2, LARGEST_TREE)] = 16
+    depth: Annotated[int, Within(1, LARGEST_TREE)] = 6
+    width: Annotated[int, Within(1, LARGEST_TREE)] = 4
+
+    def tree(self, num_steps: int) -> TreeConfig:
+        """The tree of the simulation, no deeper than the drafter."""
+        depth = min(self.depth, num_steps)
+        return TreeConfig(min(self.nodes, most_nodes(depth, self.width)), depth, self.width)
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterRecipe(Recipe):
     """A whole drafter run, as in `configs/demo_drafter.yaml`."""
 
     model: DrafterModel = DrafterModel()
@@ -212,15 +202,6 @@ class DrafterRecipe:
     features: FeatureConfig = FeatureConfig()
     eval: EvalConfig = EvalConfig()
     train: LoopConfig = LoopConfig()
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any], where: str) -> DrafterRecipe:
-        """Builds a recipe from what a YAML file holds.
-
-        Raises:
-          ValueError: naming the wrong key or value and the valid ones.
-        """
-        return settings.read(cls, {} if values is None else values, where)  # a file without text has no sections
 
 
 def drafter_config(

@@ -14,8 +14,7 @@ import dataclasses
 import os
 import re
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +31,7 @@ from hsd_jax.kernels import native
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import Count, OneOf, Whole
 from hsd_jax.train import vocab_sample
+from hsd_jax.train.journal import Pace, Report
 from hsd_jax.train.rows import Rows
 from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
@@ -41,7 +41,6 @@ DTYPES = ("bfloat16", "float32", "float16")
 PRODUCTS = ("float32", "bfloat16")
 FILE_BYTES = 256 * 10**6
 """About the size of a file: what a build that broke off computes again at most."""
-REPORT_SECONDS = 5.0
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B", re.IGNORECASE)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -155,7 +154,7 @@ def open_features(
     target_config: ModelConfig,
     target_hash: str,
     batch: int,
-    report: Callable[[str], None] = print,
+    report: Report = print,
     *,
     layers: tuple[int, ...] = (),
     likeliest: int = 0,
@@ -236,9 +235,7 @@ def _claimed(folder: Path, layout: _Layout) -> _Layout:
     return there
 
 
-def _check_size(
-    config: FeatureConfig, folder: Path, layout: _Layout, missing: list[int], report: Callable[[str], None]
-) -> None:
+def _check_size(config: FeatureConfig, folder: Path, layout: _Layout, missing: list[int], report: Report) -> None:
     """Says how much will be written, and refuses what is over the limit or does not fit on the disk."""
     num, length, width = layout.shape
     whole = num * layout.row_bytes
@@ -278,7 +275,7 @@ def _build(
     weights: Weights,
     target_config: ModelConfig,
     batch: int,
-    report: Callable[[str], None],
+    report: Report,
 ) -> None:
     dtype = jnp.dtype(layout.dtype)
 
@@ -314,8 +311,7 @@ def _build(
             yield np.concatenate(parts, -1)
 
     total = sum(len(layout.rows_of(file)) for file in missing)
-    done, start = 0, time.perf_counter()
-    last = start
+    done, pace = 0, Pace(report)
     for file in missing:
         with replacing(_path(folder, file)) as temporary, temporary.open("wb") as out:
             # Not a memory map: a full disk would kill the process.
@@ -324,11 +320,8 @@ def _build(
             for block in blocks(file):
                 out.write(block.tobytes())
                 done += len(block)
-                now = time.perf_counter()
-                if now - last >= REPORT_SECONDS:
-                    last, left = now, (now - start) / done * (total - done)
-                    report(f"features: {done:,} of {total:,} rows, {left / 60:.1f} min left")
+                pace.say(f"features: {done:,} of {total:,} rows", done / total)
             out.flush()
             os.fsync(out.fileno())
-    rate = total * layout.shape[1] / (time.perf_counter() - start)
-    report(f"features: {total:,} rows written, {rate:,.0f} tokens/s")
+    pace.tokens = total * layout.shape[1]
+    report(f"features: {total:,} rows written, {pace.rate}")

@@ -7,7 +7,7 @@ for a run, and `cli/train.py`, where `hsd train restrict` does so for a drafter 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
@@ -17,17 +17,21 @@ from jaxtyping import Array, Float
 
 from hsd_jax.config import DrafterConfig
 from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.host import lock
 from hsd_jax.host.files import read_json, replace_folder, write_json
 from hsd_jax.models import draft_vocab
-from hsd_jax.models.checkpoint import Source, find
+from hsd_jax.models.checkpoint import Source, find, path_of
 from hsd_jax.train import manifest
+from hsd_jax.train.data import DataConfig, read_rows
+from hsd_jax.train.journal import Report
 from hsd_jax.train.rows import ALL
-from hsd_jax.train.trained import read_drafter_of, read_split
 
 GOAL = 0.94
 """Coverage of held-out text of the target to aim at (methods.md, A11)."""
 FILE = "draft_to_target.json"
+ROW = 256
+"""Tokens of a row, where rows only divide the data into used and held out."""
 
 
 def choose(tokens: np.ndarray, num_kept: int, vocab_size: int, end_tokens: Iterable[int]) -> np.ndarray:
@@ -75,7 +79,7 @@ def of_run(
     labels: np.ndarray,
     config: DrafterConfig,
     eos: Sequence[int],
-    report: Callable[[str], None],
+    report: Report,
 ) -> jax.Array:
     """The `draft_to_target` ids of a run: chosen at its start and kept in `out`, since the rows of `injector/bias`
     follow them.
@@ -107,7 +111,7 @@ def of_run(
     return jnp.asarray(draft_to_target)
 
 
-@manifest.alone(lock.beside)
+@manifest.alone(lock.beside, is_new=True)
 def restrict_drafter(
     source: Source,
     drafter_dir: str | Path,
@@ -115,7 +119,7 @@ def restrict_drafter(
     out: str | Path,
     share: float,
     loss_on: str = ALL,
-    report: Callable[[str], None] = print,
+    report: Report = print,
 ) -> None:
     """Writes a trained drafter, cut down to the hot tokens of some data, to `out`; nothing is trained again.
 
@@ -133,8 +137,13 @@ def restrict_drafter(
     if not 0 < share < 1:
         raise ValueError(f"draft_vocab={share}: allowed is 0 < draft_vocab < 1")
     checkpoint = find(source)
-    config, weights = read_drafter_of(checkpoint, drafter_dir, out)
-    labels, held_out = read_split(data_files, checkpoint, config.vocab_size, loss_on)
+    config, weights = drafter_files.read_drafter(path_of(drafter_dir))
+    drafter_files.check_drafter(config, DraftedFor(checkpoint.config, checkpoint.hash(), checkpoint.tokenizer))
+    rows = read_rows(data_files, checkpoint, ROW, 0, config.vocab_size, DataConfig(loss_on=loss_on))
+    if (num := len(rows.tokens)) < 2:
+        raise ValueError(f"the data fill one row of {ROW} tokens: at least two are needed, one to judge by")
+    used, kept = (rows.take(part) for part in (slice(-max(1, num // 10)), slice(-max(1, num // 10), None)))
+    labels, held_out = (some["tokens"][some["mask"]] for some in (used, kept))
     num_kept = math.ceil(share * config.vocab_size)
     draft_to_target = choose(labels, num_kept, config.vocab_size, checkpoint.eos)
     report(describe(draft_to_target, labels, "labels counted"))

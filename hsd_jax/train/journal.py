@@ -19,6 +19,27 @@ from hsd_jax.host.files import is_writer, parse_json, write_text
 Report = Callable[[str], None]
 METRICS = "metrics.jsonl"
 TASK = TaskID(0)
+REPORT_SECONDS = 5.0
+
+
+class Pace:
+    """Says every few seconds how far a long piece of work is, and how long it will take."""
+
+    def __init__(self, report: Report):
+        self._report, self.tokens = report, 0
+        self._start = self._last = time.perf_counter()
+
+    def say(self, what: str, share: float) -> None:
+        """`what` has been done, this share of the work."""
+        now = time.perf_counter()
+        if now - self._last >= REPORT_SECONDS:
+            self._last = now
+            self._report(f"{what}, {(now - self._start) * (1 / share - 1) / 60:.1f} min left")
+
+    @property
+    def rate(self) -> str:
+        """Of the tokens so far."""
+        return f"{self.tokens / (time.perf_counter() - self._start):,.0f} tokens/s"
 
 
 class Journal:
@@ -60,7 +81,7 @@ class Journal:
     def step(self, step: int, tokens: int, tokens_per_s: float, values: dict[str, Any]) -> None:
         """The metrics of a training step."""
         self._write({"step": step, "tokens": tokens, "tokens_per_s": tokens_per_s, **values}, "train")
-        about = f"{_line(values)}, {tokens_per_s:,.0f} tokens/s"
+        about = f"{line_of(values)}, {tokens_per_s:,.0f} tokens/s"
         if self._bar is not None:
             self._bar.update(TASK, about=about)
             return
@@ -70,7 +91,7 @@ class Journal:
     def judged(self, step: int, tokens: int, values: dict[str, Any], is_best: bool) -> None:
         """The metrics of a judgement on held-out text."""
         self._write({"step": step, "tokens": tokens, "eval": values, "is_best": is_best}, "eval")
-        self.report(f"held out at step {step}: {_line(values)}{' (best so far)' if is_best else ''}")
+        self.report(f"held out at step {step}: {line_of(values)}{' (best so far)' if is_best else ''}")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -142,7 +163,8 @@ def _tensorboard(folder: Path, report: Report) -> Any:
     return EventFileWriter(str(folder))
 
 
-def _line(values: dict[str, Any]) -> str:
+def line_of(values: dict[str, Any]) -> str:
+    """Figures in a line, those by depth side by side."""
     shown = []
     for name, value in values.items():
         if name == "grad_norm":

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from hsd_jax import settings
+from hsd_jax.config import ModelConfig
 from hsd_jax.host.distributed import fetch, put
 from hsd_jax.kernels import native
 from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Positive, Share, Whole, Within
@@ -69,6 +70,11 @@ class LoopConfig:
     @property
     def num_passes(self) -> int:
         return self.batch // (self.micro_batch or self.batch)
+
+    def check_length(self, model: ModelConfig) -> None:
+        """Raises a ValueError if rows are longer than a model has positions."""
+        if self.length > model.max_position:
+            raise ValueError(f"train.length={self.length}: the model has {model.max_position} positions")
 
     def on_platform(self) -> LoopConfig:
         """The same with the dtype of products that the platform of the program asks for, where none is named."""
@@ -156,8 +162,7 @@ class Judge:
     evaluate: Callable[[Any], dict[str, Any]]
     """`evaluate(params) -> metrics`, JSON-ready."""
     keep: Callable[[Any, dict[str, Any]], None]
-    """Called with the weights and metrics whenever `score` is the best so far; must write atomically."""
-    score: str = "tau"
+    """Called with the weights and metrics whenever `tau` is the best so far; must write atomically."""
 
 
 def fit(
@@ -173,7 +178,6 @@ def fit(
     judge: Judge | None = None,
     note: dict[str, Any] | None = None,
     begin: Callable[[], None] = lambda: None,
-    before_step: Callable[[int, Any], None] = lambda step, params: None,
     stages: Sequence[tuple[int, Loss]] = (),
 ) -> Any:
     """Trains and returns the parameters; continues from the newest checkpoint in `out/checkpoints`, if any.
@@ -184,7 +188,6 @@ def fit(
       place: puts a batch on the mesh.
       note: saved with every checkpoint (recipe, hashes, revision).
       begin: called before the first step, when a checkpoint and its batches have been found to fit.
-      before_step: called with the steps done and the weights before each batch is read.
       stages: other losses for the beginning, each with its last step, ascending. Each is compiled when it begins.
     Raises:
       FloatingPointError: at the first loss or gradient that is not finite, naming step and batch; no checkpoint holds
@@ -212,7 +215,7 @@ def fit(
     unchecked: tuple[int, dict[str, jax.Array]] | None = None
     try:
         for done in range(start + 1, config.steps + 1):
-            before_step(done - 1, state["params"])
+            batches.refresh(done - 1, state["params"])
             train_step = next(program for until, program in programs if done <= until)
             state, metrics = train_step(state, frozen, place(next(batches)))
             # A step is checked while the next one runs: the host never waits for the device it feeds.
@@ -232,9 +235,9 @@ def fit(
                 journal.step(done, done * tokens_per_step, speed, values)
             if judge is not None and (done % judge.every == 0 or done == config.steps):
                 judged = judge.evaluate(state["params"])
-                is_best = not best or judged[judge.score] > best[judge.score]
+                is_best = not best or judged["tau"] > best["tau"]
                 if is_best:
-                    best = {"step": done, judge.score: judged[judge.score]}
+                    best = {"step": done, "tau": judged["tau"]}
                     judge.keep(state["params"], judged)
                 journal.judged(done, done * tokens_per_step, judged, is_best)
                 clock = time.perf_counter()  # judging is not training

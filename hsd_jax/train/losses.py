@@ -4,13 +4,13 @@ Pure functions of logits over the last axis, one value a node, all in float32. D
 is a probability. No gradient reaches the target's logits; nodes at one place share what `told` says of them. Read next:
 `drafter.py`.
 
-With `draft_to_target` the columns of `draft_logits` are hot tokens, and the drafter gives the cold ones nothing. The
-target's distribution p is normalised over all tokens, not over the hot ones, so what it gives to cold tokens counts as
-refused: `total_variation` is one minus the sum of min(p, q) as ever, `reverse_kl` is exact too. Of the others only the
-hot terms are summed. The cold ones are the same whatever the drafter does: a constant in `jensen_shannon`, infinite in
-`forward_kl` and `cross_entropy`. So these train towards p given that the token is hot, and a node weighs as much as the
-hot tokens have of p: one where the target is about to say a cold token can be accepted by nobody and teaches nothing.
-Renormalising p would give it full weight, on the tail of a distribution.
+With a `draft_to_target` in `told` the columns of `draft_logits` are hot tokens, and the drafter gives the cold ones
+nothing. The target's distribution p is normalised over all tokens, not over the hot ones, so what it gives to cold
+tokens counts as refused: `total_variation` is one minus the sum of min(p, q) as ever, `reverse_kl` is exact too. Of the
+others only the hot terms are summed. The cold ones are the same whatever the drafter does: a constant in
+`jensen_shannon`, infinite in `forward_kl` and `cross_entropy`. So these train towards p given that the token is hot,
+and a node weighs as much as the hot tokens have of p: one where the target is about to say a cold token can be accepted
+by nobody and teaches nothing. Renormalising p would give it full weight, on the tail of a distribution.
 
 Where the columns are a sample of the hot tokens (`vocab_sample.py`), each term of a sum over columns is weighed, those
 of the normaliser of q too.
@@ -78,7 +78,7 @@ def told_of_sample(
 
 
 Target = Float[Array, "... V"] | Told
-"""The target's logits, or what `told` has made of them; that needs no `draft_to_target` any more."""
+"""What the target says; its logits where the drafter has a column for every token."""
 
 
 class _Pair(NamedTuple):
@@ -93,9 +93,8 @@ class _Pair(NamedTuple):
         return jnp.sum(terms if self.log_weight is None else jnp.exp(self.log_weight) * terms, -1)
 
 
-def _log_distributions(target: Target, draft_logits: Array, draft_to_target: DraftToTarget) -> _Pair:
-    if not isinstance(target, Told):
-        target = told(target, draft_to_target)
+def _log_distributions(target: Target, draft_logits: Array) -> _Pair:
+    target = target if isinstance(target, Told) else told(target)
     draft_logits, log_weight = draft_logits.astype(jnp.float32), target.log_weight
     if log_weight is None:
         return _Pair(target.logp, jax.nn.log_softmax(draft_logits, -1), None)
@@ -103,36 +102,25 @@ def _log_distributions(target: Target, draft_logits: Array, draft_to_target: Dra
     return _Pair(target.logp, draft_logits - normaliser, log_weight)
 
 
-def cross_entropy(
-    target: Target, draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
-) -> Float[Array, "..."]:
+def cross_entropy(target: Target, draft_logits: Float[Array, "... C"]) -> Float[Array, "..."]:
     """-sum p log q in nats: `forward_kl` plus the target's entropy, which is what is left where p = q."""
-    pair = _log_distributions(target, draft_logits, draft_to_target)
+    pair = _log_distributions(target, draft_logits)
     return -pair.total(jnp.exp(pair.target_logp) * pair.draft_logp)
 
 
-def forward_kl(
-    target: Target, draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
-) -> Float[Array, "..."]:
+def forward_kl(target: Target, draft_logits: Float[Array, "... C"]) -> Float[Array, "..."]:
     """KL(p || q) in nats: q must cover all that p says. The same gradient as `cross_entropy`."""
-    pair = _log_distributions(target, draft_logits, draft_to_target)
+    pair = _log_distributions(target, draft_logits)
     return pair.total(jnp.exp(pair.target_logp) * (pair.target_logp - pair.draft_logp))
 
 
-def reverse_kl(
-    target: Target, draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
-) -> Float[Array, "..."]:
+def reverse_kl(target: Target, draft_logits: Float[Array, "... C"]) -> Float[Array, "..."]:
     """KL(q || p) in nats: q may keep to a part of what p says."""
-    pair = _log_distributions(target, draft_logits, draft_to_target)
+    pair = _log_distributions(target, draft_logits)
     return pair.total(jnp.exp(pair.draft_logp) * (pair.draft_logp - pair.target_logp))
 
 
-def jensen_shannon(
-    target: Target,
-    draft_logits: Float[Array, "... C"],
-    beta: float = 0.5,
-    draft_to_target: DraftToTarget = None,
-) -> Float[Array, "..."]:
+def jensen_shannon(target: Target, draft_logits: Float[Array, "... C"], beta: float = 0.5) -> Float[Array, "..."]:
     """beta KL(p || m) + (1 - beta) KL(q || m) in nats, of m = beta p + (1 - beta) q; bounded by the entropy of beta.
 
     Divided by beta it goes to `forward_kl` as beta goes to 0, divided by 1 - beta to `reverse_kl` as beta goes to 1.
@@ -140,7 +128,7 @@ def jensen_shannon(
     References:
       DistillSpec (arXiv:2310.08461); methods.md 7.2.
     """
-    pair = _log_distributions(target, draft_logits, draft_to_target)
+    pair = _log_distributions(target, draft_logits)
     target_logp, draft_logp = pair.target_logp, pair.draft_logp
     mixed_logp = jnp.logaddexp(math.log(beta) + target_logp, math.log1p(-beta) + draft_logp)
     to_target = pair.total(jnp.exp(target_logp) * (target_logp - mixed_logp))
@@ -148,29 +136,24 @@ def jensen_shannon(
     return beta * to_target + (1 - beta) * to_draft
 
 
-def total_variation(
-    target: Target, draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
-) -> Float[Array, "..."]:
+def total_variation(target: Target, draft_logits: Float[Array, "... C"]) -> Float[Array, "..."]:
     """Half the L1 norm of p - q, a probability: one minus the chance that a draw from q survives the chain rule.
 
     Summed as what q has beyond p: q has no cold tokens, p may.
     """
-    pair = _log_distributions(target, draft_logits, draft_to_target)
+    pair = _log_distributions(target, draft_logits)
     return pair.total(jnp.maximum(jnp.exp(pair.draft_logp) - jnp.exp(pair.target_logp), 0.0))
 
 
 CE_SHARE = 0.1
 
 
-def cross_entropy_and_variation(
-    target: Target, draft_logits: Float[Array, "... C"], draft_to_target: DraftToTarget = None
-) -> Float[Array, "..."]:
+def cross_entropy_and_variation(target: Target, draft_logits: Float[Array, "... C"]) -> Float[Array, "..."]:
     """0.1 `cross_entropy` + 0.9 `total_variation`, where total variation is HALF the L1 norm.
 
     DSpark's 0.9 multiplies the whole L1 norm, which would be 1.8 here (methods.md, A4).
     """
-    cross = cross_entropy(target, draft_logits, draft_to_target)
-    return CE_SHARE * cross + (1 - CE_SHARE) * total_variation(target, draft_logits, draft_to_target)
+    return CE_SHARE * cross_entropy(target, draft_logits) + (1 - CE_SHARE) * total_variation(target, draft_logits)
 
 
 DIVERGENCES = {

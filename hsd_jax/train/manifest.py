@@ -21,10 +21,13 @@ from hsd_jax.host.files import is_writer, read_json, sha256, write_json
 RECIPE = "recipe.json"
 
 
-def alone(lock_of: Callable[[str | Path], Path]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def alone(
+    lock_of: Callable[[str | Path], Path], is_new: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Lets a function hold `lock_of(out)` while it runs, `out` being one of its arguments.
 
-    Of several processes of one run the first does. The function raises the ValueError of `lock.held` too.
+    Of several processes of one run the first does. The function raises the ValueError of `lock.held` too, and with
+    `is_new` one if `out` is there already.
     """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,6 +36,8 @@ def alone(lock_of: Callable[[str | Path], Path]) -> Callable[[Callable[..., Any]
         @functools.wraps(function)
         def locked(*args: Any, **kwargs: Any) -> Any:
             out = signature.bind(*args, **kwargs).arguments["out"]
+            if is_new and Path(out).exists():
+                raise ValueError(f"{out}: is there already; choose another folder")
             with lock.held(lock_of(out)) if is_writer() else contextlib.nullcontext():
                 return function(*args, **kwargs)
 

@@ -12,7 +12,7 @@ tokens all are equally likely, so every token has a probability after every cont
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.tokenizer import hash_of
 from hsd_jax.train import manifest
 from hsd_jax.train.data import read_encoded, read_tokenizer
+from hsd_jax.train.journal import Report
 from hsd_jax.types import NO_TOKEN, Weights
 
 LEAST_DISCOUNT, MOST_DISCOUNT = 0.1, 0.9
@@ -156,14 +157,14 @@ def perplexity(config: NgramConfig, weights: Weights, documents: Documents) -> f
     return float(np.exp(-np.concatenate(logp)[: len(windows)].mean(dtype=np.float64)))
 
 
-@manifest.alone(lock.beside)
+@manifest.alone(lock.beside, is_new=True)
 def train_ngram(
     source: Source,
     data_files: Sequence[str | Path],
     out: str | Path,
     order: int,
     loss_on: str,
-    report: Callable[[str], None] = print,
+    report: Report = print,
 ) -> None:
     """Counts the n-grams of some data and writes the model to the new folder `out`.
 
@@ -176,8 +177,6 @@ def train_ngram(
       FileNotFoundError: if a folder or a data file is missing.
       ValueError: for an order that is not allowed, if `out` exists, or data cannot be read or hold nothing to count.
     """
-    if Path(out).exists():
-        raise ValueError(f"{out}: is there already; choose another folder")
     checkpoint = find(source)
     vocab_size = checkpoint.config.vocab_size
     vocabulary = hash_of(read_tokenizer(checkpoint)[0].get_vocab())

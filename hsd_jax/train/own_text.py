@@ -3,13 +3,12 @@
 Every `refresh` steps the drafter, with the weights of that moment, continues the beginnings of the rows whose places
 its text takes in the batches up to the next refresh. It writes by plain decoding, as a target would. The texts go to
 the run's folder first: so batch i is a function of rows, seed, i and the weights at the last refresh, and a run that
-broke off between two refreshes goes on with the same bits. Read next: `run_small_lm.py`.
+broke off between two refreshes goes on with the same bits. Read next: `tasks.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,15 +16,13 @@ from typing import Annotated, Any
 import numpy as np
 
 from hsd_jax import settings
-from hsd_jax.api import check_valid
-from hsd_jax.config import ModelConfig, bucket
-from hsd_jax.host.files import replacing
+from hsd_jax.config import ModelConfig
 from hsd_jax.params import Params
-from hsd_jax.session import Session
+from hsd_jax.planning import texts
 from hsd_jax.settings import HOTTEST, MOST, Count, Share, Within
 from hsd_jax.train import data
 from hsd_jax.train.loop import LoopConfig
-from hsd_jax.train.rows import beginnings_of
+from hsd_jax.train.rows import beginnings
 from hsd_jax.types import Weights
 
 FOLDER = "on_policy"
@@ -92,22 +89,15 @@ def write_rows(
     tokens = np.zeros((len(prompts), length + 1), np.int32)
     mask = np.zeros(tokens.shape, bool)
     max_len = min(length + 1, config.max_position)
+    most, how = asked.max_new_tokens or max_len, {"temperature": asked.temperature}
     requests = [
-        {
-            "prompt": np.asarray(prompt, np.int32),
-            "max_new_tokens": min(max_len - len(prompt), asked.max_new_tokens or max_len),
-            "temperature": asked.temperature,
-            "seed": seed,
-        }
+        {"prompt": prompt, "max_new_tokens": min(max_len - len(prompt), most), "seed": seed, **how}
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
-    with Session(params, min(AT_ONCE, bucket(len(prompts), 1)), max_len, speculate=False) as session:
-        session.reserve()  # one size, whatever the lengths: rounding may depend on it
-        answers = list(session.generate(requests, ordered=True))
-    check_valid(answers)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        begin, end = len(prompt), len(prompt) + len(answer.tokens)
-        tokens[row, :end] = [*prompt, *answer.tokens]
+    written = texts.write_all(params, requests, AT_ONCE, max_len)
+    for row, (prompt, text) in enumerate(zip(prompts, written, strict=True)):
+        begin, end = len(prompt), len(prompt) + len(text)
+        tokens[row, :end] = [*prompt, *text]
         mask[row, begin:end] = True
     return {"tokens": tokens, "mask": mask}
 
@@ -150,16 +140,14 @@ class MixedBatches:
         if step == begun:
             self._texts = self._write(step, weights)
             self._folder.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as temporary, open(temporary, "wb") as file:
-                np.savez(file, tokens=self._texts["tokens"], mask=self._texts["mask"])
+            texts.save_arrays(path, self._texts)
         elif self._texts is None:
             try:
-                with open(path, "rb") as file, np.load(file, allow_pickle=False) as values:
-                    self._texts = {name: values[name] for name in ("tokens", "mask")}
+                self._texts = texts.load_arrays(path, "tokens", "mask")
                 wanted = self._num * min(self._asked.refresh, self._train.steps - begun)
                 if len(self._texts["tokens"]) != wanted:  # share, refresh or steps were changed by force
                     raise ValueError(f"it holds {len(self._texts['tokens'])} texts for {wanted}")
-            except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            except (OSError, ValueError) as error:
                 raise ValueError(
                     f"{path}: cannot be read ({error}); the run was at step {step} and needs what the drafter wrote at"
                     f" step {begun}: choose another folder"
@@ -170,7 +158,7 @@ class MixedBatches:
         self._ahead.seek(step)
         for _ in range(min(self._asked.refresh, self._train.steps - step)):
             batch = {name: value[: self._num] for name, value in next(self._ahead).items()}
-            found = beginnings_of(batch["tokens"], batch.get("starts"), self._asked.prompt_tokens)
+            found = beginnings(batch, self._asked.prompt_tokens)
             prompts += [p[:-1] if len(p) > 1 and p[-1] in self._eos else p for p in found]
         seeds = [int(np.random.default_rng((self._seed, step, i)).integers(2**32)) for i in range(len(prompts))]
         return write_rows(weights, self._config, self._eos, prompts, self._train.length, self._asked, seeds)

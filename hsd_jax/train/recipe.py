@@ -10,12 +10,46 @@ import textwrap
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
+from hsd_jax import settings
 from hsd_jax.host.files import parse_yaml, read_yaml
+from hsd_jax.settings import HOTTEST, MOST, Count, Whole, Within
 
 WIDTH = 110
-_ARGUMENTS = {"target": "source", "data": "data_files", "tokenizer": "tokenizer_dir", "start": "start_dir"}
+
+
+class Recipe:
+    """What all recipes can do; each is a frozen dataclass of sections, as in `configs/`."""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any] | None, where: str) -> Self:
+        """Builds a recipe from what a YAML file holds, None if it has no text.
+
+        Raises:
+          ValueError: naming the wrong key or value and the valid ones.
+        """
+        return settings.read(cls, {} if values is None else values, where)
+
+
+_ARGUMENTS = {"target": "source", "data": "data_files", "tokenizer": "source", "start": "start_dir"}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """Section `eval` of a recipe: what a drafter is judged on while it trains."""
+
+    every: Whole = 100
+    """Steps between judgements; 0: never."""
+    prompts: Count = 16
+    """Rows held out, the last of the data; their beginnings are the prompts."""
+    prompt_tokens: Annotated[int, Within(2, MOST)] = 48
+    max_new_tokens: Annotated[int, Within(2, MOST)] = 96
+    temperature: Annotated[float, Within(0, HOTTEST, above=True)] = 1.0
+    """Of the sampled texts, beside greedy ones; in distillation also of both distributions in the divergences."""
+
+    def __post_init__(self):
+        settings.check(self, "eval")
 
 
 def recipe_help(kind: type, leave_out: tuple[str, ...] = (), name: str = "") -> str:
@@ -62,8 +96,8 @@ def _type_name(hint: Any) -> str:
 
 def _notes(kind: type) -> dict[str, str]:
     """The string below each field."""
+    notes = {name: note for base in kind.__bases__ if base is not object for name, note in _notes(base).items()}
     body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]).body
-    notes = {}
     for field, below in itertools.pairwise(body):
         if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
             continue
@@ -78,7 +112,7 @@ def take_paths(values: dict[str, Any], args: Any, *required: str, optional: Sequ
     They are no part of the recipe proper: a run may move, and its folder knows files and target by content.
 
     Returns:
-      What the trainers call `source`, `data_files`, `out`, `tokenizer_dir`.
+      What `train` calls `source`, `data_files`, `out`, `start_dir`.
     Raises:
       ValueError: naming an unknown key, or what is missing and how to give it.
     """

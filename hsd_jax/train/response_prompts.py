@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +26,8 @@ from hsd_jax.train.documents import (
     speaker_of,
     text_of,
 )
+from hsd_jax.train.journal import Report
 
-Report = Callable[[str], None]
 _FIELDS = ("text", "turns", "messages", "question", "prompt")
 
 

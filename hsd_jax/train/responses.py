@@ -8,10 +8,10 @@ read back by `documents.py`. Read first: `response_prompts.py`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,12 @@ from hsd_jax.host import lock
 from hsd_jax.host.files import check_new_file, parse_json, read_json, write_json
 from hsd_jax.models.checkpoint import Source, find
 from hsd_jax.params import Params
-from hsd_jax.session import MOST_SLOTS, Generated, Session
+from hsd_jax.planning import texts
+from hsd_jax.session import MOST_SLOTS, Generated
 from hsd_jax.train import data, manifest
-from hsd_jax.train.response_prompts import GenerateConfig, Prompt, Report, draw, read_prompts
+from hsd_jax.train.journal import Pace, Report
+from hsd_jax.train.response_prompts import GenerateConfig, Prompt, draw, read_prompts
 from hsd_jax.train.rows import spoken
-
-REPORT_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +190,8 @@ def generate(
         naming the job to which the target gave no distribution of a next token; all lines before it stay.
     """
     out = Path(out)
-    check_settings(out, settings)
     with lock.held(lock.beside(out)):
-        check_settings(out, settings)  # again: the holder of the lock may have changed them
+        check_settings(out, settings)  # `run` has, but another process may have written since
         done = lines_done(out, plan)
         write_json(settings_path(out), settings)
         if done:
@@ -213,10 +212,18 @@ def _write_lines(
     report: Report,
 ) -> None:
     """Appends the lines of the plan from number `done` on, each once all before it are there: rows end out of order."""
-    begun, ended = done, dict[int, Generated]()
-    progress = _Progress(len(plan), report)
-    with _session(params, plan, config, tree) as session, out.open("ab") as file:
-        for answer in session.generate(_request(job, config) for job in plan[begun:]):
+    begun, ended, total = done, dict[int, Generated](), len(plan)
+    pace = Pace(report)
+    asked = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p")}
+    requests = [
+        {"prompt": list(job.prompt.tokens), "temperature": job.temperature, "seed": job.seed, **asked}
+        for job in plan[begun:]
+    ]
+    # Of the whole plan, however much of it is left: so are the sizes of its programs.
+    slots, longest = _num_slots(plan, config), max(len(job.prompt.tokens) for job in plan) + config.max_new_tokens
+    answers = texts.write(params, requests, slots, longest, tree)
+    with contextlib.closing(answers), out.open("ab") as file:
+        for answer in answers:
             ended[begun + answer.index] = answer
             text = ""
             while (following := ended.pop(done, None)) is not None and following.error is None:
@@ -235,41 +242,17 @@ def _write_lines(
                     f"{out}:{done + 1}: no response to {job.prompt.source} at temperature {job.temperature:g} with seed"
                     f" {job.seed}: {following.error}. The lines before it are written"
                 )
-            progress.add(len(answer.tokens), done, len(ended))
-    progress.close()
+            pace.tokens += len(answer.tokens)
+            ahead = f" and {len(ended):,} that wait for the next" if ended else ""
+            if done < total:
+                share = (done + len(ended) - begun) / (total - begun)
+                pace.say(f"{done:,} of {total:,} lines{ahead}, {pace.rate}", share)
+    report(f"{total:,} lines, {pace.tokens:,} new tokens in this run, {pace.rate}")
 
 
 def _num_slots(plan: Sequence[Job], config: GenerateConfig) -> int:
     """Rows decoded at once."""
     return min(config.batch, len(plan), MOST_SLOTS)
-
-
-def _session(params: Params, plan: Sequence[Job], config: GenerateConfig, tree: TreeConfig | None) -> Session:
-    """Where the plan is decoded. Its programs are those of the whole plan, however much of it is left: where rounding
-    depends on their sizes, which it does without the CPU kernels, a run that broke off goes on with the same ones."""
-    longest = max(len(job.prompt.tokens) for job in plan) + config.max_new_tokens
-    session = Session(
-        params,
-        _num_slots(plan, config),
-        min(longest, params.max_len),
-        tree=tree,
-        speculate=tree is not None,
-        accept="match",  # the file must not depend on the drafter, nor on which rows run side by side
-    )
-    session.reserve()
-    return session
-
-
-def _request(job: Job, config: GenerateConfig) -> dict[str, Any]:
-    """The arguments of `Session.admit`."""
-    return {
-        "prompt": list(job.prompt.tokens),
-        "max_new_tokens": config.max_new_tokens,
-        "temperature": job.temperature,
-        "top_k": config.top_k,
-        "top_p": config.top_p,
-        "seed": job.seed,
-    }
 
 
 def _line(tokenizer: Tokenizer, job: Job, tokens: list[int]) -> str:
@@ -284,34 +267,3 @@ def _line(tokenizer: Tokenizer, job: Job, tokens: list[int]) -> str:
         "response_tokens": tokens,
     }
     return json.dumps(record, ensure_ascii=False) + "\n"
-
-
-class _Progress:
-    """Says every few seconds how far a run is, how fast, and how long it will take."""
-
-    def __init__(self, total: int, report: Report):
-        self._total, self._report = total, report
-        self._start = self._last = time.perf_counter()
-        self._tokens, self._rows = 0, 0
-
-    def add(self, tokens: int, written: int, waiting: int) -> None:
-        """A row has ended with so many tokens.
-
-        Args:
-          written: lines that are in the file.
-          waiting: rows that have ended before one whose line comes first.
-        """
-        self._tokens, self._rows = self._tokens + tokens, self._rows + 1
-        now, left = time.perf_counter(), self._total - written - waiting
-        if now - self._last >= REPORT_SECONDS and written < self._total:
-            self._last = now
-            ahead = f" and {waiting:,} that wait for the next" if waiting else ""
-            minutes = (now - self._start) / self._rows * left / 60
-            self._report(f"{written:,} of {self._total:,} lines{ahead}, {self._rate(now)}, {minutes:.1f} min left")
-
-    def close(self) -> None:
-        now = time.perf_counter()
-        self._report(f"{self._total:,} lines, {self._tokens:,} new tokens in this run, {self._rate(now)}")
-
-    def _rate(self, now: float) -> str:
-        return f"{self._tokens / (now - self._start):,.0f} tokens/s"

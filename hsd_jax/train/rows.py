@@ -80,9 +80,9 @@ class Rows:
 def make_rows(
     documents: Sequence[Document],
     tokenizer: Tokenizer,
-    length: int,
     bos: int | None,
     eos: int,
+    length: int,
     seed: int,
     vocab_size: int,
     packing: str = PACKED,
@@ -91,9 +91,9 @@ def make_rows(
     """Rows of documents in a seeded order.
 
     Args:
-      length: tokens of a row, less the last label.
       bos: put before each text; None: nothing.
       eos: put after each text that does not end in a special token of its own.
+      length: tokens of a row, less the last label.
       vocab_size: of the model.
       packing, loss_on: see `data.DataConfig`.
     Raises:
@@ -112,17 +112,10 @@ def make_rows(
     return _padded(found, length, eos)
 
 
-def beginnings(rows: Rows, count: int, length: int) -> list[np.ndarray]:
-    """Prompts from the last `count` rows: at most `length` tokens each, all of one document, without padding."""
-    starts = None if rows.starts is None else rows.starts[-count:]
-    return beginnings_of(rows.tokens[-count:], starts, length)
-
-
-def beginnings_of(tokens: np.ndarray, starts: np.ndarray | None, length: int) -> list[np.ndarray]:
-    """At most `length` tokens of each row [rows, T], all of one document, without padding; `starts` as in `Rows`."""
-    starts = np.zeros_like(tokens) if starts is None else starts
-    found = []
-    for row, begins in zip(tokens, starts, strict=True):
+def beginnings(batch: dict[str, np.ndarray], length: int) -> list[np.ndarray]:
+    """At most `length` tokens of each row of `Rows.take`, all of one document, without padding."""
+    found, starts = [], batch.get("starts", np.zeros_like(batch["tokens"]))
+    for row, begins in zip(batch["tokens"], starts, strict=True):
         piece = _one_document(row, begins, length)
         padding = int(np.argmax(piece[::-1] != piece[-1]))  # repetitions of the last token
         found.append(piece[: max(2, len(piece) - max(0, padding - 1))])

@@ -7,25 +7,25 @@ Read next: `run.py`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import MOST, Count, Within, fits
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.loop import LoopConfig
+from hsd_jax.train.recipe import Recipe
 from hsd_jax.types import Weights
 
 
 @dataclasses.dataclass(frozen=True)
-class TargetRecipe:
+class TargetRecipe(Recipe):
     """A whole target run, as in `configs/demo_target.yaml`; `vocab_size` is also the tokenizer's."""
 
     model: ModelConfig
@@ -34,22 +34,16 @@ class TargetRecipe:
     train: LoopConfig = LoopConfig()
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], where: str) -> TargetRecipe:
-        """Builds a recipe from what a YAML file holds.
-
-        Raises:
-          ValueError: naming the wrong key or value and the valid ones.
-        """
-        values = {} if values is None else values  # a file without text
-        model = values.get("model") if isinstance(values, dict) else None
-        if isinstance(model, dict):
+    def from_dict(cls, values: dict[str, Any] | None, where: str) -> Self:
+        """As any recipe, with the vocabulary's size outside of `model`."""
+        if isinstance(values, dict) and isinstance(model := values.get("model"), dict):
             if "vocab_size" in model:
                 raise ValueError(f"{where}: model.vocab_size: write vocab_size outside of model")
             vocab_size = values.get("vocab_size", cls.vocab_size)
             if fits(Count, vocab_size):  # if not, it is named with its file
                 model = dict(model, vocab_size=vocab_size)
             values = {"vocab_size": vocab_size} | values | {"model": model}
-        return settings.read(cls, values, where)
+        return super().from_dict(values, where)
 
 
 def grown_from(start: Checkpoint, deeper: ModelConfig) -> Weights:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from hsd_jax.host.files import write_json, write_text
-from hsd_jax.train import data
+from hsd_jax.train.documents import read_documents
 
 BOS, EOS = "<s>", "</s>"
 CHAT_TEMPLATE = (
@@ -23,7 +23,7 @@ def train_tokenizer(files: list[str], vocab_size: int, out: str | Path) -> Token
       FileNotFoundError, ValueError: as `documents.load_documents`.
       OSError: naming the file, if it cannot be written.
     """
-    documents = [d for f in files for d in data.read_documents(f)]
+    documents = [d for f in files for d in read_documents(f)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,31 +1,21 @@
-"""A drafter that is trained already, its target, and text to count: what changing it afterwards starts from.
+"""First weights that are not random: those of a drafter that is trained already, or of the target's last layers.
 
-Read next: `frequent_tokens.py`, which does the changing.
+Read next: `tasks.py`, which begins runs with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TrunkConfig
-from hsd_jax.drafters import files as drafter_files
-from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.host.distributed import fetch
-from hsd_jax.models.checkpoint import Checkpoint, path_of
 from hsd_jax.models.draft_vocab import to_columns
 from hsd_jax.models.target import forward_sequence
-from hsd_jax.train.data import DataConfig, read_rows
 from hsd_jax.types import Weights
-
-ROW = 256
-"""Tokens of a row, where rows only divide the data into used and held out."""
 
 
 class Started(NamedTuple):
@@ -36,40 +26,6 @@ class Started(NamedTuple):
     """Names of weights that it lacks, or has in another shape."""
     dropped: list[str]
     """Names of weights that only it has."""
-
-
-def read_drafter_of(checkpoint: Checkpoint, drafter_dir: str | Path, out: str | Path) -> tuple[DrafterConfig, Weights]:
-    """Reads a drafter of a target, for a result that is to be written to `out`.
-
-    Raises:
-      FileNotFoundError: if a folder is missing.
-      ValueError: if `out` exists, or the drafter is another target's.
-    """
-    if Path(out).exists():
-        raise ValueError(f"{out}: is there already; choose another folder")
-    config, drafter = drafter_files.read_drafter(path_of(drafter_dir))
-    drafter_files.check_drafter(config, DraftedFor(checkpoint.config, checkpoint.hash(), checkpoint.tokenizer))
-    return config, drafter
-
-
-def read_split(
-    data_files: Sequence[str | Path], checkpoint: Checkpoint, vocab_size: int, loss_on: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """The labels of the rows to use, and of the last tenth of the rows, held out to judge by.
-
-    Args:
-      loss_on: which tokens are labels, as `data.loss_on` of a recipe.
-    Raises:
-      FileNotFoundError: if a file is missing.
-      ValueError: if there are fewer than two rows, or data cannot be read.
-    """
-    rows = read_rows(data_files, checkpoint, ROW, 0, vocab_size, DataConfig(loss_on=loss_on))
-    num = len(rows.tokens)
-    if num < 2:
-        raise ValueError(f"the data fill one row of {ROW} tokens: at least two are needed, one to judge by")
-    count = max(1, num // 10)
-    used, held_out = slice(None, -count), slice(-count, None)
-    return rows.tokens[used][rows.mask[used]], rows.tokens[held_out][rows.mask[held_out]]
 
 
 def started_from(fresh: Weights, trained: Weights, draft_to_target: jax.Array | None) -> Started:

@@ -544,6 +544,11 @@ def test_train_restrict(folders, tmp_path, capsys):
         assert hsd("generate", "--target", folders.target, "--drafter", folder, *small) == 0
         texts.append(json.loads(capsys.readouterr().out)["tokens"])
     assert texts[0] == texts[1]
+    assert hsd("train", "restrict", *arguments, "--draft-vocab", "0.5") == 2
+    assert "is there already; choose another folder" in capsys.readouterr().err
+    data.write_text(json.dumps({"text": " ".join(TEXTS * 40)[:400]}))
+    assert hsd("train", "restrict", *arguments[:-1], tmp_path / "few", "--draft-vocab", "0.5") == 2
+    assert "fewer than one row of 257" in capsys.readouterr().err
     assert hsd("train", "restrict", *arguments, "--draft-vocab", "1.5") == 2
     assert "'1.5': allowed are finite numbers from 0 to 1" in capsys.readouterr().err
 

@@ -40,7 +40,7 @@ from hsd_jax.models import convert
 from hsd_jax.models.hf_config import parse_config
 from hsd_jax.planning import simulate
 from hsd_jax.tokenizer import Tokenizer
-from hsd_jax.train import data, documents, manifest, responses, run
+from hsd_jax.train import data, documents, manifest, responses, run, tasks
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.target import TargetRecipe
 from hsd_jax.train.tokenizer import train_tokenizer
@@ -484,10 +484,10 @@ def test_outputs_of_a_folder_that_takes_none(tmp_path, monkeypatch):
 )
 def test_a_target_that_cannot_be_written_is_not_trained(folders, tmp_path, monkeypatch, change):
     monkeypatch.setattr(run, "fit", None)
-    monkeypatch.setattr(run, "train_tokenizer", None)
+    monkeypatch.setattr(tasks, "train_tokenizer", None)
     recipe = TargetRecipe.from_dict({"model": MODEL | change, "vocab_size": 280}, "r")
     with pytest.raises(ValueError, match=f"ModelConfig.{next(iter(change))}"):
-        run.train_target([folders / "text.txt"], tmp_path / "out", recipe)
+        run.train(None, [folders / "text.txt"], tmp_path / "out", recipe)
     assert not (tmp_path / "out").exists()
 
 
@@ -499,12 +499,12 @@ def test_a_refused_recipe_leaves_no_claim(folders, tmp_path, monkeypatch):
 
     monkeypatch.setattr(run, "fit", refused)
     monkeypatch.setattr(manifest, "_revision", lambda: "r")
-    monkeypatch.setattr(run, "init_target", lambda key, config: {})
+    monkeypatch.setattr(tasks, "init_target", lambda key, config: {})
     (tmp_path / "data.txt").write_text("the cat sat on the mat and the dog ran\n" * 200)
     arguments = [tmp_path / "data.txt"], tmp_path / "out"
     values = {"model": MODEL, "vocab_size": 280, "train": {"length": 8, "batch": 2}}
     with pytest.raises(ValueError, match="not today"):
-        run.train_target(*arguments, TargetRecipe.from_dict(values, "r"), report=lambda line: None)
+        run.train(None, *arguments, TargetRecipe.from_dict(values, "r"), report=lambda line: None)
     assert not (tmp_path / "out" / manifest.RECIPE).exists()
     first, other = (DrafterRecipe.from_dict({"train": {"steps": n}}, "r") for n in (1, 2))
     manifest.write(tmp_path, manifest.check(tmp_path, False, first))
@@ -555,7 +555,7 @@ def test_a_second_writer_is_refused_and_a_dead_one_replaced(holder, tmp_path, ca
             refused()
     recipe = DrafterRecipe()
     with pytest.raises(ValueError, match="is being written by process"):
-        run.train_drafter("nowhere", ["nothing"], tmp_path / "out", recipe)
+        run.train("nowhere", ["nothing"], tmp_path / "out", recipe)
     assert hsd("bench", "compare", "--demo", "--out", tmp_path / "out") == 2
     assert f"by process {process.pid}" in capsys.readouterr().err
     process.kill()

@@ -353,7 +353,7 @@ def test_divergences_from_a_distribution_with_cold_tokens(name):
     rng = np.random.default_rng(0)
     target, draft = 2 * rng.normal(size=(5, TARGET.vocab_size)), 2 * rng.normal(size=(5, len(SOME)))
     args = jnp.asarray(target, jnp.float32), jnp.asarray(draft, jnp.float32)
-    divergence = functools.partial(losses.DIVERGENCES[name], draft_to_target=jnp.asarray(SOME))
+    divergence = lambda t, d: losses.DIVERGENCES[name](losses.told(t, jnp.asarray(SOME)), d)  # noqa: E731
     p = np.exp(oracle.log_softmax(target))
     cold = 1 - p[:, SOME].sum(-1)
     assert (cold > 0.1).all()
@@ -376,8 +376,6 @@ def test_divergences_from_a_distribution_with_cold_tokens(name):
         }[name]()
 
     np.testing.assert_allclose(divergence(*args), whole(draft), rtol=1e-4, atol=1e-6)
-    shared = losses.DIVERGENCES[name](losses.told(args[0], jnp.asarray(SOME)), args[1])
-    np.testing.assert_array_equal(shared, divergence(*args))
     if name == "tv":
         kept = np.minimum(p[:, SOME], np.exp(oracle.log_softmax(draft))).sum(-1)
         np.testing.assert_allclose(1 - divergence(*args), kept, rtol=1e-5)
@@ -394,7 +392,7 @@ def test_the_distribution_given_that_the_token_is_hot_is_the_best():
     """No gradient there, and half the cold share weighs a node twice: hot part of p, not p renormalised."""
     target = jnp.asarray(np.random.default_rng(1).normal(size=TARGET.vocab_size), jnp.float32)
     draft_to_target = jnp.asarray(SOME)
-    grad = jax.grad(lambda d, t: losses.forward_kl(t, d, draft_to_target))
+    grad = jax.grad(lambda d, t: losses.forward_kl(losses.told(t, draft_to_target), d))
     np.testing.assert_allclose(grad(target[draft_to_target], target), 0.0, atol=1e-6)
     other = target[draft_to_target] + jnp.arange(len(SOME), dtype=jnp.float32)
     colder = target.at[jnp.asarray(np.setdiff1d(np.arange(TARGET.vocab_size), SOME))].add(1.0)

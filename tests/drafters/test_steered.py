@@ -30,7 +30,7 @@ from hsd_jax.lab.bench.facts import facts_of
 from hsd_jax.models.convert import save_target
 from hsd_jax.models.steering import of_layer
 from hsd_jax.models.target import causal_mask, forward, forward_sequence, init_target
-from hsd_jax.train import distill, run, run_small_lm, target
+from hsd_jax.train import distill, run, target
 
 # --- the vector and the bias ------------------------------------------------------------------------------------------
 
@@ -262,16 +262,14 @@ def folders(tmp_path_factory):
     for name, seed, tokenizer in (("target", 0, None), ("start", 5, folder / "target")):
         recipe = target.TargetRecipe.from_dict(dict(TARGET_VALUES, train=dict(LOOP, steps=1, seed=seed)), "t")
         with jax.numpy_dtype_promotion("standard"):
-            run.train_target([folder / "text.jsonl"], folder / name, recipe, report=str, tokenizer_dir=tokenizer)
+            run.train(tokenizer, [folder / "text.jsonl"], folder / name, recipe, report=str)
     return folder
 
 
 def train(folders, out, start="start", **model):
     recipe = distill.DistillRecipe.from_dict(VALUES | {"model": VALUES["model"] | model}, "d")
     files = [folders / "text.jsonl"]
-    return run_small_lm.train_small_lm(
-        folders / "target", files, out, recipe, report=str, start_dir=start and folders / start
-    )
+    return run.train(folders / "target", files, out, recipe, report=str, start_dir=start and folders / start)
 
 
 def test_a_run_and_its_folder(folders, tmp_path, standard_dtypes):
@@ -304,7 +302,7 @@ def test_a_run_and_its_folder(folders, tmp_path, standard_dtypes):
         read_scorer(folder, DraftedFor(params.target_config, "", params.tokenizer))
     other = dict(VALUES, model={"kind": "small_lm"})
     with pytest.raises(ValueError, match=r"is steered; give --kind steered"):
-        run_small_lm.train_small_lm(
+        run.train(
             folders / "target",
             [folders / "text.jsonl"],
             tmp_path / "out",
@@ -320,7 +318,7 @@ def test_a_run_and_its_folder(folders, tmp_path, standard_dtypes):
         ValueError, match=r"model\.frozen=True, whose checkpoints have other weights than one with False"
     ):
         recipe = distill.DistillRecipe.from_dict(VALUES, "d")
-        run_small_lm.train_small_lm(
+        run.train(
             folders / "target",
             [folders / "text.jsonl"],
             tmp_path / "again",

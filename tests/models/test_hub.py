@@ -31,7 +31,7 @@ from hsd_jax.drafters.rescored import ngram
 from hsd_jax.drafters.steered import files as steered_files
 from hsd_jax.models import convert, hub
 from hsd_jax.models.hub import HubError, fetch, is_repo_name
-from hsd_jax.train.run import TOKENIZER_FILES
+from hsd_jax.tokenizer import TOKENIZER_FILES
 
 NAME = "org/model"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

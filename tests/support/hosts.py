@@ -48,7 +48,7 @@ def train(mesh: str | None, out: Path) -> dict[str, Any]:
     """Two steps of a drafter for the demo target."""
     data = out.parent / "data.jsonl"
     recipe = DrafterRecipe.from_dict(RECIPE, "hosts.py")
-    folder = run.train_drafter(DEMO / "target", [data], out, recipe, mesh=sharding.make_mesh(mesh))
+    folder = run.train(DEMO / "target", [data], out, recipe, mesh=sharding.make_mesh(mesh))
     return {"files": sorted(path.name for path in folder.iterdir())}
 
 

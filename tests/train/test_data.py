@@ -58,7 +58,7 @@ def tokenizer(folder):
 
 
 def rows_of(tokenizer, docs, length=8, seed=0, vocab_size=310, bos=BOS, **options) -> Rows:
-    return make_rows(docs, tokenizer, length, bos, EOS, seed, vocab_size, **options)
+    return make_rows(docs, tokenizer, bos, EOS, length, seed, vocab_size, **options)
 
 
 def stream_of(rows: Rows) -> list[tuple[int, bool]]:
@@ -132,11 +132,11 @@ def test_a_token_across_the_border_is_a_label():
     merging.add_special_tokens(["<s>", "</s>"])
     ids = merging.encode("xa", add_special_tokens=False).ids + merging.encode("bc", add_special_tokens=False).ids
     document = to_document({"prompt": "xa", "response": "bc"}, "-")
-    rows = make_rows([document], merging, 4, 0, 1, 0, 7, loss_on="responses")
+    rows = make_rows([document], merging, 0, 1, 4, 0, 7, loss_on="responses")
     assert rows.tokens.tolist() == [[0, letters["x"], letters["ab"], letters["c"], 1]]
     assert len(ids) == 4  # segments would be other tokens than the whole
     assert rows.mask.tolist() == [[False, False, True, True, True]]
-    early = make_rows([dataclasses.replace(document, responses=((3, 4),))], merging, 4, 0, 1, 0, 7, loss_on="responses")
+    early = make_rows([dataclasses.replace(document, responses=((3, 4),))], merging, 0, 1, 4, 0, 7, loss_on="responses")
     assert early.mask.tolist() == [[False, False, False, True, True]]
 
 

@@ -22,11 +22,13 @@ from hsd_jax.models import convert
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.params import Params
 from hsd_jax.planning.simulate import write_texts
-from hsd_jax.train import data, distill, own_text, run, run_small_lm, target
+from hsd_jax.train import data, distill, own_text, run, target
 from hsd_jax.train.loop import LoopConfig
 from hsd_jax.train.rows import Rows
 
-SMALL = dataclasses.replace(TARGET, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4)
+SMALL = SmallLMConfig(
+    **vars(dataclasses.replace(TARGET, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4))
+)
 
 
 def pair() -> tuple[dict, dict]:
@@ -83,7 +85,7 @@ def test_the_predicted_acceptance_is_the_measured_one():
     params = Params(weights, small, config, SmallLMConfig(**vars(config)), max_len=64, precision="exact")
     prompts = [np.array([a, b], np.int32) for a in range(4) for b in range(4)]
     texts = write_texts(params, prompts, 24, 1.0, seed=0)
-    measured = distill.held_out(config, config, distill.DistillLoss(), texts, 1.0)(small, weights)
+    measured = distill.held_out(config, params.drafter_config, distill.DistillLoss(), texts, 1.0)(small, weights)
     overlap = np.minimum(p, q).sum()
     np.testing.assert_allclose(measured["predicted_acceptance"], overlap, rtol=1e-4)
     accepted, rows = 0, 1024
@@ -199,7 +201,7 @@ def folders(tmp_path_factory):
         values = dict(TARGET_VALUES, train=dict(LOOP, steps=1, seed=seed))
         recipe = target.TargetRecipe.from_dict(values, "t")
         with jax.numpy_dtype_promotion("standard"):
-            run.train_target([text], folder / name, recipe, report=str, tokenizer_dir=tokenizer)
+            run.train(tokenizer, [text], folder / name, recipe, report=str)
     return folder
 
 
@@ -207,9 +209,7 @@ def distil(folders, out, lines=None, start="start", **changes):
     recipe = distill.DistillRecipe.from_dict(VALUES | changes, "d")
     report = str if lines is None else lines.append
     start_dir = start and folders / start
-    return run_small_lm.train_small_lm(
-        folders / "target", [folders / "text.jsonl"], out, recipe, report=report, start_dir=start_dir
-    )
+    return run.train(folders / "target", [folders / "text.jsonl"], out, recipe, report=report, start_dir=start_dir)
 
 
 @pytest.mark.slow
@@ -267,7 +267,5 @@ def test_runs_that_are_refused_before_the_first_step(folders, tmp_path):
     recipe = distill.DistillRecipe.from_dict(VALUES, "d")
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     with pytest.raises(ValueError, match=r"on_policy\.share=0\.5: the drafter writes its text on one device"):
-        run_small_lm.train_small_lm(
-            folders / "target", [], tmp_path / "out", recipe, mesh, str, start_dir=folders / "start"
-        )
+        run.train(folders / "target", [], tmp_path / "out", recipe, mesh, str, start_dir=folders / "start")
     assert not (tmp_path / "out").exists()

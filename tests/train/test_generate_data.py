@@ -26,8 +26,9 @@ from hsd_jax.cli import main as main_lib
 from hsd_jax.cli import options
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.models import convert
+from hsd_jax.planning import texts
 from hsd_jax.session import Session
-from hsd_jax.train import data, responses
+from hsd_jax.train import data, journal, responses
 from hsd_jax.train.documents import load_documents
 from hsd_jax.train.response_prompts import GenerateConfig, Prompt, read_prompts
 from hsd_jax.train.rows import make_rows
@@ -246,7 +247,7 @@ def test_the_result_is_training_data_of_the_same_tokens(folder, whole, tokenizer
     documents = load_documents(whole)
     for record, document in zip(records, documents, strict=True):
         assert document.text == record["prompt"] + record["response"]
-        rows = make_rows([document], tokenizer, 63, 0, 1, 0, 330, packing="padded", loss_on="responses")
+        rows = make_rows([document], tokenizer, 0, 1, 63, 0, 330, packing="padded", loss_on="responses")
         ids = [*record["prompt_tokens"], *record["response_tokens"]]
         assert rows.tokens[0, : len(ids)].tolist() == ids
         assert rows.mask[0].nonzero()[0].tolist() == list(range(len(record["prompt_tokens"]), len(ids)))
@@ -288,14 +289,14 @@ def test_an_interrupt_leaves_whole_lines(folder, whole, tmp_path, monkeypatch, c
         assert hsd(folder, out, "--samples-per-prompt", "2") == 130
     num = len(lines_of(out))
     assert whole.read_bytes().startswith(out.read_bytes()) and 0 < num < 12
-    monkeypatch.setattr(responses, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(journal, "REPORT_SECONDS", 0.0)
     capsys.readouterr()
     assert hsd(folder, out, "--samples-per-prompt", "2") == 0
     assert out.read_bytes() == whole.read_bytes()
     said = capsys.readouterr()
     assert f"{num} of 12 lines are there" in said.err and " of 12 lines, " in said.err and " min left" in said.err
     assert said.out == ""
-    monkeypatch.setattr(responses, "Session", None)
+    monkeypatch.setattr(texts, "Session", None)
     assert hsd(folder, out, "--samples-per-prompt", "2") == 0  # complete: nothing is decoded
     assert "12 of 12 lines are there" in capsys.readouterr().err
 
@@ -335,7 +336,7 @@ def test_rows_run_side_by_side_and_are_written_in_the_order_of_the_plan(uneven, 
     monkeypatch.setattr(Session, "run", counted)
     monkeypatch.setattr(Session, "take", taken)
     said: list[str] = []
-    monkeypatch.setattr(responses, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(journal, "REPORT_SECONDS", 0.0)
     lines = write(uneven.params, tmp_path / "own.jsonl", uneven.plan, uneven.config, tokenizer, said.append)
     assert [(x["source"], x["seed"]) for x in lines] == [(job.prompt.source, job.seed) for job in uneven.plan]
     assert (tmp_path / "own.jsonl").read_bytes() == uneven.out.read_bytes()
@@ -518,7 +519,7 @@ def test_another_target_is_refused(folder, whole, capsys):
 
 
 def test_files_of_others_are_not_touched(folder, whole, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(responses, "Session", None)
+    monkeypatch.setattr(texts, "Session", None)
     out = tmp_path / "own.jsonl"
     out.write_text("my thesis\n")
     assert hsd(folder, out) == 2

@@ -26,7 +26,7 @@ def shallow(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text(TEXT)
     with jax.numpy_dtype_promotion("standard"):
-        run.train_target([folder / "text.txt"], folder / "target", recipe_of(2), report=str)
+        run.train(None, [folder / "text.txt"], folder / "target", recipe_of(2), report=str)
     return folder
 
 
@@ -62,7 +62,7 @@ def test_a_grown_model_says_the_same(change):
 def test_a_run_starts_from_a_shallower_model(shallow, tmp_path, standard_dtypes):
     """With no step size it ends as it began, with the tokenizer of the model it started from."""
     data, start, still = [shallow / "text.txt"], shallow / "target", recipe_of(4, learning_rate=0.0, steps=1, warmup=0)
-    run.train_target(data, tmp_path / "deep", still, report=str, start_dir=start)
+    run.train(None, data, tmp_path / "deep", still, report=str, start_dir=start)
     tokens = jnp.arange(12).reshape(1, 12)
     logits = [
         forward_sequence(convert.read_weights(folder, config), config, tokens).logits
@@ -76,16 +76,16 @@ def test_a_run_starts_from_a_shallower_model(shallow, tmp_path, standard_dtypes)
 def test_a_grown_run_that_broke_off_goes_on(shallow, tmp_path, standard_dtypes):
     """Bit for bit, with --start given again; from another start, or none, it is another run."""
     data, start, recipe = [shallow / "text.txt"], shallow / "target", recipe_of(3)
-    run.train_target(data, tmp_path / "whole", recipe, report=str, start_dir=start)
-    run.train_target(data, tmp_path / "cut", recipe, report=str, start_dir=start)
+    run.train(None, data, tmp_path / "whole", recipe, report=str, start_dir=start)
+    run.train(None, data, tmp_path / "cut", recipe, report=str, start_dir=start)
     for name in ("4", "model.safetensors"):  # as after a kill behind step 2
         path = tmp_path / "cut" / ("checkpoints/4" if name == "4" else name)
         path.rename(tmp_path / f"gone-{name}")
-    run.train_target(data, tmp_path / "cut", recipe, report=str, start_dir=start)
+    run.train(None, data, tmp_path / "cut", recipe, report=str, start_dir=start)
     own, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut"))
     assert own == other
     with pytest.raises(ValueError, match="another recipe: start is"):
-        run.train_target(data, tmp_path / "cut", recipe, report=str, tokenizer_dir=start)
+        run.train(start, data, tmp_path / "cut", recipe, report=str)
 
 
 def test_a_start_that_does_not_fit_is_refused(shallow, tmp_path):
@@ -98,7 +98,7 @@ def test_a_start_that_does_not_fit_is_refused(shallow, tmp_path):
         model = TARGET_VALUES["model"] | {"num_layers": 2, "max_position": 64} | change
         recipe = target.TargetRecipe.from_dict(dict(TARGET_VALUES, model=model), "recipe")
         with pytest.raises(ValueError, match=message):
-            run.train_target(data, tmp_path / "out", recipe, report=str, start_dir=start)
+            run.train(None, data, tmp_path / "out", recipe, report=str, start_dir=start)
     with pytest.raises(FileNotFoundError):
-        run.train_target(data, tmp_path / "out", recipe_of(2), report=str, start_dir=tmp_path, tokenizer_dir=start)
+        run.train(start, data, tmp_path / "out", recipe_of(2), report=str, start_dir=tmp_path)
     assert not (tmp_path / "out").exists()

@@ -26,7 +26,7 @@ from hsd_jax.planning.simulate import Texts
 from hsd_jax.train import data, distill, own_text
 from hsd_jax.train.loop import LoopConfig
 
-SMALL = dataclasses.replace(TARGET, num_layers=1, intermediate_size=16)
+SMALL = SmallLMConfig(**vars(dataclasses.replace(TARGET, num_layers=1, intermediate_size=16)))
 """Another architecture of the same vocabulary."""
 
 
@@ -55,7 +55,11 @@ def divergences(p: np.ndarray, q: np.ndarray, beta: float) -> dict[str, np.ndarr
 @pytest.mark.parametrize("name", ["fkl", "rkl", "jsd", "tvd"])
 def test_nothing_to_learn_where_both_say_the_same(name, standard_dtypes):
     _, frozen = models()
-    grad = jit(jax.value_and_grad(distill.make_loss(TARGET, TARGET, distill.DistillLoss(name)), has_aux=True))
+    grad = jit(
+        jax.value_and_grad(
+            distill.make_loss(TARGET, SmallLMConfig(**vars(TARGET)), distill.DistillLoss(name)), has_aux=True
+        )
+    )
     (loss, metrics), own = grad(
         frozen, {"target": frozen, "drafter": {}}, batch_of(random_rows()), jax.random.key(0), jnp.int32(0)
     )

@@ -32,7 +32,7 @@ from hsd_jax.drafters.table import init_drafter
 from hsd_jax.host import sharding
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
-from hsd_jax.train import checkpoint, data, drafter, journal, loop, manifest, run, target, trained
+from hsd_jax.train import checkpoint, data, documents, drafter, journal, loop, manifest, run, target, tasks, trained
 from hsd_jax.train.rows import _one_document
 
 REPO = Path(__file__).resolve().parents[2]
@@ -87,7 +87,7 @@ def files(tmp_path_factory):
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     recipe = target.TargetRecipe.from_dict(TARGET_VALUES, "recipe")
     with jax.numpy_dtype_promotion("standard"):
-        run.train_target([folder / "text.jsonl"], folder / "target", recipe, report=lambda line: None)
+        run.train(None, [folder / "text.jsonl"], folder / "target", recipe, report=lambda line: None)
     return folder
 
 
@@ -97,7 +97,7 @@ def finished(files, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
     with jax.numpy_dtype_promotion("standard"):
-        run.train_drafter(files / "target", [files / "text.jsonl"], folder, recipe, report=lambda line: None)
+        run.train(files / "target", [files / "text.jsonl"], folder, recipe, report=lambda line: None)
     return folder
 
 
@@ -107,7 +107,7 @@ def finished(files, tmp_path_factory):
 )
 def test_attention_that_no_row_trains_is_named(length, window, is_said):
     lines = []
-    run.say_reach(lines.append, length, window, 2048, "do this")
+    tasks.say_reach(lines.append, length, window, 2048, "do this")
     assert [line.endswith("may have 2048; do this") for line in lines] == [True] * is_said
 
 
@@ -143,10 +143,10 @@ def test_a_killed_run_resumes_bit_for_bit(files, finished, tmp_path, standard_dt
     (tmp_path / "killed").mkdir()  # what a run leaves that was killed before its first checkpoint
     (tmp_path / "killed" / "metrics.jsonl").write_text('{"step": 1, "tokens": 32}\n')
     with pytest.raises(Killed):
-        run.train_drafter(*args, tmp_path / "killed", recipe, report=kill)
+        run.train(*args, tmp_path / "killed", recipe, report=kill)
     wait_for(tmp_path / "killed" / "checkpoints" / "2")
     lines = []
-    resumed = run.train_drafter(*args, tmp_path / "killed", recipe, report=lines.append)
+    resumed = run.train(*args, tmp_path / "killed", recipe, report=lines.append)
     assert "resuming at step 2 of 4" in lines
     name = "drafter.safetensors"
     assert (finished / "drafter" / name).read_bytes() == (resumed / name).read_bytes()
@@ -170,7 +170,7 @@ def test_a_run_of_cheap_steps(files, tmp_path, standard_dtypes):
     model = DRAFTER_VALUES["model"] | {"feature_layers": [0], "trunk_begins": "last_layer", "stored_in": "bfloat16"}
     values = DRAFTER_VALUES | {"model": model, "loss": loss, "features": {"cache": str(tmp_path / "cache")}}
     recipe, lines = drafter.DrafterRecipe.from_dict(values, "recipe"), []
-    folder = run.train_drafter(files / "target", [files / "text.jsonl"], tmp_path / "run", recipe, report=lines.append)
+    folder = run.train(files / "target", [files / "text.jsonl"], tmp_path / "run", recipe, report=lines.append)
     log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [len(entry["acceptance"]) for entry in log if "eval" not in entry] == [2, 2, 2, 3]
     assert "the trunk begins as the target's last layer; fresh in it: nothing" in lines
@@ -187,7 +187,7 @@ def test_a_run_with_a_reduced_vocabulary(files, tmp_path, standard_dtypes):
     values = DRAFTER_VALUES | {"model": DRAFTER_VALUES["model"] | {"draft_vocab": 0.1}}
     recipe, lines = drafter.DrafterRecipe.from_dict(values, "recipe"), []
     args = files / "target", [files / "text.jsonl"], tmp_path, recipe
-    folder = run.train_drafter(*args, report=lines.append)
+    folder = run.train(*args, report=lines.append)
     said = [
         line.partition(";")[0] for line in lines if line.startswith("reduced draft vocabulary of 30 tokens: covers ")
     ]
@@ -207,13 +207,12 @@ def test_a_run_with_a_reduced_vocabulary(files, tmp_path, standard_dtypes):
 def test_the_best_drafter_is_kept(files, tmp_path, standard_dtypes, monkeypatch):
     """Scores 3, 1: the folder holds the weights of the first judgement, the checkpoint those of the last step."""
     kept = []
-    monkeypatch.setattr(run.simulate, "simulate", lambda params, *rest: {"tau": next(scores)})
-    monkeypatch.setattr(run.drafter_files, "save_drafter", lambda folder, *rest: (folder.mkdir(), kept.append(folder)))
+    monkeypatch.setattr(tasks.simulate, "simulate", lambda params, *rest: {"tau": next(scores)})
+    save = lambda folder, *rest: (folder.mkdir(), kept.append(folder))  # noqa: E731
+    monkeypatch.setattr(tasks.drafter_files, "save_drafter", save)
     recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
     scores = iter([3.0, 0.0, 1.0, 0.0])  # greedy and sampled texts of each judgement
-    folder = run.train_drafter(
-        files / "target", [files / "text.jsonl"], tmp_path / "run", recipe, report=lambda line: None
-    )
+    folder = run.train(files / "target", [files / "text.jsonl"], tmp_path / "run", recipe, report=lambda line: None)
     assert len(kept) == 1 and json.loads((folder / "judged.json").read_text())["tau"] == 3.0
 
 
@@ -267,9 +266,9 @@ def test_force_continues_with_another_recipe(files, finished, tmp_path, standard
     shutil.copytree(finished, tmp_path / "run")
     longer = drafter.DrafterRecipe.from_dict(dict(DRAFTER_VALUES, train=dict(LOOP, steps=6)), "recipe")
     with pytest.raises(ValueError, match=r"train\.steps is 4 there and 6 here.*--force"):
-        run.train_drafter(*args, longer, report=lambda line: None)
+        run.train(*args, longer, report=lambda line: None)
     lines = []
-    run.train_drafter(*args, longer, report=lines.append, force=True)
+    run.train(*args, longer, report=lines.append, force=True)
     assert "resuming at step 4 of 6" in lines
     note = json.loads((tmp_path / "run" / "checkpoints" / "6" / "note" / "metadata").read_text())
     assert note["recipe"]["train"]["steps"] == 6 and note["recipe"]["target"] and note["revision"] and note["rows"]
@@ -284,7 +283,7 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard
     recipe = drafter.DrafterRecipe.from_dict(values, "recipe")
     args, lines = (files / "target", [files / "text.jsonl"], tmp_path / "run", recipe), []
     start = finished / "drafter"
-    run.train_drafter(*args, report=lines.append, start_dir=start)
+    run.train(*args, report=lines.append, start_dir=start)
     changes = "; dropped: ['trunk']['no_token']; fresh: ['trunk']['slots']"
     assert any("starting from" in line and line.endswith(changes) for line in lines)
     config, weights = drafter_files.read_drafter(tmp_path / "run" / "drafter")
@@ -294,7 +293,7 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard
     given["trunk"].pop("no_token")
     jax.tree.map(np.testing.assert_array_equal, weights, given)
     lines.clear()
-    run.train_drafter(*args, report=lines.append)  # it has begun: where from does not matter any more
+    run.train(*args, report=lines.append)  # it has begun: where from does not matter any more
     assert not any("starting from" in line for line in lines)
     fresh = init_drafter(jax.random.key(0), dataclasses.replace(config, reduced_vocab_size=3))
     begun = trained.started_from(fresh, given, jnp.array([1, 7, 9])).weights
@@ -305,11 +304,11 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard
     rows = [np.zeros(4), *given["injector"]["bias"][np.array([7, 9])]]
     np.testing.assert_array_equal(again["injector"]["bias"], rows)
     with pytest.raises(FileNotFoundError, match=r"drafter_config\.json"):
-        run.train_drafter(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path)
+        run.train(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path)
     config, weights = drafter_files.read_drafter(start)
     drafter_files.save_drafter(tmp_path / "strange", dataclasses.replace(config, target_hash="0" * 64), weights)
     with pytest.raises(ValueError, match="trained for target 000000000000"):
-        run.train_drafter(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path / "strange")
+        run.train(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path / "strange")
     assert not (tmp_path / "other").exists()
 
 
@@ -344,12 +343,12 @@ def wait_for(folder: Path) -> None:
 def test_a_folder_with_another_recipe_is_refused(files):
     recipe = target.TargetRecipe.from_dict(dict(TARGET_VALUES, train=dict(LOOP, seed=7)), "recipe")
     with pytest.raises(ValueError, match=r"another recipe: train\.seed is 0 there and 7 here"):
-        run.train_target([files / "text.jsonl"], files / "target", recipe, report=lambda line: None)
+        run.train(None, [files / "text.jsonl"], files / "target", recipe, report=lambda line: None)
     (files / "other").mkdir()
     (files / "other" / "text.jsonl").write_text(json.dumps({"text": TEXT + "!"}))
     recipe = target.TargetRecipe.from_dict(TARGET_VALUES, "recipe")
     with pytest.raises(ValueError, match=r"another recipe: files\.0"):
-        run.train_target([files / "other" / "text.jsonl"], files / "target", recipe, report=lambda line: None)
+        run.train(None, [files / "other" / "text.jsonl"], files / "target", recipe, report=lambda line: None)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +363,7 @@ def test_a_folder_with_another_recipe_is_refused(files):
 def test_recipes_that_do_not_fit(files, tmp_path, change, message):
     recipe = drafter.DrafterRecipe.from_dict({**DRAFTER_VALUES, **change}, "recipe")
     with pytest.raises(ValueError, match=message):
-        run.train_drafter(files / "target", [files / "text.jsonl"], tmp_path / "out", recipe)
+        run.train(files / "target", [files / "text.jsonl"], tmp_path / "out", recipe)
     assert not (tmp_path / "out").exists()
 
 
@@ -373,7 +372,7 @@ def test_a_target_without_tokenizer_is_refused(files, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((files / "target" / name).read_bytes())
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json: training needs"):
-        run.train_drafter(tmp_path, [files / "text.jsonl"], tmp_path / "out", recipe)
+        run.train(tmp_path, [files / "text.jsonl"], tmp_path / "out", recipe)
 
 
 @pytest.mark.parametrize(
@@ -448,7 +447,7 @@ def test_shipped_recipes_are_valid():
 def test_data_errors(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        data.read_documents(tmp_path / name)
+        documents.read_documents(tmp_path / name)
 
 
 @pytest.mark.parametrize("field", ["turns", "messages"])
@@ -456,12 +455,12 @@ def test_turns_in_every_form(tmp_path, field):
     """Pairs, and the objects of two widespread chat formats; a line may mix them."""
     turns = [["user", "Hi."], {"role": "assistant", "content": "Hello,\nyou."}, {"from": "human", "value": "Bye."}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({field: turns}) + "\n")
-    assert data.read_documents(tmp_path / "chat.jsonl") == ["User: Hi.\nAssistant: Hello, you.\nUser: Bye."]
+    assert documents.read_documents(tmp_path / "chat.jsonl") == ["User: Hi.\nAssistant: Hello, you.\nUser: Bye."]
 
 
 def test_missing_data_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.jsonl: no such data file"):
-        data.read_documents(tmp_path / "none.jsonl")
+        documents.read_documents(tmp_path / "none.jsonl")
 
 
 def test_a_terminal_shows_a_bar(tmp_path):
@@ -497,8 +496,8 @@ def test_a_mesh_trains_as_one_device_does(files, finished, tmp_path, standard_dt
     args = files / "target", [files / "text.jsonl"]
     folders = {"one": tmp_path / "one" if changes else finished, "mesh": tmp_path / "mesh"}
     if changes:
-        run.train_drafter(*args, folders["one"], recipe, report=lambda line: None)
-    run.train_drafter(*args, folders["mesh"], recipe, sharding.make_mesh(spec), report=lambda line: None)
+        run.train(*args, folders["one"], recipe, report=lambda line: None)
+    run.train(*args, folders["mesh"], recipe, sharding.make_mesh(spec), report=lambda line: None)
     one, mesh = (journal.read_metrics(folder) for folder in folders.values())
     assert [r["step"] for r in one] == [r["step"] for r in mesh] and one
     for here, there in zip(one, mesh, strict=True):

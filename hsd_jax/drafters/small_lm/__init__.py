@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.config import ModelConfig, TreeConfig, model_of
 from hsd_jax.drafters.drafted_for import DraftedFor
-from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.method import Distilled, Method
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.small_lm.draft import small_lm_drafter
 from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.models.placement import Placement
+from hsd_jax.models.target import forward_sequence
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
 
@@ -51,6 +52,14 @@ def load(
     return SmallLMConfig(**vars(model), fingerprint=checkpoint.hash()), weights
 
 
+DISTILLED = Distilled(
+    lambda model, *_: SmallLMConfig(**vars(model_of(model))),
+    lambda weights, config, tokens, output, key=None, starts=None, remat=False: (
+        forward_sequence(weights, config, tokens, starts, remat=remat).logits
+    ),
+)
+
+
 SMALL_LM = Method(
     SmallLMConfig,
     small_lm_drafter,
@@ -60,4 +69,5 @@ SMALL_LM = Method(
     grows_wide=False,
     ends_early=True,
     load=load,
+    distilled=DISTILLED,
 )

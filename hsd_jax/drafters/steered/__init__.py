@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from hsd_jax.config import TreeConfig
+import jax
+from jaxtyping import Array, Float, Int
+
+from hsd_jax.config import ModelConfig, TreeConfig, model_of
 from hsd_jax.drafters import small_lm
-from hsd_jax.drafters.method import Method
-from hsd_jax.drafters.steered.config import SteeredConfig
+from hsd_jax.drafters.method import Distilled, Method
+from hsd_jax.drafters.steered.config import SteeredConfig, default_layers
 from hsd_jax.drafters.steered.draft import steered_drafter
-from hsd_jax.drafters.steered.files import load_steered
+from hsd_jax.drafters.steered.files import load_steered, save_steering
+from hsd_jax.drafters.steered.steering import STEERING, init_steering, joined_features, steered_sequence
+from hsd_jax.types import ModelOutput, Weights
 
 
 def drafting_seconds(costs: Any, config: SteeredConfig, batch: int, tree: TreeConfig) -> float:
@@ -18,6 +23,33 @@ def drafting_seconds(costs: Any, config: SteeredConfig, batch: int, tree: TreeCo
     numbers = width * (config.num_layers * config.intermediate_size + len(config.steering_layers) * width)
     once = float(costs.product(numbers, batch))
     return once + small_lm.drafting_seconds(costs, config, batch, tree)
+
+
+def config_of(
+    model: ModelConfig, target: ModelConfig, target_hash: str, layers: tuple[int, ...], num_steps: int
+) -> SteeredConfig:
+    """As `Distilled.config_of`; no layers: the default ones."""
+    layers = layers or default_layers(target.num_layers)
+    if isinstance(model, SteeredConfig) and model.steering_layers != layers:
+        raise ValueError(f"steering_layers={layers}: the model to start from is steered by {model.steering_layers}")
+    about = {"target_hidden_size": target.hidden_size, "target_hash": target_hash}
+    config = SteeredConfig(**vars(model_of(model)), **about, steering_layers=layers, num_steps=num_steps)
+    config.check_target(target)
+    return config
+
+
+def logits(
+    weights: Weights,
+    config: SteeredConfig,
+    tokens: Int[Array, "B T"],
+    output: ModelOutput,
+    key: jax.Array | None = None,
+    starts: Int[Array, "B T"] | None = None,
+    remat: bool = False,
+) -> Float[Array, "B T V"]:
+    """As `Distilled.logits`: each token is steered by the states of one before it, as far before as in a round."""
+    lag = 1 if key is None else jax.random.randint(key, tokens.shape, 1, config.num_steps + 1)
+    return steered_sequence(weights, config, tokens, joined_features(output.features), lag, starts, remat).logits
 
 
 STEERED = Method(
@@ -29,4 +61,11 @@ STEERED = Method(
     grows_wide=False,
     ends_early=True,
     load=load_steered,
+    distilled=Distilled(
+        config_of,
+        logits,
+        lambda key, config: {STEERING: init_steering(key, config)},
+        lambda folder, config, weights: save_steering(folder, config, weights[STEERING]),
+        is_steered=True,
+    ),
 )

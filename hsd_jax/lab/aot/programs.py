@@ -158,7 +158,7 @@ def _rows_of_decode(job: Job, mesh: Mesh) -> tuple[Any, ...]:
 
 
 def _training_step(job: Job, mesh: Mesh) -> Program:
-    """The step of `fit` for a frozen target, as `train.run.train_drafter` calls it."""
+    """The step of `fit` for a frozen target, as `train.run.train` calls it."""
     made = abstract_step(job.target, job.drafter, job.train, mesh, target_dtype=DTYPE)
     held = {"target": made.frozen, "state": made.state, "batch": made.batch}
     return Program(made.step, (made.state, made.frozen, made.batch), {}, held)

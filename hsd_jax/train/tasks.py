@@ -1,0 +1,362 @@
+"""What a run trains: a task for each kind of recipe, with everything in which kinds of models differ.
+
+`train` (`run.py`) takes the same steps whatever it trains; before `begin` nothing is written that a refused run would
+leave. Read next: `drafter.py`, `target.py` and `distill.py` for the losses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from hsd_jax.config import SLIDING, TrunkConfig, model_of
+from hsd_jax.drafters import files as drafter_files
+from hsd_jax.drafters.drafted_for import DraftedFor
+from hsd_jax.drafters.table import init_drafter, load_foreign
+from hsd_jax.host.distributed import fetch, wait_for_all
+from hsd_jax.host.files import is_writer, read_json, replace_folder, write_json
+from hsd_jax.models import convert, draft_vocab
+from hsd_jax.models.checkpoint import Checkpoint, Source, find, path_of
+from hsd_jax.models.hf_config import format_config
+from hsd_jax.models.placement import Placement
+from hsd_jax.models.target import init_target
+from hsd_jax.params import Params
+from hsd_jax.planning import simulate
+from hsd_jax.tokenizer import TOKENIZER_FILES
+from hsd_jax.train import data, distill, drafter, features, frequent_tokens, manifest, target
+from hsd_jax.train.journal import Report, line_of
+from hsd_jax.train.loop import Loss
+from hsd_jax.train.own_text import MixedBatches
+from hsd_jax.train.tokenizer import train_tokenizer
+from hsd_jax.train.trained import begun_with_target, started_from
+from hsd_jax.types import Weights
+
+BEFORE, JUDGED = "before.json", "judged.json"
+Judged = Callable[[Weights], dict[str, Any]]
+
+
+@dataclasses.dataclass
+class Task:
+    """What `train` was called with, and of each kind of model as a subclass:
+
+    kind: of the run, in `recipe.json`; reads: the configuration whose vocabulary and positions the rows must fit;
+    words: the checkpoint whose tokenizer reads them; folder: of the result.
+    open(): reads the models; returns what, besides recipe and data, makes the run this one.
+    begin(rows, is_begun): the first weights; sets `loss` and `stages`, as `loop.fit` takes them.
+    scores(prompts, params, is_begun): what judges weights, given the first ones.
+    batches(rows): what `fit` reads.
+    save(params, judged): puts the result, and its scores if there are any, in the place of the one before.
+    close(): says what is left to say.
+    """
+
+    source: Source | None
+    files: Sequence[str | Path]
+    out: Path
+    recipe: Any
+    mesh: Mesh | None
+    report: Report
+    force: bool
+    start_dir: str | Path | None
+
+    config: Any = dataclasses.field(init=False)
+    """Of the model that is trained; since `open`."""
+    frozen: Any = dataclasses.field(init=False, default=None)
+    """Weights that its loss reads and the run does not change; since `open`."""
+    stages: Sequence[tuple[int, Loss]] = dataclasses.field(init=False, default=())
+
+    def __post_init__(self):
+        """Finds what needs no reading, and refuses what is wrong already."""
+
+    def batches(self, rows: data.Rows) -> contextlib.closing[Any]:
+        return data.batches_of(rows, self.recipe.train, self.recipe.data, self.mesh)
+
+    def close(self) -> None:
+        pass
+
+
+class TargetTask(Task):
+    """A target, from scratch or grown from the model in `start_dir`; `source` has its tokenizer. None: `start_dir`,
+    else `out`, and a new one learned from the data."""
+
+    kind = "target"
+
+    def __post_init__(self):
+        self.folder, self.config = self.out, self.recipe.model
+        self.reads = self.config
+        format_config(self.config)  # what cannot be written must not be trained
+
+    @functools.cached_property
+    def words(self) -> Checkpoint:
+        vocab_size, source = self.recipe.vocab_size, self.start_dir if self.source is None else self.source
+        if source is None:
+            source = self.out
+            if is_writer() and not all((self.out / name).is_file() for name in TOKENIZER_FILES[:2]):
+                self.report(f"learning {vocab_size} tokens")
+                train_tokenizer([str(f) for f in self.files], vocab_size, self.out)
+            wait_for_all("the tokenizer is there")
+        words = find(source)
+        tokenizer, self.bos, self.eos = data.read_tokenizer(words)
+        if (size := tokenizer.get_vocab_size()) > vocab_size:
+            raise ValueError(f"vocab_size={vocab_size}: the tokenizer in {words} has {size} tokens")
+        return words
+
+    def open(self) -> dict[str, Any]:
+        path = self.words.path
+        about: dict[str, Any] = {
+            "tokenizer": manifest.fingerprints([path / TOKENIZER_FILES[0] if path.is_dir() else path])
+        }
+        self.start = None if self.start_dir is None else target.grown_from(find(self.start_dir), self.config)
+        return about if self.start is None else about | {"start": convert.weights_hash(self.start)}
+
+    def begin(self, rows: data.Rows, is_begun: bool) -> Weights:
+        config, train = self.config, self.recipe.train
+        is_sliding = all(config.layer_type(i) == SLIDING for i in range(config.num_layers))
+        remedy = f"longer rows, or a model.sliding_window={train.length} in all layers, end that"
+        window = config.sliding_window if is_sliding else None
+        say_reach(self.report, train.length, window, config.max_position, remedy)
+        self.loss = target.make_loss(config, train.remat)
+        return init_target(jax.random.key(train.seed), config) if self.start is None else self.start
+
+    def save(self, params: Weights, judged: dict[str, Any] | None = None) -> None:
+        """Leaves a Hugging Face folder with its tokenizer, beside the checkpoints."""
+        params, bos, eos = jax.tree.map(fetch, params), self.bos, self.eos
+        if is_writer():
+            self.words.save_tokenizer(self.out)
+            convert.save_target(self.out, self.config, params, bos=bos, eos=(eos,))
+            write_json(self.out / "generation_config.json", {"bos_token_id": bos, "eos_token_id": eos})
+
+
+class TaughtTask(Task):
+    """A drafter that learns from a frozen target, that of `source`."""
+
+    kind = "drafter"
+
+    def __post_init__(self):
+        assert self.source is not None, "a drafter has a target"
+        self.words, self.folder = find(self.source), self.out / "drafter"
+        self.reads = self.words.config
+
+    def read_target(self) -> DraftedFor:
+        """Sets `target`, whose weights are in float32 on CPU, else in bfloat16."""
+        dtype, words = "float32" if jax.default_backend() == "cpu" else "bfloat16", self.words
+        weights, rest = words.weights(dtype, Placement(self.mesh)), {"eos": words.eos, "mesh": self.mesh}
+        self.target = Params(weights, None, self.reads, max_len=self.reads.max_position, **rest)
+        self.owner = DraftedFor(self.reads, words.hash(dtype), words.tokenizer)
+        return self.owner
+
+    def texts(self, name: str, prompts: list[np.ndarray], temperature: float) -> simulate.Texts:
+        """What the target writes behind the prompts, once for a run."""
+        settings = prompts, self.recipe.eval.max_new_tokens, temperature, self.report
+        return simulate.stored_texts(self.out, f"held-out-{name}", self.target, self.owner.hash, *settings)
+
+    def put(self, write: Callable[[Path], None], judged: dict[str, Any] | None) -> None:
+        """A folder that `write` fills, with the scores, in the place of the one before."""
+
+        def whole(new: Path) -> None:
+            write(new)
+            if judged is not None:
+                write_json(new / JUDGED, judged)
+
+        replace_folder(self.folder, whole)
+
+
+class DrafterTask(TaughtTask):
+    """A drafter of the target's states, of the recipe's kind. `start_dir` holds one of the same target to start from;
+    weights of another shape than the recipe's start fresh."""
+
+    def open(self) -> dict[str, Any]:
+        train, owner, model = self.recipe.train, self.read_target(), self.recipe.model
+        self.frozen = self.target.target
+        self.config = config = drafter.drafter_config(model, self.reads, owner.hash, owner.vocabulary_hash)
+        if train.length <= config.num_steps:
+            raise ValueError(f"train.length={train.length}: must be greater than model.num_steps={config.num_steps}")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"{self.folder}: is a file; the drafter is to become a folder there")
+        about: dict[str, Any] = {"target": owner.hash}
+        self.start = None
+        if manifest.has_checkpoints(self.out) and "start" in (claimed := manifest.claimed(self.out)):
+            # Where it once began does not matter any more, nor whether that is still there.
+            about["start"] = claimed["start"]
+        elif self.start_dir is not None:
+            self.start_dir = path_of(self.start_dir)
+            self.start = drafter_files.read_drafter(self.start_dir)
+            drafter_files.check_drafter(self.start[0], owner)
+            about["start"] = manifest.fingerprints([self.start_dir / drafter_files.DRAFTER_FILE])
+        return about
+
+    def begin(self, rows: data.Rows, is_begun: bool) -> Weights:
+        config, train, report, frozen = self.config, self.recipe.train, self.report, self.frozen
+        params = init_drafter(jax.random.key(train.seed), config, frozen["embedding"])
+        if self.recipe.model.trunk_begins == drafter.LAST_LAYER:
+            begun = begun_with_target(params, config, frozen, self.reads, jnp.asarray(rows.tokens[:1, :-1]))
+            params = begun.weights
+            report(f"the trunk begins as the target's last layer; fresh in it: {', '.join(begun.fresh) or 'nothing'}")
+        if isinstance(config, TrunkConfig):  # others have no attention
+            remedy = f"model.window={train.length} keeps drafts on long contexts like those of training"
+            say_reach(report, train.length, config.window, config.max_position, remedy)
+        labels, self.hot = rows.tokens[rows.mask], None
+        if config.reduced_vocab_size is not None:
+            self.hot = frequent_tokens.of_run(self.out, is_begun, labels, config, self.words.eos, report)
+        if self.start is not None:
+            begun = started_from(params, self.start[1], self.hot)
+            params = begun.weights
+            dropped, fresh = (", ".join(names) or "nothing" for names in (begun.dropped, begun.fresh))
+            report(f"starting from {self.start_dir}; dropped: {dropped}; fresh: {fresh}")
+        frequency = draft_vocab.draft_columns(self.hot, frequent_tokens.smoothed(labels, self.reads.vocab_size))
+        of_loss = self.reads, config, self.recipe.loss, self.hot, train.remat, frequency
+        self.loss, self.stages = drafter.make_loss(*of_loss), drafter.make_stages(*of_loss)
+        return params
+
+    def batches(self, rows: data.Rows) -> contextlib.closing[Any]:
+        """With the target's states from a cache, if the recipe names one."""
+        train, loss, models = self.recipe.train, self.recipe.loss, (self.frozen, self.reads, self.owner.hash)
+        kept = {"layers": self.config.feature_layers, "likeliest": 0 if loss.sample is None else loss.likeliest}
+        pass_rows = train.batch // train.num_passes
+        cached = features.open_features(self.recipe.features, rows, *models, pass_rows, self.report, **kept)
+        return data.batches_of(rows, train, self.recipe.data, self.mesh, cached)
+
+    def scores(self, prompts: list[np.ndarray], params: Weights, is_begun: bool) -> Judged:
+        """Simulated tau on greedy and on sampled texts."""
+        texts, tree = {}, self.recipe.eval.tree(self.config.num_steps)
+        for name, temperature in (("greedy", 0.0), ("sampled", self.recipe.eval.temperature)):
+            texts[name] = text, _ = self.texts(name, prompts, temperature), temperature
+            if self.hot is not None:
+                self.report(frequent_tokens.describe(self.hot, text.written, f"tokens of the held-out {name} texts"))
+
+        def judged(params: Weights) -> dict[str, Any]:
+            values, models = {}, (self.frozen, self.reads)
+            whole = draft_vocab.attach(params, self.hot, *models)
+            for name, (text, temperature) in texts.items():
+                found = simulate.simulate(whole, self.config, *models, text, tree, temperature)
+                values |= found if name == "greedy" else {f"sampled_{k}": v for k, v in found.items()}
+            return values
+
+        return judged
+
+    def save(self, params: Weights, judged: dict[str, Any] | None = None) -> None:
+        params, config = jax.tree.map(fetch, params), self.config
+        if judged is not None:
+            config = dataclasses.replace(config, **_profiles(judged))
+        weights = params if self.hot is None else {**params, "draft_to_target": self.hot}
+        self.put(lambda new: drafter_files.save_drafter(new, config, weights, self.recipe.model.stored_in), judged)
+
+
+class DistillTask(TaughtTask):
+    """The language model in `start_dir`, of the target's vocabulary, distilled towards the target or steered by it.
+
+    The run's folder also holds the drafter's own texts in `on_policy/`, and the figures before step 1. The result is a
+    Hugging Face folder, as the one it started from, and what steers the model.
+    """
+
+    @property
+    def kind(self) -> str:
+        return self.recipe.model.kind
+
+    def __post_init__(self):
+        super().__post_init__()
+        share = self.recipe.on_policy.share
+        if self.start_dir is None:
+            raise ValueError(f"--kind {self.kind}: needs --start, the pretrained model to distil")
+        if share and (self.mesh is not None or jax.process_count() > 1):
+            raise ValueError(f"on_policy.share={share:g}: the drafter writes its text on one device; leave out --mesh")
+        self.start = find(self.start_dir)
+        format_config(self.start.config)  # what cannot be written must not be trained
+        self.recipe.train.check_length(self.start.config)
+
+    def open(self) -> dict[str, Any]:
+        model, owner, start = self.recipe.model, self.read_target(), self.start
+        own, weights = load_foreign(start, owner, "float32", Placement(self.mesh), True)
+        if own.kind not in (self.kind, distill.PLAIN):
+            raise ValueError(
+                f"--start {start}: is {own.kind}; give --kind {own.kind}, or the model that it was trained from"
+            )
+        self.config = model.how.config_of(own, self.reads, owner.hash, model.steering_layers, model.steps)
+        self.added = model.how.added(jax.random.key(self.recipe.train.seed), self.config)
+        weights = self.added | weights
+        self.learned = {name: weights[name] for name in self.added} if model.frozen else weights
+        self.kept = {name: part for name, part in weights.items() if name not in self.learned}
+        self.frozen = {"target": self.target.target, "drafter": self.kept}
+        was_frozen = manifest.claimed(self.out).get("model", {}).get("frozen", model.frozen)
+        if self.force and was_frozen != model.frozen and manifest.has_checkpoints(self.out):
+            raise ValueError(
+                f"{self.out} holds a run with model.frozen={was_frozen}, whose checkpoints have other weights than one"
+                f" with {model.frozen}: choose another folder"
+            )
+        return {"target": owner.hash, "start": start.hash("float32")}
+
+    def begin(self, rows: data.Rows, is_begun: bool) -> Weights:
+        self.report(f"starting from {self.start}")
+        self.loss = distill.make_loss(self.reads, self.config, self.recipe.loss, self.recipe.train.remat)
+        return self.learned
+
+    def batches(self, rows: data.Rows) -> contextlib.closing[Any]:
+        """With rows that the drafter writes, if the recipe wants some."""
+        train, asked = self.recipe.train, self.recipe.on_policy
+        if not asked.num_rows(train):
+            return super().batches(rows)
+        writer, seed = model_of(self.config), self.recipe.data.seed_of(train)
+        return contextlib.closing(MixedBatches(rows, train, seed, asked, writer, self.words.eos, self.out))
+
+    def scores(self, prompts: list[np.ndarray], params: Weights, is_begun: bool) -> Judged:
+        """Held-out divergences, and real decodes of the same prompts; those of the first weights are written down."""
+        asked, config = self.recipe.eval, self.config
+        texts = self.texts("sampled", prompts, asked.temperature)
+        measure = distill.held_out(self.reads, config, self.recipe.loss, texts, asked.temperature)
+
+        def judged(learned: Weights) -> dict[str, Any]:
+            weights = self.kept | learned
+            pair = dataclasses.replace(self.target, drafter=weights, drafter_config=config)
+            return distill.decoded(pair, prompts, asked) | measure(weights, self.target.target)
+
+        if not is_begun:
+            before = judged(params)
+            write_json(self.out / BEFORE, before)
+            self.report(f"before: {line_of(before)}")
+        return judged
+
+    def save(self, params: Weights, judged: dict[str, Any] | None = None) -> None:
+        params = jax.tree.map(fetch, self.kept | params)
+        words = self.start if self.start.tokenizer else self.words
+
+        def write(new: Path) -> None:
+            self.recipe.model.how.save_added(new, self.config, params)
+            model = {name: part for name, part in params.items() if name not in self.added}
+            convert.save_target(new, model_of(self.config), model, bos=words.bos, eos=words.named_eos)
+            words.save_tokenizer(new)
+
+        self.put(write, judged)
+
+    def close(self) -> None:
+        if self.recipe.eval.every and is_writer():
+            for name, path in (("before: ", self.out / BEFORE), ("after:  ", self.folder / JUDGED)):
+                self.report(name + line_of(read_json(path)))
+
+
+TASKS = {
+    target.TargetRecipe: TargetTask,
+    drafter.DrafterRecipe: DrafterTask,
+    distill.DistillRecipe: DistillTask,
+}
+"""What each recipe trains."""
+
+
+def say_reach(report: Report, length: int, window: int | None, max_position: int, remedy: str) -> None:
+    """Says so if attention will reach further back in decoding than any row of training does."""
+    if min(window or max_position, max_position) > length:
+        reach = f"attention further back is not trained, contexts may have {max_position}"
+        report(f"rows of {length} tokens: {reach}; {remedy}")
+
+
+def _profiles(judged: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+    """What a drafter's file keeps of its scores, for `planning/plan.py`: acceptance by depth of a chain."""
+    names = {"profile": "chain_acceptance", "sampled_profile": "sampled_chain_acceptance"}
+    return {name: tuple(round(float(x), 3) for x in judged[key]) for name, key in names.items() if key in judged}
