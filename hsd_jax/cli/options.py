@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,15 +213,26 @@ def add_tree_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     return group
 
 
+class RuleNames:
+    """The choices of --accept: those of the table of rules, which imports jax and is therefore read when they count."""
+
+    def __iter__(self) -> Iterator[str]:
+        from hsd_jax.infer.accept import RULES
+
+        return iter(("auto", *RULES))
+
+
 def add_rule_arguments(group: argparse._ArgumentGroup, nargs: str | None = None) -> None:
     """Declares how drafts are judged, drawn and made: --accept, --draw and --reuse; with `nargs` several of a kind."""
     group.add_argument(
         "--accept",
-        choices=("auto", "match", "recursive", "optimal", "kseq", "block_verification"),
+        choices=RuleNames(),
+        metavar="RULE",
         default="auto" if nargs is None else ["auto"],
         nargs=nargs,
-        help="rule that judges drafts: match gives the text of plain decoding with the same seed, the others draw "
-        "their trees and give another text of the same distribution (default: auto, which is match)",
+        help="rule that judges drafts: match gives the text of plain decoding with the same seed, the others, such as "
+        "recursive, draw their trees and give another text of the same distribution; a wrong name lists them (default: "
+        "auto, which is match)",
     )
     group.add_argument(
         "--draw",

@@ -38,7 +38,7 @@ def trunk_seconds(
       state: of a drafter with a trunk, as prefill leaves it; not consumed.
     """
 
-    parts = method_of(drafter_config).stages
+    parts = method_of(drafter_config).inspection.stages
     assert parts is not None, "only a drafter with a trunk has runs of it"
     trunk, head, _ = parts(config, drafter_config, TreeConfig(2, 1, 1), DrawScheme.ARBITRARY)
 

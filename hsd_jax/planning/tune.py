@@ -206,7 +206,7 @@ def _in_part(calls: Calls, final: Sequence[Candidate], may_be_default: bool) -> 
 
 def default_trees(config: Any) -> list[TreeConfig]:
     """The candidates for a drafter: chains, and trees unless it drafts chains only."""
-    method = method_of(config)
+    method = method_of(config).planning
     most = method.max_depth(config)
     last = min(most + 1, LONGEST_CANDIDATE)
     trees = [TreeConfig(nodes, nodes - 1, 1) for nodes in range(min(SHORTEST_CANDIDATE, last), last + 1)]
@@ -298,7 +298,9 @@ def _promising(ways: Sequence[Candidate], fresh: Mapping[TreeConfig | None, Cand
 def _trunk_cost(calls: Calls, trees: Sequence[TreeConfig]) -> tuple[int, float, float]:
     """As `RoundCost.trunk`."""
     params, config = calls.params, calls.params.drafter_config
-    assert config is not None and method_of(config).aged is not None, "only some drafters have forms of reuse"
+    assert config is not None and method_of(config).inspection.aged is not None, (
+        "only some drafters have forms of reuse"
+    )
     asked = Sampling(calls.max_new_tokens), Speculation(sample_of(trees)[0])
     session = prepare(params, calls.prompts[: calls.batch], *asked)
     assert session.rows is not None, "the prompts are read"

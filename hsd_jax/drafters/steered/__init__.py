@@ -6,7 +6,7 @@ from typing import Any
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters import small_lm
-from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.method import Method, Planning
 from hsd_jax.drafters.steered.config import SteeredConfig
 from hsd_jax.drafters.steered.draft import steered_drafter
 from hsd_jax.drafters.steered.files import load_steered
@@ -23,10 +23,11 @@ def drafting_seconds(costs: Any, config: SteeredConfig, batch: int, tree: TreeCo
 STEERED = Method(
     SteeredConfig,
     steered_drafter,
-    lambda config: TreeConfig.chain(min(small_lm.DEFAULT_CHAIN.depth, config.num_steps)),
-    lambda config: min(small_lm.SMALL_LM.max_depth(config), config.num_steps),
-    drafting_seconds,
-    grows_wide=False,
-    ends_early=True,
+    Planning(
+        drafting_seconds,
+        lambda config: TreeConfig.chain(min(small_lm.DEFAULT_CHAIN.depth, config.num_steps)),
+        lambda config: min(small_lm.SMALL_LM.planning.max_depth(config), config.num_steps),
+        ends_early=True,
+    ),
     load=load_steered,
 )

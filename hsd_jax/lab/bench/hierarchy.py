@@ -86,7 +86,7 @@ def read_models(params: Params, folders: Sequence[str], load: Callable[[str], Pa
         if folder in drafters:
             continue
         pair = load(folder)
-        if not isinstance(pair.drafter_config, SmallLMConfig):
+        if not method_of(pair.drafter_config).is_language_model:
             raise ValueError(f"--models {folder}: a {pair.drafter_config.kind} drafter; expected a language model")
         found[folder], hashes[pair.drafter_config.fingerprint] = Model(folder, as_target(pair)), folder
     for folder in drafters:
@@ -235,7 +235,7 @@ def table_of(params: Params, models: Sequence[Model], calls: Calls) -> Table:
     for i, drafter in enumerate(drafters):
         j = next(j for k, j in longest if k == i)
         pair = paired(drafter, everything[j], calls.load)
-        length = min(calls.max_length, method_of(pair.drafter_config).max_depth(pair.drafter_config))
+        length = min(calls.max_length, method_of(pair.drafter_config).planning.max_depth(pair.drafter_config))
         longest[i, j], law = length, rounds.laws_of(pair, texts[j], length, calls.temperature)[-1]
         acceptance[i, j] = acceptance_giving(mean(law), length)
         of_drafts.append([max(calls.round_seconds(pair, length) - costs[j - first][length], 0.0) / length])

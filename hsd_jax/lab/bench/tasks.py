@@ -140,7 +140,7 @@ def make_methods(config: Any) -> dict[str, dict[str, Any]]:
     Chains are named by their nodes, the root included; a drafter of fewer steps has shorter ones. A drafter that is
     better off with chains has no trees.
     """
-    method = method_of(config)
+    method = method_of(config).planning
     steps = method.max_depth(config)
     about: dict[str, dict[str, Any]] = {"default": {"tree": CHOSEN}}
     for nodes in (MOST_CHAIN // 2, MOST_CHAIN):
