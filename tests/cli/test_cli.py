@@ -359,7 +359,7 @@ def test_the_rules_of_the_command_line_are_those_of_the_library():
     parser = argparse.ArgumentParser()
     options.add_rule_arguments(parser.add_argument_group())
     choices = {action.dest: action.choices for action in parser._actions}
-    assert choices["accept"] == (AUTO, *RULES)
+    assert tuple(choices["accept"]) == (AUTO, *RULES)
     assert choices["draw"] == tuple(scheme.value for scheme in DrawScheme)
 
 
