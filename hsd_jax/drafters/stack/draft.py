@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.axes import ROWS, SLOTS, named
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.reading import read_on
 from hsd_jax.drafters.shared import check_chain, check_vocabulary, follow_path
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.infer import sampling as sampling_lib
