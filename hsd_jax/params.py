@@ -24,8 +24,7 @@ from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.rescored.config import ALPHA, RescoredConfig
 from hsd_jax.drafters.rescored.files import read_scorer
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.drafters.stack.config import StackConfig
+from hsd_jax.drafters.stack.config import StackConfig, at_bottom
 from hsd_jax.drafters.table import METHODS, load_foreign, make_drafter, method_of, parse
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_mesh, put
@@ -226,7 +225,7 @@ def load(
 
 def default_tree(config: Any) -> TreeConfig:
     """A tree that suits the kind of drafter; one that may be drawn, too."""
-    return method_of(config).default_tree(config)
+    return method_of(config).planning.default_tree(config)
 
 
 def _load_drafter(
@@ -252,7 +251,7 @@ def _load_drafter(
 def _load_both(name: str, base: str, lookup: LookupConfig, *rest: Any) -> tuple[Any, Weights]:
     """A trained drafter and lookup, which "BASE+lookup" names; `rest` as of `_load_drafter`."""
     config, weights = _load_drafter(base, *rest)
-    if method_of(config).init_weights is None:
+    if method_of(config).training is None:
         raise ValueError(
             f"drafter={shown(name)}: {base} is a {config.kind} drafter; beside lookup drafts one that is trained on its"
             f" target's features: a folder of `hsd train drafter`, or of its own target {' or '.join(BUNDLED)}"
@@ -311,7 +310,7 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
       ValueError: without a trained drafter, or for ids that are not ascending, outside the vocabulary or cold already.
     """
     config = params.drafter_config
-    if params.drafter is None or config is None or method_of(config).init_weights is None:
+    if params.drafter is None or config is None or method_of(config).training is None:
         raise ValueError("restrict() cuts down a drafter, and these params have none: load with drafter=FOLDER")
     config, weights = draft_vocab.restrict(params.drafter_config, params.drafter, draft_to_target)
     weights = _with_head(weights, params.target, params.target_config)
@@ -329,9 +328,7 @@ def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
       FileNotFoundError, ValueError: if there is no such scorer, it is of another target or tokenizer, or the drafter
         has no token-free states.
     """
-    config, weights = params.drafter_config, params.drafter
-    if isinstance(config, RescoredConfig):
-        config = config.base
+    config, weights = RescoredConfig.base_of(params.drafter_config), params.drafter
     if not weights or config is None or method_of(config).lattice is None:
         raise ValueError(
             "rescore() is for drafters with token-free states, hidden and medusa: load with drafter=FOLDER"
@@ -364,10 +361,7 @@ def stack(params: Params, inner: str | Path | Any, length: int | None = None) ->
         raise ValueError(f"length={shown(length)}: allowed are {describe(Count)}, or None: as deep as its own tree")
 
     def stacked(config: Any, weights: Weights) -> tuple[StackConfig, Weights]:
-        if isinstance(config, StackConfig):
-            below, own = stacked(config.inner, weights["inner"])
-            return dataclasses.replace(config, inner=below), {**weights, "inner": own}
-        if not isinstance(config, SmallLMConfig):
+        if config is None or not method_of(config).is_language_model:
             raise ValueError(
                 "stack() is for a small language model that drafts: load with drafter=FOLDER of such a one"
             )
@@ -378,7 +372,7 @@ def stack(params: Params, inner: str | Path | Any, length: int | None = None) ->
         depth = default_tree(below).depth if length is None else length
         return StackConfig(config, below, depth), {"middle": weights, "inner": own}
 
-    config, weights = stacked(params.drafter_config, params.drafter or {})
+    config, weights = at_bottom(params.drafter_config, params.drafter or {}, stacked)
     make_drafter(params.target_config, config, default_tree(config))  # raises here, before anything compiles
     target_hash, _ = params.fingerprints()
     return _drafted_by(params, config, weights, target_hash)
@@ -417,9 +411,10 @@ def arranged(params: Params, mesh: Mesh | None, frees: bool = False, drafter_mes
     if not params.drafter:
         return params
     whole = params.drafter_config
-    reader = whole.base if isinstance(whole, BothConfig) else whole  # what has the weights has the heads
+    is_on_base = method_of(whole).has_weights_of_base
+    reader = whole.base if is_on_base else whole  # what has the weights has the heads
     drafter, reader = packing.arranged(params.drafter, reader, of_drafter, packs, frees)
-    config = dataclasses.replace(whole, base=reader) if isinstance(whole, BothConfig) else reader
+    config = dataclasses.replace(whole, base=reader) if is_on_base else reader
     return dataclasses.replace(params, drafter=drafter, drafter_config=config)
 
 

@@ -195,7 +195,7 @@ def _plan_and_rule(
         plan = Plan(None, "asked for" if params.drafter is not None else "no drafter is loaded", is_chosen=False)
     elif tree is not None:
         plan = Plan(tree, "asked for", is_chosen=False, reuse=reuse)
-    elif rule != "match" or reuse != NO_REUSE:
+    elif not RULES[rule].trees_may_shrink or reuse != NO_REUSE:
         why = "trees that are drawn, or grow from reused states, stay whole"
         plan = Plan(default_tree(params.drafter_config), why, is_chosen=False, reuse=reuse)
     else:

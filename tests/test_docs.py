@@ -367,6 +367,6 @@ def test_the_table_of_drafters_names_the_trees_that_are_the_default():
         return next(line for line in rows if line.startswith(f"| {beginning}"))
 
     trees = {"a folder of `hsd": TreeConfig(8, 7, 1), "a Hugging": small_lm.DEFAULT_CHAIN}
-    trees['`"lookup"`'] = lookup.DEFAULT_CHAIN
+    trees['`"lookup"`'] = lookup.LOOKUP.planning.default_tree(None)
     for beginning, tree in trees.items():
         assert tree.width == 1 and f"chain of {tree.nodes} nodes" in row(beginning)

@@ -1,8 +1,13 @@
-"""A drafter's configuration that stands on another's, its `base`, and answers as the base where plans and trees ask."""
+"""A drafter that stands on another, its `base`, and answers as the base where plans and trees ask."""
 
 from __future__ import annotations
 
-from hsd_jax.config import DrafterConfig
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hsd_jax.config import DrafterConfig, TreeConfig
+from hsd_jax.drafters.method import Method, Planning
+from hsd_jax.types import Drafter
 
 
 class Based:
@@ -31,3 +36,35 @@ class Based:
     @property
     def sampled_profile(self) -> tuple[float, ...]:
         return self.base.sampled_profile
+
+
+def on_base(
+    methods: Mapping[str, Method],
+    config_type: type,
+    make: Callable[..., Drafter],
+    more_seconds: Callable[..., float],
+) -> Method:
+    """The row of a drafter on a base, in terms of the row of that one.
+
+    Args:
+      make: as `Method.make`, but for the row of the base, which comes first.
+      more_seconds: what drafting takes beside the base, as `Planning.drafting_seconds`.
+    """
+
+    def of(config: Any) -> Planning:
+        return methods[config.base.kind].planning
+
+    def made(target_config: Any, config: Any, *args: Any, **options: Any) -> Drafter:
+        return make(methods[config.base.kind], target_config, config, *args, **options)
+
+    def drafting_seconds(costs: Any, config: Any, batch: int, tree: TreeConfig) -> float:
+        own = of(config).drafting_seconds(costs, config.base, batch, tree)
+        return own + more_seconds(costs, config, batch, tree)
+
+    planning = Planning(
+        drafting_seconds,
+        lambda config: of(config).default_tree(config.base),
+        lambda config: of(config).max_depth(config.base),
+        grows_wide=True,
+    )
+    return Method(config_type, made, planning)

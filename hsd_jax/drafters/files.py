@@ -50,7 +50,7 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
     path = Path(folder) / DRAFTER_CONFIG
     values = read_json(path)
     kind = values.pop("kind", None)
-    trained = {name: method.config for name, method in METHODS.items() if method.init_weights is not None}
+    trained = {name: method.config for name, method in METHODS.items() if method.training is not None}
     if not isinstance(kind, str) or kind not in trained:
         raise ValueError(f"{path}: kind={shown(kind)}: allowed are {', '.join(trained)}")
     return settings.read(trained[kind], values, str(path))

@@ -54,18 +54,6 @@ def check_vocabulary(config: ModelConfig, target_config: ModelConfig, what: str)
         )
 
 
-def last_feature(
-    features: Float[Array, "B chunk H"],
-    start: Int[Array, ""] | int,
-    length: Int[Array, "B"],
-    before: Float[Array, "B H"],
-) -> Float[Array, "B H"]:
-    """The feature of each prompt's last token but one, if it is of this chunk, else `before`."""
-    last, num = length - 2 - start, features.shape[1]
-    found = jnp.take_along_axis(features, jnp.clip(last, 0, num - 1)[:, None, None], 1)[:, 0]
-    return jnp.where(((last >= 0) & (last < num))[:, None], found, before)
-
-
 def logp_of_tokens(
     logits: Float[Array, "B N C"], drafted: DraftTree, draft_to_target: Int[Array, "C"] | None
 ) -> Float[Array, "B N"]:
@@ -73,18 +61,6 @@ def logp_of_tokens(
     columns, _ = to_columns(draft_to_target, drafted.tokens)
     logp = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), columns[:, :, None], 2)[:, :, 0]
     return jnp.where(drafted.depth > 0, logp, 0.0)
-
-
-def joined(waiting: Array, num_waiting: Int[Array, "B"], new: Array, num_slots: int | None = None) -> Array:
-    """Rows [B, M, ...] of which the first `num_waiting` count, each row of `new` [B, M2, ...] put after them.
-
-    Args:
-      num_slots: places of the result, M + M2 if None; what has no place is cut off, what has no content is arbitrary.
-    """
-    room = waiting.shape[1]
-    slot, num = jnp.arange(num_slots or room + new.shape[1]), num_waiting[:, None]
-    index = jnp.where(slot < num, slot, room + slot - num)
-    return take_nodes(jnp.concatenate([waiting, new], 1), index, axis=1)
 
 
 def follow_path(
@@ -115,8 +91,3 @@ def follow_path(
         return drafter.follow(models, state, verdict, output, here)
 
     return lax.fori_loop(0, -(-jnp.max(num_committed) // num), follow_on, state)
-
-
-def chain_of_training(config: DrafterConfig) -> TreeConfig:
-    """A chain as long as the drafter was trained for, of at most 8 nodes."""
-    return TreeConfig.chain(min(7, config.num_steps))

@@ -37,6 +37,12 @@ def method_of(config: Any) -> Method:
     return METHODS[config.kind]
 
 
+def language_model_of(config: Any) -> Any:
+    """The language model that drafts, be it while its last drafts are verified; None where anything else does."""
+    model = getattr(config, "base", config)
+    return model if model is not None and method_of(model).is_language_model else None
+
+
 def make_drafter(
     target_config: ModelConfig,
     config: Any,
@@ -61,7 +67,7 @@ def make_drafter(
 
 def pictures_of(target_config: ModelConfig, config: Any, tree: TreeConfig, reuse: ReuseConfig = NO_REUSE) -> Pictures:
     """What pictures show of the trees of `make_drafter`."""
-    pictures = method_of(config).pictures
+    pictures = method_of(config).inspection.pictures
     return Pictures() if pictures is None else pictures(target_config, config, tree, reuse)
 
 
@@ -72,8 +78,8 @@ def init_drafter(key: jax.Array, config: DrafterConfig, embedding: Float[Array, 
       embedding: the target's, which token information then begins with.
     """
     method = method_of(config)
-    assert method.init_weights is not None, f"a {config.kind} drafter is not trained"
-    weights = method.init_weights(key, config)
+    assert method.training is not None, f"a {config.kind} drafter is not trained"
+    weights = method.training.init_weights(key, config)
     if embedding is None or method.token_information is None:
         return weights
     return method.token_information.begin_from(weights, embedding)

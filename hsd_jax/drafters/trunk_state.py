@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig, TrunkConfig
-from hsd_jax.drafters.shared import check_tree, last_feature
+from hsd_jax.drafters.reading import last_feature, unread
+from hsd_jax.drafters.shared import check_tree
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import causal_mask
 from hsd_jax.models.trunk import embed_committed, trunk_features, trunk_pass
@@ -66,11 +67,27 @@ def trunk_drafter(
     most = tree.depth + 1 if max_pending is None else max_pending
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        return _unread(target_config, config, tokens, length, capacity, most, cache_dtype)
+        """A prompt of a single token leaves nothing to read but its embedding."""
+        cache, roots = unread(config, tokens, length, capacity, most, cache_dtype)
+        pending = jnp.zeros((len(length), most, target_config.hidden_size))
+        return TrunkState(cache, pending, roots, jnp.where(length >= 2, 1, 0).astype(jnp.int32))
 
-    def read(models, state: TrunkState, output: ModelOutput, tokens: Int[Array, "B chunk"], *where):
+    def read(models, state: TrunkState, output: ModelOutput, tokens, following: Int[Array, "B chunk"], start, length):
         """Takes in all features of the prompt but the last one, which becomes the pending query."""
-        return _read_chunk(models, target_config, config, state, output, *where)
+        batch, num = following.shape
+        positions = jnp.broadcast_to(start + jnp.arange(num), (batch, num))
+        num_entries = jnp.maximum(length - 2, 0)
+        embeddings = embed_committed(models["target"], target_config, config, following)
+        features = trunk_features(models["drafter"], config, output.hidden, output.features)
+        before = dataclasses.replace(state.cache, length=jnp.full(batch, start, jnp.int32))
+        is_first = type(start) is int and start == 0
+        seen = positions, causal_mask(batch, num), None if is_first else before
+        active = positions < num_entries[:, None]
+        states, kv = trunk_pass(models["drafter"], config, features, embeddings, *seen, active=active)
+        cache = cache_lib.commit(before, kv, None, length * 0, after=_reading_cache(config, states), start=start)
+        cache = dataclasses.replace(cache, length=jnp.minimum(num_entries, start + num))
+        feature = last_feature(features, start, length, state.pending[:, 0])
+        return dataclasses.replace(state, cache=cache, pending=state.pending.at[:, 0].set(feature))
 
     def commit(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         # XLA drops the final states where the trunk reads layers below.
@@ -99,62 +116,6 @@ def trunk_drafter(
         lookahead=most - 1,
         follow=follow,
     )
-
-
-def _unread(
-    target_config: ModelConfig,
-    config: TrunkConfig,
-    tokens: Int[Array, "B P"],
-    length: Int[Array, "B"],
-    capacity: int,
-    max_pending: int,
-    cache_dtype: Any,
-) -> TrunkState:
-    """The state before a prompt is read; one of a single token leaves nothing to read but its embedding."""
-    batch = len(length)
-    slots = (capacity,) * config.num_layers
-    cache = cache_lib.empty_cache(slots, batch, config.num_kv_heads, config.head_dim, cache_dtype)
-    root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
-    return TrunkState(
-        cache,
-        jnp.zeros((batch, max_pending, target_config.hidden_size)),
-        jnp.pad(root, ((0, 0), (0, max_pending - 1))),
-        jnp.where(length >= 2, 1, 0).astype(jnp.int32),
-    )
-
-
-def _read_chunk(
-    models,
-    target_config: ModelConfig,
-    config: TrunkConfig,
-    state: TrunkState,
-    output: ModelOutput,
-    following: Int[Array, "B chunk"],
-    start: Int[Array, ""] | int,
-    length: Int[Array, "B"],
-) -> TrunkState:
-    """The state with the features of a prompt's positions from `start` on read, but for the prompt's last feature."""
-    batch, num = following.shape
-    positions = jnp.broadcast_to(start + jnp.arange(num), (batch, num))
-    num_entries = jnp.maximum(length - 2, 0)
-    embeddings = embed_committed(models["target"], target_config, config, following)
-    features = trunk_features(models["drafter"], config, output.hidden, output.features)
-    active = positions < num_entries[:, None]
-    before = dataclasses.replace(state.cache, length=jnp.full(batch, start, jnp.int32))
-    states, kv = trunk_pass(
-        models["drafter"],
-        config,
-        features,
-        embeddings,
-        positions,
-        causal_mask(batch, num),
-        None if type(start) is int and start == 0 else before,
-        active=active,
-    )
-    cache = cache_lib.commit(before, kv, None, length * 0, after=_reading_cache(config, states), start=start)
-    cache = dataclasses.replace(cache, length=jnp.minimum(num_entries, start + num))
-    feature = last_feature(features, start, length, state.pending[:, 0])
-    return dataclasses.replace(state, cache=cache, pending=state.pending.at[:, 0].set(feature))
 
 
 def read_pending(

@@ -66,7 +66,7 @@ def without_bonus(verdict: Verdict, tree: DraftTree) -> Verdict:
     )
 
 
-def follow(
+def chosen_path(
     tree: DraftTree, ancestors: Bool[Array, "B N N"], is_chosen: Bool[Array, "B N"], max_depth: int
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Int[Array, "B"]]:
     """The path from the root through chosen nodes, its number of edges and its last node.
@@ -90,7 +90,7 @@ def walk(tree: DraftTree, ancestors: Bool[Array, "B N N"], draws: Int[Array, "B 
     Siblings that hold the same token have the same draw, so either emits the same text; the deeper path counts.
     """
     parent_draw = jnp.take_along_axis(draws, jnp.maximum(tree.parents, 0), 1)
-    path, num_accepted, end = follow(tree, ancestors, tree.tokens == parent_draw, max_depth)
+    path, num_accepted, end = chosen_path(tree, ancestors, tree.tokens == parent_draw, max_depth)
     emitted = jnp.take_along_axis(draws, path, 1)
     next_token = jnp.take_along_axis(draws, end[:, None], 1)[:, 0]
     return Verdict(path, num_accepted, next_token, emitted)
@@ -227,7 +227,7 @@ def testing_rule(
         target_logp = sampling_lib.target_distribution(logits, sampling)
         of_round = sampling_lib.round_row_keys(keys, root_position) if looks_ahead else keys
         is_chosen, residual = judge(tree, target_logp, coins_of(of_round, tree, root_position))
-        path, num_accepted, end = follow(tree, ancestors, is_chosen, max_depth)
+        path, num_accepted, end = chosen_path(tree, ancestors, is_chosen, max_depth)
 
         # After the last accepted token: the residual of its rejected children, or the target's distribution at a leaf.
         # No other round draws at this position, so the target's own noise is still fresh.
@@ -311,10 +311,12 @@ class RuleRow(NamedTuple):
     make: Callable[[TreeConfig], AcceptRule]
     scheme: DrawScheme
     """Under which it accepts most."""
+    trees_may_shrink: bool = False
+    """Whether any node may be left out of its trees, whatever it holds: so they may be chosen by what they cost."""
 
 
 RULES = {
-    "match": RuleRow(lambda tree: match_rule(tree.depth), DrawScheme.COUPLED),
+    "match": RuleRow(lambda tree: match_rule(tree.depth), DrawScheme.COUPLED, trees_may_shrink=True),
     "recursive": RuleRow(lambda tree: recursive_rule(tree.depth, tree.width), DrawScheme.WITHOUT_REPLACEMENT),
     "optimal": RuleRow(lambda tree: optimal_rule(tree.depth, tree.width), DrawScheme.TOP_THEN_RANDOM),
     "kseq": RuleRow(lambda tree: kseq_rule(tree.depth), DrawScheme.INDEPENDENT),

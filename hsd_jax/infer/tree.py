@@ -291,6 +291,23 @@ def best_tree(
     )
 
 
+def on_text(
+    tree: DraftTree, text: Int[Array, "B T"], first: Int[Array, "B"], end: Int[Array, "B"], max_depth: int
+) -> Bool[Array, "B N"]:
+    """The root, and the nodes that say what a text says after it.
+
+    Args:
+      first, end: places in the text of the token after the root, and after the last that counts.
+    """
+    place = first[:, None] + tree.depth - 1
+    is_right = tree.tokens == jnp.take_along_axis(text, jnp.clip(place, 0, text.shape[1] - 1), 1)
+    is_right &= tree.valid & (place < end[:, None]) & (tree.depth > 0)
+    found = is_root = tree.depth == 0
+    for _ in range(max_depth):
+        found = is_root | (is_right & jnp.take_along_axis(found, jnp.maximum(tree.parents, 0), 1))
+    return found
+
+
 def ancestor_mask(tree: DraftTree, max_depth: int) -> Bool[Array, "B N N"]:
     """`mask[b, i, j]`: node j is node i or an ancestor of it; a node without a parent sees itself only."""
     num = tree.tokens.shape[1]

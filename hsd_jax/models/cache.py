@@ -59,6 +59,11 @@ def empty_cache(
     return KVCache(keys, values, jnp.zeros(batch, jnp.int32), capacity)
 
 
+def cache_of(config: Any, batch: int, capacity: int, dtype: Any) -> KVCache:
+    """An empty cache of a model or a trunk, no layer a ring."""
+    return empty_cache((capacity,) * config.num_layers, batch, config.num_kv_heads, config.head_dim, dtype)
+
+
 def write_rows(
     buffer: Array, rows: Array, start: Int[Array, "B"] | Int[Array, ""], axis: int, axes: Axes = (ROWS,)
 ) -> Array:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from hsd_jax.config import LARGEST_TREE, TreeConfig, model_of
 from hsd_jax.drafters.pearl.config import PearlConfig
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.table import language_model_of
 from hsd_jax.host import sharding
 from hsd_jax.params import Params, drafter_hash, place
 from hsd_jax.planning.costs import CostModel
@@ -48,9 +48,9 @@ def pearl(params: Params, gamma: int | None = None, devices: Devices | None = No
       ValueError: for any other drafter, or a gamma or devices that are not allowed.
     """
     config = params.drafter_config
-    base = config.base if isinstance(config, PearlConfig) else config
-    if not isinstance(base, SmallLMConfig):
-        kind = "none is loaded" if base is None else f"this one is of kind {base.kind!r}"
+    base = language_model_of(config)
+    if base is None:
+        kind = "none is loaded" if config is None else f"this one is of kind {config.kind!r}"
         raise ValueError(
             f"pearl() is for a small language model that drafts, and {kind}. A hidden-state drafter's states run ahead"
             " of verification with reuse='ahead'"
@@ -142,7 +142,7 @@ def as_target(params: Params) -> Params:
     return dataclasses.replace(
         params,
         target=params.drafter,
-        target_config=model_of(config.base if isinstance(config, PearlConfig) else config),
+        target_config=model_of(language_model_of(config)),
         drafter=None,
         drafter_config=None,
         tree=None,

@@ -143,7 +143,7 @@ class CostModel:
 
     def drafting(self, batch: int, tree: TreeConfig) -> float:
         """All of drafting a tree for every row of a batch."""
-        return method_of(self.drafter).drafting_seconds(self, self.drafter, batch, tree)
+        return method_of(self.drafter).planning.drafting_seconds(self, self.drafter, batch, tree)
 
     def tokens_a_second(self, batch: int, slots: float, tree: TreeConfig | None, profile: Sequence[float]) -> float:
         """Of rows of about so many filled slots, of the tree as many nodes verified as are best; None: plainly."""
@@ -164,7 +164,7 @@ class CostModel:
         verify = self.target_pass(rows if self.rates.skips_rows else np.full(len(rows), rows[-1]))
         plain = self.target_pass(np.arange(batch + 1))
         draft = np.array([self.drafting(num if self.rates.skips_rows else batch, tree) for num in range(batch + 1)])
-        trust = first_trust(method_of(self.drafter).has_score)
+        trust = first_trust(method_of(self.drafter).planning.has_score)
         window = self.target.sliding_window or 0, self.windowed_share
         numbers = verify, plain, draft, self.slot(), *window, trust, *([draft / tree.depth] if ends_early else [])
         return Costs(*(jax.device_put(np.asarray(x, np.float32)) for x in numbers))

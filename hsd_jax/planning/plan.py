@@ -61,7 +61,7 @@ def candidates(config: Any, skips_rows: bool) -> list[TreeConfig]:
     Where every node costs, chains: the drafts of a wide tree that pay are nearly all on its likeliest path, and growing
     the others costs a round more than they give.
     """
-    method = method_of(config)
+    method = method_of(config).planning
     steps = method.max_depth(config)
     found = [TreeConfig.chain(depth) for depth in range(1, min(steps, LONGEST_PLANNED - 1) + 1)]
     if method.grows_wide and not skips_rows:
@@ -132,7 +132,7 @@ def _can_grow(params: Params, choice: Choice) -> bool:
 
 def may_end_early(config: Any, tree: TreeConfig) -> bool:
     """Whether the drafter can stop before the last level of such a tree."""
-    return method_of(config).ends_early and tree.width == 1
+    return method_of(config).planning.ends_early and tree.width == 1
 
 
 def check_adaptive(config: Any, rule: str, tree: TreeConfig) -> None:
@@ -142,9 +142,9 @@ def check_adaptive(config: Any, rule: str, tree: TreeConfig) -> None:
       ValueError: without a drafter; for one that does not say how sure it is; under a rule that tests drawn drafts, for
         trees that cannot end early: of those no node may be dropped.
     """
-    if not method_of(config).has_score:
+    if not method_of(config).planning.has_score:
         raise ValueError(f"adaptive=True: a {config.kind} drafter does not say how sure it is of a draft")
-    if rule != "match" and not may_end_early(config, tree):
+    if not RULES[rule].trees_may_shrink and not may_end_early(config, tree):
         raise ValueError(
             f"adaptive=True with accept={rule!r}, a {config.kind} drafter and tree {tree.name}: there only chains"
             " of a small language model can end early; accept='match' allows every tree"

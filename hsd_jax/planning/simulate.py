@@ -33,10 +33,10 @@ from hsd_jax.config import (
 from hsd_jax.drafters.table import make_drafter, method_of
 from hsd_jax.host.distributed import fetch
 from hsd_jax.host.files import sha256
-from hsd_jax.infer.accept import RULES, walk
+from hsd_jax.infer.accept import RULES
 from hsd_jax.infer.decode import drafter_after
 from hsd_jax.infer.sampling import round_noise, row_keys
-from hsd_jax.infer.tree import ancestor_mask
+from hsd_jax.infer.tree import on_text
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.planning.acceptance import Law
@@ -123,10 +123,8 @@ def accepted_nodes(
     tree: DraftTree, text: Int[Array, "B T"], root: Int[Array, "B"], length: Int[Array, "B"], max_depth: int
 ) -> Int[Array, "B"]:
     """How many tokens of each tree the text follows; the root is at position `root` of its text."""
-    following = root[:, None] + tree.depth + 1
-    draws = jnp.take_along_axis(text, jnp.minimum(following, text.shape[1] - 1), 1)
-    draws = jnp.where(following < length[:, None], draws, -1)  # no node holds what comes after the end
-    return walk(tree, ancestor_mask(tree, max_depth), draws, max_depth).num_accepted
+    followed = on_text(tree, text, root + 1, length, max_depth)
+    return jnp.max(jnp.where(followed, tree.depth, 0), 1)
 
 
 @functools.partial(jax.jit, static_argnames=("target_config", "config", "drafts", "num_roots"))
@@ -181,9 +179,9 @@ def accepted_by_age(
             (tree, reuse), state = draft, state_of(drafter)
             if reuse == NO_REUSE:
                 return AcceptedByAge(counted(drafter, state)[0][None], none[:1])
-            assert method.aged is not None, "others have no spare states, and were refused"
+            assert method.inspection.aged is not None, "others have no spare states, and were refused"
             num_states = reuse.num_states(tree.depth, config.num_steps)
-            state_at = method.aged(models, target_config, config, num_states, state)
+            state_at = method.inspection.aged(models, target_config, config, num_states, state)
 
             def at_age(age: Array) -> AcceptedByAge:
                 counts, after = counted(drafter, state_at(age))
@@ -192,7 +190,7 @@ def accepted_by_age(
             return lax.map(at_age, jnp.arange(num_states + 1))
 
         found = [followed(drafter, draft) for drafter, draft in zip(drafters, drafts, strict=True)]
-        if method.init_weights is None:
+        if method.training is None:
             return found, None
         one_draw = make_drafter(target_config, config, TreeConfig(2, 1, 1), scheme=DrawScheme.INDEPENDENT)
         drawn, _ = one_draw.draft(
@@ -284,7 +282,7 @@ def accepted_lengths(
     """
 
     def is_chain(draft: Draft) -> bool:
-        return draft[0].width == 1 and draft[1] == NO_REUSE and method_of(config).chains_nest
+        return draft[0].width == 1 and draft[1] == NO_REUSE and method_of(config).planning.chains_nest
 
     longest = max(filter(is_chain, drafts), key=lambda draft: draft[0].depth, default=None)
     source = {draft: longest if is_chain(draft) and longest else draft for draft in drafts}

@@ -211,7 +211,7 @@ def _choose(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, final
 
 def default_trees(config: Any) -> list[TreeConfig]:
     """The candidates for a drafter: chains, and trees unless it drafts chains only."""
-    method = method_of(config)
+    method = method_of(config).planning
     most = method.max_depth(config)
     last = min(most + 1, LONGEST_CANDIDATE)
     trees = [TreeConfig(nodes, nodes - 1, 1) for nodes in range(min(SHORTEST_CANDIDATE, last), last + 1)]
@@ -310,7 +310,7 @@ def trunk_seconds(
       prompts, max_new_tokens, tree: of the decode at whose shapes they are timed.
     """
     config, session = params.drafter_config, prepare(params, prompts, Sampling(max_new_tokens), Speculation(tree))
-    parts, rows = method_of(config).stages, session.rows
+    parts, rows = method_of(config).inspection.stages, session.rows
     assert config is not None and parts is not None and rows is not None, "only a trunk has forms of reuse"
     trunk, head, _ = parts(params.target_config, config, TreeConfig(2, 1, 1), DrawScheme.ARBITRARY)
 

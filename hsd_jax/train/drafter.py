@@ -48,7 +48,7 @@ from hsd_jax.train.recipe import HeldOut, Recipe
 from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
 
-TRAINED = tuple(name for name, method in METHODS.items() if method.init_weights is not None)
+TRAINED = tuple(name for name, method in METHODS.items() if method.training is not None)
 CHOICES = ("trunk", "num_layers", "rank", "injection", "committed_embeddings", "window")
 """Settings of a recipe that not every kind of drafter has."""
 LOW_MID_HIGH = "low_mid_high"
@@ -422,8 +422,9 @@ def make_loss(
         about token information and the drafter has none, trees start from states older than it makes, or the
         `draft_to_target` are not as many as its hot tokens.
     """
-    unroll = method_of(config).unroll
-    assert unroll is not None, "recipes name trained kinds only"
+    training = method_of(config).training
+    assert training is not None, "recipes name trained kinds only"
+    unroll = training.unroll
     _check_loss(target_config, config, loss_config, draft_to_target)
     weights = losses.depth_weights(config.num_steps, loss_config.decay, loss_config.max_age)
 

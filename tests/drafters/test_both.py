@@ -387,7 +387,7 @@ def test_plans_are_those_of_the_base():
     rates = costs.CPU_RATES["avx2"]
     seconds = [costs.CostModel(setup.config, c, rates, 4, 4).drafting(1, setups.BEAM) for c in (base, config)]
     assert seconds[0] < seconds[1] < 1.5 * seconds[0] + 1e-3
-    assert METHODS["both"].default_tree(config) == METHODS["hidden"].default_tree(base)
+    assert METHODS["both"].planning.default_tree(config) == METHODS["hidden"].planning.default_tree(base)
 
 
 def test_text_of_the_bundled_pair_is_that_of_plain_decoding():

@@ -79,7 +79,7 @@ def test_unroll_equals_inference(changes):
     models, rows = {"target": frozen, "drafter": weights}, jnp.asarray(random_rows(2, seed=5))
     anchors = jnp.asarray([[0, 1, 6, LENGTH - 1], [7, 0, 3, 4]])  # any order
     _, features, embeddings = read_rows(models, config, rows)
-    states = jit(method_of(config).unroll, static_argnums=1)(weights, config, features, embeddings, anchors)
+    states = jit(method_of(config).training.unroll, static_argnums=1)(weights, config, features, embeddings, anchors)
     assert states.shape == (2, 4, config.num_steps, TARGET.hidden_size)
     for i in range(anchors.shape[1]):
         wanted = states_of_rounds(models, rows, config, 32, anchors[:, i] + 2)
@@ -92,7 +92,7 @@ def test_slots_of_an_anchor_stand_alone():
     config, weights, frozen = make(trunk="parallel")
     _, features, embeddings = read_rows({"target": frozen, "drafter": weights}, config, jnp.asarray(random_rows()))
     anchors = jnp.broadcast_to(jnp.asarray([6, 0, 3, 8]), (ROWS, 4))
-    compiled = jit(method_of(config).unroll, static_argnums=1)
+    compiled = jit(method_of(config).training.unroll, static_argnums=1)
     states = compiled(weights, config, features, embeddings, anchors)
     turned = compiled(weights, config, features, embeddings, anchors[:, ::-1])
     np.testing.assert_array_equal(turned[:, ::-1], states)
@@ -108,7 +108,7 @@ def test_a_window_hides_what_lies_before_it(changes):
     config, weights, frozen = make(window=6, **changes)
     _, features, embeddings = read_rows({"target": frozen, "drafter": weights}, config, jnp.asarray(random_rows()))
     anchors = jnp.full((ROWS, 1), 7)
-    compiled = jit(method_of(config).unroll, static_argnums=1)
+    compiled = jit(method_of(config).training.unroll, static_argnums=1)
     states = compiled(weights, config, features, embeddings, anchors)[:, 0]
     for at in range(LENGTH):
         other = compiled(weights, config, features.at[:, at].add(1.0), embeddings, anchors)[:, 0]
@@ -271,7 +271,7 @@ def loss_without_masks(config: DrafterConfig, anchors_per_row: int):
         batch, length = rows.shape[0], rows.shape[1] - 1
         _, anchors = jax.lax.top_k(jax.random.uniform(key, (batch, length - 1)), anchors_per_row)
         anchors = jnp.sort(anchors, -1)
-        states = method_of(config).unroll(params, config, output.hidden, embeddings, anchors)
+        states = method_of(config).training.unroll(params, config, output.hidden, embeddings, anchors)
         labels = anchors[:, :, None] + jnp.arange(1, config.num_steps + 1)
         mask = labels < length
         labels = jnp.minimum(labels, length - 1) + length * jnp.arange(batch)[:, None, None]

@@ -6,31 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters import lookup
+from hsd_jax.drafters.based import on_base
 from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.both.draft import both_drafter
+from hsd_jax.drafters.lookup import LOOKUP
 from hsd_jax.drafters.method import Method
+
+
+def copying_seconds(costs: Any, config: BothConfig, batch: int, tree: TreeConfig) -> float:
+    """Of lookup, and as much again for the tree that the two share and what is learned of it."""
+    return 2 * LOOKUP.planning.drafting_seconds(costs, config.lookup, batch, tree)
 
 
 def both(methods: Mapping[str, Method]) -> Method:
     """The row of the table, in terms of the rows of the drafters that are trained."""
-
-    def of(config: BothConfig) -> Method:
-        return methods[config.base.kind]
-
-    def make(target_config: Any, config: BothConfig, *args: Any, **options: Any) -> Any:
-        return both_drafter(of(config), target_config, config, *args, **options)
-
-    def drafting_seconds(costs: Any, config: BothConfig, batch: int, tree: TreeConfig) -> float:
-        """Of both, and as much again as copying takes for the tree that they share and what is learned of it."""
-        copying = lookup.drafting_seconds(costs, config.lookup, batch, tree)
-        return of(config).drafting_seconds(costs, config.base, batch, tree) + 2 * copying
-
-    return Method(
-        BothConfig,
-        make,
-        lambda config: of(config).default_tree(config.base),
-        lambda config: of(config).max_depth(config.base),
-        drafting_seconds,
-        chains_nest=False,  # which of the two drafts a chain depends on its length
-    )
+    row = on_base(methods, BothConfig, both_drafter, copying_seconds)
+    planning = row.planning._replace(chains_nest=False)  # which of the two drafts a chain depends on its length
+    return row._replace(planning=planning, has_weights_of_base=True)

@@ -24,7 +24,7 @@ from hsd_jax.drafters.lookup.draft import Copied, LookupState, copied, lookup_dr
 from hsd_jax.drafters.method import Method
 from hsd_jax.infer import worth
 from hsd_jax.infer.chains import chain_of
-from hsd_jax.infer.tree import best_tree
+from hsd_jax.infer.tree import best_tree, on_text
 from hsd_jax.types import (
     DRAWN_SCHEMES,
     NO_PARENT,
@@ -196,26 +196,11 @@ def likelier(tree: DraftTree, found: Copied, of_tree: Float[Array, "B N"], of_co
 # --- what a round shows -----------------------------------------------------------------------------------------------
 
 
-def on_text(tree: DraftTree, text: Int[Array, "B M"], num_known: Int[Array, "B"], max_depth: int) -> Bool[Array, "B N"]:
-    """The root, and the nodes that say what the text says after it.
-
-    Args:
-      text: of which the first `num_known` tokens count.
-    """
-    place = tree.depth - 1
-    is_right = tree.tokens == jnp.take_along_axis(text, jnp.clip(place, 0, text.shape[1] - 1), 1)
-    is_right &= tree.valid & (place < num_known[:, None]) & (place >= 0)
-    found = is_root = tree.depth == 0
-    for _ in range(max_depth):
-        found = is_root | (is_right & jnp.take_along_axis(found, jnp.maximum(tree.parents, 0), 1))
-    return found
-
-
 def learned_of_tree(
     record: Record, tree: DraftTree, text: Int[Array, "B M"], num_known: Int[Array, "B"], max_depth: int
 ) -> Record:
     """What a text shows of the base's tree; what it is too short to judge is not tried."""
-    on_path = on_text(tree, text, num_known, max_depth)
+    on_path = on_text(tree, text, jnp.zeros_like(num_known), num_known, max_depth)
     known = dataclasses.replace(tree, valid=tree.valid & (tree.depth <= num_known[:, None]))
     accepted = jnp.sum(on_path & (tree.depth > 0), 1).astype(jnp.float32)
     return dataclasses.replace(
@@ -281,16 +266,8 @@ def both_drafter(
         own, other = base.init(tokens, length, capacity), lookup.init(tokens, length, capacity)
         return BothState(own, other, first_record(len(length)), no_tree(tokens[:, 0], tree, scheme))
 
-    def read(
-        models,
-        state: BothState,
-        output: ModelOutput,
-        tokens: Int[Array, "B chunk"],
-        following: Int[Array, "B chunk"],
-        start: Int[Array, ""] | int,
-        length: Int[Array, "B"],
-    ):
-        return dataclasses.replace(state, base=base.read(models, state.base, output, tokens, following, start, length))
+    def read(models, state: BothState, *chunk: Any):
+        return dataclasses.replace(state, base=base.read(models, state.base, *chunk))
 
     def draft(models, state: BothState, inputs: RoundInputs):
         drafted, own = base.draft(models, state.base, inputs)
@@ -298,7 +275,7 @@ def both_drafter(
         with jax.named_scope("both"):
             found = copied(state.lookup, config.lookup, depth)
             nodes = shared_nodes(drafted, found.tokens)
-            of_tree = score_tree(drafted, state.record, worth.first_trust(method.has_score))
+            of_tree = score_tree(drafted, state.record, worth.first_trust(method.planning.has_score))
             scores = of_tree, score_copied(found, nodes < tree.nodes, state.record)
             if tree.width == 1:
                 best = likelier(drafted, found, *scores)

@@ -8,8 +8,7 @@ from hsd_jax.config import TreeConfig, layer_numbers
 from hsd_jax.drafters.eagle.config import EagleConfig
 from hsd_jax.drafters.eagle.draft import eagle_drafter
 from hsd_jax.drafters.eagle.weights import init_weights
-from hsd_jax.drafters.method import Method
-from hsd_jax.drafters.shared import chain_of_training
+from hsd_jax.drafters.method import Method, Training, planning_of_trained
 from hsd_jax.models.unroll import unroll
 
 
@@ -21,12 +20,4 @@ def drafting_seconds(costs: Any, config: EagleConfig, batch: int, tree: TreeConf
     return tree.depth * (float(level) + costs.layers(config) + 10 * costs.rates.operation_seconds)
 
 
-EAGLE = Method(
-    EagleConfig,
-    eagle_drafter,
-    chain_of_training,
-    lambda config: config.num_steps,
-    drafting_seconds,
-    init_weights=init_weights,
-    unroll=unroll,
-)
+EAGLE = Method(EagleConfig, eagle_drafter, planning_of_trained(drafting_seconds), Training(init_weights, unroll))

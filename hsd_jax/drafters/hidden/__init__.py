@@ -10,8 +10,7 @@ from hsd_jax.drafters.hidden.draft import hidden_drafter, lattice, pictures
 from hsd_jax.drafters.hidden.schedule import aged
 from hsd_jax.drafters.hidden.stages import stages
 from hsd_jax.drafters.hidden.weights import begin_from, init_weights, inject, read_paths, token_bias
-from hsd_jax.drafters.method import Method, TokenInformation
-from hsd_jax.drafters.shared import chain_of_training
+from hsd_jax.drafters.method import Inspection, Method, TokenInformation, Training, planning_of_trained
 from hsd_jax.models.unroll import unroll
 
 
@@ -32,15 +31,10 @@ def drafting_seconds(costs: Any, config: HiddenConfig, batch: int, tree: TreeCon
 HIDDEN = Method(
     HiddenConfig,
     hidden_drafter,
-    chain_of_training,
-    lambda config: config.num_steps,
-    drafting_seconds,
-    reuses=REUSES,
-    init_weights=init_weights,
-    unroll=unroll,
+    planning_of_trained(drafting_seconds),
+    Training(init_weights, unroll),
+    Inspection(stages, aged, pictures),
     token_information=TokenInformation(inject, read_paths, token_bias, begin_from),
+    reuses=REUSES,
     lattice=lattice,
-    stages=stages,
-    aged=aged,
-    pictures=pictures,
 )

@@ -19,19 +19,19 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.config import AHEAD, NONE, SKIP, SUM, UNFUSED, ModelConfig, ReuseConfig, TreeConfig, TrunkConfig
 from hsd_jax.drafters.hidden import reuse as reuse_lib
 from hsd_jax.drafters.hidden.reuse import Spares
-from hsd_jax.drafters.shared import joined
+from hsd_jax.drafters.reading import joined
 from hsd_jax.drafters.trunk_state import TrunkState
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.trunk import STATES, base_logits, embed_committed
 from hsd_jax.types import KVCache, NewKV
 
 
-class Levels(NamedTuple):
+class Forecast(NamedTuple):
     """What the tree of a round grows from."""
 
     logits: Float[Array, "B D C"]
     num: Int[Array, "B"] | None = None
-    """Levels of each row that have logits; None: all."""
+    """Forecast of each row that have logits; None: all."""
 
 
 def run_trunk(
@@ -94,7 +94,7 @@ def append_pending(
 
 def make_schedule(
     target_config: ModelConfig, config: TrunkConfig, tree: TreeConfig, reuse: ReuseConfig, num_states: int
-) -> Callable[..., tuple[Levels, TrunkState]]:
+) -> Callable[..., tuple[Forecast, TrunkState]]:
     """`levels_of_round(models, state, live=None) -> (levels, state)`: what a round drafts from, and when the trunk runs
     for it; `live` as `RoundInputs.live`."""
 
@@ -108,13 +108,13 @@ def make_schedule(
 
     def drop(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
         logits, state = read_pending(models, state)
-        return Levels(logits), state
+        return Forecast(logits), state
 
     def fuse(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
         """SUM: old and new states take part in one tree, so one target pass judges both."""
         fresh, after = read_pending(models, state)
         with jax.named_scope("reuse"):
-            levels = Levels(reuse_lib.add(fresh, spares_of(state)))
+            levels = Forecast(reuse_lib.add(fresh, spares_of(state)))
         # Only what a trunk says itself is kept, so no state counts in more than two rounds (methods.md, A8).
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
@@ -125,7 +125,7 @@ def make_schedule(
         side.
         """
         fresh, after = read_pending(models, state)
-        levels = Levels(spares_of(state).logits[:, : tree.depth])
+        levels = Forecast(spares_of(state).logits[:, : tree.depth])
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
     def run_if_needed(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
@@ -155,7 +155,7 @@ def make_schedule(
         state = dataclasses.replace(
             state, cache=cache, num_pending=jnp.where(needs, 0, state.num_pending), spares=Spares(logits, kept)
         )
-        return Levels(logits[:, : tree.depth], num=jnp.minimum(num, tree.depth)), state
+        return Forecast(logits[:, : tree.depth], num=jnp.minimum(num, tree.depth)), state
 
     schedules = {NONE: drop, SUM: fuse, SKIP: run_if_needed, AHEAD: run_ahead, UNFUSED: run_if_needed}
     return schedules[reuse.form]

@@ -8,8 +8,7 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.medusa.config import MedusaConfig
 from hsd_jax.drafters.medusa.draft import lattice, medusa_drafter, pictures
 from hsd_jax.drafters.medusa.weights import init_weights, unroll
-from hsd_jax.drafters.method import Method
-from hsd_jax.drafters.shared import chain_of_training
+from hsd_jax.drafters.method import Inspection, Method, Training, planning_of_trained
 
 
 def drafting_seconds(costs: Any, config: MedusaConfig, batch: int, tree: TreeConfig) -> float:
@@ -22,12 +21,8 @@ def drafting_seconds(costs: Any, config: MedusaConfig, batch: int, tree: TreeCon
 MEDUSA = Method(
     MedusaConfig,
     medusa_drafter,
-    chain_of_training,
-    lambda config: config.num_steps,
-    drafting_seconds,
-    has_score=False,
-    init_weights=init_weights,
-    unroll=unroll,
+    planning_of_trained(drafting_seconds, has_score=False),
+    Training(init_weights, unroll),
+    Inspection(pictures=pictures),
     lattice=lattice,
-    pictures=pictures,
 )

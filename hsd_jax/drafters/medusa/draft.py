@@ -22,7 +22,8 @@ from hsd_jax.config import ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.medusa.config import MedusaConfig
 from hsd_jax.drafters.medusa.weights import head_states
 from hsd_jax.drafters.method import Pictures
-from hsd_jax.drafters.shared import check_tree, last_feature, logp_of_tokens
+from hsd_jax.drafters.reading import last_feature
+from hsd_jax.drafters.shared import check_tree, logp_of_tokens
 from hsd_jax.infer import levels
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.tree import Grower
@@ -133,15 +134,7 @@ def medusa_drafter(
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         return MedusaState(jnp.zeros((len(length), target_config.hidden_size)))
 
-    def read(
-        models,
-        state: MedusaState,
-        output: ModelOutput,
-        tokens: Int[Array, "B chunk"],
-        following: Int[Array, "B chunk"],
-        start: Int[Array, ""] | int,
-        length: Int[Array, "B"],
-    ):
+    def read(models, state: MedusaState, output: ModelOutput, tokens, following, start, length: Int[Array, "B"]):
         """Keeps the prompt's last feature; one of a single token has none."""
         features = trunk_features(models["drafter"], config, output.hidden, output.features)
         return MedusaState(last_feature(features, start, length, state.feature))

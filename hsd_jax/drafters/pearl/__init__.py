@@ -6,7 +6,7 @@ from typing import Any
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters import small_lm
-from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.method import Method, Planning
 from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.pearl.draft import pearl_drafter
 from hsd_jax.drafters.pearl.overlap import Overlapped
@@ -20,10 +20,8 @@ def drafting_seconds(costs: Any, config: PearlConfig, batch: int, tree: TreeConf
 PEARL = Method(
     PearlConfig,
     pearl_drafter,
-    lambda config: TreeConfig.chain(config.gamma),
-    lambda config: config.gamma,
-    drafting_seconds,
-    grows_wide=False,
-    has_score=False,
+    Planning(
+        drafting_seconds, lambda config: TreeConfig.chain(config.gamma), lambda config: config.gamma, has_score=False
+    ),
     overlapped=Overlapped,
 )

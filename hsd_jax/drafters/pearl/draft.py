@@ -31,7 +31,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.pearl.config import PearlConfig
-from hsd_jax.drafters.shared import check_chain, joined
+from hsd_jax.drafters.reading import joined
+from hsd_jax.drafters.shared import check_chain
 from hsd_jax.drafters.small_lm.draft import MAX_PENDING, small_lm_drafter
 from hsd_jax.drafters.small_lm.tree import SmallLMState
 from hsd_jax.infer.accept import verdict_of
@@ -196,9 +197,8 @@ def pearl_drafter(
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         return PearlState(both.base.init(tokens, length, capacity), *both.first(length))
 
-    def read(models, state: PearlState, output: ModelOutput, tokens: Int[Array, "B chunk"], following, start, length):
-        own = both.base.read(models, state.base, output, tokens, following, start, length)
-        return dataclasses.replace(state, base=own)
+    def read(models, state: PearlState, *chunk: Any):
+        return dataclasses.replace(state, base=both.base.read(models, state.base, *chunk))
 
     def draft(models, state: PearlState, inputs: RoundInputs):
         fresh, base = both.propose(models, state.base, state.told, inputs.keys, inputs.sampling)

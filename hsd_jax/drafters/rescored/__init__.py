@@ -7,36 +7,20 @@ from typing import Any
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters import small_lm
+from hsd_jax.drafters.based import on_base
 from hsd_jax.drafters.method import Method
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.rescored.draft import rescored_drafter
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 
 
-def scoring_seconds(costs: Any, scorer: Any, batch: int, tree: TreeConfig) -> float:
+def scoring_seconds(costs: Any, config: RescoredConfig, batch: int, tree: TreeConfig) -> float:
     """Of a small language model what it takes to draft such a tree, of others a few small operations a level."""
-    if isinstance(scorer, SmallLMConfig):
-        return small_lm.drafting_seconds(costs, scorer, batch, tree)
+    if isinstance(config.scorer, SmallLMConfig):
+        return small_lm.drafting_seconds(costs, config.scorer, batch, tree)
     return 40 * tree.depth * costs.rates.operation_seconds
 
 
 def rescored(methods: Mapping[str, Method]) -> Method:
     """The row of the table, in terms of the rows of the drafters that make the states."""
-
-    def of(config: RescoredConfig) -> Method:
-        return methods[config.base.kind]
-
-    def make(target_config: Any, config: RescoredConfig, *args: Any, **options: Any) -> Any:
-        return rescored_drafter(of(config), target_config, config, *args, **options)
-
-    def drafting_seconds(costs: Any, config: RescoredConfig, batch: int, tree: TreeConfig) -> float:
-        states = of(config).drafting_seconds(costs, config.base, batch, tree)
-        return states + scoring_seconds(costs, config.scorer, batch, tree)
-
-    return Method(
-        RescoredConfig,
-        make,
-        lambda config: of(config).default_tree(config.base),
-        lambda config: of(config).max_depth(config.base),
-        drafting_seconds,
-    )
+    return on_base(methods, RescoredConfig, rescored_drafter, scoring_seconds)

@@ -54,6 +54,11 @@ class RescoredConfig(Based):
     def __post_init__(self):
         settings.check(self, "RescoredConfig")
 
+    @staticmethod
+    def base_of(config: Any) -> Any:
+        """The drafter that makes the states: of one whose trees are rescored the base, of any other itself."""
+        return config.base if isinstance(config, RescoredConfig) else config
+
     @property
     def draft_vocab_size(self) -> int:
         """No node has more children than arcs."""

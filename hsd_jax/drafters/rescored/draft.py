@@ -132,15 +132,7 @@ def rescored_drafter(
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         return RescoredState(base.init(tokens, length, capacity), scorer.init(tokens, length, capacity))
 
-    def read(
-        models,
-        state: RescoredState,
-        output: ModelOutput,
-        tokens: Int[Array, "B chunk"],
-        following: Int[Array, "B chunk"],
-        start: Int[Array, ""] | int,
-        length: Int[Array, "B"],
-    ):
+    def read(models, state: RescoredState, output: ModelOutput, tokens, following, start, length: Int[Array, "B"]):
         own = base.read(models, state.base, output, tokens, following, start, length)
         return RescoredState(own, scorer.read(models["drafter"]["rescorer"], state.scorer, tokens, start, length))
 

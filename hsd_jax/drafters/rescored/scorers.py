@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.weights import read_token
+from hsd_jax.drafters.reading import at_root
 from hsd_jax.drafters.rescored import ngram
 from hsd_jax.drafters.rescored.config import NgramConfig
 from hsd_jax.drafters.small_lm import tree
@@ -23,7 +24,7 @@ from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.kernels.ops import rows_of
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.draft_vocab import to_columns
-from hsd_jax.types import NO_TOKEN, KVCache, Verdict, Weights
+from hsd_jax.types import NO_TOKEN, Verdict, Weights
 
 
 class Scorer(NamedTuple):
@@ -123,14 +124,6 @@ def ngram_scorer(config: NgramConfig) -> Scorer:
     return Scorer(init, _keep, begin, score, commit, commit, lambda state, capacity: state)
 
 
-class Drafted(NamedTuple):
-    """The cache of all committed tokens, the logits behind the nodes of the last level, and what the next one needs."""
-
-    cache: KVCache
-    logits: Float[Array, "B w V"]
-    above: tree.Level
-
-
 def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scorer:
     """Scores log p of a causal language model, which reads the committed text and the path: a pass a level, as it
     drafts trees of its own."""
@@ -143,13 +136,14 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
 
     def begin(weights: Weights, state: tree.SmallLMState):
         logits, state = tree.read_pending(weights, config, state)
-        return Drafted(state.cache, logits, tree.no_level(len(logits))), state
+        return (state.cache, logits, at_root(len(logits))), state
 
-    def score(weights: Weights, level: int, tokens: Array, parents: Array, arcs: Array, drafted: Drafted):
+    def score(weights: Weights, level: int, tokens: Array, parents: Array, arcs: Array, carry: tuple):
+        """The carry: the cache of all committed tokens, and of the last level its logits and its ancestry."""
+        cache, logits, ancestry = carry
         if level > 0:
-            read_level = tree.read_level(weights, config, drafted.cache, level, tokens, parents, drafted.above)
-            drafted = Drafted(drafted.cache, *read_level)
-        return jnp.take_along_axis(jax.nn.log_softmax(drafted.logits, -1), arcs, 2), drafted
+            logits, ancestry = tree.read_level(weights, config, cache, level, tokens, parents, ancestry)
+        return jnp.take_along_axis(jax.nn.log_softmax(logits, -1), arcs, 2), (cache, logits, ancestry)
 
     def commit(weights: Weights, state: tree.SmallLMState, verdict: Verdict, num_committed: Array):
         return tree.all_pending(state, verdict, num_committed)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hsd_jax.config import ModelConfig, TreeConfig, model_of
 from hsd_jax.drafters.drafted_for import DraftedFor
-from hsd_jax.drafters.method import Distilled, Method
+from hsd_jax.drafters.method import Distilled, Method, Planning
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.small_lm.draft import small_lm_drafter
 from hsd_jax.models.checkpoint import Checkpoint
@@ -63,11 +63,8 @@ DISTILLED = Distilled(
 SMALL_LM = Method(
     SmallLMConfig,
     small_lm_drafter,
-    lambda config: DEFAULT_CHAIN,
-    lambda config: 7,
-    drafting_seconds,
-    grows_wide=False,
-    ends_early=True,
+    Planning(drafting_seconds, lambda config: DEFAULT_CHAIN, lambda config: 7, ends_early=True),
     load=load,
     distilled=DISTILLED,
+    is_language_model=True,
 )

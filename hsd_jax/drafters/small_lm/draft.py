@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.shared import check_children, check_vocabulary, joined
+from hsd_jax.drafters.reading import joined, logits_after, read_on
+from hsd_jax.drafters.shared import check_children, check_vocabulary
 from hsd_jax.drafters.small_lm.tree import (
     SmallLMState,
     Steered,
@@ -28,7 +29,6 @@ from hsd_jax.drafters.small_lm.tree import (
 from hsd_jax.infer.tree import Grower
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.target import causal_mask, forward
 from hsd_jax.types import (
     DRAWN_SCHEMES,
     Drafter,
@@ -86,12 +86,8 @@ def small_lm_drafter(
             is_first = isinstance(level, int) and level == 0  # of a chain that may end early the others are traced
             num_read = state.num_pending if is_first else jnp.ones_like(inputs.root)
             nodes = state.pending if is_first else tokens
-            batch, num = nodes.shape
-            positions = cache.length[:, None] + jnp.arange(num)
-            rest = positions, causal_mask(batch, num), cache
-            output = forward(models["drafter"], config, nodes, *rest, up_bias=bias.pending if is_first else bias.drafts)
-            logits = jnp.take_along_axis(output.logits, num_read[:, None, None] - 1, 1)
-            return logits, cache_lib.commit(cache, output.new_kv, None, num_read, after=logits)
+            up_bias = bias.pending if is_first else bias.drafts
+            return logits_after(models["drafter"], config, cache, nodes, num_read, up_bias=up_bias)
 
         drafted, cache = grower.grow(expand, state.cache, inputs)
         num_drafted = jnp.max(jnp.where(drafted.valid, drafted.depth, 0), 1)
@@ -116,11 +112,8 @@ def small_lm_drafter(
     def follow(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         """Reads the tokens that it did not draft, but for the last one."""
         nodes = joined(state.pending, state.num_pending, verdict.emitted)
-        batch, num_nodes = nodes.shape
-        node = jnp.arange(num_nodes)
         num_read = jnp.where(num_committed > 0, state.num_pending + num_committed - 1, 0)
-        positions = state.cache.length[:, None] + node
-        active, bias, features = node < num_read[:, None], None, None
+        active, bias, features = jnp.arange(nodes.shape[1]) < num_read[:, None], None, None
         if steered is not None:
             assert state.features is not None, "the state of a steered model"
             of_text = features_of_text(steered, state, verdict, output)
@@ -129,9 +122,8 @@ def small_lm_drafter(
                 bias = steered.steer(models["drafter"], of_nodes)
             newest = cache_lib.take_nodes(of_text, num_committed[:, None], axis=1)
             features = jnp.pad(newest, ((0, 0), (0, max_pending - 1), (0, 0)))
-        rest = positions, causal_mask(batch, num_nodes), state.cache
-        own = forward(models["drafter"], config, nodes, *rest, active=active, up_bias=bias)
-        cache = cache_lib.commit(state.cache, own.new_kv, None, num_read, after=own.hidden)
+        options = {"active": active, "up_bias": bias}
+        _, cache = read_on(models["drafter"], config, state.cache, nodes, num_read, **options)
         pending = jnp.pad(verdict.next_token[:, None], ((0, 0), (0, max_pending - 1)))
         after = SmallLMState(cache, pending, jnp.ones_like(state.num_pending), state.num_drafted, features)
         return cache_lib.keep_idle(num_committed, state, after)

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.struct
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig
+from hsd_jax.drafters.reading import Ancestry, at_root, logits_after, unread
 from hsd_jax.infer.tree import Grower
 from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.steering import Steer
-from hsd_jax.models.target import causal_mask, forward, read_chunk
+from hsd_jax.models.target import forward, read_chunk
 from hsd_jax.types import KVCache, ModelOutput, NewKV, RoundInputs, Verdict, Weights
 
 
@@ -66,15 +66,6 @@ class Bias(NamedTuple):
 NO_BIAS = Bias()
 
 
-class Level(NamedTuple):
-    """What the next level of a tree needs of those above."""
-
-    sees: Bool[Array, "B w X"]
-    """Which drafted nodes so far each node of the level sees: its ancestors and itself."""
-    drafted: NewKV | None
-    """Keys and values of the X drafted nodes so far; None at the root, which is cached."""
-
-
 def empty_state(
     config: ModelConfig,
     tokens: Int[Array, "B P"],
@@ -85,10 +76,7 @@ def empty_state(
     steered: Steered | None = None,
 ) -> SmallLMState:
     """Before any of the prompts is read: their last tokens, the roots, are pending."""
-    slots = (capacity,) * config.num_layers
-    cache = cache_lib.empty_cache(slots, len(length), config.num_kv_heads, config.head_dim, cache_dtype)
-    root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
-    pending = jnp.pad(root, ((0, 0), (0, max_pending - 1)))
+    cache, pending = unread(config, tokens, length, capacity, max_pending, cache_dtype)
     features = None if steered is None else jnp.zeros((*pending.shape, steered.width))
     return SmallLMState(cache, pending, jnp.ones_like(length), jnp.zeros_like(length), features)
 
@@ -148,19 +136,10 @@ def read_pending(
     weights: Weights, config: ModelConfig, state: SmallLMState, bias: Bias = NO_BIAS
 ) -> tuple[Float[Array, "B 1 V"], SmallLMState]:
     """The logits behind the root, and the state with all that was pending in the cache."""
-    batch, num = state.pending.shape
-    place = jnp.arange(num)
-    positions, is_there = state.cache.length[:, None] + place, place < state.num_pending[:, None]
-    nodes = state.pending, positions, causal_mask(batch, num), state.cache
-    output = forward(weights, config, *nodes, active=is_there, up_bias=bias.pending)
-    first = jnp.take_along_axis(output.logits, state.num_pending[:, None, None] - 1, 1)
-    cache = cache_lib.commit(state.cache, output.new_kv, None, state.num_pending, after=first)
+    is_there = jnp.arange(state.pending.shape[1]) < state.num_pending[:, None]
+    options = {"active": is_there, "up_bias": bias.pending}
+    first, cache = logits_after(weights, config, state.cache, state.pending, state.num_pending, **options)
     return first, dataclasses.replace(state, cache=cache)
-
-
-def no_level(batch: int) -> Level:
-    """What the first level below the root needs."""
-    return Level(jnp.zeros((batch, 1, 0), bool), None)
 
 
 def read_level(
@@ -170,20 +149,17 @@ def read_level(
     level: int,
     tokens: Int[Array, "B w"],
     parents: Int[Array, "B w"],
-    above: Level,
+    above: Ancestry,
     bias: Bias = NO_BIAS,
-) -> tuple[Float[Array, "B w V"], Level]:
-    """The logits behind the nodes of a level, 1 and more, and what the next level needs; the cache keeps none of it."""
-    batch, width = tokens.shape
-    own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
-    sees = jnp.concatenate([cache_lib.take_nodes(above.sees, parents, axis=1), own], 2)
-    positions = jnp.broadcast_to(cache.length[:, None] + level - 1, tokens.shape)
-    up_bias = None if bias.drafts is None else jnp.broadcast_to(bias.drafts, (batch, width, *bias.drafts.shape[2:]))
-    output = forward(weights, config, tokens, positions, sees, cache, earlier=above.drafted, up_bias=up_bias)
-    drafted = output.new_kv
-    if above.drafted is not None:
-        drafted = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 2), above.drafted, drafted)
-    return output.logits, Level(sees, drafted)
+) -> tuple[Float[Array, "B w V"], Ancestry]:
+    """The logits behind the nodes of a level, 1 and more, and their ancestry; the cache keeps none of it."""
+    up_bias = None if bias.drafts is None else jnp.broadcast_to(bias.drafts, (*tokens.shape, *bias.drafts.shape[2:]))
+
+    def read(positions: Array, sees: Array, earlier: NewKV | None):
+        output = forward(weights, config, tokens, positions, sees, cache, earlier=earlier, up_bias=up_bias)
+        return output.logits, output.new_kv
+
+    return above.next_level(cache, level, parents, read)
 
 
 def all_pending(
@@ -215,12 +191,12 @@ def tree_round(config: ModelConfig, grower: Grower, steered: Steered | None) -> 
         bias = bias_of_pending(models["drafter"], steered, state)
         first, state = read_pending(models["drafter"], config, state, bias)
 
-        def expand(level: int, tokens: Array, parents: Array, above: Level):
+        def expand(level: int, tokens: Array, parents: Array, above: Ancestry):
             if level == 0:
                 return first, above
             return read_level(models["drafter"], config, state.cache, level, tokens, parents, above, bias)
 
-        drafted, _ = grower.grow(expand, no_level(len(inputs.root)), inputs)
+        drafted, _ = grower.grow(expand, at_root(len(inputs.root)), inputs)
         return drafted, state
 
     def commit(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.method import Method, Planning
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.stack.draft import stack_drafter
 
@@ -29,14 +29,12 @@ def stack(methods: Mapping[str, Method]) -> Method:
         """Rounds of the middle model, each with a pass and what the inner drafter takes."""
         middle, chain = config.middle, TreeConfig.chain(min(config.length, max(tree.depth - 1, 1)))
         one = costs.drafter_pass(middle, batch * chain.nodes)
-        one += of(config).drafting_seconds(costs, config.inner, batch, chain)
+        one += of(config).planning.drafting_seconds(costs, config.inner, batch, chain)
         return max(tree.depth - chain.depth, 1) / TOKENS_A_ROUND * one
 
-    return Method(
-        StackConfig,
-        make,
+    planning = Planning(
+        drafting_seconds,
         lambda config: TreeConfig.chain(config.length + ENOUGH),
         lambda config: config.length + 2 * ENOUGH,
-        drafting_seconds,
-        grows_wide=False,
     )
+    return Method(StackConfig, make, planning)

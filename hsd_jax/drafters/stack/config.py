@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from hsd_jax import settings
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.settings import Count
+from hsd_jax.types import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,3 +41,11 @@ class StackConfig:
     @property
     def vocab_size(self) -> int:
         return self.middle.vocab_size
+
+
+def at_bottom(config: Any, weights: Weights, change: Callable[..., tuple[Any, Weights]]) -> tuple[Any, Weights]:
+    """A stack whose drafter at the bottom is what `change(config, weights)` makes of it; of no stack just that."""
+    if not isinstance(config, StackConfig):
+        return change(config, weights)
+    inner, own = at_bottom(config.inner, weights["inner"], change)
+    return dataclasses.replace(config, inner=inner), {**weights, "inner": own}

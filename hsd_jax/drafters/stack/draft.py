@@ -2,7 +2,7 @@
 
 Hierarchical speculative decoding (Globerson et al., arXiv:2510.19705; methods.md 4.3). The middle model writes its own
 text by rounds of `infer/step.py`, under `match`, so what goes up is a sample path of the middle model to the bit,
-whatever drafts for it: the target may judge it as drawn from the middle model. Levels nest: `inner` may be a stack.
+whatever drafts for it: the target may judge it as drawn from the middle model. Stack nest: `inner` may be a stack.
 
 How much goes up. Rounds go on while what another may add has room in the tree, which is a chain of D tokens: with inner
 drafts of L tokens until D - L are there, and all that were accumulated go up, D at most. (The "whole accumulation" of
@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.axes import ROWS, SLOTS, named
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.reading import read_on
 from hsd_jax.drafters.shared import check_chain, check_vocabulary, follow_path
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.infer import sampling as sampling_lib
@@ -38,7 +39,7 @@ from hsd_jax.infer.accept import match_rule
 from hsd_jax.infer.chains import chain_of
 from hsd_jax.infer.tree import coupled_sharpness, sharpness
 from hsd_jax.models import cache as cache_lib
-from hsd_jax.models.target import causal_mask, forward, read_chunk
+from hsd_jax.models.target import read_chunk
 from hsd_jax.types import (
     DRAWN_SCHEMES,
     AcceptRule,
@@ -108,7 +109,7 @@ def level_keys(keys: jax.Array) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (0, None))(keys, sampling_lib.LEVEL_NOISE)
 
 
-class Levels(NamedTuple):
+class Stack(NamedTuple):
     """What is static of a stack."""
 
     middle: ModelConfig
@@ -132,13 +133,13 @@ class Levels(NamedTuple):
         return self.most + self.inner.max_depth + 1
 
 
-def make_levels(method: Method, config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme) -> Levels:
+def stack_of(method: Method, config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme) -> Stack:
     """The levels below the target; raises as the inner drafter."""
     length = min(config.length, max(tree.depth - 1, 1))
     inner_scheme = DrawScheme.COUPLED if scheme in DRAWN_SCHEMES else scheme
     inner = method.make(config.middle, config.inner, TreeConfig.chain(length), cache_dtype, inner_scheme)
     assert inner.follow is not None, "without reuse every drafter can be followed"
-    return Levels(config.middle, inner, match_rule(length), tree.depth, max(tree.depth - length, 1), scheme)
+    return Stack(config.middle, inner, match_rule(length), tree.depth, max(tree.depth - length, 1), scheme)
 
 
 def stack_drafter(
@@ -161,21 +162,13 @@ def stack_drafter(
     """
     check_chain(tree, "a stack hands up")
     check_vocabulary(config.middle, target_config, "the middle model of the stack")
-    levels = make_levels(method, config, tree, cache_dtype, scheme)
+    levels = stack_of(method, config, tree, cache_dtype, scheme)
     middle, inner = levels.middle, levels.inner
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
         return empty_state(levels, tokens, length, capacity, cache_dtype)
 
-    def read(
-        models,
-        state: StackState,
-        output: ModelOutput,
-        tokens: Int[Array, "B chunk"],
-        following: Int[Array, "B chunk"],
-        start: Int[Array, ""] | int,
-        length: Int[Array, "B"],
-    ):
+    def read(models, state: StackState, output: ModelOutput, tokens, following, start, length: Int[Array, "B"]):
         """The middle reads the chunk of the prompt, and the inner drafter what the middle says of it."""
         own, layers = models_below(models), inner.aux_layers
         output, cache = read_chunk(own["target"], middle, state.cache, tokens, start, length - 1, aux_layers=layers)
@@ -234,16 +227,16 @@ def models_below(models: Any) -> dict[str, Any]:
 
 
 def empty_state(
-    levels: Levels, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int, cache_dtype: Any
+    levels: Stack, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int, cache_dtype: Any
 ) -> StackState:
     """Before any of the prompts is read."""
     batch, middle, inner = len(length), levels.middle, levels.inner
-    slots, none = (capacity,) * middle.num_layers, jnp.zeros(len(length), jnp.int32)
+    none = jnp.zeros(batch, jnp.int32)
     hidden = jnp.zeros((batch, levels.room, middle.hidden_size))
     return StackState(
         jnp.pad(tokens, ((0, 0), (0, capacity + 1 - tokens.shape[1]))),
         length,
-        cache_lib.empty_cache(slots, batch, middle.num_kv_heads, middle.head_dim, cache_dtype),
+        cache_lib.cache_of(middle, batch, capacity, cache_dtype),
         inner.init(tokens, length, capacity),
         DecodeStats(none, jnp.zeros((batch, inner.max_depth + 1), jnp.int32), none),
         Said(hidden, (hidden,) * len(inner.aux_layers)),
@@ -251,7 +244,7 @@ def empty_state(
     )
 
 
-def read_unread(levels: Levels, models: dict[str, Any], state: StackState, live: Bool[Array, "B"] | None) -> StackState:
+def read_unread(levels: Stack, models: dict[str, Any], state: StackState, live: Bool[Array, "B"] | None) -> StackState:
     """The middle reads what was committed without its doing, if there is any, and the inner drafter follows.
 
     Args:
@@ -263,29 +256,20 @@ def read_unread(levels: Levels, models: dict[str, Any], state: StackState, live:
         is_behind = state.cache.length < state.length - 1
         return jnp.any(is_behind if live is None else is_behind & live)
 
-    def read_on(state: StackState) -> StackState:
+    def read_rest(state: StackState) -> StackState:
         place, first = jnp.arange(num_nodes), state.cache.length[:, None]
         num = jnp.minimum(state.length - 1 - state.cache.length, num_nodes)
         nodes, text = (cache_lib.take_nodes(state.tokens, first + i + place, axis=1) for i in (0, 1))
-        output = forward(
-            models["target"],
-            levels.middle,
-            nodes,
-            first + place,
-            causal_mask(*nodes.shape),
-            state.cache,
-            aux_layers=inner.aux_layers,
-            active=place < num[:, None],
-        )
-        cache = cache_lib.commit(state.cache, output.new_kv, None, num, after=output.hidden)
+        options = {"aux_layers": inner.aux_layers, "active": place < num[:, None]}
+        output, cache = read_on(models["target"], levels.middle, state.cache, nodes, num, **options)
         known = follow_path(inner, models, state.inner, text, output.hidden, output.features, num)
         return dataclasses.replace(state, cache=cache, inner=known)
 
-    return lax.while_loop(is_unread, read_on, state)
+    return lax.while_loop(is_unread, read_rest, state)
 
 
 def write_on(
-    levels: Levels, models: dict[str, Any], state: StackState, inputs: RoundInputs
+    levels: Stack, models: dict[str, Any], state: StackState, inputs: RoundInputs
 ) -> tuple[DecodeState, Said, Drawn]:
     """Rounds of the middle and the inner drafter until every row has enough; what the middle said, token by token.
 
@@ -332,7 +316,7 @@ def write_on(
 
 
 def how_drawn(
-    levels: Levels,
+    levels: Stack,
     verdict: Verdict,
     logits: Float[Array, "B M V"],
     noise: Float[Array, "B M V"],

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig, model_of
 from hsd_jax.drafters import small_lm
-from hsd_jax.drafters.method import Distilled, Method
+from hsd_jax.drafters.method import Distilled, Method, Planning
 from hsd_jax.drafters.steered.config import SteeredConfig, default_layers
 from hsd_jax.drafters.steered.draft import steered_drafter
 from hsd_jax.drafters.steered.files import load_steered, save_steering
@@ -55,11 +55,12 @@ def logits(
 STEERED = Method(
     SteeredConfig,
     steered_drafter,
-    lambda config: TreeConfig.chain(min(small_lm.DEFAULT_CHAIN.depth, config.num_steps)),
-    lambda config: min(small_lm.SMALL_LM.max_depth(config), config.num_steps),
-    drafting_seconds,
-    grows_wide=False,
-    ends_early=True,
+    Planning(
+        drafting_seconds,
+        lambda config: TreeConfig.chain(min(small_lm.DEFAULT_CHAIN.depth, config.num_steps)),
+        lambda config: min(small_lm.SMALL_LM.planning.max_depth(config), config.num_steps),
+        ends_early=True,
+    ),
     load=load_steered,
     distilled=Distilled(
         config_of,

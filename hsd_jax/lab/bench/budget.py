@@ -101,7 +101,7 @@ def make_protocol(budgets: Sequence[int] | None, lengths: Sequence[int] | None, 
     Raises:
       ValueError: for a budget or a length that no tree of this drafter has, or that is there twice.
     """
-    deepest = method_of(config).max_depth(config)
+    deepest = method_of(config).planning.max_depth(config)
     if not budgets and not lengths:
         budgets, lengths = BUDGETS, LENGTHS
     for name, values in (("budgets", budgets or ()), ("lengths", lengths or ())):

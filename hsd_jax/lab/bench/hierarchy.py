@@ -87,7 +87,7 @@ def read_models(params: Params, folders: Sequence[str], load: Callable[[str], Pa
         if folder in drafters:
             continue
         pair = load(folder)
-        if not isinstance(pair.drafter_config, SmallLMConfig):
+        if not method_of(pair.drafter_config).is_language_model:
             raise ValueError(f"--models {folder}: a {pair.drafter_config.kind} drafter; expected a language model")
         found[folder], hashes[pair.drafter_config.fingerprint] = Model(folder, as_target(pair)), folder
     for folder in drafters:
@@ -226,7 +226,7 @@ def table_of(
         if everything[i].alone is not None:
             _, acceptance[i, j] = rounds.judged(both, texts[j], temperature)
             continue
-        length = min(max_length, method_of(both.drafter_config).max_depth(both.drafter_config))
+        length = min(max_length, method_of(both.drafter_config).planning.max_depth(both.drafter_config))
         longest[i, j], law = length, rounds.laws_of(both, texts[j], length, temperature)[-1]
         acceptance[i, j] = acceptance_giving(mean(law), length)
         drafting = round_seconds(both, length) - costs[j - len(drafters)][length]

@@ -197,7 +197,7 @@ def preset_of_tasks(config: Any) -> Methods:
     Chains are named by their nodes, the root included; a drafter of fewer steps has shorter ones. A drafter that is
     better off with chains has no trees.
     """
-    method = method_of(config)
+    method = method_of(config).planning
     steps = method.max_depth(config)
     methods = {DEFAULT: Method(tree=CHOSEN)}
     for nodes in (MOST_CHAIN // 2, MOST_CHAIN):

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from hsd_jax.arguments import Sampling, sampling_of_row
 from hsd_jax.config import NO_REUSE, ModelConfig, TreeConfig, model_of
 from hsd_jax.drafters.shared import follow_path
-from hsd_jax.drafters.small_lm.config import SmallLMConfig
+from hsd_jax.drafters.table import method_of
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.sampling import draw, row_keys, target_distribution
 from hsd_jax.kernels import ops
@@ -113,7 +113,7 @@ def laws_of(pair: Params, texts: Texts, most: int, temperature: float) -> list[L
     the rounds that the end of a text cuts count as they do there.
     """
     assert pair.drafter is not None, "of a pair"
-    if isinstance(pair.drafter_config, SmallLMConfig):
+    if method_of(pair.drafter_config).is_language_model:
         counts, _ = judged(pair, texts, temperature)
         return [accepted_along(np.minimum(counts, n), texts, n).law for n in range(1, most + 1)]
     drafts = [(TreeConfig.chain(n), NO_REUSE) for n in range(1, most + 1)]

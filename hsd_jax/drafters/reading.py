@@ -1,0 +1,130 @@
+"""How models that draft read text: what is pending, in one pass and for good; the nodes of a tree, a pass a level.
+
+What a row has committed but its drafter has not read is pending: the first of some places count. A drafter with a cache
+reads it when it drafts next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from hsd_jax.config import ModelConfig, TrunkConfig
+from hsd_jax.models import cache as cache_lib
+from hsd_jax.models.cache import take_nodes
+from hsd_jax.models.target import causal_mask, forward
+from hsd_jax.types import KVCache, ModelOutput, NewKV, Weights
+
+
+def unread(
+    config: ModelConfig | TrunkConfig,
+    tokens: Int[Array, "B P"],
+    length: Int[Array, "B"],
+    capacity: int,
+    max_pending: int,
+    cache_dtype: Any,
+) -> tuple[KVCache, Int[Array, "B M"]]:
+    """Before any of the prompts is read: a cache for them, and M = `max_pending` places with their last tokens, the
+    roots, in the first."""
+    root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
+    cache = cache_lib.cache_of(config, len(length), capacity, cache_dtype)
+    return cache, jnp.pad(root, ((0, 0), (0, max_pending - 1)))
+
+
+def read_on(
+    weights: Weights,
+    config: ModelConfig,
+    cache: KVCache,
+    tokens: Int[Array, "B M"],
+    num: Int[Array, "B"],
+    **options: Any,
+) -> tuple[ModelOutput, KVCache]:
+    """The first `num` tokens of each row read behind its cache, and kept in it; no logits are made for that.
+
+    Args:
+      options: of `forward`.
+    """
+    output = _read_behind(weights, config, cache, tokens, **options)
+    return output, cache_lib.commit(cache, output.new_kv, None, num, after=output.hidden)
+
+
+def logits_after(
+    weights: Weights,
+    config: ModelConfig,
+    cache: KVCache,
+    tokens: Int[Array, "B M"],
+    num: Int[Array, "B"],
+    **options: Any,
+) -> tuple[Float[Array, "B 1 V"], KVCache]:
+    """The logits behind the last token that `read_on` reads, and the cache that it leaves."""
+    output = _read_behind(weights, config, cache, tokens, **options)
+    logits = jnp.take_along_axis(output.logits, num[:, None, None] - 1, 1)
+    return logits, cache_lib.commit(cache, output.new_kv, None, num, after=logits)
+
+
+def _read_behind(weights: Weights, config: ModelConfig, cache: KVCache, tokens: Array, **options: Any) -> ModelOutput:
+    batch, num = tokens.shape
+    positions = cache.length[:, None] + jnp.arange(num)
+    return forward(weights, config, tokens, positions, causal_mask(batch, num), cache, **options)
+
+
+def joined(waiting: Array, num_waiting: Int[Array, "B"], new: Array, num_slots: int | None = None) -> Array:
+    """Rows [B, M, ...] of which the first `num_waiting` count, each row of `new` [B, M2, ...] put after them.
+
+    Args:
+      num_slots: places of the result, M + M2 if None; what has no place is cut off, what has no content is arbitrary.
+    """
+    room = waiting.shape[1]
+    slot, num = jnp.arange(num_slots or room + new.shape[1]), num_waiting[:, None]
+    index = jnp.where(slot < num, slot, room + slot - num)
+    return take_nodes(jnp.concatenate([waiting, new], 1), index, axis=1)
+
+
+def last_feature(
+    features: Float[Array, "B chunk H"],
+    start: Int[Array, ""] | int,
+    length: Int[Array, "B"],
+    before: Float[Array, "B H"],
+) -> Float[Array, "B H"]:
+    """The feature of each prompt's last token but one, if it is of this chunk, else `before`."""
+    last, num = length - 2 - start, features.shape[1]
+    found = jnp.take_along_axis(features, jnp.clip(last, 0, num - 1)[:, None, None], 1)[:, 0]
+    return jnp.where(((last >= 0) & (last < num))[:, None], found, before)
+
+
+class Ancestry(NamedTuple):
+    """Of the nodes of one level: which of the X nodes drafted so far they descend from, and what was read of these."""
+
+    sees: Bool[Array, "B w X"]
+    """Which drafted nodes each node of the level sees: its ancestors and itself."""
+    drafted: NewKV | None
+    """Keys and values of the X drafted nodes; None at the root, which is cached."""
+
+    def next_level(
+        self, cache: KVCache, level: int, parents: Int[Array, "B w"], read: Callable[..., tuple[Any, NewKV]]
+    ) -> tuple[Any, Ancestry]:
+        """What a pass says of the nodes of the next level, and their ancestry; the cache keeps none of it.
+
+        Args:
+          cache: of all committed tokens.
+          level: of the nodes, at least 1.
+          parents: places in this level.
+          read: `read(positions [B, w], sees [B, w, X + w], earlier) -> (anything, keys and values)`: the pass.
+        """
+        batch, width = parents.shape
+        own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
+        sees = jnp.concatenate([take_nodes(self.sees, parents, axis=1), own], 2)
+        positions = jnp.broadcast_to(cache.length[:, None] + level - 1, parents.shape)
+        said, drafted = read(positions, sees, self.drafted)
+        if self.drafted is not None:
+            drafted = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 2), self.drafted, drafted)
+        return said, Ancestry(sees, drafted)
+
+
+def at_root(batch: int) -> Ancestry:
+    """What the first level below the root needs."""
+    return Ancestry(jnp.zeros((batch, 1, 0), bool), None)
