@@ -1,10 +1,10 @@
 """A session: a fixed number of slots, and rows that come and go while the compiled loop runs.
 
 `decode` and `stream` are sessions of one batch, `hsd generate-data` and evaluation sessions of many requests. The host
-does four things over and over: it puts a row whose prompt is read into its slot, calls the loop, lets the device read a
-chunk of a waiting prompt behind it, into a state of its own, and takes down what the rows have got. Only the last waits
-for the device, on one process for the rounds alone: the chunk is read while answers are handed out and requests come
-in. Read next: `infer/decode.py`, whose loop runs the rounds, and `infer/rows.py`, which says what a row is.
+repeats four steps. It puts a row whose prompt is read into its slot. It calls the loop. It queues a chunk of a waiting
+prompt, which the device reads into a state of its own. It fetches the new tokens. Only the last step waits for the
+device, in one process for the rounds alone: the chunk is read while answers are handed out and requests come in. Read
+next: `infer/decode.py`, whose loop runs the rounds, and `infer/rows.py`, which says what a row is.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ class Session:
       slots: rows that may be there at once.
       max_len: tokens that a row may have, prompt included; None: `params.max_len`. It bounds the caches, see
         `most_bytes`.
-      tree: of every round, verified whole; None: `params.tree`, and if that is None too the one that should pay where
-        all slots are busy, or if none does, where one is: drafts are then made while few rows are busy. Of a chosen
-        tree only the drafts that pay for these rows are verified.
+      tree: of every round, verified whole. None: `params.tree`. If that is None too, the tree that should pay where all
+        slots are busy, or else the one that should pay for one row: then drafts are made only while few rows are busy.
+        Of a chosen tree only the drafts that pay for these rows are verified.
       accept, draw, reuse, speculate, pad_rows, lossy, adaptive: as in `decode`. Records of `tune` do not count: they
         are of whole batches.
     Raises:

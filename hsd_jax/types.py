@@ -184,7 +184,7 @@ class Costs:
     windowed_share: Float[Array, ""]
     """The fraction of the layers that have a sliding window."""
     first_trust: Float[Array, ""]
-    """What an edge that the drafter is sure of is taken to be worth before any was tried."""
+    """The chance that a draft of which the drafter is certain is accepted, before any was tried."""
     level_seconds: Float[Array, "B+1"] | None = None
     """Seconds to draft one level for 0, 1, ... rows; None: chains grow to their full depth."""
     worth_trying: Bool[Array, "B+1"] | None = None
@@ -207,15 +207,15 @@ class Control:
     tokens: Float[Array, "B"]
     """Tokens that rounds with drafts committed."""
     plain: Float[Array, "B"]
-    """Tokens that plain rounds would have given in the seconds that these rounds should have taken by `Costs`. Unlike
-    seconds it may be compared between rounds of many rows and of few."""
+    """Tokens that plain rounds would have given in the time that `Costs` predicts for these rounds. Unlike seconds,
+    this number compares rounds of many rows with rounds of few."""
     rounds: Int[Array, "B"]
     """Rounds with drafts since these were last given up; does not decay. This and what follows is the same in all rows
     that are not done."""
     wait: Int[Array, "B"]
     """Plain rounds before drafts are tried again; 0: rounds have drafts."""
     backoff: Int[Array, "B"]
-    """What `wait` will be if drafts do not pay, in blocks of a round for each depth and one more."""
+    """The next `wait` if drafts do not pay, in blocks of D + 1 plain rounds."""
     drafts: Int[Array, "B 2"] | None = None
     """Drafts that were made, and those verified; none of them decays. None unless chains may end early."""
 

@@ -22,7 +22,7 @@ from hsd_jax.types import SamplingParams
 REMOVED = -jnp.inf
 """Logit of a token that a filter removed."""
 DRAFT_NOISE = 2**32 - 1
-"""What a drafter draws; with JUDGE_NOISE a tag that no position reaches, so that no noise serves twice."""
+"""Tag of a drafter's draws. No position is as large as this or JUDGE_NOISE, so no noise serves twice."""
 JUDGE_NOISE = 2**32 - 2
 """The coins of an acceptance rule."""
 LEVEL_NOISE = 2**32 - 3
@@ -43,8 +43,10 @@ def position_noise(keys: jax.Array, positions: Int[Array, "B M"], vocab_size: in
 def place_keys(
     keys: jax.Array, tag: int, positions: Int[Array, "B M"], places: Int[Array, "M"] | Int[Array, "B M"]
 ) -> jax.Array:
-    """Keys [B, M] for one purpose, DRAFT_NOISE or JUDGE_NOISE: of the absolute position of the token that each decides,
-    and of its place among those there.
+    """Keys [B, M] of (row, tag, position, place).
+
+    The tag is DRAFT_NOISE or JUDGE_NOISE, the position that of the token that a key decides. The place numbers the
+    nodes of one position.
 
     So what is drafted and judged ahead of time, or again, meets the same noise. After a rejection a round meets noise
     behind that position again. It is still fresh: what was kept depended on tokens up to the rejection alone, and so on

@@ -2,8 +2,8 @@
 
 A plan (`planning/plan.py`) gives the largest tree of a call. Of the tree that a drafter grew, the rows of a batch
 verify the nodes that promise more tokens a second than they cost; where drafting as a whole does not pay, the loop
-decodes plainly for a while and tries again later. Neither changes a text under `match`, which is lossless for any tree
-chosen before the target's draw, nor compiles anything. Read first: `step.py`.
+decodes plainly for a while and tries again later. Neither changes a text under `match`: it is lossless for any tree
+chosen before the target's draw. Neither compiles anything. Read first: `step.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hsd_jax.types import DRAWN_SCHEMES, Control, Costs, DraftTree, Stop, Verdic
 MEMORY = 0.97
 """What a round leaves of the weight of those before it, in every average."""
 PRIOR = 4.0
-"""Predicted tokens that a row's first estimate counts for."""
+"""Weight of the first estimate, in expected drafts."""
 DOUBT = 0.6
-"""The tokens of rounds are a sample: drafts are kept until they fall behind plain decoding by this share, divided by
-the root of the rounds remembered, counted a row."""
+"""Rounds are a sample. Drafts stop once they trail plain decoding by the fraction DOUBT / sqrt(n), where n counts the
+remembered rounds times the live rows."""
 DISCOUNT, FEW_NODES = 0.6, 16
 """The price of a node is lowered by the fraction DISCOUNT where all trees of the batch have at most FEW_NODES nodes
 together, and by DISCOUNT * FEW_NODES / nodes where they have more. The kernels take rows in tiles, so to leave out the
@@ -106,7 +106,7 @@ def log_share(accepted: Array, num: Array, first: Array | float) -> Array:
 
 
 def log_trust(control: Control, costs: Costs) -> Float[Array, "B"]:
-    """Of what an edge of each row is worth that the drafter is sure of, by how its edges fared so far."""
+    """Log of how far each row trusts its drafter: accepted over expected drafts so far."""
     return log_share(control.accepted, control.predicted, costs.first_trust)
 
 
@@ -130,7 +130,7 @@ def stop_rule(
 def tokens_a_second(
     control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]
 ) -> Float[Array, ""]:
-    """What drafts should give at the gain that they had over plain rounds so far, as if one more was plain."""
+    """Expected tokens a second of drafting: plain speed times the gain so far, smoothed by one plain round a row."""
     num = _num_live(done)
     gain = (_sum(control.tokens, ~done) + num) / (_sum(control.plain, ~done) + num)
     return gain * num / plain_seconds(costs, length, done)

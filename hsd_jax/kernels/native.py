@@ -118,8 +118,8 @@ def enabled(on: bool, level: str | None = None) -> Iterator[None]:
 def only(active: Bool[Array, "B"] | Bool[Array, "B N"] | None) -> Iterator[None]:
     """While tracing inside, the kernels skip what is not active and give zeros for it: products, noise and draws.
 
-    For XLA's own operations this means nothing: what does not count must not be read anyway. Rows that are not active
-    outside are not active inside.
+    XLA's own operations ignore it, so nobody may read results of what is not active. Rows that are not active outside
+    are not active inside.
 
     Args:
       active: of every node [B, N], or of every row of the batch with all its nodes; None: what is set outside, else all

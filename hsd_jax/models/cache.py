@@ -30,8 +30,8 @@ def fastest_dtype(weights_dtype) -> jnp.dtype:
 
 
 RING_UNIT = 256
-"""What a ring has more than its window, rounded up to a multiple of it: room for the largest tree, so that nothing that
-is written after the committed tokens takes the place of what is still seen; and whole chunks of a prompt."""
+"""Slots of a ring beyond its window; its size is a multiple of this. The largest tree and a chunk of a prompt fit in,
+so what is written after the committed tokens never replaces a token that is still seen."""
 
 
 def layer_slots(config: ModelConfig, capacity: int) -> tuple[int, ...]:
@@ -161,7 +161,7 @@ def _zero_known_after(x: Array) -> Int[Array, "B"]:
 def keep_idle(num_committed: Int[Array, "B"], before: Any, after: Any) -> Any:
     """A drafter's state `after` a block of rounds, but `before` in rows that committed nothing in it.
 
-    Of buffers with slots nothing is put back: what was written lies past the length that counts.
+    Buffers with slots are not restored: new entries lie past the valid length.
     """
 
     def one(axes: Axes, old: Array, new: Array) -> Array:

@@ -24,8 +24,8 @@ from hsd_jax.planning.tuned import WARM, Choice, Tuned, is_warm, kept
 from hsd_jax.types import Costs
 
 LEAST_PROMISE, LEAST_OF_SHARED = 1.03, 1.0
-"""A tree is chosen if it promises so many times the tokens a second of plain decoding; the second for sampled calls of
-several rows, which share the program of greedy ones."""
+"""A chosen tree must promise this many times the tokens a second of plain decoding. The second value is for sampled
+calls of several rows, which share the program of greedy ones."""
 NEARLY = 0.98
 """Trees whose predicted rate is at least this fraction of the best one count as equally good: the model of costs is no
 more exact than that."""
@@ -58,8 +58,8 @@ class Plan:
 def candidates(config: Any, skips_rows: bool) -> list[TreeConfig]:
     """The trees that a drafter can grow and that may be chosen.
 
-    Where every node costs, chains: the drafts of a wide tree that pay are nearly all on its likeliest path, and growing
-    the others costs a round more than they give.
+    Where every node costs, these are chains: nearly all drafts that pay lie on the likeliest path of a wide tree, and
+    the others cost more to grow than they give.
     """
     method = method_of(config).planning
     steps = method.max_depth(config)
@@ -159,8 +159,8 @@ def costs_of(
 
     Args:
       ends_early: chains may.
-      tries_for: slots of caches, where drafts are only tried while few rows are busy: up to the first number of rows
-        for whose greedy batch no tree would be chosen.
+      tries_for: slots of caches. Where given, drafts are tried only while fewer rows are busy than the smallest greedy
+        batch for which no tree would be chosen.
     """
     costs = model.table(batch, tree, ends_early)
     if tries_for is None:

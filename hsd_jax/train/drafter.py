@@ -135,8 +135,8 @@ class LossConfig:
     decay: Annotated[float, Within(0, 1, above=True)] = 0.8
     """Weight of depth k relative to depth k - 1."""
     max_age: Whole = 0
-    """Age of the states a tree starts from, in tokens committed since the trunk ran: 0 to max_age, each as often. For
-    reuse skip and ahead, whose ages reach the tree's depth + 1; needs a model.num_steps as much larger."""
+    """The oldest states that are trained: tokens committed since their trunk run. Ages 0 to max_age are as frequent.
+    For reuse skip and ahead, whose ages reach the tree's depth + 1; needs a model.num_steps as much larger."""
     anchors_per_row: Count = 128
     """Random positions a row drafts from in a step; all of them if the row has fewer."""
     anneal_steps: Whole = 0
@@ -151,8 +151,8 @@ class LossConfig:
     on_policy_anchors: Count = 16
     """Anchors a row in such a pass; each costs the target num_steps - 1 nodes."""
     chunk: Count | None = None
-    """Anchors a row whose logits are there at once; the backward pass computes them again. null: all, where the logits
-    of a pass take no more than 512 MB, else as many as that allows."""
+    """Anchors of each row whose logits are in memory together; the backward pass computes them again. null: all, where
+    the logits of a pass take no more than 512 MB, else as many as that allows."""
     sample: Count | None = None
     """Columns of both models' logits in a step: the target's likeliest tokens there, and of the others a weighted
     random sample, frequent ones more often; null: all that may be drafted. What is judged and decoded has all."""

@@ -4,10 +4,10 @@ Hierarchical speculative decoding (Globerson et al., arXiv:2510.19705; methods.m
 text by rounds of `infer/step.py`, under `match`, so what goes up is a sample path of the middle model to the bit,
 whatever drafts for it: the target may judge it as drawn from the middle model. Stack nest: `inner` may be a stack.
 
-How much goes up. Rounds go on while what another may add has room in the tree, which is a chain of D tokens: with inner
-drafts of L tokens until D - L are there, and all that were accumulated go up, D at most. (The "whole accumulation" of
-`theory.hierarchy_latency`; T there is D - L.) Whether a token goes up was decided by tokens above it: a round ends at a
-token for that token's sake. So a chain is as lossless cut there as whole.
+How much goes up. The tree is a chain of D tokens, and an inner draft has L. Rounds go on until D - L tokens are there,
+so that another round has room. All tokens that were accumulated go up, at most D. (The "whole accumulation" of
+`theory.hierarchy_latency`; T there is D - L.) Earlier tokens alone decide whether a token goes up: its own value can
+only stop later ones. So a chain is as lossless cut there as whole.
 
 Which noise. COUPLED drafts are drawn with the target's own: then every level says what the target will say, as far as
 it can know. Trees that are drawn must not be: all levels share a noise of their own, `level_keys`, keyed by position.
@@ -65,8 +65,8 @@ LONGEST = 2**30
 class StackState:
     """The committed text, and what the middle model and the inner drafter know of it.
 
-    The middle has read the text but for its last token, the root, and what was committed without its doing: the bonus
-    token behind a chain that was accepted whole, or the tokens of plain rounds. It reads these when it drafts next.
+    The middle has read the text but for the root, which is its last token, and the tokens that others wrote. Those are
+    the bonus token after a chain that was accepted whole, and the tokens of plain rounds. It reads them next.
     `inner` knows what the middle has read, and the token after it. Slot index equals position in all caches, so that
     what a rejection left behind lies past the length that counts.
     """

@@ -1,8 +1,8 @@
 """An experiment: methods that decode the same prompts in turns with plain decoding, in every setting.
 
 All that `hsd bench` times is one of these; its commands differ in methods, prompts and what they show. Speeds are
-medians over the repeats; the interval of a ratio is over prompts. Of few batches it has the range of the repeats: of
-five pairs the lowest and the highest ratio hold the median with 94 %. Read first: `methods.py`; next: `report.py`.
+medians over the repeats; the interval of a ratio is over prompts. With few batches it is the range over
+the repeats: that of five repeats holds the median with 94 %. Read first: `methods.py`; next: `report.py`.
 """
 
 from __future__ import annotations
