@@ -19,7 +19,7 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.host import lock
 from hsd_jax.host.files import write_json
 from hsd_jax.lab.bench import gap
-from hsd_jax.lab.bench.identity import first_difference
+from hsd_jax.lab.bench.identity import first_difference, is_promised
 from hsd_jax.lab.bench.machine import hardware
 from hsd_jax.lab.bench.methods import DEFAULT, PLAIN, Method
 from hsd_jax.lab.bench.profile import profile_mode
@@ -64,9 +64,9 @@ def alone_in(out: Path, **settings: Sequence[Any]) -> Iterator[None]:
 
 
 def status(record: dict[str, Any]) -> int:
-    """1 if a text differs from plain decoding where none may: under match, in exact precision."""
+    """1 if a text differs from plain decoding where none may: under match, where the same text is promised."""
     wrong = [row for row in record["rows"] if row.get("accept") == "match" and row["differing_prompts"]]
-    return 1 if wrong and record["precision"] == "exact" else 0
+    return 1 if wrong and record["is_promised"] else 0
 
 
 def read_tasks(work: Workload, params) -> dict[str, list[BenchPrompt]]:
@@ -163,6 +163,7 @@ class Experiment:
             "repeated_4gram_share": {},
             "dtype": self.modes[0].dtype,
             "precision": params.precision,
+            "is_promised": is_promised(params),
             "arithmetic": params.arithmetic,
             "max_new_tokens": work.max_new_tokens,
             "repeats": work.repeats,
