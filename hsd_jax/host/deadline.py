@@ -31,5 +31,5 @@ def within(seconds: float, work: Callable[[], Result]) -> Result:
         return done.result(seconds)
     except TimeoutError:
         if done.done():
-            raise  # its own
+            return done.result()  # it ended this moment, or the error is its own
         raise TimeoutError(f"it runs for more than {seconds:g} seconds") from None

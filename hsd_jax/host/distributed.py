@@ -45,8 +45,8 @@ def initialize(
     What is not given comes from HSD_COORDINATOR, HSD_NUM_PROCESSES and HSD_PROCESS_ID; and if there are none, from the
     cluster: SLURM, TPU pods, GKE, Open MPI, as jax finds them. One process alone needs nothing and gets nothing.
 
-    From then on a process that dies, or ends with an error, ends the others within 30 seconds: jax aborts them, and
-    names it on stderr by its number, process 0 as the leader.
+    From then on a process that dies, or ends with an error, ends the others within 30 seconds, or a minute after an
+    error of XLA itself: jax aborts them, and names it on stderr by its number, process 0 as the leader.
 
     Args:
       coordinator: "HOST:PORT" of process 0, as the others reach it; the port is free there.

@@ -71,7 +71,12 @@ def check_free(lock: Path) -> None:
 def _acquired(lock: Path) -> Iterator[None]:
     held = filelock.FileLock(lock, timeout=0, fallback_to_soft=False)
     try:
-        held.acquire()
+        try:
+            held.acquire()
+        except filelock.Timeout:
+            if lock.exists():
+                raise
+            held.acquire()  # its holder has just ended
     except filelock.Timeout:
         raise _in_use(lock) from None
     except OSError:  # a disk without locks

@@ -185,17 +185,30 @@ def chosen_level() -> str:
 
 
 @functools.cache
+def _is_known_to_compiler(flags: tuple[str, ...]) -> bool:
+    """False for a compiler that is older than these instructions; True too where there is none, or nothing is known."""
+    builder = compiler()
+    if builder is None:
+        return True
+    command = [builder, *flags, "-E", "-x", "c++", os.devnull]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return True
+
+
+@functools.cache
 def _choose(wanted: str, switch: str) -> str:
     if switch == "0" or wanted == OFF:
         return OFF
-    here = cpu_levels()
+    here = tuple(name for name in cpu_levels() if _is_known_to_compiler(LEVELS[name].flags))
     best = here[-1] if here else OFF
     if wanted in ("", *here):
         return wanted or best
     if wanted == "amx":
         why = "this version has no AMX kernel"
     elif wanted in LEVELS:
-        why = "this processor has no such instructions"
+        why = "this processor, or this compiler, has no such instructions"
     else:
         why = f"allowed are {', '.join(LEVELS)}, amx and {OFF}"
     warnings.warn(f"{ISA_VARIABLE}={wanted}: {why}; using {best}", stacklevel=3)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax.host.deadline import within
-from hsd_jax.host.files import read_json
+from hsd_jax.host.files import read_json, replacing
 
 __all__ = ["HubError", "fetch", "is_repo_name"]
 
@@ -236,7 +236,8 @@ def _write_ref(cache: Path, name: str, revision: str, commit: str, report: Calla
         return
     try:
         ref.parent.mkdir(parents=True, exist_ok=True)
-        ref.write_text(commit)
+        with replacing(ref) as path:
+            path.write_text(commit)
     except OSError as error:
         report(f"{ref}: cannot be written ({error.strerror}), so {name} will not be found offline")
 

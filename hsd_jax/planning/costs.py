@@ -38,6 +38,8 @@ class Rates:
     """Times as long to read the weights for several rows as for one: XLA on CPU packs them then."""
     skips_rows: bool = False
     """Whether nodes that are not verified cost nothing."""
+    narrow: float = 1.0
+    """Times `flops_per_second` that products with weights of two bytes reach."""
 
     def seconds(self, num_bytes: Any, flops: Any) -> Any:
         """To read so much and to compute so much at once: the longer of the two, a little more where both are long."""
@@ -45,7 +47,7 @@ class Rates:
 
 
 CPU_RATES = {  # of one core
-    "avx512_bf16": Rates(24e9, 160e9, 3e-6, attention_share=0.35, skips_rows=True),
+    "avx512_bf16": Rates(24e9, 90e9, 3e-6, skips_rows=True, narrow=1.8),
     "avx512": Rates(24e9, 90e9, 3e-6, skips_rows=True),
     "avx2": Rates(20e9, 55e9, 3e-6, skips_rows=True),
     native.OFF: Rates(12e9, 40e9, 5e-6, many_rows=2.2),
@@ -107,7 +109,8 @@ class CostModel:
         size = self.drafter_itemsize if itemsize is None else itemsize
         num_bytes = numbers * size * np.where(rows > 1, self.rates.many_rows, 1.0)
         counted = tile_rows(rows) if self.rates.skips_rows else rows
-        return np.where(rows > 0, self.rates.seconds(num_bytes, 2 * numbers * counted), 0.0)
+        flops = 2 * numbers * counted / (self.rates.narrow if size == 2 else 1.0)
+        return np.where(rows > 0, self.rates.seconds(num_bytes, flops), 0.0)
 
     def layers(self, config: Any) -> float:
         """The small operations of a pass through the layers of a model."""

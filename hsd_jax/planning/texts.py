@@ -1,6 +1,6 @@
 """Texts that a model writes behind prompts, row by row from seeds of their own, and files that keep them.
 
-A text depends on model, prompt, settings and seed alone, whatever is written beside it. Read next: `evaluate.py`, which
+A text depends on model, prompt, settings and seed alone, whatever is written beside it. Read next: `simulate.py`, which
 judges drafters on a target's texts, `own_text.py` and `responses.py`, which make training data of them.
 """
 

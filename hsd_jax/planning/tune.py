@@ -249,7 +249,7 @@ def _allowed(params: Params, trees: Sequence[TreeConfig] | None, reuses: Sequenc
             raise ValueError(f"trees: {tree!r}: expected hsd_jax.TreeConfig")
         Mode("", params, tree).check()
     allowed = []
-    for reuse in map(str, map(ReuseConfig.parse, dict.fromkeys(reuses or method_of(config).reuses))):
+    for reuse in dict.fromkeys(str(ReuseConfig.parse(reuse)) for reuse in reuses or method_of(config).reuses):
         refusal, before = None, len(allowed)
         for tree in shapes:
             try:

@@ -36,9 +36,9 @@ def alone(
         @functools.wraps(function)
         def locked(*args: Any, **kwargs: Any) -> Any:
             out = signature.bind(*args, **kwargs).arguments["out"]
-            if is_new and Path(out).exists():
-                raise ValueError(f"{out}: is there already; choose another folder")
             with lock.held(lock_of(out)) if is_writer() else contextlib.nullcontext():
+                if is_new and Path(out).exists():
+                    raise ValueError(f"{out}: is there already; choose another folder")
                 return function(*args, **kwargs)
 
         return locked

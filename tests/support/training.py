@@ -12,13 +12,14 @@ from oracles import injector
 from oracles.divergence import kl, log_softmax
 
 from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
-from hsd_jax.drafters.eagle import draft as eagle
 from hsd_jax.drafters.hidden.schedule import trunk_states
 from hsd_jax.drafters.medusa.weights import head_states
+from hsd_jax.drafters.reading import at_root
 from hsd_jax.drafters.table import init_drafter, make_drafter
+from hsd_jax.drafters.trunk_state import read_pending
 from hsd_jax.infer.decode import drafter_after
 from hsd_jax.models.target import forward_sequence, init_target
-from hsd_jax.models.trunk import base_logits, trunk_features
+from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
 from hsd_jax.train import drafter
 
 TARGET = ModelConfig(29, 24, 2, 4, 2, 8, 40, tie_embeddings=True, embed_scale=1.5)
@@ -84,12 +85,17 @@ def states_of_rounds(models, rows, config: DrafterConfig, capacity: int, length)
         return head_states(models["drafter"], config, state.feature, config.num_steps)
     if config.kind == "hidden":
         return trunk_states(models, TARGET, config, config.num_steps, state)[0]
-    level, cache = eagle.root_level(models, TARGET, config, state)
-    states = [level.states]
+    first, cache = read_pending(models, TARGET, config, state, jnp.maximum(state.num_pending - 1, 0)[:, None])
+    states, ancestry = [first], at_root(len(rows))
     for depth in range(1, config.num_steps):  # a chain whose drafts are those of the row
         token = jnp.take_along_axis(rows, length[:, None] - 1 + depth, 1, mode="clip")
-        level = eagle.next_level(models, TARGET, config, cache, depth, token, jnp.zeros_like(token), level)
-        states.append(level.states)
+        embedding = embed_committed(models["target"], TARGET, config, token)
+
+        def read(positions, sees, earlier, above=states[-1], embedding=embedding):
+            return trunk_pass(models["drafter"], config, above, embedding, positions, sees, cache, earlier)
+
+        state, ancestry = ancestry.next_level(cache, depth, jnp.zeros_like(token), read)
+        states.append(state)
     return jnp.concatenate(states, 1)
 
 

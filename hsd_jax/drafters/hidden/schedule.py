@@ -31,7 +31,7 @@ class Forecast(NamedTuple):
 
     logits: Float[Array, "B D C"]
     num: Int[Array, "B"] | None = None
-    """Forecast of each row that have logits; None: all."""
+    """Levels of each row that have logits; None: all."""
 
 
 def run_trunk(

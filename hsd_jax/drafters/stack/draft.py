@@ -2,7 +2,7 @@
 
 Hierarchical speculative decoding (Globerson et al., arXiv:2510.19705; methods.md 4.3). The middle model writes its own
 text by rounds of `infer/step.py`, under `match`, so what goes up is a sample path of the middle model to the bit,
-whatever drafts for it: the target may judge it as drawn from the middle model. Stack nest: `inner` may be a stack.
+whatever drafts for it: the target may judge it as drawn from the middle model. Stacks nest: `inner` may be a stack.
 
 How much goes up. The tree is a chain of D tokens, and an inner draft has L. Rounds go on until D - L tokens are there,
 so that another round has room. All tokens that were accumulated go up, at most D. (The "whole accumulation" of

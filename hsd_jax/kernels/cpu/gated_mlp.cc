@@ -18,7 +18,7 @@ static inline Vec Activate(Vec x, bool is_gelu) {
   return x * share / (e + one);
 }
 
-// Where `Deinterleave` puts number i of a row of k.
+// Where `Pair` puts number i of a row of k.
 static inline int64_t Place(int64_t i, int64_t k) {
   int64_t in_pair = i % kPair, pair = i - in_pair;
   return pair + kPair <= k ? pair + in_pair / 2 + in_pair % 2 * kLanes : i;

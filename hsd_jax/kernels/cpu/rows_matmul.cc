@@ -1,9 +1,9 @@
 // y_i = x . W_i^T for the rows of x [N, K] that count and several weights W_i [O_i, K] in float32, bfloat16 or 8 bits
-// with a scale an output, float32 inside.
+// with a scale an output. Sums are in float32.
 //
 // XLA's CPU product packs the weights for every call, which costs more than the product itself when N is 2 to 32.
 // This one streams every weight once for 64 rows, which stay in the near caches.
-// Built on first use by models/native.py; nothing here is needed for correctness.
+// Built on first use by kernels/native.py; nothing here is needed for correctness.
 
 #include "tiles.h"
 

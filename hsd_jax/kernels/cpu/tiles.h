@@ -34,7 +34,7 @@ typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Word __attribute__((vector_size(kLanes * 4)));
 
 // Weights are taken two vectors at a time. A pair of bfloat16 lies in one 32-bit word, and a bfloat16 is the upper half
-// of a float: the low halves come first, then the high ones, so the rows must stand in that order too (`Deinterleave`).
+// of a float: the low halves come first, then the high ones, so the rows must stand in that order too (`Pair`).
 constexpr int kPair = 2 * kLanes;
 
 // Where the processor multiplies pairs of bfloat16, rows for such weights are rounded to bfloat16 once and lie as they are:

@@ -1,6 +1,6 @@
 """Devices that are not there, as jax's compilers take them.
 
-The compilers come with the extras `aot-cuda` and `aot-tpu`. Read next: `host/programs.py`.
+The compilers come with the extras `aot-cuda` and `aot-tpu`. Read next: `programs.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compiles the programs of a job, counts what the compiler made of them, and says what it means.
 
-Every figure but the estimate is the compiler's; the estimate names what it assumes. Read first: `host/programs.py` and
+Every figure but the estimate is the compiler's; the estimate names what it assumes. Read first: `programs.py` and
 `hlo.py`.
 """
 
