@@ -196,6 +196,8 @@ def open_features(
         _check_size(config, folder, layout, missing, report)
         try:
             with lock.held(lock.of_folder(folder)):
+                for half in folder.glob(".features-*.tmp"):  # of a build that was killed: up to 256 MB
+                    half.unlink()
                 write_json(folder / MANIFEST, dataclasses.asdict(layout))
                 if config.products is not None:
                     weights = jax.tree.map(lambda x: x.astype(config.products), weights)
