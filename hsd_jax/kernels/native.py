@@ -58,6 +58,9 @@ class Level(NamedTuple):
     """Flags of /proc/cpuinfo."""
     flags: tuple[str, ...]
     """Of the compiler."""
+    rounds_rows: bool = False
+    """Whether weights in bfloat16 are multiplied in pairs, with rows that are rounded to bfloat16 once: twice as many
+    products an instruction. Otherwise, and for other weights, rows stay in float32."""
 
 
 _AVX2 = Level(("avx2", "fma", "bmi1", "bmi2"), ("-mavx2", "-mfma", "-mbmi", "-mbmi2"))
@@ -68,13 +71,10 @@ LEVELS = {
     "avx512_bf16": Level(
         (*_AVX2.needs, *_AVX512, "avx512_bf16"),
         (*_AVX2.flags, *(f"-m{name}" for name in _AVX512), "-mavx512bf16"),
+        rounds_rows=True,
     ),
 }
-"""From the least to the most capable. There is no kernel for AMX: such machines run avx512_bf16.
-
-At avx512_bf16 weights in bfloat16 are multiplied as they are, and rows for them are rounded to bfloat16 once: twice as
-many products an instruction. The other levels, and other weights at this one, take rows in float32."""
-ROUNDS_ROWS = ("avx512_bf16",)
+"""From the least to the most capable. There is no kernel for AMX: such machines run avx512_bf16."""
 OFF = "off"
 ISA_VARIABLE = "HSD_NATIVE_ISA"
 
@@ -156,7 +156,8 @@ def is_on() -> bool:
 
 def rounds_rows() -> bool:
     """Whether the chosen level rounds rows to bfloat16 for weights in bfloat16."""
-    return chosen_level() in ROUNDS_ROWS
+    chosen = LEVELS.get(chosen_level())
+    return chosen is not None and chosen.rounds_rows
 
 
 def applies(kernel: Kernel) -> bool:
@@ -184,13 +185,12 @@ def chosen_level() -> str:
     return _choose(os.environ.get(ISA_VARIABLE, ""), os.environ.get("HSD_NATIVE", ""))
 
 
-@functools.cache
-def _is_known_to_compiler(flags: tuple[str, ...]) -> bool:
-    """False for a compiler that is older than these instructions; True too where there is none, or nothing is known."""
+def _is_known_to_compiler(level: str) -> bool:
+    """False where the compiler is older than the instructions of a level; True where there is no compiler."""
     builder = compiler()
     if builder is None:
         return True
-    command = [builder, *flags, "-E", "-x", "c++", os.devnull]
+    command = [builder, *LEVELS[level].flags, "-E", "-x", "c++", os.devnull]
     try:
         return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
     except (OSError, subprocess.SubprocessError):
@@ -201,10 +201,12 @@ def _is_known_to_compiler(flags: tuple[str, ...]) -> bool:
 def _choose(wanted: str, switch: str) -> str:
     if switch == "0" or wanted == OFF:
         return OFF
-    here = tuple(name for name in cpu_levels() if _is_known_to_compiler(LEVELS[name].flags))
-    best = here[-1] if here else OFF
-    if wanted in ("", *here):
-        return wanted or best
+    here = cpu_levels()
+    if wanted in here and _is_known_to_compiler(wanted):
+        return wanted
+    best = next((name for name in reversed(here) if _is_known_to_compiler(name)), OFF)
+    if wanted == "":
+        return best
     if wanted == "amx":
         why = "this version has no AMX kernel"
     elif wanted in LEVELS:

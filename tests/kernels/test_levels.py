@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import jax
@@ -51,6 +52,19 @@ def test_what_cannot_be_had_is_named_once_and_another_level_runs(asked, isa, why
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert asked(isa) == "avx2"
+
+
+@pytest.mark.parametrize(("isa", "level"), [("", "avx512"), ("avx2", "avx2"), ("avx512_bf16", "avx512")])
+def test_a_compiler_older_than_a_level_gets_the_one_below(asked, tmp_path, monkeypatch, isa, level):
+    """One that knows no bfloat16; what is asked for by name is refused with a warning."""
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *bf16*) exit 1;; esac\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(native, "compiler", lambda: str(compiler))
+    monkeypatch.setattr(native, "cpu_levels", lambda: tuple(native.LEVELS))
+    expected = pytest.warns(UserWarning, match="this compiler") if isa == "avx512_bf16" else contextlib.nullcontext()
+    with expected:
+        assert asked(isa) == level
 
 
 def test_a_processor_without_vectors_has_no_kernels(asked, monkeypatch):

@@ -18,8 +18,8 @@ static inline Vec Activate(Vec x, bool is_gelu) {
   return x * share / (e + one);
 }
 
-// Where `Pair` puts number i of a row of k.
-static inline int64_t Place(int64_t i, int64_t k) {
+// Where `Pair` puts number i of a row of k in float32.
+[[maybe_unused]] static inline int64_t Place(int64_t i, int64_t k) {
   int64_t in_pair = i % kPair, pair = i - in_pair;
   return pair + kPair <= k ? pair + in_pair / 2 + in_pair % 2 * kLanes : i;
 }
@@ -36,11 +36,10 @@ static void Hidden(const float* gate, const float* up, int64_t first, int64_t la
       continue;
     }
 #if defined(__AVX512BF16__)
-    auto rounded = static_cast<uint16_t*>(row) + at;
-    __m256bh half = _mm512_cvtneps_pbh((__m512)h);
-    std::memcpy(rounded, &half, count * sizeof(uint16_t));
-    continue;
-#elif defined(__AVX512F__)
+    __m256bh rounded = _mm512_cvtneps_pbh((__m512)h);
+    std::memcpy(static_cast<uint16_t*>(row) + at, &rounded, count * sizeof(uint16_t));
+#else
+#if defined(__AVX512F__)
     if (at - at % kPair + kPair <= k) {
       const __m512i order = _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
       __m512 turned = _mm512_permutexvar_ps(order, (__m512)h);
@@ -50,6 +49,7 @@ static void Hidden(const float* gate, const float* up, int64_t first, int64_t la
     }
 #endif
     for (int64_t i = 0; i < count; i++) to[Place(at + i, k)] = h[i];
+#endif
   }
 }
 
