@@ -18,6 +18,7 @@ import time
 import types
 from pathlib import Path
 
+import filelock
 import numpy as np
 import pytest
 from support import setups, toy
@@ -567,6 +568,19 @@ def test_a_second_writer_is_refused_and_a_dead_one_replaced(holder, tmp_path, ca
             pass
     assert not path.exists()
     lock.check_free(path)
+
+
+def test_a_lock_whose_holder_ends_meanwhile_is_taken(tmp_path, monkeypatch):
+    """The holder removes the file between our opening it and our locking it: filelock then gives up at once."""
+    path, acquire = lock.of_folder(tmp_path), filelock.FileLock.acquire
+
+    def after_the_holder(held, **options):
+        monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+        raise filelock.Timeout(held.lock_file)
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", after_the_holder)
+    with lock.held(path):
+        assert path.is_file()
 
 
 def test_a_lock_leaves_no_folder_behind(tmp_path):

@@ -366,6 +366,14 @@ def test_a_plan_speculates_where_a_pass_waits_for_its_weights_and_decodes_plainl
     assert wide.tree.width > 1 and wide.tree.nodes >= 8
 
 
+def test_products_of_pairs_are_for_weights_of_two_bytes_alone():
+    """Many rows, so that a pass is bound by what it multiplies."""
+    fast, slow = (CostModel(**{**vars(model(narrow=narrow)), "itemsize": 4}) for narrow in (1.8, 1.0))
+    assert fast.target_pass(64) == slow.target_pass(64)  # float32
+    assert model(narrow=1.8).target_pass(64) < 0.65 * model().target_pass(64)
+    assert fast.product(1e7, 64) < 0.65 * slow.product(1e7, 64)  # a drafter in bfloat16 beside it
+
+
 def test_rows_of_several_temperatures_share_a_tree():
     for batch, context in ((2, 512), (2, 4096), (4, 65536)):
         found = {plan.choose(model(), batch, context, temperature).tree for temperature in (0.0, 0.5, 1.0)}

@@ -23,6 +23,15 @@ from hsd_jax.planning import measure
 folders, own_cache, hsd, both = command_line.folders, command_line.own_cache, command_line.hsd, command_line.both
 
 
+@pytest.mark.parametrize(
+    ("accept", "differing", "is_promised", "status"),
+    [("match", 1, True, 1), ("match", 0, True, 0), ("match", 1, False, 0), ("recursive", 1, True, 0)],
+)
+def test_a_text_that_differs_fails_where_the_same_is_promised(accept, differing, is_promised, status):
+    row = {"accept": accept, "differing_prompts": differing}
+    assert experiment.status({"rows": [{}, row], "is_promised": is_promised}) == status
+
+
 def test_the_interval_of_a_constant_ratio_is_that_ratio():
     seconds = np.array([1.0, 2.0, 3.0, 4.0])
     tokens = np.array([10.0, 20.0, 5.0, 7.0])
