@@ -27,6 +27,10 @@ Layers = Annotated[int, Within(1, 10_000)]
 HeadDim = Annotated[int, Within(1, 65_536)]
 Epsilon = Annotated[float, Within(0, 1, above=True)]
 Theta = Annotated[float, Within(1e-6, 1e30)]
+PRECISIONS = ("fast", "exact")
+"""Of the arithmetic: see `params.load`."""
+QUANTIZED = ("int8",)
+"""What weights may be quantized to."""
 ROPE_KINDS = ("default", "linear", "llama3")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 LayerType = Annotated[str, OneOf((FULL, SLIDING))]

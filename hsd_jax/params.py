@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax.config import ModelConfig, TreeConfig
+from hsd_jax.config import PRECISIONS, QUANTIZED, ModelConfig, TreeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
@@ -33,12 +33,11 @@ from hsd_jax.kernels import native
 from hsd_jax.kernels.int8 import Int8
 from hsd_jax.models import convert, draft_vocab, packing
 from hsd_jax.models.checkpoint import BUNDLED, Checkpoint, Source, find
-from hsd_jax.models.placement import QUANTIZED, Placement
+from hsd_jax.models.placement import Placement
 from hsd_jax.settings import Count, NotNegative, Within, describe, fits, shown
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
 
-PRECISIONS = ("fast", "exact")
 WITHOUT_WEIGHTS = tuple(method.config for method in METHODS.values() if method.parse is not None)
 """Configurations that are drafters by themselves."""
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hsd_jax.config import PRECISIONS, QUANTIZED
 from hsd_jax.host import files
 from hsd_jax.lab.bench.prompts import HALVES
 from hsd_jax.lab.bench.tables import say
@@ -66,7 +67,7 @@ def add_value(
     name, _, metavar = option.partition(" ")
     if isinstance(default, int | float):
         without = f"{default:g}"
-    more = {"type": kind, "default": default, "metavar": metavar or None} | more
+    more |= {"type": kind, "default": default, "metavar": metavar or None}
     group.add_argument(name, help=help + (f" (default: {without})" if without else ""), **more)
 
 
@@ -84,14 +85,9 @@ class Choices:
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
-    def __contains__(self, name: object) -> bool:
-        return name in [*self.names()]
-
 
 RULES = Choices("request", lambda module: [module.AUTO, *module.RULES])
 SCHEMES = Choices("types", lambda module: [scheme.value for scheme in module.DrawScheme])
-PRECISIONS = Choices("params", lambda module: module.PRECISIONS)
-QUANTIZED = Choices("models.placement", lambda module: module.QUANTIZED)
 
 
 class OwnOptions(argparse._SubParsersAction):
@@ -180,7 +176,7 @@ def add_dtype_argument(group: Group) -> None:
     what = "of the target's weights (default: that of the checkpoint)"
     group.add_argument("--dtype", choices=("float32", "bfloat16"), help=what)
     what = "int8: 8 bits a weight: another target, near the one of DIR"
-    add_value(group, "--quantize", str, what, choices=QUANTIZED, metavar="Q")
+    add_value(group, "--quantize Q", str, what, choices=QUANTIZED)
 
 
 def add_precision_argument(group: Group) -> None:

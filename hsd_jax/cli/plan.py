@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hsd_jax.cli import options
-from hsd_jax.cli.options import COUNT, SEED, TEMPERATURE, add_value
+from hsd_jax.cli.options import COUNT, TEMPERATURE, add_value
 
 
 def add_parser(commands) -> None:
@@ -29,10 +29,9 @@ hsd plan --demo --models runs/small-lm --temperature 0.8 --json plan.json
     add_value(parser, "--models DIR", str, "smaller models, and drafters of any", nargs="+", required=True)
     options.add_dtype_argument(parser)
     options.add_prompt_arguments(parser, 8)
-    add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 96)
+    options.add_length_arguments(parser, 96)
     add_value(parser, "--max-length T", COUNT, "tokens that a level collects, at most", 6)
     add_value(parser, "--temperature T", TEMPERATURE, "0 is greedy", 0.0)
-    add_value(parser, "--seed", SEED, "of prompt i: seed + i", 0)
     add_value(parser, "--repeats R", COUNT, "timed passes", 3)
     options.add_json_argument(parser)
     without = dict.fromkeys(("drafter", "rescore", "alpha", "stack", "pearl", "max_len", "mesh"))

@@ -6,7 +6,6 @@ import argparse
 
 from hsd_jax.cli import options
 from hsd_jax.cli.options import add_value
-from hsd_jax.host import lock
 from hsd_jax.train.recipe import read_recipe, recipe_help, take_paths
 
 SET_HELP = "change one value of the recipe, for example train.steps=100 (may be repeated)"
@@ -207,6 +206,7 @@ def run_curves(args: argparse.Namespace) -> int:
 
 def run_tokenizer(args: argparse.Namespace) -> int:
     """Trains a tokenizer."""
+    from hsd_jax.host import lock
     from hsd_jax.train.tokenizer import train_tokenizer
 
     with lock.held(lock.of_folder(args.out)):

@@ -36,12 +36,11 @@ hsd generate --target DIR --drafter DIR --tuned tuned.json "Once upon a time,"
     )
     options.add_model_arguments(parser)
     options.add_prompt_arguments(parser, PROMPTS)
-    add_value(parser, "--max-new-tokens N", COUNT, "per prompt", 64)
+    options.add_length_arguments(parser, 64)
     add_value(parser, "--temperatures T,...", options.numbers(options.TEMPERATURE), "0 is greedy", [0.0], "0")
     add_value(parser, "--batches N,...", options.numbers(COUNT), "rows decoded at once", [1], "1")
     what = "tokens of a prompt, joined or cut to that"
     add_value(parser, "--contexts N,...", options.numbers(COUNT), what, without="prompts as they are")
-    add_value(parser, "--seed", options.SEED, "of prompt i: seed + i", 0)
     candidates = parser.add_argument_group("candidates")
     otherwise = "chains, and trees of 8, 12 and 16 nodes, as the drafter allows"
     add_value(candidates, "--trees NxDxW,...", str, "for example 6x5x1,8x5x2,3.2.1", without=otherwise)

@@ -69,14 +69,12 @@ def check_free(lock: Path) -> None:
 
 @contextlib.contextmanager
 def _acquired(lock: Path) -> Iterator[None]:
-    held = filelock.FileLock(lock, timeout=0, fallback_to_soft=False)
+    file = filelock.FileLock(lock, timeout=0, fallback_to_soft=False)
     try:
         try:
-            held.acquire()
+            file.acquire()
         except filelock.Timeout:
-            if lock.exists():
-                raise
-            held.acquire()  # its holder has just ended
+            file.acquire()  # its holder may just have ended, and the file with it
     except filelock.Timeout:
         raise _in_use(lock) from None
     except OSError:  # a disk without locks
@@ -84,7 +82,7 @@ def _acquired(lock: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        held.release()
+        file.release()
 
 
 def _about() -> dict[str, str | int]:

@@ -64,15 +64,12 @@ class Level(NamedTuple):
 
 
 _AVX2 = Level(("avx2", "fma", "bmi1", "bmi2"), ("-mavx2", "-mfma", "-mbmi", "-mbmi2"))
-_AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+_AVX512_FLAGS = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+_AVX512 = Level((*_AVX2.needs, *_AVX512_FLAGS), (*_AVX2.flags, *(f"-m{name}" for name in _AVX512_FLAGS)))
 LEVELS = {
     "avx2": _AVX2,
-    "avx512": Level((*_AVX2.needs, *_AVX512), (*_AVX2.flags, *(f"-m{name}" for name in _AVX512))),
-    "avx512_bf16": Level(
-        (*_AVX2.needs, *_AVX512, "avx512_bf16"),
-        (*_AVX2.flags, *(f"-m{name}" for name in _AVX512), "-mavx512bf16"),
-        rounds_rows=True,
-    ),
+    "avx512": _AVX512,
+    "avx512_bf16": Level((*_AVX512.needs, "avx512_bf16"), (*_AVX512.flags, "-mavx512bf16"), rounds_rows=True),
 }
 """From the least to the most capable. There is no kernel for AMX: such machines run avx512_bf16."""
 OFF = "off"

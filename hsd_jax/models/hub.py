@@ -7,8 +7,10 @@ imports no jax. Read next: `convert.py`, which reads such a folder.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
+import os
 import re
 import shutil
 import sys
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax.host.deadline import within
-from hsd_jax.host.files import read_json, replacing
+from hsd_jax.host.files import read_json
 
 __all__ = ["HubError", "fetch", "is_repo_name"]
 
@@ -234,12 +236,17 @@ def _write_ref(cache: Path, name: str, revision: str, commit: str, report: Calla
     ref = _store(cache, name) / "refs" / revision
     if revision == commit or (ref.is_file() and ref.read_text().strip() == commit):
         return
+    # Each host has a cache of its own: `files.replacing` writes on the first host of a run alone.
+    temporary = ref.with_name(f"{ref.name}.{os.getpid()}.tmp")
     try:
         ref.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(ref) as path:
-            path.write_text(commit)
+        temporary.write_text(commit)
+        temporary.replace(ref)
     except OSError as error:
         report(f"{ref}: cannot be written ({error.strerror}), so {name} will not be found offline")
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _store(cache: Path, name: str) -> Path:

@@ -23,8 +23,6 @@ from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.kernels import int8, native
 from hsd_jax.types import Weights
 
-QUANTIZED = ("int8",)
-"""What weights may be quantized to."""
 _BLOCK = 1 << 24
 """Numbers that are looked at in a go on the host."""
 
@@ -38,7 +36,7 @@ class Placement:
     widens: bool = False
     """Whether bfloat16 is held as float32, number by number the same, where a CPU would widen it in every pass."""
     quantize: str | None = None
-    """One of QUANTIZED: the matrices, embedding and LM head among them. Norms and biases stay."""
+    """One of `config.QUANTIZED`: the matrices, embedding and LM head among them. Norms and biases stay."""
 
     def held_dtype(self, dtype: Any) -> np.dtype:
         """What weights of a dtype are kept in: float32 for bfloat16 on a CPU without kernels, if that is wanted."""

@@ -131,7 +131,7 @@ def measured_c(params: Params) -> float:
     alone = {"target": target, "small": as_target(params)}
     modes = [Mode(name, dataclasses.replace(one, tokenizer=None, eos=())) for name, one in alone.items()]
     asked = {"max_new_tokens": num, "temperature": 0.0, "repeats": TURNS}
-    seconds = time_modes(modes, [[0]], **asked, progress=lambda what, done, of: None).seconds
+    seconds = time_modes(modes, [[0]], **asked).seconds
     return float(np.min(seconds["target"]) / np.min(seconds["small"]))
 
 

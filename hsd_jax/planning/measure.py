@@ -143,7 +143,7 @@ def time_modes(
     temperature: float,
     seed: int = 0,
     repeats: int,
-    progress: Callable[[str, int, int], None],
+    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
     warms_all: bool = True,
 ) -> Runs:
     """Decodes all prompts by all modes, 1 + `repeats` times; end tokens are honoured, prefill has a clock of its own.

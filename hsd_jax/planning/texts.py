@@ -21,7 +21,12 @@ from hsd_jax.session import Generated, Session
 
 
 def write(
-    params: Params, requests: Sequence[dict[str, Any]], slots: int, max_len: int, tree: TreeConfig | None = None
+    params: Params,
+    requests: Sequence[dict[str, Any]],
+    slots: int,
+    max_len: int,
+    tree: TreeConfig | None = None,
+    ordered: bool = False,
 ) -> Generator[Generated, None, None]:
     """The answers to requests of `Session.admit`, as rows end; close it if it is not read to its end.
 
@@ -31,11 +36,12 @@ def write(
     Args:
       max_len: tokens of the longest text, prompt included.
       tree: of the drafter in `params`, on which no text depends; None: plain decoding.
+      ordered: as in `Session.generate`.
     """
     longest = min(max_len, params.max_len)
     with Session(params, slots, longest, tree=tree, speculate=tree is not None, accept="match") as session:
         session.reserve()
-        yield from session.generate(requests)
+        yield from session.generate(requests, ordered)
 
 
 def write_all(params: Params, requests: Sequence[dict[str, Any]], slots: int, max_len: int) -> list[np.ndarray]:
@@ -44,8 +50,7 @@ def write_all(params: Params, requests: Sequence[dict[str, Any]], slots: int, ma
     Raises:
       ValueError: naming the row, if the model gives no distribution.
     """
-    answers = write(params, requests, min(slots, bucket(len(requests), 1)), max_len)
-    answers = sorted(answers, key=lambda answer: answer.index)
+    answers = list(write(params, requests, min(slots, bucket(len(requests), 1)), max_len, ordered=True))
     check_valid(answers)
     return [answer.tokens for answer in answers]
 

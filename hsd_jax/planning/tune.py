@@ -150,7 +150,6 @@ class Calls:
             temperature=self.temperature,
             seed=self.seed,
             repeats=repeats,
-            progress=lambda what, done, of: None,
         )
         found = []
         for way, mode in zip(ways, modes, strict=True):

@@ -46,9 +46,9 @@ class DataConfig:
     def __post_init__(self):
         settings.check(self, "data")
 
-    def seed_of(self, train: LoopConfig) -> int:
-        """The seed of the order of documents and rows in a run."""
-        return train.seed if self.seed is None else self.seed
+    def seed_of(self, seed: int) -> int:
+        """The seed of the order of documents and rows in a run of this seed."""
+        return seed if self.seed is None else self.seed
 
 
 def read_tokenizer(source: Source) -> tuple[Tokenizer, int | None, int]:
@@ -96,8 +96,7 @@ def read_rows(
     if not files:
         raise ValueError("no data files given")
     documents, words = _read(files, source, config)
-    seed = seed if config.seed is None else config.seed
-    return make_rows(documents, *words, length, seed, vocab_size, config.packing, config.loss_on)
+    return make_rows(documents, *words, length, config.seed_of(seed), vocab_size, config.packing, config.loss_on)
 
 
 def read_encoded(
@@ -221,7 +220,7 @@ def batches_of(
 ) -> contextlib.closing[Batches]:
     """The part of a run's batches that lies on the devices of this process; closed with the block."""
     index, count = rows_here(mesh)
-    seed = config.seed_of(train)
+    seed = config.seed_of(train.seed)
     return contextlib.closing(
         Batches(rows, train.batch, seed, process_index=index, process_count=count, features=features)
     )

@@ -142,8 +142,8 @@ def restrict_drafter(
     rows = read_rows(data_files, checkpoint, ROW, 0, config.vocab_size, DataConfig(loss_on=loss_on))
     if (num := len(rows.tokens)) < 2:
         raise ValueError(f"the data fill one row of {ROW} tokens: at least two are needed, one to judge by")
-    used, kept = (rows.take(part) for part in (slice(-max(1, num // 10)), slice(-max(1, num // 10), None)))
-    labels, held_out = (some["tokens"][some["mask"]] for some in (used, kept))
+    count = max(1, num // 10)
+    labels, held_out = (rows.tokens[part][rows.mask[part]] for part in (slice(-count), slice(-count, None)))
     num_kept = math.ceil(share * config.vocab_size)
     draft_to_target = choose(labels, num_kept, config.vocab_size, checkpoint.eos)
     report(describe(draft_to_target, labels, "labels counted"))

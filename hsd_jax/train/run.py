@@ -18,14 +18,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax.drafters.table import METHODS
 from hsd_jax.host import lock, sharding
 from hsd_jax.host.distributed import check_mesh, check_same, wait_for_all
 from hsd_jax.host.files import is_writer
 from hsd_jax.models.checkpoint import Source
 from hsd_jax.train import data, manifest
 from hsd_jax.train.curves import draw_curves
-from hsd_jax.train.distill import DistillRecipe
+from hsd_jax.train.distill import DISTILLED, DistillRecipe
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.journal import Journal, Report
 from hsd_jax.train.loop import Judge, LoopConfig, fit
@@ -75,14 +74,13 @@ def train(
     about = {"kind": task.kind, **task.open(), "files": manifest.fingerprints(data_files)}
     claims = manifest.check(out, force, recipe, **about)
     check_same("recipe, models and data of the run", repr((claims, rows.fingerprint)))
-    is_begun = manifest.has_checkpoints(out)
     report(found.describe())
-    params = task.begin(rows, is_begun)
+    params = task.begin(rows)
     _describe(report, task.kind, params, rows, loop)
     shardings, place = placement(mesh, loop, task.config)
     judge = None
     if asked is not None and asked.every:
-        judge = Judge(asked.every, task.scores(prompts, params, is_begun), task.save)
+        judge = Judge(asked.every, task.scores(prompts), task.save)
     note, begin = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
     with task.batches(rows) as batches, _journal_of(out, loop, report) as journal:
         model = task.loss, params, task.frozen
@@ -99,8 +97,7 @@ def recipe_of(kind: str, model_kind: Any = None) -> type[AnyRecipe]:
     """The class of the recipes of `hsd train target` and `hsd train drafter`, of this `model.kind`."""
     if kind == "target":
         return TargetRecipe
-    method = METHODS.get(model_kind) if isinstance(model_kind, str) else None
-    return DrafterRecipe if method is None or method.distilled is None else DistillRecipe
+    return DistillRecipe if model_kind in DISTILLED else DrafterRecipe
 
 
 @contextlib.contextmanager

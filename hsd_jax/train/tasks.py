@@ -51,8 +51,8 @@ class Task:
     kind: of the run, in `recipe.json`; reads: the configuration whose vocabulary and positions the rows must fit;
     words: the checkpoint whose tokenizer reads them; folder: of the result.
     open(): reads the models; returns what, besides recipe and data, makes the run this one.
-    begin(rows, is_begun): the first weights; sets `loss` and `stages`, as `loop.fit` takes them.
-    scores(prompts, params, is_begun): what judges weights, given the first ones.
+    begin(rows): the first weights; sets `loss` and `stages`, as `loop.fit` takes them.
+    scores(prompts): what judges weights.
     batches(rows): what `fit` reads.
     save(params, judged): puts the result, and its scores if there are any, in the place of the one before.
     close(): says what is left to say.
@@ -75,6 +75,11 @@ class Task:
 
     def __post_init__(self):
         """Finds what needs no reading, and refuses what is wrong already."""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a run in `out` has come as far as its first checkpoint."""
+        return manifest.has_checkpoints(self.out)
 
     def batches(self, rows: data.Rows) -> contextlib.closing[Any]:
         return data.batches_of(rows, self.recipe.train, self.recipe.data, self.mesh)
@@ -117,7 +122,7 @@ class TargetTask(Task):
         self.start = None if self.start_dir is None else target.grown_from(find(self.start_dir), self.config)
         return about if self.start is None else about | {"start": convert.weights_hash(self.start)}
 
-    def begin(self, rows: data.Rows, is_begun: bool) -> Weights:
+    def begin(self, rows: data.Rows) -> Weights:
         config, train = self.config, self.recipe.train
         is_sliding = all(config.layer_type(i) == SLIDING for i in range(config.num_layers))
         remedy = f"longer rows, or a model.sliding_window={train.length} in all layers, end that"
@@ -183,7 +188,7 @@ class DrafterTask(TaughtTask):
             raise ValueError(f"{self.folder}: is a file; the drafter is to become a folder there")
         about: dict[str, Any] = {"target": owner.hash}
         self.start = None
-        if manifest.has_checkpoints(self.out) and "start" in (claimed := manifest.claimed(self.out)):
+        if self.is_begun and "start" in (claimed := manifest.claimed(self.out)):
             # Where it once began does not matter any more, nor whether that is still there.
             about["start"] = claimed["start"]
         elif self.start_dir is not None:
@@ -193,7 +198,7 @@ class DrafterTask(TaughtTask):
             about["start"] = manifest.fingerprints([self.start_dir / drafter_files.DRAFTER_FILE])
         return about
 
-    def begin(self, rows: data.Rows, is_begun: bool) -> Weights:
+    def begin(self, rows: data.Rows) -> Weights:
         config, train, report, frozen = self.config, self.recipe.train, self.report, self.frozen
         params = init_drafter(jax.random.key(train.seed), config, frozen["embedding"])
         if self.recipe.model.trunk_begins == drafter.LAST_LAYER:
@@ -205,7 +210,7 @@ class DrafterTask(TaughtTask):
             say_reach(report, train.length, config.window, config.max_position, remedy)
         labels, self.hot = rows.tokens[rows.mask], None
         if config.reduced_vocab_size is not None:
-            self.hot = frequent_tokens.of_run(self.out, is_begun, labels, config, self.words.eos, report)
+            self.hot = frequent_tokens.of_run(self.out, self.is_begun, labels, config, self.words.eos, report)
         if self.start is not None:
             begun = started_from(params, self.start[1], self.hot)
             params = begun.weights
@@ -224,7 +229,7 @@ class DrafterTask(TaughtTask):
         cached = features.open_features(self.recipe.features, rows, *models, pass_rows, self.report, **kept)
         return data.batches_of(rows, train, self.recipe.data, self.mesh, cached)
 
-    def scores(self, prompts: list[np.ndarray], params: Weights, is_begun: bool) -> Judged:
+    def scores(self, prompts: list[np.ndarray]) -> Judged:
         """Simulated tau on greedy and on sampled texts."""
         texts, tree = {}, self.recipe.eval.tree(self.config.num_steps)
         for name, temperature in (("greedy", 0.0), ("sampled", self.recipe.eval.temperature)):
@@ -280,20 +285,20 @@ class DistillTask(TaughtTask):
                 f"--start {start}: is {own.kind}; give --kind {own.kind}, or the model that it was trained from"
             )
         self.config = model.how.config_of(own, self.reads, owner.hash, model.steering_layers, model.steps)
-        self.added = model.how.added(jax.random.key(self.recipe.train.seed), self.config)
-        weights = self.added | weights
+        fresh = model.how.added(jax.random.key(self.recipe.train.seed), self.config)
+        self.added, weights = tuple(fresh), fresh | weights  # the names of the parts that a language model lacks
         self.learned = {name: weights[name] for name in self.added} if model.frozen else weights
         self.kept = {name: part for name, part in weights.items() if name not in self.learned}
         self.frozen = {"target": self.target.target, "drafter": self.kept}
         was_frozen = manifest.claimed(self.out).get("model", {}).get("frozen", model.frozen)
-        if self.force and was_frozen != model.frozen and manifest.has_checkpoints(self.out):
+        if self.force and was_frozen != model.frozen and self.is_begun:
             raise ValueError(
                 f"{self.out} holds a run with model.frozen={was_frozen}, whose checkpoints have other weights than one"
                 f" with {model.frozen}: choose another folder"
             )
         return {"target": owner.hash, "start": start.hash("float32")}
 
-    def begin(self, rows: data.Rows, is_begun: bool) -> Weights:
+    def begin(self, rows: data.Rows) -> Weights:
         self.report(f"starting from {self.start}")
         self.loss = distill.make_loss(self.reads, self.config, self.recipe.loss, self.recipe.train.remat)
         return self.learned
@@ -303,10 +308,10 @@ class DistillTask(TaughtTask):
         train, asked = self.recipe.train, self.recipe.on_policy
         if not asked.num_rows(train):
             return super().batches(rows)
-        writer, seed = model_of(self.config), self.recipe.data.seed_of(train)
+        writer, seed = model_of(self.config), self.recipe.data.seed_of(train.seed)
         return contextlib.closing(MixedBatches(rows, train, seed, asked, writer, self.words.eos, self.out))
 
-    def scores(self, prompts: list[np.ndarray], params: Weights, is_begun: bool) -> Judged:
+    def scores(self, prompts: list[np.ndarray]) -> Judged:
         """Held-out divergences, and real decodes of the same prompts; those of the first weights are written down."""
         asked, config = self.recipe.eval, self.config
         texts = self.texts("sampled", prompts, asked.temperature)
@@ -317,8 +322,8 @@ class DistillTask(TaughtTask):
             pair = dataclasses.replace(self.target, drafter=weights, drafter_config=config)
             return distill.decoded(pair, prompts, asked) | measure(weights, self.target.target)
 
-        if not is_begun:
-            before = judged(params)
+        if not self.is_begun:
+            before = judged(self.learned)
             write_json(self.out / BEFORE, before)
             self.report(f"before: {line_of(before)}")
         return judged

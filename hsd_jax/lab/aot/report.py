@@ -38,8 +38,6 @@ from hsd_jax.train.loop import LoopConfig
 
 COLLECTIVE_SECONDS = {"gpu": 1e-5, "tpu": 2e-6}
 """What a transfer between devices is assumed to cost besides its bytes."""
-DATA_SHEET = ("bytes_per_second", "flops_per_second")
-"""Rates of a kind of device; what an operation costs besides is that of its platform."""
 PREALLOCATED = 0.75
 """Of a GPU's memory, what jax takes where XLA_PYTHON_CLIENT_MEM_FRACTION says nothing else."""
 LARGE = 2**20
@@ -204,7 +202,9 @@ def _estimate(
     must = weights + drafter + used + bytes_on_device(drafter_state)
     rows = job.batch // mesh_sizes["data"] * {PREFILL: min(CHUNK, job.slots), PLAIN: 1}.get(name, job.tree.nodes)
     kind = devices.kind
-    rates = dataclasses.replace(DEVICE_RATES[kind.platform], **{name: getattr(kind, name) for name in DATA_SHEET})
+    rates = dataclasses.replace(  # what an operation costs besides is that of the platform
+        DEVICE_RATES[kind.platform], bytes_per_second=kind.bytes_per_second, flops_per_second=kind.flops_per_second
+    )
     num_transfers = sum(kind["count"] for kind in record["collectives"].values())
     seconds = rates.seconds(record["read_bytes"], 2 * rows * weights / jnp.dtype(DTYPE).itemsize)
     seconds += record["launches"] * rates.operation_seconds + num_transfers * COLLECTIVE_SECONDS[kind.platform]

@@ -65,9 +65,8 @@ def _places_of(
     """The places of all tokens of a text but the first, by one pass over it, which with the CPU kernels has the bits of
     the decode: at the edge of a filter another rounding is another answer."""
     num = len(coins)
-    slots = (num,) * config.num_layers
     dtype = cache_lib.fastest_dtype(weights["embedding"].dtype)
-    cache = cache_lib.empty_cache(slots, 1, config.num_kv_heads, config.head_dim, dtype)
+    cache = cache_lib.cache_of(config, 1, num, dtype)
     read = traced_with(None, use_native, None, read_chunk)
     logits = read(weights, config, cache, row[None, :-1], 0, jnp.full(1, num))[0].logits[0]
     return places(logits, row[1:], coins, sampling)

@@ -52,17 +52,16 @@ def gap_by_depth(
     """
     vocab_size = mode.params.target_config.vocab_size
     most, nodes = max(16, MOST_NUMBERS // vocab_size), defaultdict(list)
-    scheme = rule_and_scheme(mode.accept, mode.draw)[1]
-    watched = None
+    accept, scheme = rule_and_scheme(mode.accept, mode.draw)
+    rule, watched = make_rule(accept, mode.tree), None
     for row, prompt in enumerate(prompts[:MOST_PROMPTS]):
         if sum(map(len, nodes.values())) >= most:
             break
         speculation = Speculation(mode.tree, mode.accept, mode.draw, mode.reuse)
         asked = Sampling(max_new_tokens, temperature, seed=[seed + row])
         with prepare(mode.params, prompt, asked, speculation) as session:
-            rule = make_rule(rule_and_scheme(mode.accept, mode.draw)[0], mode.tree)
-            step = session.setup.decoder, mode.params.target_config, rule, look_along_path
-            watched = watched or watched_step(*step)
+            decoder, config = session.setup.decoder, mode.params.target_config
+            watched = watched or watched_step(decoder, config, rule, look_along_path)
             for seen in watched_rounds(session, watched):
                 accepted, counts, target, draft = (np.asarray(x)[0] for x in seen)
                 for depth in range(min(int(accepted) + 1, len(counts))):

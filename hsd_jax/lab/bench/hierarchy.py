@@ -40,7 +40,7 @@ from hsd_jax.planning.hierarchy import (
     plan_hierarchy,
 )
 from hsd_jax.planning.measure import Mode, Runs, mode_record, time_modes
-from hsd_jax.planning.simulate import Texts, write_texts
+from hsd_jax.planning.simulate import write_texts
 
 PLAIN, SINGLE, STACK = "plain decoding", "best single drafter", "best stack"
 TARGET = "target"
@@ -177,7 +177,6 @@ class Table:
 
     pair: Callable[[Model, Model], Params]
     """As `paired`."""
-    temperature: float
     models: list[Model]
     """The smallest first, drafters before models, the target last."""
     pass_seconds: list[list[float]]
@@ -187,8 +186,8 @@ class Table:
     acceptance: np.ndarray
     longest: dict[tuple[int, int], int]
     """As in `ways`."""
-    texts: dict[int, Texts]
-    """Of every model for which another may draft."""
+    laws: dict[tuple[int, int], list[Law]]
+    """Of the pairs in `longest`: what a verification of 1, 2, ... drafts of the first adds to text of the second."""
 
 
 def table_of(
@@ -220,19 +219,20 @@ def table_of(
         say(f"text of {everything[number].folder}")
         prompts = [np.asarray(row) for row in ids]
         texts[number] = write_texts(everything[number].alone, prompts, num_tokens, temperature, work.seed)
-    acceptance = np.eye(len(everything))
+    acceptance, laws = np.eye(len(everything)), {}
     for i, j in longest:
         both = pair(everything[i], everything[j])
-        if everything[i].alone is not None:
-            _, acceptance[i, j] = rounds.judged(both, texts[j], temperature)
+        if everything[i].alone is not None:  # in a stack, the drafts of two levels may wait for one verification
+            counts, acceptance[i, j] = rounds.judged(both, texts[j], temperature)
+            laws[i, j] = rounds.laws_along(counts, texts[j], 2 * max_length)
             continue
         length = min(max_length, method_of(both.drafter_config).planning.max_depth(both.drafter_config))
-        longest[i, j], law = length, rounds.laws_of(both, texts[j], length, temperature)[-1]
-        acceptance[i, j] = acceptance_giving(mean(law), length)
+        laws[i, j] = rounds.laws_of(both, texts[j], length, temperature)
+        longest[i, j], acceptance[i, j] = length, acceptance_giving(mean(laws[i, j][-1]), length)
         drafting = round_seconds(both, length) - costs[j - len(drafters)][length]
         of_drafts.append([max(drafting, 0.0) / length])
     costs, seconds = [*of_drafts, *costs], [*of_drafts, *seconds]
-    return Table(pair, temperature, everything, seconds, costs, acceptance, longest, texts)
+    return Table(pair, everything, seconds, costs, acceptance, longest, laws)
 
 
 def parts_of(table: Table, way: Hierarchy) -> list[tuple[int, int, int]]:
@@ -258,7 +258,7 @@ def rounds_by_part(
     for level, part in enumerate(parts_of(table, way)):
         i, j, drafts = part
         pair = table.pair(table.models[i], table.models[j])
-        laws = rounds.laws_of(pair, table.texts[j], way.most(level), table.temperature)
+        laws = table.laws[i, j][: way.most(level)]
         passes, one = pace * np.array(table.pass_seconds[j]), pace * table.pass_seconds[i][0]
         besides = taken[part] - passes[drafts] - drafts * one
         if table.models[i].alone is not None:  # a trained drafter drafts as many as here: its round is as was timed

@@ -154,8 +154,10 @@ def tuned_modes(params: Params, record: Any, temperature: float, name: str) -> l
     if not drafting:
         what = "plain decoding was the fastest" if found else "it says nothing of single rows at such a temperature"
         raise ValueError(f"--tuned {name}: {what}; there is nothing to compare plain decoding with")
-    only = {way: None if choice.is_whole else record.only(choice) for way, choice in drafting.items()}
-    return [Mode(f"tree {w}", params, c.tree, reuse=c.reuse, tuned=only[w]) for w, c in drafting.items()]
+    return [
+        Mode(f"tree {way}", params, c.tree, reuse=c.reuse, tuned=None if c.is_whole else record.only(c))
+        for way, c in drafting.items()
+    ]
 
 
 def plain_variants(params: Params, load: Callable[[str], Any]) -> list[Mode]:

@@ -80,7 +80,7 @@ def profile_mode(mode: Mode, prompt: Prompt, max_new_tokens: int, temperature: f
         state,
         accept=mode.accept,
         scheme=rule_and_scheme(mode.accept, mode.draw)[1],
-        precision="highest" if params.precision == "exact" else None,
+        precision=params.matmul_precision,
         use_native=params.mesh is None,
     )
 

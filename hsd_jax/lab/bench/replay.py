@@ -224,7 +224,7 @@ def replay_logits(
 )
 def _replay(weights, config, text, prompt_length, prompt_bucket, num_chunks, num_nodes, dtype, use_native):
     capacity = max(text.shape[0], prompt_bucket + num_nodes)
-    cache = cache_lib.empty_cache((capacity,) * config.num_layers, 1, config.num_kv_heads, config.head_dim, dtype)
+    cache = cache_lib.cache_of(config, 1, capacity, dtype)
     read, run = (traced_with(None, use_native, None, function) for function in (read_chunk, forward))
     _, cache = read(weights, config, cache, text[None, :prompt_bucket], 0, (prompt_length - 1)[None])
 

@@ -88,7 +88,7 @@ def round_seconds(
     """Seconds of a round that drafts and verifies a chain, as whole decodes of all prompts have it."""
     mode = Mode("a pair", pair, TreeConfig.chain(drafts))
     asked = {"max_new_tokens": num_tokens, "temperature": temperature, "repeats": CALIBRATIONS}
-    return seconds_a_round(mode, time_modes([mode], prompts, **asked, progress=lambda what, done, of: None))
+    return seconds_a_round(mode, time_modes([mode], prompts, **asked))
 
 
 def follow_seconds(pair: Params, prompt: Sequence[int], drafts: int) -> float:
@@ -114,11 +114,15 @@ def laws_of(pair: Params, texts: Texts, most: int, temperature: float) -> list[L
     """
     assert pair.drafter is not None, "of a pair"
     if method_of(pair.drafter_config).is_language_model:
-        counts, _ = judged(pair, texts, temperature)
-        return [accepted_along(np.minimum(counts, n), texts, n).law for n in range(1, most + 1)]
+        return laws_along(judged(pair, texts, temperature)[0], texts, most)
     drafts = [(TreeConfig.chain(n), NO_REUSE) for n in range(1, most + 1)]
     models = pair.drafter, pair.drafter_config, pair.target, pair.target_config
     return [fate.law for fate in accepted_lengths(*models, texts, drafts, temperature)[0]]
+
+
+def laws_along(counts: Int[np.ndarray, "texts ages roots"], texts: Texts, most: int) -> list[Law]:
+    """As `laws_of`, from what `judged` counted."""
+    return [accepted_along(np.minimum(counts, n), texts, n).law for n in range(1, most + 1)]
 
 
 def judged(pair: Params, texts: Texts, temperature: float) -> tuple[Int[np.ndarray, "texts ages roots"], float]:

@@ -230,9 +230,8 @@ def test_parts_of_rounds(monkeypatch):
     passes = [[0.1], [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], [5.0, 5.1, 5.2, 5.3, 5.4, 5.5]]
     edges = {(0, 1): 3, (1, 2): 3}
     pair = lambda small, large: (small.folder, large.folder)  # noqa: E731
-    table = hierarchy.Table(pair, 0.0, models, passes, passes, np.eye(3), edges, {1: "text", 2: "text"})
-    sure = lambda pair, texts, most, temperature: [{n + 1: 1.0} for n in range(1, most + 1)]  # noqa: E731
-    monkeypatch.setattr(rounds, "laws_of", sure)
+    laws = {edge: [{n + 1: 1.0} for n in range(1, 7)] for edge in edges}
+    table = hierarchy.Table(pair, models, passes, passes, np.eye(3), edges, laws)
     monkeypatch.setattr(rounds, "follow_seconds", lambda pair, prompt, length: 0.25)
     single, stack = Hierarchy((1, 2), (3,), 0.0), Hierarchy((0, 1, 2), (3, 1), 0.0)
     assert hierarchy.parts_of(table, single) == [(1, 2, 2)]
