@@ -33,17 +33,19 @@ def profile_at(config: Any, temperature: float) -> tuple[float, ...]:
 def expected_tokens(profile: Sequence[float], tree: TreeConfig) -> np.ndarray:
     """Tokens a round if the 1, 2, ... N likeliest nodes of every tree are verified.
 
-    Of a level's siblings the first is worth the profile, all W together 1 - (1 - a)^(1 + (W - 1) / 2): a guess; the
-    tuner measures.
+    Each level holds the W likeliest children of each of the W likeliest nodes of the level above. The likeliest child
+    of a node is right with the profile's a, one of the first W with 1 - (1 - a)^(1 + log2(W) / 2). That is fitted: it
+    gives the tokens of trees of 8 and 16 nodes within a tenth, SmolLM2's and the demo pair's. The tuner measures.
     """
-    gains, reached = [], 1.0  # the probability that a round gets to the level above
+    power = 1 + np.log2(np.arange(1, tree.width + 1)) / 2
+    reached, gains = np.ones(1), []
     for a in profile[: tree.depth]:
-        best = reached * a
-        together = reached * (1 - (1 - a) ** (1 + (tree.width - 1) / 2))
-        gains += [best] + [(together - best) / max(tree.width - 1, 1)] * (tree.width - 1)
-        reached = together
-    gains = np.sort(gains)[::-1][: tree.nodes - 1]
-    return 1 + np.concatenate([[0.0], np.cumsum(gains)])
+        shares = np.diff(1 - (1 - a) ** power, prepend=0.0)
+        children = np.sort(np.outer(reached, shares).ravel())[::-1]
+        gains.append(children)
+        reached = children[: tree.width]
+    best = np.sort(np.concatenate(gains))[::-1][: tree.nodes - 1]
+    return 1 + np.concatenate([[0.0], np.cumsum(best)])
 
 
 def chain_law(profile: Sequence[float]) -> Law:

@@ -47,7 +47,7 @@ class Rates:
 
 
 CPU_RATES = {  # of one core
-    "avx512_bf16": Rates(24e9, 90e9, 3e-6, skips_rows=True, narrow=1.8),
+    "avx512_bf16": Rates(20e9, 90e9, 3e-6, skips_rows=True, narrow=1.8),
     "avx512": Rates(24e9, 90e9, 3e-6, skips_rows=True),
     "avx2": Rates(20e9, 55e9, 3e-6, skips_rows=True),
     native.OFF: Rates(12e9, 40e9, 5e-6, many_rows=2.2),

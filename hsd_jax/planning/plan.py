@@ -31,8 +31,8 @@ NEARLY = 0.98
 more exact than that."""
 LONGEST_PLANNED = 8
 """Nodes of the longest chain that is considered."""
-WIDE_PLANNED = ((8, 4, 2), (16, 6, 4))
-"""Nodes, depth and width of the trees that are considered, where a drafter can grow them."""
+WIDE_PLANNED = ((6, 3, 2), (8, 4, 2), (16, 7, 3))
+"""Nodes, greatest depth and width of the trees that are considered, where a drafter can grow them."""
 BETWEEN = 0.4
 """Temperature for which the tree of several rows is chosen: they share one plan, greedy or sampled."""
 
@@ -55,18 +55,15 @@ class Plan:
         return f"trees of {'up to ' if self.is_chosen else ''}{self.tree.name}{reuse}: {self.reason}"
 
 
-def candidates(config: Any, skips_rows: bool) -> list[TreeConfig]:
-    """The trees that a drafter can grow and that may be chosen.
-
-    Where every node costs, these are chains: nearly all drafts that pay lie on the likeliest path of a wide tree, and
-    the others cost more to grow than they give.
-    """
+def candidates(config: Any) -> list[TreeConfig]:
+    """The trees that a drafter can grow and that may be chosen."""
     method = method_of(config).planning
     steps = method.max_depth(config)
     found = [TreeConfig.chain(depth) for depth in range(1, min(steps, LONGEST_PLANNED - 1) + 1)]
-    if method.grows_wide and not skips_rows:
-        widest = config.draft_vocab_size
-        found += [TreeConfig(*tree) for tree in WIDE_PLANNED if tree[1] <= steps and tree[2] <= widest]
+    for nodes, most, width in WIDE_PLANNED if method.grows_wide else ():
+        depth = min(most, steps)
+        if width <= config.draft_vocab_size and nodes <= 1 + width + (depth - 1) * width**2:
+            found.append(TreeConfig(nodes, depth, width))
     return found
 
 
@@ -84,7 +81,7 @@ def choose(model: CostModel, batch: int, context: int, temperature: float) -> Pl
         return model.tokens_a_second(batch, context / 4, tree, profile_at(model.drafter, temperature))
 
     deepest = len(profile_at(model.drafter, temperature))
-    trees = [tree for tree in candidates(model.drafter, model.rates.skips_rows) if tree.depth <= deepest]
+    trees = [tree for tree in candidates(model.drafter) if tree.depth <= deepest]
     if not trees:
         return Plan(None, "this drafter can grow no tree that is considered")
     rates = {tree: rate(tree, temperature if batch == 1 else BETWEEN) for tree in trees}

@@ -404,3 +404,23 @@ def test_a_drafter_without_a_profile_starts_from_a_careful_one():
 def test_expected_tokens_are_those_of_a_chain():
     found = acceptance.expected_tokens((0.5, 0.5, 0.5), CHAIN)
     np.testing.assert_allclose(found, [1, 1.5, 1.75, 1.875])
+
+
+def test_expected_tokens_of_a_tree():
+    """Half of the likeliest children are right, 1 - 0.5^1.5 of two; below the second one both shares shrink."""
+    second = 0.5 - 0.5**1.5
+    found = acceptance.expected_tokens((0.5, 0.5), TreeConfig(7, 2, 2))
+    np.testing.assert_allclose(np.diff(found), [0.5, 0.25, second, second / 2, second / 2, second**2])
+    assert acceptance.expected_tokens((0.5,), TreeConfig(2, 1, 1)).tolist() == [1.0, 1.5]
+
+
+def test_a_tree_is_wide_where_drafts_often_fail_and_a_chain_where_they_seldom_do():
+    """Sizes of SmolLM2 and its drafter, which is right in half of its places, on kernels where rows are cheap."""
+    target = toy.target_config(hidden_size=576, num_layers=30, intermediate_size=1536, vocab_size=49152)
+    for first, is_wide in ((0.45, True), (0.9, False)):
+        known = {"profile": (first, *[first + 0.05] * 6), "sampled_profile": (first,) * 7, "num_steps": 7, "rank": 128}
+        drafter = toy.drafter_config(target, intermediate_size=1536, **known)
+        tree = plan.choose(
+            CostModel(target, drafter, Rates(4e10, 1.8e11, 3e-6, skips_rows=True, narrow=1.8), 2, 2), 1, 512, 0.0
+        ).tree
+        assert (tree.width > 1) == is_wide, (first, tree)

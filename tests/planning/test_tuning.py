@@ -224,7 +224,7 @@ def test_default_trees_of_other_drafters():
     found = tuning.default_trees(hot)
     assert max(tree.width for tree in found) == 2 and max(tree.nodes for tree in found if tree.width == 1) == 16
     rescored = RescoredConfig(toy.drafter_config(toy.target_config()), arcs=2)
-    for trees in (tuning.default_trees(rescored), plan.candidates(rescored, skips_rows=False)):
+    for trees in (tuning.default_trees(rescored), plan.candidates(rescored)):
         assert max(tree.width for tree in trees) == 2
     assert [t.nodes for t in tuning.default_trees(LookupConfig())] == list(range(4, 17))
     assert [t.nodes for t in tuning.default_trees(SmallLMConfig(**vars(toy.target_config())))] == [4, 5, 6, 7, 8]
