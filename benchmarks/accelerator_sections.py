@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from accelerator_models import (
     TARGETS,
-    random_drafter,
     random_target,
     replay_table,
     replaying,
@@ -42,6 +41,7 @@ from hsd_jax.kernels.check import differences
 from hsd_jax.lab.bench.machine import hardware
 from hsd_jax.lab.bench.profile import profile_round
 from hsd_jax.lab.bench.prompts import demo_prompts
+from hsd_jax.lab.random_models import random_drafter
 from hsd_jax.models.cache import fastest_dtype
 
 DEPTH = 7

@@ -31,8 +31,8 @@ from hsd_jax.infer.sampling import row_keys
 from hsd_jax.kernels.native import traced_platform
 from hsd_jax.models.placement import check_free
 from hsd_jax.params import Params
-from hsd_jax.planning.costs import rates_here
 from hsd_jax.planning.plan import Plan
+from hsd_jax.planning.rates import rates_here
 from hsd_jax.request import (
     AUTO,
     MOST_LOOKAHEAD,

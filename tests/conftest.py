@@ -15,7 +15,8 @@ REPO = Path(__file__).resolve().parent.parent
 
 # Before jax is imported. Programs that a test starts inherit both.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["HSD_TUNED"] = "off"  # what `hsd tune` has found on this machine is not for tests to follow
+os.environ["HSD_TUNED"] = "off"  # what `hsd tune` has found on this machine is not for tests to follow,
+os.environ["HSD_RATES"] = "off"  # and neither is how fast it is
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 # Shapes are checked where functions are. Not in types.py: jax builds pytrees of None, of 0 and of placeholders

@@ -47,7 +47,7 @@ hsd bench --target DIR --drafter DIR --prompts questions.jsonl --trees 4x3x2,8x5
     options.add_json_argument(parser)
     options.add_plot_argument(parser)
     more = parser.add_subparsers(title="more", metavar="COMMAND", action=options.OwnOptions)
-    for add in (_add_tasks, _add_compare, _add_ablate, _add_budget, scored.add_rescore, scored.add_recall):
+    for add in (_add_tasks, _add_sizes, _add_compare, _add_ablate, _add_budget, scored.add_rescore, scored.add_recall):
         add(more)
 
 
@@ -311,3 +311,39 @@ def run_tasks(args: argparse.Namespace) -> int:
         record = made.run(args.out / "tasks.json")
         foot = [*tasks.texts_of(record), *report.footer(record, tasks.NOTE)]
         return _finish(args, "tasks", record, list(tasks.tables_of(record)), foot, plots.plot_tasks)
+
+
+def _add_sizes(commands) -> None:
+    parser = options.add_command(
+        commands,
+        "sizes",
+        run_sizes,
+        "what passes over 1 to 32 rows cost, from 19 million weights to 3 billion",
+        "Time passes over several rows, and drafting, of random weights of the shapes of the bundled pair, of SmolLM2\n"
+        "and of public models, beside what this processor reads and multiplies; and give the tokens a second that a\n"
+        "tau would mean. Downloads nothing. The 3 billion need 8 GB of memory.",
+        """
+hsd bench sizes --out runs/sizes
+hsd bench sizes --shapes smollm2 llama-3.2-1b --rows 1,8 --out runs/sizes
+""",
+    )
+    from hsd_jax.lab.aot.targets import known_targets
+
+    what = f"demo, smollm2, a config.json, or {', '.join(known_targets())}"
+    add_value(
+        parser, "--shapes NAME", str, what, without="demo, smollm2 and those of up to 3 billion weights", nargs="+"
+    )
+    add_value(parser, "--rows N,...", options.numbers(COUNT), "rows of a pass", without="1,2,4,8,16,32")
+    add_value(parser, "--taus T,...", options.numbers(options.POSITIVE), "tokens a pass", without="1.5,2,3,4")
+    _add_out_argument(parser, "sizes")
+
+
+def run_sizes(args: argparse.Namespace) -> int:
+    """Measures the size of the model as an axis."""
+    from hsd_jax.lab.bench import experiment, report, sizes
+
+    names, rows, taus = args.shapes or sizes.SHAPES, args.rows or sizes.ROWS, args.taus or sizes.TAUS
+    with experiment.alone_in(args.out, shapes=names, rows=rows, taus=taus):
+        record = sizes.run(names, rows, taus, args.out / "sizes.json")
+        report.write_pages(list(sizes.tables_of(record)), [sizes.NOTE], args.out, "sizes")
+    return 0

@@ -39,7 +39,7 @@ hsd demo --precision exact --temperature 0.8
     options.add_precision_argument(parser)
     options.add_tree_arguments(parser)
     options.add_plot_argument(parser)
-    names = "revision", "tokenizer", "mesh", "max_len", "rescore", "alpha", "stack", "pearl"
+    names = "revision", "tokenizer", "mesh", "max_len", "rescore", "alpha", "stack", "pearl", "devices"
     parser.set_defaults(demo=False, strict=False, **dict.fromkeys(names))
 
 

@@ -1,4 +1,4 @@
-"""`hsd info`: what is in a checkpoint or drafter folder."""
+"""`hsd info`: what is in a checkpoint or drafter folder, and how fast this processor is."""
 
 from __future__ import annotations
 
@@ -13,27 +13,58 @@ def add_parser(commands) -> None:
         commands,
         "info",
         run,
-        "show what a checkpoint or drafter holds",
+        "show what a checkpoint or drafter holds, or measure this processor",
         "Print configuration, parameter count, end tokens, tokenizer and fingerprint of a target (a name, a\n"
-        "Hugging Face folder or a GGUF file) or of a drafter. All weights are read and checked.",
+        "Hugging Face folder or a GGUF file) or of a drafter. All weights are read and checked. With --rates:\n"
+        "measure this processor for two seconds and keep what was found, by which draft trees are chosen.",
         """
 hsd info smollm2
 hsd info runs/demo-target
 hsd info runs/demo/drafter
+hsd info --rates
 """,
     )
     what = "a target, named as elsewhere; or a folder written by `hsd train drafter`"
-    parser.add_argument("source", metavar="NAME", help=what)
+    parser.add_argument("source", metavar="NAME", nargs="?", help=what)
+    parser.add_argument("--rates", action="store_true", help="measure, keep and show the rates of this processor")
     options.add_value(parser, "--revision REV", str, "of ORG/NAME: branch, tag or commit", without="its main branch")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the facts of one folder, a line each."""
-    from hsd_jax.lab.bench.facts import facts_of
-    from hsd_jax.models.checkpoint import find
-
-    facts = facts_of(find(args.source, args.revision))
+    """Prints the facts of one folder, or of this processor, a line each."""
+    if (args.source is None) == (not args.rates):
+        raise ValueError("hsd info takes one of NAME and --rates")
+    facts = _rates() if args.rates else _facts(args)
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name:<{width}}  {value}")
     return 0
+
+
+def _facts(args: argparse.Namespace) -> dict[str, str]:
+    from hsd_jax.lab.bench.facts import facts_of
+    from hsd_jax.models.checkpoint import find
+
+    return facts_of(find(args.source, args.revision))
+
+
+def _rates() -> dict[str, str]:
+    """Measured anew, beside the shipped ones."""
+    from hsd_jax.planning import rates
+
+    level = rates.level_here(True)
+    if level is None:
+        raise ValueError(
+            "--rates: only processors where the CPU kernels run are measured; the shipped rates count here"
+        )
+    found = rates.renewed(level)
+    ours, theirs = found.rates(level), rates.shipped(level)
+    path = rates.kept_path(level)
+    return {
+        "processor": found.device,
+        "reads weights": f"{ours.bytes_per_second / 1e9:.0f} GB/s (shipped {theirs.bytes_per_second / 1e9:.0f})",
+        "multiplies": f"{ours.flops_per_second / 1e9:.0f} GFLOP/s (shipped {theirs.flops_per_second / 1e9:.0f})",
+        "with bfloat16 weights": f"{ours.narrow:.2f} times that (shipped {theirs.narrow:.2f})",
+        "spread of the timings": f"{found.spread:.0%}" + (", so the machine had other work" if found.is_busy else ""),
+        "kept in": "nowhere: HSD_RATES is off" if path is None else str(path),
+    }

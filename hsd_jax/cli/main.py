@@ -38,6 +38,7 @@ environment:
   HSD_CACHE=off       do not keep compiled programs in ~/.cache/hsd_jax
   HSD_CACHE=FOLDER    keep them there
   HSD_NATIVE_ISA=L    CPU kernels of level avx2, avx512 or avx512_bf16, or off: products by XLA, in float32
+  HSD_RATES=off       do not measure this processor; choose draft trees by the shipped rates
   HSD_DEBUG=1         show the whole traceback of an error
 """
 

@@ -13,7 +13,7 @@ from hsd_jax.config import PRECISIONS, QUANTIZED
 from hsd_jax.host import files
 from hsd_jax.lab.bench.prompts import HALVES
 from hsd_jax.lab.bench.tables import say
-from hsd_jax.settings import Count, NotNegative, Seed, Share, Temperature, TopP, Whole, describe, fits
+from hsd_jax.settings import Count, NotNegative, Positive, Seed, Share, Temperature, TopP, Whole, describe, fits
 
 
 def value_of(hint: Any):
@@ -34,7 +34,7 @@ def value_of(hint: Any):
 
 COUNT, WHOLE, SEED = value_of(Count), value_of(Whole), value_of(Seed)
 TEMPERATURE, TOP_P, SHARE = value_of(Temperature), value_of(TopP), value_of(Share)
-WEIGHT = value_of(NotNegative)
+WEIGHT, POSITIVE = value_of(NotNegative), value_of(Positive)
 
 
 def _path_type(check: Callable[[str], Path]):
@@ -115,6 +115,14 @@ def add_command(commands, name: str, run, help: str, description: str, examples:
     return parser
 
 
+def pair_of_counts(text: str) -> tuple[int, int]:
+    """An argparse type: two counts, "6,2"."""
+    counts = numbers(COUNT)(text)
+    if len(counts) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are two whole numbers from 1, for example 6,2")
+    return counts[0], counts[1]
+
+
 def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = True) -> None:
     """Declares which models to load, and how; `load_params` reads it.
 
@@ -133,6 +141,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, is_required: bool = Tru
     add_value(group, "--alpha X", WEIGHT, "of its scores beside the drafter's", without="0.5")
     what = "a small model drafts GAMMA tokens while its last ones are verified (PEARL); auto: measured"
     add_value(group, "--pearl GAMMA", lambda text: text if text == "auto" else COUNT(text), what)
+    what = "with --pearl: devices of the target and, beside them, of the small model, which then run at once: 6,2"
+    add_value(group, "--devices T,D", pair_of_counts, what, without="both on the same, one after the other")
     what = "what drafts for a model that drafts, T tokens a round; again for a level more (hsd plan)"
     add_value(group, "--stack DIR[@T]", str, what, action="append")
     add_dtype_argument(group)
@@ -319,6 +329,8 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
     names = ("drafter", "dtype", "quantize", "max_len", "precision", "mesh", "strict")
     if args.rescore is None and args.alpha is not None:
         raise ValueError("--alpha weighs the scores of --rescore DIR: give both")
+    if args.pearl is None and args.devices is not None:
+        raise ValueError("--devices parts the devices between a target and a small model of --pearl GAMMA: give both")
     params = hsd_jax.load(source_of(args), **{name: getattr(args, name) for name in names} | changes)
     if "drafter" in changes:
         return params
@@ -329,7 +341,7 @@ def load_params(args: argparse.Namespace, **changes: Any) -> Any:
 
         params = stacked(params, args.stack)
     if args.pearl is not None:
-        params = hsd_jax.pearl(params, None if args.pearl == "auto" else args.pearl)
+        params = hsd_jax.pearl(params, None if args.pearl == "auto" else args.pearl, args.devices)
     return params
 
 

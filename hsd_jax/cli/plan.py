@@ -34,7 +34,7 @@ hsd plan --demo --models runs/small-lm --temperature 0.8 --json plan.json
     add_value(parser, "--temperature T", TEMPERATURE, "0 is greedy", 0.0)
     add_value(parser, "--repeats R", COUNT, "timed passes", 3)
     options.add_json_argument(parser)
-    without = dict.fromkeys(("drafter", "rescore", "alpha", "stack", "pearl", "max_len", "mesh"))
+    without = dict.fromkeys(("drafter", "rescore", "alpha", "stack", "pearl", "devices", "max_len", "mesh"))
     parser.set_defaults(precision="fast", strict=False, **without)
 
 

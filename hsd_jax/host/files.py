@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hsd_jax.settings import is_off
+
 _writes = True
 
 
@@ -214,6 +216,19 @@ def _try_to_write(folder: Path, wanted: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise type(error)(f"{wanted}: cannot be written ({error.strerror or error})") from error
+
+
+def kept_folder(variable: str, name: str) -> Path | None:
+    """Where records of a kind are kept for this user: the folder that an environment variable names, or one of this
+    name in `user_cache`; None where the variable is off, or the user has no home directory.
+    """
+    setting = os.environ.get(variable, "")
+    if is_off(setting):
+        return None
+    try:
+        return Path(setting).expanduser() if setting else user_cache() / name
+    except RuntimeError:  # neither HOME nor an entry of this user
+        return None
 
 
 def user_cache() -> Path:

@@ -117,8 +117,8 @@ def match_rule(max_depth: int) -> AcceptRule:
         if noise is None:
             noise = sampling_lib.round_noise(keys, root_position, max_depth + 1, logits.shape[-1], sampling)
         # All nodes of a depth predict the same position.
-        perturbed = sampling_lib.perturb(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling)
-        return walk(tree, ancestors, ops.argmax(perturbed), max_depth)
+        chosen = sampling_lib.choose(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling)
+        return walk(tree, ancestors, chosen, max_depth)
 
     return AcceptRule("match", frozenset(DrawScheme), verify, draws=True)
 

@@ -168,14 +168,27 @@ def perturb(
     Args:
       noise: one row a node, or one for all; a function of none is called only if a row needs it.
     """
+    return _perturbed(noise, logits, sampling, lambda x: x)
+
+
+def choose(
+    noise: Float[Array, "B M V"] | Callable[[], Array], logits: Float[Array, "B w V"], sampling: SamplingParams
+) -> Int[Array, "B w"]:
+    """The argmax of `perturb`: what is drawn. Each branch ends in it, so that none copies the logits."""
+    return _perturbed(noise, logits, sampling, argmax)
+
+
+def _perturbed(noise: Array | Callable[[], Array], logits: Array, sampling: SamplingParams, then: Callable) -> Array:
+    """`then` of the warped logits plus noise; of the logits where no row needs noise."""
 
     def noisy(logits: Array) -> Array:
         drawn = noise() if callable(noise) else noise
-        return warp(logits, sampling) + jnp.where((sampling.temperature > 0.0)[:, None, None], drawn, 0.0)
+        return then(warp(logits, sampling) + jnp.where((sampling.temperature > 0.0)[:, None, None], drawn, 0.0))
 
     if sampling.all_greedy:
-        return logits
-    return lax.cond(jnp.any(sampling.temperature > 0.0), noisy, lambda x: x, logits)
+        return then(logits)
+    # A function of its own each time: jax keeps what it traced of a branch, with the rows that were active then.
+    return lax.cond(jnp.any(sampling.temperature > 0.0), noisy, lambda x: then(x), logits)
 
 
 def draw(
@@ -185,7 +198,7 @@ def draw(
     sampling: SamplingParams,
 ) -> Int[Array, "B M"]:
     """The target's token at absolute position `positions[b, m]`, given the logits that predict it."""
-    return argmax(perturb(lambda: position_noise(keys, positions, logits.shape[-1]), logits, sampling))
+    return choose(lambda: position_noise(keys, positions, logits.shape[-1]), logits, sampling)
 
 
 def row_keys(seeds: Sequence[tuple[int, int]]) -> jax.Array:

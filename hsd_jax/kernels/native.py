@@ -47,6 +47,7 @@ SYMBOLS = {
     "rope": "HsdRope",
     "gumbel": "HsdGumbel",
     "first_best": "HsdFirstBest",
+    "top_k": "HsdTopK",
     "gather": "HsdGather",
 }
 
@@ -72,6 +73,8 @@ LEVELS = {
     "avx512_bf16": Level((*_AVX512.needs, "avx512_bf16"), (*_AVX512.flags, "-mavx512bf16"), rounds_rows=True),
 }
 """From the least to the most capable. There is no kernel for AMX: such machines run avx512_bf16."""
+MOST_BEST = 16
+"""Of the largest numbers of a row, most that `top_k` finds: it keeps a sorted list."""
 OFF = "off"
 ISA_VARIABLE = "HSD_NATIVE_ISA"
 
@@ -299,6 +302,16 @@ def argmax(x: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     """`ops.argmax` in one call; 0 for rows that are not active."""
     out = jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32)
     return _call("first_best", out)(x, _flags(math.prod(out.shape)))
+
+
+def top_k(
+    x: Float[Array, "*rows V"], k: int
+) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"], Float[Array, "*rows 1"]]:
+    """`ops.top_k` in one call; zeros for rows that are not active. A NaN is never among the largest."""
+    rows = x.shape[:-1]
+    out = [((*rows, k), jnp.float32), ((*rows, k), jnp.int32), ((*rows, 1), jnp.float32)]
+    best, places, total = _call("top_k", [jax.ShapeDtypeStruct(*one) for one in out])(x, _flags(math.prod(rows)))
+    return best, places, total
 
 
 def gather(table: Float[Array, "V H"], index: Int[Array, "*n"]) -> Float[Array, "*n H"]:

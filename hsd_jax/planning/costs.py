@@ -1,7 +1,8 @@
 """What a round costs: seconds of passes and of drafting, from the sizes of models and the rates of a processor, or from
 rounds that were timed.
 
-What it yields is in `acceptance.py`. Read next: `plan.py`, which compares trees by `CostModel.tokens_a_second`.
+Read first: `rates.py`. What a round yields is in `acceptance.py`. Read next: `plan.py`, which compares trees by
+`CostModel.tokens_a_second`.
 """
 
 from __future__ import annotations
@@ -17,67 +18,16 @@ import numpy as np
 from hsd_jax.config import NO_REUSE, SLIDING, ModelConfig, ReuseConfig, TreeConfig, layer_numbers
 from hsd_jax.drafters.table import method_of
 from hsd_jax.infer.worth import FREE_DEPTH, first_trust
-from hsd_jax.kernels import native
 from hsd_jax.params import Params
 from hsd_jax.planning.acceptance import expected_tokens
-from hsd_jax.planning.tuned import num_cores
+from hsd_jax.planning.rates import Rates, rates_here
 from hsd_jax.types import Costs
 
-
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    """What a processor does a second."""
-
-    bytes_per_second: float
-    flops_per_second: float
-    operation_seconds: float
-    """Of one small operation, whatever it computes."""
-    attention_share: float = 0.6
-    """Of `flops_per_second` that attention to a cache reaches."""
-    many_rows: float = 1.0
-    """Times as long to read the weights for several rows as for one: XLA on CPU packs them then."""
-    skips_rows: bool = False
-    """Whether nodes that are not verified cost nothing."""
-    narrow: float = 1.0
-    """Times `flops_per_second` that products with weights of two bytes reach."""
-
-    def seconds(self, num_bytes: Any, flops: Any) -> Any:
-        """To read so much and to compute so much at once: the longer of the two, a little more where both are long."""
-        return ((num_bytes / self.bytes_per_second) ** 5 + (flops / self.flops_per_second) ** 5) ** 0.2
-
-
-CPU_RATES = {  # of one core
-    "avx512_bf16": Rates(20e9, 90e9, 3e-6, skips_rows=True, narrow=1.8),
-    "avx512": Rates(24e9, 90e9, 3e-6, skips_rows=True),
-    "avx2": Rates(20e9, 55e9, 3e-6, skips_rows=True),
-    native.OFF: Rates(12e9, 40e9, 5e-6, many_rows=2.2),
-}
-DEVICE_RATES = {"gpu": Rates(2.0e12, 3e14, 2e-6), "tpu": Rates(6e11, 1.2e14, 1e-6)}
-MOST_CORES = 8
-"""Cores that share the memory's speed; more do not read faster."""
 OPERATIONS_PER_LAYER, OPERATIONS_PER_ROW = 8, 1.5
 """Small operations of a layer, and what each row adds to them, in such operations."""
 TILE = 8
 TILE_SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.66, 0.93, 0.93, 1.0)
 """Of the time of a tile of 8 rows, what one of 0 to 8 rows takes: 6 rows do not fit the registers as well."""
-
-
-def rates_here(has_kernels: bool) -> Rates:
-    """The rates of this process's device.
-
-    Args:
-      has_kernels: False on a mesh, where the CPU kernels are off.
-    """
-    platform = jax.default_backend()
-    if platform != "cpu":
-        return DEVICE_RATES.get(platform, DEVICE_RATES["gpu"])
-    rates = CPU_RATES[native.chosen_level() if has_kernels and native.available() else native.OFF]
-    cores = num_cores() or 1
-    return dataclasses.replace(
-        rates,
-        bytes_per_second=rates.bytes_per_second * min(cores, MOST_CORES),
-        flops_per_second=rates.flops_per_second * cores,
-    )
 
 
 @dataclasses.dataclass(frozen=True)

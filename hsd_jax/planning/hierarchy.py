@@ -59,8 +59,8 @@ def hierarchy_latency(
       costs: of K + 1 models. A pass over more drafts than an array has is taken to cost as much as its last entry.
       acceptance: [K + 1, K + 1]; `acceptance[i][j]`: the chance that model j accepts a token of model i.
       lengths: T_0 to T_{K-1}.
-      buffered: exactly T_i tokens go up, and none beyond is ever lost: a bound that no decode reaches, since a
-        rejection spoils what waits. False: all that were accumulated go up.
+      buffered: exactly T_i tokens go up, and none beyond is ever lost. No decode does that, since a rejection spoils
+        what waits; what a real stack takes may be more or less. False: all that were accumulated go up.
     Raises:
       ValueError: if sizes do not fit, a length is below 1, a cost negative or an acceptance no probability.
     """

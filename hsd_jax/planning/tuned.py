@@ -19,7 +19,7 @@ import jax
 
 from hsd_jax import settings
 from hsd_jax.config import NONE, ReuseConfig, TreeConfig
-from hsd_jax.host.files import check_new_folder, read_json, sha256, user_cache, write_json
+from hsd_jax.host.files import check_new_folder, kept_folder, read_json, sha256, write_json
 from hsd_jax.kernels import native
 from hsd_jax.params import Params
 from hsd_jax.settings import Count, NotNegative, Temperature
@@ -231,14 +231,8 @@ class Tuned:
 
 def kept_path(conditions: Conditions) -> Path | None:
     """Where the record of these conditions is kept; None where records are not."""
-    setting = os.environ.get(FOLDER_VARIABLE, "")
-    if settings.is_off(setting):
-        return None
-    try:
-        folder = Path(setting).expanduser() if setting else user_cache() / "tuned"
-    except RuntimeError:  # neither HOME nor an entry of this user
-        return None
-    return folder / f"{sha256(repr(conditions))[:16]}.json"
+    folder = kept_folder(FOLDER_VARIABLE, "tuned")
+    return None if folder is None else folder / f"{sha256(repr(conditions))[:16]}.json"
 
 
 def check_keeping(params: Params) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import json
@@ -579,3 +580,28 @@ def test_train_drafter_end_to_end(folders, tmp_path, standard_dtypes, changes):
     assert hsd("train", "drafter", "--config", recipe, "--out", out, *changes) == 0
     small = ["--nodes", "3", "--depth", "2", "--width", "1"]
     assert hsd("generate", "--target", folders.target, "--drafter", out / "drafter", *SHORT, *small, "the cat") == 0
+
+
+def test_a_small_model_drafts_on_devices_of_its_own(folders, capsys):
+    pair = ["--target", folders.target, "--drafter", folders.target, "--pearl", "2"]
+    asked = [*SHORT, "--json", "the cat"]
+    assert hsd("generate", *pair, "--devices", "1,2", *asked) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert hsd("generate", "--target", folders.target, *asked) == 0
+    assert found["text"] == json.loads(capsys.readouterr().out)["text"]
+    assert found["stats"]["drafter"]["overlapped rounds"] == found["stats"]["num_target_passes"]
+
+
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        (["--devices", "1,1"], "--pearl GAMMA"),
+        (["--pearl", "2", "--devices", "3"], "6,2"),
+        (["--pearl", "2", "--devices", "0,1"], "allowed are"),
+        (["--pearl", "2", "--devices", "7,7"], "8 devices"),
+    ],
+)
+def test_devices_that_cannot_be_are_refused(folders, capsys, more, says):
+    with contextlib.suppress(SystemExit):
+        assert hsd("generate", "--target", folders.target, "--drafter", folders.target, *more, *SHORT, "the cat") != 0
+    assert says in capsys.readouterr().err

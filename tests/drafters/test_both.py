@@ -26,7 +26,7 @@ from hsd_jax.drafters.table import METHODS, make_drafter
 from hsd_jax.infer import worth
 from hsd_jax.infer.accept import verdict_of
 from hsd_jax.infer.tree import ancestor_mask
-from hsd_jax.planning import costs, plan
+from hsd_jax.planning import costs, plan, rates
 from hsd_jax.planning.acceptance import profile_at
 from hsd_jax.types import DRAWN_SCHEMES, NO_PARENT, DraftTree, DrawScheme, ModelOutput, RoundInputs
 
@@ -383,8 +383,8 @@ def test_plans_are_those_of_the_base():
     for temperature in (0.0, 1.0):
         assert profile_at(config, temperature) == profile_at(base, temperature)
     assert plan.candidates(config) == plan.candidates(base)
-    rates = costs.CPU_RATES["avx2"]
-    seconds = [costs.CostModel(setup.config, c, rates, 4, 4).drafting(1, setups.BEAM) for c in (base, config)]
+    shipped = rates.CPU_RATES["avx2"]
+    seconds = [costs.CostModel(setup.config, c, shipped, 4, 4).drafting(1, setups.BEAM) for c in (base, config)]
     assert seconds[0] < seconds[1] < 1.5 * seconds[0] + 1e-3
     assert METHODS["both"].planning.default_tree(config) == METHODS["hidden"].planning.default_tree(base)
 

@@ -15,7 +15,8 @@ from hsd_jax.config import FULL, SLIDING, TreeConfig
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.infer import worth
 from hsd_jax.planning import acceptance, plan
-from hsd_jax.planning.costs import CostModel, Rates
+from hsd_jax.planning.costs import CostModel
+from hsd_jax.planning.rates import Rates
 from hsd_jax.types import Costs, DraftTree, RoundInputs, Verdict
 
 CHAIN = TreeConfig(4, 3, 1)

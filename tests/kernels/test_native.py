@@ -242,6 +242,31 @@ def test_the_first_best_is_that_of_jax(width):
     assert np.all(found[7] == width - 1)
 
 
+@pytest.mark.parametrize(
+    "width, k", [(1, 1), (9, 9), (64, 3), (131, 2), (4096, 1), (12_288, 4), (300, native.MOST_BEST)]
+)
+def test_the_largest_are_those_of_jax(width, k):
+    """Of equals the first; where all others are -inf the first places that are left."""
+    x = np.array(normal(0, 6, 2, width))
+    x[1] = np.round(2 * x[1]) + 0.0  # ties; to XLA -0 is below 0
+    x[2], x[3, 0, width // 2] = -np.inf, 80.0
+    x[4, 1, 1:] = -np.inf
+    best, places, total = on(lambda x: ops.top_k(x, k), jnp.asarray(x))
+    wanted, index = jax.lax.top_k(jnp.asarray(x), k)
+    np.testing.assert_array_equal(places, index)
+    np.testing.assert_array_equal(best, wanted)
+    np.testing.assert_allclose(total, jax.nn.logsumexp(x, axis=-1, keepdims=True), rtol=1e-6, atol=2e-6)
+
+
+def test_a_nan_is_never_among_the_largest():
+    x = np.array(normal(0, 2, 200))
+    x[0, ::3], x[1] = np.nan, np.nan
+    best, places, _ = on(lambda x: ops.top_k(x, 4), jnp.asarray(x))
+    wanted, index = jax.lax.top_k(jnp.where(np.isnan(x), -np.inf, x), 4)
+    np.testing.assert_array_equal(places, index)
+    np.testing.assert_array_equal(best, wanted)
+
+
 def entries(seed: int, batch: int, groups: int, count: int, width: int):
     return normal(seed, batch, groups, count, width), normal(seed + 1, batch, groups, count, width)
 
@@ -296,6 +321,8 @@ def test_noise_and_places_of_rows_that_are_not_active_are_zeros():
     np.testing.assert_array_equal(some, np.where(counts[:, None], whole, 0.0))
     places = np.asarray(on(native.argmax, x, active=rows))
     np.testing.assert_array_equal(places, np.where(np.asarray(rows)[:, None], np.argmax(x, -1), 0))
+    for found, all_found in zip(*(on(lambda x: native.top_k(x, 3), x, active=a) for a in (rows, None)), strict=True):
+        np.testing.assert_array_equal(found, np.where(np.asarray(rows)[:, None, None], all_found, 0))
 
     def inside(mask):
         def product(x, kernel):

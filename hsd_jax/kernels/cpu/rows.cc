@@ -1,5 +1,5 @@
-// What is done to each row on its own: a row of a table looked up, root-mean-square norm, rotary embedding, the place of
-// the largest number.
+// What is done to each row on its own: a row of a table looked up, root-mean-square norm, rotary embedding, the places of
+// the largest numbers.
 //
 // A table is read where it lies. XLA gathers no bfloat16 on a CPU: it would make the whole table anew, in another type,
 // at every call of the decode loop.
@@ -120,6 +120,81 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdFirstBest, FirstBest,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<Flags>()
                                   .Ret<ffi::Buffer<ffi::S32>>());
+
+// Numbers of a row that are compared at once.
+constexpr int64_t kBlock = 4 * kLanes;
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+
+// The k largest numbers of each row in falling order, of equals the first, their places, and the log-sum-exp of the row.
+// Numbers that are NaN are never among them. Where a row has fewer than k others above -inf, the first places that are
+// left follow, with -inf. Rows that do not count get zeros.
+static ffi::Error TopK(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, Flags flags, ffi::ResultBuffer<ffi::F32> best,
+                       ffi::ResultBuffer<ffi::S32> places, ffi::ResultBuffer<ffi::F32> total) {
+  int64_t rows = total->element_count(), k = rows < 1 ? 0 : best->element_count() / rows;
+  int64_t width = rows < 1 ? 0 : x.element_count() / rows, num_flags = flags.element_count();
+  if (rows > 0 && (k < 1 || k > width)) return ffi::Error::InvalidArgument("top_k: 1 to as many as a row has");
+  if (num_flags != 0 && num_flags != rows) return ffi::Error::InvalidArgument("top_k: a flag a row, or none");
+  const bool* counts = num_flags ? flags.typed_data() : nullptr;
+  auto find = [=, from = x.typed_data(), values = best->typed_data(), at = places->typed_data(),
+               sums = total->typed_data()](int64_t r) {
+    const float* in = from + r * width;
+    float* value = values + r * k;
+    int32_t* place = at + r * k;
+    if (counts != nullptr && !counts[r]) {
+      std::fill_n(value, k, 0.0f);
+      std::fill_n(place, k, 0);
+      sums[r] = 0.0f;
+      return;
+    }
+    // A sorted list of the best so far. What is no larger than its last cannot come in, so most blocks are one compare.
+    std::fill_n(value, k, -INFINITY);
+    int64_t found = 0;
+    auto look = [&](int64_t i) {
+      float v = in[i];
+      if (!(v > value[k - 1])) return;
+      int64_t j = std::min(found, k - 1);
+      for (; j > 0 && v > value[j - 1]; j--) value[j] = value[j - 1], place[j] = place[j - 1];
+      value[j] = v;
+      place[j] = static_cast<int32_t>(i);
+      found = std::min(found + 1, k);
+    };
+    int64_t i = 0;
+    for (; i + kBlock <= width; i += kBlock) {
+      Vec last = Vec{} + value[k - 1];
+      Ints is_above = Load(in + i) > last;
+      for (int j = 1; j < 4; j++) is_above |= Load(in + i + j * kLanes) > last;
+      int32_t any = 0;
+      for (int j = 0; j < kLanes; j++) any |= is_above[j];
+      if (any)
+        for (int64_t j = i; j < i + kBlock; j++) look(j);
+    }
+    for (; i < width; i++) look(i);
+    for (int32_t next = 0; found < k; next++)
+      if (std::find(place, place + found, next) == place + found) place[found++] = next;
+    // exp(x - largest), added up in an order of its own.
+    float top = value[0] > -INFINITY ? value[0] : 0.0f, sum = 0.0f;
+    Vec parts[4] = {};
+    for (i = 0; i + kBlock <= width; i += kBlock)
+      for (int j = 0; j < 4; j++) parts[j] += Exp(Load(in + i + j * kLanes) - top);
+    Vec rest = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    for (int j = 0; j < kLanes; j++) sum += rest[j];
+    for (; i < width; i++) sum += std::exp(in[i] - top);
+    sums[r] = top + std::log(sum);
+  };
+  ByRows(pool, rows, width, kPiece, [=](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; r++) find(r);
+  });
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HsdTopK, TopK,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<Flags>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
 
 using Table = ffi::Buffer<ffi::BF16, 2>;
 

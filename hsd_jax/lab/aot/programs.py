@@ -24,7 +24,6 @@ from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.target import init_target
 from hsd_jax.params import Params, arranged
 from hsd_jax.request import make_decoder
-from hsd_jax.train import drafter as training
 from hsd_jax.train.abstract import abstract_step
 from hsd_jax.train.loop import LoopConfig
 from hsd_jax.types import Limits, SamplingParams
@@ -51,12 +50,6 @@ class Job:
     temperature: float = 0.0
     reuse: ReuseConfig = NO_REUSE
     train: LoopConfig = LoopConfig(batch=4, length=2048, compute="bfloat16")
-
-
-def default_drafter(target: ModelConfig, depth: int) -> Any:
-    """A hidden drafter of one layer at the target's widths: a parallel trunk, a quarter of the vocabulary."""
-    model = training.DrafterModel(trunk="parallel", num_steps=max(8, depth), draft_vocab=0.25)
-    return training.drafter_config(model, target)
 
 
 def params_of(job: Job, mesh: Mesh) -> Params:

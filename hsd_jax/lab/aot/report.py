@@ -27,12 +27,13 @@ from hsd_jax.infer.decode import CHUNK
 from hsd_jax.lab.aot import hlo, programs, transfers
 from hsd_jax.lab.aot.devices import make_mesh
 from hsd_jax.lab.aot.kinds import GPU, PLAIN, PREFILL, PROGRAMS, TRAIN, Devices
-from hsd_jax.lab.aot.programs import CHAIN, DTYPE, Job, Program, default_drafter
+from hsd_jax.lab.aot.programs import CHAIN, DTYPE, Job, Program
 from hsd_jax.lab.aot.targets import read_target
 from hsd_jax.lab.bench.tables import make_console, make_table
+from hsd_jax.lab.random_models import usual_drafter
 from hsd_jax.models.checkpoint import path_of
 from hsd_jax.params import default_tree
-from hsd_jax.planning.costs import DEVICE_RATES
+from hsd_jax.planning.rates import DEVICE_RATES
 from hsd_jax.request import CAPACITY_UNIT, rows_bucket
 from hsd_jax.train.loop import LoopConfig
 
@@ -228,7 +229,7 @@ def make_job(
 
     Args:
       target, revision: as in `read_target`.
-      drafter: a folder with a `drafter_config.json`; None: `programs.default_drafter`.
+      drafter: a folder with a `drafter_config.json`; None: `random_models.usual_drafter`.
       tree: None: the default one of the drafter in the folder, or a chain of 8.
       batch: rows of a call; the program has as many as `decode` pads them to.
       context: slots of the caches, rounded up as those of `decode` are.
@@ -238,7 +239,7 @@ def make_job(
     config = read_target(target, revision)
     if drafter is None:
         tree = tree or CHAIN
-        drafter_config = default_drafter(config, tree.depth)
+        drafter_config = usual_drafter(config, tree.depth)
     else:
         drafter_config = read_drafter_config(path_of(drafter))
         check_drafter(drafter_config, DraftedFor(config, drafter_config.target_hash, None))

@@ -179,6 +179,11 @@ def show(tables: Sequence[Table], foot: Sequence[str]) -> None:
 def write(record: dict[str, Any], tables: Sequence[Table], foot: Sequence[str], out: Path, name: str) -> None:
     """Prints the tables, and writes them into the folder `out`, beside the record, as .csv and .md."""
     write_csv(record, out / f"{name}.csv")
+    write_pages(tables, foot, out, name)
+
+
+def write_pages(tables: Sequence[Table], foot: Sequence[str], out: Path, name: str) -> None:
+    """Prints the tables, and writes them into the folder `out` as .md."""
     write_text(out / f"{name}.md", markdown(tables, foot))
     show(tables, foot)
     say(f"wrote {out}")

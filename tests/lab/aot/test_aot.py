@@ -24,6 +24,7 @@ from support import toy
 from hsd_jax.cli.main import main
 from hsd_jax.config import TreeConfig, layer_numbers
 from hsd_jax.lab.aot import devices, hlo, kinds, programs, report, targets, transfers
+from hsd_jax.lab.random_models import usual_drafter
 from hsd_jax.train.loop import LoopConfig
 
 REPO = Path(__file__).resolve().parents[3]
@@ -283,6 +284,8 @@ def test_the_shipped_targets_have_the_sizes_of_their_names():
         "llama-3-70b": 70.55,
         "llama-3-8b": 8.03,
         "llama-3.2-1b": 1.24,
+        "llama-3.2-3b": 3.21,
+        "qwen3-0.6b": 0.6,
         "qwen3-8b": 8.19,
     }
 
@@ -313,7 +316,7 @@ def tiny_job(**changes) -> programs.Job:
         tie_embeddings=False,
     )
     loop = LoopConfig(batch=2, length=64, compute="bfloat16")
-    job = programs.Job("tiny", config, programs.default_drafter(config, 7), slots=1024, train=loop)
+    job = programs.Job("tiny", config, usual_drafter(config, 7), slots=1024, train=loop)
     return dataclasses.replace(job, **changes)
 
 

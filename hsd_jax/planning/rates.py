@@ -1,0 +1,238 @@
+"""What this processor does a second: measured once where our CPU kernels run, shipped for everything else.
+
+The model of costs (`costs.py`) computes with these. The first call that leaves its tree to us measures for a second or
+two and says so. What it found is kept for this user by processor, cores and level of the kernels; `hsd info --rates`
+measures again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import filelock
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hsd_jax import settings
+from hsd_jax.host.files import kept_folder, read_json, sha256, write_json
+from hsd_jax.kernels import native, ops
+from hsd_jax.planning.tuned import device_name, num_cores
+from hsd_jax.settings import NotNegative, Positive
+
+FOLDER_VARIABLE = "HSD_RATES"
+"""Environment variable: the folder of measured rates, ~/.cache/hsd_jax/rates if it is empty; off: the shipped ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a processor does a second."""
+
+    bytes_per_second: float
+    flops_per_second: float
+    operation_seconds: float
+    """Of one small operation, whatever it computes."""
+    attention_share: float = 0.6
+    """Of `flops_per_second` that attention to a cache reaches."""
+    many_rows: float = 1.0
+    """Times as long to read the weights for several rows as for one: XLA on CPU packs them then."""
+    skips_rows: bool = False
+    """Whether nodes that are not verified cost nothing."""
+    narrow: float = 1.0
+    """Times `flops_per_second` that products with weights of two bytes reach."""
+
+    def seconds(self, num_bytes: Any, flops: Any) -> Any:
+        """To read so much and to compute so much at once: the longer of the two, a little more where both are long."""
+        return ((num_bytes / self.bytes_per_second) ** 5 + (flops / self.flops_per_second) ** 5) ** 0.2
+
+
+CPU_RATES = {  # of one core
+    "avx512_bf16": Rates(20e9, 90e9, 3e-6, skips_rows=True, narrow=1.8),
+    "avx512": Rates(24e9, 90e9, 3e-6, skips_rows=True),
+    "avx2": Rates(20e9, 55e9, 3e-6, skips_rows=True),
+    native.OFF: Rates(12e9, 40e9, 5e-6, many_rows=2.2),
+}
+DEVICE_RATES = {"gpu": Rates(2.0e12, 3e14, 2e-6), "tpu": Rates(6e11, 1.2e14, 1e-6)}
+MOST_CORES = 8
+"""Cores that share the memory's speed; more do not read faster."""
+
+
+def rates_here(has_kernels: bool) -> Rates:
+    """The rates of this process's device.
+
+    Args:
+      has_kernels: False on a mesh, where the CPU kernels are off.
+    """
+    platform, level = jax.default_backend(), level_here(has_kernels)
+    if platform != "cpu":
+        return DEVICE_RATES.get(platform, DEVICE_RATES["gpu"])
+    path = None if level is None else kept_path(level)
+    return shipped(level or native.OFF) if path is None or level is None else _kept_or_measured(path, level)
+
+
+def level_here(has_kernels: bool) -> str | None:
+    """The level of the CPU kernels, whose rates can be measured; None where they do not run."""
+    runs = has_kernels and jax.default_backend() == "cpu" and native.available()
+    level = native.chosen_level()
+    return level if runs and level != native.OFF else None
+
+
+def shipped(level: str) -> Rates:
+    """Of all cores of a processor whose speed nobody has measured."""
+    rates, cores = CPU_RATES[level], num_cores() or 1
+    return dataclasses.replace(
+        rates,
+        bytes_per_second=rates.bytes_per_second * min(cores, MOST_CORES),
+        flops_per_second=rates.flops_per_second * cores,
+    )
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+WEIGHTS, WIDTH = 48, 1024
+"""Matrices [WIDTH, WIDTH] that are read one after another: 96 MB in bfloat16, which no cache holds."""
+SMALL_WIDTH, ROWS, PRODUCTS = 512, 64, 32
+"""Sizes of the products that are computed from the cache."""
+TIMES = 15
+BUSY, AGAIN_AFTER = 0.25, 3600.0
+"""Relative spread of the timings above which the machine had other work, and seconds until they are made again then."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What was measured on a processor, all cores together."""
+
+    device: str
+    bytes_per_second: Positive
+    flops_per_second: Positive
+    narrow: Positive
+    """As in `Rates`."""
+    spread: NotNegative
+    """Largest distance of the quartiles of the timings, over their median."""
+    at: NotNegative
+    """When, in seconds since 1970."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it was made beside other work."""
+        return self.spread > BUSY
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether that is long enough ago to try again."""
+        return self.is_busy and time.time() - self.at > AGAIN_AFTER
+
+    def rates(self, level: str) -> Rates:
+        """With what is shipped of the level."""
+        names = ("bytes_per_second", "flops_per_second", "narrow")
+        return dataclasses.replace(shipped(level), **{name: getattr(self, name) for name in names})
+
+
+def measure(level: str) -> Measured:
+    """Times products of the kernels of a level, for a second or two."""
+    with native.enabled(True, level):
+        one, spread_of_one = _seconds(*_reading())
+        many, spread_of_many = _seconds(*_computing(jnp.float32))
+        narrow, spread_of_narrow = (
+            _seconds(*_computing(jnp.bfloat16)) if native.LEVELS[level].rounds_rows else (many, 0.0)
+        )
+    return Measured(
+        device_name(),
+        bytes_per_second=WEIGHTS * WIDTH**2 * 2 / one,
+        flops_per_second=PRODUCTS * ROWS * SMALL_WIDTH**2 * 2 / many,
+        narrow=many / narrow,
+        spread=max(spread_of_one, spread_of_many, spread_of_narrow),
+        at=time.time(),
+    )
+
+
+def _reading() -> tuple[Callable, Any, Any]:
+    """One row through many matrices, each the size of a layer's."""
+    weights = [jnp.full((WIDTH, WIDTH), 1e-3, jnp.bfloat16) + i for i in range(WEIGHTS)]
+
+    def through(row, weights):
+        for weight in weights:
+            row = ops.matmul(row, weight) * 1e-3
+        return row
+
+    return jax.jit(through), jnp.ones((1, WIDTH)), weights
+
+
+def _computing(dtype: Any) -> tuple[Callable, Any, Any]:
+    """Many rows through one matrix that the cache holds, again and again."""
+
+    def through(rows, weight):
+        return jax.lax.fori_loop(0, PRODUCTS, lambda _, x: ops.matmul(x, weight), rows)
+
+    return jax.jit(through), jnp.ones((ROWS, SMALL_WIDTH)), jnp.full((SMALL_WIDTH, SMALL_WIDTH), 1 / SMALL_WIDTH, dtype)
+
+
+def _seconds(function: Callable, *args: Any) -> tuple[float, float]:
+    """The median of TIMES calls, and the distance of their quartiles over it; the first calls do not count."""
+    taken = []
+    for _ in range(TIMES + 2):
+        begin = time.perf_counter()
+        jax.block_until_ready(function(*args))
+        taken.append(time.perf_counter() - begin)
+    low, middle, high = np.percentile(taken[2:], (25, 50, 75))
+    return float(middle), float((high - low) / middle)
+
+
+# --- keeping ----------------------------------------------------------------------------------------------------------
+
+
+def kept_path(level: str) -> Path | None:
+    """The file of this processor's rates; None where they are not kept."""
+    folder = kept_folder(FOLDER_VARIABLE, "rates")
+    return None if folder is None else folder / f"{sha256(device_name(), level)[:16]}.json"
+
+
+def renewed(level: str) -> Measured:
+    """Measures, and keeps what was found where rates are kept."""
+    found, path = measure(level), kept_path(level)
+    if path is not None:
+        _keep(path, found)
+    _kept_or_measured.cache_clear()
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _kept_or_measured(path: Path, level: str) -> Rates:
+    """One measurement serves all processes: whoever comes second waits for the first."""
+    found = _read(path)
+    try:
+        if found is None or found.is_stale:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(path.with_suffix(".lock"), timeout=30):
+                found = _read(path)
+                if found is None or found.is_stale:
+                    print("hsd_jax measures this processor, once: about 2 s", file=sys.stderr, flush=True)
+                    found = measure(level)
+                    _keep(path, found)
+    except (OSError, filelock.Timeout) as error:
+        warnings.warn(f"{path}: rates cannot be kept ({error}); the shipped ones count", stacklevel=2)
+        return shipped(level)
+    return found.rates(level)
+
+
+def _keep(path: Path, found: Measured) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, dataclasses.asdict(found))
+
+
+def _read(path: Path) -> Measured | None:
+    """What was kept; None, with a warning, for a file that is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        return settings.read(Measured, read_json(path), str(path))
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{error}; it is measured again", stacklevel=2)
+        return None

@@ -1,0 +1,46 @@
+"""`hsd bench sizes`: what is timed, and what is computed from it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support import toy
+from support.command_line import hsd
+
+from hsd_jax.lab.bench import sizes
+from hsd_jax.models import convert
+from hsd_jax.planning import rates
+
+
+@pytest.fixture
+def shape(tmp_path):
+    """A config.json of a tiny model."""
+    config = toy.target_config()
+    convert.save_target(tmp_path / "target", config, toy.make_target(config))
+    return str(tmp_path / "target" / "config.json")
+
+
+def test_figures_follow_from_the_timings():
+    size = sizes.Size("x", 10**9, {1: 0.1, 8: 0.2, 32: 0.4}, 0.05)
+    assert size.gigabytes() == pytest.approx(20) and size.gigaflops() == pytest.approx(160)
+    assert size.round_seconds() == pytest.approx(0.25)
+
+
+def test_the_command_measures_and_writes(shape, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sizes, "ITERATIONS", 1)
+    monkeypatch.setattr(sizes, "REPEATS", 1)
+    monkeypatch.setattr(rates, "level_here", lambda has_kernels: None)
+    out = tmp_path / "sizes"
+    assert hsd("bench", "sizes", "--shapes", shape, "--rows", "1,2", "--taus", "2", "--out", out) == 0
+    record = json.loads((out / "sizes.json").read_text())
+    (size,) = record["sizes"]
+    assert set(size["pass_seconds"]) == {"1", "2", "8"} and all(x > 0 for x in size["pass_seconds"].values())
+    assert size["tokens_per_second"]["2"] == pytest.approx(2 / (size["draft_seconds"] + size["pass_seconds"]["8"]))
+    assert "| 2 rows over 1 |" in (out / "sizes.md").read_text() and "tau 2" in capsys.readouterr().out
+
+
+def test_a_shape_that_is_none_is_named_before_anything_is_measured(shape, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sizes, "measure", lambda *_: pytest.fail("measured"))
+    assert hsd("bench", "sizes", "--shapes", shape, "no-such-model", "--out", tmp_path / "out") != 0
+    assert "no-such-model" in capsys.readouterr().err
