@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Annotated, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from hsd_jax.settings import Within, fits, shown
+from hsd_jax.settings import shown, take
 
 LINEAR, SQUARE, EXPONENTIAL = "linear", "square", "exponential"
 FUNCTIONS = (LINEAR, SQUARE, EXPONENTIAL)
@@ -64,8 +64,7 @@ class Lossy:
         if isinstance(value, str):
             with contextlib.suppress(ValueError):  # what is no number is refused below
                 epsilon = float(parts[1])
-        if not fits(Annotated[float, Within(0, 1, above=True)], epsilon):
-            raise ValueError(f"lossy={shown(value)}: epsilon={shown(epsilon)}: allowed are above 0 to 1")
+        take(float, epsilon, f"lossy={shown(value)}: epsilon", gt=0, le=1)
         if rule != "recursive":
             raise ValueError(f"lossy={shown(value)}: goes with accept='recursive' alone, this call has accept={rule!r}")
         return cls(parts[0], float(epsilon))

@@ -37,7 +37,7 @@ from hsd_jax.models.tensor_files import (
     store_tree,
     stored_dtype,
 )
-from hsd_jax.settings import Whole, fits, shown
+from hsd_jax.settings import Whole, shown, take
 from hsd_jax.types import Weights
 
 __all__ = [
@@ -336,9 +336,7 @@ def _special_tokens(folder: Path, name: str, tokenizer: Any) -> tuple[int, ...]:
             if ids is None:
                 continue
             ids = tuple(ids) if isinstance(ids, list) else (ids,)
-            if not fits(tuple[Whole, ...], ids):
-                raise ValueError(f"{path}: {name}_id={shown(ids)}: expected token ids, integers from 0")
-            return ids
+            return take(tuple[Whole, ...], ids, f"{path}: {name}_id")
     path = folder / "tokenizer_config.json"
     values = read_json(path) if path.exists() else {}
     token = values.get(name)

@@ -77,7 +77,7 @@ _ARCHITECTURES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class _Keys:
     """What is read of a `config.json`, with what it may hold. `_FAMILIES` has the defaults."""
 
@@ -111,7 +111,7 @@ class _Keys:
     partial_rotary_factor: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class _RopeKeys:
     """What is read of `rope_scaling` and `rope_parameters`."""
 

@@ -45,7 +45,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B", re.IGNORECASE)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class FeatureConfig:
     """Section `features` of a recipe."""
 
@@ -60,7 +60,6 @@ class FeatureConfig:
     the time of float32 on CPUs that multiply it, and is slower on others; states then differ by a hundredth or so."""
 
     def __post_init__(self):
-        settings.check(self, "features")
         if self.cache == "":
             raise ValueError("features.cache='': expected a folder, or null")
         if not _SIZE.fullmatch(self.limit.strip()):
@@ -73,7 +72,7 @@ class FeatureConfig:
         return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class _Layout:
     """What the manifest says: for which target and rows, and how the numbers lie in the files."""
 

@@ -31,7 +31,7 @@ from hsd_jax.train.journal import Report
 _FIELDS = ("text", "turns", "messages", "question", "prompt")
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class GenerateConfig:
     """Which prompts to continue, and how; part of the settings beside the result."""
 
@@ -58,7 +58,6 @@ class GenerateConfig:
     """As in section `data` of a recipe."""
 
     def __post_init__(self):
-        settings.check(self, "generate")
         values = self.temperatures
         if not values:
             raise ValueError("generate.temperatures=[]: expected at least one")
