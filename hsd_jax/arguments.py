@@ -6,7 +6,7 @@ Nothing here knows a drafter. Read next: `request.py`, which says how they are d
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ COLDEST = 1e-6
 
 Prompt = str | Sequence[int] | np.ndarray | jax.Array | Messages
 """A text, token ids, or a conversation."""
-ARRAYS = np.ndarray, np.generic, jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +203,12 @@ def _per_row(name: str, value, batch: int, hint: Any) -> list:
         raise ValueError(f"{name}={shown(value)}: expected one value, or one a row") from None
     if len(values) != batch:
         raise ValueError(f"{name} has {len(values)} values for {batch} rows")
-    return [take(hint, v.item() if isinstance(v, ARRAYS) and v.ndim == 0 else v, name) for v in values]
+    return [take(hint, _plain(v), name) for v in values]
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy or jax as one of Python."""
+    return value.item() if isinstance(value, (np.ndarray, np.generic, jax.Array)) and value.ndim == 0 else value
 
 
 def seeds_of_rows(seed, batch: int) -> list[tuple[int, int]]:
@@ -230,14 +234,6 @@ def sampling_of_row(temperature: float, top_k: int | None = None, top_p: float |
 
 def end_tokens_of(params: Params, eos) -> tuple[int, ...]:
     """The end tokens; None: those of the checkpoint."""
-    if isinstance(eos, (str, bytes, dict)):
-        raise ValueError(f"eos={eos}: expected a token id, or several")
-    try:
-        ids = params.eos if eos is None else ((int(eos),) if isinstance(eos, (int, np.integer)) else tuple(eos))
-    except TypeError:
-        raise ValueError(f"eos={shown(eos)}: expected a token id, or several") from None
-    vocab_size = params.target_config.vocab_size
-    for token in ids:
-        if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
-            raise ValueError(f"eos={shown(token)}: allowed are 0 to {vocab_size - 1}")
-    return tuple(int(token) for token in ids)
+    eos = params.eos if eos is None else _plain(eos)
+    ids = eos if isinstance(eos, Iterable) and not isinstance(eos, (str, bytes, dict)) else [eos]
+    return tuple(take(int, _plain(token), "eos", ge=0, lt=params.target_config.vocab_size) for token in ids)

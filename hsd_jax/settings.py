@@ -88,7 +88,7 @@ def read(kind: type, values: Any, where: str, section: str = "") -> Any:
     try:
         return _adapter(kind).validate_json(json.dumps(values, default=str))  # YAML makes dates of some texts
     except ValidationError as error:
-        raise ValueError(f"{where}: {_text(error, kind, *filter(None, [section]))}") from error
+        raise ValueError(f"{where}: {_text(error, kind, section)}") from error
     except (TypeError, RecursionError) as error:  # a key that is no text, lists in lists in lists
         raise ValueError(f"{where}: holds what is no JSON ({error})") from error
 
@@ -107,12 +107,12 @@ def take(hint: Any, value: Any, name: str, **limits: Any) -> Any:
         raise ValueError(_text(error, None, name)) from error
 
 
-def parse(hint: Any, text: str) -> Any:
-    """A value of the command line; raises as `take`."""
+def parse(hint: Any, text: str, name: str = "") -> Any:
+    """The value of a text, of the command line for example; raises as `take`."""
     try:
         return _adapter(hint).validate_strings(text)
     except ValidationError as error:
-        raise ValueError(_text(error, None)) from error
+        raise ValueError(_text(error, None, name)) from error
 
 
 def shown(value: Any) -> str:
@@ -130,7 +130,7 @@ def _adapter(hint: Any, **limits: Any) -> TypeAdapter[Any]:
     return TypeAdapter(limited if limits else hint, config=None if dataclasses.is_dataclass(hint) else _CONFIG)
 
 
-def _text(error: ValidationError, kind: Any, *place: str) -> str:
+def _text(error: ValidationError, kind: Any, place: str) -> str:
     """What is wrong first, in a line; an unknown key goes before all others.
 
     Args:
@@ -143,12 +143,12 @@ def _text(error: ValidationError, kind: Any, *place: str) -> str:
         return str(wrong["ctx"]["error"])
     keys = _keys(wrong)
     if wrong["type"] in ("unexpected_keyword_argument", "missing"):
-        at, key = ".".join([*place, *keys[:-1]]), keys[-1]
+        *above, key = keys
         what = f"missing key {key!r}"
         if wrong["type"] != "missing":
-            what = f"unknown key {key!r}; valid keys are {', '.join(sorted(_fields(kind, keys[:-1])))}"
-        return f"{at}: {what}" if at else what
-    at, value = ".".join([*place, *keys]), wrong["input"]
+            what = f"unknown key {key!r}; valid keys are {', '.join(sorted(_fields(kind, above)))}"
+        return ": ".join(filter(None, [".".join(filter(None, [place, *above])), what]))
+    at, value = ".".join(filter(None, [place, *keys])), wrong["input"]
     allowed = dict.fromkeys(one["msg"].removeprefix("Input ") for one in found if _keys(one) == keys)
     is_number = wrong["type"] in ("int_type", "float_type") and isinstance(value, str) and _NUMBER.fullmatch(value)
     note = " (YAML reads 2e-3 as text: write 2.0e-3)" if is_number else ""

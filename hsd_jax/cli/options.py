@@ -266,8 +266,8 @@ def add_reuse_argument(group: argparse._ArgumentGroup, nargs: str | None = None)
 def numbers(kind):
     """The argparse type of several numbers with commas between them."""
 
-    def parse(text: str) -> list:
-        return [kind(part) for part in text.split(",")]
+    def parse(text: str) -> tuple:
+        return tuple(kind(part) for part in text.split(","))
 
     parse.__name__ = f"list of {getattr(kind, '__name__', 'numbers')}"
     return parse
