@@ -23,6 +23,7 @@ LARGEST_TREE = 256
 """Nodes of a tree."""
 NONE, SUM, SKIP, AHEAD, UNFUSED = REUSES = ("none", "sum", "skip", "ahead", "unfused")
 """What becomes of the states a round leaves over (`drafters/hidden/reuse.py` says what each form does)."""
+Reuse = Annotated[str, OneOf(REUSES)]
 
 
 Layers = Annotated[int, Field(ge=1, le=10_000)]
@@ -344,7 +345,7 @@ class ReuseConfig:
       ValueError: naming the wrong value and the allowed ones.
     """
 
-    form: Annotated[str, OneOf(REUSES)] = NONE
+    form: Reuse = NONE
     min_spares: Count | None = None
 
     def __post_init__(self):
@@ -359,6 +360,7 @@ class ReuseConfig:
           ValueError: as the class, and for anything that is not of this form.
         """
         form, colon, number = text.partition(":") if isinstance(text, str) else (text, "", "")
+        settings.take(Reuse, form, "reuse")
         if not colon:
             return cls(form)
         if not number.isdecimal():

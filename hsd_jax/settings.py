@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import re
 import typing
@@ -61,12 +62,13 @@ def dataclass(kind: Kind) -> Kind:
     """Decorates a frozen dataclass whose fields are checked when it is made: a wrong one is a ValueError that names the
     class, the field, the value and the allowed ones."""
     made: Any = pydantic.dataclasses.dataclass(frozen=True, config=_CONFIG)(kind)
-    plain = made.__init__
+    plain, signature = made.__init__, inspect.signature(made)
 
     @functools.wraps(plain)
     def __init__(self: Any, *args: Any, **values: Any) -> None:
+        named = signature.bind(*args, **values).arguments  # pydantic would call what has no name by its number
         try:
-            plain(self, *args, **values)
+            plain(self, **named)
         except ValidationError as error:
             raise ValueError(_text(error, made, made.__name__)) from None
 

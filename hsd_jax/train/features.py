@@ -180,7 +180,7 @@ def open_features(
         rows=rows.fingerprint,
         dtype=config.dtype,
         shape=(len(rows.tokens), rows.length, target_config.hidden_size * (1 + len(layers))),
-        rows_per_file=0,
+        rows_per_file=1,
         layers=layers,
         likeliest=likeliest,
         products=config.products,
