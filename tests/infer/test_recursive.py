@@ -446,32 +446,6 @@ def test_the_chi_square_finds_wrong_residuals(monkeypatch, name):
 # --- conformance ------------------------------------------------------------------------------------------------------
 
 
-BRANCHING = TreeConfig(branching=(3, 2, 1))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        (SCHEMES[oracle.WITHOUT_REPLACEMENT],),
-        (SCHEMES[oracle.WITHOUT_REPLACEMENT], BRANCHING),
-        pytest.param((SCHEMES[oracle.INDEPENDENT],), marks=pytest.mark.slow),
-        pytest.param((SCHEMES[oracle.INDEPENDENT], BRANCHING), marks=pytest.mark.slow),
-    ],
-    ids=["beam", "branching", "chains", "branching chains"],
-)
-def test_greedy_rows_are_greedy_beside_sampled_ones(kind):
-    """Token for token, with a drafter that is often right and with one whose weights are NaN."""
-    call, setup = calls.mixed_call(), setups.sampled(*kind)
-    wanted = setups.expected("llama", call)[:2]
-    state = call.run(setup.decoder, setup.models)
-    assert first_difference(calls.generated(call, state)[:2], wanted) is None
-    assert (np.asarray(state.stats.accepted_histogram).sum(0)[:3] > 0).all()
-    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), setup.models["drafter"])
-    state = call.run(setup.decoder, setup.models | {"drafter": broken})
-    assert first_difference(calls.generated(call, state)[:2], wanted) is None
-    assert bool(state.done.all())
-
-
 def test_rows_rounds_and_buckets_do_not_show():
     """Permuted rows, rounds one at a time and growing caches give the same texts; another seed another."""
     call, setup, order = calls.mixed_call(), setups.sampled(DrawScheme.WITHOUT_REPLACEMENT), [4, 2, 0, 5, 3, 1]
