@@ -180,7 +180,7 @@ def test_the_oracle_reaches_every_length_of_path(proposer):
 
 
 @pytest.mark.parametrize(
-    "proposer", ["beam", "block", "path", *setups.CHAINS, "eagle", "medusa", *RESCORED, *BOTH, *STACKS]
+    "proposer", ["beam", "block", "path_sum", *setups.CHAINS, "eagle", "medusa", *RESCORED, *BOTH, *STACKS]
 )
 def test_drafters_are_sometimes_right(proposer):
     call = calls.mixed_call()
@@ -306,7 +306,7 @@ def test_finished_rows_are_frozen(proposer, end):
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
-@pytest.mark.parametrize("proposer", ["plain", "path_chain"])
+@pytest.mark.parametrize("proposer", ["plain", "chain"])
 def test_a_loop_ends_when_fewer_rows_go_on_than_are_wanted(proposer):
     """After the round in which that came to be, and not before; it can go on from there."""
     call, setup = calls.mixed_call(), setups.setup("llama", proposer)

@@ -23,8 +23,7 @@ from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.infer import accept as accept_lib
 from hsd_jax.infer import draw
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.accept import check_legal, coins_of, match_rule, recursion, recursive_rule
-from hsd_jax.infer.step import make_step
+from hsd_jax.infer.accept import coins_of, recursion, recursive_rule
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, SamplingParams
 
@@ -460,17 +459,3 @@ def test_rows_rounds_and_buckets_do_not_show():
     reseeded = call.replace(seeds=[s ^ 1 for s in call.seeds])
     texts = calls.generated(reseeded, reseeded.run(setup.decoder, setup.models))
     assert texts[:2] == wanted[:2] and all(a != b for a, b in zip(texts[2:4], wanted[2:4], strict=True))
-
-
-def test_illegal_pairs_are_refused():
-    rule = recursive_rule(1, 1)
-    with pytest.raises(
-        ValueError, match="accept='recursive' is not lossless for draw='arbitrary'; it allows independent, with"
-    ):
-        check_legal(rule, DrawScheme.ARBITRARY)
-    setup = setups.setup("llama", "beam", DrawScheme.ARBITRARY)
-    with pytest.raises(ValueError, match="arbitrary"):
-        make_step(setup.config, setup.drafter, rule)
-    for scheme in SCHEMES.values():
-        check_legal(rule, scheme)
-        check_legal(match_rule(1), scheme)
