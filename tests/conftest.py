@@ -112,9 +112,9 @@ def standard_dtypes():
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def fully_optimized():
-    """For tests of one module whose subject is the bits that a user gets."""
+    """For tests whose subject is the bits that a user gets; what they compile takes several times as long."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", not IS_OPTIMIZED)

@@ -270,15 +270,6 @@ def test_nan_logits_name_their_row(speculate, temperature):
         list(hsd_jax.stream(broken, prompts, **how))
 
 
-def test_a_key_travels_with_its_row(params):
-    settings = {"max_new_tokens": 16, "temperature": 1.0, "accept": "match"}
-    batch = hsd_jax.decode(params, [TWO[1], ONE], seed=[1, 7], **settings)
-    for speculate in (True, False):
-        alone = hsd_jax.decode(params, ONE, seed=[7], speculate=speculate, **settings)
-        np.testing.assert_array_equal(alone.tokens[0], batch.tokens[1])
-    np.testing.assert_array_equal(hsd_jax.decode(params, ONE, seed=7, **settings).tokens[0], batch.tokens[1])
-
-
 def test_settings_may_be_arrays(params):
     lists = hsd_jax.decode(params, TWO, 8, [0.0, 1.0], [None, 5], [None, 0.9], [3, 4])
     arrays = hsd_jax.decode(

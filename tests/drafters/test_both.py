@@ -76,12 +76,13 @@ def chain_paths(found: Copied, scores: jax.Array, row: int) -> dict[oracle.Path,
 
 def assert_trie(tree: DraftTree) -> None:
     """Row by row without its padding, which comes last."""
+    tree, mask = jax.tree.map(np.asarray, (tree, jax.jit(ancestor_mask, static_argnums=1)(tree, DEPTH)))
     for row in range(len(tree.tokens)):
         num = int(tree.valid[row].sum())
         assert tree.valid[row].tolist() == [True] * num + [False] * (tree.valid.shape[1] - num)
-        assert (np.asarray(tree.parents[row, num:]) == NO_PARENT).all()
+        assert (tree.parents[row, num:] == NO_PARENT).all()
         alone = jax.tree.map(lambda x, row=row, num=num: x[row : row + 1, :num], tree)
-        assert_well_formed(alone, np.asarray(ancestor_mask(alone, DEPTH)))
+        assert_well_formed(alone, mask[row : row + 1, :num, :num])
 
 
 # --- one tree of both -------------------------------------------------------------------------------------------------
@@ -110,8 +111,9 @@ def test_of_equal_scores_parents_are_kept():
     tree, found = random_trees(rng), random_copies(rng)
     found = found._replace(run=jnp.ones_like(found.run))
     of_tree, of_copied = jnp.where(tree.valid, 0.0, -jnp.inf), jnp.zeros(found.tokens.shape)
+    nodes = jax.jit(both.shared_nodes)(tree, found.tokens)
     for num in (2, 5, NODES):
-        best = both.merged(tree, found, both.shared_nodes(tree, found.tokens), of_tree, of_copied, num)
+        best = jax.jit(both.merged, static_argnums=5)(tree, found, nodes, of_tree, of_copied, num)
         assert_trie(best)
         assert best.tokens.shape == (BATCH, num)
 
@@ -272,13 +274,19 @@ def share_of_copied(is_right: bool, rounds: int = 30) -> list[int]:
     found = Copied(jnp.full((1, DEPTH), VALUES, jnp.int32), jnp.full(1, 3, jnp.int32))
     text = jnp.asarray([[*(found.tokens[0].tolist() if is_right else max(paths.values(), key=len)), 0]], jnp.int32)
     record, known, shares = first_record(1), jnp.full(1, DEPTH + 1, jnp.int32), []
-    for _ in range(rounds):
+
+    @jax.jit
+    def a_round(record):
         nodes = both.shared_nodes(tree, found.tokens)
         scores = both.score_tree(tree, record), both.score_copied(found, nodes < NODES, record)
         best = both.merged(tree, found, nodes, *scores, NODES)
-        shares.append(int(((best.tokens == VALUES) & best.valid & (best.depth > 0)).sum()))
         record = both.learned_of_copied(record, found, nodes < NODES, text, known)
-        record = both.learned_of_tree(record, tree, text, known, DEPTH)
+        share = ((best.tokens == VALUES) & best.valid & (best.depth > 0)).sum()
+        return both.learned_of_tree(record, tree, text, known, DEPTH), share
+
+    for _ in range(rounds):
+        record, share = a_round(record)
+        shares.append(int(share))
     return shares
 
 
@@ -390,11 +398,9 @@ def test_plans_are_those_of_the_base():
 
 
 def test_text_of_the_bundled_pair_is_that_of_plain_decoding():
-    """Greedy and sampled rows together, where trees are chosen and where they are asked for."""
+    """Greedy and sampled rows together, where the tree is chosen; asked for, it is in the table of `test_exact.py`."""
     params = hsd_jax.load("demo", drafter="demo+lookup", precision="exact")
     prompts = ["User: Say it again: one two three, one two three, one two\nAssistant:", "User: Hello!\nAssistant:"]
     settings = {"max_new_tokens": 24, "temperature": [0.0, 0.8], "seed": [1, 2]}
     plain = hsd_jax.decode(params, prompts, speculate=False, **settings)
-    for tree in (None, TreeConfig(8, 4, 2)):
-        found = hsd_jax.decode(params, prompts, tree=tree, **settings)
-        np.testing.assert_array_equal(found.tokens, plain.tokens)
+    np.testing.assert_array_equal(hsd_jax.decode(params, prompts, **settings).tokens, plain.tokens)

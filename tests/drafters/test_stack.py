@@ -275,10 +275,9 @@ def find_disagreement(proposer: str, call: calls.Call, state) -> str | None:
     return None
 
 
-def first_disagreement(proposer: str) -> str | None:
+def first_disagreement(proposer: str, decoder: Decoder) -> str | None:
     """Over all rounds of the mixed call."""
     setup, call = setups.setup("llama", proposer), calls.mixed_call()
-    decoder = setup.decoder_with()
     state = call.start(decoder, setup.models)
     found = find_disagreement(proposer, call, state)
     while found is None and not bool(state.done.all()):
@@ -296,7 +295,7 @@ SOME = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for
 @pytest.mark.parametrize("proposer", SOME)
 def test_the_levels_agree_on_the_committed_prefix_after_every_round(proposer):
     """With what a fresh read of the prefix gives, whatever was refused, also in rows that are finished."""
-    assert first_disagreement(proposer) is None
+    assert first_disagreement(proposer, setups.setup("llama", proposer).decoder) is None
 
 
 def not_rolled_back(before, after):
@@ -311,7 +310,8 @@ def known_too_far(before, after):
 @pytest.mark.parametrize("mutant", [not_rolled_back, known_too_far])
 def test_the_comparison_finds_an_inner_state_that_is_not_rolled_back(monkeypatch, mutant):
     monkeypatch.setattr(cache_lib, "rolled_back", mutant)
-    assert first_disagreement("stack_small_lm") is not None
+    traced_anew = setups.setup("llama", "stack_small_lm").decoder_with()
+    assert first_disagreement("stack_small_lm", traced_anew) is not None
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ was read with, the offset loss, its files."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -16,7 +17,7 @@ from support.recipes import LOOP, TARGET_VALUES, TEXT
 from support.training import LENGTH, TARGET, batch_of, jit, random_rows, random_weights, some_mask
 
 import hsd_jax
-from hsd_jax.config import TreeConfig
+from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.steered.config import SteeredConfig, default_layers
@@ -31,6 +32,7 @@ from hsd_jax.models.convert import save_target
 from hsd_jax.models.steering import of_layer
 from hsd_jax.models.target import causal_mask, forward, forward_sequence, init_target
 from hsd_jax.train import distill, run, target
+from hsd_jax.types import NewKV
 
 # --- the vector and the bias ------------------------------------------------------------------------------------------
 
@@ -79,11 +81,17 @@ def test_default_layers_are_those_of_the_paper_where_the_target_has_them():
 # --- drafting ---------------------------------------------------------------------------------------------------------
 
 
-def states_of(setup: setups.Setup, weights: dict, use_native: bool, num_rounds: int) -> list:
+@functools.cache
+def decoder_of(proposer: str, use_native: bool) -> decode_lib.Decoder:
+    setup = setups.setup("llama", proposer)
+    return setup.decoder if use_native else setup.decoder_with(use_native=False)
+
+
+def states_of(proposer: str, weights: dict, use_native: bool, num_rounds: int) -> list:
     """Drafter states of `mixed_call` after each round, less what steers."""
-    decoder, models = setup.decoder_with(use_native=use_native), setup.models | {"drafter": weights}
-    call = calls.mixed_call()
-    state, found = call.start(decoder, models, capacity=16), []
+    decoder, call = decoder_of(proposer, use_native), calls.mixed_call()
+    models = setups.setup("llama", proposer).models | {"drafter": weights}
+    state, found = call.start(decoder, models), []
     for _ in range(num_rounds):
         state = call.resume(decoder, models, state, 1)
         found.append(jax.tree.map(np.asarray, (state.tokens, dataclasses.replace(state.drafter, features=None))))
@@ -99,20 +107,31 @@ def test_untrained_it_is_the_plain_model_to_the_bit(tree, use_native):
     plain, steered = setups.setup("llama", f"small_lm{tree}"), setups.setup("llama", f"sd2{tree}")
     model = plain.models["drafter"]
     fresh = init_steering(jax.random.key(0), steered.drafter_config)
-    wanted = states_of(plain, model, use_native, 8)
-    found = states_of(steered, {**model, STEERING: fresh}, use_native, 8)
+    wanted = states_of(f"small_lm{tree}", model, use_native, 8)
+    found = states_of(f"sd2{tree}", {**model, STEERING: fresh}, use_native, 8)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    trained = states_of(steered, {**model, STEERING: setups.make_steering(steered.drafter_config)}, use_native, 1)
+    steering = setups.make_steering(steered.drafter_config)
+    trained = states_of(f"sd2{tree}", {**model, STEERING: steering}, use_native, 1)
     caches = [np.asarray(state[0][1].cache.values[1]) for state in (trained, wanted)]
     assert not np.array_equal(*caches)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3))
+def joined_states(weights: dict, config: ModelConfig, rest: tuple, layers: tuple[int, ...]) -> jax.Array:
+    return joined_features(forward(weights, config, *rest, aux_layers=layers).features)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def steered_entries(weights: dict, config: SteeredConfig, rest: tuple, features: jax.Array) -> NewKV:
+    return forward(weights, config, *rest, up_bias=steer(weights, config, features)).new_kv
 
 
 def target_states(setup: setups.Setup, tokens: np.ndarray) -> tuple[tuple, np.ndarray]:
     """The arguments of a causal pass over texts [B, T], and the states of the target that steer, [B, T, X]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     rest = jnp.asarray(tokens), positions, causal_mask(*tokens.shape)
-    output = forward(setup.models["target"], setup.config, *rest, aux_layers=setup.drafter_config.aux_layers)
-    return rest, np.asarray(joined_features(output.features))
+    layers = setup.drafter_config.aux_layers
+    return rest, np.asarray(joined_states(setup.models["target"], setup.config, rest, layers))
 
 
 def wrong_entries(setup: setups.Setup, state, sources: np.ndarray) -> int:
@@ -121,9 +140,8 @@ def wrong_entries(setup: setups.Setup, state, sources: np.ndarray) -> int:
     tokens, wrong = np.maximum(np.asarray(state.tokens), 0), 0
     rest, states = target_states(setup, tokens)
     own = np.take_along_axis(states, np.maximum(sources, 0)[..., None], 1)
-    config, weights, drafter = setup.drafter_config, setup.models["drafter"], state.drafter
-    bias = steer(weights, config, jnp.asarray(np.where(sources[..., None] < 0, 0.0, own)))
-    kv = forward(weights, config, *rest, up_bias=bias).new_kv
+    drafter, features = state.drafter, jnp.asarray(np.where(sources[..., None] < 0, 0.0, own))
+    kv = steered_entries(setup.models["drafter"], setup.drafter_config, rest, features)
     same = lambda a, b: np.allclose(a, b, rtol=1e-3, atol=1e-4)  # noqa: E731
     for row, length in enumerate(np.asarray(drafter.cache.length)):
         for found, wanted in zip((*drafter.cache.keys, *drafter.cache.values), (*kv.keys, *kv.values), strict=True):

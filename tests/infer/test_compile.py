@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -105,6 +106,7 @@ def compiled_loop(
     return programs["loop"].compile(), programs["cache_bytes"]
 
 
+@functools.cache
 def lowered_programs(
     config: ModelConfig,
     drafter_config: DrafterConfig | None,
@@ -224,7 +226,7 @@ def test_a_window_copies_its_own_slots_only(batch):
 @pytest.mark.parametrize("held", ["bfloat16", "float32", "int8"])
 def test_no_program_makes_a_table(held, program):
     """A token's row of a table is read where the table lies: no program makes anything of a table's size anew."""
-    config = dataclasses.replace(SMALL, vocab_size=97)
+    config = dataclasses.replace(SMALL, vocab_size=97, num_layers=2)
     drafter_config = drafter_for(config, committed_embeddings=True)
     text = lowered_programs(config, drafter_config, 1, 64, held=held)[program].compile().as_text()
     made = re.findall(rf"\w+\[97,(?:{config.hidden_size}|{drafter_config.rank})\]\S* ([\w-]+)\(", text)

@@ -21,7 +21,7 @@ from support.texts import first_difference
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.accept import check_legal, match_rule, recursive_rule
+from hsd_jax.infer.accept import match_rule, recursive_rule
 from hsd_jax.infer.decode import Decoder
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step, or_invalid
@@ -403,14 +403,6 @@ def test_the_bound_is_that_of_the_paper():
 
 
 # --- other rules ------------------------------------------------------------------------------------------------------
-
-
-def test_recursive_refuses_coupled_drafts():
-    with pytest.raises(ValueError, match="'recursive' is not lossless for draw='coupled'; it allows independent, with"):
-        check_legal(recursive_rule(1, 1), DrawScheme.COUPLED)
-    setup = setups.setup("llama", "chain")
-    with pytest.raises(ValueError, match="coupled"):
-        make_step(setup.config, setup.drafter, recursive_rule(4, 1))
 
 
 @functools.cache

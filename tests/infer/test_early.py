@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import defaultdict
 from fractions import Fraction
@@ -36,15 +37,21 @@ def costs(batch: int, level: float, nodes: int = setups.CHAIN_OF_4.nodes) -> Cos
     return Costs(*(jnp.asarray(x, jnp.float32) for x in numbers))
 
 
-def setup_of(scheme: DrawScheme, accept: str = "match") -> setups.Setup:
-    """The small language model of "llama" with chains of 4."""
+@functools.cache
+def setup_of(scheme: DrawScheme) -> setups.Setup:
+    """The small language model of "llama" with chains of 4; drawn ones under the recursive rule."""
     found = setups.setup("llama", "small_lm")
     if scheme is DrawScheme.COUPLED:
         return found
     found = dataclasses.replace(
         found, drafter=make_drafter(found.config, found.drafter_config, setups.CHAIN_OF_4, scheme=scheme)
     )
-    return dataclasses.replace(found, decoder=found.decoder_with(make_rule(accept, setups.CHAIN_OF_4)))
+    return dataclasses.replace(found, decoder=found.decoder_with(make_rule("recursive", setups.CHAIN_OF_4)))
+
+
+@functools.cache
+def jitted_draft(scheme: DrawScheme):
+    return jax.jit(setup_of(scheme).drafter.draft)
 
 
 def decoded(setup: setups.Setup, call: calls.Call, level: float):
@@ -81,13 +88,13 @@ def test_a_second_prompt_and_other_costs_compile_nothing():
 @pytest.mark.parametrize("price", [0.0, 0.05, 1.0, np.inf])
 def test_a_chain_that_ends_early_is_the_top_of_the_whole_one(scheme, price):
     """The same drafts, distributions and, where drafts are not drawn, scores; the length is that of a plain loop."""
-    setup, call = setup_of(scheme, "match" if scheme is DrawScheme.COUPLED else "recursive"), calls.mixed_call()
+    setup, call = setup_of(scheme), calls.mixed_call()
     state = call.start(setup.decoder, setup.models)
     root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, 1)[:, 0]
     live = jnp.arange(call.batch) != 2
     stop = Stop(jnp.log(jnp.linspace(0.5, 0.9, call.batch)), live, jnp.asarray(price, jnp.float32))
     inputs = RoundInputs(root, state.length - 1, state.keys, call.arrays()[-1])
-    draft = jax.jit(setup.drafter.draft)
+    draft = jitted_draft(scheme)
     whole, _ = draft(setup.models, state.drafter, inputs)
     free, _ = draft(setup.models, state.drafter, dataclasses.replace(inputs, stop=stop.replace(price=jnp.zeros(()))))
     tree, after = draft(setup.models, state.drafter, dataclasses.replace(inputs, stop=stop))
@@ -223,7 +230,7 @@ def test_drawn_chains_whose_length_is_learned_have_keys_of_their_round(scheme):
     draft is made would depend on its own token. COUPLED chains need the row's own keys; their text depends on no
     tree."""
     accept = "match" if scheme is DrawScheme.COUPLED else "recursive"
-    setup, call, seen = setup_of(scheme, accept), calls.mixed_call(), []
+    setup, call, seen = setup_of(scheme), calls.mixed_call(), []
     _, _, _, limits, sampling = call.arrays()
 
     def draft(models, state, inputs):
@@ -246,7 +253,7 @@ def test_drawn_chains_whose_length_is_learned_have_keys_of_their_round(scheme):
 
 def test_no_drawn_draft_is_dropped_by_worth():
     """However dear a node is: under `match` it would go."""
-    setup, call = setup_of(DrawScheme.INDEPENDENT, "recursive"), calls.mixed_call()
+    setup, call = setup_of(DrawScheme.INDEPENDENT), calls.mixed_call()
     state = decoded(setup, call, 0.3)
     made, verified = np.asarray(state.control.drafts).sum(0)
     assert made == verified > 0

@@ -23,8 +23,7 @@ from hsd_jax.config import ReuseConfig, TreeConfig
 from hsd_jax.infer import accept as accept_lib
 from hsd_jax.infer import draw
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.accept import check_legal, coins_of, match_rule, recursion, recursive_rule
-from hsd_jax.infer.step import make_step
+from hsd_jax.infer.accept import coins_of, recursion, recursive_rule
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.types import Drafter, DraftTree, DrawScheme, SamplingParams
 
@@ -446,32 +445,6 @@ def test_the_chi_square_finds_wrong_residuals(monkeypatch, name):
 # --- conformance ------------------------------------------------------------------------------------------------------
 
 
-BRANCHING = TreeConfig(branching=(3, 2, 1))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        (SCHEMES[oracle.WITHOUT_REPLACEMENT],),
-        (SCHEMES[oracle.WITHOUT_REPLACEMENT], BRANCHING),
-        pytest.param((SCHEMES[oracle.INDEPENDENT],), marks=pytest.mark.slow),
-        pytest.param((SCHEMES[oracle.INDEPENDENT], BRANCHING), marks=pytest.mark.slow),
-    ],
-    ids=["beam", "branching", "chains", "branching chains"],
-)
-def test_greedy_rows_are_greedy_beside_sampled_ones(kind):
-    """Token for token, with a drafter that is often right and with one whose weights are NaN."""
-    call, setup = calls.mixed_call(), setups.sampled(*kind)
-    wanted = setups.expected("llama", call)[:2]
-    state = call.run(setup.decoder, setup.models)
-    assert first_difference(calls.generated(call, state)[:2], wanted) is None
-    assert (np.asarray(state.stats.accepted_histogram).sum(0)[:3] > 0).all()
-    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), setup.models["drafter"])
-    state = call.run(setup.decoder, setup.models | {"drafter": broken})
-    assert first_difference(calls.generated(call, state)[:2], wanted) is None
-    assert bool(state.done.all())
-
-
 def test_rows_rounds_and_buckets_do_not_show():
     """Permuted rows, rounds one at a time and growing caches give the same texts; another seed another."""
     call, setup, order = calls.mixed_call(), setups.sampled(DrawScheme.WITHOUT_REPLACEMENT), [4, 2, 0, 5, 3, 1]
@@ -486,17 +459,3 @@ def test_rows_rounds_and_buckets_do_not_show():
     reseeded = call.replace(seeds=[s ^ 1 for s in call.seeds])
     texts = calls.generated(reseeded, reseeded.run(setup.decoder, setup.models))
     assert texts[:2] == wanted[:2] and all(a != b for a, b in zip(texts[2:4], wanted[2:4], strict=True))
-
-
-def test_illegal_pairs_are_refused():
-    rule = recursive_rule(1, 1)
-    with pytest.raises(
-        ValueError, match="accept='recursive' is not lossless for draw='arbitrary'; it allows independent, with"
-    ):
-        check_legal(rule, DrawScheme.ARBITRARY)
-    setup = setups.setup("llama", "beam", DrawScheme.ARBITRARY)
-    with pytest.raises(ValueError, match="arbitrary"):
-        make_step(setup.config, setup.drafter, rule)
-    for scheme in SCHEMES.values():
-        check_legal(rule, scheme)
-        check_legal(match_rule(1), scheme)

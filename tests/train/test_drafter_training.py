@@ -36,11 +36,11 @@ from support.training import (
     states_of_rounds,
 )
 
-from hsd_jax.config import FULL, SLIDING, DrafterConfig, TreeConfig
+from hsd_jax.config import FULL, SLIDING, TreeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.table import init_drafter, make_drafter, method_of
 from hsd_jax.models.target import causal_mask, forward_sequence, init_target
-from hsd_jax.models.trunk import base_logits, trunk_pass
+from hsd_jax.models.trunk import trunk_pass
 from hsd_jax.models.unroll import unroll
 from hsd_jax.train import anchors as anchors_lib
 from hsd_jax.train import drafter, losses, target
@@ -258,40 +258,6 @@ def test_loss_over_feature_layers():
     np.testing.assert_allclose(found, counted({"target": frozen, "drafter": weights}, config, rows, mask)[0], rtol=1e-5)
     assert all(np.any(g) for g in jax.tree.leaves(own)) and {"norm", "kernel"} == set(own["fusion"])
     assert not any(np.any(g) for g in jax.tree.leaves(to_target))
-
-
-def loss_without_masks(config: DrafterConfig, anchors_per_row: int):
-    """The loss as it was before it knew masks, steps and other options."""
-    weights = losses.depth_weights(config.num_steps, 0.8)
-
-    def loss(params, frozen, rows, key):
-        frozen = jax.lax.stop_gradient(frozen)
-        output = forward_sequence(frozen, TARGET, rows[:, :-1])
-        embeddings = frozen["embedding"][rows[:, 1:]].astype(jnp.float32) * TARGET.embed_scale
-        batch, length = rows.shape[0], rows.shape[1] - 1
-        _, anchors = jax.lax.top_k(jax.random.uniform(key, (batch, length - 1)), anchors_per_row)
-        anchors = jnp.sort(anchors, -1)
-        states = method_of(config).training.unroll(params, config, output.hidden, embeddings, anchors)
-        labels = anchors[:, :, None] + jnp.arange(1, config.num_steps + 1)
-        mask = labels < length
-        labels = jnp.minimum(labels, length - 1) + length * jnp.arange(batch)[:, None, None]
-        labels = labels.reshape(-1)
-        base = base_logits(params, config, frozen, TARGET, states.reshape(labels.shape[0], -1))
-        draft_logits = base + toy.token_info(params, config, rows[:, :-1].reshape(-1)[labels])
-        target_logits = output.logits.reshape(batch * length, -1)[labels]
-        nats = losses.forward_kl(target_logits, draft_logits).reshape(mask.shape)
-        return losses.over_depths(nats, mask, weights)
-
-    return jit(jax.value_and_grad(loss))
-
-
-def test_a_mask_without_holes_changes_no_bit():
-    config, weights, frozen = make()
-    rows = random_rows()
-    wanted, wanted_grad = loss_without_masks(config, 5)(weights, frozen, jnp.asarray(rows), jax.random.key(4))
-    (found, _), (grad, _) = graded(drafter.LossConfig(anchors_per_row=5))(weights, frozen, batch_of(rows), seed=4)
-    assert found == wanted
-    jax.tree.map(np.testing.assert_array_equal, grad, wanted_grad)
 
 
 def test_a_recurrence_of_zeros_changes_no_loss():

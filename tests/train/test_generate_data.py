@@ -573,9 +573,3 @@ def test_with_a_drafter_the_text_is_the_same(folder, tmp_path):
     assert (tmp_path / "plain.jsonl").read_bytes() == (tmp_path / "drafted.jsonl").read_bytes()
     settings = json.loads((tmp_path / "drafted.jsonl.settings.json").read_text())
     assert settings["tree"] == "5x3x2" and len(settings["drafter"]) == 64
-
-
-def test_help(capsys):
-    assert main_lib.main(["generate-data", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("usage: hsd generate-data") and "examples:\n  hsd generate-data --target DIR" in text
