@@ -8,7 +8,7 @@ says what the machine can do.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,9 @@ def measure(name: str, rows: Sequence[int]) -> Size:
     target = random_weights(init_target, config)
     own, drafter = random_drafter(config, target, TREE.depth)
     models = {"target": target, "drafter": drafter}
-    timers = {num: loop_timer(*_a_pass(models, config, num), ITERATIONS, None, True) for num in rows}
+    timers: dict[Any, Callable[[], float]] = {
+        num: loop_timer(*_a_pass(models, config, num), ITERATIONS, None, True) for num in rows
+    }
     timers["draft"] = loop_timer(*_drafting(models, config, own), ITERATIONS, None, True)
     seconds = interleaved_medians(timers, REPEATS)
     draft = seconds.pop("draft")
