@@ -8,7 +8,7 @@ says what the machine can do.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,9 @@ def measure(name: str, rows: Sequence[int]) -> Size:
     target = random_weights(init_target, config)
     own, drafter = random_drafter(config, target, TREE.depth)
     models = {"target": target, "drafter": drafter}
-    timers: dict[Any, Callable[[], float]] = {
-        num: loop_timer(*_a_pass(models, config, num), ITERATIONS, None, True) for num in rows
-    }
-    timers["draft"] = loop_timer(*_drafting(models, config, own), ITERATIONS, None, True)
+    runs: dict[Any, Any] = {num: _a_pass(models, config, num) for num in rows}
+    runs["draft"] = _drafting(models, config, own)
+    timers = {name: loop_timer(*run, ITERATIONS, None, True) for name, run in runs.items()}
     seconds = interleaved_medians(timers, REPEATS)
     draft = seconds.pop("draft")
     return Size(name, language_model(config), seconds, draft)
