@@ -39,7 +39,7 @@ INFER_LAYERS = [
     "plain rows",
     "decode",
 ]
-LAB_LAYERS = ["theory bench", "aot", "viz"]
+LAB_LAYERS = ["theory random_models targets", "bench", "aot", "viz"]
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

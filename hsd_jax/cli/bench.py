@@ -327,7 +327,7 @@ hsd bench sizes --out runs/sizes
 hsd bench sizes --shapes smollm2 llama-3.2-1b --rows 1,8 --out runs/sizes
 """,
     )
-    from hsd_jax.lab.aot.targets import known_targets
+    from hsd_jax.lab.targets import known_targets
 
     what = f"demo, smollm2, a config.json, or {', '.join(known_targets())}"
     add_value(

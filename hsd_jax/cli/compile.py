@@ -7,7 +7,7 @@ import argparse
 from hsd_jax.cli import options
 from hsd_jax.cli.options import COUNT, NEW_FILE, TEMPERATURE, add_value
 from hsd_jax.lab.aot.kinds import PROGRAMS, allowed_devices
-from hsd_jax.lab.aot.targets import known_targets
+from hsd_jax.lab.targets import known_targets
 
 
 def add_parser(commands) -> None:

@@ -589,7 +589,7 @@ def test_a_small_model_drafts_on_devices_of_its_own(folders, capsys):
     found = json.loads(capsys.readouterr().out)
     assert hsd("generate", "--target", folders.target, *asked) == 0
     assert found["text"] == json.loads(capsys.readouterr().out)["text"]
-    assert found["stats"]["drafter"]["overlapped rounds"] == found["stats"]["num_target_passes"]
+    assert found["tau"] > 1
 
 
 @pytest.mark.parametrize(
@@ -597,7 +597,7 @@ def test_a_small_model_drafts_on_devices_of_its_own(folders, capsys):
     [
         (["--devices", "1,1"], "--pearl GAMMA"),
         (["--pearl", "2", "--devices", "3"], "6,2"),
-        (["--pearl", "2", "--devices", "0,1"], "allowed are"),
+        (["--pearl", "2", "--devices", "0,1"], "'0'"),
         (["--pearl", "2", "--devices", "7,7"], "8 devices"),
     ],
 )

@@ -28,9 +28,9 @@ from hsd_jax.lab.aot import hlo, programs, transfers
 from hsd_jax.lab.aot.devices import make_mesh
 from hsd_jax.lab.aot.kinds import GPU, PLAIN, PREFILL, PROGRAMS, TRAIN, Devices
 from hsd_jax.lab.aot.programs import CHAIN, DTYPE, Job, Program
-from hsd_jax.lab.aot.targets import read_target
 from hsd_jax.lab.bench.tables import make_console, make_table
 from hsd_jax.lab.random_models import usual_drafter
+from hsd_jax.lab.targets import read_target
 from hsd_jax.models.checkpoint import path_of
 from hsd_jax.params import default_tree
 from hsd_jax.planning.rates import DEVICE_RATES

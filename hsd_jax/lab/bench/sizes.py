@@ -19,10 +19,10 @@ from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.table import make_drafter
 from hsd_jax.host.files import write_json
 from hsd_jax.infer.sampling import row_keys
-from hsd_jax.lab.aot.targets import read_target
 from hsd_jax.lab.bench.machine import hardware
 from hsd_jax.lab.bench.tables import Table, say
 from hsd_jax.lab.random_models import random_drafter, random_weights
+from hsd_jax.lab.targets import read_target
 from hsd_jax.models.cache import cache_of, fastest_dtype
 from hsd_jax.models.target import forward, init_target
 from hsd_jax.planning import rates

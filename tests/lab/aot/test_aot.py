@@ -23,7 +23,8 @@ from support import toy
 
 from hsd_jax.cli.main import main
 from hsd_jax.config import TreeConfig, layer_numbers
-from hsd_jax.lab.aot import devices, hlo, kinds, programs, report, targets, transfers
+from hsd_jax.lab import targets
+from hsd_jax.lab.aot import devices, hlo, kinds, programs, report, transfers
 from hsd_jax.lab.random_models import usual_drafter
 from hsd_jax.train.loop import LoopConfig
 

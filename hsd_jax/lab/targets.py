@@ -11,7 +11,7 @@ from hsd_jax.config import ModelConfig
 from hsd_jax.models.hf_config import parse_config, read_config, read_json
 from hsd_jax.settings import shown
 
-CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
+CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 
 
 def known_targets() -> list[str]:
