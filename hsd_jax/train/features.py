@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from pydantic import Field
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
@@ -46,11 +45,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B", re.IGNORECASE)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-@settings.dataclass
+@dataclasses.dataclass(frozen=True)
 class FeatureConfig:
     """Section `features` of a recipe."""
 
-    cache: Annotated[str, Field(min_length=1)] | None = None
+    cache: str | None = None
     """A folder; None: features are computed in every step."""
     limit: str = "20GB"
     """Refuse to build more than this: a number and B, KB, MB, GB or TB (powers of 1000)."""
@@ -61,6 +60,9 @@ class FeatureConfig:
     the time of float32 on CPUs that multiply it, and is slower on others; states then differ by a hundredth or so."""
 
     def __post_init__(self):
+        settings.check(self, "features")
+        if self.cache == "":
+            raise ValueError("features.cache='': expected a folder, or null")
         if not _SIZE.fullmatch(self.limit.strip()):
             raise ValueError(f"features.limit={self.limit!r}: expected a size, for example 20GB")
 
@@ -71,7 +73,7 @@ class FeatureConfig:
         return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-@settings.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Layout:
     """What the manifest says: for which target and rows, and how the numbers lie in the files."""
 
@@ -180,7 +182,7 @@ def open_features(
         rows=rows.fingerprint,
         dtype=config.dtype,
         shape=(len(rows.tokens), rows.length, target_config.hidden_size * (1 + len(layers))),
-        rows_per_file=1,
+        rows_per_file=0,
         layers=layers,
         likeliest=likeliest,
         products=config.products,

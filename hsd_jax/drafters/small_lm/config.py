@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 
 
-@settings.dataclass
+@dataclasses.dataclass(frozen=True)
 class SmallLMConfig(ModelConfig):
     """An independent language model in the role of a drafter."""
 
