@@ -77,7 +77,9 @@ def measure(name: str, rows: Sequence[int]) -> Size:
     models = {"target": target, "drafter": drafter}
     runs: dict[Any, Any] = {num: _a_pass(models, config, num) for num in rows}
     runs["draft"] = _drafting(models, config, own)
-    timers = {name: loop_timer(*run, ITERATIONS, None, True) for name, run in runs.items()}
+    timers = {
+        name: loop_timer(run, given, inputs, ITERATIONS, None, True) for name, (run, given, inputs) in runs.items()
+    }
     seconds = interleaved_medians(timers, REPEATS)
     draft = seconds.pop("draft")
     return Size(name, language_model(config), seconds, draft)
