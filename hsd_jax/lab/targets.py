@@ -1,4 +1,4 @@
-"""The targets of `hsd compile`: shapes of public models that ship with the package, and everybody's own files.
+"""The shapes that `hsd compile` and `hsd bench sizes` take: public models' ship with the package; and everybody's own.
 
 Imports no jax, so that help is immediate.
 """

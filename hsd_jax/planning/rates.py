@@ -24,6 +24,7 @@ import numpy as np
 from hsd_jax import settings
 from hsd_jax.host.files import kept_folder, read_json, sha256, write_json
 from hsd_jax.kernels import native, ops
+from hsd_jax.planning.timing import loop_timer
 from hsd_jax.planning.tuned import device_name, num_cores
 from hsd_jax.settings import NotNegative, Positive
 
@@ -78,8 +79,9 @@ def rates_here(has_kernels: bool) -> Rates:
 
 
 def level_here(has_kernels: bool) -> str | None:
-    """The level of the CPU kernels, whose rates can be measured; None where they do not run."""
-    runs = has_kernels and jax.default_backend() == "cpu" and native.available()
+    """The level of the CPU kernels, whose rates can be measured; None where they do not run, and in a run of several
+    processes, which must all choose the same tree."""
+    runs = has_kernels and jax.default_backend() == "cpu" and jax.process_count() == 1 and native.available()
     level = native.chosen_level()
     return level if runs and level != native.OFF else None
 
@@ -98,7 +100,7 @@ def shipped(level: str) -> Rates:
 
 WEIGHTS, WIDTH = 48, 1024
 """Matrices [WIDTH, WIDTH] that are read one after another: 96 MB in bfloat16, which no cache holds."""
-SMALL_WIDTH, ROWS, PRODUCTS = 512, 64, 32
+SMALL_WIDTH, ROWS = 512, 64
 """Sizes of the products that are computed from the cache."""
 TIMES = 15
 BUSY, AGAIN_AFTER = 0.25, 3600.0
@@ -136,52 +138,45 @@ class Measured:
 
 
 def measure(level: str) -> Measured:
-    """Times products of the kernels of a level, for a second or two."""
-    with native.enabled(True, level):
-        one, spread_of_one = _seconds(*_reading())
-        many, spread_of_many = _seconds(*_computing(jnp.float32))
-        narrow, spread_of_narrow = (
-            _seconds(*_computing(jnp.bfloat16)) if native.LEVELS[level].rounds_rows else (many, 0.0)
-        )
+    """Times products of the kernels of a level, that of this process, for a second or two."""
+    reading, spread_of_reading = _seconds(*_reading(), iterations=1)
+    wide, spread_of_wide = _seconds(*_computing(jnp.float32), iterations=32)
+    narrow, spread_of_narrow = wide, 0.0
+    if native.LEVELS[level].rounds_rows:
+        narrow, spread_of_narrow = _seconds(*_computing(jnp.bfloat16), iterations=32)
     return Measured(
         device_name(),
-        bytes_per_second=WEIGHTS * WIDTH**2 * 2 / one,
-        flops_per_second=PRODUCTS * ROWS * SMALL_WIDTH**2 * 2 / many,
-        narrow=many / narrow,
-        spread=max(spread_of_one, spread_of_many, spread_of_narrow),
+        bytes_per_second=WEIGHTS * WIDTH**2 * 2 / reading,
+        flops_per_second=ROWS * SMALL_WIDTH**2 * 2 / wide,
+        narrow=wide / narrow,
+        spread=max(spread_of_reading, spread_of_wide, spread_of_narrow),
         at=time.time(),
     )
 
 
-def _reading() -> tuple[Callable, Any, Any]:
+def _reading() -> tuple[Callable, dict, Any]:
     """One row through many matrices, each the size of a layer's."""
     weights = [jnp.full((WIDTH, WIDTH), 1e-3, jnp.bfloat16) + i for i in range(WEIGHTS)]
 
-    def through(row, weights):
-        for weight in weights:
-            row = ops.matmul(row, weight) * 1e-3
-        return row
+    def through(models, row):
+        out = row
+        for weight in models["weights"]:
+            out = ops.matmul(out, weight) * 1e-3
+        return out, row
 
-    return jax.jit(through), jnp.ones((1, WIDTH)), weights
-
-
-def _computing(dtype: Any) -> tuple[Callable, Any, Any]:
-    """Many rows through one matrix that the cache holds, again and again."""
-
-    def through(rows, weight):
-        return jax.lax.fori_loop(0, PRODUCTS, lambda _, x: ops.matmul(x, weight), rows)
-
-    return jax.jit(through), jnp.ones((ROWS, SMALL_WIDTH)), jnp.full((SMALL_WIDTH, SMALL_WIDTH), 1 / SMALL_WIDTH, dtype)
+    return through, {"weights": weights}, jnp.ones((1, WIDTH))
 
 
-def _seconds(function: Callable, *args: Any) -> tuple[float, float]:
-    """The median of TIMES calls, and the distance of their quartiles over it; the first calls do not count."""
-    taken = []
-    for _ in range(TIMES + 2):
-        begin = time.perf_counter()
-        jax.block_until_ready(function(*args))
-        taken.append(time.perf_counter() - begin)
-    low, middle, high = np.percentile(taken[2:], (25, 50, 75))
+def _computing(dtype: Any) -> tuple[Callable, dict, Any]:
+    """Many rows through one matrix that the cache holds."""
+    models = {"weight": jnp.full((SMALL_WIDTH, SMALL_WIDTH), 1 / SMALL_WIDTH, dtype)}
+    return lambda models, rows: (ops.matmul(rows, models["weight"]), rows), models, jnp.ones((ROWS, SMALL_WIDTH))
+
+
+def _seconds(run: Callable, models: dict, inputs: Any, iterations: int) -> tuple[float, float]:
+    """The median of TIMES timings, and the distance of their quartiles over it; the first two do not count."""
+    timed = loop_timer(run, models, inputs, iterations, None, True)
+    low, middle, high = np.percentile([timed() for _ in range(TIMES + 2)][2:], (25, 50, 75))
     return float(middle), float((high - low) / middle)
 
 

@@ -582,10 +582,14 @@ def test_train_drafter_end_to_end(folders, tmp_path, standard_dtypes, changes):
     assert hsd("generate", "--target", folders.target, "--drafter", out / "drafter", *SHORT, *small, "the cat") == 0
 
 
-def test_a_small_model_drafts_on_devices_of_its_own(folders, capsys):
+def test_a_small_model_drafts_on_devices_of_its_own(folders, capsys, monkeypatch):
     pair = ["--target", folders.target, "--drafter", folders.target, "--pearl", "2"]
-    asked = [*SHORT, "--json", "the cat"]
-    assert hsd("generate", *pair, "--devices", "1,2", *asked) == 0
+    asked, loaded, load_params = [*SHORT, "--json", "the cat"], [], options.load_params
+    with monkeypatch.context() as patch:
+        patch.setattr(options, "load_params", lambda args: loaded.append(load_params(args)) or loaded[-1])
+        assert hsd("generate", *pair, "--devices", "1,2", *asked) == 0
+    meshes = loaded[0].mesh, loaded[0].drafter_mesh
+    assert [mesh.devices.ravel().tolist() for mesh in meshes] == [jax.devices()[:1], jax.devices()[1:3]]
     found = json.loads(capsys.readouterr().out)
     assert hsd("generate", "--target", folders.target, *asked) == 0
     assert found["text"] == json.loads(capsys.readouterr().out)["text"]

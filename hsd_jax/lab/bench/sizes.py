@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from hsd_jax.config import ModelConfig, TreeConfig
@@ -20,6 +19,7 @@ from hsd_jax.drafters.table import make_drafter
 from hsd_jax.host.files import write_json
 from hsd_jax.infer.sampling import row_keys
 from hsd_jax.lab.bench.machine import hardware
+from hsd_jax.lab.bench.profile import with_counts_of
 from hsd_jax.lab.bench.tables import Table, say
 from hsd_jax.lab.random_models import random_drafter, random_weights
 from hsd_jax.lab.targets import read_target
@@ -110,7 +110,7 @@ def _drafting(models: dict, config: ModelConfig, own: Any) -> tuple[Any, dict, A
 
     def run(models, state):
         tree, after = drafter.draft(models, state, inputs)
-        return tree.tokens, jax.tree.map(lambda new, old: old if new.ndim == 1 else new, after, state)
+        return tree.tokens, with_counts_of(after, state)
 
     return run, models, state
 
@@ -165,7 +165,7 @@ def tables_of(record: dict[str, Any]) -> Iterator[Table]:
             ]
             for name, of_rows, size in sizes
         ],
-        [*lines, f"GB/s: of 1 row; GFLOP/s: of {max(rows)} rows"],
+        [*lines, f"GB/s: of 1 row; GFLOP/s: of {max(TREE.nodes, *rows)} rows"],
     )
     yield Table(
         f"tokens/s by tau, trees of {record['tree']}, one row",
