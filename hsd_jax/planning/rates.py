@@ -74,14 +74,16 @@ def rates_here(has_kernels: bool) -> Rates:
     platform, level = jax.default_backend(), level_here(has_kernels)
     if platform != "cpu":
         return DEVICE_RATES.get(platform, DEVICE_RATES["gpu"])
-    path = None if level is None else kept_path(level)
-    return shipped(level or native.OFF) if path is None or level is None else _kept_or_measured(path, level)
+    if level is None:
+        return shipped(native.OFF)
+    # Several processes must all choose the same tree.
+    path = kept_path(level) if jax.process_count() == 1 else None
+    return shipped(level) if path is None else _kept_or_measured(path, level)
 
 
 def level_here(has_kernels: bool) -> str | None:
-    """The level of the CPU kernels, whose rates can be measured; None where they do not run, and in a run of several
-    processes, which must all choose the same tree."""
-    runs = has_kernels and jax.default_backend() == "cpu" and jax.process_count() == 1 and native.available()
+    """The level of the CPU kernels, whose rates can be measured; None where they do not run."""
+    runs = has_kernels and jax.default_backend() == "cpu" and native.available()
     level = native.chosen_level()
     return level if runs and level != native.OFF else None
 

@@ -52,6 +52,9 @@ def test_what_is_shipped_counts_where_nothing_is_measured(folder, measured, monk
     assert rates.rates_here(False) == rates.shipped(native.OFF)  # on a mesh
     monkeypatch.setenv(rates.FOLDER_VARIABLE, "off")
     assert rates.rates_here(True) == rates.shipped(LEVEL)
+    monkeypatch.setenv(rates.FOLDER_VARIABLE, str(folder))
+    monkeypatch.setattr(rates.jax, "process_count", lambda: 2)  # they must agree
+    assert rates.rates_here(True) == rates.shipped(LEVEL)
     assert not measured[1] and not folder.exists()
 
 
@@ -84,6 +87,7 @@ def test_rates_of_a_busy_machine_are_measured_again_later(folder, measured):
     for change, times in (
         ({}, 1),
         ({"spread": 0.5}, 1),
+        ({"at": kept["at"] - 2 * rates.AGAIN_AFTER}, 1),
         ({"spread": 0.5, "at": kept["at"] - 2 * rates.AGAIN_AFTER}, 2),
     ):
         path.write_text(json.dumps(kept | change))
@@ -130,3 +134,13 @@ def test_info_measures_and_shows(folder, measured, capsys):
     out = capsys.readouterr().out
     assert "50 GB/s" in out and "1.50 times" in out and str(rates.kept_path(LEVEL)) in out
     assert hsd("info") != 0 and hsd("info", "demo", "--rates") != 0
+
+
+def test_rates_follow_from_the_timings(monkeypatch):
+    """One row through all matrices takes 1 s, and products in float32 twice as long as in bfloat16."""
+    timings = iter([(1.0, 0.1), (2e-3, 0.3), (1e-3, 0.2)])
+    monkeypatch.setattr(rates, "_seconds", lambda *_, iterations: next(timings))
+    found = rates.measure("avx512_bf16")
+    assert found.bytes_per_second == 2 * rates.WEIGHTS * rates.WIDTH**2
+    assert found.flops_per_second == pytest.approx(rates.ROWS * rates.SMALL_WIDTH**2 * 1e3)
+    assert (found.narrow, found.spread, found.is_busy) == (2.0, 0.3, True)

@@ -224,6 +224,8 @@ def test_default_trees_of_other_drafters():
     found = tuning.default_trees(hot)
     assert max(tree.width for tree in found) == 2 and max(tree.nodes for tree in found if tree.width == 1) == 16
     rescored = RescoredConfig(toy.drafter_config(toy.target_config()), arcs=2)
+    shallow = [plan.candidates(toy.drafter_config(toy.target_config(), num_steps=num)) for num in (1, 2)]
+    assert [[t.name for t in trees] for trees in shallow] == [["2x1x1"], ["2x1x1", "3x2x1", "6x2x2"]]
     for trees in (tuning.default_trees(rescored), plan.candidates(rescored)):
         assert max(tree.width for tree in trees) == 2
     assert [t.nodes for t in tuning.default_trees(LookupConfig())] == list(range(4, 17))
