@@ -37,6 +37,7 @@ mistake in float32. Texts are compared with the peer's plain ones in float32, if
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -279,12 +280,10 @@ class Worker:
           ValueError: if the worker says that it cannot, or ends.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and may have said why
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+        line = self.process.stdout.readline()
         if not line:
             raise ValueError(f"the process of {self.name} ended (status {self.process.wait()}); what it said is above")
         found = json.loads(line)
@@ -295,7 +294,8 @@ class Worker:
     def close(self) -> None:
         """Ends the process."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.stdout.close()
         self.process.wait()
 
