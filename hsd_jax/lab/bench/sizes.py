@@ -86,18 +86,18 @@ def measure(name: str, rows: Sequence[int]) -> Size:
 
 
 def _a_pass(models: dict, config: ModelConfig, num: int) -> tuple[Any, dict, Any]:
-    """A token for each of so many rows."""
+    """A token for each of so many rows. Their caches lie beside the weights: as inputs of a timed loop they would be
+    written, and copied."""
     cache = cache_of(config, num, SLOTS, fastest_dtype(True))
     cache = dataclasses.replace(cache, length=jnp.full(num, FILLED, jnp.int32))
     tokens = jnp.arange(num, dtype=jnp.int32)[:, None] % config.vocab_size
 
-    def run(models, inputs):
-        tokens, cache = inputs
-        sees = jnp.ones((num, 1, 1), bool)
+    def run(models, tokens):
+        sees, cache = jnp.ones((num, 1, 1), bool), models["cache"]
         output = forward(models["target"], config, tokens, cache.length[:, None], sees, cache)
-        return output.logits, inputs
+        return output.logits, tokens
 
-    return run, models, (tokens, cache)
+    return run, models | {"cache": cache}, tokens
 
 
 def _drafting(models: dict, config: ModelConfig, own: Any) -> tuple[Any, dict, Any]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 from support import toy
 from support.command_line import hsd
 
+from hsd_jax.infer.decode import traced_with
 from hsd_jax.lab.bench import sizes
 from hsd_jax.models import convert
-from hsd_jax.planning import rates
+from hsd_jax.planning import rates, timing
 
 
 @pytest.fixture
@@ -44,3 +48,14 @@ def test_a_shape_that_is_none_is_named_before_anything_is_measured(shape, tmp_pa
     monkeypatch.setattr(sizes, "measure", lambda *_: pytest.fail("measured"))
     assert hsd("bench", "sizes", "--shapes", shape, "no-such-model", "--out", tmp_path / "out") != 0
     assert "no-such-model" in capsys.readouterr().err
+
+
+def test_no_timed_pass_copies_a_cache():
+    """With the caches among its inputs a pass over 8 rows seemed twice as dear as it is."""
+    config = toy.target_config()
+    run, models, tokens = sizes._a_pass({"target": toy.make_target(config)}, config, 8)
+    timed = traced_with(None, True, None, timing._repeated(run, 2))
+    text = jax.jit(timed).lower(models, tokens, jnp.zeros(())).compile().as_text()
+    slots = f"f32[8,{config.num_kv_heads},{sizes.SLOTS},{config.head_dim}]"
+    made = re.findall(rf"= {re.escape(slots)}\S* ([\w-]+)\(", text)
+    assert made and set(made) <= {"parameter", "get-tuple-element"}
