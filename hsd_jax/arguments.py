@@ -14,7 +14,7 @@ import numpy as np
 
 from hsd_jax.config import bucket
 from hsd_jax.params import Params
-from hsd_jax.settings import Count, Seed, Temperature, TopP, Whole, shown, take
+from hsd_jax.settings import MOST, Seed, Temperature, TopK, TopP, Whole, shown, take
 from hsd_jax.tokenizer import Messages, check_unicode
 from hsd_jax.types import NO_TOKEN, Limits, SamplingParams
 
@@ -221,7 +221,7 @@ def seeds_of_rows(seed, batch: int) -> list[tuple[int, int]]:
 def sampling_of_rows(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The fields of `SamplingParams`, a value a row."""
     temperatures = [t if t >= COLDEST else 0.0 for t in _per_row("temperature", temperature, batch, Temperature)]
-    ks = [0 if k is None else k for k in _per_row("top_k", top_k, batch, Count | None)]
+    ks = [0 if k is None else min(k, MOST) for k in _per_row("top_k", top_k, batch, TopK | None)]
     ps = [1.0 if p is None else p for p in _per_row("top_p", top_p, batch, TopP | None)]
     return np.array(temperatures, np.float32), np.array(ks, np.int32), np.array(ps, np.float32)
 

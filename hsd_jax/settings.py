@@ -48,6 +48,7 @@ Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Positive = Annotated[float, Field(gt=0, le=LARGEST)]
 NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
 Share = Annotated[float, Field(ge=0, le=1)]
+TopK = Annotated[int, Field(ge=1)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(ge=0, le=HOTTEST)]
 
@@ -90,7 +91,7 @@ def read(kind: type, values: Any, where: str, section: str = "") -> Any:
     try:
         return _adapter(kind).validate_json(json.dumps(values, default=str))  # YAML makes dates of some texts
     except ValidationError as error:
-        raise ValueError(f"{where}: {_text(error, kind, section)}") from error
+        raise ValueError(f"{where}: {_text(error, kind, section)}") from None
     except (TypeError, RecursionError) as error:  # a key that is no text, lists in lists in lists
         raise ValueError(f"{where}: holds what is no JSON ({error})") from error
 
@@ -106,7 +107,7 @@ def take(hint: Any, value: Any, name: str, **limits: Any) -> Any:
     try:
         return _adapter(hint, **limits).validate_python(value)
     except ValidationError as error:
-        raise ValueError(_text(error, None, name)) from error
+        raise ValueError(_text(error, None, name)) from None
 
 
 def parse(hint: Any, text: str, name: str = "") -> Any:
@@ -114,7 +115,7 @@ def parse(hint: Any, text: str, name: str = "") -> Any:
     try:
         return _adapter(hint).validate_strings(text)
     except ValidationError as error:
-        raise ValueError(_text(error, None, name)) from error
+        raise ValueError(_text(error, None, name)) from None
 
 
 def shown(value: Any) -> str:

@@ -237,7 +237,7 @@ def test_the_wrapped_tokenizer_is_that_of_a_folder(smollm, tmp_path):
         ({"pre": None}, "ggml.pre=None"),
         ({"pre": 3}, "ggml.pre=3"),
         ({"tokens": None}, "ggml.tokens=None: should be a valid list"),
-        ({"tokens": [1, 2]}, "ggml.tokens=None: should be a valid list"),
+        ({"tokens": [1, 2]}, "ggml.tokens.0=1: should be a valid string"),
         ({"merges": "a b"}, "ggml.merges='a b': should be a valid list"),
         ({"merges": ["a b c"]}, "ggml.merges: 'a b c': expected two parts"),
         ({"merges": ["zz zz"]}, "ggml.tokens and tokenizer.ggml.merges do not belong together"),

@@ -506,7 +506,7 @@ def _down(grad) -> np.ndarray:
         ("loss", {"beta": 0.1}, r"loss: unknown key 'beta'; valid keys are .*jsd_beta"),
         ("model", {"feature_layers": "all"}, r"model\.feature_layers='all': should be .*array or .*'low_mid_high'"),
         ("model", {"trunk": "block"}, r"model\.trunk='block': should be 'recurrent' or 'parallel'"),
-        ("model", {"kind": "feature"}, r"model\.kind='feature': should be 'hidden', 'eagle', 'medusa'"),
+        ("model", {"kind": "feature"}, r"model\.kind='feature': should be 'hidden', 'eagle' or 'medusa'"),
         ("model", {"kind": "eagle", "rank": 64}, r"model\.rank=64: kind 'eagle' has no such choice"),
         ("model", {"kind": "medusa", "num_layers": 2}, r"model\.num_layers=2: kind 'medusa' has no such choice"),
         ("model", {"injection": "gru"}, r"model\.injection='gru': should be 'previous' or 'path'"),

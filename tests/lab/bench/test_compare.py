@@ -83,7 +83,7 @@ def test_a_speedup_has_a_range_over_repeats_and_an_interval_over_batches():
         ("a: [", "not YAML"),
         ("plain: {}\n", "'plain' is always measured"),
         ("a: {nodes: 8}\n", "a: unknown key 'nodes'; valid keys are accept, adaptive, alpha, drafter, draw"),
-        ("a: 8x5x2\n", "a='8x5x2': expected keys and values"),
+        ("a: 8x5x2\n", "a='8x5x2': should be an object"),
         ("a: {reference: true}\nb: {reference: true}\n", "at most one method may say reference"),
         ("a: {tree: 8}\n", "a.tree=8: should be a valid string"),
         ("a: {drafter: [x]}\n", "a.drafter=['x']: should be a valid string"),
