@@ -21,7 +21,7 @@ from hsd_jax.planning.plan import Plan
 from hsd_jax.planning.tuned import Tuned
 from hsd_jax.request import AUTO, Speculation
 from hsd_jax.session import RequestStats, Session, Taken, prepare
-from hsd_jax.settings import Count, describe, fits, shown
+from hsd_jax.settings import Count, take
 from hsd_jax.types import NO_TOKEN
 
 
@@ -213,8 +213,7 @@ def stream(
     Raises:
       ValueError: as `decode`.
     """
-    if rounds is not None and not fits(Count, rounds):
-        raise ValueError(f"rounds={shown(rounds)}: allowed are {describe(Count)}, or None: as many as are fastest")
+    take(Count | None, rounds, "rounds")
     check_same("rounds of the stream", repr(rounds))
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, eos)
     speculation = Speculation(tree, accept, draw, reuse, speculate, tuned, lossy=lossy, adaptive=adaptive)

@@ -6,8 +6,7 @@ Nothing here knows a drafter. Read next: `request.py`, which says how they are d
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ import numpy as np
 
 from hsd_jax.config import bucket
 from hsd_jax.params import Params
-from hsd_jax.settings import HOTTEST, Temperature, fits, shown
+from hsd_jax.settings import MOST, Seed, Temperature, TopK, TopP, Whole, shown, take
 from hsd_jax.tokenizer import Messages, check_unicode
 from hsd_jax.types import NO_TOKEN, Limits, SamplingParams
 
@@ -107,10 +106,7 @@ def checked_new_tokens(
     Raises:
       ValueError: for what is no such number, or more than fit after a prompt.
     """
-    values = _per_row("max_new_tokens", max_new_tokens, len(prompts), int)
-    for new in values:
-        if new is None or new < 0:
-            raise ValueError(f"max_new_tokens={shown(new)}: allowed are 0 and more")
+    values = _per_row("max_new_tokens", max_new_tokens, len(prompts), Whole)
     for row, (ids, new) in enumerate(zip(prompts, values, strict=True)):
         check_length(params, row, len(ids), new, max_len)
     return values
@@ -199,46 +195,34 @@ def _encode_one(params: Params, prompt, row: int) -> list[int]:
     return [int(x) for x in ids]
 
 
-def _per_row(name: str, value, batch: int, kind: type) -> list:
+def _per_row(name: str, value, batch: int, hint: Any) -> list:
+    """A value that an annotation allows for each row, of one or a list of them."""
     try:
         values = list(value) if np.ndim(value) else [value] * batch
     except ValueError:  # lists of several lengths
-        raise ValueError(f"{name}={shown(value)}: expected one {kind.__name__}, or one a row") from None
+        raise ValueError(f"{name}={shown(value)}: expected one value, or one a row") from None
     if len(values) != batch:
         raise ValueError(f"{name} has {len(values)} values for {batch} rows")
-    convert = operator.index if kind is int else kind  # int() would cut 10.7 down without a word
-    try:
-        return [None if v is None else convert(v) for v in values]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name}={shown(value)}: expected {kind.__name__} values") from error
+    return [take(hint, _plain(v), name) for v in values]
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy or jax as one of Python."""
+    return value.item() if isinstance(value, (np.ndarray, np.generic, jax.Array)) and value.ndim == 0 else value
 
 
 def seeds_of_rows(seed, batch: int) -> list[tuple[int, int]]:
     """What makes the key of each row: its seed, and its number under a single seed, 0 under a list."""
     is_single = np.ndim(seed) == 0
-    seeds = _per_row("seed", seed, 1 if is_single else batch, int)
-    for value in seeds:
-        if value is None or not 0 <= value < 2**32:
-            raise ValueError(f"seed={shown(value)}: allowed are 0 to {2**32 - 1}")
+    seeds = _per_row("seed", seed, 1 if is_single else batch, Seed)
     return [(seeds[0], row) for row in range(batch)] if is_single else [(seed, 0) for seed in seeds]
 
 
 def sampling_of_rows(batch: int, temperature, top_k, top_p) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The fields of `SamplingParams`, a value a row."""
-    temperatures = _per_row("temperature", temperature, batch, float)
-    ks = [0 if k is None else k for k in _per_row("top_k", top_k, batch, int)]
-    ps = [1.0 if p is None else p for p in _per_row("top_p", top_p, batch, float)]
-    for t in temperatures:
-        if not fits(Temperature, t):
-            raise ValueError(f"temperature={t}: allowed are 0 (greedy) and positive numbers up to {HOTTEST:g}")
-    for k, given in zip(ks, _per_row("top_k", top_k, batch, int), strict=True):
-        if given is not None and k < 1:
-            raise ValueError(f"top_k={k}: allowed are 1 and more, or None")
-    for p in ps:
-        if not 0.0 < p <= 1.0:
-            raise ValueError(f"top_p={p}: allowed are numbers in (0, 1], or None")
-    temperatures = [t if t >= COLDEST else 0.0 for t in temperatures]
-    ks = [min(k, 2**31 - 1) for k in ks]
+    temperatures = [t if t >= COLDEST else 0.0 for t in _per_row("temperature", temperature, batch, Temperature)]
+    ks = [0 if k is None else min(k, MOST) for k in _per_row("top_k", top_k, batch, TopK | None)]
+    ps = [1.0 if p is None else p for p in _per_row("top_p", top_p, batch, TopP | None)]
     return np.array(temperatures, np.float32), np.array(ks, np.int32), np.array(ps, np.float32)
 
 
@@ -250,14 +234,6 @@ def sampling_of_row(temperature: float, top_k: int | None = None, top_p: float |
 
 def end_tokens_of(params: Params, eos) -> tuple[int, ...]:
     """The end tokens; None: those of the checkpoint."""
-    if isinstance(eos, (str, bytes, dict)):
-        raise ValueError(f"eos={eos}: expected a token id, or several")
-    try:
-        ids = params.eos if eos is None else ((int(eos),) if isinstance(eos, (int, np.integer)) else tuple(eos))
-    except TypeError:
-        raise ValueError(f"eos={shown(eos)}: expected a token id, or several") from None
-    vocab_size = params.target_config.vocab_size
-    for token in ids:
-        if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
-            raise ValueError(f"eos={shown(token)}: allowed are 0 to {vocab_size - 1}")
-    return tuple(int(token) for token in ids)
+    eos = params.eos if eos is None else _plain(eos)
+    ids = eos if isinstance(eos, Iterable) and not isinstance(eos, (str, bytes, dict)) else [eos]
+    return tuple(take(int, _plain(token), "eos", ge=0, lt=params.target_config.vocab_size) for token in ids)

@@ -10,8 +10,10 @@ import dataclasses
 import math
 from typing import Annotated, Any, ClassVar
 
+from pydantic import Field
+
 from hsd_jax import settings
-from hsd_jax.settings import Count, OneOf, Positive, Whole, Within
+from hsd_jax.settings import Count, Number, OneOf, Positive, Whole
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
@@ -21,22 +23,25 @@ LARGEST_TREE = 256
 """Nodes of a tree."""
 NONE, SUM, SKIP, AHEAD, UNFUSED = REUSES = ("none", "sum", "skip", "ahead", "unfused")
 """What becomes of the states a round leaves over (`drafters/hidden/reuse.py` says what each form does)."""
+Reuse = Annotated[str, OneOf(REUSES)]
 
 
-Layers = Annotated[int, Within(1, 10_000)]
-HeadDim = Annotated[int, Within(1, 65_536)]
-Epsilon = Annotated[float, Within(0, 1, above=True)]
-Theta = Annotated[float, Within(1e-6, 1e30)]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+HeadDim = Annotated[int, Field(ge=1, le=65_536)]
+Epsilon = Annotated[float, Field(gt=0, le=1)]
+Theta = Annotated[float, Field(ge=1e-6, le=1e30)]
 PRECISIONS = ("fast", "exact")
 """Of the arithmetic: see `params.load`."""
+Precision = Annotated[str, OneOf(PRECISIONS)]
 QUANTIZED = ("int8",)
 """What weights may be quantized to."""
+Quantized = Annotated[str, OneOf(QUANTIZED)]
 ROPE_KINDS = ("default", "linear", "llama3")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 LayerType = Annotated[str, OneOf((FULL, SLIDING))]
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class RopeConfig:
     """Rotary embedding of one kind of layer; `kind` is one of ROPE_KINDS."""
 
@@ -47,9 +52,6 @@ class RopeConfig:
     high_freq_factor: Positive = 4.0
     original_max_position: Count = 8192
 
-    def __post_init__(self):
-        settings.check(self, "RopeConfig")
-
 
 def _check_heads(config: Any, section: str) -> None:
     if config.num_heads % config.num_kv_heads:
@@ -59,7 +61,7 @@ def _check_heads(config: Any, section: str) -> None:
         raise ValueError(f"{section}.head_dim={config.head_dim}: must be even for rotary embedding")
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class ModelConfig:
     """One parameterised decoder: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 are settings of it."""
 
@@ -78,7 +80,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     activation: Annotated[str, OneOf(ACTIVATIONS)] = "silu"
-    norm_offset: float = 0.0
+    norm_offset: Number = 0.0
     """Added to every norm weight: Gemma stores weight - 1."""
     post_norms: bool = False
     """Gemma's second norm after attention and after the MLP."""
@@ -96,7 +98,6 @@ class ModelConfig:
     model_type: str = "llama"
 
     def __post_init__(self):
-        settings.check(self, "ModelConfig")
         _check_heads(self, "ModelConfig")
 
     @property
@@ -112,7 +113,7 @@ def model_of(config: ModelConfig) -> ModelConfig:
     return ModelConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings.dataclass
 class DrafterConfig:
     """A drafter that is trained on its target's features; each kind is a subclass, in its room under `drafters/`."""
 
@@ -122,9 +123,10 @@ class DrafterConfig:
     committed_embeddings: ClassVar[bool] = False
     """Embeddings of committed tokens beside the target's features (methods.md, A1)."""
 
+    _: dataclasses.KW_ONLY
     hidden_size: Count
     vocab_size: Count
-    num_steps: Annotated[int, Within(1, 2 * LARGEST_TREE)] = 6
+    num_steps: Annotated[int, Field(ge=1, le=2 * LARGEST_TREE)] = 6
     """States per round K, as trained; a tree may be shallower, never deeper."""
     norm_eps: Epsilon = 1e-5
     max_position: Count = 2048
@@ -133,20 +135,19 @@ class DrafterConfig:
     vocabulary_hash: str = dataclasses.field(default="", repr=False)
     """Fingerprint of that target's vocabulary, which a fine-tune of it shares; empty: unknown. Left out of `repr`, by
     which records of `tune` know a drafter."""
-    feature_layers: tuple[int, ...] = ()
+    feature_layers: tuple[Whole, ...] = ()
     """Layers of the target, counted from 0 and ascending, after which the drafter reads the residual stream
     (methods.md, A2); empty: the final hidden state."""
     reduced_vocab_size: Count | None = None
     """Size of the reduced draft vocabulary, the tokens that may be drafted; None: all. `draft_to_target` of the
     drafter's weights lists them."""
-    profile: tuple[float, ...] = ()
+    profile: tuple[Number, ...] = ()
     """Of held-out greedy text: the share of a chain's drafts that the target accepts, by depth, where all before were.
     Empty: never measured. It decides how calls are decoded (`planning/plan.py`), never what comes out."""
-    sampled_profile: tuple[float, ...] = ()
+    sampled_profile: tuple[Number, ...] = ()
     """The same at temperature 1, with COUPLED drafts."""
 
     def __post_init__(self):
-        settings.check(self, "DrafterConfig")
         if not self.are_layers(self.feature_layers):
             raise ValueError(
                 f"DrafterConfig.feature_layers={self.feature_layers!r}: expected layer numbers from 0, ascending"
@@ -163,10 +164,9 @@ class DrafterConfig:
         return self.vocab_size if self.reduced_vocab_size is None else self.reduced_vocab_size
 
     @staticmethod
-    def are_layers(layers: Any) -> bool:
-        """Whether this is a tuple of layer numbers, ascending and each once."""
-        is_list = isinstance(layers, tuple) and all(type(i) is int and i >= 0 for i in layers)
-        return is_list and list(layers) == sorted(set(layers))
+    def are_layers(layers: tuple[int, ...]) -> bool:
+        """Whether these are layer numbers, ascending and each once."""
+        return list(layers) == sorted(set(layers)) and all(layer >= 0 for layer in layers)
 
     def check_feature_layers(self, num_layers: int) -> None:
         """Raises a ValueError if the drafter reads a layer that a target of `num_layers` does not have."""
@@ -176,7 +176,7 @@ class DrafterConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings.dataclass
 class TrunkConfig(DrafterConfig):
     """A drafter with a trunk of decoder layers (`models/trunk.py`)."""
 
@@ -185,13 +185,14 @@ class TrunkConfig(DrafterConfig):
     reads_drafts: ClassVar[bool] = False
     """Whether its states depend on drafted tokens, so that a tree costs a pass for each level."""
 
+    _: dataclasses.KW_ONLY
     num_layers: Layers
     num_heads: Count
     num_kv_heads: Count
     head_dim: HeadDim
     intermediate_size: Count
     rope: RopeConfig = RopeConfig()
-    window: int | None = None
+    window: Count | None = None
     """Positions the trunk sees, its own included; None: all. Rotary positions are relative, so within a window no
     context is longer than those of training."""
 
@@ -201,9 +202,9 @@ class TrunkConfig(DrafterConfig):
         check_window(self.window, self.num_steps, "DrafterConfig")
 
 
-def check_window(window: Any, num_steps: int, where: str) -> None:
+def check_window(window: int | None, num_steps: int, where: str) -> None:
     """Raises a ValueError for a window in which a round would not see all it reads and computes itself."""
-    if window is not None and (type(window) is not int or window < 2 * num_steps):
+    if window is not None and window < 2 * num_steps:
         raise ValueError(
             f"{where}.window={window!r}: allowed are 2 * num_steps = {2 * num_steps} and more, so that a round sees"
             " all it reads and computes itself, and null for no window"
@@ -214,7 +215,7 @@ _FILLED_IN: Any = None
 """Of a field that was left out."""
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class TreeConfig:
     """Shape of the draft tree; a chain is `width=1` with `nodes=depth + 1`.
 
@@ -228,10 +229,10 @@ class TreeConfig:
       ValueError: naming the wrong value and the allowed ones.
     """
 
-    nodes: int = _FILLED_IN
-    depth: int = _FILLED_IN
-    width: int = _FILLED_IN
-    branching: tuple[Count, ...] | None = None
+    nodes: Annotated[int, Field(ge=2, le=LARGEST_TREE)] = _FILLED_IN
+    depth: Count = _FILLED_IN
+    width: Count = _FILLED_IN
+    branching: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
 
     def __post_init__(self):
         given = {name: getattr(self, name) for name in ("nodes", "depth", "width") if getattr(self, name) is not None}
@@ -245,17 +246,12 @@ class TreeConfig:
                     f" branching={self.branching!r}: leave out nodes, depth and width, or branching"
                 )
             self._fill_in(shape)
-        settings.check(self, "TreeConfig")
-        if not 2 <= self.nodes <= LARGEST_TREE:
-            raise ValueError(
-                f"TreeConfig.nodes={self.nodes}: allowed are 2 (root and one draft token) to {LARGEST_TREE}"
-            )
-        if not 1 <= self.depth <= self.nodes - 1:
+        if self.depth > self.nodes - 1:
             raise ValueError(
                 f"TreeConfig.depth={self.depth}: allowed are 1 to nodes - 1 = {self.nodes - 1}; a deeper path"
                 " cannot fit into the tree"
             )
-        if not 1 <= self.width <= self.nodes - 1:
+        if self.width > self.nodes - 1:
             raise ValueError(f"TreeConfig.width={self.width}: allowed are 1 to nodes - 1 = {self.nodes - 1}")
         available = most_nodes(self.depth, self.width)
         if self.branching is None and available < self.nodes:
@@ -314,22 +310,20 @@ class TreeConfig:
         return tuple(widths)
 
 
-def shape_of_branching(branching: Any) -> dict[str, int]:
+def shape_of_branching(branching: tuple[int, ...]) -> dict[str, int]:
     """Nodes, depth and width of a tree of `TreeConfig.branching`.
 
     Raises:
-      ValueError: if it is no tuple of numbers from 1, or gives more nodes than a tree may have.
+      ValueError: if it gives more nodes than a tree may have.
     """
-    shown = settings.shown(branching)
-    if not isinstance(branching, tuple) or not branching or not all(settings.fits(Count, count) for count in branching):
-        raise ValueError(f"TreeConfig.branching={shown}: expected a tuple of children a node, from 1, one a level")
     nodes = level = 1
     for count in branching:
         level *= count
         nodes += level
         if nodes > LARGEST_TREE:
             raise ValueError(
-                f"TreeConfig.branching={shown}: at most {LARGEST_TREE} nodes are allowed, 1 + the sum of products"
+                f"TreeConfig.branching={settings.shown(branching)}: at most {LARGEST_TREE} nodes are allowed, 1 + the"
+                " sum of products"
             )
     return {"nodes": nodes, "depth": len(branching), "width": max(branching)}
 
@@ -339,7 +333,7 @@ def most_nodes(depth: int, width: int) -> int:
     return 1 + width + (depth - 1) * width**2
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class ReuseConfig:
     """What becomes of the states a round leaves over, and under SKIP how many of them a row may draft from alone.
 
@@ -351,15 +345,12 @@ class ReuseConfig:
       ValueError: naming the wrong value and the allowed ones.
     """
 
-    form: str = NONE
-    min_spares: Whole | None = None
+    form: Reuse = NONE
+    min_spares: Count | None = None
 
     def __post_init__(self):
-        if not isinstance(self.form, str) or self.form not in REUSES:
-            raise ValueError(f"reuse={settings.shown(self.form)}: allowed are {', '.join(REUSES)}, and {SKIP}:N")
-        settings.check(self, "ReuseConfig")
-        if self.min_spares is not None and (self.form != SKIP or self.min_spares < 1):
-            raise ValueError(f"reuse={self}: allowed is {SKIP}:N with N of 1 and more; no other form takes a number")
+        if self.min_spares is not None and self.form != SKIP:
+            raise ValueError(f"reuse={self}: allowed is {SKIP}:N; no other form takes a number")
 
     @classmethod
     def parse(cls, text: str) -> ReuseConfig:
@@ -369,6 +360,7 @@ class ReuseConfig:
           ValueError: as the class, and for anything that is not of this form.
         """
         form, colon, number = text.partition(":") if isinstance(text, str) else (text, "", "")
+        settings.take(Reuse, form, "reuse")
         if not colon:
             return cls(form)
         if not number.isdecimal():

@@ -9,7 +9,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import flax.struct
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hsd_jax.config import PRECISIONS, QUANTIZED, ModelConfig, TreeConfig
+from hsd_jax.config import QUANTIZED, ModelConfig, Precision, Quantized, TreeConfig
 from hsd_jax.drafters import files as drafter_files
 from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
@@ -34,7 +34,7 @@ from hsd_jax.kernels.int8 import Int8
 from hsd_jax.models import convert, draft_vocab, packing
 from hsd_jax.models.checkpoint import BUNDLED, Checkpoint, Source, find
 from hsd_jax.models.placement import Placement
-from hsd_jax.settings import Count, NotNegative, Within, describe, fits, shown
+from hsd_jax.settings import Count, NotNegative, shown, take
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
 
@@ -172,14 +172,10 @@ def load(
     source = target if name is None else name
     if source is None or (name is not None and target is not None):
         raise ValueError('load() wants one target: load("demo"), load("ORG/NAME") or load(target=FOLDER)')
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r}: allowed are {', '.join(PRECISIONS)}")
-    if quantize is not None and quantize not in QUANTIZED:
-        raise ValueError(f"quantize={shown(quantize)}: allowed are {', '.join(QUANTIZED)}, or None")
-    if not isinstance(tree, TreeConfig | None):
-        raise ValueError(f"tree={shown(tree)}: expected a hsd_jax.TreeConfig")
-    if not isinstance(strict, bool):
-        raise ValueError(f"strict={shown(strict)}: allowed are True and False")
+    take(Precision, precision, "precision")
+    take(Quantized | None, quantize, "quantize")
+    take(TreeConfig | None, tree, "tree")
+    take(bool, strict, "strict")
     mesh = sharding_lib.make_mesh(mesh)
     check_mesh(mesh)
     wanted_dtype = _check_dtype(dtype, precision)
@@ -187,8 +183,7 @@ def load(
     config = checkpoint.config
     weights_dtype = DTYPES[checkpoint.dtype] if wanted_dtype is None else wanted_dtype
     longest = config.max_position
-    if max_len is not None and not fits(Annotated[int, Within(2, longest)], max_len):
-        raise ValueError(f"max_len={shown(max_len)}: allowed are 2 to {longest}, the model's max_position_embeddings")
+    take(int | None, max_len, "max_len", ge=2, le=longest)
     drafter = checkpoint.drafter if drafter is None else drafter
     # The drafter first: of the two it is the small one, and the likelier to be refused.
     owner = DraftedFor(config, checkpoint.hash(weights_dtype), checkpoint.tokenizer)
@@ -332,8 +327,7 @@ def rescore(params: Params, scorer: str | Path, alpha: float = ALPHA) -> Params:
         raise ValueError(
             "rescore() is for drafters with token-free states, hidden and medusa: load with drafter=FOLDER"
         )
-    if not fits(NotNegative, alpha):
-        raise ValueError(f"alpha={shown(alpha)}: allowed are {describe(NotNegative)}")
+    take(NotNegative, alpha, "alpha")
     target_hash, _ = params.fingerprints()
     dtype = weights["output_norm"]["weight"].dtype
     target = DraftedFor(params.target_config, target_hash, params.tokenizer)
@@ -356,8 +350,7 @@ def stack(params: Params, inner: str | Path | Any, length: int | None = None) ->
       FileNotFoundError, ValueError: if no small language model drafts, there is no such drafter, or it was made for
         another model or vocabulary or for fewer tokens.
     """
-    if length is not None and not fits(Count, length):
-        raise ValueError(f"length={shown(length)}: allowed are {describe(Count)}, or None: as deep as its own tree")
+    take(Count | None, length, "length")
 
     def stacked(config: Any, weights: Weights) -> tuple[StackConfig, Weights]:
         if config is None or not method_of(config).is_language_model:

@@ -11,8 +11,8 @@ import functools
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import numpy as np
 from jax.sharding import Mesh
+from pydantic import Field
 
 from hsd_jax.arguments import Sampling
 from hsd_jax.config import NO_REUSE, NONE, ModelConfig, ReuseConfig, TreeConfig, bucket
@@ -28,7 +28,7 @@ from hsd_jax.params import Params, default_tree
 from hsd_jax.planning.costs import CostModel
 from hsd_jax.planning.plan import Plan, check_adaptive, costs_of, may_end_early, plan_for
 from hsd_jax.planning.tuned import Tuned
-from hsd_jax.settings import Within, fits, shown
+from hsd_jax.settings import OneOf, dataclass, take
 from hsd_jax.types import Costs, DrawScheme
 
 SMALLEST_CAPACITY, CAPACITY_UNIT = 512, 256
@@ -42,9 +42,11 @@ MOST_PAD_ROWS = 256
 
 AUTO = "auto"
 """The rule `match` for every row: a row's tokens depend on its prompt, settings and seed alone."""
+Rule = Annotated[str, OneOf((AUTO, *RULES))]
+Scheme = Annotated[str, OneOf(tuple(scheme.value for scheme in DrawScheme))]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass
 class Speculation:
     """How the call is decoded: the arguments of `decode` of the same names.
 
@@ -53,12 +55,12 @@ class Speculation:
     """
 
     tree: TreeConfig | None = None
-    accept: str = AUTO
-    draw: str | None = None
+    accept: Rule = AUTO
+    draw: Scheme | None = None
     reuse: str = NONE
     speculate: bool = True
     tuned: bool | Tuned = True
-    pad_rows: int = 1
+    pad_rows: Annotated[int, Field(ge=1, le=MOST_PAD_ROWS)] = 1
     lossy: tuple[str, float] | str | None = None
     adaptive: bool | None = None
 
@@ -180,15 +182,7 @@ def _plan_and_rule(
       rows, capacity: of the program.
       temperature: the highest of all rows.
     """
-    if not isinstance(asked.speculate, (bool, np.bool_)):
-        raise ValueError(f"speculate={shown(asked.speculate)}: allowed are True and False")
     tree = params.tree if asked.tree is None else asked.tree
-    if not isinstance(tree, TreeConfig | None):
-        raise ValueError(f"tree={tree!r}: expected a hsd_jax.TreeConfig, or None: chosen")
-    if not fits(Annotated[int, Within(1, MOST_PAD_ROWS)], asked.pad_rows):
-        raise ValueError(f"pad_rows={shown(asked.pad_rows)}: allowed are 1 to {MOST_PAD_ROWS}")
-    if not isinstance(asked.tuned, (bool, Tuned)):
-        raise ValueError(f"tuned={shown(asked.tuned)}: allowed are True, False and a hsd_jax.Tuned")
     reuse = ReuseConfig.parse(asked.reuse)
     rule, scheme = rule_and_scheme(asked.accept, asked.draw)
     if not asked.speculate or params.drafter is None:
@@ -205,15 +199,13 @@ def _plan_and_rule(
 
 def _adapted(params: Params, asked: Speculation, plan: Plan, rule: str) -> Plan:
     """The plan as `Speculation.adaptive` wants it."""
-    if asked.adaptive is not None and not isinstance(asked.adaptive, (bool, np.bool_)):
-        raise ValueError(f"adaptive={shown(asked.adaptive)}: allowed are True, False and None")
     if asked.adaptive is None:
         return plan
     if asked.adaptive:
         if params.drafter is None or not asked.speculate:
             raise ValueError(f"adaptive=True: this call has no drafts, {plan.reason}")
         check_adaptive(params.drafter_config, rule, plan.tree or default_tree(params.drafter_config))
-    return dataclasses.replace(plan, is_chosen=bool(asked.adaptive))
+    return dataclasses.replace(plan, is_chosen=asked.adaptive)
 
 
 def rows_bucket(batch: int, multiple: int = 1) -> int:
@@ -250,12 +242,6 @@ def rule_and_scheme(accept: str, draw: str | None) -> tuple[str, DrawScheme]:
     Raises:
       ValueError: for an unknown rule or scheme, naming the allowed ones.
     """
-    if accept not in (AUTO, *RULES):
-        raise ValueError(f"accept={accept!r}: allowed are {AUTO}, {', '.join(RULES)}")
-    rule = "match" if accept == AUTO else accept
-    if draw is None:
-        return rule, RULES[rule].scheme
-    try:
-        return rule, DrawScheme(draw)
-    except ValueError:
-        raise ValueError(f"draw={draw!r}: allowed are {', '.join(x.value for x in DrawScheme)}, or None") from None
+    take(Scheme | None, draw, "draw")
+    rule = "match" if take(Rule, accept, "accept") == AUTO else accept
+    return rule, RULES[rule].scheme if draw is None else DrawScheme(draw)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,7 +44,7 @@ from hsd_jax.request import (
     rows_bucket,
     set_up,
 )
-from hsd_jax.settings import Count, Within, describe, fits, shown
+from hsd_jax.settings import Count, shown, take
 from hsd_jax.tokenizer import IncrementalDecoder
 from hsd_jax.types import INVALID_TOKEN, DecodeState, Limits, SamplingParams
 
@@ -53,7 +53,6 @@ STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 
 
 MOST_SLOTS = 4096
-SlotCount = Annotated[int, Within(1, MOST_SLOTS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,10 +187,8 @@ class Session:
         lossy: tuple[str, float] | str | None = None,
         adaptive: bool | None = None,
     ):
-        if not fits(SlotCount, slots):
-            raise ValueError(f"slots={shown(slots)}: allowed are {describe(SlotCount)}")
-        if max_len is not None and not (fits(Count, max_len) and max_len <= params.max_len):
-            raise ValueError(f"max_len={shown(max_len)}: allowed are 1 to {params.max_len}, that of params, or None")
+        take(int, slots, "slots", ge=1, le=MOST_SLOTS)
+        take(int | None, max_len, "max_len", ge=1, le=params.max_len)
         speculation = Speculation(tree, accept, draw, reuse, speculate, False, pad_rows, lossy, adaptive)
         multiple = sharding_lib.rows_multiple(params.mesh)
         num_rows = -(-slots // multiple) * multiple
@@ -321,8 +318,7 @@ class Session:
           ValueError: for a wrong number, or if the session is closed.
           Exception: what a device raises. The session is then closed, and every open handle says "failed".
         """
-        if rounds is not None and not fits(Count, rounds):
-            raise ValueError(f"rounds={shown(rounds)}: allowed are {describe(Count)}, or None: until a row ends")
+        take(Count | None, rounds, "rounds")
         with self._alone():
             self._check_open()
             with self._closes_on_error():
@@ -649,7 +645,7 @@ class Session:
     def _of(self, handle: int) -> _Open:
         if not isinstance(handle, (int, np.integer)) or handle not in self._open:
             there = ", ".join(map(str, self._open)) or "none"
-            was = " (it was taken to its end)" if fits(int, handle) and 0 <= handle < self._num_admitted else ""
+            was = " (it was taken to its end)" if isinstance(handle, int) and 0 <= handle < self._num_admitted else ""
             raise ValueError(f"handle={shown(handle)} is not open{was}: open are {there}")
         return self._open[int(handle)]
 

@@ -1,74 +1,56 @@
-"""Types and ranges of settings: declared beside the fields of a dataclass, checked here, for files, recipes and calls.
+"""Types and ranges of settings, checked by pydantic in strict mode: for files, recipes, calls and the command line.
 
-A field says what it takes by its annotation: `steps: Count = 1000`, `trunk: Annotated[str, OneOf(TRUNKS)]`. `read`
-makes a dataclass of what a file holds, `check` looks through one that a caller made. Knows no setting and imports no
-jax. Read next: `config.py`, whose fields are declared so.
+A field says what it takes by its annotation: `steps: Count = 1000`, `trunk: Annotated[str, OneOf(TRUNKS)]`. A class of
+settings is a `dataclass` of this module: one that is made is right. `read` makes it of what a file holds, `take` checks
+an argument that is no field. Only what relates two fields is written out, in `__post_init__`. Knows no setting and
+imports no jax. Read next: `config.py`, whose fields are declared so.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import json
 import re
-import types
 import typing
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
+
+import pydantic.dataclasses
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import core_schema
 
 MOST = 2**31 - 1
 """The largest whole number of a setting: what an int32 holds."""
-_NUMBER = re.compile(r"[+-]?\d+e[+-]?\d+")
 LARGEST = 3.4e38
 """The largest number of a setting: what is finite in float32."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Within:
-    """Numbers from `least` to `most`; `above` and `below` leave out the two themselves."""
-
-    least: float = -LARGEST
-    most: float = LARGEST
-    above: bool = False
-    below: bool = False
-
-    def allows(self, value: Any) -> bool:
-        """False for NaN too."""
-        is_above = value > self.least if self.above else value >= self.least
-        return is_above and (value < self.most if self.below else value <= self.most)
-
-    def __str__(self) -> str:
-        parts = []
-        if self.least > -LARGEST:
-            parts.append(f"above {self.least:g}" if self.above else f"from {self.least:g}")
-        if self.most < LARGEST:
-            parts.append(f"{'and below' if self.below else 'to'} {self.most:.10g}")
-        return " ".join(parts)
+HOTTEST = 1e30
+"""From 1e38 on, logits over the temperature are too small for float32, and top-k would keep every token."""
+_CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
+Kind = TypeVar("Kind", bound=type)
+_NUMBER = re.compile(r"[+-]?\d+e[+-]?\d+")
 
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """A few values."""
+    """A few texts, as a table of the library has them."""
 
     allowed: tuple[str, ...]
 
-    def allows(self, value: Any) -> bool:
-        """Of texts only, so `in` compares what can be compared."""
-        return value in self.allowed
-
-    def __str__(self) -> str:
-        return ", ".join(self.allowed)
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.literal_schema(list(self.allowed))
 
 
-Count = Annotated[int, Within(1, MOST)]
-Whole = Annotated[int, Within(0, MOST)]
-Seed = Annotated[int, Within(0, 2**32 - 1)]
-Positive = Annotated[float, Within(0, above=True)]
-NotNegative = Annotated[float, Within(0)]
-Share = Annotated[float, Within(0, 1)]
-TopP = Annotated[float, Within(0, 1, above=True)]
-HOTTEST = 1e30
-"""From 1e38 on, logits over the temperature are too small for float32, and top-k would keep every token."""
-Temperature = Annotated[float, Within(0, HOTTEST)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Whole = Annotated[int, Field(ge=0, le=MOST)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST)]
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
+Share = Annotated[float, Field(ge=0, le=1)]
+TopK = Annotated[int, Field(ge=1)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Temperature = Annotated[float, Field(ge=0, le=HOTTEST)]
 
 
 def is_off(variable: str) -> bool:
@@ -76,58 +58,27 @@ def is_off(variable: str) -> bool:
     return variable.lower() in ("off", "0", "no")
 
 
-def fits(hint: Any, value: Any) -> bool:
-    """Whether a value is of the type, and in the range, that an annotation declares. A bool is no number."""
-    kind, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if kind is Annotated:
-        return fits(arguments[0], value) and all(rule.allows(value) for rule in arguments[1:])
-    if kind in (typing.Union, types.UnionType):
-        return any(fits(argument, value) for argument in arguments)
-    if kind is tuple:
-        items = arguments[:1] * len(value) if isinstance(value, tuple) and arguments[1:] == (...,) else arguments
-        return isinstance(value, tuple) and len(items) == len(value) and all(map(fits, items, value))
-    if kind is dict:
-        is_dict = isinstance(value, dict)
-        return is_dict and all(fits(arguments[0], k) and fits(arguments[1], v) for k, v in value.items())
-    if hint is Any:
-        return True
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, types.NoneType if hint is None else hint)
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def dataclass(kind: Kind) -> Kind:
+    """Decorates a frozen dataclass whose fields are checked when it is made: a wrong one is a ValueError that names the
+    class, the field, the value and the allowed ones."""
+    made: Any = pydantic.dataclasses.dataclass(frozen=True, config=_CONFIG)(kind)
+    plain, signature = made.__init__, inspect.signature(made)
 
+    @functools.wraps(plain)
+    def __init__(self: Any, *args: Any, **values: Any) -> None:
+        named = signature.bind(*args, **values).arguments  # pydantic would call what has no name by its number
+        try:
+            plain(self, **named)
+        except ValidationError as error:
+            raise ValueError(_text(error, made, made.__name__)) from None
 
-def describe(hint: Any) -> str:
-    """What an annotation allows, in the words that follow "allowed are"."""
-    kind, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if kind is Annotated:
-        rules = " ".join(map(str, arguments[1:]))
-        return rules if arguments[0] is str else f"{describe(arguments[0])} {rules}".strip()
-    if kind in (typing.Union, types.UnionType):
-        return ", and ".join(map(describe, arguments))
-    if kind is tuple:
-        return f"lists of {describe(arguments[0])}"
-    if kind is dict or dataclasses.is_dataclass(hint):
-        return "keys and values"
-    names = {bool: "true and false", int: "whole numbers", float: "finite numbers", str: "texts"}
-    return names.get(hint, "null")
-
-
-def check(config: Any, section: str) -> None:
-    """Refuses a dataclass with a field that is not what its annotation declares.
-
-    Args:
-      section: stands before the field's name in the error.
-    Raises:
-      ValueError: naming the first such field, its value and the allowed ones.
-    """
-    for name, hint in _hints(type(config)).items():
-        _check_value(hint, getattr(config, name), f"{section}.{name}")
+    made.__init__ = __init__
+    return made
 
 
 def read(kind: type, values: Any, where: str, section: str = "") -> Any:
-    """Makes a dataclass of what a file holds; dataclasses among its fields are made of the objects below.
+    """Makes a `dataclass` of what a file holds; dataclasses among its fields are made of the objects below.
 
     Args:
       values: an object of JSON or YAML; lists become tuples.
@@ -137,27 +88,34 @@ def read(kind: type, values: Any, where: str, section: str = "") -> Any:
       ValueError: naming the place and the unknown or missing key with the valid ones, the value that its field's
         annotation does not allow with those that it does, or what the dataclass itself refuses.
     """
-    place = f"{where}: {section}" if section else where
-    if not isinstance(values, Mapping):
-        at = f"{where}: {section}={shown(values)}" if section else where
-        raise ValueError(f"{at}: expected keys and values, found {shown(values)}")
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    unknown = [key for key in values if key not in fields]
-    if unknown:
-        raise ValueError(f"{place}: unknown key {shown(unknown[0])}; valid keys are {', '.join(sorted(fields))}")
-    none = dataclasses.MISSING
-    missing = [n for n, f in fields.items() if n not in values and f.default is none and f.default_factory is none]
-    if missing:
-        raise ValueError(f"{place}: missing key {missing[0]!r}")
-    hints, found = _hints(kind), {}
-    for name, value in values.items():
-        inner = f"{section}.{name}" if section else name
-        found[name] = _made(hints[name], value, where, inner)
-        _check_value(hints[name], found[name], f"{where}: {inner}")
     try:
-        return kind(**found)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        return _adapter(kind).validate_json(json.dumps(values, default=str))  # YAML makes dates of some texts
+    except ValidationError as error:
+        raise ValueError(f"{where}: {_text(error, kind, section)}") from None
+    except (TypeError, RecursionError) as error:  # a key that is no text, lists in lists in lists
+        raise ValueError(f"{where}: holds what is no JSON ({error})") from error
+
+
+def take(hint: Any, value: Any, name: str, **limits: Any) -> Any:
+    """An argument of a call, if it is what an annotation declares.
+
+    Args:
+      limits: of a number: `ge`, `gt`, `le` and `lt`, as of pydantic's `Field`.
+    Raises:
+      ValueError: naming the argument, its value and the allowed ones.
+    """
+    try:
+        return _adapter(hint, **limits).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(_text(error, None, name)) from None
+
+
+def parse(hint: Any, text: str, name: str = "") -> Any:
+    """The value of a text, of the command line for example; raises as `take`."""
+    try:
+        return _adapter(hint).validate_strings(text)
+    except ValidationError as error:
+        raise ValueError(_text(error, None, name)) from None
 
 
 def shown(value: Any) -> str:
@@ -169,39 +127,50 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+@functools.lru_cache(maxsize=256)
+def _adapter(hint: Any, **limits: Any) -> TypeAdapter[Any]:
+    limited: Any = Annotated[hint, Field(**limits)]
+    return TypeAdapter(limited if limits else hint, config=None if dataclasses.is_dataclass(hint) else _CONFIG)
 
 
-def _check_value(hint: Any, value: Any, name: str) -> None:
-    if fits(hint, value):
-        return
-    note = ""
-    if isinstance(value, str) and "numbers" in describe(hint) and _NUMBER.fullmatch(value):
-        note = " (YAML reads 2e-3 as text: write 2.0e-3)"
-    raise ValueError(f"{name}={shown(value)}: allowed are {describe(hint)}{note}")
+def _text(error: ValidationError, kind: Any, place: str) -> str:
+    """What is wrong first, in a line; an unknown key goes before all others.
+
+    Args:
+      kind: the dataclass that was to be made, if one was.
+      place: where its keys are.
+    """
+    found: list[Any] = error.errors(include_url=False)  # type: ignore[assignment]
+    wrong = min(found, key=lambda one: one["type"] != "unexpected_keyword_argument")
+    if wrong["type"] == "value_error":  # of a `__post_init__`, which names the place itself
+        return str(wrong["ctx"]["error"])
+    keys = _keys(wrong)
+    if wrong["type"] in ("unexpected_keyword_argument", "missing"):
+        *above, key = keys
+        what = f"missing key {key!r}"
+        if wrong["type"] != "missing":
+            what = f"unknown key {key!r}; valid keys are {', '.join(sorted(_fields(kind, above)))}"
+        return ": ".join(filter(None, [".".join(filter(None, [place, *above])), what]))
+    at, value = ".".join(filter(None, [place, *keys])), wrong["input"]
+    allowed = dict.fromkeys(one["msg"].removeprefix("Input ") for one in found if _keys(one) == keys)
+    is_number = wrong["type"] in ("int_type", "float_type") and isinstance(value, str) and _NUMBER.fullmatch(value)
+    note = " (YAML reads 2e-3 as text: write 2.0e-3)" if is_number else ""
+    return f"{at}{'=' if at else ''}{shown(value)}: {' or '.join(allowed)}{note}"
 
 
-def _made(hint: Any, value: Any, where: str, section: str) -> Any:
-    """A value of a file with tuples for lists, and dataclasses and floats where the annotation has them."""
-    kind, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if kind is Annotated:
-        return _made(arguments[0], value, where, section)
-    if kind in (typing.Union, types.UnionType):
-        inner = next((a for a in arguments if _holds(a, value)), Any)
-        return _made(inner, value, where, section)
-    if isinstance(value, list):
-        items = arguments[0] if kind is tuple else Any
-        return tuple(_made(items, item, where, f"{section}.{i}") for i, item in enumerate(value))
-    if dataclasses.is_dataclass(hint) and not isinstance(value, typing.cast(type, hint)):
-        return read(typing.cast(type, hint), value, where, section)
-    return float(value) if hint is float and fits(float, value) else value
+def _keys(wrong: Any) -> list[str]:
+    """The place of an error of pydantic, without the names that it gives to the parts of a union."""
+    return [str(key) for key in wrong["loc"] if re.fullmatch(r"\w+", str(key))]
 
 
-def _holds(hint: Any, value: Any) -> bool:
-    """Whether a value that a file holds is meant for this part of a union."""
-    if dataclasses.is_dataclass(hint):
-        return isinstance(value, dict)
-    return isinstance(value, list) if typing.get_origin(hint) is tuple else fits(hint, value)
+def _fields(kind: Any, keys: list[str]) -> dict[str, Any]:
+    """The fields of the dataclass at a place below another one."""
+    for key in keys:
+        if key in kind.__pydantic_fields__:
+            kind = _dataclass_in(kind.__pydantic_fields__[key].annotation)
+    return kind.__pydantic_fields__
+
+
+def _dataclass_in(hint: Any) -> Any:
+    found = (_dataclass_in(part) for part in typing.get_args(hint))
+    return hint if dataclasses.is_dataclass(hint) else next(filter(None, found), None)

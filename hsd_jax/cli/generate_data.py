@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 
 from hsd_jax.cli import options
-from hsd_jax.cli.options import COUNT, SEED, add_value
+from hsd_jax.cli.options import COUNT, SEED, TEMPERATURE, add_value
 
 
 def add_parser(commands) -> None:
@@ -52,18 +52,11 @@ def _add_prompt_arguments(group) -> None:
 def _add_sampling_arguments(group) -> None:
     add_value(group, "--max-new-tokens N", COUNT, "of a response", 256)
     what = "each prompt takes one of them, 0 is greedy"
-    add_value(group, "--temperatures T,...", _temperatures, what, (0.0, 0.7, 1.0), "0,0.7,1.0")
+    add_value(group, "--temperatures T,...", options.numbers(TEMPERATURE), what, (0.0, 0.7, 1.0), "0,0.7,1.0")
     options.add_filter_arguments(group)
     add_value(group, "--samples-per-prompt N", COUNT, "responses of a prompt", 1)
     add_value(group, "--batch B", COUNT, "rows decoded at once; one that ends makes room for the next", 32)
     add_value(group, "--seed", SEED, "of everything random", 0)
-
-
-def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers, for example 0,0.7,1.0") from None
 
 
 def run(args: argparse.Namespace) -> int:

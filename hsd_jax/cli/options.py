@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hsd_jax import settings
 from hsd_jax.config import PRECISIONS, QUANTIZED
 from hsd_jax.host import files
-from hsd_jax.lab.bench.prompts import HALVES
 from hsd_jax.lab.bench.tables import say
-from hsd_jax.settings import Count, NotNegative, Positive, Seed, Share, Temperature, TopP, Whole, describe, fits
+from hsd_jax.settings import Count, NotNegative, Positive, Seed, Share, Temperature, TopP, Whole
 
 
 def value_of(hint: Any):
     """An argparse type: a number as an annotation of `settings.py` declares it."""
 
     def parse(text: str):
-        base = typing.get_args(hint)[0]
         try:
-            value = base(text)
-        except ValueError:
-            value = None
-        if value is None or not fits(hint, value):
-            raise argparse.ArgumentTypeError(f"{text!r}: allowed are {describe(hint)}")
-        return value
+            return settings.parse(hint, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse
 
@@ -87,6 +82,7 @@ class Choices:
 
 
 RULES = Choices("request", lambda module: [module.AUTO, *module.RULES])
+HALVES = Choices("lab.bench.prompts", lambda module: module.HALVES)
 SCHEMES = Choices("types", lambda module: [scheme.value for scheme in module.DrawScheme])
 
 
@@ -234,7 +230,7 @@ def add_chat_argument(group: Group, what: str = "conversations and questions") -
 
 def add_half_argument(group: Group, both: str) -> None:
     """Declares --half, of the prompts of files."""
-    group.add_argument("--half", choices=HALVES, help=f"crc32(id) %% 2: 0 is tune, 1 is report (default: {both})")
+    add_value(group, "--half HALF", str, "crc32(id) %% 2: 0 is tune, 1 is report", without=both, choices=HALVES)
 
 
 def add_plot_argument(parser: argparse.ArgumentParser) -> None:
@@ -280,8 +276,8 @@ def add_reuse_argument(group: argparse._ArgumentGroup, nargs: str | None = None)
 def numbers(kind):
     """The argparse type of several numbers with commas between them."""
 
-    def parse(text: str) -> list:
-        return [kind(part) for part in text.split(",")]
+    def parse(text: str) -> tuple:
+        return tuple(kind(part) for part in text.split(","))
 
     parse.__name__ = f"list of {getattr(kind, '__name__', 'numbers')}"
     return parse

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hsd_jax import settings
 from hsd_jax.config import DrafterConfig
@@ -20,7 +20,7 @@ from hsd_jax.models.draft_vocab import checked_ids
 from hsd_jax.models.hf_config import read_json
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.tensor_files import checked_dtype, load_tree, open_all, store_tree
-from hsd_jax.settings import shown
+from hsd_jax.settings import OneOf
 from hsd_jax.types import Weights
 
 DRAFTER_CONFIG, DRAFTER_FILE = "drafter_config.json", "drafter.safetensors"
@@ -51,8 +51,7 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
     values = read_json(path)
     kind = values.pop("kind", None)
     trained = {name: method.config for name, method in METHODS.items() if method.training is not None}
-    if not isinstance(kind, str) or kind not in trained:
-        raise ValueError(f"{path}: kind={shown(kind)}: allowed are {', '.join(trained)}")
+    settings.take(Annotated[str, OneOf(tuple(trained))], kind, f"{path}: kind")
     return settings.read(trained[kind], values, str(path))
 
 

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from hsd_jax.host import files
-from hsd_jax.settings import shown
+from hsd_jax.settings import MOST, Count, shown, take
 
 VARIABLES = {"coordinator": "HSD_COORDINATOR", "num_processes": "HSD_NUM_PROCESSES", "process_id": "HSD_PROCESS_ID"}
 """What stands for an argument of `initialize` that is not given."""
@@ -135,11 +135,8 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         host, _, port = str(coordinator).rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise ValueError(f"{names['coordinator']}={shown(coordinator)}: expected HOST:PORT, as in 10.0.0.1:8476")
-    if num is not None and (not isinstance(num, int) or num < 1):
-        raise ValueError(f"{names['num_processes']}={shown(num)}: allowed are 1 and more")
-    if index is not None and (not isinstance(index, int) or not 0 <= index < (num or index + 1)):
-        allowed = "0 and more" if num is None else f"0 to {num - 1}"
-        raise ValueError(f"{names['process_id']}={shown(index)}: allowed are {allowed}")
+    take(Count | None, num, names["num_processes"])
+    take(int | None, index, names["process_id"], ge=0, lt=MOST if num is None else num)
     if there and missing and num != 1:
         raise ValueError(f"{' and '.join(there)} without {' and '.join(missing)}: give all three, or none in a cluster")
     return given

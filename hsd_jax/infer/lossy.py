@@ -16,14 +16,14 @@ which f leaves as it is, and the text stays greedy. Read next: `accept.py`.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 from typing import Annotated, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+from pydantic import Field
 
-from hsd_jax.settings import Within, fits, shown
+from hsd_jax import settings
+from hsd_jax.settings import OneOf
 
 LINEAR, SQUARE, EXPONENTIAL = "linear", "square", "exponential"
 FUNCTIONS = (LINEAR, SQUARE, EXPONENTIAL)
@@ -31,12 +31,12 @@ LARGEST_FACTOR = 1e30
 """Of a probability: it stays finite in float32 however small epsilon is."""
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class Lossy:
     """f(p) of a probability p: linear p / epsilon, square p / epsilon^2, exponential p^epsilon; all are p at 1."""
 
-    function: str
-    epsilon: float
+    function: Annotated[str, OneOf(FUNCTIONS)]
+    epsilon: Annotated[float, Field(gt=0, le=1)]
 
     @property
     def name(self) -> str:
@@ -54,21 +54,13 @@ class Lossy:
         """
         if value is None:
             return None
-        parts = value.split(":") if isinstance(value, str) else value
-        if not isinstance(parts, (tuple, list)) or len(parts) != 2 or parts[0] not in FUNCTIONS:
-            raise ValueError(
-                f"lossy={shown(value)}: expected a function of {', '.join(FUNCTIONS)} and an epsilon, for example"
-                ' ("linear", 0.5), or "linear:0.5"'
-            )
-        epsilon: Any = parts[1]
         if isinstance(value, str):
-            with contextlib.suppress(ValueError):  # what is no number is refused below
-                epsilon = float(parts[1])
-        if not fits(Annotated[float, Within(0, 1, above=True)], epsilon):
-            raise ValueError(f"lossy={shown(value)}: epsilon={shown(epsilon)}: allowed are above 0 to 1")
+            function, _, epsilon = value.partition(":")
+            value = function, settings.parse(float, epsilon, f"lossy={settings.shown(value)}: epsilon")
+        found = cls(*settings.take(tuple[str, float], value, "lossy"))
         if rule != "recursive":
-            raise ValueError(f"lossy={shown(value)}: goes with accept='recursive' alone, this call has accept={rule!r}")
-        return cls(parts[0], float(epsilon))
+            raise ValueError(f"lossy={found.name!r}: goes with accept='recursive' alone, this call has accept={rule!r}")
+        return found
 
     def raised(self, probability: Float[Array, "..."]) -> Float[Array, "..."]:
         """f of probabilities, perhaps above 1; the very bits of the argument where epsilon is 1."""

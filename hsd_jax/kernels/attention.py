@@ -13,6 +13,7 @@ import contextvars
 import math
 import os
 from collections.abc import Callable, Iterator
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from hsd_jax.kernels import triton
 from hsd_jax.kernels.native import traced_platform
 from hsd_jax.kernels.triton import MASKED, visible
+from hsd_jax.settings import OneOf, take
 
 VARIABLE = "HSD_ATTENTION"
 """Environment variable that names a backend; "auto", the default, takes the first that applies."""
@@ -44,17 +46,11 @@ def using(backend: str) -> Iterator[None]:
     Raises:
       ValueError: for an unknown backend.
     """
-    token = _wanted.set(_known(backend, "attention"))
+    token = _wanted.set(take(Backend, backend, "attention"))
     try:
         yield
     finally:
         _wanted.reset(token)
-
-
-def _known(backend: str, where: str) -> str:
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"{where}={backend!r}: allowed are auto, {', '.join(BACKENDS)}")
-    return backend
 
 
 def widen(mask: Array, query: Float[Array, "B G n E"]) -> Array:
@@ -78,7 +74,7 @@ def attend(
     if cached is None or seen is None:
         found = scores(query, new[0], widen(new_mask, query), scale, softcap)
         return _product(jax.nn.softmax(found, -1), new[1], (3, 2))
-    wanted = _wanted.get() or _known(os.environ.get(VARIABLE, "auto"), VARIABLE)
+    wanted = _wanted.get() or take(Backend, os.environ.get(VARIABLE, "auto"), VARIABLE)
     if wanted == "auto":
         wanted = "triton" if triton.attend_applies(query, cached) else "xla"
     return BACKENDS[wanted](query, new, new_mask, cached, seen, scale, softcap)
@@ -153,3 +149,4 @@ def by_triton(query, new, new_mask, cached, seen, scale, softcap):
 
 
 BACKENDS: dict[str, Callable[..., Array]] = {"xla": by_xla, "triton": by_triton}
+Backend = Annotated[str, OneOf(("auto", *BACKENDS))]

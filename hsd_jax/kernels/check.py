@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hsd_jax.kernels import attention, ops, triton
+from hsd_jax.settings import OneOf, take
 
 VARIABLE = "HSD_GPU_KERNELS"
 """Environment variable: "off" leaves everything to XLA."""
@@ -31,9 +33,7 @@ def gpu_kernels_agree() -> bool:
     Raises:
       ValueError: if HSD_GPU_KERNELS is neither "on" nor "off".
     """
-    wanted = os.environ.get(VARIABLE, "on")
-    if wanted not in ("on", "off"):
-        raise ValueError(f"{VARIABLE}={wanted!r}: allowed are on and off")
+    wanted = take(Annotated[str, OneOf(("on", "off"))], os.environ.get(VARIABLE, "on"), VARIABLE)
     return wanted == "on" and (jax.default_backend() != "gpu" or _agree())
 
 

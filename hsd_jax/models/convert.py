@@ -37,7 +37,7 @@ from hsd_jax.models.tensor_files import (
     store_tree,
     stored_dtype,
 )
-from hsd_jax.settings import Whole, fits, shown
+from hsd_jax.settings import Whole, take
 from hsd_jax.types import Weights
 
 __all__ = [
@@ -336,17 +336,13 @@ def _special_tokens(folder: Path, name: str, tokenizer: Any) -> tuple[int, ...]:
             if ids is None:
                 continue
             ids = tuple(ids) if isinstance(ids, list) else (ids,)
-            if not fits(tuple[Whole, ...], ids):
-                raise ValueError(f"{path}: {name}_id={shown(ids)}: expected token ids, integers from 0")
-            return ids
+            return take(tuple[Whole, ...], ids, f"{path}: {name}_id")
     path = folder / "tokenizer_config.json"
     values = read_json(path) if path.exists() else {}
     token = values.get(name)
-    token = token.get("content") if isinstance(token, dict) else token
+    token = take(str | None, token.get("content") if isinstance(token, dict) else token, f"{path}: {name}")
     if token is None:
         return ()
-    if not isinstance(token, str):
-        raise ValueError(f"{path}: {name}={shown(token)}: expected a text")
     if tokenizer is not None:
         look_up = getattr(tokenizer, "token_to_id", None) or tokenizer.convert_tokens_to_ids
         found = look_up(token)

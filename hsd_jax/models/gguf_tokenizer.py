@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hsd_jax.host.files import sha256
 from hsd_jax.models.gguf_header import Header
-from hsd_jax.settings import shown
+from hsd_jax.settings import shown, take
 from hsd_jax.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -67,9 +67,7 @@ def adds_bos(header: Header) -> bool:
     if found is None:
         splitting = _SPLITTINGS.get(str(header.get(_KEY + "pre")))
         found = splitting is not None and splitting.adds_bos
-    if not isinstance(found, bool):
-        raise ValueError(f"{header.path}: {_KEY}add_bos_token={shown(found)}: allowed are true and false")
-    return found and bos(header) is not None
+    return take(bool, found, f"{header.path}: {_KEY}add_bos_token") and bos(header) is not None
 
 
 def eos(header: Header) -> tuple[int, ...]:
@@ -87,10 +85,7 @@ def eos(header: Header) -> tuple[int, ...]:
 
 def chat_template(header: Header) -> str | None:
     """The text of the template, None if the file has none; raises a ValueError for what is no text."""
-    found = header.get("tokenizer.chat_template")
-    if not isinstance(found, str | None):
-        raise ValueError(f"{header.path}: tokenizer.chat_template={shown(found)}: expected a text")
-    return found
+    return take(str | None, header.get("tokenizer.chat_template"), f"{header.path}: tokenizer.chat_template")
 
 
 def build(header: Header) -> tokenizers.Tokenizer:
@@ -174,10 +169,7 @@ def _splitting(header: Header) -> _Splitting:
 
 
 def _texts(header: Header, key: str) -> list[str]:
-    found = header.get(key)
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise ValueError(f"{header.path}: {key}: expected a list of texts")
-    return found
+    return take(list[str], header.get(key), f"{header.path}: {key}")
 
 
 def _list(value: Any) -> list[Any]:
@@ -190,7 +182,4 @@ def _token(header: Header, key: str) -> int | None:
 
 
 def _checked(header: Header, key: str, token: Any) -> int:
-    most = header.length(_KEY + "tokens") - 1
-    if type(token) is not int or not 0 <= token <= most:
-        raise ValueError(f"{header.path}: {key}={shown(token)}: expected a token id, from 0 to {most}")
-    return token
+    return take(int, token, f"{header.path}: {key}", ge=0, lt=header.length(_KEY + "tokens"))

@@ -77,7 +77,7 @@ _ARCHITECTURES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class _Keys:
     """What is read of a `config.json`, with what it may hold. `_FAMILIES` has the defaults."""
 
@@ -111,7 +111,7 @@ class _Keys:
     partial_rotary_factor: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class _RopeKeys:
     """What is read of `rope_scaling` and `rope_parameters`."""
 
@@ -304,8 +304,7 @@ def _ropes(keys: _Keys, family: str, where: str) -> tuple[RopeConfig, RopeConfig
             raise ValueError(f"{where}: rope_parameters differ by layer type, which {family} does not know")
         return _rope(parameters, keys, keys.rope_theta, where), None
     for name in (FULL, SLIDING):
-        if not isinstance(by_type.get(name), dict | None):
-            raise ValueError(f"{where}: rope_parameters.{name}={settings.shown(by_type[name])}: expected an object")
+        settings.take(dict | None, by_type.get(name), f"{where}: rope_parameters.{name}")
     full = dict(by_type.get(FULL) or {}) | scaling
     return (
         _rope(full, keys, keys.rope_theta, where),
@@ -320,16 +319,16 @@ def _rope(parameters: dict[str, Any], keys: _Keys, theta: float, where: str) -> 
     if partial not in (None, 1.0):
         raise ValueError(f"{where}: partial_rotary_factor={partial!r}: only 1.0 is supported")
     if rope.rope_type == "default":
-        return RopeConfig(float(rope.rope_theta))
+        return RopeConfig(rope.rope_theta)
     if rope.factor is None:
         raise ValueError(f"{where}: rope_scaling.factor=None: rope_type {rope.rope_type!r} needs it")
     if rope.rope_type == "linear":
-        return RopeConfig(float(rope.rope_theta), rope.rope_type, float(rope.factor))
+        return RopeConfig(rope.rope_theta, rope.rope_type, rope.factor)
     low, high = rope.low_freq_factor, rope.high_freq_factor
     if low is None or high is None or not high > low:
         raise ValueError(f"{where}: rope_scaling.high_freq_factor={high} must be above low_freq_factor={low}")
     longest = rope.original_max_position_embeddings or keys.max_position_embeddings
-    return RopeConfig(float(rope.rope_theta), rope.rope_type, float(rope.factor), float(low), float(high), longest)
+    return RopeConfig(rope.rope_theta, rope.rope_type, rope.factor, low, high, longest)
 
 
 def _format_rope(rope: RopeConfig) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from hsd_jax.host import sharding
 from hsd_jax.params import Params, drafter_hash, place
 from hsd_jax.planning.costs import CostModel
 from hsd_jax.planning.measure import Mode, time_modes
-from hsd_jax.settings import Count, Within, fits, shown
+from hsd_jax.settings import shown, take
 
 LARGEST_GAMMA = LARGEST_TREE - 1
 TIMED_TOKENS, TURNS = 32, 3
@@ -55,8 +55,7 @@ def pearl(params: Params, gamma: int | None = None, devices: Devices | None = No
             f"pearl() is for a small language model that drafts, and {kind}. A hidden-state drafter's states run ahead"
             " of verification with reuse='ahead'"
         )
-    if gamma is not None and not fits(Annotated[int, Within(1, LARGEST_GAMMA)], gamma):
-        raise ValueError(f"gamma={shown(gamma)}: allowed are 1 to {LARGEST_GAMMA}, or None: measured")
+    take(int | None, gamma, "gamma", ge=1, le=LARGEST_GAMMA)
     meshes = None if devices is None else submeshes(devices)
     params = dataclasses.replace(params, drafter_config=base)
     if meshes is not None:
@@ -76,7 +75,7 @@ def submeshes(devices: Devices) -> tuple[Mesh, Mesh]:
     if jax.process_count() > 1:
         raise ValueError(f"devices={shown(devices)}: two programs are for one process; here are {jax.process_count()}")
     is_pair = isinstance(devices, (tuple, list)) and len(devices) == 2
-    if is_pair and all(fits(Count, x) for x in devices):
+    if is_pair and all(type(x) is int and x > 0 for x in devices):
         first, second = (int(x) for x in devices)  # type: ignore
         there = jax.devices()
         if first + second > len(there):

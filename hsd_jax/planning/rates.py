@@ -109,7 +109,7 @@ BUSY, AGAIN_AFTER = 0.25, 3600.0
 """Relative spread of the timings above which the machine had other work, and seconds until they are made again then."""
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class Measured:
     """What was measured on a processor, all cores together."""
 

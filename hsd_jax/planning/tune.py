@@ -27,7 +27,7 @@ from hsd_jax.planning.timing import interleaved_medians, loop_timer
 from hsd_jax.planning.tuned import PLAIN, Candidate, Choice, Conditions, Tuned, check_keeping
 from hsd_jax.request import MOST_LOOKAHEAD, Speculation, first_capacity, rows_bucket
 from hsd_jax.session import prepare
-from hsd_jax.settings import HOTTEST, Count, Temperature, fits, shown
+from hsd_jax.settings import Count, Temperature, take
 from hsd_jax.types import DrawScheme, Weights
 
 LEAST_GAIN_OF_REUSE = 1.01
@@ -84,15 +84,11 @@ def tune(
     """
     temperatures, batches = _several(temperature), _several(batch)
     for value in temperatures:
-        if not fits(Temperature, value):
-            raise ValueError(
-                f"temperature={shown(value)}: allowed are 0 (greedy) and positive numbers up to {HOTTEST:g}"
-            )
+        take(Temperature, value, "temperature")
     counts = [("batch", value) for value in batches]
     counts += [("max_new_tokens", max_new_tokens), ("finalists", finalists), ("repeats", repeats)]
     for name, value in counts:
-        if not fits(Count, value):
-            raise ValueError(f"{name}={shown(value)}: allowed are 1 and more")
+        take(Count, value, name)
     ways = _allowed(params, trees, reuses)
     if keep:
         check_keeping(params)

@@ -40,7 +40,7 @@ def is_warm(temperature: float) -> bool:
     return temperature >= WARM
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class Conditions:
     """What a record was made for. Another pair may not even allow the trees; anything else only changes speeds."""
 
@@ -59,7 +59,7 @@ class Conditions:
         return cls(*params.fingerprints(), device_name(), mesh, params.dtype, params.precision)
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class Candidate:
     """One way to decode. What was not predicted, or not measured, is None."""
 
@@ -104,7 +104,7 @@ class Candidate:
         return name if self.reuse == NONE else f"{name} {self.reuse}"
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class Choice:
     """The fastest way to decode calls of one size."""
 
@@ -145,7 +145,7 @@ class Choice:
         return f"{self.calls}: {self.name}, {self.speedup:.2f} times as fast as plain decoding"
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class Tuned:
     """The fastest ways to decode that `tune` found: `decode(params, prompt, tuned=record)`, `stream` likewise.
 

@@ -6,7 +6,6 @@ A run's batches depend on its files, tokenizer, options and seed, never on the m
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from hsd_jax.types import Weights
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class DataConfig:
     """How documents become rows; section `data` of a recipe."""
 
@@ -42,9 +41,6 @@ class DataConfig:
     """Conversations in the tokenizer's own chat template, if it has one; else as `User: ...` and `Assistant: ...`."""
     seed: Seed | None = None
     """Of the order of documents and rows; None: the run's."""
-
-    def __post_init__(self):
-        settings.check(self, "data")
 
     def seed_of(self, seed: int) -> int:
         """The seed of the order of documents and rows in a run of this seed."""

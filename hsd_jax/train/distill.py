@@ -20,6 +20,7 @@ import numpy as np
 import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+from pydantic import Field
 
 from hsd_jax import settings
 from hsd_jax.api import decode
@@ -31,7 +32,7 @@ from hsd_jax.drafters.table import METHODS
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.planning.simulate import Texts
-from hsd_jax.settings import OneOf, Within
+from hsd_jax.settings import OneOf
 from hsd_jax.train import losses
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.loop import LoopConfig, Loss
@@ -58,7 +59,7 @@ def how(kind: str) -> Distilled:
     return found
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class SmallModel:
     """Its sizes are those of --start."""
 
@@ -68,13 +69,12 @@ class SmallModel:
     steering_layers: tuple[Layer, ...] = ()
     """steered: layers of the target whose states steer, counted from 1; empty: 3, L/2 and L-3, or what a shallow
     target has."""
-    num_steps: Annotated[int, Within(1, LARGEST_TREE - 1)] | None = None
+    num_steps: Annotated[int, Field(ge=1, le=LARGEST_TREE - 1)] | None = None
     """steered: how many tokens a state is to steer, so the deepest draft; null: 8."""
     frozen: bool = False
     """steered: the model stays as it is, and what steers it is all that learns."""
 
     def __post_init__(self):
-        settings.check(self, "model")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name != "kind" and not self.how.is_steered and value != field.default:
@@ -89,29 +89,26 @@ class SmallModel:
         return self.num_steps or STEPS
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class DistillLoss:
     """D: what is minimised at every label."""
 
     divergence: Annotated[str, OneOf((*losses.DIVERGENCES, NLL))] = "fkl"
     """Of the drafter's distribution from the target's: fkl, rkl, jsd, tvd (old names of the first and last: kl, tv), ce
     or ce_tv; or nll, the negative log-likelihood of the row's own next token, which asks no target."""
-    jsd_beta: Annotated[float, Within(0, 1, above=True, below=True)] = 0.5
+    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """The target's share of the mixture in jsd."""
 
-    def __post_init__(self):
-        settings.check(self, "loss")
 
-
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class DistillEval(HeldOut):
     """With the chains that are drafted, before, while and after the drafter trains."""
 
-    depth: Annotated[int, Within(1, LARGEST_TREE - 1)] = 4
+    depth: Annotated[int, Field(ge=1, le=LARGEST_TREE - 1)] = 4
     """Of the chains."""
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class DistillRecipe(Recipe):
     """A whole run of `hsd train drafter --kind small_lm`, or `--kind steered`."""
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hsd_jax.host.files import decoded, parse_json, with_unix_lines
+from hsd_jax.settings import Whole, take
 from hsd_jax.tokenizer import Messages
 
 _NAMES = {"User": ("u", "user", "human"), "Assistant": ("s", "assistant", "gpt")}
@@ -163,8 +164,7 @@ def _sampled(record: dict, where: str) -> tuple[list[int], list[int]] | None:
         return None
     pair = (record.get("prompt_tokens"), record["response_tokens"])
     for name, ids in zip(("prompt_tokens", "response_tokens"), pair, strict=True):
-        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-            raise ValueError(f"{where}: {name} is {_shown(ids)}: expected a list of token ids")
+        take(list[Whole], ids, f"{where}: {name}")
     return pair  # type: ignore[return-value]
 
 

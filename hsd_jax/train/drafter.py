@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+from pydantic import Field
 
 from hsd_jax import settings
 from hsd_jax.config import (
@@ -38,7 +39,7 @@ from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import attach, take_columns, to_tokens
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.models.trunk import embed_committed, trunk_features
-from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Whole, Within
+from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Whole
 from hsd_jax.train import heads, losses, on_policy, vocab_sample
 from hsd_jax.train.anchors import agreement, chain_metrics, labels_of_anchors, sample_anchors
 from hsd_jax.train.data import DataConfig
@@ -57,7 +58,7 @@ RANDOM, LAST_LAYER = BEGINNINGS = ("random", "last_layer")
 """What the trunk's layers begin as."""
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class DrafterModel:
     """The drafter's own sizes; everything else follows from the target. None: as the target."""
 
@@ -70,7 +71,7 @@ class DrafterModel:
     num_kv_heads: Count | None = None
     head_dim: HeadDim | None = None
     intermediate_size: Count | None = None
-    num_steps: Annotated[int, Within(1, 2 * LARGEST_TREE)] = 6
+    num_steps: Annotated[int, Field(ge=1, le=2 * LARGEST_TREE)] = 6
     """Depths the trunk is trained for (K); a tree may be shallower, never deeper."""
     rank: Whole = 128
     """Of the token-info factors; 0 for none, to see what they are worth."""
@@ -84,10 +85,10 @@ class DrafterModel:
     trunk_begins: Annotated[str, OneOf(BEGINNINGS)] = RANDOM
     """random, or last_layer: as the target's last layer (several as its last ones), with its final norm before the
     head, wherever shapes are the same."""
-    window: Annotated[int, Within(2, MOST)] | None = None
+    window: Annotated[int, Field(ge=2, le=MOST)] | None = None
     """Committed positions the trunk sees, in training and decoding, train.length at best; null for all. Long contexts
     then look like those of training, and cost no more."""
-    draft_vocab: Annotated[float, Within(0, 1, above=True, below=True)] | None = None
+    draft_vocab: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the vocabulary that may be drafted, the most frequent labels of the data, for example 0.5; null for all
     of it. Meant for text the target wrote; the share of its tokens that are hot is printed."""
 
@@ -95,7 +96,6 @@ class DrafterModel:
     """What the drafter's file holds; bfloat16 is half as large, and what a bfloat16 target's drafter is loaded in."""
 
     def __post_init__(self):
-        settings.check(self, "model")
         own = {field.name for field in dataclasses.fields(METHODS[self.kind].config)}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -105,34 +105,33 @@ class DrafterModel:
         if self.trunk_begins != RANDOM and not issubclass(METHODS[self.kind].config, TrunkConfig):
             raise ValueError(f"model.trunk_begins={self.trunk_begins!r}: kind {self.kind!r} has no trunk")
         layers = self.feature_layers
-        if layers != LOW_MID_HIGH and not DrafterConfig.are_layers(layers):
-            shown = list(layers) if isinstance(layers, tuple) else layers
+        if isinstance(layers, tuple) and not DrafterConfig.are_layers(layers):
             raise ValueError(
-                f"model.feature_layers={shown!r}: allowed are {LOW_MID_HIGH} and layer numbers from 0, ascending"
+                f"model.feature_layers={list(layers)!r}: allowed are {LOW_MID_HIGH} and layer numbers from 0, ascending"
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class Stage:
     """Cheaper steps at the beginning of a run; each stage is a program of its own."""
 
     until: Count
     """The last step of the stage."""
     anchors_per_row: Count
-    num_steps: Annotated[int, Within(2, 2 * LARGEST_TREE)] | None = None
+    num_steps: Annotated[int, Field(ge=2, le=2 * LARGEST_TREE)] | None = None
     """Depths that are trained, the first ones; null for model.num_steps."""
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class LossConfig:
     """What is minimised, and over how many anchors."""
 
     divergence: Annotated[str, OneOf(tuple(losses.DIVERGENCES))] = "kl"
     """Of the drafter's distribution from the target's: fkl (or kl), rkl, jsd, tvd (or tv: half of L1), ce, or ce_tv
     for 0.1 ce + 0.9 tvd."""
-    jsd_beta: Annotated[float, Within(0, 1, above=True, below=True)] = 0.5
+    jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """The target's share of the mixture in jsd; near 0 it acts as kl, near 1 as rkl."""
-    decay: Annotated[float, Within(0, 1, above=True)] = 0.8
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Weight of depth k relative to depth k - 1."""
     max_age: Whole = 0
     """The oldest states that are trained: tokens committed since their trunk run. Ages 0 to max_age are as frequent.
@@ -145,7 +144,7 @@ class LossConfig:
     """Weight of the distance (SmoothL1) of the trunk's states from the target's own later hidden states."""
     feature_steps: Whole = 0
     """Steps over which that weight falls to 0; 0: it stays."""
-    on_policy: Annotated[float, Within(0, 1, below=True)] = 0.0
+    on_policy: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of passes, at random, whose previous tokens the drafter draws itself and the target judges. For heads and
     rank 0, which read none, the target's answers alone change."""
     on_policy_anchors: Count = 16
@@ -163,7 +162,6 @@ class LossConfig:
     one as above."""
 
     def __post_init__(self):
-        settings.check(self, "loss")
         if self.sample is not None and self.on_policy:
             raise ValueError(
                 f"loss.sample={self.sample}: with loss.on_policy={self.on_policy} the target judges text that no cache"
@@ -178,13 +176,13 @@ class LossConfig:
         return dataclasses.replace(self, anchors_per_row=stage.anchors_per_row, stages=())
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class EvalConfig(HeldOut):
     """With the trees that are simulated."""
 
-    nodes: Annotated[int, Within(2, LARGEST_TREE)] = 16
-    depth: Annotated[int, Within(1, LARGEST_TREE)] = 6
-    width: Annotated[int, Within(1, LARGEST_TREE)] = 4
+    nodes: Annotated[int, Field(ge=2, le=LARGEST_TREE)] = 16
+    depth: Annotated[int, Field(ge=1, le=LARGEST_TREE)] = 6
+    width: Annotated[int, Field(ge=1, le=LARGEST_TREE)] = 4
 
     def tree(self, num_steps: int) -> TreeConfig:
         """The tree of the simulation, no deeper than the drafter."""
@@ -192,7 +190,7 @@ class EvalConfig(HeldOut):
         return TreeConfig(min(self.nodes, most_nodes(depth, self.width)), depth, self.width)
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class DrafterRecipe(Recipe):
     """A whole drafter run, as in `configs/demo_drafter.yaml`."""
 

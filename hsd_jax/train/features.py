@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from pydantic import Field
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
@@ -45,11 +46,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B", re.IGNORECASE)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class FeatureConfig:
     """Section `features` of a recipe."""
 
-    cache: str | None = None
+    cache: Annotated[str, Field(min_length=1)] | None = None
     """A folder; None: features are computed in every step."""
     limit: str = "20GB"
     """Refuse to build more than this: a number and B, KB, MB, GB or TB (powers of 1000)."""
@@ -60,9 +61,6 @@ class FeatureConfig:
     the time of float32 on CPUs that multiply it, and is slower on others; states then differ by a hundredth or so."""
 
     def __post_init__(self):
-        settings.check(self, "features")
-        if self.cache == "":
-            raise ValueError("features.cache='': expected a folder, or null")
         if not _SIZE.fullmatch(self.limit.strip()):
             raise ValueError(f"features.limit={self.limit!r}: expected a size, for example 20GB")
 
@@ -73,7 +71,7 @@ class FeatureConfig:
         return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class _Layout:
     """What the manifest says: for which target and rows, and how the numbers lie in the files."""
 
@@ -182,7 +180,7 @@ def open_features(
         rows=rows.fingerprint,
         dtype=config.dtype,
         shape=(len(rows.tokens), rows.length, target_config.hidden_size * (1 + len(layers))),
-        rows_per_file=0,
+        rows_per_file=1,
         layers=layers,
         likeliest=likeliest,
         products=config.products,

@@ -22,6 +22,7 @@ from hsd_jax.host import lock
 from hsd_jax.host.files import read_json, replace_folder, write_json
 from hsd_jax.models import draft_vocab
 from hsd_jax.models.checkpoint import Source, find, path_of
+from hsd_jax.settings import take
 from hsd_jax.train import manifest
 from hsd_jax.train.data import DataConfig, read_rows
 from hsd_jax.train.journal import Report
@@ -134,8 +135,7 @@ def restrict_drafter(
       ValueError: if the share is not between 0 and 1, `out` exists, the drafter is another target's or has a reduced
         draft vocabulary already that lacks one of the tokens, or data cannot be read.
     """
-    if not 0 < share < 1:
-        raise ValueError(f"draft_vocab={share}: allowed is 0 < draft_vocab < 1")
+    take(float, share, "draft_vocab", gt=0, lt=1)
     checkpoint = find(source)
     config, weights = drafter_files.read_drafter(path_of(drafter_dir))
     drafter_files.check_drafter(config, DraftedFor(checkpoint.config, checkpoint.hash(), checkpoint.tokenizer))

@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from pydantic import Field
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 from hsd_jax.host.distributed import fetch, put
 from hsd_jax.kernels import native
-from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Positive, Share, Whole, Within
+from hsd_jax.settings import MOST, Count, NotNegative, OneOf, Positive, Share, Whole
 from hsd_jax.train.checkpoint import Checkpointer
 from hsd_jax.train.journal import Journal
 
@@ -33,7 +34,7 @@ Loss = Callable[[Any, Any, Batch, jax.Array, jax.Array], tuple[jax.Array, dict[s
 COMPUTE = ("float32", "bfloat16")
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class LoopConfig:
     """Optimizer, length and rhythm of a run."""
 
@@ -43,7 +44,7 @@ class LoopConfig:
     micro_batch: Count | None = None
     """Rows per pass; gradients are averaged over the passes of a step. None: the whole batch at once. On CPU one or
     two rows are fastest: activations stay in the cache."""
-    length: Annotated[int, Within(2, MOST)] = 512
+    length: Annotated[int, Field(ge=2, le=MOST)] = 512
     """Tokens per row."""
     learning_rate: NotNegative = 2e-3
     warmup: Whole = 50
@@ -63,7 +64,6 @@ class LoopConfig:
     checkpoint_every: Count = 100
 
     def __post_init__(self):
-        settings.check(self, "train")
         if self.micro_batch is not None and self.batch % self.micro_batch:
             raise ValueError(f"train.micro_batch={self.micro_batch}: must divide train.batch={self.batch}")
 

@@ -8,18 +8,18 @@ broke off between two refreshes goes on with the same bits. Read next: `tasks.py
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 from hsd_jax.params import Params
 from hsd_jax.planning import texts
-from hsd_jax.settings import HOTTEST, MOST, Count, Share, Within
+from hsd_jax.settings import HOTTEST, MOST, Count, Share
 from hsd_jax.train import data
 from hsd_jax.train.loop import LoopConfig
 from hsd_jax.train.rows import beginnings
@@ -30,7 +30,7 @@ AT_ONCE = 32
 """Rows decoded at once; a part of what the text depends on, by rounding."""
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class OnPolicyConfig:
     """How much of a batch the drafter writes itself, and how; section `on_policy` of a recipe."""
 
@@ -38,14 +38,11 @@ class OnPolicyConfig:
     """Of the rows of a batch, a whole number of them; 0: the rows of --data alone, 1: the drafter's text alone."""
     refresh: Count = 50
     """Steps after which it writes anew, with its weights of then."""
-    temperature: Annotated[float, Within(0, HOTTEST)] = 1.0
-    prompt_tokens: Annotated[int, Within(1, MOST)] = 48
+    temperature: Annotated[float, Field(ge=0, le=HOTTEST)] = 1.0
+    prompt_tokens: Annotated[int, Field(ge=1, le=MOST)] = 48
     """Tokens of --data it continues, at most: the beginnings of the rows whose places its text takes."""
     max_new_tokens: Count | None = None
     """Tokens it writes, at most; null: until the row is full."""
-
-    def __post_init__(self):
-        settings.check(self, "on_policy")
 
     def num_rows(self, train: LoopConfig) -> int:
         """The drafter's rows of a batch.

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+from pydantic import Field
+
 from hsd_jax import settings
 from hsd_jax.host.files import parse_yaml, read_yaml
-from hsd_jax.settings import HOTTEST, MOST, Count, Whole, Within
+from hsd_jax.settings import HOTTEST, MOST, Count, Whole
 
 WIDTH = 110
 
@@ -35,7 +37,7 @@ class Recipe:
 _ARGUMENTS = {"target": "source", "data": "data_files", "tokenizer": "source", "start": "start_dir"}
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class HeldOut:
     """Section `eval` of a recipe: what a drafter is judged on while it trains."""
 
@@ -43,13 +45,10 @@ class HeldOut:
     """Steps between judgements; 0: never."""
     prompts: Count = 16
     """Rows held out, the last of the data; their beginnings are the prompts."""
-    prompt_tokens: Annotated[int, Within(2, MOST)] = 48
-    max_new_tokens: Annotated[int, Within(2, MOST)] = 96
-    temperature: Annotated[float, Within(0, HOTTEST, above=True)] = 1.0
+    prompt_tokens: Annotated[int, Field(ge=2, le=MOST)] = 48
+    max_new_tokens: Annotated[int, Field(ge=2, le=MOST)] = 96
+    temperature: Annotated[float, Field(gt=0, le=HOTTEST)] = 1.0
     """Of the sampled texts, beside greedy ones; in distillation also of both distributions in the divergences."""
-
-    def __post_init__(self):
-        settings.check(self, "eval")
 
 
 def recipe_help(kind: type, leave_out: tuple[str, ...] = (), name: str = "") -> str:

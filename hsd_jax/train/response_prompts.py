@@ -10,8 +10,10 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 from tokenizers import Tokenizer
 
 from hsd_jax import settings
@@ -31,12 +33,12 @@ from hsd_jax.train.journal import Report
 _FIELDS = ("text", "turns", "messages", "question", "prompt")
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class GenerateConfig:
     """Which prompts to continue, and how; part of the settings beside the result."""
 
     max_new_tokens: Count = 256
-    temperatures: tuple[Temperature, ...] = (0.0, 0.7, 1.0)
+    temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (0.0, 0.7, 1.0)
     """Each prompt takes one of them, by its number and the seed; its further samples take the others in turn."""
     top_k: Count | None = None
     top_p: TopP | None = None
@@ -58,11 +60,7 @@ class GenerateConfig:
     """As in section `data` of a recipe."""
 
     def __post_init__(self):
-        settings.check(self, "generate")
-        values = self.temperatures
-        if not values:
-            raise ValueError("generate.temperatures=[]: expected at least one")
-        if self.samples_per_prompt > 1 and not any(values):
+        if self.samples_per_prompt > 1 and not any(self.temperatures):
             raise ValueError(f"samples_per_prompt={self.samples_per_prompt}: greedy samples of a prompt are all alike")
 
 

@@ -13,23 +13,25 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
+from pydantic import Field
 
+from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.models.target import forward_sequence
-from hsd_jax.settings import MOST, Count, Within, fits
+from hsd_jax.settings import MOST, Count
 from hsd_jax.train.data import DataConfig
 from hsd_jax.train.loop import LoopConfig
 from hsd_jax.train.recipe import Recipe
 from hsd_jax.types import Weights
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class TargetRecipe(Recipe):
     """A whole target run, as in `configs/demo_target.yaml`; `vocab_size` is also the tokenizer's."""
 
     model: ModelConfig
-    vocab_size: Annotated[int, Within(2, MOST)] = 4096
+    vocab_size: Annotated[int, Field(ge=2, le=MOST)] = 4096
     data: DataConfig = DataConfig()
     train: LoopConfig = LoopConfig()
 
@@ -39,10 +41,8 @@ class TargetRecipe(Recipe):
         if isinstance(values, dict) and isinstance(model := values.get("model"), dict):
             if "vocab_size" in model:
                 raise ValueError(f"{where}: model.vocab_size: write vocab_size outside of model")
-            vocab_size = values.get("vocab_size", cls.vocab_size)
-            if fits(Count, vocab_size):  # if not, it is named with its file
-                model = dict(model, vocab_size=vocab_size)
-            values = {"vocab_size": vocab_size} | values | {"model": model}
+            vocab_size = settings.take(Count, values.get("vocab_size", cls.vocab_size), f"{where}: vocab_size")
+            values = values | {"model": model | {"vocab_size": vocab_size}}
         return super().from_dict(values, where)
 
 

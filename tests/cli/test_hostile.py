@@ -276,8 +276,9 @@ def test_the_types_of_annotations():
         (int, 1, True),
         (float, 1, float("nan")),
     ):
-        assert settings.fits(hint, good) and not settings.fits(hint, bad), hint
-        assert settings.describe(hint)
+        assert settings.take(hint, good, "x") == good
+        with pytest.raises(ValueError, match=r"^x.*=.*: .*should "):
+            settings.take(hint, bad, "x")
     assert settings.shown(10**5000) == "(int)"
 
 
@@ -712,5 +713,5 @@ def test_where_the_same_text_is_promised_no_difference_is_excused(params, monkey
 
 
 def test_model_config_is_checked_when_it_is_made():
-    with pytest.raises(ValueError, match=r"ModelConfig\.num_layers=0: allowed are whole numbers from 1"):
+    with pytest.raises(ValueError, match=r"ModelConfig\.num_layers=0: should be greater than or equal to 1"):
         ModelConfig(vocab_size=8, **(MODEL | {"num_layers": 0}))

@@ -249,7 +249,7 @@ def test_a_drafter_of_rank_0_drafts_as_one_whose_token_information_is_zero(tmp_p
     jax.tree.map(np.testing.assert_array_equal, read, bare)
     file = tmp_path / drafter_files.DRAFTER_CONFIG
     file.write_text(file.read_text().replace('"rank": 0', '"rank": -1'))
-    with pytest.raises(ValueError, match=r"rank=-1: allowed are whole numbers from 0"):
+    with pytest.raises(ValueError, match=r"rank=-1: should be greater than or equal to 0"):
         drafter_files.read_drafter(tmp_path)
 
 

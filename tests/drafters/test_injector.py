@@ -221,5 +221,5 @@ def test_a_drafter_begins_as_the_one_it_starts_from(tmp_path):
     with pytest.raises(ValueError, match=r"injector\.path"):
         drafter_files.read_drafter(tmp_path)
     file.write_text(file.read_text().replace('"injection": "previous"', '"injection": "gru"'))
-    with pytest.raises(ValueError, match=r"injection='gru': allowed are previous, path"):
+    with pytest.raises(ValueError, match=r"injection='gru': should be 'previous' or 'path'"):
         drafter_files.read_drafter(tmp_path)

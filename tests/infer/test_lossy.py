@@ -159,14 +159,14 @@ def test_greedy_text_stays_greedy():
 @pytest.mark.parametrize(
     ("value", "rule", "message"),
     [
-        (("cubic", 0.5), "recursive", "linear, square, exponential"),
-        (("linear",), "recursive", "expected a function"),
-        (5, "recursive", "expected a function"),
-        ("linear", "recursive", "expected a function"),
-        ("linear:x", "recursive", "epsilon='x': allowed are above 0 to 1"),
-        (("linear", 0), "recursive", "epsilon=0: allowed are above 0 to 1"),
-        (("linear", 1.5), "recursive", "epsilon=1.5: allowed are above 0 to 1"),
-        (("linear", float("nan")), "recursive", "epsilon=nan: allowed are above 0 to 1"),
+        (("cubic", 0.5), "recursive", "'cubic': should be 'linear', 'square' or 'exponential'"),
+        (("linear",), "recursive", "lossy.1|lossy: missing"),
+        (5, "recursive", "lossy=5: should be a valid tuple"),
+        ("linear", "recursive", "lossy='linear': epsilon='': should be a valid number"),
+        ("linear:x", "recursive", "epsilon='x': should be a valid number"),
+        (("linear", 0), "recursive", "epsilon=0.0: should be greater than 0"),
+        (("linear", 1.5), "recursive", "epsilon=1.5: should be less than or equal to 1"),
+        (("linear", float("nan")), "recursive", "should be a finite number"),
         (("linear", 0.5), "match", "goes with accept='recursive' alone"),
     ],
 )

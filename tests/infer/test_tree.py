@@ -139,15 +139,15 @@ def test_padding_sees_itself_alone_and_changes_nothing(data):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"nodes": 1}, ["nodes=1", "2", "256"]),
+        ({"nodes": 1}, ["nodes=1", "greater than or equal to 2"]),
         ({"nodes": 257}, ["nodes=257", "256"]),
         ({"nodes": 4, "depth": 4}, ["depth=4", "1 to nodes - 1 = 3"]),
         ({"depth": 0}, ["depth=0"]),
         ({"width": 0}, ["width=0"]),
         ({"nodes": 4, "depth": 2, "width": 4}, ["width=4", "3"]),
         ({"nodes": 9, "depth": 2, "width": 2}, ["nodes=9", "at most 6", "lower nodes to 7"]),
-        ({"nodes": 2.5}, ["nodes=2.5", "whole numbers"]),
-        ({"width": True}, ["width=True", "whole numbers"]),
+        ({"nodes": 2.5}, ["nodes=2.5", "a valid integer"]),
+        ({"width": True}, ["width=True", "a valid integer"]),
     ],
 )
 def test_impossible_shapes_are_refused(values, words):

@@ -444,12 +444,12 @@ def test_config_agrees_with_transformers(tmp_path, name, style):
     [
         ({"model_type": "mamba"}, "'mamba'.*llama, mistral"),
         ({"model_type": "gemma3"}, "text_config"),
-        ({"hidden_size": "64"}, "hidden_size='64': allowed are whole numbers from 1"),
+        ({"hidden_size": "64"}, "hidden_size='64': should be a valid integer"),
         ({"vocab_size": "drop"}, "missing key 'vocab_size'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"head_dim": 7}, "head_dim=7"),
-        ({"hidden_act": "relu"}, "'relu'.*silu, gelu_pytorch_tanh"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*default, linear, llama3"),
+        ({"hidden_act": "relu"}, "'relu'.*'silu' or 'gelu_pytorch_tanh'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*'default', 'linear' or 'llama3'"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "factor=None"),
         ({"rope_parameters": {FULL: {"rope_type": "linear"}}}, "differ by layer type"),
@@ -714,7 +714,7 @@ def test_bad_drafter_files(tmp_path):
     edit_json(config, colour=1)
     expect("unknown key 'colour'")
     edit_json(config, kind="drop")
-    expect("kind=None: allowed are hidden, ")
+    expect("kind=None: should be 'hidden', ")
     edit_json(config, hidden_size="drop")
     expect("missing key 'hidden_size'")
     file.unlink()

@@ -236,15 +236,15 @@ def test_the_wrapped_tokenizer_is_that_of_a_folder(smollm, tmp_path):
         ({"pre": "tekken"}, r"ggml.pre='tekken': known are smollm, llama-bpe.*tokenizer= \(--tokenizer\), a name"),
         ({"pre": None}, "ggml.pre=None"),
         ({"pre": 3}, "ggml.pre=3"),
-        ({"tokens": None}, "ggml.tokens: expected a list of texts"),
-        ({"tokens": [1, 2]}, "ggml.tokens: expected a list of texts"),
-        ({"merges": "a b"}, "ggml.merges: expected a list of texts"),
+        ({"tokens": None}, "ggml.tokens=None: should be a valid list"),
+        ({"tokens": [1, 2]}, "ggml.tokens.0=1: should be a valid string"),
+        ({"merges": "a b"}, "ggml.merges='a b': should be a valid list"),
         ({"merges": ["a b c"]}, "ggml.merges: 'a b c': expected two parts"),
         ({"merges": ["zz zz"]}, "ggml.tokens and tokenizer.ggml.merges do not belong together"),
         ({"token_type": [1, 1]}, "ggml.token_type: expected a number for each of 502 tokens"),
-        ({"bos_token_id": 502}, "ggml.bos_token_id=502: expected a token id, from 0 to 501"),
-        ({"eos_token_id": "x"}, "ggml.eos_token_id='x': expected a token id"),
-        ({"add_bos_token": 1}, "ggml.add_bos_token=1: allowed are true and false"),
+        ({"bos_token_id": 502}, "ggml.bos_token_id=502: should be less than 502"),
+        ({"eos_token_id": "x"}, "ggml.eos_token_id='x': should be a valid integer"),
+        ({"add_bos_token": 1}, "ggml.add_bos_token=1: should be a valid boolean"),
     ],
 )
 def test_what_is_not_read(changes, message, smollm, tmp_path):
@@ -256,7 +256,7 @@ def test_what_is_not_read(changes, message, smollm, tmp_path):
 
 def test_a_template_that_is_no_text(smollm, tmp_path):
     file = write(tmp_path / "t.gguf", smollm | {"tokenizer.chat_template": 3})
-    with pytest.raises(ValueError, match=r"t.gguf: tokenizer.chat_template=3: expected a text"):
+    with pytest.raises(ValueError, match=r"t.gguf: tokenizer.chat_template=3: should be a valid string"):
         file.tokenizer()
 
 

@@ -198,8 +198,8 @@ def test_a_walk_follows_the_age_of_spares():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"prompts": 0}, r"eval\.prompts=0: allowed are whole numbers from 1"),
-        ({"temperature": 0.0}, r"eval\.temperature=0\.0: allowed are finite numbers above 0"),
+        ({"prompts": 0}, r"EvalConfig\.prompts=0: should be greater than or equal to 1"),
+        ({"temperature": 0.0}, r"EvalConfig\.temperature=0\.0: should be greater than 0"),
     ],
 )
 def test_eval_section_errors(change, message):

@@ -436,18 +436,18 @@ def changed_choice(**changes):
     ("change", "message"),
     [
         (lambda values: "{", "Expecting property name"),
-        (lambda values: [], "tuned.json: expected keys and values, found []"),
+        (lambda values: [], "tuned.json: []: should be an object"),
         (lambda values: {"choices": []}, "tuned.json: missing key 'conditions'"),
-        (lambda values: values | {"choices": [1]}, "choices.0=1: expected keys and values"),
-        (lambda values: values | {"choices": 1}, "choices=1: allowed are lists of keys and values"),
-        (lambda values: values | {"conditions": 1}, "conditions=1: expected keys and values"),
+        (lambda values: values | {"choices": [1]}, "choices.0=1: should be an object"),
+        (lambda values: values | {"choices": 1}, "choices=1: should be a valid array"),
+        (lambda values: values | {"conditions": 1}, "conditions=1: should be an object"),
         (lambda values: values | {"colour": 1}, "unknown key 'colour'"),
-        (changed_choice(table=[1]), "table.0=1: expected keys and values"),
-        (changed_choice(tree={"nodes": 1}), "TreeConfig.nodes=1"),
+        (changed_choice(table=[1]), "table.0=1: should be an object"),
+        (changed_choice(tree={"nodes": 1}), "tree.nodes=1"),
         (changed_choice(reuse="old"), "reuse='old'"),
-        (changed_choice(rows=0), "rows=0: allowed are"),
-        (changed_choice(is_whole="no"), "is_whole='no': allowed are true and false"),
-        (changed_choice(speedup="2"), "speedup='2': allowed are finite numbers"),
+        (changed_choice(rows=0), "rows=0: should be greater than or equal to 1"),
+        (changed_choice(is_whole="no"), "is_whole='no': should be a valid boolean"),
+        (changed_choice(speedup="2"), "speedup='2': should be a valid number"),
     ],
 )
 def test_files_that_are_no_record(params, tmp_path, change, message):
@@ -463,8 +463,8 @@ def test_files_that_are_no_record(params, tmp_path, change, message):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 BAD_CALLS = {
-    "temperature": ({"temperature": -1.0}, r"temperature=-1\.0: allowed are 0"),
-    "batch": ({"batch": 0}, "batch=0: allowed are 1 and more"),
+    "temperature": ({"temperature": -1.0}, r"temperature=-1\.0: should be greater than or equal to 0"),
+    "batch": ({"batch": 0}, "batch=0: should be greater than or equal to 1"),
     "finalists": ({"finalists": 0}, "finalists=0"),
     "few": ({"batch": 4}, "batch=4 with 3 prompts"),
     "none": ({"prompts": []}, "prompt is an empty list"),
@@ -473,7 +473,7 @@ BAD_CALLS = {
     "no trees": ({"trees": []}, "trees and reuses: give at least one"),
     "no tree": ({"trees": ["8x5x2"]}, "trees: '8x5x2': expected hsd_jax.TreeConfig"),
     "deep": ({"trees": [SMALL, TreeConfig(9, 8, 1)]}, r"TreeConfig\.depth=8: this drafter was trained for 1 to 4"),
-    "form": ({"reuses": ["old"]}, "reuse='old': allowed are none"),
+    "form": ({"reuses": ["old"]}, "reuse='old': should be 'none'"),
     "ahead": ({"reuses": ["ahead"], "trees": [CHAIN]}, r"reuse='ahead' with TreeConfig\.depth=4"),
 }
 

@@ -93,7 +93,7 @@ def test_products_in_bfloat16(tmp_path):
     assert np.linalg.norm(widened - b) / np.linalg.norm(a) > 1e-3  # its inputs were rounded, not its weights alone
     with pytest.raises(ValueError, match="with another products, None there and bfloat16 here"):
         build(tmp_path / "None", rows, products="bfloat16")
-    with pytest.raises(ValueError, match=r"features\.products='int8': allowed are float32, bfloat16"):
+    with pytest.raises(ValueError, match=r"FeatureConfig\.products='int8': should be 'float32' or 'bfloat16'"):
         FeatureConfig(products="int8")
 
 
@@ -247,9 +247,9 @@ def test_limits_are_read(limit, num_bytes):
     "values, message",
     [
         ({"limit": "20"}, r"features\.limit='20': expected a size, for example 20GB"),
-        ({"limit": 20}, r"features\.limit=20: allowed are texts"),
-        ({"dtype": "int8"}, r"features\.dtype='int8': allowed are bfloat16, float32, float16"),
-        ({"cache": True}, r"features\.cache=True: allowed are texts, and null"),
+        ({"limit": 20}, r"FeatureConfig\.limit=20: should be a valid string"),
+        ({"dtype": "int8"}, r"FeatureConfig\.dtype='int8': should be 'bfloat16', 'float32' or 'float16'"),
+        ({"cache": True}, r"FeatureConfig\.cache=True: should be a valid string"),
     ],
 )
 def test_options_that_are_wrong(values, message):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 from hsd_jax import settings
@@ -14,7 +13,7 @@ LONGEST = 8
 """Tokens of a repetition from which on all count as equally long."""
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class BothConfig(Based):
     """A drafter that is trained on its target's features, and prompt lookup beside it.
 
@@ -25,9 +24,6 @@ class BothConfig(Based):
 
     base: DrafterConfig
     lookup: LookupConfig = LookupConfig(LONGEST)
-
-    def __post_init__(self):
-        settings.check(self, "BothConfig")
 
     @staticmethod
     def split(name: str) -> tuple[str, LookupConfig] | None:

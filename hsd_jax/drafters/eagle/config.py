@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
+from hsd_jax import settings
 from hsd_jax.config import TrunkConfig
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings.dataclass
 class EagleConfig(TrunkConfig):
     """A recurrent trunk that reads the embeddings of drafted tokens."""
 

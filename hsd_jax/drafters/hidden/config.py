@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, ClassVar
 
+from hsd_jax import settings
 from hsd_jax.config import RECURRENT, TRUNKS, TrunkConfig
 from hsd_jax.settings import OneOf, Whole
 
@@ -12,12 +13,13 @@ PREVIOUS, PATH = INJECTIONS = ("previous", "path")
 """What token information knows: the token before, or all drafted tokens up to it (`weights.py`)."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings.dataclass
 class HiddenConfig(TrunkConfig):
     """A trunk that never reads a drafted token, and token information added to its logits."""
 
     kind: ClassVar[str] = "hidden"
 
+    _: dataclasses.KW_ONLY
     trunk: Annotated[str, OneOf(TRUNKS)] = RECURRENT
     rank: Whole = 128
     injection: Annotated[str, OneOf(INJECTIONS)] = PREVIOUS

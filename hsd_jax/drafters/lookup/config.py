@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Annotated, ClassVar
 
+from pydantic import Field
+
 from hsd_jax import settings
-from hsd_jax.settings import Within
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class LookupConfig:
     """Prompt lookup: drafts what followed the longest n-gram of the context that ends it once more.
 
@@ -23,13 +23,12 @@ class LookupConfig:
 
     MAX_NGRAM: ClassVar[int] = 16
 
-    max_ngram: Annotated[int, Within(1, MAX_NGRAM)] = 3
-    min_ngram: Annotated[int, Within(1, MAX_NGRAM)] = 1
+    max_ngram: Annotated[int, Field(ge=1, le=MAX_NGRAM)] = 3
+    min_ngram: Annotated[int, Field(ge=1, le=MAX_NGRAM)] = 1
 
     kind: ClassVar[str] = "lookup"
 
     def __post_init__(self):
-        settings.check(self, "LookupConfig")
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"LookupConfig.min_ngram={self.min_ngram}: allowed are 1 to max_ngram={self.max_ngram}")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
+from hsd_jax import settings
 from hsd_jax.config import DrafterConfig
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings.dataclass
 class MedusaConfig(DrafterConfig):
     """`num_steps` heads over one feature."""
 

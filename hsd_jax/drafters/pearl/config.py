@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 from hsd_jax import settings
@@ -10,7 +9,7 @@ from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.settings import Count
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class PearlConfig:
     """A small language model, and how many tokens it drafts while the target verifies as many."""
 
@@ -18,9 +17,6 @@ class PearlConfig:
 
     base: SmallLMConfig
     gamma: Count = 4
-
-    def __post_init__(self):
-        settings.check(self, "PearlConfig")
 
     @property
     def vocab_size(self) -> int:

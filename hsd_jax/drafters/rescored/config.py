@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from hsd_jax import settings
 from hsd_jax.config import DrafterConfig
 from hsd_jax.drafters.based import Based
-from hsd_jax.settings import Count, Within
+from hsd_jax.settings import Count
 
 ZERO_GRAM = "0-gram"
 """The name of the scorer that says nothing: trees of the likeliest paths by the heads alone."""
@@ -20,13 +21,13 @@ ALPHA = 0.5
 """What log p of a scorer is multiplied by where nobody says."""
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class NgramConfig:
     """The sizes of an n-gram model, and the tokenizer it was counted with; `ngram.py` has the numbers."""
 
     kind: ClassVar[str] = "ngram"
 
-    order: Annotated[int, Within(2, 8)]
+    order: Annotated[int, Field(ge=2, le=8)]
     vocab_size: Count
     num_nodes: Count
     """n-grams of all orders, those of one token included."""
@@ -35,11 +36,8 @@ class NgramConfig:
     vocabulary: str
     """`tokenizer.hash_of` the vocabulary."""
 
-    def __post_init__(self):
-        settings.check(self, "NgramConfig")
 
-
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class RescoredConfig(Based):
     """A drafter with token-free states, and what scores the transitions between their tokens."""
 
@@ -50,9 +48,6 @@ class RescoredConfig(Based):
     """An `NgramConfig`, a `HiddenConfig` (its token information), a `SmallLMConfig`, or None: ZERO_GRAM."""
     arcs: Count = ARCS
     """Tokens that may follow a node: the likeliest of its state."""
-
-    def __post_init__(self):
-        settings.check(self, "RescoredConfig")
 
     @staticmethod
     def base_of(config: Any) -> Any:

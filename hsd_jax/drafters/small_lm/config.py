@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from hsd_jax import settings
 from hsd_jax.config import ModelConfig
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class SmallLMConfig(ModelConfig):
     """An independent language model in the role of a drafter."""
 

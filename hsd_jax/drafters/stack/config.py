@@ -12,7 +12,7 @@ from hsd_jax.settings import Count
 from hsd_jax.types import Weights
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class StackConfig:
     """A small language model that drafts for the target, and a drafter that drafts for it.
 
@@ -30,7 +30,6 @@ class StackConfig:
     length: Count = 4
 
     def __post_init__(self):
-        settings.check(self, "StackConfig")
         own = getattr(self.inner, "vocab_size", self.middle.vocab_size)
         if own != self.middle.vocab_size:
             raise ValueError(

@@ -5,31 +5,33 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, ClassVar
 
+from pydantic import Field
+
 from hsd_jax import settings
 from hsd_jax.config import LARGEST_TREE, ModelConfig
-from hsd_jax.settings import Count, Within
+from hsd_jax.settings import Count
 
-Layer = Annotated[int, Within(1, 10_000)]
+Layer = Annotated[int, Field(ge=1, le=10_000)]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@settings.dataclass
 class SteeredConfig(ModelConfig):
     """A language model whose MLPs have a bias made of the target's states; the other fields are those of the model."""
 
     kind: ClassVar[str] = "steered"
 
+    _: dataclasses.KW_ONLY
     target_hidden_size: Count
     steering_layers: tuple[Layer, ...]
     """Layers of the target whose states steer, ascending, counted as `hidden_states` of Hugging Face: 1 is the state
     after the first layer."""
-    num_steps: Annotated[int, Within(1, LARGEST_TREE - 1)] = 8
+    num_steps: Annotated[int, Field(ge=1, le=LARGEST_TREE - 1)] = 8
     """Tokens that a state is trained to steer: as deep as trees may be."""
     target_hash: str = ""
     """Fingerprint of the target it was trained for."""
 
     def __post_init__(self):
         super().__post_init__()
-        settings.check(self, "SteeredConfig")
         layers = self.steering_layers
         if not layers or list(layers) != sorted(set(layers)):
             raise ValueError(f"steering_layers={layers!r}: expected numbers of layers from 1, ascending, at least one")

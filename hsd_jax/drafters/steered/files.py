@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from hsd_jax import settings
 from hsd_jax.config import LARGEST_TREE
@@ -20,23 +21,20 @@ from hsd_jax.models.convert import shapes_of
 from hsd_jax.models.hf_config import read_json
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.tensor_files import load_tree, open_all, store_tree
-from hsd_jax.settings import Count, Within
+from hsd_jax.settings import Count
 from hsd_jax.types import Weights
 
 STEERING_CONFIG, STEERING_FILE = "steering_config.json", "steering.safetensors"
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class Stored:
     """What STEERING_CONFIG holds: the fields of a `SteeredConfig` that are not the model's."""
 
     target_hidden_size: Count
     steering_layers: tuple[Layer, ...]
-    num_steps: Annotated[int, Within(1, LARGEST_TREE - 1)]
+    num_steps: Annotated[int, Field(ge=1, le=LARGEST_TREE - 1)]
     target_hash: str
-
-    def __post_init__(self):
-        settings.check(self, STEERING_CONFIG)
 
 
 def save_steering(folder: str | Path, config: SteeredConfig, weights: Weights) -> None:

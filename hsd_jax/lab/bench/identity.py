@@ -14,8 +14,6 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from hsd_jax.lab.bench.tables import say
 
 EXACT_GAP = 1e-4
@@ -181,7 +179,7 @@ def logit_noise(params, prompts, texts, num_nodes: int) -> float:
         with _precision(params):
             one = replay_logits(params.target, params.target_config, prompt, text, use_native=native)
             many = replay_logits(params.target, params.target_config, prompt, text, num_nodes, use_native=native)
-        worst = max(worst, float(np.abs(one - many).max()))
+        worst = max(worst, float(abs(one - many).max()))
     return worst
 
 
@@ -204,6 +202,7 @@ def candidate_gap(params, prompt, forced, seed, sampling, tokens) -> tuple[float
     """The gap of the two best perturbed logits for the last of `forced`, and the boundary distance of `tokens`."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
     from hsd_jax.arguments import sampling_of_row
     from hsd_jax.infer.sampling import perturb, round_noise, row_keys
@@ -222,8 +221,14 @@ def candidate_gap(params, prompt, forced, seed, sampling, tokens) -> tuple[float
     return float(best[0] - best[1]), boundary
 
 
-def boundary_distance(scaled: np.ndarray, token: int, top_k: int | None, top_p: float | None) -> float:
-    """How little would move `token` across the edge of a filter: in logits for top-k, in mass for top-p."""
+def boundary_distance(scaled, token: int, top_k: int | None, top_p: float | None) -> float:
+    """How little would move `token` across the edge of a filter: in logits for top-k, in mass for top-p.
+
+    Args:
+      scaled: float64 [V], logits over the temperature.
+    """
+    import numpy as np
+
     order = np.sort(scaled)[::-1]
     mine, distances = scaled[token], []
     kept = np.ones(len(scaled), bool)

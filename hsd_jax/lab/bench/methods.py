@@ -39,7 +39,7 @@ MOST_CHAIN, MOST_NODES = 8, 16
 DEFAULT = "default"
 
 
-@dataclasses.dataclass(frozen=True)
+@settings.dataclass
 class Method:
     """What a method changes of the drafter of the command line, its own tree, `match`; the keys of a line of YAML."""
 

@@ -13,9 +13,10 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hsd_jax.lab.bench.tables import say
+from hsd_jax.settings import OneOf, take
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.train.documents import (
     Turns,
@@ -32,6 +33,7 @@ from hsd_jax.train.documents import (
 
 HALVES = ("tune", "report")
 """Half h of a file holds the records with crc32(id) % 2 == h: tune on the first, report on the second."""
+Half = Annotated[str, OneOf(HALVES)]
 IDS = ("id", "question_id", "task_id", "name")
 """Fields of a record that name it."""
 MAX_PROMPT_TOKENS = 200
@@ -204,8 +206,7 @@ def read_prompts(
     Raises:
       FileNotFoundError, ValueError: naming file and line.
     """
-    if half is not None and half not in HALVES:
-        raise ValueError(f"half={half!r}: allowed are {', '.join(HALVES)}")
+    take(Half | None, half, "half")
     prompts = []
     for path in map(Path, files):
         found = []

@@ -211,7 +211,7 @@ def test_what_is_asked_of_ours():
     ("argv", "message"),
     [
         ([], "one of the arguments --demo --target is required"),
-        (["--demo", "--repeats", "0"], "allowed are whole numbers from 1"),
+        (["--demo", "--repeats", "0"], "should be greater than or equal to 1"),
         (["--demo", "--torch-dtypes", "float64"], "invalid choice: 'float64'"),
         (["--demo", "--llama-dtypes", "int8"], "invalid choice: 'int8'"),
     ],

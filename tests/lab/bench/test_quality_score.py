@@ -70,6 +70,9 @@ def test_a_lossy_mode_is_checked_before_anything_is_decoded():
     params = types.SimpleNamespace(target_config=config, drafter_config=drafter_config)
     tree = TreeConfig(3, 2, 1)
     Mode("m", params, tree, accept="recursive", lossy="square:0.5").check()
-    for accept, lossy in (("match", "square:0.5"), ("recursive", "square:2")):
-        with pytest.raises(ValueError, match=r"lossy='square:"):
+    for accept, lossy, message in (
+        ("match", "square:0.5", "lossy='square:0.5': goes with accept='recursive'"),
+        ("recursive", "square:2", r"Lossy\.epsilon=2\.0: should be less than or equal to 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
             Mode("m", params, tree, accept=accept, lossy=lossy).check()

@@ -268,7 +268,7 @@ def test_the_command_writes_every_figure(files, tmp_path, capsys):
     [
         ([], "no task: give --spec-bench FILE"),
         (["--spec-bench", "missing.jsonl"], "missing.jsonl: no such data file"),
-        (["--per-task", "0"], "'0': allowed are whole numbers from 1"),
+        (["--per-task", "0"], "'0': should be greater than or equal to 1"),
         (["--gsm8k", "{gsm8k}", "--temperatures", "0", "0"], "--temperatures 0.0 0.0: each once"),
         (["--gsm8k", "{gsm8k}", "--drafters", "lookup=DIR"], "there is a method 'lookup' already"),
         (["--gsm8k", "{gsm8k}", "--drafters", "x=DIR"], "DIR"),
