@@ -29,16 +29,8 @@ ROOT, EXACT = 0, 1e-12
 # --- enumeration ------------------------------------------------------------------------------------------------------
 
 
-def table(vocab: int, seed: int) -> list[list[Fraction]]:
-    """A Markov table of small fractions; with a seed above 100 the first row has a token without mass."""
-    numbers = np.random.default_rng(seed).integers(1, 12, (vocab, vocab))
-    if seed > 100:
-        numbers[0, 1] = 0
-    return distribution_oracle.random_table(numbers.ravel().tolist(), vocab)
-
-
 def tables(vocab: int, seed: int):
-    return table(vocab, seed), table(vocab, seed % 100 + 50)
+    return tuple(distribution_oracle.markov_table(vocab, s) for s in (seed, seed % 100 + 50))
 
 
 def oracle_distance(branching, vocab: int, draws: str, judged_as: str, seed: int) -> Fraction:
@@ -46,9 +38,7 @@ def oracle_distance(branching, vocab: int, draws: str, judged_as: str, seed: int
     target, draft = tables(vocab, seed)
     emitted = oracle.emitted(target, draft, branching, ROOT, draws, judged_as)
     assert sum(emitted.values()) == 1
-    length = len(branching) + 1
-    found = distribution_oracle.completed_distribution(target, emitted, length)
-    return distribution_oracle.total_variation(found, distribution_oracle.text_distribution(target, ROOT, length))
+    return distribution_oracle.distance(target, ROOT, len(branching) + 1, emitted)
 
 
 def every_tree(draft: np.ndarray, branching, draws: str) -> tuple[np.ndarray, np.ndarray]:

@@ -33,27 +33,14 @@ EXACT = 1e-12
 """In float64."""
 
 
-def table(vocab: int, seed: int) -> list[list[Fraction]]:
-    """A Markov table of small fractions; from seed 100 on the first row has a token without mass, from 200 on only two
-    have any."""
-    numbers = np.random.default_rng(seed).integers(1, 12, (vocab, vocab))
-    if seed >= 100:
-        numbers[0, 1] = 0
-    if seed >= 200:
-        numbers[:, 2:] = 0
-    return distribution_oracle.random_table(numbers.ravel().tolist(), vocab)
-
-
 def tables(vocab: int, seed: int) -> tuple[list, list]:
     """The target's and the drafter's."""
-    return table(vocab, seed % 100), table(vocab, seed + 50)
+    return distribution_oracle.markov_table(vocab, seed % 100), distribution_oracle.markov_table(vocab, seed + 50)
 
 
 def distance(target, parents, emitted) -> float | Fraction:
     """Total variation between texts that start with `emitted` and texts of the target alone."""
-    length = max(depths_of(parents)) + 1
-    found = distribution_oracle.completed_distribution(target, emitted, length)
-    return distribution_oracle.total_variation(found, distribution_oracle.text_distribution(target, ROOT, length))
+    return distribution_oracle.distance(target, ROOT, max(depths_of(parents)) + 1, emitted)
 
 
 Trees = list[tuple[list[int], list[bool], Fraction]]

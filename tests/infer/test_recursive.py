@@ -32,14 +32,6 @@ SCHEMES = {x: DrawScheme(x) for x in (oracle.INDEPENDENT, oracle.WITHOUT_REPLACE
 # --- enumeration ------------------------------------------------------------------------------------------------------
 
 
-def table(vocab: int, seed: int) -> list[list[Fraction]]:
-    """A Markov table of small fractions; with a seed above 100 the first row has a token without mass."""
-    numbers = np.random.default_rng(seed).integers(1, 12, (vocab, vocab))
-    if seed > 100:
-        numbers[0, 1] = 0
-    return distribution_oracle.random_table(numbers.ravel().tolist(), vocab)
-
-
 LAYOUTS = {  # vocabulary, parents, valid
     "chain": (5, [-1, 0, 1, 2], [True] * 4),
     "fork": (3, [-1, 0, 0, 1, 1, 2, 2], [True] * 7),
@@ -56,15 +48,8 @@ ROOT = 0
 def enumerated(layout: str, draws: str, seed: int):
     """Both tables, and every tree that drawing can give with its probability."""
     vocab, parents, valid = LAYOUTS[layout]
-    target, draft = table(vocab, seed), table(vocab, seed % 100 + 50)
+    target, draft = (distribution_oracle.markov_table(vocab, s) for s in (seed, seed % 100 + 50))
     return target, draft, parents, valid, list(oracle.tree_draws(draft, ROOT, parents, draws))
-
-
-def distance(target, parents, emitted) -> float | Fraction:
-    """Total variation between texts that start with `emitted` and texts of the target alone."""
-    length = max(depths_of(parents)) + 1
-    found = distribution_oracle.completed_distribution(target, emitted, length)
-    return distribution_oracle.total_variation(found, distribution_oracle.text_distribution(target, ROOT, length))
 
 
 def oracle_distance(layout: str, draws: str, judged_as: str, seed: int, prune=None) -> Fraction:
@@ -81,7 +66,7 @@ def oracle_distance(layout: str, draws: str, judged_as: str, seed: int, prune=No
         for text, p in oracle.verdict_distribution(tokens, parents, kept, judged).items():
             emitted[text] += mass * p
     assert sum(emitted.values()) == 1
-    return distance(target, parents, emitted)
+    return distribution_oracle.distance(target, ROOT, max(depths_of(parents)) + 1, emitted)
 
 
 def interior(parents) -> int:
@@ -123,7 +108,7 @@ def our_distance(layout: str, draws: str, judged_as: str, seed: int, prune=None)
 
         for text, p in oracle.verdict_distribution(drawn, parents, kept[row], judged).items():
             emitted[text] += float(mass) * p
-    return float(distance(target, parents, emitted))
+    return float(distribution_oracle.distance(target, ROOT, max(depths_of(parents)) + 1, emitted))
 
 
 EXACT = 1e-12

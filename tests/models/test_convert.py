@@ -295,6 +295,7 @@ def test_shards_give_the_weights_of_one_file(saved, weights):
     assert convert.stored_hash(saved, MODEL) == convert.weights_hash(weights)
 
 
+@pytest.mark.slow  # the other tests run where torch is not installed
 def test_loads_where_torch_cannot_be_imported(saved, weights):
     code = f"""
 import sys

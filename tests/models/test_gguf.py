@@ -186,12 +186,7 @@ def test_a_file_is_read_as_a_folder_of_the_same_weights(name, tmp_path):
     weights = file.weights()
     assert_same(weights, convert.read_weights(folder, config))
     assert file.hash() == convert.stored_hash(folder, config) == convert.weights_hash(weights)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 12)).astype(np.int32)
-    logits = [
-        toy.causal_pass(w, c, tokens).logits for w, c in ((weights, file.config), (random_weights(config), config))
-    ]
-    np.testing.assert_array_equal(*logits)
-    assert np.isfinite(logits[0]).all()
+    assert_same(weights, random_weights(config))
 
 
 @FAMILIES

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+import numpy as np
+
 from oracles.tree import walk
 
 Text = tuple[int, ...]
@@ -18,6 +20,17 @@ def random_table(numbers: Sequence[int], vocab: int) -> list[list[Fraction]]:
     """A Markov table from positive integers, row by row."""
     rows = [numbers[i * vocab : (i + 1) * vocab] for i in range(vocab)]
     return [[Fraction(x, sum(row)) for x in row] for row in rows]
+
+
+def markov_table(vocab: int, seed: int) -> list[list[Fraction]]:
+    """A Markov table of small fractions; from seed 100 on the first row has a token without mass, from 200 on only two
+    have any."""
+    numbers = np.random.default_rng(seed).integers(1, 12, (vocab, vocab))
+    if seed >= 100:
+        numbers[0, 1] = 0
+    if seed >= 200:
+        numbers[:, 2:] = 0
+    return random_table(numbers.ravel().tolist(), vocab)
 
 
 def text_distribution(table: Table, root: int, length: int) -> dict[Text, Fraction]:
@@ -62,6 +75,11 @@ def completed_distribution(table: Table, emitted: dict[Text, Fraction], length: 
         for text, p in text_distribution(table, start[-1], length - len(start)).items():
             distribution[start + text] += mass * p
     return dict(distribution)
+
+
+def distance(table: Table, root: int, length: int, emitted: dict[Text, Fraction]) -> Fraction:
+    """Total variation between texts of `length` tokens that start with `emitted` and texts of the target alone."""
+    return total_variation(completed_distribution(table, emitted, length), text_distribution(table, root, length))
 
 
 def total_variation(one: dict[Text, Fraction], other: dict[Text, Fraction]) -> Fraction:

@@ -1,4 +1,7 @@
-"""Distilling a small language model: the loss by plain loops, the drafter's own text, runs that resume to the bit."""
+"""Distilling a small language model: the loss by plain loops, runs that resume to the bit.
+
+The text that the drafter writes itself is `test_own_text.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 from oracles import divergence as oracle
 from support import toy
 from support.recipes import LOOP, TARGET_VALUES, TEXT
-from support.training import LENGTH, TARGET, batch_of, jit, random_rows, random_weights, some_mask
+from support.training import TARGET, batch_of, jit, random_rows, random_weights, some_mask
 
 import hsd_jax
 from hsd_jax.config import TreeConfig
@@ -22,9 +25,7 @@ from hsd_jax.models import convert
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.params import Params
 from hsd_jax.planning.simulate import write_texts
-from hsd_jax.train import data, distill, own_text, run, target
-from hsd_jax.train.loop import LoopConfig
-from hsd_jax.train.rows import Rows
+from hsd_jax.train import distill, run, target
 
 SMALL = SmallLMConfig(
     **vars(dataclasses.replace(TARGET, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4))
@@ -93,71 +94,6 @@ def test_the_predicted_acceptance_is_the_measured_one():
         out = hsd_jax.decode(params, prompts * 64, 2, 1.0, seed=seed, tree=TreeConfig(2, 1, 1), accept="recursive")
         accepted += int(out.stats.accepted_histogram[1])
     assert abs(accepted / (4 * rows) - overlap) < 3 * np.sqrt(overlap * (1 - overlap) / (4 * rows))
-
-
-# --- the drafter's own text -------------------------------------------------------------------------------------------
-
-
-def some_rows(num: int = 12) -> Rows:
-    tokens = random_rows(num)
-    return Rows(tokens, np.ones(tokens.shape, bool), num, tokens.size)
-
-
-TRAIN = LoopConfig(steps=6, batch=4, length=LENGTH, warmup=1)
-ASKED = own_text.OnPolicyConfig(share=0.5, refresh=2, prompt_tokens=3)
-
-
-def mixed(folder, asked=ASKED, train=TRAIN, eos=()):
-    return own_text.MixedBatches(some_rows(), train, 0, asked, SMALL, eos, folder)
-
-
-@pytest.mark.slow
-def test_rows_of_the_drafter_are_what_it_writes(tmp_path):
-    """Prompt, then plain decoding of its own model, which alone are labels; the other rows are those of the data."""
-    _, params = pair()
-    batches, plain = mixed(tmp_path), data.Batches(some_rows(), 4, 0)
-    for step in range(3):
-        batches.refresh(step, params)
-        found, wanted = next(batches), next(plain)
-        np.testing.assert_array_equal(found["tokens"][2:], wanted["tokens"][2:])
-        np.testing.assert_array_equal(found["tokens"][:2, :3], wanted["tokens"][:2, :3])
-        assert (found["tokens"][:2, 3:] != wanted["tokens"][:2, 3:]).any()
-        np.testing.assert_array_equal(found["mask"][:2], np.arange(LENGTH + 1) >= np.full((2, 1), 3))
-        assert found["mask"][2:].all()
-    greedy = dataclasses.replace(ASKED, temperature=0.0)
-    own = own_text.write_rows(params, SMALL, (), [np.array([1, 2, 3])], LENGTH, greedy, [7])
-    text = [1, 2, 3]
-    while len(text) <= LENGTH:
-        text.append(int(jnp.argmax(forward_sequence(params, SMALL, jnp.asarray([text])).logits[0, -1])))
-    assert own["tokens"][0].tolist() == text
-    cut = own_text.write_rows(
-        params, SMALL, (), [np.array([1, 2])], LENGTH, dataclasses.replace(greedy, max_new_tokens=2), [7]
-    )
-    assert cut["mask"].sum() == 2 and not cut["tokens"][0, 4:].any()
-    ended = own_text.write_rows(params, SMALL, (text[3],), [np.array([1, 2, 3])], LENGTH, greedy, [7])
-    assert ended["mask"].sum() == 1, "the end token is a label, nothing behind it is"
-
-
-def test_batches_resume_with_their_texts(tmp_path):
-    """Between two refreshes the texts are those of the file, whatever the weights are now; without it, by name."""
-    _, params = pair()
-    whole = mixed(tmp_path)
-    batches = []
-    for step in range(6):
-        if step == 3:
-            state = whole.get_state()
-        whole.refresh(step, params)
-        batches.append(next(whole))
-    resumed = mixed(tmp_path)
-    resumed.set_state(state)
-    for step in range(3, 6):
-        resumed.refresh(step, params if step == 4 else jax.tree.map(jnp.zeros_like, params))
-        for name, value in next(resumed).items():
-            np.testing.assert_array_equal(value, batches[step][name], err_msg=f"{name} of step {step}")
-    lost = mixed(tmp_path / "elsewhere")
-    lost.set_state(state)
-    with pytest.raises(ValueError, match=r"00000002\.npz: cannot be read .* was at step 3 .* wrote at step 2"):
-        lost.refresh(3, params)
 
 
 # --- recipes and runs -------------------------------------------------------------------------------------------------

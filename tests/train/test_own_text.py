@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles import divergence as oracle
-from support.toy import causal_pass, make_small_lm
-from support.training import ROWS, TARGET, batch_of, jit, random_rows, random_weights
+from support.toy import causal_pass
+from support.training import ROWS, TARGET, random_rows, random_weights
 
-import hsd_jax
-from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.models.target import init_target
-from hsd_jax.params import Params
 from hsd_jax.planning.simulate import Texts
 from hsd_jax.train import data, distill, own_text
 from hsd_jax.train.loop import LoopConfig
@@ -52,21 +48,6 @@ def divergences(p: np.ndarray, q: np.ndarray, beta: float) -> dict[str, np.ndarr
 # --- held-out figures -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fkl", "rkl", "jsd", "tvd"])
-def test_nothing_to_learn_where_both_say_the_same(name, standard_dtypes):
-    _, frozen = models()
-    grad = jit(
-        jax.value_and_grad(
-            distill.make_loss(TARGET, SmallLMConfig(**vars(TARGET)), distill.DistillLoss(name)), has_aux=True
-        )
-    )
-    (loss, metrics), own = grad(
-        frozen, {"target": frozen, "drafter": {}}, batch_of(random_rows()), jax.random.key(0), jnp.int32(0)
-    )
-    assert abs(float(loss)) < 1e-6 and float(metrics["overlap"]) == pytest.approx(1.0, abs=1e-6)
-    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(own)) < 1e-5
-
-
 def test_held_out_divergences(standard_dtypes):
     """Of what was written, prompts left out, both distributions at the temperature; texts of different lengths."""
     (drafter, frozen), rows = models(), random_rows()
@@ -84,33 +65,6 @@ def test_held_out_divergences(standard_dtypes):
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, rtol=2e-5, err_msg=name)
     assert found["predicted_acceptance"] == pytest.approx(1 - wanted["tvd"], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_predicted_acceptance_is_that_of_the_first_draft():
-    """1 - TVD behind 8 prompts against 2,400 first drafts judged by the chain rule: within 3 standard errors.
-
-    A text of two tokens takes one pass where its first draft is accepted, two where it is not. One seed: passes always.
-    """
-    frozen = random_weights(init_target, TARGET, 2)
-    drafter = make_small_lm(frozen, noise=0.5)
-    prompts, each = random_rows(8, seed=11)[:, :6], 300
-    p, q = (law[:, -1] for law in laws(1.0, (frozen, TARGET, prompts), (drafter, TARGET, prompts)))
-    chance = np.minimum(p, q).sum(-1)
-    assert 0.2 < chance.mean() < 0.9 and chance.std() > 0.02
-    pair = Params(frozen, drafter, TARGET, SmallLMConfig(**vars(TARGET)), max_len=64)
-    stats = hsd_jax.decode(
-        pair,
-        [prompts[i // each] for i in range(8 * each)],
-        2,
-        1.0,
-        seed=list(range(8 * each)),
-        tree=TreeConfig(2, 1, 1),
-        accept="recursive",
-    ).stats
-    accepted = (stats.per_row.num_target_passes == 1).reshape(8, each).mean(1)
-    error = math.sqrt((chance * (1 - chance)).sum() / each) / 8
-    assert abs(accepted.mean() - chance.mean()) < 3 * error, (accepted, chance)
 
 
 # --- text the drafter writes itself -----------------------------------------------------------------------------------
@@ -196,9 +150,9 @@ def test_a_batch_mixes_own_text_and_rows(mixed, writers, standard_dtypes):
     assert all((one["tokens"][:2] != two["tokens"][:2]).any() for one, two in zip(found[3:], others[3:], strict=True))
 
 
-@pytest.mark.parametrize("broken_at", [2, 3, 5, 6])
+@pytest.mark.parametrize("broken_at", [3, 5])
 def test_batches_go_on_where_a_run_broke_off(mixed, writers, broken_at, standard_dtypes, monkeypatch):
-    """With the texts on disk, and none written again before the next refresh."""
+    """At a refresh and between two, with the texts on disk, and none written again before the next one."""
     whole = taken(mixed(folder="whole")[0], range(7), writers)
     first = mixed()[0]
     taken(first, range(broken_at), writers)

@@ -18,7 +18,6 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.lab.bench import identity, prompts, quality, replay, tables
 from hsd_jax.lab.bench import profile as profile_lib
 from hsd_jax.params import Params
-from hsd_jax.planning import measure
 from hsd_jax.request import Speculation
 from hsd_jax.session import prepare
 from hsd_jax.tokenizer import Tokenizer
@@ -110,26 +109,6 @@ def test_halves_split_by_checksum(tmp_path):
     assert all(zlib.crc32(name.encode()) % 2 == 1 for name in halves["report"])
 
 
-@pytest.mark.parametrize(
-    ("record", "text", "rest"),
-    [
-        ({"question": "2 + 2?", "answer": "It is <<2+2=4>>4.\n#### 4"}, "Question: 2 + 2?\nAnswer:", " It is 4."),
-        ({"turns": ["First question", "Second"]}, "First question", None),
-        (
-            {"turns": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Yes?"}]},
-            "User: Hi.\nAssistant:",
-            " Yes?",
-        ),
-        ({"prompt": "Say", "response": " it"}, "Say", " it"),
-        ({"text": "one two three four"}, "one two", " three four"),
-    ],
-)
-def test_prompt_of_each_kind_of_record(record, text, rest):
-    prompt = prompts.prompt_of(record, "x", "here", lambda t: len(t.split()), 50)
-    assert prompt.text == text
-    assert prompt.rest == rest if rest is None else prompt.rest.startswith(rest)
-
-
 def test_plain_text_is_a_prompt_a_line_and_bad_files_say_where(tmp_path):
     path = tmp_path / "lines.txt"
     path.write_text("one\n\ntwo\n")
@@ -187,12 +166,6 @@ def test_the_demo_has_a_dozen_questions_for_a_chat_model(tmp_path):
     assert len(found) == len({p.name for p in found}) == 12
     assert all(p.is_templated and p.text.endswith("<|im_end|> <|im_start|>assistant ") for p in found)
     assert prompts.demo_prompts(Tokenizer.find(chat.write_tokenizer(tmp_path, chat.LINES)))[0].name == "restaurant"
-
-
-def test_trees_of_the_command_line():
-    assert measure.parse_trees("4x3x2, 8x5x3") == [TreeConfig(4, 3, 2), TreeConfig(8, 5, 3)]
-    with pytest.raises(ValueError, match="NODESxDEPTHxWIDTH"):
-        measure.parse_trees("8x5")
 
 
 @pytest.mark.parametrize(
