@@ -23,6 +23,7 @@ from hsd_jax.infer.decode import GROWTH, Decoder
 from hsd_jax.infer.lossy import Lossy
 from hsd_jax.infer.plain import make_plain_step
 from hsd_jax.infer.step import make_step
+from hsd_jax.kernels import native
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.params import Params, default_tree
 from hsd_jax.planning.costs import CostModel
@@ -130,7 +131,10 @@ def make_decoder(
     return Decoder(config, step, drafter, cache_dtype, matmul_precision, mesh=mesh)
 
 
-_decoder = functools.lru_cache(maxsize=64)(make_decoder)
+@functools.lru_cache(maxsize=64)
+def _decoder(level: str, *configuration, **more) -> Decoder:
+    """`make_decoder`, once for each level of the CPU kernels."""
+    return make_decoder(*configuration, **more)
 
 
 def set_up(
@@ -150,6 +154,7 @@ def set_up(
     plan, rule, scheme = _plan_and_rule(params, asked, plan_rows, capacity, temperature)
     is_plain, lossy = plan.tree is None, Lossy.parse(asked.lossy, rule)
     decoder = _decoder(
+        native.chosen_level(),
         params.target_config,
         None if is_plain else params.drafter_config,
         plan.tree,

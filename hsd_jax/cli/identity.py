@@ -27,6 +27,7 @@ def add_parser(commands) -> None:
 hsd identity --demo --prompts dev.jsonl --half report --precision exact
 hsd identity --target DIR --drafter DIR --prompts texts.jsonl --limit 50 --dtype bfloat16
 hsd identity --demo --prompts dev.jsonl --half report --limit 800 --accept recursive
+hsd identity --demo --levels --precision exact
 """,
     )
     options.add_model_arguments(parser)
@@ -34,6 +35,11 @@ hsd identity --demo --prompts dev.jsonl --half report --limit 800 --accept recur
     options.add_length_arguments(parser, 128)
     add_value(parser, "--batch B", COUNT, "rows at a time", 8)
     options.add_rule_arguments(options.add_tree_arguments(parser))
+    parser.add_argument(
+        "--levels",
+        action="store_true",
+        help="also count the rows whose plain text differs between the levels of the CPU kernels (HSD_NATIVE_ISA)",
+    )
     options.add_json_argument(parser)
 
 
@@ -47,10 +53,14 @@ def run(args: argparse.Namespace) -> int:
     size = args.limit, args.max_new_tokens, args.chat_template
     found = prompts.for_checkpoint(params, args.prompts, args.half, *size)
     texts = [(p.name, p.tokens(params.tokenizer)) for p in found]
+    levels = identity.levels_here(params) if args.levels else []
     rule = {"accept": args.accept, "draw": args.draw, "lossy": args.lossy}
     size = args.max_new_tokens, args.batch, args.seed
     record = identity.compare(params, texts, tree, *size, args.reuse or "none", rule)
     record |= {"command": args.command_line, "hardware": hardware()}
     tables.print_identity(record)
+    if levels:
+        record["levels"] = identity.compare_levels(params, texts, levels, *size)
+        tables.print_levels(record["levels"])
     options.write_record(args.json, record)
     return 0 if record["ok"] else 1

@@ -185,6 +185,19 @@ def chosen_level() -> str:
     return _choose(os.environ.get(ISA_VARIABLE, ""), os.environ.get("HSD_NATIVE", ""))
 
 
+@contextlib.contextmanager
+def at_level(level: str) -> Iterator[None]:
+    """Inside, this process asks for one of LEVELS or OFF, whatever HSD_NATIVE_ISA said before."""
+    before = os.environ.get(ISA_VARIABLE)
+    os.environ[ISA_VARIABLE] = level
+    try:
+        yield
+    finally:
+        os.environ.pop(ISA_VARIABLE)
+        if before is not None:
+            os.environ[ISA_VARIABLE] = before
+
+
 def _is_known_to_compiler(level: str) -> bool:
     """False where the compiler is older than the instructions of a level; True where there is no compiler."""
     builder = compiler()

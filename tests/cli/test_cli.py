@@ -430,6 +430,34 @@ def test_identity_finds_no_difference_in_exact_precision(identity_run, capsys):
     assert "identity: ok" in capsys.readouterr().out
 
 
+def test_identity_counts_rows_that_differ_between_levels(identity_run, monkeypatch, capsys):
+    """Of exact text there are none; a level whose kernels go wrong is seen, so each level does run."""
+    from hsd_jax.kernels import native
+
+    if not native.available():
+        with pytest.raises(FileNotFoundError):  # refused before anything was written
+            identity_run("--levels")
+        assert "levels" in capsys.readouterr().err
+        return
+    levels = [*reversed(native.cpu_levels()), native.OFF]
+    _, record = identity_run("--precision", "exact", "--levels")
+    found = record["levels"]
+    assert found["level"] == levels[0] and found["num_prompts"] == record["num_prompts"]
+    assert [one["rows_differing"] for one in found["settings"]] == 3 * [dict.fromkeys(levels[1:], 0)]
+    assert "whose plain text differs" in capsys.readouterr().out
+    decode = hsd_jax.decode
+
+    def wrong(params, prompt, *args, **kwargs):
+        out = decode(params, prompt, *args, **kwargs)
+        if native.chosen_level() == native.OFF:
+            out.tokens[:, 0] += 1
+        return out
+
+    monkeypatch.setattr("hsd_jax.api.decode", wrong)
+    found = identity_run("--precision", "exact", "--levels")[1]["levels"]
+    assert [one["rows_differing"]["off"] for one in found["settings"]] == 3 * [found["num_prompts"]]
+
+
 def test_identity_finds_a_planted_difference(identity_run, monkeypatch, capsys):
     decode = hsd_jax.decode
 

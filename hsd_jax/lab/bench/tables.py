@@ -165,3 +165,11 @@ def print_identity(record: dict[str, Any]) -> None:
         lines.append(f"logit noise between passes of 1 and {record['num_nodes']} nodes: {record['logit_noise']:.2e}")
     lines.append("identity: " + ("ok" if record["ok"] else "FAILED"))
     print_table(Table(f"{size}, {record['precision']}, {record['dtype']}", heads, rows, lines))
+
+
+def print_levels(record: dict[str, Any]) -> None:
+    """Prints, for each setting, the rows whose plain text differs between levels of the CPU kernels."""
+    others = list(record["settings"][0]["rows_differing"])
+    rows = [(one["name"], *(str(one["rows_differing"][level]) for level in others)) for one in record["settings"]]
+    title = f"rows of {record['num_prompts']} whose plain text differs from that at level {record['level']}"
+    print_table(Table(f"{title}, {record['precision']}", ("setting", *others), rows))
