@@ -130,8 +130,8 @@ def profile_round(
 def _stages(models, config, drafter_config, tree, sampling, limits, state, accept, scheme):
     """For each stage `run(models, inputs) -> outputs` and its inputs, as they are in a real round.
 
-    A stage that moves a cache puts the lengths back, so that every iteration does the same work. Verification only reads
-    the target's cache, which therefore lies beside the weights: a timed loop writes its inputs, and would copy it.
+    A stage that moves a cache puts the lengths back, so that every iteration does the same work. Verification only
+    reads the target's cache, which lies beside the weights: a timed loop writes its inputs, and would copy it.
     """
     drafter = make_drafter(config, drafter_config, tree, state.cache.keys[0].dtype, scheme)
     rule = make_rule(accept, tree)
