@@ -1,14 +1,15 @@
-"""One command for the day a GPU or TPU is there: how fast it is, and what of that each part of this library uses.
+"""Measures a GPU or TPU: how fast the device is, and how much of that speed each part of this library uses.
 
     python benchmarks/accelerator.py --out h100.json
     python benchmarks/accelerator.py --out h100.json --sections attention tau --again
     python benchmarks/accelerator.py --report h100.json
 
-Each section runs in a process of its own, eight minutes at most. What is measured is in the file at once, so a run that
-is cut off keeps what it has and the same command goes on where it stopped. What fails is recorded and the rest goes on,
-also where a kernel takes its process with it; `HSD_GPU_KERNELS=off` leaves everything to XLA, in a file of its own.
-Weights are random, of the sizes of Llama 3.2 1B and Llama 3 8B, in bfloat16, made on the device. `--tiny` is the test
-of the benchmark itself: toy sizes on any machine, whose figures mean nothing.
+Each section runs in a process of its own, for at most eight minutes. Every figure is written to the file at once. A run
+that is interrupted keeps its figures, and the same command continues where it stopped. A failure is recorded and the
+other items continue, even if a kernel ends its process. With `HSD_GPU_KERNELS=off` XLA computes everything; this needs
+a file of its own. Weights are random, in bfloat16, of the sizes of Llama 3.2 1B and Llama 3 8B, and are made on the
+device. `--tiny` tests the benchmark itself: toy sizes on any machine, whose figures mean nothing. Read next:
+`accelerator_sections.py`.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from hsd_jax.lab.bench.tables import make_console, make_table, say
 
 SECTIONS = ("device", "passes", "attention", "stages", "tau", "prefill", "agreement", "training")
 SECTION_SECONDS, LAST_START = 480, 330
-"""When the process of a section is ended, and when it begins nothing more: the rest is for the next run."""
+"""Seconds after which the process of a section is ended, and after which it starts no further item."""
 CRASHES = 3
-"""Processes of a section that may end without its being done, in a run."""
+"""Processes that a run starts for one section, at most."""
 
 
 def measure(name: str, path: Path, is_tiny: bool) -> None:
-    """Runs a section in this process; every item stands in the file before the next begins."""
+    """Runs a section in this process. Every item is written to the file before the next one starts."""
     from accelerator_rows import describe, is_alive
     from accelerator_sections import SECTIONS as sections
     from accelerator_sections import TINY, Sizes
@@ -45,26 +46,26 @@ def measure(name: str, path: Path, is_tiny: bool) -> None:
         if item in items:
             continue
         if time.perf_counter() - begun > LAST_START:
-            say(f"{name}: out of time before {item!r}; the same command goes on there")
+            say(f"{name}: out of time before {item!r}; run the same command again to continue there")
             return
         say(f"{name}: {item}")
-        items[item] = {"failure": "its process ended, or was ended for lack of time"}
+        items[item] = {"failure": "its process ended, or was ended because of its time limit"}
         write_json(path, record)
         start = time.perf_counter()
         try:
             items[item] = {"rows": run()}
-        except Exception as error:  # whatever it is, the next item is still of interest
+        except Exception as error:  # the next item is still of interest
             items[item] = {"failure": describe(error)}
         items[item]["seconds"] = time.perf_counter() - start
         write_json(path, record)
         if "failure" in items[item] and not is_alive():
-            raise SystemExit(f"{name}: the device does not answer any more")
+            raise SystemExit(f"{name}: the device no longer answers")
     about["done"] = True
     write_json(path, record)
 
 
 def run_section(name: str, path: Path, is_tiny: bool) -> None:
-    """Runs a section in processes of its own: another one for what is left where one ended with an item."""
+    """Runs a section in a process of its own. If an item ends the process, another one runs the items after it."""
     begun = time.perf_counter()
     command = [sys.executable, __file__, "--out", str(path), "--sections", name, "--inside"]
     paths = [str(Path(hsd_jax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -76,7 +77,7 @@ def run_section(name: str, path: Path, is_tiny: bool) -> None:
                 command + ["--tiny"] * is_tiny, env=environment, timeout=max(left, 1), check=False
             ).returncode
         except subprocess.TimeoutExpired:
-            say(f"{name}: ended after {SECTION_SECONDS} s; the same command goes on behind the item that took so long")
+            say(f"{name}: ended after {SECTION_SECONDS} s; run the same command again to continue with the next item")
             return
         if ended == 0:
             return
@@ -84,7 +85,7 @@ def run_section(name: str, path: Path, is_tiny: bool) -> None:
 
 
 def open_record(path: Path, is_tiny: bool, names: list[str], again: bool) -> None:
-    """Makes the file, or checks that it is of such a run, and forgets what is to be measured again.
+    """Creates the file, or checks that it belongs to a run of the same settings. Drops what is to be measured again.
 
     Raises:
       ValueError: if the file holds something else, or figures of other sizes or settings.
@@ -100,7 +101,7 @@ def open_record(path: Path, is_tiny: bool, names: list[str], again: bool) -> Non
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """A table for the rows of a section that have the same columns, and what failed."""
+    """Prints one table for all rows of a section with the same columns, and a line for each failure."""
     console = make_console()
     for name, about in record["sections"].items():
         tables: dict[tuple[str, ...], list[dict]] = {}
@@ -125,15 +126,15 @@ def shown(value: Any) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path, metavar="FILE", help="JSON to write, and to go on with")
-    what.add_argument("--report", type=Path, metavar="FILE", help="print the tables of such a file")
+    what.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write; an existing one is continued")
+    what.add_argument("--report", type=Path, metavar="FILE", help="print the tables of a file that --out wrote")
     names = ", ".join(SECTIONS)
     parser.add_argument(
-        "--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=f"of {names} (default: all)"
+        "--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=f"{names} (default: all)"
     )
-    parser.add_argument("--again", action="store_true", help="measure these sections anew")
+    parser.add_argument("--again", action="store_true", help="measure these sections again")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to test the benchmark")
-    parser.add_argument("--inside", action="store_true", help="in this process, as the command starts for each section")
+    parser.add_argument("--inside", action="store_true", help="for internal use: measure in this process")
     args = parser.parse_args(arguments)
     if args.report:
         print_record(read_json(args.report))

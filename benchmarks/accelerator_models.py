@@ -1,4 +1,4 @@
-"""Random pairs made on the device, a drafter that knows the text, and decodes of them: for `accelerator.py`."""
+"""For `accelerator.py`: random targets made on the device, a drafter that replays the text, and decodes with them."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ TARGETS = {
     "8B": ModelConfig(128_256, 4096, 32, 32, 8, 128, 14_336, max_position=8192, rope=RopeConfig(theta=500_000.0)),
     "toy": ModelConfig(256, 64, 2, 4, 2, 16, 128, max_position=2048),
 }
-"""Llama 3.2 1B, Llama 3 8B, and what the benchmark tests itself with."""
+"""Llama 3.2 1B, Llama 3 8B, and the toy sizes of `--tiny`."""
 CHUNK = 256
-"""Prompts are padded to a multiple, which prefill reads at once."""
+"""Prompts are padded to a multiple of this; prefill reads all of it in one pass."""
 ROOM = 16
-"""Slots behind the last token of a row, for what a round may write."""
+"""Free slots after the last token of a row, for the entries that a round may write."""
 
 
 def random_target(config: ModelConfig, is_certain: bool = True) -> Weights:
-    """A target as the device multiplies it fastest.
+    """Random weights of a target, arranged as the device multiplies them fastest.
 
     Args:
-      is_certain: its text is known and never a near tie, so that it replays whatever the arithmetic: behind a token
-        stands the same one (tied embeddings) or the next of the vocabulary. False: like any random model, unsure;
-        needs embeddings that are not tied.
+      is_certain: the text is fixed by construction and never a near tie, so it is the same in any arithmetic. A token
+        is followed by itself (tied embeddings) or by the next token of the vocabulary. False: an ordinary random
+        model, whose logits are nearly equal; its embeddings must not be tied.
     """
     weights = random_weights(init_target, config)
     if is_certain and not config.tie_embeddings:
@@ -62,11 +62,14 @@ def random_target(config: ModelConfig, is_certain: bool = True) -> Weights:
 
 
 def replaying(depth: int, vocab_size: int, working: Drafter | None = None) -> Drafter:
-    """A chain of `models["replay"]`: the text, and where it is right; elsewhere it drafts the token behind.
+    """A drafter that proposes a chain of the known text, with errors at chosen positions.
+
+    `models["replay"]` is a pair (text, is_right) of `replay_table`. Where a position is wrong, the next token of the
+    vocabulary is drafted.
 
     Args:
-      working: a drafter of such chains that does all its work each round, for nothing: what drafting costs. None:
-        drafts cost nothing.
+      working: a real drafter that does its work in every round, although its drafts are not used. It adds the cost of
+        drafting. None: drafts cost nothing.
     """
 
     def draft(models: dict, state: Any, inputs: RoundInputs) -> tuple[DraftTree, Any]:
@@ -77,7 +80,7 @@ def replaying(depth: int, vocab_size: int, working: Drafter | None = None) -> Dr
         valid = jnp.ones(tokens.shape, bool)
         if working is not None:
             own, state = working.draft(models, state, inputs)
-            valid = valid & jnp.all(own.tokens >= NO_TOKEN)  # always so, which XLA cannot know
+            valid = valid & jnp.all(own.tokens >= NO_TOKEN)  # always true, but XLA cannot know that and keeps the work
         return DraftTree(tokens, line - 1, line, valid), state
 
     if working is not None:
@@ -90,14 +93,14 @@ def replaying(depth: int, vocab_size: int, working: Drafter | None = None) -> Dr
 
 
 def replay_table(tokens: jax.Array, acceptance: float, seed: int = 0) -> tuple[jax.Array, jax.Array]:
-    """The `models["replay"]` of a decoded buffer [B, T], each draft right with this probability."""
+    """The `models["replay"]` of decoded tokens [B, T]. Each draft is right with probability `acceptance`."""
     is_right = np.random.default_rng(seed).random(tokens.shape) < acceptance
     return jnp.maximum(tokens, 0), jnp.asarray(is_right)
 
 
 @dataclasses.dataclass
 class Decode:
-    """A greedy decode behind its prefill, to be run as often as wanted."""
+    """A greedy decode after its prefill. It can be run any number of times."""
 
     decoder: Decoder
     models: dict
@@ -106,17 +109,17 @@ class Decode:
     state: DecodeState
 
     def fresh(self) -> DecodeState:
-        """A copy of the state, which `go` uses up."""
+        """A copy of the state. `go` donates the state it gets."""
         return jax.block_until_ready(jax.tree.map(jnp.copy, self.state))
 
     def go(self, state: DecodeState, num_rounds: int = UNBOUNDED, **models: Any) -> DecodeState:
-        """The state behind so many rounds, or at the end; `models` stand beside those of the decode."""
+        """The state after `num_rounds` rounds, or at the end of the text. `models` are added to those of the decode."""
         settings, bounds = (self.sampling, self.limits), (jnp.int32(num_rounds), jnp.int32(1))
         after = self.decoder.loop(self.models | models, None, *settings, *bounds, state)
         return jax.block_until_ready(after)
 
     def seconds(self, **models: Any) -> float:
-        """Of a whole decode without its prefill."""
+        """Seconds of a whole decode without its prefill."""
         state = self.fresh()
         begun = time.perf_counter()
         self.go(state, **models)
@@ -124,7 +127,7 @@ class Decode:
 
 
 def call_of(prompts: Sequence[Sequence[int]], new: int) -> tuple[tuple, dict[str, int]]:
-    """The arguments of a prefill behind the models, for rows that are to have `new` more tokens, end tokens or not."""
+    """The arguments of a prefill after the models. Each row gets `new` more tokens, whatever end tokens appear."""
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     tokens = np.zeros((len(prompts), -(-int(length.max()) // CHUNK) * CHUNK), np.int32)
     for row, prompt in enumerate(prompts):
@@ -143,10 +146,10 @@ def start(
     drafter: Drafter | None = None,
     pad_rows: int = 1,
 ) -> Decode:
-    """Prefills prompts for a decode of `new` tokens each.
+    """Prefills the prompts for a decode of `new` tokens each.
 
     Args:
-      drafter: of chains; None: plain decoding, in passes of `pad_rows` rows.
+      drafter: drafts chains. None: plain decoding, in passes of `pad_rows` rows.
     """
     step = make_plain_step(config, pad_rows)
     if drafter is not None:

@@ -1,4 +1,4 @@
-"""What `accelerator.py` measures, a row of a table each: timers, traces, errors, differences of texts."""
+"""The measurements of `accelerator.py`: timers, traces, errors and differences of texts. Each returns table rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from hsd_jax.types import (
 
 
 def prefill_row(config: ModelConfig, weights: Weights, prompt: Sequence[int], repeats: int) -> dict[str, Any]:
-    """Seconds and memory of one prompt's prefill."""
+    """Time and memory of the prefill of one prompt."""
     models = {"target": weights, "drafter": None}
     arrays, sizes = call_of([prompt], 0)
     decoder = Decoder(config, make_plain_step(config), None, fastest_dtype(weights["embedding"].dtype))
@@ -55,20 +55,20 @@ def prefill_row(config: ModelConfig, weights: Weights, prompt: Sequence[int], re
 
 
 def gigabytes(what: str) -> float | None:
-    """An entry of the first device's memory statistics; None where it keeps none."""
+    """An entry of the first device's memory statistics in GB. None if the device has none."""
     value = (jax.devices()[0].memory_stats() or {}).get(what)
     return None if value is None else 1e-9 * value
 
 
 def wall(run: Callable, *args: Any) -> float:
-    """Seconds until all that `run` gives is there."""
+    """Seconds until all results of `run` are computed."""
     begun = time.perf_counter()
     jax.block_until_ready(run(*args))
     return time.perf_counter() - begun
 
 
 def bytes_of_pass(config: ModelConfig, weights: Weights) -> int:
-    """Of the weights that a pass of few rows reads: all but an embedding that is not the head."""
+    """Bytes of the weights that a pass of few rows reads: all except an embedding that is not also the head."""
     total = sum(x.nbytes for x in jax.tree.leaves(weights))
     return total if config.tie_embeddings else total - weights["embedding"].nbytes
 
@@ -76,7 +76,7 @@ def bytes_of_pass(config: ModelConfig, weights: Weights) -> int:
 def pass_timer(
     config: ModelConfig, weights: Weights, tokens: np.ndarray, context: int, iterations: int
 ) -> Callable[[], float]:
-    """Of the target's pass over chains [B, N] behind so many slots, and of the argmax of its logits."""
+    """Times the target's pass over chains [B, N] after `context` cached tokens, and the argmax of its logits."""
     (batch, num), dtype = tokens.shape, fastest_dtype(weights["embedding"].dtype)
     slots = layer_slots(config, 2 * context)
     cache = empty_cache(slots, batch, config.num_kv_heads, config.head_dim, dtype, 2 * context)
@@ -92,7 +92,7 @@ def pass_timer(
 
 
 def attended(query, new, mask, cached, seen, scale: float, softcap: float | None) -> jax.Array:
-    """What `attention.attend` computes, all entries at once, in float32."""
+    """The same result as `attention.attend`, by one formula over all entries, in float32."""
     query, new, cached = jax.tree.map(lambda x: x.astype(jnp.float32), (query, new, cached))
     keys, values = (jnp.concatenate(pair, 2) for pair in zip(cached, new, strict=True))
     slots, (first, last) = jnp.arange(cached[0].shape[2]), (x[:, :, None] for x in seen)
@@ -114,9 +114,9 @@ def attention_rows(
     iterations: int,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """Each backend at one size in bfloat16: its largest error and its time, or why it does not run.
+    """For each backend at one size in bfloat16: its largest error and its time, or why it does not run.
 
-    Without window and soft cap also "cudnn", `jax.nn.dot_product_attention` over the prefix alone: a yardstick.
+    Without window and soft cap "cudnn" is added for comparison: `jax.nn.dot_product_attention` over the prefix alone.
     """
     groups, width = config.num_kv_heads, config.head_dim
     shapes = [(config.num_heads // groups * num, width), *[(num, width)] * 2, *[(prefix, width)] * 2]
@@ -153,7 +153,7 @@ def attention_rows(
                 found = jax.jit(run)(models, given)[0].astype(jnp.float32)
                 rows[name]["largest error"] = float(jnp.max(jnp.abs(found - wanted)))
             timers[name] = timer
-        except Exception as error:  # whatever a compiler or a driver raises: the others are still of interest
+        except Exception as error:  # the other backends are still of interest
             rows[name]["failure"] = describe(error)
     timed = interleaved(timers, repeats) if timers else {}
     for name, figures in timed.items():
@@ -162,12 +162,12 @@ def attention_rows(
 
 
 def describe(error: Exception) -> str:
-    """The kind and the beginning of an error."""
+    """The type of an error and the beginning of its message."""
     return f"{type(error).__name__}: {str(error)[:500]}"
 
 
 def is_alive() -> bool:
-    """Whether the device still computes: a kernel that reads what it must not ends that for its process."""
+    """Whether the device still computes. After a kernel with an invalid memory access it does not, in this process."""
     try:
         return bool(jax.block_until_ready(jnp.ones(1) + 1)[0] == 2)
     except Exception:
@@ -177,7 +177,10 @@ def is_alive() -> bool:
 def differing(
     config: ModelConfig, weights: Weights, prompts: Sequence[Sequence[int]], one: np.ndarray, other: np.ndarray
 ) -> dict[str, Any]:
-    """Where texts [B, T] part, and how far apart the two best logits of the first were there, in a pass of one node."""
+    """Counts texts [B, T] that differ, and the gaps of the two best logits of `one` at the first differences.
+
+    The logits come from passes of one node.
+    """
     compared, gaps = 0, []
     for prompt, a, b in zip(prompts, one.tolist(), other.tolist(), strict=True):
         index = first_difference(a, b)
@@ -191,7 +194,7 @@ def differing(
 def noise(
     config: ModelConfig, weights: Weights, prompt: Sequence[int], text: np.ndarray, num_nodes: int
 ) -> dict[str, Any]:
-    """How the logits of passes of one node and of `num_nodes` differ along a text."""
+    """Compares the logits of passes of one node with those of passes of `num_nodes`, along a text."""
     one, many = (replay_logits(weights, config, list(prompt), text.tolist(), num) for num in (1, num_nodes))
     is_other = one.argmax(-1) != many.argmax(-1)
     best = np.sort(one[is_other], -1)
@@ -204,10 +207,11 @@ def noise(
 
 
 def training_row(config: ModelConfig, frozen: Weights, tokens: np.ndarray, steps: int, repeats: int) -> dict[str, Any]:
-    """Seconds and arithmetic of a training step of a one-layer drafter on rows of tokens [B, T + 1].
+    """Time and arithmetic of a training step of a one-layer drafter on rows of tokens [B, T + 1].
 
-    The arithmetic is that of the products: the target's forwards once, the trunk's over all tokens and all drafted
-    states and both heads of the anchors, of which the drafter's counts twice (its weights learn nothing).
+    The arithmetic counts the products only: the target's forward pass once; the trunk's forward and backward passes
+    over all tokens and all drafted states; and the drafter's head at the anchors twice, because its weights are not
+    trained.
     """
     batch, length = tokens.shape[0], tokens.shape[1] - 1
     own = drafter_config(DrafterModel(trunk=PARALLEL, num_steps=steps, draft_vocab=0.25), config)
@@ -247,9 +251,9 @@ def training_row(config: ModelConfig, frozen: Weights, tokens: np.ndarray, steps
 
 
 def interleaved(timers: dict[str, Callable[[], float]], repeats: int) -> dict[str, dict[str, Any]]:
-    """Of each timer, which gives seconds: the median in milliseconds, all seconds, and those of its first call.
+    """Runs timers (which return seconds) in turns: for each, its median in ms, all its seconds, and its first call's.
 
-    The first call compiles and is not among the others; these follow each other in an order that rotates.
+    The first call compiles and is not part of the others. The order of the timers rotates with each repeat.
     """
     first = {}
     for name, timer in timers.items():
@@ -268,7 +272,7 @@ def interleaved(timers: dict[str, Callable[[], float]], repeats: int) -> dict[st
 
 
 def traced(run: Callable, *args: Any) -> dict[str, Any] | None:
-    """`activity` of a call, by the profiler of jax."""
+    """`activity` of a call, traced by the profiler of jax."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run(*args)
@@ -277,10 +281,10 @@ def traced(run: Callable, *args: Any) -> dict[str, Any] | None:
 
 
 def activity(planes: Iterable[Any]) -> dict[str, Any] | None:
-    """What the first device with a trace did: launches, busy and idle time, the names that took longest.
+    """Summarises the first device with a trace: launches, busy and idle time, and the names that took longest.
 
-    Idle is what lies between the first launch and the end of the last, without any running: the device waits for the
-    host, or for the launch itself. None where no device has a trace, as on CPU.
+    Idle is the time between the first launch and the end of the last in which nothing runs: the device waits for the
+    host, or for the launch itself. None if no device has a trace, as on CPU.
     """
     for plane in planes:
         lines = list(plane.lines) if plane.name.startswith("/device:") else []

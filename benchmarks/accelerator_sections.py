@@ -1,4 +1,4 @@
-"""The sections of `accelerator.py`, each a row of items that give rows of a table. Read next: `accelerator_rows.py`."""
+"""The sections of `accelerator.py`: each yields named items that return table rows. Next: `accelerator_rows.py`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from hsd_jax.lab.random_models import random_drafter
 from hsd_jax.models.cache import fastest_dtype
 
 DEPTH = 7
-"""Of the chains that are drafted: 8 nodes."""
+"""Drafts of a chain, which has 8 nodes with its root."""
 
 Row = dict[str, Any]
 Item = tuple[str, Callable[[], list[Row]]]
@@ -53,25 +53,25 @@ Item = tuple[str, Callable[[], list[Row]]]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """The sizes that are measured."""
 
     targets: tuple[str, ...] = ("1B", "8B")
     num_bytes: int = 2**31
-    """Of what is copied and read."""
+    """Size of the array that is copied and read."""
     matmul: int = 8192
     batches: tuple[int, ...] = (1, 4, 16)
     nodes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     prefixes: tuple[int, ...] = (512, 4096, 32_768)
     queries: tuple[int, ...] = (1, 8, 64)
-    """Nodes whose attention is measured."""
+    """Numbers of nodes for which attention is measured."""
     prompt: int = 512
     new: int = 256
     acceptance: tuple[float, ...] = (0.6, 0.8, 0.9)
     prompts: tuple[int, ...] = (1024, 4096, 16_384, 32_768)
     training: tuple[tuple[int, int], ...] = ((1, 1024), (4, 2048))
-    """Rows, and tokens of each, in a step."""
+    """(rows, tokens per row) of a step."""
     texts: tuple[str, ...] = ("1B", "demo")
-    """Targets whose texts are compared, and how many."""
+    """Targets whose texts are compared."""
     num_texts: int = 8
     repeats: int = 5
     iterations: int = 10
@@ -99,13 +99,13 @@ TINY = Sizes(
 
 @functools.lru_cache(maxsize=1)
 def target(name: str, is_certain: bool = True) -> tuple[Any, Any]:
-    """Configuration and weights of `random_target`, kept until another is asked for."""
+    """Configuration and weights of `random_target`. The last one is cached."""
     config = TARGETS[name] if is_certain else dataclasses.replace(TARGETS[name], tie_embeddings=False)
     return config, random_target(config, is_certain)
 
 
 def random_pair(name: str) -> tuple[Any, dict[str, Any], Any, Any]:
-    """A target's configuration, the weights of it and of a drafter, the drafter's configuration, and it with chains."""
+    """(target configuration, weights of both models, drafter configuration, drafter of chains) of a random pair."""
     config, weights = target(name)
     own, drafter = random_drafter(config, weights, DEPTH)
     working = make_drafter(config, own, TreeConfig.chain(DEPTH), fastest_dtype(weights["embedding"].dtype))
@@ -118,7 +118,7 @@ def prompts(config: Any, rows: int, length: int) -> Any:
 
 
 def device(sizes: Sizes, record: Row) -> Iterator[Item]:
-    """What the machine is, and the bandwidth and the arithmetic that a simple loop gets of it."""
+    """The machine, and the bandwidth and arithmetic that a simple loop reaches on it."""
     loops = sizes.iterations
 
     def timed(body: Callable, *arrays: Any) -> Row:
@@ -147,13 +147,13 @@ def device(sizes: Sizes, record: Row) -> Iterator[Item]:
 
 
 def measured(record: Row, item: str, value: str) -> float | None:
-    """A figure of the section `device`; None if it is not there."""
+    """A figure of the section `device`. None if it was not measured."""
     rows = record["sections"].get("device", {}).get("items", {}).get(item, {}).get("rows", [{}])
     return rows[0].get(value)
 
 
 def passes(sizes: Sizes, record: Row) -> Iterator[Item]:
-    """Plain decoding against the bytes that it must read, and a pass over N nodes against one over one."""
+    """Plain decoding compared with the bytes that it must read, and a pass over N nodes compared with one node."""
 
     def plain(name: str) -> list[Row]:
         config, weights = target(name)
@@ -185,7 +185,7 @@ def passes(sizes: Sizes, record: Row) -> Iterator[Item]:
 
 
 def attention(sizes: Sizes, record: Row) -> Iterator[Item]:
-    """Our kernels against XLA, and every backend of attention against a formula in float32; cuDNN as a yardstick."""
+    """Our kernels compared with XLA, and each backend of attention compared with a formula in float32."""
     config = TARGETS[sizes.targets[-1]]
 
     def kernels() -> list[Row]:
@@ -203,7 +203,7 @@ def attention(sizes: Sizes, record: Row) -> Iterator[Item]:
 
 
 def stages(sizes: Sizes, record: Row) -> Iterator[Item]:
-    """The stages of a round, timed alone, and what the device's own trace says of whole rounds."""
+    """The stages of a round, timed alone, and the device's trace of whole rounds."""
 
     def timed(name: str) -> list[Row]:
         config, models, own, drafter = random_pair(name)
@@ -232,7 +232,7 @@ def stages(sizes: Sizes, record: Row) -> Iterator[Item]:
 
 
 def tau(sizes: Sizes, record: Row) -> Iterator[Item]:
-    """Tokens a second where a share of the drafts is right: drafts for nothing, and with the work of a drafter."""
+    """Tokens per second if a given share of drafts is right, without and with the work of a drafter."""
 
     def speeds(name: str) -> list[Row]:
         config, models, _, drafter = random_pair(name)
@@ -263,7 +263,7 @@ def tau(sizes: Sizes, record: Row) -> Iterator[Item]:
 
 
 def prefill(sizes: Sizes, record: Row) -> Iterator[Item]:
-    """Prompts of rising length: tokens a second, and memory as compiled and as the device counts it."""
+    """Prompts of growing length: tokens per second, and memory by the compiler and by the device."""
 
     def row(name: str, length: int) -> list[Row]:
         config, weights = target(name)
@@ -274,9 +274,10 @@ def prefill(sizes: Sizes, record: Row) -> Iterator[Item]:
 
 
 def agreement(sizes: Sizes, record: Row) -> Iterator[Item]:
-    """Texts of plain decoding, plain decoding padded to as many rows as a tree has nodes, and drafted ones.
+    """Compares texts of plain decoding, of plain decoding padded to the rows of a tree, and of speculative decoding.
 
-    The random target is unsure, so nearly every difference of bits shows; the bundled pair is what trained models do.
+    The random target has nearly equal logits, so almost every difference of bits changes a text. The bundled pair shows
+    how often that happens with trained models.
     """
 
     def texts(name: str) -> list[Row]:
@@ -317,7 +318,7 @@ def agreement(sizes: Sizes, record: Row) -> Iterator[Item]:
 
 
 def training(sizes: Sizes, record: Row) -> Iterator[Item]:
-    """A step of training a one-layer drafter, and its products' share of what the device multiplies at best."""
+    """A training step of a one-layer drafter, and its arithmetic as a share of the best that the device reached."""
 
     def row(name: str, rows: int, length: int) -> list[Row]:
         config, weights = target(name)

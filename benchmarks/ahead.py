@@ -1,16 +1,16 @@
-"""PEARL: rounds by phase, and its speed, predicted and measured; scheduled on one device, overlapped on two.
+"""Measures PEARL (methods.md 4.4): rounds by phase, and its speed, predicted and measured.
 
     python benchmarks/ahead.py --drafter SMALL --prompts dev.jsonl --gammas 2 4 --temperatures 0 1
     python benchmarks/ahead.py --drafter SMALL --prompts dev.jsonl --devices 1 1
 
-Plain decoding, a chain of gamma drafts and PEARL take turns, `--repeats` times. Every token of PEARL is an accepted
-draft or stands in the place of a rejected one, so `acceptance` is a count. c is the time of a plain pass of the target
-over that of the small model, where each lies; without `--gammas` gamma is round(c). Predicted are rounds that last as
-long as the slower of a pass of the target and gamma drafts.
+Plain decoding, a chain of gamma drafts and PEARL take turns, `--repeats` times. Every token of PEARL is either an
+accepted draft or the replacement of a rejected one, so `acceptance` is an exact count. c is the time of a plain pass of
+the target over that of the small model, each on its own devices. Without `--gammas` gamma is round(c). The prediction
+assumes that a round takes as long as the slower of a pass of the target and gamma drafts.
 
-With `--devices T D` the target lies on T devices and the small model on D others, and both run at once; plain decoding
-and chains stay on the target's. On a CPU these devices are simulated: they share its cores, and its kernels are off, so
-such speeds say nothing of real ones.
+With `--devices T D` the target runs on T devices and the small model on D others, at the same time (overlapped). Plain
+decoding and chains stay on the target's devices. Without it both models take turns (scheduled). On a CPU the devices
+are simulated: they share its cores and the CPU kernels are off, so these speeds say nothing about real devices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLAIN, CHAIN, PEARL = "plain", "chain", "pearl"
 
 
 def totals(params, texts: list[list[int]], temperature: float, new: int, **how) -> tuple[float, list]:
-    """Seconds of decoding all texts, one after the other, and the result of each."""
+    """Seconds of decoding all texts one by one, and the result of each."""
     found = [hsd_jax.decode(params, text, new, temperature, seed=row, **how) for row, text in enumerate(texts)]
     return sum(out.stats.decode_seconds for out in found), found
 
@@ -40,7 +40,11 @@ def totals(params, texts: list[list[int]], temperature: float, new: int, **how) 
 def report(
     small, ahead, c: float, texts: list[list[int]], temperature: float, new: int, repeats: int, accept: str = "auto"
 ) -> None:
-    """A line about one gamma, that of `ahead`; `small` drafts chains as long, in one program with the target."""
+    """Prints a line for the gamma of `ahead`.
+
+    Args:
+      small: drafts chains of the same length, in one program with the target.
+    """
     gamma = ahead.tree.depth
     ways = {
         PLAIN: (small, {"speculate": False}),
@@ -62,7 +66,7 @@ def report(
         sum(one[f"{kind} rounds"] for one in counted) for kind in ("pre-verify", "post-verify", "overlapped")
     )
     tau = {name: num[name] / rounds[name] for name in ways}
-    acceptance = 1 - (pre - len(texts)) / num[PEARL]  # a round verifies the root alone at first and behind a rejection
+    acceptance = 1 - (pre - len(texts)) / num[PEARL]  # a round is pre-verify first and after a rejection
     run = acceptance / (1 - acceptance) if acceptance < 1 else float("inf")
     speed = {name: took[PLAIN] / took[name] for name in (PEARL, CHAIN)}
     beside, in_turn = max(1, gamma / c), 1 + gamma / c
@@ -90,7 +94,7 @@ def main() -> None:
     parser.add_argument("--accept", choices=("match", "recursive"), default="match")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--devices", type=int, nargs=2, metavar=("T", "D"))
-    parser.add_argument("--platform", default="cpu", help="as jax calls it, for example cuda (default: cpu)")
+    parser.add_argument("--platform", default="cpu", help="name of the jax platform, for example cuda (default: cpu)")
     args = parser.parse_args()
     jax.config.update("jax_platforms", args.platform)
     if args.devices and args.platform == "cpu":
@@ -102,7 +106,7 @@ def main() -> None:
     print(f"{hardware()}; devices {args.devices or 'shared'}, accept {args.accept}")
     found = [hsd_jax.pearl(small, gamma, args.devices) for gamma in args.gammas]
     c = measured_c(found[0])
-    if args.devices:  # what runs in one program runs on the target's
+    if args.devices:  # one program for both models runs on the target's devices
         small = hsd_jax.place(dataclasses.replace(small, tree=None), found[0].mesh)
     for temperature in args.temperatures:
         for ahead in found:

@@ -1,10 +1,10 @@
-"""tau of drafters of one target, side by side: trees of the likeliest tokens greedy, coupled drafts at temperature 1.
+"""Compares tau of several drafters of one target, greedy and at temperature 1 with coupled drafts.
 
     python benchmarks/arms.py --prompts dialogue=dev.jsonl maths=test.jsonl --half tune --limit 48 \
         --drafters base=runs/base/drafter other=runs/other/drafter --json arms.json
 
-Tokens a pass of the target, decoded in batches: no speed is measured here. Behind each tau of a later drafter stands
-its difference from the first's, with the interval of 95 % of 2,000 resamplings of the prompts.
+Texts are decoded in batches and no speed is measured. For each drafter but the first, the difference from the first
+drafter's tau follows, with the 95 % interval of 2,000 resamplings of the prompts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hsd_jax.lab.bench.prompts import for_checkpoint
 
 
 def cases(depth: int) -> dict[str, tuple[TreeConfig, float]]:
-    """Trees and temperatures, no deeper than the drafters are trained for."""
+    """Trees and temperatures by name. `depth` must not exceed the depth the drafters were trained for."""
     chain = TreeConfig.chain(depth)
     trees = {nodes: TreeConfig(nodes, depth, width) for nodes, width in ((8, 2), (16, 4), (31, 4))}
     found = {f"chain of {depth}": (chain, 0.0)} | {f"{n} nodes": (tree, 0.0) for n, tree in trees.items()}
@@ -45,7 +45,7 @@ def counts(
 
 
 def difference(ours, theirs, seed: int = 0) -> list[float]:
-    """The interval of the difference of two pooled taus, over resampled prompts."""
+    """The 95 % interval of the difference of two pooled taus, by resampling prompts."""
     draws = np.random.default_rng(seed).integers(0, len(ours[0]), (2000, len(ours[0])))
     tau = [tokens[draws].sum(1) / passes[draws].sum(1) for tokens, passes in (ours, theirs)]
     return np.percentile(tau[0] - tau[1], [2.5, 97.5]).tolist()

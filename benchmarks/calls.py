@@ -1,12 +1,15 @@
-"""What is lost around the rounds of a model: the cost of a call of the loop, streams beside whole decodes, loading.
+"""Measures the time spent outside of rounds: calls of the decode loop, streaming compared with `decode`, and loading.
 
     python benchmarks/calls.py --target smollm2
     python benchmarks/calls.py --target DIR --random-llama-1b --no-stream    # writes random weights of that shape first
 
-Prints one JSON object a line. Calls: the loop is called for 0, 1, 2, 4 and 8 rounds in turns, one plain row; `cost` is
-the median call of 0 rounds, and `cost_by_line` where a line through the others meets 0 rounds. Streams and decodes take
-turns over the prompts, with defaults, and are timed as whole calls. Loading runs in processes of its own: seconds with
-the file in the page cache and without, and the most memory over what the process had before, in units of the weights.
+Prints one JSON object per line.
+
+* Calls: the loop is called for 0, 1, 2, 4 and 8 rounds in turns, with one plain row. `cost_ms` is the median call of 0
+  rounds. `cost_by_line_ms` is the intercept of a line fitted to the other calls.
+* Streams and decodes take turns over the prompts, with the defaults. Whole calls are timed.
+* Loading runs in processes of its own. It is timed with the file in the page cache and without. Peak memory above that
+  of the process before is given in units of the weights.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ print(json.dumps({"seconds": seconds,
 
 
 def costs_of_calls(params: hsd_jax.Params, repeats: int) -> dict[str, Any]:
-    """Milliseconds of calls of the plain loop, and megabytes of its temporaries."""
+    """Milliseconds of calls of the plain decode loop, and megabytes of its temporaries."""
     prompt = list(range(5, 40))
     seconds: dict[int, list[float]] = {num: [] for num in ROUNDS}
     session = prepare(params, prompt, Sampling(400, eos=()), Speculation(speculate=False))
@@ -79,7 +82,7 @@ def costs_of_calls(params: hsd_jax.Params, repeats: int) -> dict[str, Any]:
         for num in ROUNDS:
             start = time.perf_counter()
             session.run(num)
-            fetch(session.rows[0].tokens)  # also where no round has given any
+            fetch(session.rows[0].tokens)  # waits, also if no round ran
             seconds[num].append(time.perf_counter() - start)
     medians = {num: statistics.median(some) for num, some in seconds.items()}
     some = [num for num in ROUNDS if num]
@@ -104,7 +107,7 @@ def costs_of_calls(params: hsd_jax.Params, repeats: int) -> dict[str, Any]:
 
 
 def stream_over_decode(params: hsd_jax.Params, prompts: list[Any], new: int, speculate: bool, repeats: int) -> dict:
-    """Speed of streams over that of decodes of the same prompts, whole calls, in turns."""
+    """Speed of `stream` over that of `decode` for the same prompts: whole calls, in turns."""
     how = {"max_new_tokens": new, "speculate": speculate}
     seconds: dict[str, list[float]] = {"stream": [], "decode": []}
     gaps, texts = [], {}
@@ -113,7 +116,7 @@ def stream_over_decode(params: hsd_jax.Params, prompts: list[Any], new: int, spe
         pieces, last = [], time.perf_counter()
         for piece in hsd_jax.stream(params, prompt, **how):
             now = time.perf_counter()
-            if pieces:  # before the first the prompt is read
+            if pieces:  # the time before the first piece is prefill
                 gaps.append(now - last)
             last = now
             pieces.append(piece.text or "")
@@ -129,7 +132,7 @@ def stream_over_decode(params: hsd_jax.Params, prompts: list[Any], new: int, spe
                 texts[name] = ways[name](prompt)
                 if number:
                     seconds[name].append(time.perf_counter() - start)
-            assert texts["stream"] == texts["decode"], "the pieces join to another text"
+            assert texts["stream"] == texts["decode"], "the joined pieces of stream differ from the text of decode"
     ratios = np.array(seconds["decode"]) / np.array(seconds["stream"])
     return {
         "speculate": speculate,
@@ -142,7 +145,7 @@ def stream_over_decode(params: hsd_jax.Params, prompts: list[Any], new: int, spe
 
 
 def loading(target: str, how: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """Seconds of the steps of loading and the most memory, warm and cold; medians."""
+    """Median seconds of each step of loading, warm and cold, and peak memory."""
     path = find(target).path
     files = [path] if path.is_file() else [p for p in path.iterdir() if p.is_file()]
     found: dict[str, Any] = {}
@@ -162,7 +165,7 @@ def loading(target: str, how: dict[str, Any], repeats: int) -> dict[str, Any]:
 
 
 def write_llama_1b(folder: Path) -> None:
-    """Random bfloat16 weights of the shape of Llama-3.2-1B."""
+    """Writes random bfloat16 weights of the shape of Llama-3.2-1B."""
     rng, config = np.random.default_rng(0), read_target("llama-3.2-1b")
     shapes = jax.eval_shape(lambda: init_target(jax.random.key(0), config))
 
@@ -178,7 +181,7 @@ def main() -> None:
     parser.add_argument("--drafter")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--random-llama-1b", action="store_true", help="write such a folder to --target first")
+    parser.add_argument("--random-llama-1b", action="store_true", help="first write such random weights to --target")
     for part in ("calls", "stream", "loading"):
         parser.add_argument(f"--no-{part}", action="store_true")
     args = parser.parse_args()

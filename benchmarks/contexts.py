@@ -1,10 +1,10 @@
-"""How tau depends on the length of the context, and how much of that the text itself explains.
+"""Measures how tau depends on the length of the context, and how much of that comes from the text itself.
 
-At each length c the target goes on greedily behind the first c tokens of a text, plainly and with a chain of drafts:
-`whole`. `last` gives it the last 100 of these tokens alone, so that neither model looks far: what the text explains.
-Texts are what the target itself writes behind the beginning of a dialogue (`own`, sampled at 0.8, end tokens passed
-over), and dialogues behind one another (`joined`), of which bits per byte are told too. `--window` and
-`--target-window` replace what the pair's configurations say ("own"), "none" takes a window away.
+At each length c the target continues the first c tokens of a text greedily, plainly and with a chain of drafts
+(`whole`). `last` gives it only the last 100 of these tokens. Neither model then sees a long context, so a change of tau
+comes from the text. There are two kinds of text. `own` is written by the target after the beginning of a dialogue,
+sampled at 0.8, past end tokens. `joined` is one dialogue after another; for these the bits per byte are printed too.
+`--window` and `--target-window` replace the windows of the pair's configurations ("own"); "none" removes a window.
 
     python benchmarks/contexts.py --demo --prompts dev.jsonl --half tune --limit 12
     python benchmarks/contexts.py --demo --prompts dev.jsonl --half tune --limit 12 --window none --target-window none
@@ -22,12 +22,12 @@ from hsd_jax.lab.bench import quality
 from hsd_jax.params import Params
 
 BEGINNING, LAST, NEAR, AHEAD = 48, 100, 256, 64
-"""Tokens: of a dialogue that an own text begins with, of a context that `last` keeps, of one that is near, and behind
-each context, whose bits per byte are told."""
+"""Numbers of tokens: the beginning of a dialogue for an own text; what `last` keeps of a context; the short context of
+bits per byte; and the tokens after each context whose bits per byte are measured."""
 
 
 def with_windows(params: Params, window: str, target_window: str) -> Params:
-    """The same weights under other windows; "own" leaves one as it is."""
+    """The same weights with other windows; "own" keeps a window."""
     target, drafter = params.target_config, params.drafter_config
     if target_window != "own":
         size = None if target_window == "none" else int(target_window)
@@ -39,7 +39,7 @@ def with_windows(params: Params, window: str, target_window: str) -> Params:
 
 
 def own_texts(params: Params, dialogues: list[list[int]], length: int) -> list[list[int]]:
-    """What the target writes behind the beginning of each dialogue, that included."""
+    """The beginning of each dialogue with the target's continuation, `length` tokens in all."""
     begun = [dialogue[:BEGINNING] for dialogue in dialogues]
     new = [length - len(text) for text in begun]
     seeds = list(range(len(begun)))
@@ -48,8 +48,8 @@ def own_texts(params: Params, dialogues: list[list[int]], length: int) -> list[l
 
 
 def joined_texts(params: Params, dialogues: list[list[int]], length: int) -> list[list[int]]:
-    """Dialogues behind one another, each text beginning with another one, cut at `length`."""
-    num_special = len(params.tokenizer.encode(""))  # a start token stands in front of the first dialogue alone
+    """Dialogues joined one after another and cut at `length`; each text starts with a different dialogue."""
+    num_special = len(params.tokenizer.encode(""))  # only the first dialogue keeps its start token
     line = params.tokenizer.encode("\n")[num_special:]
     texts = []
     for first in range(len(dialogues)):
@@ -62,14 +62,14 @@ def joined_texts(params: Params, dialogues: list[list[int]], length: int) -> lis
 
 
 def tau_behind(params: Params, contexts: list[list[int]], num_new: int) -> tuple[float, str, int]:
-    """Tau and acceptance by depth of greedy decoding, and the tokens that differ from plain decoding."""
+    """Tau and acceptance by depth of greedy decoding, and the number of tokens that differ from plain decoding."""
     drafted, plain = (hsd_jax.decode(params, contexts, num_new, eos=(), speculate=is_on) for is_on in (True, False))
     acceptance = " ".join(f"{share:.2f}" for share in drafted.stats.conditional_acceptance)
     return drafted.stats.tau, acceptance, int((drafted.tokens != plain.tokens).sum())
 
 
 def bits_per_byte(params: Params, texts: list[list[int]], first: int, last: int, start: int) -> float:
-    """Of tokens first to last, given those from `start` on."""
+    """Bits per byte of tokens `first` to `last`, given the tokens from `start` on."""
     nats, num_bytes = 0.0, 0
     for text in texts:
         nats += quality.text_nats(params.target, params.target_config, text[start:last], first - start)
@@ -88,9 +88,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=12, help="dialogues, and texts of each kind (default: 12)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 100, 256, 512, 1024, 1800], metavar="TOKENS")
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--nodes", type=int, default=8, help="of the chain (default: 8)")
-    parser.add_argument("--window", default="own", help="of the drafter's trunk: a number, none, own (default: own)")
-    parser.add_argument("--target-window", default="own", help="likewise, of every layer of the target")
+    parser.add_argument("--nodes", type=int, default=8, help="nodes of the chain (default: 8)")
+    parser.add_argument("--window", default="own", help="the trunk's window: a number, none, own (default: own)")
+    parser.add_argument("--target-window", default="own", help="the same for every layer of the target")
     args = parser.parse_args(arguments)
     chain = TreeConfig(args.nodes, args.nodes - 1, 1)
     params = hsd_jax.load(args.demo, target=args.target, drafter=args.drafter, tree=chain)

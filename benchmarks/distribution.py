@@ -1,9 +1,9 @@
-"""Are 10^5 tokens of every rule that draws its text anew distributed as the target's? (docs/family.md)
+"""Tests whether 10^5 tokens of each rule other than `match` follow the target's distribution (docs/family.md).
 
     python benchmarks/distribution.py --prompts dev.jsonl --limit 900
 
-A line a rule and tree, of the demo pair: tokens, tau, the chi-square of their places in the target's distribution
-(`hsd_jax/lab/bench/distribution.py`) and its p; plain decoding first.
+Prints one line per rule and tree for the demo pair, plain decoding first: the number of tokens, tau, the chi-square of
+the tokens' places in the target's distribution (`hsd_jax/lab/bench/distribution.py`) and its p-value.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What token-free drafting saves: a trunk and one head, against K steps of the same layer with a head after each.
+"""Measures what token-free drafting saves: a trunk and one head, compared with K steps that have a head after each.
 
-A token-conditioned recurrence must choose a token before its next step: K passes of its layer over one state, each
-followed by the head, a top-k and an embedding. A token-free trunk computes its K states first, one after another or
-all in one pass, then all logits in one product. Timed in one process, interleaved, each in a compiled loop at the
-shapes of a real round, with random weights of the given sizes: the numbers in the weights do not change the time.
+A token-conditioned recurrence must choose a token before its next step. It needs K passes of its layer over one state,
+each followed by the head, a top-k and an embedding. A token-free trunk first computes its K states, one after another
+or all in one pass, and then all logits in one product. All are timed in one process, in turns, each in a compiled loop
+with the shapes of a real round. Weights are random, because their values do not change the time.
 
     python benchmarks/drafting.py --demo
     python benchmarks/drafting.py --demo --steps 6 8 --width 4 --dtype float32
 
-`whole` is all of drafting: trunk, head, token information and a chain of K tokens.
+`whole` is the whole of drafting: trunk, head, token information and the choice of a chain of K tokens.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from hsd_jax.planning.timing import interleaved_medians, loop_timer
 from hsd_jax.types import RoundInputs, SamplingParams
 
 CACHED = 200
-"""Committed tokens of the row, in a cache of 512 slots."""
+"""Number of committed tokens of the row, in a cache of 512 slots."""
 
 
 def recurrence(models, target_config, config: DrafterConfig, steps: int, width: int, state: TrunkState):
-    """K steps of the trunk's layer that read the token drafted before: what an EAGLE-style chain costs."""
+    """K steps of the trunk's layer, each reading the token drafted before it, as an EAGLE-style chain does."""
     weights, cache = models["drafter"], state.cache
     batch, num = state.pending.shape[:2]
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
@@ -65,7 +65,7 @@ def recurrence(models, target_config, config: DrafterConfig, steps: int, width: 
 
 
 def stages(params: hsd_jax.Params, steps: int, width: int) -> dict:
-    """The timers of both trunks and of the recurrence, K = `steps`."""
+    """Timers of both trunks and of the recurrence by name, for K = `steps`."""
     target_config, timers, dtype = params.target_config, {}, params.target["embedding"].dtype
     row = jnp.zeros(1, jnp.int32)
     greedy, keys = SamplingParams(jnp.zeros(1), row, jnp.ones(1)), jax.random.split(jax.random.key(0), 1)
@@ -111,15 +111,15 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--demo", action="store_true")
     where.add_argument("--target", metavar="DIR")
-    parser.add_argument("--drafter", metavar="DIR", help="whose sizes are taken; weights are random")
-    parser.add_argument("--steps", type=int, nargs="+", default=[4, 6, 8], help="tokens drafted, K")
-    parser.add_argument("--width", type=int, default=1, help="candidates the recurrence chooses after a step (top-k)")
+    parser.add_argument("--drafter", metavar="DIR", help="drafter whose sizes are timed, with random weights")
+    parser.add_argument("--steps", type=int, nargs="+", default=[4, 6, 8], help="numbers of drafted tokens, K")
+    parser.add_argument("--width", type=int, default=1, help="tokens that the recurrence selects after a step (top-k)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", metavar="OUT")
     args = parser.parse_args()
     if args.target and not args.drafter:
-        parser.error("--target wants a --drafter, whose sizes are timed")
+        parser.error("--target needs a --drafter, whose sizes are timed")
     folders = ("demo",) if args.demo else ()
     params = hsd_jax.load(*folders, target=args.target, drafter=args.drafter, dtype=args.dtype)
     print(json.dumps(hardware()), f"weights in {params.target['embedding'].dtype}")

@@ -1,8 +1,9 @@
-"""What a chain that ends early would give: fixed chains of 7 replayed, each cut where `hsd_jax/infer/chains.py` would.
+"""Simulates chains that end early: replays chains of 7 and cuts each where `hsd_jax/infer/chains.py` would.
 
     python benchmarks/early.py --drafter DIR --prompts FILE --level-cost 0.1 0.2 0.3
 
-Simulated: a round that ends earlier starts the next one elsewhere, which is not replayed. Costs are in plain passes.
+This is a simulation: after a round that ends earlier, the next one would start at another token, which is not replayed.
+Costs are in units of a plain pass (methods.md 8.1).
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ from hsd_jax.request import Speculation
 from hsd_jax.session import prepare
 
 DEPTH, NODE = 7, 0.01
-"""Drafts of a chain, and what verifying one of them costs."""
+"""Drafts of a chain, and the cost of verifying one of them in plain passes."""
 
 
 def rounds_of(
     params, texts: list[list[int]], temperature: float, accept: str, new: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of every round the scores of its drafts [rounds, DEPTH + 1], as a chain that ends early has, and how many were
-    accepted."""
+    """(scores [rounds, DEPTH + 1], accepted [rounds]) of every round; the scores decide where a chain ends early."""
     tree, scores, accepted, watched = TreeConfig.chain(DEPTH), [], [], None
     rule = make_rule(accept, tree)
     for seed, text in enumerate(texts):
@@ -65,13 +65,13 @@ def rounds_of(
 
 
 def replayed(score: np.ndarray, accepted: np.ndarray, level: float) -> tuple[list[float], float, float]:
-    """Tokens a plain pass of fixed chains of 1 to DEPTH drafts; of chains that end early; and their mean length."""
+    """Tokens per plain pass of fixed chains of 1 to DEPTH drafts, of chains that end early, and their mean length."""
     num, price = len(accepted), level + NODE
     fixed = [float((np.minimum(accepted, d) + 1).sum() / (num * (1 + price * d))) for d in range(1, DEPTH + 1)]
     tried = accepted[:, None] >= np.arange(DEPTH)
     edges = np.exp(np.diff(score, axis=1))[tried].sum()
     trust, rate, length = min(accepted.sum() / edges, 1.0), 1.0, np.ones(num, int)
-    for _ in range(20):  # until the rate by which a level is judged is what it gives
+    for _ in range(20):  # fixed point: the rate that prices a level equals the rate that results
         length, goes_on = np.ones(num, int), np.ones(num, bool)
         for d in range(1, DEPTH):
             goes_on &= np.exp((d + 1) * (score[:, d] / d + np.log(trust))) >= rate * price

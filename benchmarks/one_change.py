@@ -1,13 +1,13 @@
-"""What matters in training a drafter: runs that differ from a base recipe in one thing, judged on the same texts.
+"""Trains drafters that differ from a base recipe in one setting, and evaluates all on the same texts.
 
-Each run is `hsd train drafter` with some keys set otherwise; it is judged by simulated tau (`planning/simulate.py`)
-on what the target writes behind held-out prompts. Results: a table (Markdown), JSON, a plot.
+Each run is `hsd train drafter` with some keys changed. It is evaluated by simulated tau (`planning/simulate.py`) on the
+target's continuations of held-out prompts. The results are a table (Markdown), JSON and a plot.
 
     python benchmarks/one_change.py --target DIR --config configs/demo_drafter.yaml --runs benchmarks/one_change.yaml \
         --prompts dialogues=dev.jsonl --half tune --limit 32 --out runs/one-change
 
-A run that is complete is not trained again, so the list of runs may grow; `drafter: DIR` judges one that is there
-already. Recipes are chosen on the `tune` half of the prompts; the `report` half is for the drafter that was chosen.
+A complete run is not trained again, so you can extend the list of runs. `drafter: DIR` evaluates an existing drafter.
+Choose recipes on the `tune` half of the prompts; the `report` half is for the drafter that was chosen.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hsd_jax.train.recipe import read_recipe
 def write_texts(
     checkpoint: Checkpoint, params: Params, args: argparse.Namespace
 ) -> dict[str, tuple[simulate.Texts, float]]:
-    """Greedy and sampled texts behind the prompts of each file; made once for a target, prompts and lengths."""
+    """Greedy and sampled continuations of the prompts of each file, stored for the same target and settings."""
     tokenizer, texts, target_hash = checkpoint.tokenizer, {}, checkpoint.hash("float32")
     for named in args.prompts:
         name, _, file = named.partition("=")
@@ -47,7 +47,7 @@ def write_texts(
 
 
 def train(name: str, about: dict, args: argparse.Namespace) -> Path:
-    """The folder of the run's drafter; a run that is complete has no step left to train."""
+    """Trains the run if it is not complete, and returns the folder of its drafter."""
     if "drafter" in about:
         return Path(about["drafter"])
     recipe = DrafterRecipe.from_dict(read_recipe(args.config, [*args.set, *about.get("set", [])]), name)
@@ -59,14 +59,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--config", help="the base recipe")
-    parser.add_argument("--set", action="append", default=[], help="changes the base recipe, of all runs")
-    parser.add_argument("--data", nargs="+", required=True, help="of runs that name none")
+    parser.add_argument("--set", action="append", default=[], help="a change to the base recipe, for all runs")
+    parser.add_argument("--data", nargs="+", required=True, help="training data of the runs that name none")
     parser.add_argument(
         "--runs", required=True, help="YAML, name: {set: [KEY=VALUE, ...], data: [FILE, ...]} or {drafter: DIR}"
     )
     parser.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE")
     parser.add_argument("--half", choices=("tune", "report"))
-    parser.add_argument("--limit", type=int, default=24, help="prompts of each file")
+    parser.add_argument("--limit", type=int, default=24, help="prompts per file (default: 24)")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def print_row(name: str, values: dict, kinds: list[str]) -> None:
-    """One line of the table, as soon as it is there."""
+    """Prints one line of the table."""
     greedy = [values[k]["chain_acceptance"] for k in kinds if k.endswith("greedy")]
     chain = ", ".join(f"{sum(depth) / len(depth):.2f}" for depth in zip(*greedy, strict=True))
     overlap = [values[k]["overlap"] for k in kinds if k.endswith("sampled")]
@@ -99,7 +99,7 @@ def print_row(name: str, values: dict, kinds: list[str]) -> None:
 
 
 def draw(out: str | Path, runs: dict[str, dict]) -> None:
-    """Tau of every run on the texts of the table; the first run is the line that the others are compared with."""
+    """Plots tau of every run on the texts of the table. A line marks the first run, the baseline."""
     import matplotlib
 
     matplotlib.use("Agg")

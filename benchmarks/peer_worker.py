@@ -1,9 +1,9 @@
-"""One framework in a process of its own, for `peers.py`: answers a JSON line on stdin with a JSON line on stdout.
+"""Runs one framework for `peers.py`, in a process of its own: each JSON line on stdin gets a JSON line on stdout.
 
     python benchmarks/peer_worker.py transformers | llama.cpp | hsd_jax
 
-The first line says which checkpoint and which methods; each later one asks for a decode of token ids, or for the gap
-between two logits. What runs a peer imports nothing of hsd_jax, so any environment that has the peer can run it.
+The first line names the checkpoint and the methods. Each later line requests a decode of token ids, or the gap between
+two logits. The workers of the peers import nothing of hsd_jax, so any environment with the peer can run them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from collections.abc import Callable, Iterator
 
 
 class Puts:
-    """A streamer of `generate`: when tokens came and how many. The first put is the prompt, each other one a pass."""
+    """A streamer for `generate` that records when tokens arrive and how many.
+
+    The first put is the prompt, each later one a pass.
+    """
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -27,7 +30,7 @@ class Puts:
         self.counts.append(tokens.numel())
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: no token is held back."""
 
 
 class Transformers:
@@ -43,7 +46,7 @@ class Transformers:
                 " that has them by --peer-python"
             ) from error
         self.torch, self.transformers, self.config = torch, transformers, config
-        transformers.logging.set_verbosity_error()  # generate() says what it thinks of its defaults
+        transformers.logging.set_verbosity_error()  # else generate() warns about its defaults
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         if config["threads"]:
             torch.set_num_threads(config["threads"])
@@ -58,12 +61,12 @@ class Transformers:
         model = self.transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(self.torch, dtype), local_files_only=True
         )
-        # What the folder says of sampling or penalties would mix into the settings of the calls below.
+        # The folder may have settings of sampling or penalties, which would change the calls below.
         model.generation_config = self.transformers.GenerationConfig()
         return model.to(self.device).eval()
 
     def about(self) -> dict:
-        """Versions and device, and the methods with their dtypes."""
+        """Versions, device, and the methods with their dtypes."""
         return {
             "torch": self.torch.__version__,
             "transformers": self.transformers.__version__,
@@ -73,13 +76,13 @@ class Transformers:
         }
 
     def decode(self, name: str, prompt: list[int]) -> dict:
-        """Generates behind one prompt; the first pass, which reads the prompt, stays out of `decode_*`."""
+        """Continues one prompt. `decode_*` exclude the first pass, which reads the prompt."""
         torch, method, how = self.torch, self.methods[name], {}
         if method["kind"] == "lookup":
             how["prompt_lookup_num_tokens"] = method["tokens"]
         if method["kind"] == "assistant":
             assistant = self.models[method["assistant"], method["dtype"]]
-            if method["tokens"] is None:  # transformers' own way: up to 20 tokens, as long as the assistant is sure
+            if method["tokens"] is None:  # transformers' default: up to 20 tokens while the assistant is confident
                 assistant.generation_config = self.transformers.GenerationConfig()
             else:
                 assistant.generation_config = self.transformers.GenerationConfig(
@@ -104,7 +107,7 @@ class Transformers:
                 streamer=puts,
                 **how,
             )
-        tokens = out[0, len(prompt) :].tolist()  # on a GPU this waits
+        tokens = out[0, len(prompt) :].tolist()  # on a GPU this waits for the result
         end = time.perf_counter()
         return {
             "tokens": tokens,
@@ -115,7 +118,7 @@ class Transformers:
         }
 
     def gap(self, name: str, tokens: list[int], candidates: list[int]) -> float:
-        """The logit of the first candidate less that of the second, behind `tokens`."""
+        """The logit of the first candidate minus that of the second, after `tokens`."""
         torch = self.torch
         with torch.inference_mode():
             model = self.models[self.config["target"], self.methods[name]["dtype"]]
@@ -124,24 +127,24 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp by its C functions: batch 1, greedy; the prompt is one pass and each token, or round, one more.
+    """llama.cpp by its C functions: batch 1, greedy. The prompt is one pass, and each token or round is one more.
 
-    They are called in the order of llama-cpp-python's `Llama.generate`, without what that does besides in Python for
-    every token. With lookup, the drafts are those of llama-cpp-python's `LlamaPromptLookupDecoding`, a search in numpy
-    (the n-gram caches of llama.cpp's own examples are not part of its library); one `llama_decode` of a batch judges
-    them, with what was refused taken out of the cache again.
+    The functions are called in the order of llama-cpp-python's `Llama.generate`, without its other Python work per
+    token. With lookup the drafts are those of llama-cpp-python's `LlamaPromptLookupDecoding`, a search in numpy (the
+    n-gram caches of llama.cpp's own examples are not part of its library). One `llama_decode` of a batch judges them,
+    and the rejected ones are removed from the cache again.
     """
 
     def __init__(self, config: dict) -> None:
         try:
             import llama_cpp
-        except (ImportError, RuntimeError, OSError) as error:  # the latter two: a library that does not load
+        except (ImportError, RuntimeError, OSError) as error:  # RuntimeError and OSError: the library does not load
             raise ValueError(
                 f"{error}: --llama-cpp needs llama_cpp; pip install llama-cpp-python (it compiles llama.cpp for this"
                 " machine), and name a Python that has it by --peer-python"
             ) from error
         self.lib, self.config, self.contexts = llama_cpp, config, {}
-        # Its log of how it loads a model is of no use here; errors are. ctypes does not keep the function alive.
+        # Only errors of its log are shown. `self.log` keeps the function alive, which ctypes does not.
         self.log = llama_cpp.llama_log_callback(self._log)
         llama_cpp.llama_log_set(self.log, None)
         llama_cpp.llama_backend_init()
@@ -169,7 +172,7 @@ class LlamaCpp:
         how = lib.llama_context_default_params()
         how.n_ctx = how.n_batch = how.n_ubatch = self.config["context"]
         how.n_threads = how.n_threads_batch = self.config["threads"]
-        if dtype == "float32":  # else keys and values would be kept in float16, its default
+        if dtype == "float32":  # its default stores keys and values in float16
             how.type_k = how.type_v = lib.GGML_TYPE_F32
         context = lib.llama_init_from_model(model, how) if model else None
         if not context:
@@ -177,7 +180,7 @@ class LlamaCpp:
         return context
 
     def about(self) -> dict:
-        """Versions, threads, what llama.cpp was compiled for, and the methods with their dtypes."""
+        """Versions, threads, the processor llama.cpp was compiled for, and the methods with their dtypes."""
         return {
             "llama_cpp": self.lib.__version__,
             "threads": self.lib.llama_n_threads(next(iter(self.contexts.values()))),
@@ -186,7 +189,7 @@ class LlamaCpp:
         }
 
     def _passes(self, name: str, prompt: list[int]) -> Iterator:
-        """The context after the pass over the prompt, then after one over each token that is sent."""
+        """Yields the context after the pass over the prompt, then after a pass over each token that is sent."""
         lib, context = self.lib, self.contexts[name]
         lib.llama_memory_clear(lib.llama_get_memory(context), False)
         ids = (lib.llama_token * len(prompt))(*prompt)
@@ -199,7 +202,7 @@ class LlamaCpp:
             batch = next_batch
 
     def decode(self, name: str, prompt: list[int]) -> dict:
-        """Continues one prompt; the first pass, which reads it and gives the first token, stays out of `decode_*`."""
+        """Continues one prompt. `decode_*` exclude the first pass, which reads the prompt and gives the first token."""
         sample, sampler, eos, tokens = self.lib.llama_sampler_sample, self.sampler, self.config["eos"], []
         start = time.perf_counter()
         passes = self._passes(name, prompt)
@@ -221,7 +224,7 @@ class LlamaCpp:
         }
 
     def _rounds(self, name: str, prompt: list[int], tokens: list[int]) -> Iterator[list[int]]:
-        """What each round with looked-up drafts adds to `tokens`, which the caller extends before the next."""
+        """Yields the new tokens of each round with lookup; the caller must add them to `tokens` before the next."""
         import numpy as np
 
         lib, context, lookup = self.lib, self.contexts[name], self.lookups[name]
@@ -245,19 +248,19 @@ class LlamaCpp:
                     if new[-1] != draft or draft in self.config["eos"]:
                         break
                 if not lib.llama_memory_seq_rm(memory, 0, length - 1 + len(new), -1):
-                    raise RuntimeError("llama.cpp cannot take refused drafts out of the cache of this model")
+                    raise RuntimeError("llama.cpp cannot remove rejected drafts from the cache of this model")
                 yield new
         finally:
             lib.llama_batch_free(batch)
 
     def gap(self, name: str, tokens: list[int], candidates: list[int]) -> float:
-        """The logit of the first candidate less that of the second, behind `tokens`."""
+        """The logit of the first candidate minus that of the second, after `tokens`."""
         logits = self.lib.llama_get_logits_ith(next(self._passes(name, tokens)), -1)
         return logits[candidates[0]] - logits[candidates[1]]
 
 
 class HsdJax:
-    """`hsd_jax.decode`: plain, or with any drafter and tree; batch 1, greedy."""
+    """`hsd_jax.decode`, plain or with any drafter and tree: batch 1, greedy."""
 
     def __init__(self, config: dict) -> None:
         import dataclasses
@@ -274,10 +277,10 @@ class HsdJax:
                     target=config["target"],
                     drafter=drafter,
                     dtype=dtype,
-                    # On a GPU jax multiplies float32 in fewer bits unless told otherwise; torch does not.
+                    # By default jax multiplies float32 with fewer bits on a GPU; torch does not.
                     precision="exact" if dtype == "float32" else "fast",
                 )
-                self.loaded[dtype, drafter] = dataclasses.replace(params, tokenizer=None)  # ids out, as of generate()
+                self.loaded[dtype, drafter] = dataclasses.replace(params, tokenizer=None)  # ids out, like generate()
             if drafter is None or method["tree"] == "chosen":
                 tree = None
             elif method["tree"] is None:
@@ -285,17 +288,17 @@ class HsdJax:
             else:
                 tree = parse_tree(method["tree"])
             shown = "" if drafter is None or tree is None else f" {tree.name}"
-            # Where float32 is the fastest dtype this is one method.
+            # If float32 is the fastest dtype, both dtypes give the same method.
             self.methods[f"{method['name']}{shown} {dtype}"] = dtype, drafter, tree
 
     def about(self) -> dict:
-        """The machine as every benchmark here records it, and the methods with their dtypes."""
+        """The machine, as every benchmark records it, and the methods with their dtypes."""
         from hsd_jax.lab.bench.machine import hardware
 
         return hardware() | {"methods": [{"name": n, "dtype": dtype} for n, (dtype, *_) in self.methods.items()]}
 
     def decode(self, name: str, prompt: list[int]) -> dict:
-        """Decodes one prompt; prefill stays out of `decode_*`."""
+        """Decodes one prompt. `decode_*` exclude prefill."""
         import hsd_jax
 
         dtype, drafter, tree = self.methods[name]
@@ -320,7 +323,7 @@ class HsdJax:
         }
 
     def gap(self, name: str, tokens: list[int], candidates: list[int]) -> float:
-        """The logit of the first candidate less that of the second, in plain decoding's pass behind `tokens`."""
+        """The logit of the first candidate minus that of the second, in a plain pass after `tokens`."""
         from hsd_jax.lab.bench.replay import replay_logits
 
         dtype, drafter, _ = self.methods[name]
@@ -330,7 +333,7 @@ class HsdJax:
 
 
 def serve(make: Callable, requests: Iterator[str], answer: Callable[[dict], None]) -> None:
-    """Makes the worker of the first line, then answers line by line; bad input is an answer, not a traceback."""
+    """Makes the worker from the first line, then answers line by line. Bad input is answered with its error."""
     try:
         worker = make(json.loads(next(requests)))
         answer(worker.about())
@@ -346,7 +349,7 @@ def serve(make: Callable, requests: Iterator[str], answer: Callable[[dict], None
 
 
 def main() -> None:
-    """Keeps the real stdout for the answers: libraries print."""
+    """Serves on stdin and stdout. Libraries print, so their stdout goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

@@ -1,4 +1,4 @@
-"""Our decoding and transformers' `generate`, or llama.cpp: the same checkpoint, prompts and machine, side by side.
+"""Compares our decoding with transformers' `generate` or llama.cpp: same checkpoint, prompts and machine.
 
     pip install 'hsd_jax[peers]'
     python benchmarks/peers.py --demo --prompts dev.jsonl --half report --limit 20 --assistant runs/demo-small \\
@@ -8,30 +8,32 @@
     python benchmarks/peers.py --target smollm2 --llama-cpp --llama-dtypes bfloat16 Q8_0 Q4_1 --llama-lookup 4 10 \\
         --peer-python peers/bin/python --spec-bench question.jsonl --repeats 1 --json peers.json
 
-Each framework has a process of its own (`peer_worker.py`), so that two pools of threads never share the cores; one
-of them works at a time, and prompt by prompt the methods take turns in an order that rotates. Batch 1, greedy, end
-tokens honoured, token ids in and out. The first round over the prompts warms up and is not timed. Two clocks:
+Each framework has a process of its own (`peer_worker.py`), so two thread pools never share the cores. Only one of them
+works at a time. For each prompt the methods take turns, in an order that rotates. All runs use batch 1, greedy
+decoding, end tokens, and token ids as input and output. The first pass over the prompts warms up and is not timed.
+There are two clocks:
 
-* decode: from the end of the pass that reads the prompt, to the end; tokens that this pass gave do not count. Ours
-  leaves the prompt's last token out of prefill, so all its tokens come of later passes; transformers' first pass gives
-  one token, and with drafts more; llama.cpp's gives one. So each clock divides tokens by the time of just the passes
-  that gave them.
-* whole call: from ids to ids, prefill included; all tokens count.
+* decode: from the end of the pass that reads the prompt to the end of the text. Tokens that this pass gave do not
+  count. Our prefill leaves out the prompt's last token, so all our tokens come from later passes. The first pass of
+  transformers gives one token, or more with drafts; that of llama.cpp gives one. So the clock divides tokens by the
+  time of exactly the passes that gave them.
+* whole call: from ids to ids, prefill included. All tokens count.
 
-llama.cpp gets the target's weights as GGUF files, one for each of --llama-dtypes, which this process writes, and is
-driven by its C functions, greedy sampler included. A Mistral is a Llama there, without a sliding window, so prompts and
-texts are kept within the target's. Its bfloat16 and float16 round activations to that type too; its float32 keeps keys
-and values in float32. Q8_0 and Q4_1 are all matrices in that type, by the rounding of llama.cpp without an importance
-matrix; a target that is a GGUF file whose matrices have the type already is taken as it is. Such products round
-activations to 8 bits, so those texts are compared with the plain ones of the same type alone. `--llama-lookup` drafts
-by the prompt lookup of its Python package.
+llama.cpp reads the target's weights from GGUF files, one for each of --llama-dtypes. This process writes them. It is
+driven by its C functions, greedy sampler included. In GGUF a Mistral is a Llama without a sliding window, so prompts
+and texts are kept within the target's window. Its bfloat16 and float16 also round activations to that type; its float32
+keeps keys and values in float32. Q8_0 and Q4_1 store all matrices in that type, by llama.cpp's rounding without an
+importance matrix. A GGUF target whose matrices already have the type is used unchanged. Products of these types round
+activations to 8 bits, so such texts are compared only with plain texts of the same type. `--llama-lookup` drafts by the
+prompt lookup of llama.cpp's Python package.
 
-The files of `hsd bench tasks` (--spec-bench, --humaneval, --gsm8k) ask the same prompts as that command; a table a task
-is printed too. Where no peer runs in float32, ours does not either.
+With --spec-bench, --humaneval and --gsm8k the prompts are those of `hsd bench tasks`, and a table per clock shows each
+task. If no peer runs in float32, ours does not either.
 
-Greedy text must be the same everywhere. Where it is not, the place is printed, with how far each side prefers its own
-token to the other's: a gap of about the arithmetic's noise is a tie, a larger one a mistake. Exit status 1 for a
-mistake in float32. Texts are compared with the peer's plain ones in float32, if that is measured, else with its first.
+Greedy text must be the same everywhere. Each difference is printed, with how far each side prefers its own token to the
+other's. A gap as small as the noise of the arithmetic is a tie, a larger gap is a mistake. The exit status is 1 for a
+mistake in float32. Texts are compared with the peer's plain texts in float32, or, if these are not measured, with those
+of its first plain method.
 """
 
 from __future__ import annotations
@@ -75,29 +77,29 @@ from hsd_jax.tokenizer import Tokenizer
 WORKER = Path(__file__).with_name("peer_worker.py")
 CLOCKS = {"decode": ("decode_tokens", "decode_seconds"), "whole_call": ("num_tokens", "seconds")}
 NEAR_TIE = 1e-3
-"""Logits of one prefix that two float32 programs computed may differ by about 1e-4; ten times that excuses."""
+"""Largest gap that counts as a tie. Logits of two float32 programs for one prefix may differ by about 1e-4."""
 LLAMA_DTYPES = ("bfloat16", "float32", "float16")
 LLAMA_QUANTIZED = ("Q8_0", "Q4_1")
 LOOKUP_NGRAM = 3
-"""Longest n-gram that llama.cpp's lookup searches for."""
+"""Longest n-gram that the lookup for llama.cpp searches for."""
 SETTLE_SECONDS = 0.02
-"""Before another process takes over: idle threads of a pool spin for some milliseconds."""
+"""Pause before another process works, because the idle threads of a pool spin for some milliseconds."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments; prompts and trees as `hsd bench` has them."""
+    """The parser of the arguments. Prompts and trees are given as for `hsd bench`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     group = parser.add_argument_group("models")
     which = group.add_mutually_exclusive_group(required=True)
     which.add_argument("--demo", action="store_true", help="the bundled target and drafter")
     which.add_argument(
-        "--target", metavar="DIR", help="as of `hsd`: a folder with a tokenizer; of llama.cpp a GGUF file, too"
+        "--target", metavar="DIR", help="as for `hsd`: a folder with a tokenizer; with --llama-cpp also a GGUF file"
     )
-    group.add_argument("--drafter", metavar="DIR", help="of `hsd train drafter`; without it ours decodes plainly only")
+    group.add_argument("--drafter", metavar="DIR", help="of `hsd train drafter`; without it ours only decodes plainly")
     group.add_argument(
         "--assistant",
         metavar="DIR",
-        help="a smaller model with the same vocabulary, for example of configs/demo_small_lm.yaml",
+        help="a smaller model with the same vocabulary, for example one of configs/demo_small_lm.yaml",
     )
     options.add_prompt_arguments(parser)
     options.add_task_arguments(parser)
@@ -106,14 +108,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repeats", type=options.COUNT, default=3, metavar="R", help="timed passes (default: 3)")
     group = parser.add_argument_group("methods")
-    group.add_argument("--trees", metavar="NxDxW,...", help="of our drafter, beside the default that `decode` chooses")
-    group.add_argument("--llama-cpp", action="store_true", help="compare with llama.cpp in place of transformers")
+    group.add_argument("--trees", metavar="NxDxW,...", help="of our drafter, besides the tree that `decode` chooses")
+    group.add_argument("--llama-cpp", action="store_true", help="compare with llama.cpp instead of transformers")
     group.add_argument(
         "--llama-dtypes",
         choices=(*LLAMA_DTYPES, *LLAMA_QUANTIZED),
         nargs="+",
         default=list(LLAMA_DTYPES),
-        help="of its weights; the first one's speed is what all others are compared with (default: the floats)",
+        help="types of its weights; speeds are ratios to the plain speed of the first (default: the floats)",
     )
     group.add_argument(
         "--llama-lookup",
@@ -121,10 +123,10 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="N",
-        help="also llama.cpp with N tokens of the prompt lookup of llama-cpp-python, for each N (default: not)",
+        help="also measure llama.cpp with N tokens of llama-cpp-python's prompt lookup, for each N (default: none)",
     )
     group.add_argument(
-        "--same-methods", action="store_true", help="also ours with the assistant and with prompt lookup"
+        "--same-methods", action="store_true", help="also measure ours with the assistant and with prompt lookup"
     )
     group.add_argument(
         "--assistant-tokens",
@@ -132,7 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="N",
-        help="also constant draft lengths of transformers' assistant (default: only its own schedule)",
+        help="also measure these constant draft lengths of transformers' assistant (default: only its own schedule)",
     )
     group.add_argument(
         "--lookup-tokens",
@@ -147,7 +149,7 @@ def build_parser() -> argparse.ArgumentParser:
         choices=("float32", "bfloat16"),
         nargs="+",
         default=["float32"],
-        help="the first one's plain speed is what all others are compared with (default: float32)",
+        help="types of its weights; speeds are ratios to the plain speed of the first (default: float32)",
     )
     group.add_argument(
         "--threads",
@@ -155,20 +157,20 @@ def build_parser() -> argparse.ArgumentParser:
         type=options.COUNT,
         default=_cores(),
         metavar="N",
-        help="of the peer (default: as many as cores, which is what ours takes)",
+        help="threads of the peer (default: the number of cores, as for ours)",
     )
     parser.add_argument(
         "--peer-python",
         default=sys.executable,
         metavar="PYTHON",
-        help="has torch and transformers, or llama_cpp (default: this one)",
+        help="a Python with torch and transformers, or with llama_cpp (default: this one)",
     )
     parser.add_argument("--json", metavar="OUT", help="write every figure to this file")
     return parser
 
 
 def prompt_files(args: argparse.Namespace) -> list[str]:
-    """The files whose prompts are asked; none: the demo's own."""
+    """The prompt files. Empty: the demo's own prompts."""
     return [path for name in tasks_lib.READERS if (path := getattr(args, name)) is not None] or args.prompts or []
 
 
@@ -177,7 +179,7 @@ def _cores() -> int:
 
 
 def transformers_methods(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What the worker of transformers is asked for; the first is the one others are compared with."""
+    """The methods of the worker of transformers. The first one is the reference for speeds."""
     methods = []
     for dtype in dict.fromkeys(args.torch_dtypes):
 
@@ -194,11 +196,11 @@ def transformers_methods(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def llama_methods(args: argparse.Namespace, folder: str, target: str = "") -> list[dict[str, Any]]:
-    """What the worker of llama.cpp is asked for; the first is the one others are compared with.
+    """The methods of the worker of llama.cpp. The first one is the reference for speeds.
 
     Args:
-      folder: where `write_gguf` puts the files.
-      target: a folder, or a GGUF file, which serves as it is where its matrices are of the wanted type.
+      folder: where `write_gguf` writes the files.
+      target: a folder, or a GGUF file, which is used unchanged if its matrices have the wanted type.
     """
     methods, own = [], stored_type(target)
     for dtype in dict.fromkeys(args.llama_dtypes):
@@ -212,7 +214,7 @@ def llama_methods(args: argparse.Namespace, folder: str, target: str = "") -> li
 
 
 def stored_type(target: str) -> str | None:
-    """The quantized type of most matrices of a GGUF file; None for a folder, and for floats."""
+    """The quantized type of most matrices of a GGUF file. None for a folder and for floats."""
     if not target.endswith(".gguf"):
         return None
     kinds = Counter(place.kind_name for place in Header(target).places.values() if len(place.shape) > 1)
@@ -221,7 +223,7 @@ def stored_type(target: str) -> str | None:
 
 
 def as_llama_cpp_has_it(config: ModelConfig) -> ModelConfig:
-    """What the GGUF files say: a Mistral is a Llama, without a window."""
+    """The configuration as the GGUF files give it: a Mistral is a Llama without a window."""
     if config.model_type != "mistral":
         return config
     return dataclasses.replace(config, model_type="llama", sliding_window=None, layer_types=())
@@ -229,7 +231,7 @@ def as_llama_cpp_has_it(config: ModelConfig) -> ModelConfig:
 
 def write_gguf(args: argparse.Namespace, target: str, folder: str) -> None:
     """Writes the files of `llama_methods`."""
-    jax.config.update("jax_platforms", "cpu")  # a GPU's memory is for the workers
+    jax.config.update("jax_platforms", "cpu")  # leaves a GPU's memory to the workers
     checkpoint = find(target)
     config = as_llama_cpp_has_it(checkpoint.config)
     wanted = {m["path"]: m["dtype"] for m in llama_methods(args, folder, target) if m["path"] != target}
@@ -240,9 +242,9 @@ def write_gguf(args: argparse.Namespace, target: str, folder: str) -> None:
 
 
 def hsd_methods(args: argparse.Namespace, drafter: str | None) -> list[dict[str, Any]]:
-    """What our worker is asked for, in float32 and in the fastest dtype (None).
+    """The methods of our worker, in float32 and in the fastest dtype (None).
 
-    A tree of "chosen" is left to `decode`, as by default; None is the one that suits the kind of drafter.
+    For a tree of "chosen" `decode` chooses the tree. None is the default tree of the kind of drafter.
     """
     trees = [t.name for t in measure_lib.parse_trees(args.trees)] if args.trees else []
     methods = []
@@ -259,7 +261,7 @@ def hsd_methods(args: argparse.Namespace, drafter: str | None) -> list[dict[str,
 
 
 class Worker:
-    """A framework in its own process; one question at a time."""
+    """A framework in its own process. It answers one request at a time."""
 
     def __init__(self, name: str, command: Sequence[str], config: dict[str, Any], env: dict[str, str]) -> None:
         self.name = name
@@ -274,18 +276,18 @@ class Worker:
         self.methods = self.about.pop("methods")
 
     def ask(self, **request) -> dict[str, Any]:
-        """The answer to one line.
+        """The answer to one request.
 
         Raises:
-          ValueError: if the worker says that it cannot, or ends.
+          ValueError: if the worker answers with an error, or ends.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and may have said why
+        with contextlib.suppress(BrokenPipeError):  # the worker has ended; its answer may say why
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
-            raise ValueError(f"the process of {self.name} ended (status {self.process.wait()}); what it said is above")
+            raise ValueError(f"the process of {self.name} ended (status {self.process.wait()}); see its output above")
         found = json.loads(line)
         if "error" in found:
             raise ValueError(f"{self.name}: {found['error']}")
@@ -301,7 +303,7 @@ class Worker:
 
 
 def peer_config(args: argparse.Namespace, folder: str, context: int, target: str = "") -> dict[str, Any]:
-    """What the peer's worker is told beside what both are told; `context`: tokens of the longest row."""
+    """The part of the peer's configuration that ours does not have. `context`: tokens of the longest row."""
     if not args.llama_cpp:
         return {"methods": transformers_methods(args), "threads": args.threads}
     return {"methods": llama_methods(args, folder, target), "threads": args.threads, "context": context}
@@ -310,9 +312,9 @@ def peer_config(args: argparse.Namespace, folder: str, context: int, target: str
 def start_workers(
     args: argparse.Namespace, target: str, drafter: str | None, eos: Sequence[int], context: int, folder: str
 ) -> list[Worker]:
-    """The peer first, then ours, which loads the hsd_jax of this process; `folder`: as of `llama_methods`."""
+    """Starts the peer, then ours, which uses the same hsd_jax as this process. `folder`: as in `llama_methods`."""
     shared = {"target": target, "eos": list(eos), "max_new_tokens": args.max_new_tokens}
-    # On a GPU two processes share the memory, of which jax would otherwise take three quarters at once.
+    # On a GPU two processes share the memory; by default jax would take three quarters of it at once.
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     ours = env | {"PYTHONPATH": os.pathsep.join([str(Path(hsd_jax.__file__).parents[1]), env.get("PYTHONPATH", "")])}
     workers = []
@@ -339,7 +341,7 @@ def close_all(workers: Sequence[Worker]) -> None:
 def collect(
     workers: Sequence[Worker], prompts: Sequence[Sequence[int]], repeats: int, progress: Callable[[str], None]
 ) -> dict[str, list[list[dict[str, Any]]]]:
-    """`answers[method][pass][prompt]`, pass 0 the warm-up; prompt by prompt the methods take turns."""
+    """`answers[method][pass][prompt]`; pass 0 is the warm-up. The methods take turns for each prompt."""
     turns = [(worker, method["name"]) for worker in workers for method in worker.methods]
     answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for _, name in turns}
     last = None
@@ -367,7 +369,7 @@ def rates(passes: Sequence[Sequence[dict[str, Any]]], clock: str) -> list[float]
 
 
 def ratio(passes: Sequence[Sequence[dict]], rival: Sequence[Sequence[dict]], clock: str) -> dict[str, Any]:
-    """Tokens per second over the rival's: the ratios of the passes, and a bootstrap over prompts as in `hsd bench`."""
+    """Tokens per second over the rival's, with the spread of passes and a bootstrap over prompts as in `hsd bench`."""
     tokens, seconds = CLOCKS[clock]
 
     def middle(of: str) -> np.ndarray:
@@ -383,7 +385,7 @@ def ratio(passes: Sequence[Sequence[dict]], rival: Sequence[Sequence[dict]], clo
 def differences(
     name: str, reference: str, answers: dict[str, list[list[dict]]], found: Sequence[BenchPrompt]
 ) -> list[dict]:
-    """Where the texts of a method part from those of the reference; None stands for an end of text."""
+    """The first difference of each text from the reference's. A token of None means that the text ended."""
     parted = []
     for row, (own, other) in enumerate(zip(answers[name][0], answers[reference][0], strict=True)):
         index = first_difference(own["tokens"], other["tokens"])
@@ -396,10 +398,10 @@ def differences(
 
 
 def explain(difference: dict, prompt: Sequence[int], text: Sequence[int], own: Callable, reference: Callable) -> dict:
-    """A difference with its gaps: how far each side's logits prefer its own token to the other's.
+    """Adds to a difference its gaps: how far the logits of each side prefer its own token to the other's.
 
     Args:
-      text: of either side; they agree up to the difference.
+      text: the text of either side; they agree before the difference.
       own, reference: `gap(tokens, candidates)` of the two sides.
     """
     token, wanted = difference["token"], difference["reference_token"]
@@ -411,9 +413,9 @@ def explain(difference: dict, prompt: Sequence[int], text: Sequence[int], own: C
 
 
 def text_reference(methods: Sequence[dict[str, str]]) -> dict[str, str]:
-    """The peer's plain method whose text is compared with: in float32, where arithmetic can tell, else the first.
+    """The reference for texts: the peer's plain method in float32, where differences are ties, else its first one.
 
-    Of a peer that has quantized weights alone none is: then our first one.
+    A peer with only quantized weights has none; then it is our float32 method, or our first one.
     """
     peer = methods[0]["name"].split()[:2]
     plain = [m for m in methods if m["name"].split()[:2] == peer and m["dtype"] not in LLAMA_QUANTIZED]
@@ -422,7 +424,7 @@ def text_reference(methods: Sequence[dict[str, str]]) -> dict[str, str]:
 
 
 def text_reference_of(name: str, methods: Sequence[dict[str, str]]) -> str:
-    """The method whose text this one's is compared with: of quantized weights their own plain one."""
+    """The method whose texts this one's are compared with: for quantized weights, plain decoding of the same type."""
     dtypes = {m["name"]: m["dtype"] for m in methods}
     if dtypes[name] in LLAMA_QUANTIZED:
         return next(other for other, dtype in dtypes.items() if dtype == dtypes[name])
@@ -430,7 +432,7 @@ def text_reference_of(name: str, methods: Sequence[dict[str, str]]) -> str:
 
 
 def over_fastest(rows: Sequence[dict], answers: dict[str, list[list[dict]]], peers: Sequence[str]) -> dict[str, dict]:
-    """By each clock the fastest method of the peer, and our methods' speeds over it."""
+    """For each clock the fastest method of the peer, and the speeds of our methods over it."""
     found = {}
     for clock in CLOCKS:
         medians = {row["method"]: row["tokens_per_second"][clock]["median"] for row in rows}
@@ -444,7 +446,7 @@ def over_fastest(rows: Sequence[dict], answers: dict[str, list[list[dict]]], pee
 def rows_of(
     methods: Sequence[dict[str, str]], answers: dict[str, list[list[dict]]], found: Sequence[BenchPrompt]
 ) -> list[dict[str, Any]]:
-    """The figures of every method; speeds are over the first one's, texts beside those of `text_reference_of`."""
+    """The figures of every method. Speeds are ratios to the first method, texts are compared by `text_reference_of`."""
     reference, rows = methods[0]["name"], []
     for method in methods:
         warm, *timed = answers[method["name"]]
@@ -538,7 +540,7 @@ def measure(
 
 
 def status(record: dict[str, Any]) -> int:
-    """1 if a float32 text differs by more than a tie from the reference, and that is in float32."""
+    """1 if a float32 text differs by more than a tie from a float32 reference, else 0."""
     rows = [row for row in record["rows"] if row["dtype"] == "float32"]
     if record["text_reference"] not in [row["method"] for row in rows]:
         return 0
@@ -549,7 +551,7 @@ COLUMNS = ("method", "tau", "ms/token", "tokens/s", "over reference", "whole cal
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A row of the table, one text a column."""
+    """The cells of a table row."""
 
     def speed(clock: str) -> str:
         rate = row["tokens_per_second"][clock]
@@ -570,14 +572,14 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def versions(about: dict[str, Any]) -> str:
-    """Of the peer."""
+    """The versions of the peer."""
     if "llama_cpp" in about:
         return f"llama-cpp-python {about['llama_cpp']} ({about['system'].strip()})"
     return f"torch {about['torch']} on {about['device']}, transformers {about['transformers']}"
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """The table, the places where texts part, and what it was measured on."""
+    """Prints the tables, the differences of texts, and the machine and versions."""
     console, settings = tables.make_console(), record["settings"]
     title = f"{settings['num_prompts']} prompts x {settings['max_new_tokens']} new tokens, greedy, batch 1"
     table = tables.make_table(f"{title}; over {record['reference']}", 1, *COLUMNS)
@@ -602,8 +604,8 @@ def print_record(record: dict[str, Any]) -> None:
     (peer, theirs), (_, ours) = record["frameworks"].items()
     lines += [
         "tokens/s without and (whole call) with prefill: median (range) of the passes; [95 % interval over prompts]",
-        f"tau counts the pass over the prompt of {peer}; ours leaves prefill out",
-        f"texts are compared with those of {record['text_reference']} (quantized ones with their own plain ones);"
+        f"tau includes the pass over the prompt for {peer}, and not for ours",
+        f"texts are compared with those of {record['text_reference']} (quantized ones with plain ones of their type);"
         f" repeated 4-grams in them:"
         f" {record['repeated_4gram_share']:.1%}",
         f"{ours['cpu']}, {ours['cores']} cores; {versions(theirs)}, {theirs['threads']} threads; jax {ours['jax']} on"
@@ -615,7 +617,7 @@ def print_record(record: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints, writes; 1 if float32 texts differ, 2 for bad input."""
+    """Measures, prints and writes. Returns 1 if float32 texts differ, 2 for bad input."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
     args.command_line = " ".join(["python benchmarks/peers.py", *argv])
@@ -627,7 +629,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_assistant(folder: str, vocab_size: int, tokenizer: Tokenizer) -> None:
-    """Raises a ValueError for a model of another vocabulary, a FileNotFoundError for none, before anything is run."""
+    """Checks the assistant before anything runs.
+
+    Raises:
+      ValueError: if its vocabulary differs from the target's.
+      FileNotFoundError: if there is no model in the folder.
+    """
     assistant = find(folder)
     own = assistant.tokenizer
     if assistant.config.vocab_size != vocab_size or (own and not own.has_vocabulary_of(tokenizer)):
@@ -635,19 +642,19 @@ def check_assistant(folder: str, vocab_size: int, tokenizer: Tokenizer) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """From arguments to the exit status."""
+    """Runs the whole comparison and returns the exit status."""
     checkpoint = find("demo" if args.demo else args.target)
     target, config, tokenizer = str(checkpoint.path), checkpoint.config, checkpoint.tokenizer
     drafter = args.drafter or (None if checkpoint.drafter is None else str(checkpoint.drafter))
     max_len = config.max_position
     if args.llama_cpp:
-        gguf_layout.describe(as_llama_cpp_has_it(config))  # says what cannot be written
+        gguf_layout.describe(as_llama_cpp_has_it(config))  # raises if the target cannot be written as GGUF
         if args.assistant and not args.same_methods:
-            raise ValueError("--assistant: llama.cpp is measured without one; --same-methods gives it to ours")
+            raise ValueError("--assistant: llama.cpp is measured without one; use --same-methods to give it to ours")
         if config.sliding_window is not None and config.model_type == "mistral":
             max_len = min(max_len, config.sliding_window)
             options.say(f"llama.cpp has no sliding window: prompts and texts are kept within the target's {max_len}")
-    # No weights in this process: it only counts tokens and reads prompts.
+    # This process loads no weights: it only reads prompts and counts tokens.
     about = types.SimpleNamespace(tokenizer=tokenizer, max_len=max_len)
     sizes = None
     if files := {name: path for name in tasks_lib.READERS if (path := getattr(args, name)) is not None}:
@@ -659,13 +666,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         new = args.max_new_tokens
         found = prompts.for_checkpoint(about, args.prompts, args.half, args.limit, new, args.chat_template)
-    assert tokenizer is not None  # whoever reads prompts has asked for it
+    assert tokenizer is not None  # the readers of prompts have checked it
     if args.assistant is None and not args.llama_cpp:
-        options.say("no assistant model: give --assistant DIR to measure assisted decoding too")
+        options.say("no assistant model: use --assistant DIR to measure assisted decoding too")
     elif args.assistant is not None:
         check_assistant(args.assistant, config.vocab_size, tokenizer)
     if drafter is None:
-        options.say("no drafter: ours decodes plainly only; give --drafter DIR")
+        options.say("no drafter: ours only decodes plainly; use --drafter DIR")
     eos = checkpoint.eos
     context = max(len(p.tokens(tokenizer)) for p in found) + args.max_new_tokens
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,15 @@
-"""What spare states would be worth on an H100 at 8B: tau counted on the demo pair, the cost of rounds compiled.
+"""Estimates the value of reuse on an H100 at 8B: tau is counted on the demo pair, round costs come from compilation.
 
     python benchmarks/reuse.py --costs --json costs.json                      # needs hsd_jax[aot-cuda], no GPU
     python benchmarks/reuse.py --drafter runs/lyanna/drafter --prompts dialogue=dev.jsonl maths=test.jsonl \
         --half report --limit 24 --costs costs.json
 
-Computed, not measured. Assumed: acceptance of a drafter of Llama-3-8B is that of the demo's; a round takes what
-`hsd compile` estimates of it (memory rates of the data sheet, 2 us a kernel); a form whose trunk does not run costs the
-program without that branch; `ahead` over two devices hides its trunk entirely.
+The result is computed, not measured. It assumes that
+
+* a drafter of Llama-3-8B has the acceptance of the demo's drafter;
+* a round takes the time that `hsd compile` estimates (memory rates of the data sheet, 2 us per kernel);
+* a round whose trunk does not run costs the program without that branch;
+* `ahead` on two devices hides its trunk entirely.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from hsd_jax.planning.simulate import accepted_lengths, write_texts
 from hsd_jax.train import drafter as training
 
 CHAIN, SHORT = TreeConfig.chain(7), TreeConfig.chain(3)
-"""`ahead` drafts from states as old as its tree is deep, so of 8 trained ones a chain of 3."""
+"""`ahead` needs K >= 2 D + 1 states, so with 8 trained states its chain is SHORT."""
 ONE_DEVICE = {"data": 1, "model": 1}
 FORMS = [
     (NONE, CHAIN), (SUM, CHAIN), (f"{SKIP}:2", CHAIN), (f"{SKIP}:4", CHAIN), (UNFUSED, CHAIN), (NONE, SHORT),
@@ -38,7 +41,7 @@ FORMS = [
 
 
 def compiled_seconds(job, where, run: bool) -> float:
-    """Estimated seconds of a round in which the trunk runs, or does not."""
+    """Estimated seconds of a round with a trunk run (`run`) or without one."""
     kept = reuse_lib.needs_run
     reuse_lib.needs_run = lambda reuse, spares, depth, num_steps: jnp.full(spares.num.shape, run)
     try:
@@ -52,7 +55,7 @@ def compiled_seconds(job, where, run: bool) -> float:
 
 
 def costs(target: str, device: str) -> dict[str, list[float]]:
-    """Seconds of a round with a trunk run and without one, by form and tree; of a plain round."""
+    """Seconds of a round with a trunk run and without one, by form and tree; "plain" has a plain round twice."""
     devices.prepare_process()
     where, found = parse_devices(device), {}
     job = report.make_job(target, None, CHAIN, 1, 4096, 0.0, ONE_DEVICE)
@@ -107,7 +110,7 @@ def main() -> None:
             line = f"temperature {temperature:g}, {form}, chain of {tree.depth}: tau {fate.tau:.2f}, runs {share:.2f}"
             if seconds is not None:
                 with_run, without = seconds[f"{form} {tree.name}"]
-                if form == AHEAD:  # beside the target, on a second device, and after it on one
+                if form == AHEAD:  # on two devices the trunk runs beside the target, on one device after it
                     without = seconds[f"{UNFUSED} {CHAIN.name}"][1]
                     hidden = fate.tau / without * seconds["plain"][0]
                     line += f", {hidden:.2f} times plain with the trunk beside the target"

@@ -1,16 +1,18 @@
-"""Rows that come and go beside batches that wait for their longest row: what a session gains, and what it could.
+"""Compares sessions, where a finished row's slot is filled again at once, with batches that wait for their longest row.
 
     python benchmarks/sessions.py throughput --prompts dev.jsonl --half report --limit 500 --slots 16 4
     python benchmarks/sessions.py gap --target smollm2
     python benchmarks/sessions.py busy
 
-`throughput`: requests with limits drawn from 8 to 256 tokens, once as `decode` in batches of as many rows as there are
-slots, once through a session, in turns. The ideal gain is replayed: the rounds that each request took in the batches,
-the seconds of a round with 1, 2, ... busy rows of a session that decodes as the batches did, and those of a session
-that reads the prompts and does nothing else, as measured here.
-`gap`: seven rows run; a prompt of 1,500 tokens comes in: the longest time between two pieces of a row that runs,
-beside a chunk and a round alone. `busy`: the seconds of a round by busy rows, of 16 slots and of a batch of as many.
-Prints JSON, a record a line.
+* `throughput`: requests have limits drawn from 8 to 256 tokens. They run in turns as batches of `decode` with as many
+  rows as there are slots, and through a session. The ideal gain is replayed from three measurements: the rounds that
+  each request took in the batches; the seconds of a round with 1, 2, ... busy rows, in a session that decodes as the
+  batches did; and the time of a session that only reads the prompts.
+* `gap`: while seven rows run, a prompt of 1,500 tokens arrives. Measures the longest time between two pieces of a
+  running row, and compares it with one chunk of the prompt and a round alone.
+* `busy`: seconds of a round by the number of busy rows, for 16 slots and for a session with just that many slots.
+
+Prints one JSON record per line.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ MOST_NEW = 256
 
 
 def say(record: dict[str, Any]) -> None:
-    """A record, a line."""
+    """Prints a record as one line."""
     print(json.dumps(record), flush=True)
 
 
 def requests_of(params: hsd_jax.Params, args: argparse.Namespace, temperature: float) -> list[dict[str, Any]]:
-    """The prompts with limits from 8 to 256; no end tokens, so that all runs do the same work."""
+    """Requests with limits from 8 to 256 tokens. They have no end tokens, so all runs do the same work."""
     prompts = read_prompts(args.prompts, lambda text: len(params.tokenizer.encode(text)), args.half, args.limit)
     new = np.random.default_rng(0).integers(8, MOST_NEW + 1, len(prompts))
     return [
@@ -58,7 +60,7 @@ def requests_of(params: hsd_jax.Params, args: argparse.Namespace, temperature: f
 def in_batches(
     params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int
 ) -> tuple[float, list[int], TreeConfig | None]:
-    """Seconds, the rounds of each request, and the tree."""
+    """Decodes the requests in batches of `slots`. Returns seconds, the rounds of each request, and the tree."""
     start, rounds, tree = time.perf_counter(), [], None
     for first in range(0, len(requests), slots):
         some = list(requests[first : first + slots])
@@ -73,7 +75,7 @@ def in_batches(
 
 
 def in_session(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int, speculate: bool = True) -> float:
-    """Seconds."""
+    """Decodes the requests through a session. Returns seconds."""
     start = time.perf_counter()
     with Session(params, slots=slots, speculate=speculate) as session:
         for _ in session.generate(requests):
@@ -84,8 +86,10 @@ def in_session(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots
 def round_seconds(
     params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int, rounds: int = 16, **settings: Any
 ) -> np.ndarray:
-    """Seconds of a round with 0, 1, ... `slots` busy rows of a session: the median of three for some numbers of rows,
-    a line between them."""
+    """Seconds of a round with 0, 1, ... `slots` busy rows of a session [slots + 1].
+
+    Some numbers of rows are measured, each as a median of three. The others are interpolated linearly.
+    """
     at = sorted({num for num in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if num < slots} | {slots})
     found = []
     with Session(params, slots=slots, **settings) as session:
@@ -103,7 +107,7 @@ def round_seconds(
 
 
 def read_seconds(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slots: int, **settings: Any) -> float:
-    """Of reading the prompts, one after the other, each put into a slot."""
+    """Seconds of reading the prompts one by one, each into a slot."""
     with Session(params, slots=slots, **settings) as session:
         for _ in session.generate([one | {"max_new_tokens": 0} for one in requests[: slots + 1]]):
             pass
@@ -114,7 +118,12 @@ def read_seconds(params: hsd_jax.Params, requests: Sequence[dict[str, Any]], slo
 
 
 def replayed(rounds: Sequence[int], slots: int, seconds: np.ndarray, refill: bool) -> float:
-    """Seconds of all rounds: a request takes so many, a slot is filled again at once, or with the batch."""
+    """Seconds of all rounds, if each request takes its number of `rounds`.
+
+    Args:
+      seconds: of a round by the number of busy rows.
+      refill: a free slot is filled at once; False: when the whole batch is done.
+    """
     left, busy, total = list(rounds), [], 0.0
     while left or busy:
         if refill or not busy:
@@ -127,7 +136,7 @@ def replayed(rounds: Sequence[int], slots: int, seconds: np.ndarray, refill: boo
 
 
 def throughput(params: hsd_jax.Params, args: argparse.Namespace) -> None:
-    """Tokens a second of either way, and the gain beside the one that is possible."""
+    """Prints tokens per second of batches and of sessions, and the gain beside the ideal gain."""
     for slots in args.slots:
         for temperature in args.temperatures:
             requests = requests_of(params, args, temperature)
@@ -164,7 +173,7 @@ def throughput(params: hsd_jax.Params, args: argparse.Namespace) -> None:
 
 
 def gap(params: hsd_jax.Params, args: argparse.Namespace) -> None:
-    """The longest wait of a row that runs while a long prompt comes in."""
+    """Prints the longest wait of running rows while a long prompt is read."""
     rng = np.random.default_rng(0)
     words = rng.integers(100, params.target_config.vocab_size, 1500).tolist()
     with Session(params, slots=8) as session:
@@ -173,7 +182,7 @@ def gap(params: hsd_jax.Params, args: argparse.Namespace) -> None:
             session.step(1)
         session.step(8)
         records = []
-        for turn in range(args.repeats + 1):  # the first compiles, and lets the caches grow
+        for turn in range(args.repeats + 1):  # the first turn compiles and grows the caches
             rounds = [timed(lambda: session.step(1)) for _ in range(10)]
             new, gaps = session.admit(words, 1), []
             begun = time.perf_counter()
@@ -192,17 +201,17 @@ def gap(params: hsd_jax.Params, args: argparse.Namespace) -> None:
 
 
 def longest_chunk(params: hsd_jax.Params, words: list[int]) -> float:
-    """Seconds of the longest chunk of a prompt, alone."""
+    """Seconds of the longest chunk of a prompt, with no other row running."""
     with Session(params, slots=8) as session:
         session.admit(words, 0)
         times = []
-        while session._reading is None or session._reading.num_left:  # what `step` does where no row runs
+        while session._reading is None or session._reading.num_left:  # as `step` does if no row runs
             times.append(timed(lambda: (session._read_chunk(), jax.block_until_ready(session._reading.state.length))))
         return max(times[2:])  # the first two may have compiled
 
 
 def busy(params: hsd_jax.Params, args: argparse.Namespace) -> None:
-    """A round by busy rows: of 16 slots, and of a session of as many slots."""
+    """Prints the seconds of a round by busy rows: with 16 slots, and with just as many slots."""
     for temperature in args.temperatures:
         requests = requests_of(params, args, temperature)
         of_16 = round_seconds(params, requests, 16)
@@ -218,7 +227,7 @@ def busy(params: hsd_jax.Params, args: argparse.Namespace) -> None:
 
 
 def timed(call: Any) -> float:
-    """Seconds."""
+    """Seconds of a call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start

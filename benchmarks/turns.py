@@ -1,10 +1,11 @@
-"""Whole calls of `decode` of two checkouts, in turns: is one slower than the other?
+"""Compares the speed of two checkouts by whole calls of `decode`, in turns.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/turns.py --before /tmp/before --target smollm2 --repeats 9
 
-Each checkout has a process of its own with the models loaded; a call of one is followed by the same call of the other.
-Prints JSON, a record for each size: median seconds, and the median of before / after of the pairs (above 1: faster).
+Each checkout has a process of its own that keeps its models loaded. A call of one is followed by the same call of the
+other. Prints a JSON record per size: median seconds of each, and the median ratio before / after of the pairs (above 1:
+the new checkout is faster).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PROMPTS = ["The weather today", "Once upon a time there was", "To cook rice, fir
 
 
 def work(target: str, temperature: float) -> None:
-    """Runs the call that each line of stdin names, and says how long it took."""
+    """Runs the call that each line of stdin describes and prints its seconds."""
     import hsd_jax
 
     params = hsd_jax.load(target)
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--target", default="demo")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--worker", action="store_true", help="for this program's own use")
+    parser.add_argument("--worker", action="store_true", help="for internal use")
     args = parser.parse_args()
     if args.worker:
         return work(args.target, args.temperature)
