@@ -81,14 +81,17 @@ def of_run(
     config: DrafterConfig,
     eos: Sequence[int],
     report: Report,
+    started: jax.Array | None = None,
 ) -> jax.Array:
     """The `draft_to_target` ids of a run: chosen at its start and kept in `out`, since the rows of `injector/bias`
     follow them.
 
-    So `--force` with other data cannot give a half-trained row to another token.
+    So `--force` with other data cannot give a half-trained row to another token. A run that starts from a drafter with
+    as many hot tokens keeps that drafter's: their rows are trained, and the text of one run is a small sample.
 
     Args:
       is_begun: whether `out` holds checkpoints; if not, the ids are chosen anew.
+      started: `draft_to_target` of the drafter that the run starts from, if it has one.
       eos: end tokens, always hot.
     Raises:
       ValueError: if checkpoints are there without their ids, if the ids are not those of a drafter of this size, or
@@ -99,6 +102,9 @@ def of_run(
         raise ValueError(f"{out} holds checkpoints without their {FILE}; choose another folder")
     if is_begun:
         ids = read_json(path)
+    elif started is not None and len(started) == config.reduced_vocab_size:
+        ids = np.asarray(started).tolist()
+        write_json(path, ids)
     else:
         ids = choose(labels, config.draft_vocab_size, config.vocab_size, eos).tolist()
         write_json(path, ids)

@@ -210,7 +210,8 @@ class DrafterTask(TaughtTask):
             say_reach(report, train.length, config.window, config.max_position, remedy)
         labels, self.hot = rows.tokens[rows.mask], None
         if config.reduced_vocab_size is not None:
-            self.hot = frequent_tokens.of_run(self.out, self.is_begun, labels, config, self.words.eos, report)
+            known = None if self.start is None else self.start[1].get("draft_to_target")
+            self.hot = frequent_tokens.of_run(self.out, self.is_begun, labels, config, self.words.eos, report, known)
         if self.start is not None:
             begun = started_from(params, self.start[1], self.hot)
             params = begun.weights

@@ -12,6 +12,7 @@ import io
 import json
 import shutil
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -32,7 +33,20 @@ from hsd_jax.drafters.table import init_drafter
 from hsd_jax.host import sharding
 from hsd_jax.models import convert
 from hsd_jax.models.checkpoint import find
-from hsd_jax.train import checkpoint, data, documents, drafter, journal, loop, manifest, run, target, tasks, trained
+from hsd_jax.train import (
+    checkpoint,
+    data,
+    documents,
+    drafter,
+    frequent_tokens,
+    journal,
+    loop,
+    manifest,
+    run,
+    target,
+    tasks,
+    trained,
+)
 from hsd_jax.train.rows import _one_document
 
 REPO = Path(__file__).resolve().parents[2]
@@ -202,6 +216,24 @@ def test_a_run_with_a_reduced_vocabulary(files, tmp_path, standard_dtypes):
     assert weights["draft_to_target"].tolist() == ids and 1 in ids  # the end token
     params = hsd_jax.load(target=files / "target", drafter=folder, precision="exact")  # whose drafter is float32 too
     np.testing.assert_array_equal(params.drafter["head"], params.target["embedding"][np.array(ids)])
+
+
+def test_a_run_keeps_the_draft_vocabulary_it_starts_from(tmp_path):
+    """Where as many tokens are asked for; other text would choose 5, 6 and 7. Another number is chosen anew."""
+
+    def sized(num: int):
+        return types.SimpleNamespace(draft_vocab_size=num, reduced_vocab_size=num, vocab_size=8)
+
+    labels, known = np.array([5, 5, 5, 6, 6, 7, 7, 1]), jnp.array([0, 1, 2])
+    config = sized(3)
+    said: list[str] = []
+    found = frequent_tokens.of_run(tmp_path, False, labels, config, (), said.append, known)
+    assert found.tolist() == [0, 1, 2] == json.loads((tmp_path / frequent_tokens.FILE).read_text())
+    assert "covers 12.5%" in said[0]
+    again = frequent_tokens.of_run(tmp_path, True, labels, config, (), said.append, jnp.array([3, 4, 5]))
+    assert again.tolist() == [0, 1, 2], "a run that has begun keeps its own"
+    fewer = frequent_tokens.of_run(tmp_path, False, labels, sized(2), (), said.append, known)
+    assert fewer.tolist() == [5, 6]
 
 
 def test_the_best_drafter_is_kept(files, tmp_path, standard_dtypes, monkeypatch):
