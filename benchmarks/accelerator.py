@@ -32,7 +32,7 @@ CRASHES = 3
 """Processes of a section that may end without its being done, in a run."""
 
 
-def measure(name: str, path: Path, is_tiny: bool) -> None:
+def run_items(name: str, path: Path, is_tiny: bool) -> None:
     """Runs a section in this process; every item stands in the file before the next begins."""
     from accelerator_rows import describe, is_alive
     from accelerator_sections import SECTIONS as sections
@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     for name in SECTIONS:
         if name in args.sections and not read_json(args.out)["sections"].get(name, {}).get("done"):
-            (measure if args.inside else run_section)(name, args.out, args.tiny)
+            (run_items if args.inside else run_section)(name, args.out, args.tiny)
     if not args.inside:
         print_record(read_json(args.out))
 

@@ -79,7 +79,7 @@ def compare(
         setting: dict[str, Any] = {"name": name, **sampling, "tau": tau, "drafted_share": share, "differences": []}
         settings.append(setting)
         if sampling["temperature"] and rule["accept"] not in ("auto", "match"):
-            found = distribution.judge(params, [ids for _, ids in prompts], texts, sampling, seed)
+            found = distribution.goodness_of_fit(params, [ids for _, ids in prompts], texts, sampling, seed)
             setting |= {"tokens_compared": found.tokens, "chi_square": found.chi_square, "p_value": found.p_value}
             setting["ok"] = found.p_value >= FALSE_ALARM
             continue
