@@ -32,7 +32,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def measured(monkeypatch):
     """What a processor would measure, and how often it did."""
-    found = rates.Measured("a processor", 5e10, 3e11, 1.5, 0.01, time.time())
+    found = rates.MeasuredRates("a processor", 5e10, 3e11, 1.5, 0.01, time.time())
     calls = []
     monkeypatch.setattr(rates, "measure_rates", lambda isa: calls.append(isa) or found)
     return found, calls

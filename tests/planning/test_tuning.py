@@ -263,11 +263,11 @@ def test_prompts_by_size_in_full_batches(params):
 def test_every_combination_has_a_choice(monkeypatch, params):
     seen = []
 
-    def choose(calls, *_):
+    def tune_size(calls, *_):
         seen.append((calls.batch, calls.slots, calls.temperature, len(calls.prompts)))
         return calls.choice(tuned.Candidate(SMALL), 1.5)
 
-    monkeypatch.setattr(tuning, "_tune_size", choose)
+    monkeypatch.setattr(tuning, "_tune_size", tune_size)
     settings = {"temperature": [0, 0.8], "batch": (1, 3), "max_new_tokens": 8, "keep": False}
     record = hsd_jax.tune(params, PROMPTS, report=lambda line: None, **settings)
     assert seen == [(1, 256, 0.0, 3), (1, 256, 0.8, 3), (3, 256, 0.0, 3), (3, 256, 0.8, 3)]

@@ -132,7 +132,7 @@ class Overlapped(Decoder):
         return self._joined(self.here.clear(here, slot), self._clear_ahead(base, slot))
 
     def _joined(self, state: DecodeState, base: SmallLMState) -> DecodeState:
-        """The state of both halves: the target's, in which the drafter's is (RoundOutcome, Phase), and the small one."""
+        """The state of both halves: the target's, whose drafter's state is (RoundOutcome, Phase), and the small model's."""
         outcome, phase = state.drafter
         return dataclasses.replace(state, drafter=PearlState(base, self._across(outcome), phase, is_overlapped=True))
 
@@ -297,7 +297,8 @@ def make_look(config: ModelConfig, here: Drafter, both: Halves) -> Callable:
 
 
 def make_judge(here: Drafter, rule: AcceptRule, both: Halves) -> Callable:
-    """`judge(sampling, limits, state, drafts, output, noise) -> (state, outcome, where)`; `where` [2, B] as of `landed`."""
+    """`judge(sampling, limits, state, drafts, output, noise) -> (state, outcome, where)`, `where` [2, B] for
+    `landed`."""
 
     def judge(
         sampling: SamplingParams,
