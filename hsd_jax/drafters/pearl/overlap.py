@@ -132,7 +132,7 @@ class Overlapped(Decoder):
         return self._joined(self.here.clear(here, slot), self._clear_ahead(base, slot))
 
     def _joined(self, state: DecodeState, base: SmallLMState) -> DecodeState:
-        """The state of both halves: the target's, whose drafter's state is (RoundOutcome, Phase), and the small model's."""
+        """The state of both halves. That of the drafter on the target's half is (RoundOutcome, Phase)."""
         outcome, phase = state.drafter
         return dataclasses.replace(state, drafter=PearlState(base, self._across(outcome), phase, is_overlapped=True))
 
