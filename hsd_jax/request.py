@@ -154,7 +154,7 @@ def set_up(
     plan, rule, scheme = _plan_and_rule(params, asked, plan_rows, capacity, temperature)
     is_plain, lossy = plan.tree is None, Lossy.parse(asked.lossy, rule)
     decoder = _decoder(
-        native.chosen_level(),
+        native.selected_isa(),
         params.target_config,
         None if is_plain else params.drafter_config,
         plan.tree,
