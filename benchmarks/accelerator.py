@@ -33,7 +33,7 @@ CRASHES = 3
 """Processes that a run starts for one section, at most."""
 
 
-def measure(name: str, path: Path, is_tiny: bool) -> None:
+def run_items(name: str, path: Path, is_tiny: bool) -> None:
     """Runs a section in this process. Every item is written to the file before the next one starts."""
     from accelerator_rows import describe, is_alive
     from accelerator_sections import SECTIONS as sections
@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     for name in SECTIONS:
         if name in args.sections and not read_json(args.out)["sections"].get(name, {}).get("done"):
-            (measure if args.inside else run_section)(name, args.out, args.tiny)
+            (run_items if args.inside else run_section)(name, args.out, args.tiny)
     if not args.inside:
         print_record(read_json(args.out))
 

@@ -44,8 +44,10 @@ def main() -> None:
         how = {"temperature": args.temperature, "speculate": tree is not None, "tree": tree}
         how |= {} if tree is None else {"accept": accept, "draw": draw}
         texts, tau, _ = identity.decode_all(params, prompts, args.max_new_tokens, args.batch, 10_000, how)
-        told = distribution.judge(params, [ids for _, ids in prompts], texts, {"temperature": args.temperature})
-        print(f"{name}: {told.tokens:,} tokens, tau {tau:.2f}, chi-square {told.chi_square:.1f}, p {told.p_value:.3f}",
+        fit = distribution.goodness_of_fit(
+            params, [ids for _, ids in prompts], texts, {"temperature": args.temperature}
+        )
+        print(f"{name}: {fit.tokens:,} tokens, tau {tau:.2f}, chi-square {fit.chi_square:.1f}, p {fit.p_value:.3f}",
               flush=True)  # fmt: skip
 
 

@@ -70,7 +70,7 @@ from hsd_jax.models import gguf_layout
 from hsd_jax.models.checkpoint import find
 from hsd_jax.models.gguf_header import Header
 from hsd_jax.models.gguf_writer import save_gguf
-from hsd_jax.planning import measure as measure_lib
+from hsd_jax.planning import measure
 from hsd_jax.planning.measure import FEWEST_BATCHES, bootstrap_ratio, spread
 from hsd_jax.tokenizer import Tokenizer
 
@@ -246,7 +246,7 @@ def hsd_methods(args: argparse.Namespace, drafter: str | None) -> list[dict[str,
 
     For a tree of "chosen" `decode` chooses the tree. None is the default tree of the kind of drafter.
     """
-    trees = [t.name for t in measure_lib.parse_trees(args.trees)] if args.trees else []
+    trees = [t.name for t in measure.parse_trees(args.trees)] if args.trees else []
     methods = []
     peer_dtypes = args.llama_dtypes if args.llama_cpp else args.torch_dtypes
     for dtype in ("float32", None) if "float32" in peer_dtypes else (None,):
@@ -443,7 +443,7 @@ def over_fastest(rows: Sequence[dict], answers: dict[str, list[list[dict]]], pee
     return found
 
 
-def rows_of(
+def result_rows(
     methods: Sequence[dict[str, str]], answers: dict[str, list[list[dict]]], found: Sequence[BenchPrompt]
 ) -> list[dict[str, Any]]:
     """The figures of every method. Speeds are ratios to the first method, texts are compared by `text_reference_of`."""
@@ -476,17 +476,17 @@ def rows_by_task(
     found: Sequence[BenchPrompt],
     sizes: dict[str, int],
 ) -> dict[str, list[dict[str, Any]]]:
-    """`rows_of` of each task; `sizes` says how many of the prompts are whose, in order."""
+    """`result_rows` of each task; `sizes` says how many of the prompts are whose, in order."""
     rows, start = {}, 0
     for task, num in sizes.items():
         part = slice(start, start + num)
         own = {name: [one[part] for one in passes] for name, passes in answers.items()}
-        rows[task] = rows_of(methods, own, found[part])
+        rows[task] = result_rows(methods, own, found[part])
         start += num
     return rows
 
 
-def measure(
+def run_methods(
     args: argparse.Namespace,
     workers: Sequence[Worker],
     found: Sequence[BenchPrompt],
@@ -505,7 +505,7 @@ def measure(
 
         return gap
 
-    rows, reference = rows_of(methods, answers, found), text_reference(methods)["name"]
+    rows, reference = result_rows(methods, answers, found), text_reference(methods)["name"]
     tasks = rows_by_task(methods, answers, found, sizes or {})
     for row in rows:
         own, other = answers[row["method"]][0], text_reference_of(row["method"], methods)
@@ -680,7 +680,7 @@ def run(args: argparse.Namespace) -> int:
             write_gguf(args, target, folder)
         workers = start_workers(args, target, drafter, eos, context, folder)
         try:
-            record = measure(args, workers, found, tokenizer, sizes)
+            record = run_methods(args, workers, found, tokenizer, sizes)
         finally:
             close_all(workers)
     print_record(record)

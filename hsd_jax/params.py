@@ -25,7 +25,7 @@ from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.rescored.config import ALPHA, RescoredConfig
 from hsd_jax.drafters.rescored.files import read_scorer
 from hsd_jax.drafters.stack.config import StackConfig, at_bottom
-from hsd_jax.drafters.table import METHODS, load_foreign, make_drafter, method_of, parse
+from hsd_jax.drafters.table import DRAFTING_METHODS, load_foreign, make_drafter, method_of, parse
 from hsd_jax.host import sharding as sharding_lib
 from hsd_jax.host.distributed import check_mesh, put
 from hsd_jax.host.files import sha256
@@ -38,7 +38,7 @@ from hsd_jax.settings import Count, NotNegative, shown, take
 from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
 
-WITHOUT_WEIGHTS = tuple(method.config for method in METHODS.values() if method.parse is not None)
+WITHOUT_WEIGHTS = tuple(method.config for method in DRAFTING_METHODS.values() if method.parse is not None)
 """Configurations that are drafters by themselves."""
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -99,7 +99,7 @@ def describe_arithmetic(dtype: str, has_kernels: bool = True) -> str:
     if has_kernels and native.available():
         is_rounded = dtype == "bfloat16" and native.rounds_rows()
         rows = "activations rounded to it, float32 sums" if is_rounded else "float32 activations and sums"
-        return f"{dtype} weights, {rows}, {native.chosen_level()} kernels"
+        return f"{dtype} weights, {rows}, {native.selected_isa()} kernels"
     why = "no CPU kernels on a mesh" if not has_kernels else "no CPU kernels"
     return f"{dtype} weights, multiplied in float32 by XLA ({why})"
 
@@ -299,7 +299,7 @@ def restrict(params: Params, draft_to_target: Sequence[int] | np.ndarray | jax.A
     """The same models with a drafter that may draft the tokens `draft_to_target` alone; what is decoded stays the same.
 
     Args:
-      draft_to_target: ascending token ids, for example of `train.frequent_tokens.choose`.
+      draft_to_target: ascending token ids, for example of `train.frequent_tokens.most_frequent`.
     Raises:
       ValueError: without a trained drafter, or for ids that are not ascending, outside the vocabulary or cold already.
     """

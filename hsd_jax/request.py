@@ -154,7 +154,7 @@ def set_up(
     plan, rule, scheme = _plan_and_rule(params, asked, plan_rows, capacity, temperature)
     is_plain, lossy = plan.tree is None, Lossy.parse(asked.lossy, rule)
     decoder = _decoder(
-        native.chosen_level(),
+        native.selected_isa(),
         params.target_config,
         None if is_plain else params.drafter_config,
         plan.tree,
@@ -169,7 +169,7 @@ def set_up(
         drafter_mesh=None if is_plain else params.drafter_mesh,
     )
     costs = None
-    if plan.is_chosen and plan.tree is not None:
+    if plan.is_adaptive and plan.tree is not None:
         ends_early = bool(asked.adaptive) and may_end_early(params.drafter_config, plan.tree)
         costs = costs_of(
             CostModel.of(params), num_rows, plan.tree, ends_early, None if plan_rows == num_rows else capacity
@@ -191,12 +191,12 @@ def _plan_and_rule(
     reuse = ReuseConfig.parse(asked.reuse)
     rule, scheme = rule_and_scheme(asked.accept, asked.draw)
     if not asked.speculate or params.drafter is None:
-        plan = Plan(None, "asked for" if params.drafter is not None else "no drafter is loaded", is_chosen=False)
+        plan = Plan(None, "asked for" if params.drafter is not None else "no drafter is loaded", is_adaptive=False)
     elif tree is not None:
-        plan = Plan(tree, "asked for", is_chosen=False, reuse=reuse)
+        plan = Plan(tree, "asked for", is_adaptive=False, reuse=reuse)
     elif not RULES[rule].trees_may_shrink or reuse != NO_REUSE:
         why = "trees that are drawn, or grow from reused states, stay whole"
-        plan = Plan(default_tree(params.drafter_config), why, is_chosen=False, reuse=reuse)
+        plan = Plan(default_tree(params.drafter_config), why, is_adaptive=False, reuse=reuse)
     else:
         plan = plan_for(params, rows, capacity, temperature, asked.tuned)
     return _adapted(params, asked, plan, rule), rule, scheme
@@ -210,7 +210,7 @@ def _adapted(params: Params, asked: Speculation, plan: Plan, rule: str) -> Plan:
         if params.drafter is None or not asked.speculate:
             raise ValueError(f"adaptive=True: this call has no drafts, {plan.reason}")
         check_adaptive(params.drafter_config, rule, plan.tree or default_tree(params.drafter_config))
-    return dataclasses.replace(plan, is_chosen=asked.adaptive)
+    return dataclasses.replace(plan, is_adaptive=asked.adaptive)
 
 
 def rows_bucket(batch: int, multiple: int = 1) -> int:

@@ -193,7 +193,7 @@ class Session:
         multiple = sharding_lib.rows_multiple(params.mesh)
         num_rows = -(-slots // multiple) * multiple
         setup = set_up(params, speculation, num_rows, num_rows, SMALLEST_CAPACITY, 0.0)
-        if setup.plan.tree is None and setup.plan.is_chosen and rates_here(params.mesh is None).skips_rows:
+        if setup.plan.tree is None and setup.plan.is_adaptive and rates_here(params.mesh is None).skips_rows:
             # Where few slots are busy, drafts may pay.
             setup = set_up(params, speculation, num_rows, 1, SMALLEST_CAPACITY, 0.0)
         known = params.pair, params.dtype, params.precision, slots, max_len, speculation, setup.plan

@@ -287,7 +287,7 @@ FAULTS = [
     (wrong_directions, "models/target.py", "import hsd_jax.infer.step", "target.py:2: hsd_jax.models.target imports"),
     (wrong_directions, "models/target.py", "def f():\n    from ..train import loop", "target.py:3: "),
     (wrong_directions, "models/__init__.py", "from ..train import loop", "__init__.py:2: hsd_jax.models imports"),
-    (wrong_directions, "infer/tree.py", "from .accept import walk", "tree.py:2: hsd_jax.infer.tree imports"),
+    (wrong_directions, "infer/tree.py", "from .accept import match_path", "tree.py:2: hsd_jax.infer.tree imports"),
     (wrong_directions, "infer/step.py", "from hsd_jax.infer import decode", "step.py:2: "),
     (wrong_directions, "infer/tree.py", "from hsd_jax.infer import step", "tree.py:2: "),
     (wrong_directions, "api.py", "from hsd_jax import load", "api.py:2: hsd_jax.api imports hsd_jax,"),

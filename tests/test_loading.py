@@ -220,7 +220,7 @@ def test_a_quantized_weight_is_the_nearest():
     back = np.asarray(held.values, np.float32) * np.asarray(held.scale)[:, None]
     assert (abs(back - kernel) <= np.asarray(held.scale)[:, None] * 0.5001).all()
     assert abs(np.asarray(held.values))[[0, 1, 3, 4]].max(1).tolist() == [127] * 4 and not back[2].any()
-    np.testing.assert_array_equal(ops.rows_of(held, jnp.array([4, 0])), back[[4, 0]])
+    np.testing.assert_array_equal(ops.take_rows(held, jnp.array([4, 0])), back[[4, 0]])
     np.testing.assert_allclose(ops.matmul(jnp.asarray(kernel[:2]), held), kernel[:2] @ back.T, atol=1e-5)
 
 

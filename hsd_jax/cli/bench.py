@@ -155,7 +155,7 @@ def run_compare(args: argparse.Namespace) -> int:
     from hsd_jax.lab.viz import plots
 
     with experiment.alone_in(args.out, temperatures=args.temperatures, batch=args.batch):
-        found = methods.read_methods(args.methods) if args.methods else {"drafter": methods.Method()}
+        found = methods.read_methods(args.methods) if args.methods else {"drafter": methods.MethodOptions()}
         params = options.load_params(args)
         reference = next((name for name, method in found.items() if method.reference), None)
         rivals = {} if reference is None else {name: reference for name in found if name != reference}

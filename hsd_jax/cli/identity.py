@@ -53,14 +53,14 @@ def run(args: argparse.Namespace) -> int:
     size = args.limit, args.max_new_tokens, args.chat_template
     found = prompts.for_checkpoint(params, args.prompts, args.half, *size)
     texts = [(p.name, p.tokens(params.tokenizer)) for p in found]
-    levels = identity.levels_here(params) if args.levels else []
+    isas = identity.isas_here(params) if args.levels else []
     rule = {"accept": args.accept, "draw": args.draw, "lossy": args.lossy}
     size = args.max_new_tokens, args.batch, args.seed
     record = identity.compare(params, texts, tree, *size, args.reuse or "none", rule)
     record |= {"command": args.command_line, "hardware": hardware()}
     tables.print_identity(record)
-    if levels:
-        record["levels"] = identity.compare_levels(params, texts, levels, *size)
-        tables.print_levels(record["levels"])
+    if isas:
+        record["levels"] = identity.compare_isas(params, texts, isas, *size)
+        tables.print_isas(record["levels"])
     options.write_record(args.json, record)
     return 0 if record["ok"] else 1

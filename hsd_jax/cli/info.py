@@ -52,14 +52,14 @@ def _rates() -> dict[str, str]:
     """Measured anew, beside the shipped ones."""
     from hsd_jax.planning import rates
 
-    level = rates.level_here(True)
-    if level is None:
+    isa = rates.isa_here(True)
+    if isa is None:
         raise ValueError(
             "--rates: only processors where the CPU kernels run are measured; the shipped rates count here"
         )
-    found = rates.renewed(level)
-    ours, theirs = found.rates(level), rates.shipped(level)
-    path = rates.kept_path(level)
+    found = rates.renewed(isa)
+    ours, theirs = found.rates(isa), rates.shipped(isa)
+    path = rates.kept_path(isa)
     return {
         "processor": found.device,
         "reads weights": f"{ours.bytes_per_second / 1e9:.0f} GB/s (shipped {theirs.bytes_per_second / 1e9:.0f})",

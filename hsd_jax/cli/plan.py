@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     work = prompts.Workload.of(vars(args))
     load = lambda drafter: options.load_params(args, drafter=drafter)  # noqa: E731
-    record = hierarchy.measure(load(None), args.models, load, work, args.temperature, args.max_length)
+    record = hierarchy.measure_hierarchies(load(None), args.models, load, work, args.temperature, args.max_length)
     hierarchy_report.print_record(record)
     options.write_record(args.json, record)
     return 0

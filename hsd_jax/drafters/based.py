@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hsd_jax.config import DrafterConfig, TreeConfig
-from hsd_jax.drafters.method import Method, Planning
+from hsd_jax.drafters.method import DraftingMethod, Planning
 from hsd_jax.types import Drafter
 
 
@@ -39,15 +39,15 @@ class Based:
 
 
 def on_base(
-    methods: Mapping[str, Method],
+    methods: Mapping[str, DraftingMethod],
     config_type: type,
     make: Callable[..., Drafter],
     more_seconds: Callable[..., float],
-) -> Method:
+) -> DraftingMethod:
     """The row of a drafter on a base, in terms of the row of that one.
 
     Args:
-      make: as `Method.make`, but for the row of the base, which comes first.
+      make: as `DraftingMethod.make`, but for the row of the base, which comes first.
       more_seconds: what drafting takes beside the base, as `Planning.drafting_seconds`.
     """
 
@@ -67,4 +67,4 @@ def on_base(
         lambda config: of(config).max_depth(config.base),
         grows_wide=True,
     )
-    return Method(config_type, made, planning)
+    return DraftingMethod(config_type, made, planning)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from hsd_jax import settings
 from hsd_jax.config import DrafterConfig
 from hsd_jax.drafters.drafted_for import DraftedFor
-from hsd_jax.drafters.table import METHODS, init_drafter
+from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter
 from hsd_jax.host import sharding
 from hsd_jax.host.files import write_json
 from hsd_jax.models.convert import check_num_layers, shapes_of
@@ -50,7 +50,7 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
     path = Path(folder) / DRAFTER_CONFIG
     values = read_json(path)
     kind = values.pop("kind", None)
-    trained = {name: method.config for name, method in METHODS.items() if method.training is not None}
+    trained = {name: method.config for name, method in DRAFTING_METHODS.items() if method.training is not None}
     settings.take(Annotated[str, OneOf(tuple(trained))], kind, f"{path}: kind")
     return settings.read(trained[kind], values, str(path))
 

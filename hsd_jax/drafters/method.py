@@ -95,7 +95,7 @@ class Inspection(NamedTuple):
     """`pictures(target_config, config, tree, reuse)`. None: it knows no probabilities of its nodes."""
 
 
-class Method(NamedTuple):
+class DraftingMethod(NamedTuple):
     """A kind of drafter. Its name is `config.kind`."""
 
     config: type

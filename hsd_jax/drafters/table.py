@@ -15,7 +15,7 @@ from hsd_jax.drafters.eagle import EAGLE
 from hsd_jax.drafters.hidden import HIDDEN
 from hsd_jax.drafters.lookup import LOOKUP
 from hsd_jax.drafters.medusa import MEDUSA
-from hsd_jax.drafters.method import Method, Pictures
+from hsd_jax.drafters.method import DraftingMethod, Pictures
 from hsd_jax.drafters.pearl import PEARL
 from hsd_jax.drafters.rescored import RescoredConfig, rescored
 from hsd_jax.drafters.small_lm import SMALL_LM
@@ -26,15 +26,15 @@ from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.types import Drafter, DrawScheme, Weights
 
 _KINDS = HIDDEN, EAGLE, MEDUSA, STEERED, SMALL_LM, LOOKUP, PEARL  # of a folder that two would load, the first does
-METHODS: dict[str, Method] = {method.config.kind: method for method in _KINDS}
-METHODS[RescoredConfig.kind] = rescored(METHODS)
-METHODS[StackConfig.kind] = stack(METHODS)
-METHODS[BothConfig.kind] = both(METHODS)
+DRAFTING_METHODS: dict[str, DraftingMethod] = {method.config.kind: method for method in _KINDS}
+DRAFTING_METHODS[RescoredConfig.kind] = rescored(DRAFTING_METHODS)
+DRAFTING_METHODS[StackConfig.kind] = stack(DRAFTING_METHODS)
+DRAFTING_METHODS[BothConfig.kind] = both(DRAFTING_METHODS)
 
 
-def method_of(config: Any) -> Method:
+def method_of(config: Any) -> DraftingMethod:
     """The row of a drafter's configuration."""
-    return METHODS[config.kind]
+    return DRAFTING_METHODS[config.kind]
 
 
 def language_model_of(config: Any) -> Any:
@@ -86,8 +86,8 @@ def init_drafter(key: jax.Array, config: DrafterConfig, embedding: Float[Array, 
 
 
 def load_foreign(checkpoint: Checkpoint, *args: Any) -> tuple[Any, Weights]:
-    """A language model as a drafter, by the first `Method.load` that knows it, whose arguments these are."""
-    found = (method.load(checkpoint, *args) for method in METHODS.values() if method.load is not None)
+    """A language model as a drafter, by the first `DraftingMethod.load` that knows it, whose arguments these are."""
+    found = (method.load(checkpoint, *args) for method in DRAFTING_METHODS.values() if method.load is not None)
     return next(drafter for drafter in found if drafter is not None)
 
 
@@ -97,5 +97,5 @@ def parse(name: str) -> Any:
     Raises:
       ValueError: for a name whose settings are not allowed.
     """
-    found = (method.parse(name) for method in METHODS.values() if method.parse is not None)
+    found = (method.parse(name) for method in DRAFTING_METHODS.values() if method.parse is not None)
     return next((config for config in found if config is not None), None)

@@ -66,15 +66,15 @@ def without_bonus(verdict: Verdict, tree: DraftTree) -> Verdict:
     )
 
 
-def chosen_path(
-    tree: DraftTree, ancestors: Bool[Array, "B N N"], is_chosen: Bool[Array, "B N"], max_depth: int
+def accepted_path(
+    tree: DraftTree, ancestors: Bool[Array, "B N N"], is_accepted: Bool[Array, "B N"], max_depth: int
 ) -> tuple[Int[Array, "B M"], Int[Array, "B"], Int[Array, "B"]]:
     """The path from the root through chosen nodes, its number of edges and its last node.
 
     Loop-free: a node survives if it and all its ancestors are chosen; the deepest survivor ends the path. After the
     end the path holds the root.
     """
-    chosen = ((tree.depth == 0) | is_chosen) & tree.valid
+    chosen = ((tree.depth == 0) | is_accepted) & tree.valid
     survives = jnp.all(chosen[:, None, :] | ~ancestors, -1) & tree.valid
     deepest = jnp.argmax(jnp.where(survives, tree.depth, -1), -1)
     on_path = jnp.take_along_axis(ancestors, deepest[:, None, None], 1)[:, 0]
@@ -84,13 +84,13 @@ def chosen_path(
     return path, jnp.take_along_axis(tree.depth, deepest[:, None], 1)[:, 0], deepest
 
 
-def walk(tree: DraftTree, ancestors: Bool[Array, "B N N"], draws: Int[Array, "B N"], max_depth: int) -> Verdict:
+def match_path(tree: DraftTree, ancestors: Bool[Array, "B N N"], draws: Int[Array, "B N"], max_depth: int) -> Verdict:
     """Follows, from the root, the child that holds the node's own draw, until no child does.
 
     Siblings that hold the same token have the same draw, so either emits the same text; the deeper path counts.
     """
     parent_draw = jnp.take_along_axis(draws, jnp.maximum(tree.parents, 0), 1)
-    path, num_accepted, end = chosen_path(tree, ancestors, tree.tokens == parent_draw, max_depth)
+    path, num_accepted, end = accepted_path(tree, ancestors, tree.tokens == parent_draw, max_depth)
     emitted = jnp.take_along_axis(draws, path, 1)
     next_token = jnp.take_along_axis(draws, end[:, None], 1)[:, 0]
     return Verdict(path, num_accepted, next_token, emitted)
@@ -117,8 +117,8 @@ def match_rule(max_depth: int) -> AcceptRule:
         if noise is None:
             noise = sampling_lib.round_noise(keys, root_position, max_depth + 1, logits.shape[-1], sampling)
         # All nodes of a depth predict the same position.
-        chosen = sampling_lib.choose(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling)
-        return walk(tree, ancestors, chosen, max_depth)
+        chosen = sampling_lib.gumbel_max(lambda: take_nodes(noise, tree.depth, axis=1), logits, sampling)
+        return match_path(tree, ancestors, chosen, max_depth)
 
     return AcceptRule("match", frozenset(DrawScheme), verify, draws=True)
 
@@ -194,8 +194,8 @@ def first_accepted(tree: DraftTree, is_accepted: Bool[Array, "B N"]) -> Bool[Arr
 Judge = Callable[
     [DraftTree, Float[Array, "B N V"], Float[Array, "B N"]], tuple[Bool[Array, "B N"], Float[Array, "B I V"]]
 ]
-"""`judge(tree, target_logp, coins) -> (is_chosen, residual)`: the nodes to go to, of siblings one at most, and what the
-next token follows behind each node with a distribution; `coins` are uniform."""
+"""`judge(tree, target_logp, coins) -> (is_accepted, residual)`: the nodes to go to, of siblings one at most, and what
+the next token follows behind each node with a distribution; `coins` are uniform."""
 
 
 def coins_of(keys: jax.Array, tree: DraftTree, root_position: Int[Array, "B"]) -> Float[Array, "B N"]:
@@ -226,8 +226,8 @@ def testing_rule(
     ) -> Verdict:
         target_logp = sampling_lib.target_distribution(logits, sampling)
         of_round = sampling_lib.round_row_keys(keys, root_position) if looks_ahead else keys
-        is_chosen, residual = judge(tree, target_logp, coins_of(of_round, tree, root_position))
-        path, num_accepted, end = chosen_path(tree, ancestors, is_chosen, max_depth)
+        is_accepted, residual = judge(tree, target_logp, coins_of(of_round, tree, root_position))
+        path, num_accepted, end = accepted_path(tree, ancestors, is_accepted, max_depth)
 
         # After the last accepted token: the residual of its rejected children, or the target's distribution at a leaf.
         # No other round draws at this position, so the target's own noise is still fresh.
@@ -305,7 +305,7 @@ def optimal_rule(max_depth: int, max_children: int) -> AcceptRule:
     return testing_rule("optimal", frozenset({DrawScheme.TOP_THEN_RANDOM}), judge, max_depth)
 
 
-class RuleRow(NamedTuple):
+class RuleEntry(NamedTuple):
     """A row of the table of rules."""
 
     make: Callable[[TreeConfig], AcceptRule]
@@ -316,11 +316,11 @@ class RuleRow(NamedTuple):
 
 
 RULES = {
-    "match": RuleRow(lambda tree: match_rule(tree.depth), DrawScheme.COUPLED, trees_may_shrink=True),
-    "recursive": RuleRow(lambda tree: recursive_rule(tree.depth, tree.width), DrawScheme.WITHOUT_REPLACEMENT),
-    "optimal": RuleRow(lambda tree: optimal_rule(tree.depth, tree.width), DrawScheme.TOP_THEN_RANDOM),
-    "kseq": RuleRow(lambda tree: kseq_rule(tree.depth), DrawScheme.INDEPENDENT),
-    "block_verification": RuleRow(block_rule, DrawScheme.WITHOUT_REPLACEMENT),
+    "match": RuleEntry(lambda tree: match_rule(tree.depth), DrawScheme.COUPLED, trees_may_shrink=True),
+    "recursive": RuleEntry(lambda tree: recursive_rule(tree.depth, tree.width), DrawScheme.WITHOUT_REPLACEMENT),
+    "optimal": RuleEntry(lambda tree: optimal_rule(tree.depth, tree.width), DrawScheme.TOP_THEN_RANDOM),
+    "kseq": RuleEntry(lambda tree: kseq_rule(tree.depth), DrawScheme.INDEPENDENT),
+    "block_verification": RuleEntry(block_rule, DrawScheme.WITHOUT_REPLACEMENT),
 }
 
 

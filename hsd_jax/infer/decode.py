@@ -46,7 +46,7 @@ STRETCH = 32
 
 
 @jax.tree_util.register_pytree_node_class
-class Held:
+class FlattenedTree:
     """A tree of weights that was taken apart once. A call takes its arguments apart anew, and dicts take the longest:
     0.4 ms for 270 weights that the passes before have driven out of the processor's caches."""
 
@@ -54,7 +54,7 @@ class Held:
         self._leaves, self._structure = leaves, structure
 
     @classmethod
-    def of(cls, tree: Any) -> Held:
+    def of(cls, tree: Any) -> FlattenedTree:
         leaves, structure = jax.tree.flatten(tree)
         return cls(tuple(leaves), structure)
 
@@ -66,7 +66,7 @@ class Held:
         return self._leaves, self._structure
 
     @classmethod
-    def tree_unflatten(cls, structure: Any, leaves: Any) -> Held:
+    def tree_unflatten(cls, structure: Any, leaves: Any) -> FlattenedTree:
         return cls(tuple(leaves), structure)
 
 
@@ -117,7 +117,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
     begin = make_begin(config, drafter, cache_dtype)
 
     def prefill(
-        given: dict | Held,
+        given: dict | FlattenedTree,
         tokens: Int[Array, "B P"],
         length: Int[Array, "B"],
         keys: jax.Array,
@@ -129,7 +129,7 @@ def make_prefill(config: ModelConfig, drafter: Drafter | None, chunk: int, cache
         capacity: int,
         max_tokens: int,
     ) -> DecodeState:
-        models: dict = given.tree() if isinstance(given, Held) else given
+        models: dict = given.tree() if isinstance(given, FlattenedTree) else given
         num, size = tokens.shape[1], min(tokens.shape[1], chunk)
         if num % size:
             raise ValueError(f"prompts padded to {num} tokens: expected a multiple of {size}")
@@ -201,7 +201,7 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
     """
 
     def loop(
-        given: dict | Held,
+        given: dict | FlattenedTree,
         costs: Costs | None,
         sampling: SamplingParams,
         limits: Limits,
@@ -209,7 +209,7 @@ def make_loop(config: ModelConfig, step: Step, drafter: Drafter | None, lookahea
         least_live: Int[Array, ""],
         state: DecodeState,
     ) -> DecodeState:
-        models: dict = given.tree() if isinstance(given, Held) else given
+        models: dict = given.tree() if isinstance(given, FlattenedTree) else given
         capacity = state.cache.capacity
 
         def goes_on(round_index: Array, state: DecodeState) -> Array:
@@ -332,12 +332,12 @@ class Decoder:
             return state
         return self.grow(state, larger(state.cache.capacity, most_slots))
 
-    hold = staticmethod(Held.of)
+    hold = staticmethod(FlattenedTree.of)
     """`hold(models)`: as `run` takes them the fastest."""
 
     def run(
         self,
-        models: dict | Held,
+        models: dict | FlattenedTree,
         sampling: SamplingParams,
         limits: Limits,
         state: DecodeState,

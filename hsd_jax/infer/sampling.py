@@ -171,7 +171,7 @@ def perturb(
     return _perturbed(noise, logits, sampling, lambda x: x)
 
 
-def choose(
+def gumbel_max(
     noise: Float[Array, "B M V"] | Callable[[], Array], logits: Float[Array, "B w V"], sampling: SamplingParams
 ) -> Int[Array, "B w"]:
     """The argmax of `perturb`: what is drawn. Each branch ends in it, so that none copies the logits."""
@@ -198,7 +198,7 @@ def draw(
     sampling: SamplingParams,
 ) -> Int[Array, "B M"]:
     """The target's token at absolute position `positions[b, m]`, given the logits that predict it."""
-    return choose(lambda: position_noise(keys, positions, logits.shape[-1]), logits, sampling)
+    return gumbel_max(lambda: position_noise(keys, positions, logits.shape[-1]), logits, sampling)
 
 
 def row_keys(seeds: Sequence[tuple[int, int]]) -> jax.Array:

@@ -76,10 +76,12 @@ def make_step(config: ModelConfig, drafter: Drafter, rule: AcceptRule) -> Step:
         if costs is not None:
             assert control is not None, "a decode with costs starts with a control"
             with jax.named_scope("worth"):
-                kept, seconds = worth.choose(tree, control, costs, state.length, state.done)
+                kept, seconds = worth.select_nodes(tree, control, costs, state.length, state.done)
                 tree = dataclasses.replace(tree, valid=kept)
         output, ancestors = target_pass(models, config, drafter, state, tree)
-        after, verdict, count = commit(models, drafter, rule, sampling, limits, state, tree, output, ancestors, noise)
+        after, verdict, count = judge_and_commit(
+            models, drafter, rule, sampling, limits, state, tree, output, ancestors, noise
+        )
         known = cache_lib.keep_idle(count, before, after.drafter)  # what the kernels skipped is not to be kept
         after = dataclasses.replace(after, drafter=known)
         if costs is None or control is None:
@@ -129,7 +131,7 @@ def target_pass(
         ), ancestors
 
 
-def commit(
+def judge_and_commit(
     models: dict,
     drafter: Drafter,
     rule: AcceptRule,

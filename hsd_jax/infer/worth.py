@@ -158,7 +158,7 @@ def survival(tree: DraftTree, control: Control, costs: Costs) -> Float[Array, "B
     return jnp.where(tree.valid, jnp.where(tree.depth == 0, 1.0, likely), 0.0)
 
 
-def choose(
+def select_nodes(
     tree: DraftTree, control: Control, costs: Costs, length: Int[Array, "B"], done: Bool[Array, "B"]
 ) -> tuple[Bool[Array, "B N"], Float[Array, ""]]:
     """The nodes to verify, and the seconds that this should take.

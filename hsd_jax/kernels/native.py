@@ -52,7 +52,7 @@ SYMBOLS = {
 }
 
 
-class Level(NamedTuple):
+class InstructionSet(NamedTuple):
     """An instruction set that the kernels are compiled for."""
 
     needs: tuple[str, ...]
@@ -64,13 +64,13 @@ class Level(NamedTuple):
     products an instruction. Otherwise, and for other weights, rows stay in float32."""
 
 
-_AVX2 = Level(("avx2", "fma", "bmi1", "bmi2"), ("-mavx2", "-mfma", "-mbmi", "-mbmi2"))
+_AVX2 = InstructionSet(("avx2", "fma", "bmi1", "bmi2"), ("-mavx2", "-mfma", "-mbmi", "-mbmi2"))
 _AVX512_FLAGS = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-_AVX512 = Level((*_AVX2.needs, *_AVX512_FLAGS), (*_AVX2.flags, *(f"-m{name}" for name in _AVX512_FLAGS)))
-LEVELS = {
+_AVX512 = InstructionSet((*_AVX2.needs, *_AVX512_FLAGS), (*_AVX2.flags, *(f"-m{name}" for name in _AVX512_FLAGS)))
+ISAS = {
     "avx2": _AVX2,
     "avx512": _AVX512,
-    "avx512_bf16": Level((*_AVX512.needs, "avx512_bf16"), (*_AVX512.flags, "-mavx512bf16"), rounds_rows=True),
+    "avx512_bf16": InstructionSet((*_AVX512.needs, "avx512_bf16"), (*_AVX512.flags, "-mavx512bf16"), rounds_rows=True),
 }
 """From the least to the most capable. There is no kernel for AMX: such machines run avx512_bf16."""
 MOST_BEST = 16
@@ -78,7 +78,7 @@ MOST_BEST = 16
 OFF = "off"
 ISA_VARIABLE = "HSD_NATIVE_ISA"
 
-_level: contextvars.ContextVar[str] = contextvars.ContextVar("hsd_native", default=OFF)
+_isa: contextvars.ContextVar[str] = contextvars.ContextVar("hsd_native", default=OFF)
 _platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("hsd_platform", default=None)
 _as_they_are: contextvars.ContextVar[bool] = contextvars.ContextVar("hsd_as_they_are", default=False)
 _active: contextvars.ContextVar[Array | None] = contextvars.ContextVar("hsd_active", default=None)
@@ -100,18 +100,18 @@ def traced_platform() -> str:
 
 
 @contextlib.contextmanager
-def enabled(on: bool, level: str | None = None) -> Iterator[None]:
+def enabled(on: bool, isa: str | None = None) -> Iterator[None]:
     """While tracing inside, the kernels are used, if `on` and if they can be had.
 
     Args:
-      level: one of LEVELS; None: `chosen_level`.
+      isa: one of ISAS; None: `selected_isa`.
     """
-    level = chosen_level() if level is None else level
-    token = _level.set(level if on and available(level) else OFF)
+    isa = selected_isa() if isa is None else isa
+    token = _isa.set(isa if on and available(isa) else OFF)
     try:
         yield
     finally:
-        _level.reset(token)
+        _isa.reset(token)
 
 
 @contextlib.contextmanager
@@ -138,25 +138,25 @@ def only(active: Bool[Array, "B"] | Bool[Array, "B N"] | None) -> Iterator[None]
         _active.reset(token)
 
 
-def rows() -> Bool[Array, "B"] | None:
+def active_rows() -> Bool[Array, "B"] | None:
     """Rows of the batch to which `only` confines what is traced here and now on the kernels; None: it does not."""
     active = _active.get() if is_on() else None
     return None if active is None or active.ndim > 1 else active
 
 
-def level() -> str:
-    """The level that what is traced here and now runs on, or OFF."""
-    return _level.get()
+def traced_isa() -> str:
+    """The instruction set that what is traced here and now runs on, or OFF."""
+    return _isa.get()
 
 
 def is_on() -> bool:
     """Whether what is traced here and now runs on the kernels."""
-    return _level.get() != OFF
+    return _isa.get() != OFF
 
 
 def rounds_rows() -> bool:
-    """Whether the chosen level rounds rows to bfloat16 for weights in bfloat16."""
-    chosen = LEVELS.get(chosen_level())
+    """Whether the selected instruction set rounds rows to bfloat16 for weights in bfloat16."""
+    chosen = ISAS.get(selected_isa())
     return chosen is not None and chosen.rounds_rows
 
 
@@ -165,7 +165,7 @@ def applies(kernel: Kernel) -> bool:
     return is_on() and kernel.dtype in (jnp.float32, jnp.bfloat16)
 
 
-def cpu_levels() -> tuple[str, ...]:
+def cpu_isas() -> tuple[str, ...]:
     """The levels that this processor has, whether or not there is a compiler."""
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -173,23 +173,23 @@ def cpu_levels() -> tuple[str, ...]:
         return ()
     line = next((line for line in text.splitlines() if line.startswith("flags")), "")
     has = set(line.partition(":")[2].split())
-    return tuple(name for name, level in LEVELS.items() if has.issuperset(level.needs))
+    return tuple(name for name, isa in ISAS.items() if has.issuperset(isa.needs))
 
 
-def chosen_level() -> str:
-    """The level that HSD_NATIVE_ISA asks for, else the most capable this processor has; OFF where there is none.
+def selected_isa() -> str:
+    """The instruction set that HSD_NATIVE_ISA asks for, else the most capable one of this processor, else OFF.
 
-    What cannot be had is named in a warning, once, and another level is taken: on each the text is that of plain
+    What cannot be had is named in a warning, once, and another is taken: on each the text is that of plain
     decoding.
     """
-    return _choose(os.environ.get(ISA_VARIABLE, ""), os.environ.get("HSD_NATIVE", ""))
+    return _select_isa(os.environ.get(ISA_VARIABLE, ""), os.environ.get("HSD_NATIVE", ""))
 
 
 @contextlib.contextmanager
-def at_level(level: str) -> Iterator[None]:
-    """Inside, this process asks for one of LEVELS or OFF, whatever HSD_NATIVE_ISA said before."""
+def at_isa(isa: str) -> Iterator[None]:
+    """Inside, this process asks for one of ISAS or OFF, whatever HSD_NATIVE_ISA said before."""
     before = os.environ.get(ISA_VARIABLE)
-    os.environ[ISA_VARIABLE] = level
+    os.environ[ISA_VARIABLE] = isa
     try:
         yield
     finally:
@@ -198,12 +198,12 @@ def at_level(level: str) -> Iterator[None]:
             os.environ[ISA_VARIABLE] = before
 
 
-def _is_known_to_compiler(level: str) -> bool:
-    """False where the compiler is older than the instructions of a level; True where there is no compiler."""
+def _is_known_to_compiler(isa: str) -> bool:
+    """False where the compiler is older than the instruction set; True where there is no compiler."""
     builder = compiler()
     if builder is None:
         return True
-    command = [builder, *LEVELS[level].flags, "-E", "-x", "c++", os.devnull]
+    command = [builder, *ISAS[isa].flags, "-E", "-x", "c++", os.devnull]
     try:
         return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
     except (OSError, subprocess.SubprocessError):
@@ -211,10 +211,10 @@ def _is_known_to_compiler(level: str) -> bool:
 
 
 @functools.cache
-def _choose(wanted: str, switch: str) -> str:
+def _select_isa(wanted: str, switch: str) -> str:
     if switch == "0" or wanted == OFF:
         return OFF
-    here = cpu_levels()
+    here = cpu_isas()
     if wanted in here and _is_known_to_compiler(wanted):
         return wanted
     best = next((name for name in reversed(here) if _is_known_to_compiler(name)), OFF)
@@ -222,16 +222,16 @@ def _choose(wanted: str, switch: str) -> str:
         return best
     if wanted == "amx":
         why = "this version has no AMX kernel"
-    elif wanted in LEVELS:
+    elif wanted in ISAS:
         why = "this processor, or this compiler, has no such instructions"
     else:
-        why = f"allowed are {', '.join(LEVELS)}, amx and {OFF}"
+        why = f"allowed are {', '.join(ISAS)}, amx and {OFF}"
     warnings.warn(f"{ISA_VARIABLE}={wanted}: {why}; using {best}", stacklevel=3)
     return best
 
 
 def _call(name: str, out, **options):
-    return jax.ffi.ffi_call(f"hsd_{level()}_{name}", out, **options)
+    return jax.ffi.ffi_call(f"hsd_{traced_isa()}_{name}", out, **options)
 
 
 def _flags(num_rows: int) -> Bool[Array, "_"]:
@@ -252,7 +252,7 @@ def _operands(*kernels: Kernel) -> list[Array]:
 
 
 def rows_matmul(x: Float[Array, "N in"], kernels: tuple[Kernel, ...]) -> list[Float[Array, "N out"]]:
-    """`x @ kernel.T` for each kernel, with float32 sums, in one call (`LEVELS` has what is rounded before).
+    """`x @ kernel.T` for each kernel, with float32 sums, in one call (`ISAS` has what is rounded before).
 
     A row's result is the same to the bit for any number of rows; rows that are not active (`only`) are zeros.
     """
@@ -321,9 +321,9 @@ def top_k(
     x: Float[Array, "*rows V"], k: int
 ) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"], Float[Array, "*rows 1"]]:
     """`ops.top_k` in one call; zeros for rows that are not active. A NaN is never among the largest."""
-    rows = x.shape[:-1]
-    out = [((*rows, k), jnp.float32), ((*rows, k), jnp.int32), ((*rows, 1), jnp.float32)]
-    best, places, total = _call("top_k", [jax.ShapeDtypeStruct(*one) for one in out])(x, _flags(math.prod(rows)))
+    active_rows = x.shape[:-1]
+    out = [((*active_rows, k), jnp.float32), ((*active_rows, k), jnp.int32), ((*active_rows, 1), jnp.float32)]
+    best, places, total = _call("top_k", [jax.ShapeDtypeStruct(*one) for one in out])(x, _flags(math.prod(active_rows)))
     return best, places, total
 
 
@@ -365,23 +365,23 @@ def is_emulated(dtype) -> bool:
     return dtype == jnp.bfloat16 and traced_platform() == "cpu" and not _as_they_are.get()
 
 
-def available(level: str | None = None) -> bool:
-    """Builds and registers the kernels of a level once; False where that is impossible or unwanted.
+def available(isa: str | None = None) -> bool:
+    """Builds and registers the kernels of an instruction set once; False where that is impossible or unwanted.
 
     Args:
-      level: one of LEVELS; None: `chosen_level`.
+      isa: one of ISAS; None: `selected_isa`.
     """
-    level = chosen_level() if level is None else level
-    return level != OFF and traced_platform() == "cpu" and _registered(level)
+    isa = selected_isa() if isa is None else isa
+    return isa != OFF and traced_platform() == "cpu" and _registered(isa)
 
 
 @functools.cache
-def _registered(level: str) -> bool:
+def _registered(isa: str) -> bool:
     try:
         builder = compiler()
         if builder is None:
             return False
-        loaded = ctypes.cdll.LoadLibrary(str(_build(builder, level)))
+        loaded = ctypes.cdll.LoadLibrary(str(_build(builder, isa)))
         handlers = {name: getattr(loaded, symbol) for name, symbol in SYMBOLS.items()}
     except subprocess.CalledProcessError as error:
         text = (error.stderr or b"").decode(errors="replace").strip()
@@ -391,7 +391,7 @@ def _registered(level: str) -> bool:
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
         return False  # no compiler, no home, a cache that may not execute: XLA does the work
     for name, handler in handlers.items():
-        jax.ffi.register_ffi_target(f"hsd_{level}_{name}", jax.ffi.pycapsule(handler), platform="cpu")
+        jax.ffi.register_ffi_target(f"hsd_{isa}_{name}", jax.ffi.pycapsule(handler), platform="cpu")
     return True
 
 
@@ -414,14 +414,14 @@ def _run(command: list[str]) -> None:
         raise subprocess.CalledProcessError(process.returncode, command, stderr=said)
 
 
-def _build(compiler: str, level: str) -> Path:
-    """The compiled library of a level, from the user's cache if this source was built on this machine before."""
+def _build(compiler: str, isa: str) -> Path:
+    """The compiled library of an instruction set, from the user's cache if this source was built here before."""
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "model name"))]
     sources = [path.read_text() for path in (*SOURCES, HEADER)]
-    flags = (*FLAGS, *LEVELS[level].flags)
+    flags = (*FLAGS, *ISAS[isa].flags)
     identity = "\n".join([*sources, compiler, *flags, jax.__version__, *cpu[:2]])
     cache = user_cache()
-    library = cache / f"native-{level}-{sha256(identity)[:16]}.so"
+    library = cache / f"native-{isa}-{sha256(identity)[:16]}.so"
     if not verified(library):
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:

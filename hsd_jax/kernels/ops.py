@@ -95,7 +95,7 @@ def gated_mlp(
     return matmul(activate(gated, activation) * raised, down)
 
 
-def rows_of(table: Kernel, index: Int[Array, "..."]) -> Float[Array, "... H"]:
+def take_rows(table: Kernel, index: Int[Array, "..."]) -> Float[Array, "... H"]:
     """`table[index]` in float32.
 
     On a CPU XLA gathers no bfloat16, nor words of 16 bits: it makes the whole table anew, at every call of the decode
@@ -110,21 +110,21 @@ def rows_of(table: Kernel, index: Int[Array, "..."]) -> Float[Array, "... H"]:
 
 
 def embed(table: Kernel, tokens: Int[Array, "B N"]) -> Float[Array, "B N H"]:
-    """`rows_of` of a table that a mesh for decoding splits by rows.
+    """`take_rows` of a table that a mesh for decoding splits by rows.
 
     Each device looks up its own, and one sum brings them together. XLA, left alone, takes the lookup of one row for a
     slice, and on GPUs gathers the whole table for it in every round.
     """
     num_shards = program.shards("model", table.shape[0])
     if num_shards == 1 or program.is_training():
-        return rows_of(table, tokens)
+        return take_rows(table, tokens)
     part = table.shape[0] // num_shards
     exact = jnp.float32 if isinstance(table, Int8) else table.dtype  # of all summands but one is 0
 
     def on_one(table: Kernel, tokens: Array) -> Array:
         at = tokens - lax.axis_index("model") * part
         is_here = (at >= 0) & (at < part)
-        rows = jnp.where(is_here[..., None], rows_of(table, jnp.clip(at, 0, part - 1)), 0.0)
+        rows = jnp.where(is_here[..., None], take_rows(table, jnp.clip(at, 0, part - 1)), 0.0)
         return lax.psum(rows.astype(exact), "model").astype(jnp.float32)
 
     of_each = program.on_each_device(on_one, [("model",), ("data",)], ("data",), len(tokens), table.shape[0])

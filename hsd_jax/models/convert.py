@@ -27,7 +27,7 @@ from hsd_jax.models.hub import INDEX_FILE, PICKLES, WEIGHTS_FILE
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.target import init_target
 from hsd_jax.models.tensor_files import (
-    Stored,
+    StoredTensor,
     are_equal,
     check_tensors,
     checked_dtype,
@@ -111,7 +111,7 @@ def read_weights(
     return load_tree(stored, wanted, shapes, dtype, folder, "config.json", placement=placement, heads=heads)
 
 
-def stored_weights(folder: str | Path, config: ModelConfig) -> dict[str, Stored]:
+def stored_weights(folder: str | Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors of a target by our paths, unread, each of the shape it must have; raises as `read_weights`."""
     stored, wanted, shapes = _tensors(Path(folder), config)
     check_tensors(stored, wanted, shapes, Path(folder), "config.json")
@@ -127,7 +127,7 @@ def stored_hash(folder: str | Path, config: ModelConfig, dtype: Any = "float32")
     return sampled_hash({path: stored[_hf_name(path, config)] for path in shapes_of(init_target, config)}, dtype)
 
 
-def sampled_hash(stored: dict[str, Stored], dtype: Any) -> str:
+def sampled_hash(stored: dict[str, StoredTensor], dtype: Any) -> str:
     """`weights_hash` of tensors in files by our paths, read in `dtype`; few of their numbers are read."""
     dtype = checked_dtype(dtype)
     return _hash(
@@ -135,7 +135,9 @@ def sampled_hash(stored: dict[str, Stored], dtype: Any) -> str:
     )
 
 
-def _tensors(folder: Path, config: ModelConfig) -> tuple[dict[str, Stored], dict[str, str], dict[str, tuple[int, ...]]]:
+def _tensors(
+    folder: Path, config: ModelConfig
+) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, tuple[int, ...]]]:
     """The tensors by the names of the files, those names by our paths, and the shapes by our paths."""
     stored = _open(folder, config)
     check_num_layers(config.num_layers, stored, folder, "config.json")
@@ -143,9 +145,9 @@ def _tensors(folder: Path, config: ModelConfig) -> tuple[dict[str, Stored], dict
     return stored, {path: _hf_name(path, config) for path in shapes}, shapes
 
 
-def _open(folder: Path, config: ModelConfig) -> dict[str, Stored]:
+def _open(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors of the text model by their names without prefixes, unread."""
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     for tensor in open_all(_weight_files(folder)):
         name = _bare_name(tensor.name)
         if not name.startswith(_TEXT) or name.endswith("rotary_emb.inv_freq"):
@@ -249,7 +251,7 @@ def _hash(samples: Iterable[tuple[str, tuple[int, ...], np.ndarray]]) -> str:
     return sha256(*parts)
 
 
-def check_num_layers(num_layers: int, stored: dict[str, Stored], folder: Path, config: str) -> None:
+def check_num_layers(num_layers: int, stored: dict[str, StoredTensor], folder: Path, config: str) -> None:
     """Refuses more layers than there are tensors: to find out which are missing, every layer would be traced."""
     if 0 < len(stored) < num_layers:
         raise ValueError(
@@ -314,7 +316,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def _untie(stored: dict[str, Stored]) -> None:
+def _untie(stored: dict[str, StoredTensor]) -> None:
     """Leaves the embedding of a tied checkpoint under the one name `embed_tokens.weight`."""
     head = stored.pop("lm_head.weight", None)
     if head is None:

@@ -24,7 +24,7 @@ from hsd_jax.models.convert import check_num_layers, sampled_hash, shapes_of
 from hsd_jax.models.gguf_header import Header
 from hsd_jax.models.placement import HERE, Placement
 from hsd_jax.models.target import init_target
-from hsd_jax.models.tensor_files import Stored, check_tensors, checked_dtype, load_tree
+from hsd_jax.models.tensor_files import StoredTensor, check_tensors, checked_dtype, load_tree
 from hsd_jax.types import Weights
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _can_dequantize(kind: gguf.GGMLQuantizationType) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class GgufTensor(Stored):
+class GgufTensor(StoredTensor):
     """A tensor of a GGUF file, as float32 in our layout."""
 
     readable = tuple(kind.name for kind in gguf.GGMLQuantizationType if _can_dequantize(kind))
@@ -204,10 +204,10 @@ class GgufFile:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: place.shape for name, place in self._header.places.items()}
 
-    def _tensors(self) -> tuple[dict[str, Stored], dict[str, str], dict[str, tuple[int, ...]]]:
+    def _tensors(self) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, tuple[int, ...]]]:
         """The tensors by GGUF's names, those names by our paths, and our shapes by our paths."""
         num_layers = self.config.num_layers
-        stored: dict[str, Stored] = {
+        stored: dict[str, StoredTensor] = {
             name: self._tensor(name) for name in self._header.places if name != gguf_layout.ROPE_FACTORS
         }
         check_num_layers(num_layers, stored, self.path, _METADATA)

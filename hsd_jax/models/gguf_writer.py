@@ -19,7 +19,7 @@ from hsd_jax.host.files import replacing
 from hsd_jax.models import gguf_layout
 from hsd_jax.models.convert import shapes_of, stored_weights
 from hsd_jax.models.target import init_target
-from hsd_jax.models.tensor_files import Stored, checked_numbers, checked_weights, read_whole
+from hsd_jax.models.tensor_files import StoredTensor, checked_numbers, checked_weights, read_whole
 from hsd_jax.types import Weights
 
 _PLAIN = {"F32": np.dtype(np.float32), "BF16": jnp.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
@@ -92,7 +92,7 @@ def save_gguf(
 def _encoded(key: str, array: Any, config: ModelConfig, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     """The bytes of a weight in GGUF's layout."""
     heads, added = gguf_layout.interleaved_heads(key, config), gguf_layout.added(key, config)
-    array = read_whole(array, np.dtype(np.float32)) if isinstance(array, Stored) else np.asarray(array)
+    array = read_whole(array, np.dtype(np.float32)) if isinstance(array, StoredTensor) else np.asarray(array)
     if added:
         array = array.astype(np.float32) + np.float32(added)
     if heads is not None:

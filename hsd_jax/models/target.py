@@ -91,7 +91,7 @@ def masks_within(
       new_mask: where it covers entries of earlier passes too (X > N), all of these are taken to be within the window.
       active: nodes that count; the others see nothing. None: all.
     """
-    if active is None and (rows := native.rows()) is not None:
+    if active is None and (rows := native.active_rows()) is not None:
         active = rows[:, None]  # what the kernels skip sees nothing either
     if active is not None:
         new_mask = new_mask & active[:, :, None]

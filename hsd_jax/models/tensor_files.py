@@ -1,8 +1,8 @@
 """Trees of weights in files: checking, reading, and for safetensors opening and writing whole or not at all.
 
 Every name and shape is checked before a number is read, and every number before it is used. A tensor goes from its file
-to where it will lie, slice by slice. The kind of file is known only to the subclasses of `Stored`: `Safetensor` here
-and `GgufTensor` in `gguf_file.py`. Knows dotted paths, no models. Read next: `placement.py`, `convert.py`.
+to where it will lie, slice by slice. The kind of file is known only to the subclasses of `StoredTensor`: `Safetensor`
+here and `GgufTensor` in `gguf_file.py`. Knows dotted paths, no models. Read next: `placement.py`, `convert.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ROWS_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored(abc.ABC):
+class StoredTensor(abc.ABC):
     """A tensor in a file, unread, under the name it has there."""
 
     readable: ClassVar[tuple[str, ...]]
@@ -64,7 +64,7 @@ class Stored(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Safetensor(Stored):
+class Safetensor(StoredTensor):
     """A tensor of a safetensors file."""
 
     readable = tuple(_NUMPY)
@@ -93,9 +93,9 @@ def checked_dtype(dtype: Any) -> np.dtype:
     return found
 
 
-def open_all(files: list[Path]) -> list[Stored]:
+def open_all(files: list[Path]) -> list[StoredTensor]:
     """All tensors of some safetensors files, unread."""
-    tensors: list[Stored] = []
+    tensors: list[StoredTensor] = []
     for file in files:
         size = file.stat().st_size
         if size == 0:  # cannot be mapped
@@ -113,12 +113,12 @@ def open_all(files: list[Path]) -> list[Stored]:
     return tensors
 
 
-def stored_dtype(tensors: Iterable[Stored]) -> str:
+def stored_dtype(tensors: Iterable[StoredTensor]) -> str:
     """What tensors are to be held in so that none is rounded: bfloat16 if all are stored in it, else float32."""
     return "bfloat16" if {tensor.dtype for tensor in tensors} == {"BF16"} else "float32"
 
 
-def _rows(tensor: Stored, index: tuple[slice, ...] = ()) -> Iterator[np.ndarray]:
+def _rows(tensor: StoredTensor, index: tuple[slice, ...] = ()) -> Iterator[np.ndarray]:
     """A slice of a tensor in blocks of rows of about `_ROWS_BYTES`."""
     whole = (*index, *[slice(None)] * len(tensor.shape))
     within = tuple(slice(*s.indices(n)[:2]) for s, n in zip(whole, tensor.shape, strict=False))
@@ -126,12 +126,12 @@ def _rows(tensor: Stored, index: tuple[slice, ...] = ()) -> Iterator[np.ndarray]
     return tensor.blocks(within, step)
 
 
-def are_equal(one: Stored, other: Stored) -> bool:
+def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors hold the same numbers."""
     return one.shape == other.shape and all(np.array_equal(a, b) for a, b in zip(_rows(one), _rows(other), strict=True))
 
 
-def _read(tensor: Stored, index: tuple[slice, ...], dtype: np.dtype, held_dtype: np.dtype) -> np.ndarray:
+def _read(tensor: StoredTensor, index: tuple[slice, ...], dtype: np.dtype, held_dtype: np.dtype) -> np.ndarray:
     """A slice of a tensor, rounded to `dtype` and held in another, from the start of a cache line on.
 
     There jax takes an array of the host for one of a CPU device without a copy.
@@ -148,7 +148,7 @@ def _read(tensor: Stored, index: tuple[slice, ...], dtype: np.dtype, held_dtype:
     return out
 
 
-def read_whole(tensor: Stored, dtype: np.dtype) -> np.ndarray:
+def read_whole(tensor: StoredTensor, dtype: np.dtype) -> np.ndarray:
     """All numbers of a tensor on the host, rounded to `dtype`."""
     return _read(tensor, (slice(None),) * len(tensor.shape), dtype, dtype)
 
@@ -168,7 +168,7 @@ def _starts(file: Path, size: int, changed: int) -> dict[str, int]:
     return {name: 8 + length + facts["data_offsets"][0] for name, facts in header.items() if name != "__metadata__"}
 
 
-def sample(tensor: Stored, stride: int, dtype: np.dtype) -> np.ndarray:
+def sample(tensor: StoredTensor, stride: int, dtype: np.dtype) -> np.ndarray:
     """Every `stride`-th number of a tensor in `dtype`."""
     return tensor.sample(stride).astype(dtype)
 
@@ -197,7 +197,7 @@ def _check_shape(found: Iterable[int], expected: tuple[int, ...], where: str, co
 
 
 def check_tensors(
-    stored: dict[str, Stored],
+    stored: dict[str, StoredTensor],
     wanted: dict[str, str],
     shapes: dict[str, tuple[int, ...]],
     folder: Path,
@@ -215,7 +215,7 @@ def check_tensors(
 
 
 def load_tree(
-    stored: dict[str, Stored],
+    stored: dict[str, StoredTensor],
     wanted: dict[str, str],
     shapes: dict[str, tuple[int, ...]],
     dtype: np.dtype,

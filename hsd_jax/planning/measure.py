@@ -46,7 +46,7 @@ class Mode:
     """As `adaptive` of `decode`."""
     tuned: Any = None
     """A `hsd_jax.Tuned` that names the tree: of which a round then verifies what pays."""
-    is_chosen: bool = False
+    is_planned: bool = False
     """`decode` chooses call by call, plain decoding included, as it does for whoever names no tree."""
     eos: tuple[int, ...] | None = None
     """As `eos` of `decode`."""
@@ -54,7 +54,7 @@ class Mode:
     @property
     def is_plain(self) -> bool:
         """Nothing is ever drafted."""
-        return self.tree is None and not self.is_chosen
+        return self.tree is None and not self.is_planned
 
     @property
     def dtype(self) -> str:
@@ -87,7 +87,7 @@ class Mode:
             reuse=self.reuse,
             lossy=self.lossy,
             adaptive=self.adaptive,
-            tuned=self.is_chosen if self.tuned is None else self.tuned,
+            tuned=self.is_planned if self.tuned is None else self.tuned,
         )
 
 
@@ -233,7 +233,7 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
     if runs.whole_seconds:
         whole = runs.whole_seconds[mode.name]
         record["whole_tokens_per_second"] = spread([num_tokens / sum(batches) for batches in whole])
-    if mode.is_chosen:
+    if mode.is_planned:
         record["plans"] = dict(Counter(str(r.stats.plan) for r in results))
         record["drafted_share"] = statistics.mean(r.stats.drafted_share for r in results)
     if not mode.is_plain:

@@ -44,7 +44,7 @@ class Plan:
     tree: TreeConfig | None
     """The largest tree; None: plain decoding."""
     reason: str
-    is_chosen: bool = True
+    is_adaptive: bool = True
     """False: this tree was asked for, or measured so, and is verified whole in every round."""
     reuse: ReuseConfig = NO_REUSE
 
@@ -52,7 +52,7 @@ class Plan:
         if self.tree is None:
             return f"plain decoding: {self.reason}"
         reuse = "" if self.reuse == NO_REUSE else f" with reuse {self.reuse}"
-        return f"trees of {'up to ' if self.is_chosen else ''}{self.tree.name}{reuse}: {self.reason}"
+        return f"trees of {'up to ' if self.is_adaptive else ''}{self.tree.name}{reuse}: {self.reason}"
 
 
 def candidates(config: Any) -> list[TreeConfig]:
@@ -68,7 +68,7 @@ def candidates(config: Any) -> list[TreeConfig]:
 
 
 @functools.lru_cache(maxsize=256)
-def choose(model: CostModel, batch: int, context: int, temperature: float) -> Plan:
+def best_plan(model: CostModel, batch: int, context: int, temperature: float) -> Plan:
     """The fastest way to decode by the model of costs and the drafter's profile.
 
     Args:
@@ -108,11 +108,11 @@ def plan_for(params: Params, batch: int, capacity: int, temperature: float, tune
     if choice is not None and _can_grow(params, choice):
         size = f"for {choice.calls}"
         if choice.tree is None:
-            return Plan(None, f"`tune` found nothing faster {size}", is_chosen=False)
+            return Plan(None, f"`tune` found nothing faster {size}", is_adaptive=False)
         reason = f"{choice.speedup:.2f} times as fast as plain decoding when `tune` measured it {size}"
         return Plan(choice.tree, reason, not choice.is_whole, ReuseConfig.parse(choice.reuse))
     # Two plans by temperature where a tree can be deep; one tree, or none, where it is short: each is a program.
-    return choose(CostModel.of(params), batch, capacity, float(is_warm(temperature)))
+    return best_plan(CostModel.of(params), batch, capacity, float(is_warm(temperature)))
 
 
 def _can_grow(params: Params, choice: Choice) -> bool:
@@ -162,5 +162,5 @@ def costs_of(
     costs = model.table(batch, tree, ends_early)
     if tries_for is None:
         return costs
-    has_tree = [choose(model, max(rows, 1), tries_for, 0.0).tree is not None for rows in range(batch + 1)]
+    has_tree = [best_plan(model, max(rows, 1), tries_for, 0.0).tree is not None for rows in range(batch + 1)]
     return dataclasses.replace(costs, worth_trying=jax.device_put(np.logical_and.accumulate(has_tree)))

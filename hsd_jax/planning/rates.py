@@ -1,8 +1,8 @@
 """What this processor does a second: measured once where our CPU kernels run, shipped for everything else.
 
 The model of costs (`costs.py`) computes with these. The first call that leaves its tree to us measures for a second or
-two and says so. What it found is kept for this user by processor, cores and level of the kernels; `hsd info --rates`
-measures again.
+two and says so. What it found is kept for this user by processor, cores and instruction set of the kernels;
+`hsd info --rates` measures again.
 """
 
 from __future__ import annotations
@@ -71,26 +71,26 @@ def rates_here(has_kernels: bool) -> Rates:
     Args:
       has_kernels: False on a mesh, where the CPU kernels are off.
     """
-    platform, level = jax.default_backend(), level_here(has_kernels)
+    platform, isa = jax.default_backend(), isa_here(has_kernels)
     if platform != "cpu":
         return DEVICE_RATES.get(platform, DEVICE_RATES["gpu"])
-    if level is None:
+    if isa is None:
         return shipped(native.OFF)
     # Several processes must all choose the same tree.
-    path = kept_path(level) if jax.process_count() == 1 else None
-    return shipped(level) if path is None else _kept_or_measured(path, level)
+    path = kept_path(isa) if jax.process_count() == 1 else None
+    return shipped(isa) if path is None else _kept_or_measured(path, isa)
 
 
-def level_here(has_kernels: bool) -> str | None:
-    """The level of the CPU kernels, whose rates can be measured; None where they do not run."""
+def isa_here(has_kernels: bool) -> str | None:
+    """The instruction set of the CPU kernels, whose rates can be measured; None where they do not run."""
     runs = has_kernels and jax.default_backend() == "cpu" and native.available()
-    level = native.chosen_level()
-    return level if runs and level != native.OFF else None
+    isa = native.selected_isa()
+    return isa if runs and isa != native.OFF else None
 
 
-def shipped(level: str) -> Rates:
+def shipped(isa: str) -> Rates:
     """Of all cores of a processor whose speed nobody has measured."""
-    rates, cores = CPU_RATES[level], num_cores() or 1
+    rates, cores = CPU_RATES[isa], num_cores() or 1
     return dataclasses.replace(
         rates,
         bytes_per_second=rates.bytes_per_second * min(cores, MOST_CORES),
@@ -110,7 +110,7 @@ BUSY, AGAIN_AFTER = 0.25, 3600.0
 
 
 @settings.dataclass
-class Measured:
+class MeasuredRates:
     """What was measured on a processor, all cores together."""
 
     device: str
@@ -133,20 +133,20 @@ class Measured:
         """Whether that is long enough ago to try again."""
         return self.is_busy and time.time() - self.at > AGAIN_AFTER
 
-    def rates(self, level: str) -> Rates:
-        """With what is shipped of the level."""
+    def rates(self, isa: str) -> Rates:
+        """With what is shipped for the instruction set."""
         names = ("bytes_per_second", "flops_per_second", "narrow")
-        return dataclasses.replace(shipped(level), **{name: getattr(self, name) for name in names})
+        return dataclasses.replace(shipped(isa), **{name: getattr(self, name) for name in names})
 
 
-def measure(level: str) -> Measured:
-    """Times products of the kernels of a level, that of this process, for a second or two."""
+def measure_rates(isa: str) -> MeasuredRates:
+    """Times products of the kernels of an instruction set, that of this process, for a second or two."""
     reading, spread_of_reading = _seconds(*_reading(), iterations=1)
     wide, spread_of_wide = _seconds(*_computing(jnp.float32), iterations=32)
     narrow, spread_of_narrow = wide, 0.0
-    if native.LEVELS[level].rounds_rows:
+    if native.ISAS[isa].rounds_rows:
         narrow, spread_of_narrow = _seconds(*_computing(jnp.bfloat16), iterations=32)
-    return Measured(
+    return MeasuredRates(
         device_name(),
         bytes_per_second=WEIGHTS * WIDTH**2 * 2 / reading,
         flops_per_second=ROWS * SMALL_WIDTH**2 * 2 / wide,
@@ -185,15 +185,15 @@ def _seconds(run: Callable, models: dict, inputs: Any, iterations: int) -> tuple
 # --- keeping ----------------------------------------------------------------------------------------------------------
 
 
-def kept_path(level: str) -> Path | None:
+def kept_path(isa: str) -> Path | None:
     """The file of this processor's rates; None where they are not kept."""
     folder = kept_folder(FOLDER_VARIABLE, "rates")
-    return None if folder is None else folder / f"{sha256(device_name(), level)[:16]}.json"
+    return None if folder is None else folder / f"{sha256(device_name(), isa)[:16]}.json"
 
 
-def renewed(level: str) -> Measured:
+def renewed(isa: str) -> MeasuredRates:
     """Measures, and keeps what was found where rates are kept."""
-    found, path = measure(level), kept_path(level)
+    found, path = measure_rates(isa), kept_path(isa)
     if path is not None:
         _keep(path, found)
     _kept_or_measured.cache_clear()
@@ -201,7 +201,7 @@ def renewed(level: str) -> Measured:
 
 
 @functools.lru_cache(maxsize=8)
-def _kept_or_measured(path: Path, level: str) -> Rates:
+def _kept_or_measured(path: Path, isa: str) -> Rates:
     """One measurement serves all processes: whoever comes second waits for the first."""
     found = _read(path)
     try:
@@ -211,25 +211,25 @@ def _kept_or_measured(path: Path, level: str) -> Rates:
                 found = _read(path)
                 if found is None or found.is_stale:
                     print("hsd_jax measures this processor, once: about 2 s", file=sys.stderr, flush=True)
-                    found = measure(level)
+                    found = measure_rates(isa)
                     _keep(path, found)
     except (OSError, filelock.Timeout) as error:
         warnings.warn(f"{path}: rates cannot be kept ({error}); the shipped ones count", stacklevel=2)
-        return shipped(level)
-    return found.rates(level)
+        return shipped(isa)
+    return found.rates(isa)
 
 
-def _keep(path: Path, found: Measured) -> None:
+def _keep(path: Path, found: MeasuredRates) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, dataclasses.asdict(found))
 
 
-def _read(path: Path) -> Measured | None:
+def _read(path: Path) -> MeasuredRates | None:
     """What was kept; None, with a warning, for a file that is damaged."""
     if not path.is_file():
         return None
     try:
-        return settings.read(Measured, read_json(path), str(path))
+        return settings.read(MeasuredRates, read_json(path), str(path))
     except (OSError, ValueError) as error:
         warnings.warn(f"{error}; it is measured again", stacklevel=2)
         return None

@@ -99,7 +99,7 @@ def tune(
         for value in temperatures:
             padded = rows_bucket(size, sharding.rows_multiple(params.mesh))
             calls = Calls(params, used, size, padded, slots, float(value), max_new_tokens, seed, report)
-            choices.append(_choose(calls, ways, trees is None, finalists, repeats))
+            choices.append(_tune_size(calls, ways, trees is None, finalists, repeats))
             report(str(choices[-1]))
     found = Tuned(Conditions.of(params), tuple(choices))
     path = found.keep() if keep else None
@@ -169,7 +169,7 @@ class Calls:
         return found
 
 
-def _choose(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, finalists: int, repeats: int) -> Choice:
+def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, finalists: int, repeats: int) -> Choice:
     """The fastest way for calls of one size.
 
     Args:

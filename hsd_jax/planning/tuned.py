@@ -289,7 +289,7 @@ def device_name() -> str:
     """What decodes, in a line: two machines of the same name are about equally fast."""
     if jax.default_backend() != "cpu":
         return jax.devices()[0].device_kind
-    return f"{cpu_model()}, {num_cores()} cores, {native.chosen_level() if native.available() else 'no'} kernels"
+    return f"{cpu_model()}, {num_cores()} cores, {native.selected_isa() if native.available() else 'no'} kernels"
 
 
 def num_cores() -> int | None:

@@ -63,7 +63,10 @@ class Agreement(NamedTuple):
 
 
 def agreement(
-    target: losses.Told, draft_logits: Float[Array, "BAK C"], base: Float[Array, "BAK C"], shape: tuple[int, ...]
+    target: losses.TeacherDistribution,
+    draft_logits: Float[Array, "BAK C"],
+    base: Float[Array, "BAK C"],
+    shape: tuple[int, ...],
 ) -> Agreement:
     """Where both models agree; no gradient comes back. Where the target says a cold token the drafter never agrees.
 

@@ -28,7 +28,7 @@ from hsd_jax.config import LARGEST_TREE, ModelConfig, TreeConfig
 from hsd_jax.drafters.method import Distilled
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.steered.config import Layer
-from hsd_jax.drafters.table import METHODS
+from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.params import Params
 from hsd_jax.planning.simulate import Texts
@@ -49,12 +49,12 @@ SHOWN = ("fkl", "rkl", "jsd", "tvd")
 STEPS = 8
 """Tokens that a state steers, where nobody says."""
 PLAIN = SmallLMConfig.kind
-DISTILLED = tuple(sorted(name for name, method in METHODS.items() if method.distilled is not None))
+DISTILLED = tuple(sorted(name for name, method in DRAFTING_METHODS.items() if method.distilled is not None))
 
 
 def how(kind: str) -> Distilled:
     """How a drafter of this kind, one of DISTILLED, is trained."""
-    found = METHODS[kind].distilled
+    found = DRAFTING_METHODS[kind].distilled
     assert found is not None, f"a {kind} drafter is not distilled"
     return found
 
@@ -157,13 +157,13 @@ def make_loss(target_config: ModelConfig, config: SmallLM, asked: DistillLoss, r
         with jax.named_scope("target"):
             rest = {"aux_layers": config.aux_layers}
             output = lax.stop_gradient(forward_sequence(frozen["target"], target_config, tokens, starts, **rest))
-        taught, own = output.logits, logits(weights, config, tokens, output, key, starts, remat)
+        teacher, own = output.logits, logits(weights, config, tokens, output, key, starts, remat)
         if asked.divergence == NLL:
             values = optax.softmax_cross_entropy_with_integer_labels(own.astype(jnp.float32), labels)
         else:
-            values = losses.named(asked.divergence, asked.jsd_beta)(taught, own)
-        agreed = jnp.argmax(taught, -1) == jnp.argmax(own, -1)
-        metrics = {"overlap": 1 - over_labels(losses.total_variation(taught, own), mask)}
+            values = losses.named(asked.divergence, asked.jsd_beta)(teacher, own)
+        agreed = jnp.argmax(teacher, -1) == jnp.argmax(own, -1)
+        metrics = {"overlap": 1 - over_labels(losses.total_variation(teacher, own), mask)}
         metrics["agreement"] = over_labels(agreed.astype(jnp.float32), mask)
         return over_labels(values, mask), lax.stop_gradient(metrics)
 
@@ -175,10 +175,10 @@ def over_labels(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[
     return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1).astype(values.dtype)
 
 
-def held_out(
+def held_out_divergences(
     target_config: ModelConfig, config: SmallLM, asked: DistillLoss, texts: Texts, temperature: float
 ) -> Callable[[Weights, Weights], dict[str, float]]:
-    """`measure(weights, target)`: the mean of every divergence over what the target wrote, and 1 - TVD.
+    """`divergences(weights, target)`: the mean of every divergence over what the target wrote, and 1 - TVD.
 
     Both distributions are those of `temperature`; each text is read at once, a steered drafter as for the first draft
     of a round.
@@ -195,13 +195,13 @@ def held_out(
         found = [losses.named(name, asked.jsd_beta)(*logits) for name in SHOWN]
         return jnp.stack([jnp.where(mask, values, 0.0).sum() for values in found])
 
-    def measure(weights: Weights, target: Weights) -> dict[str, float]:
+    def divergences(weights: Weights, target: Weights) -> dict[str, float]:
         rows = zip(texts.tokens[:, None], mask[:, None], strict=True)
         total = sum(np.asarray(sums(weights, target, *row), np.float64) for row in rows)
         values = dict(zip(SHOWN, (total / mask.sum()).tolist(), strict=True))
         return values | {"predicted_acceptance": 1 - values["tvd"]}
 
-    return measure
+    return divergences
 
 
 def decoded(params: Params, prompts: Sequence[np.ndarray], asked: DistillEval) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from hsd_jax.config import (
     most_nodes,
 )
 from hsd_jax.drafters.hidden.config import INJECTIONS, PREVIOUS, HiddenConfig
-from hsd_jax.drafters.table import METHODS, init_drafter, method_of
+from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter, method_of
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.draft_vocab import attach, take_columns, to_tokens
 from hsd_jax.models.target import forward_sequence
@@ -49,7 +49,7 @@ from hsd_jax.train.recipe import HeldOut, Recipe
 from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
 
-TRAINED = tuple(name for name, method in METHODS.items() if method.training is not None)
+TRAINED = tuple(name for name, method in DRAFTING_METHODS.items() if method.training is not None)
 CHOICES = ("trunk", "num_layers", "rank", "injection", "committed_embeddings", "window")
 """Settings of a recipe that not every kind of drafter has."""
 LOW_MID_HIGH = "low_mid_high"
@@ -96,13 +96,13 @@ class DrafterModel:
     """What the drafter's file holds; bfloat16 is half as large, and what a bfloat16 target's drafter is loaded in."""
 
     def __post_init__(self):
-        own = {field.name for field in dataclasses.fields(METHODS[self.kind].config)}
+        own = {field.name for field in dataclasses.fields(DRAFTING_METHODS[self.kind].config)}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in CHOICES and field.name not in own and value != field.default:
                 raise ValueError(f"model.{field.name}={value!r}: kind {self.kind!r} has no such choice")
         check_window(self.window, self.num_steps, "model")
-        if self.trunk_begins != RANDOM and not issubclass(METHODS[self.kind].config, TrunkConfig):
+        if self.trunk_begins != RANDOM and not issubclass(DRAFTING_METHODS[self.kind].config, TrunkConfig):
             raise ValueError(f"model.trunk_begins={self.trunk_begins!r}: kind {self.kind!r} has no trunk")
         layers = self.feature_layers
         if isinstance(layers, tuple) and not DrafterConfig.are_layers(layers):
@@ -224,7 +224,7 @@ def drafter_config(
     values |= {
         name: getattr(target, name) for name in ("hidden_size", "vocab_size", "norm_eps", "rope", "max_position")
     }
-    kind = METHODS[model.kind].config
+    kind = DRAFTING_METHODS[model.kind].config
     own = {field.name for field in dataclasses.fields(kind)}
     config = kind(
         num_steps=model.num_steps,
@@ -274,7 +274,7 @@ def read_target(
 
 def node_loss(
     config: LossConfig,
-    target: losses.Told,
+    target: losses.TeacherDistribution,
     base: Float[Array, "M C"],
     draft_logits: Float[Array, "M C"],
     step: Int[Array, ""],
@@ -362,7 +362,7 @@ def _sampled(
     key: Array,
     params: Weights,
     models: tuple[DrafterConfig, Weights, ModelConfig],
-    drafts: heads.Drafts,
+    drafts: heads.AnchorDrafts,
     likeliest: Int[Array, "B T k"],
     size: int,
     draft_to_target: losses.DraftToTarget,
@@ -381,13 +381,13 @@ def _sampled(
     return heads.Models({**params, "log_weight": sample.log_weight}, config, frozen, target_config)
 
 
-def _said_of(
+def _logit_summary(
     frozen: Weights, target_config: ModelConfig, batch: dict[str, Array], hidden: Array, config: LossConfig
-) -> heads.Said:
+) -> heads.LogitSummary:
     """The target's likeliest tokens at every position, and its normaliser: of the batch, else from its final states."""
     if "likeliest" not in batch:
-        return vocab_sample.said_by(frozen, target_config, hidden, config.likeliest)
-    return heads.Said(batch["log_normaliser"], batch["likeliest"])
+        return vocab_sample.logit_summary(frozen, target_config, hidden, config.likeliest)
+    return heads.LogitSummary(batch["log_normaliser"], batch["likeliest"])
 
 
 def make_loss(
@@ -403,10 +403,10 @@ def make_loss(
     A batch holds `tokens` [B, T+1] and `mask` [B, T+1], True where a token is a label worth learning (a document's
     first two never are: no anchor drafts them). It may hold `starts` [B, T+1], where the document of each token begins,
     and `hidden` [B, T, (1 + layers) H], the target's final states and after them the streams the drafter reads, after
-    which then only the LM head is computed; with `log_normaliser` and `likeliest` (`heads.Said`) too, of the head no
-    more than the columns of a sample. Labels are the
-    target's distributions given the row's text, and the previous token of a depth is the row's, which is exact on
-    accepted paths; in passes on policy both follow the drafter's own draws, and so do states that read them (EAGLE).
+    which then only the LM head is computed; with `log_normaliser` and `likeliest` (`heads.LogitSummary`) too, of the
+    head no more than the columns of a sample. Labels are the target's distributions given the row's text, and the
+    previous token of a depth is the row's, which is exact on accepted paths; in passes on policy both follow the
+    drafter's own draws, and so do states that read them (EAGLE).
 
     The metrics are those of `chain_metrics`, always of the row's text, and where they apply `on_policy`, 1 in a pass
     on policy, and `feature_distance`.
@@ -443,46 +443,47 @@ def make_loss(
             states = unrolled(params, hidden, features, embeddings, anchors, starts)
         positions = jnp.minimum(anchors[:, :, None] + jnp.arange(1, config.num_steps + 1), tokens.shape[1] - 1)
         previous = take_nodes(tokens, positions.reshape(len(tokens), -1), axis=1).reshape(positions.shape)
-        drafts = heads.Drafts(anchors, states, positions, previous, take_nodes(labels, anchors, axis=1))
-        said, num_columns = None, target_config.vocab_size
+        drafts = heads.AnchorDrafts(anchors, states, positions, previous, take_nodes(labels, anchors, axis=1))
+        summary, num_columns = None, target_config.vocab_size
         if loss_config.sample is None:
             with_head = attach(params, draft_to_target, frozen, target_config)
             models = heads.Models(with_head, config, frozen, target_config)
         else:
             with jax.named_scope("sample"):
-                said, num_columns = _said_of(frozen, target_config, batch, hidden, loss_config), loss_config.sample
+                summary = _logit_summary(frozen, target_config, batch, hidden, loss_config)
+                num_columns = loss_config.sample
                 both, sample_key = (config, frozen, target_config), jax.random.fold_in(key, 2)
-                rest = said.likeliest, num_columns, draft_to_target, frequency
+                rest = summary.likeliest, num_columns, draft_to_target, frequency
                 models = _sampled(sample_key, params, both, drafts, *rest)
 
-        def judged(drafts: heads.Drafts, hidden: Array):
+        def compared(drafts: heads.AnchorDrafts, hidden: Array):
             """The divergence of every node, and where both models agree."""
             chunk = heads.chunk_of(loss_config.chunk, drafts, num_columns)
-            teacher = heads.taught(models, drafts, hidden, chunk, said)
+            teacher = heads.teacher_output(models, drafts, hidden, chunk, summary)
 
-            def of_some(some: heads.Drafts):
+            def of_some(some: heads.AnchorDrafts):
                 with jax.named_scope("head"):
-                    told, base, draft_logits = heads.logits_of(models, some, teacher)
-                found = agreement(told, draft_logits, base, some.mask.shape)
+                    distribution, base, draft_logits = heads.logits_of(models, some, teacher)
+                found = agreement(distribution, draft_logits, base, some.mask.shape)
                 with jax.named_scope("divergence"):
-                    values = node_loss(loss_config, told, base, draft_logits, step)
+                    values = node_loss(loss_config, distribution, base, draft_logits, step)
                 return values.reshape(some.mask.shape), found
 
             return heads.in_chunks(of_some, drafts, chunk)
 
         def of_text():
-            values, found = judged(drafts, hidden)
+            values, found = compared(drafts, hidden)
             return losses.over_depths(values, drafts.mask, weights), chain_metrics(found, drafts.mask)
 
         def of_draws():
             choice, draw_key = jax.random.split(jax.random.fold_in(key, 1))
             few = on_policy.choose_anchors(choice, drafts.mask.any(-1), loss_config.on_policy_anchors)
             some = jax.tree.map(lambda x: take_nodes(x, few, axis=1), drafts)
-            _, found = judged(some, hidden)
+            _, found = compared(some, hidden)
             with jax.named_scope("on_policy"):
                 again = functools.partial(states_of, params, hidden, features, embeddings, some.anchors, starts)
                 drawn = heads.on_draws(draw_key, models, some, tokens, hidden, starts, again, remat)
-            values, _ = judged(*drawn)
+            values, _ = compared(*drawn)
             return losses.over_depths(values, some.mask, weights), chain_metrics(found, some.mask)
 
         if loss_config.on_policy:

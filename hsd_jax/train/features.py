@@ -32,7 +32,7 @@ from hsd_jax.kernels import native
 from hsd_jax.models.target import forward_sequence
 from hsd_jax.settings import Count, OneOf, Whole
 from hsd_jax.train import vocab_sample
-from hsd_jax.train.journal import Pace, Report
+from hsd_jax.train.journal import ProgressReport, Report
 from hsd_jax.train.rows import Rows
 from hsd_jax.train.target import starts_of
 from hsd_jax.types import Weights
@@ -98,9 +98,9 @@ class _Layout:
 
     @property
     def words(self) -> int:
-        """Of a token in a file, each as wide as a number of the states; what is told follows these, bit by bit."""
-        told = (1 + self.likeliest) * 4 if self.likeliest else 0
-        return self.shape[2] + told // jnp.dtype(self.dtype).itemsize
+        """Of a token in a file, each as wide as a number of the states; the logit summary follows these, bit by bit."""
+        packed = (1 + self.likeliest) * 4 if self.likeliest else 0
+        return self.shape[2] + packed // jnp.dtype(self.dtype).itemsize
 
     @property
     def row_bytes(self) -> int:
@@ -139,9 +139,9 @@ class Features:
         width = self.shape[2]
         found = {"hidden": np.ascontiguousarray(words[..., :width]).view(self._dtype)}
         if self._words > width:
-            told = np.ascontiguousarray(words[..., width:]).view(np.int32)
-            found["log_normaliser"] = np.ascontiguousarray(told[..., 0]).view(np.float32)
-            found["likeliest"] = told[..., 1:]
+            packed = np.ascontiguousarray(words[..., width:]).view(np.int32)
+            found["log_normaliser"] = np.ascontiguousarray(packed[..., 0]).view(np.float32)
+            found["likeliest"] = packed[..., 1:]
         return found
 
 
@@ -244,8 +244,8 @@ def _check_size(config: FeatureConfig, folder: Path, layout: _Layout, missing: l
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
-    told = f" and {layout.likeliest} likeliest tokens" if layout.likeliest else ""
-    size = f"{num:,} rows x {length} tokens x {width} numbers in {layout.dtype}{told} = {_shown(whole)}"
+    with_summary = f" and {layout.likeliest} likeliest tokens" if layout.likeliest else ""
+    size = f"{num:,} rows x {length} tokens x {width} numbers in {layout.dtype}{with_summary} = {_shown(whole)}"
     done = "" if to_write == whole else f", {_shown(whole - to_write)} of it are there"
     report(f"features: {size} in {folder}{done} (limit {config.limit}, free on the disk {_shown(free)})")
     if whole > config.limit_bytes:
@@ -284,13 +284,13 @@ def _build(
         tokens = batch["tokens"][:, :-1]
         output = forward_sequence(weights, target_config, tokens, starts_of(batch), aux_layers=layout.layers)
         hidden = jnp.concatenate([output.hidden, *output.features], -1).astype(dtype)
-        told = None
+        packed = None
         if layout.likeliest:  # of the final states as they are stored, which is what a step will read
             final = hidden[..., : target_config.hidden_size].astype(jnp.float32)
-            said = vocab_sample.said_by(weights, target_config, final, layout.likeliest)
-            bits = lax.bitcast_convert_type(said.log_normaliser, jnp.int32)
-            told = jnp.concatenate([bits[..., None], said.likeliest], -1)
-        return hidden, told, jnp.all(jnp.isfinite(hidden), (1, 2))
+            summary = vocab_sample.logit_summary(weights, target_config, final, layout.likeliest)
+            bits = lax.bitcast_convert_type(summary.log_normaliser, jnp.int32)
+            packed = jnp.concatenate([bits[..., None], summary.likeliest], -1)
+        return hidden, packed, jnp.all(jnp.isfinite(hidden), (1, 2))
 
     descr = {2: "<u2", 4: "<f4"}[dtype.itemsize]  # NumPy's files know no bfloat16
 
@@ -300,18 +300,18 @@ def _build(
         for start in range(0, len(wanted), batch):
             some = wanted[start : start + batch]
             at = np.pad(some, (0, batch - len(some)), mode="edge")
-            hidden, told, is_finite = (
+            hidden, packed, is_finite = (
                 None if x is None else np.asarray(x)[: len(some)] for x in states(weights, rows.take(at))
             )
             assert hidden is not None and is_finite is not None
             if not is_finite.all():
                 note = "; features.dtype=bfloat16 has more range" if layout.dtype == "float16" else ""
                 raise ValueError(f"the target's hidden states of row {some[~is_finite][0]} are not finite{note}")
-            parts = [hidden.view(descr)] + ([] if told is None else [told.view(descr)])
+            parts = [hidden.view(descr)] + ([] if packed is None else [packed.view(descr)])
             yield np.concatenate(parts, -1)
 
     total = sum(len(layout.rows_of(file)) for file in missing)
-    done, pace = 0, Pace(report)
+    done, progress = 0, ProgressReport(report)
     for file in missing:
         with replacing(_path(folder, file)) as temporary, temporary.open("wb") as out:
             # Not a memory map: a full disk would kill the process.
@@ -320,8 +320,8 @@ def _build(
             for block in blocks(file):
                 out.write(block.tobytes())
                 done += len(block)
-                pace.say(f"features: {done:,} of {total:,} rows", done / total)
+                progress.say(f"features: {done:,} of {total:,} rows", done / total)
             out.flush()
             os.fsync(out.fileno())
-    pace.tokens = total * layout.shape[1]
-    report(f"features: {total:,} rows written, {pace.rate}")
+    progress.tokens = total * layout.shape[1]
+    report(f"features: {total:,} rows written, {progress.rate}")

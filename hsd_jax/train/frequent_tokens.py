@@ -35,7 +35,7 @@ ROW = 256
 """Tokens of a row, where rows only divide the data into used and held out."""
 
 
-def choose(tokens: np.ndarray, num_kept: int, vocab_size: int, end_tokens: Iterable[int]) -> np.ndarray:
+def most_frequent(tokens: np.ndarray, num_kept: int, vocab_size: int, end_tokens: Iterable[int]) -> np.ndarray:
     """The `num_kept` most frequent of `tokens`, as ascending ids int32; of equals the smaller ids.
 
     End tokens are always among them, however few of the texts end.
@@ -95,7 +95,7 @@ def of_run(
       eos: end tokens, always hot.
     Raises:
       ValueError: if checkpoints are there without their ids, if the ids are not those of a drafter of this size, or
-        as `choose`.
+        as `most_frequent`.
     """
     path = out / FILE
     if is_begun and not path.is_file():
@@ -106,7 +106,7 @@ def of_run(
         ids = np.asarray(started).tolist()
         write_json(path, ids)
     else:
-        ids = choose(labels, config.draft_vocab_size, config.vocab_size, eos).tolist()
+        ids = most_frequent(labels, config.draft_vocab_size, config.vocab_size, eos).tolist()
         write_json(path, ids)
     draft_to_target = draft_vocab.checked_ids(ids, config.vocab_size, str(path))
     if len(draft_to_target) != config.reduced_vocab_size:
@@ -151,7 +151,7 @@ def restrict_drafter(
     count = max(1, num // 10)
     labels, held_out = (rows.tokens[part][rows.mask[part]] for part in (slice(-count), slice(-count, None)))
     num_kept = math.ceil(share * config.vocab_size)
-    draft_to_target = choose(labels, num_kept, config.vocab_size, checkpoint.eos)
+    draft_to_target = most_frequent(labels, num_kept, config.vocab_size, checkpoint.eos)
     report(describe(draft_to_target, labels, "labels counted"))
     report(describe(draft_to_target, held_out, "labels held out"))
     replace_folder(

@@ -28,7 +28,7 @@ LARGEST_WHOLE = 2**27
 """Logits of one model, over nodes and vocabulary, that a pass may hold without being asked: 512 MB in float32."""
 
 
-class Drafts(NamedTuple):
+class AnchorDrafts(NamedTuple):
     """What is drafted from each anchor. Anchor a has root a + 1; the token of depth k is at a + 1 + k."""
 
     anchors: Int[Array, "B A"]
@@ -56,7 +56,7 @@ Unrolled = Callable[[EmbedDraft], Float[Array, "B A K H"]]
 """`models.unroll.unroll` of everything but its `embed_draft`."""
 
 
-class Said(NamedTuple):
+class LogitSummary(NamedTuple):
     """What is kept of the target's logits over its whole vocabulary, where only some columns are computed."""
 
     log_normaliser: Float[Array, "..."]
@@ -64,20 +64,20 @@ class Said(NamedTuple):
     """Tokens, the likeliest first."""
 
 
-class Taught(NamedTuple):
+class TeacherOutput(NamedTuple):
     """The target at M places of each row."""
 
     hidden: Float[Array, "B M H"]
     """Its final states."""
-    said: Said | None
+    summary: LogitSummary | None
     """Of all logits, where the columns are a sample."""
-    told: losses.Told | None
+    distribution: losses.TeacherDistribution | None
     """What it says at all B M places, where that is wanted at once."""
 
 
-def taught(
-    models: Models, drafts: Drafts, hidden: Float[Array, "B M H"], chunk: int, said: Said | None = None
-) -> Taught:
+def teacher_output(
+    models: Models, drafts: AnchorDrafts, hidden: Float[Array, "B M H"], chunk: int, summary: LogitSummary | None = None
+) -> TeacherOutput:
     """The target's states, with what it says there where it is cheaper to make that once for all nodes.
 
     That is where a row has no more places than nodes (A K), and all its anchors are taken in one chunk. Else it is
@@ -85,30 +85,34 @@ def taught(
     """
     num_anchors, num_steps = drafts.mask.shape[1:]
     if chunk < num_anchors or num_anchors * num_steps < hidden.shape[1]:
-        return Taught(hidden, said, None)
-    return Taught(hidden, said, _told_by(models, hidden, said))
+        return TeacherOutput(hidden, summary, None)
+    return TeacherOutput(hidden, summary, _distribution_by(models, hidden, summary))
 
 
-def _told_by(models: Models, hidden: Float[Array, "B M H"], said: Said | None) -> losses.Told:
+def _distribution_by(
+    models: Models, hidden: Float[Array, "B M H"], summary: LogitSummary | None
+) -> losses.TeacherDistribution:
     """What the target says at final states, their places on one axis."""
     hidden, params = hidden.reshape(-1, hidden.shape[-1]), models.params
-    if said is None:
+    if summary is None:
         logits = lm_head(models.frozen, models.target_config, hidden)
-        return losses.told(logits, params.get("draft_to_target"))
+        return losses.teacher_distribution(logits, params.get("draft_to_target"))
     logits = logits_of_rows(params["head"], models.target_config, hidden)
-    normaliser, best = said.log_normaliser.reshape(-1), said.likeliest[..., 0].reshape(-1)
-    return losses.told_of_sample(logits, normaliser, best, params["draft_to_target"], params["log_weight"])
+    normaliser, best = summary.log_normaliser.reshape(-1), summary.likeliest[..., 0].reshape(-1)
+    return losses.sampled_teacher_distribution(
+        logits, normaliser, best, params["draft_to_target"], params["log_weight"]
+    )
 
 
 def logits_of(
-    models: Models, drafts: Drafts, teacher: Taught
-) -> tuple[losses.Told, Float[Array, "BAK C"], Float[Array, "BAK C"]]:
+    models: Models, drafts: AnchorDrafts, teacher: TeacherOutput
+) -> tuple[losses.TeacherDistribution, Float[Array, "BAK C"], Float[Array, "BAK C"]]:
     """What the target says at all B A K nodes, the base logits, and those with token information, if any.
 
     The logits have a column for each of the C tokens the drafter may draft.
     """
     params, config, frozen, target_config = models
-    hidden, said, told = teacher
+    hidden, summary, distribution = teacher
     # Two axes only: XLA on CPU needs twice the time for the same gradients over [B, A, K, V].
     num = drafts.mask.size
     base = base_logits(params, config, frozen, target_config, drafts.states.reshape(num, -1))
@@ -117,22 +121,26 @@ def logits_of(
         read = injected.read_paths(params, config, drafts.previous)
         draft_logits = base + injected.bias(params, config, read.reshape(num, -1))
     batch, length = hidden.shape[:2]
-    if told is None:
+    if distribution is None:
         positions = drafts.positions.reshape(batch, -1)
-        told = _told_by(models, *jax.tree.map(lambda x: take_nodes(x, positions, axis=1), (hidden, said)))
+        distribution = _distribution_by(
+            models, *jax.tree.map(lambda x: take_nodes(x, positions, axis=1), (hidden, summary))
+        )
     else:
         at = (drafts.positions + length * jnp.arange(batch)[:, None, None]).reshape(-1)
-        told = told.at(at)
-    return told, base, draft_logits
+        distribution = distribution.at(at)
+    return distribution, base, draft_logits
 
 
-def chains_of_states(key: jax.Array, models: Models, drafts: Drafts, root: Int[Array, "B A"]) -> Int[Array, "B A D"]:
+def chains_of_states(
+    key: jax.Array, models: Models, drafts: AnchorDrafts, root: Int[Array, "B A"]
+) -> Int[Array, "B A D"]:
     """The drafter's own draws after each root, where its states read no drafted token."""
     params, config, frozen, target_config = models
-    told = method_of(config).token_information
+    information = method_of(config).token_information
     base = base_logits(params, config, frozen, target_config, drafts.states.reshape(drafts.mask.size, -1))
     base = base.reshape(*drafts.mask.shape, -1)
-    added_by = None if told is None else functools.partial(told.inject, params, config)
+    added_by = None if information is None else functools.partial(information.inject, params, config)
     return on_policy.sample_chains(key, base, root, added_by, params.get("draft_to_target"))
 
 
@@ -160,13 +168,13 @@ def states_on_draws(
 def on_draws(
     key: jax.Array,
     models: Models,
-    drafts: Drafts,
+    drafts: AnchorDrafts,
     tokens: Int[Array, "B T"],
     hidden: Float[Array, "B T H"],
     starts: Int[Array, "B T"] | None,
     unrolled: Unrolled,
     remat: bool = False,
-) -> tuple[Drafts, Float[Array, "B AK H"]]:
+) -> tuple[AnchorDrafts, Float[Array, "B AK H"]]:
     """The same drafts after the drafter's own draws, and the target's final states given these.
 
     States that read drafted tokens are unrolled again, with `remat` twice; others stay as they were.
@@ -190,13 +198,13 @@ def on_draws(
     return drawn, states.reshape(batch, num_anchors * num_steps, -1)
 
 
-def chunk_of(asked: int | None, drafts: Drafts, vocab_size: int) -> int:
+def chunk_of(asked: int | None, drafts: AnchorDrafts, vocab_size: int) -> int:
     """Anchors a row whose logits are there at once: as many as asked for; else all, or as LARGEST_WHOLE allows."""
     batch, num_anchors, num_steps = drafts.mask.shape
     return min(num_anchors, asked or max(1, LARGEST_WHOLE // (batch * num_steps * vocab_size)))
 
 
-def in_chunks(function: Callable[[Drafts], Any], drafts: Drafts, chunk: int) -> Any:
+def in_chunks(function: Callable[[AnchorDrafts], Any], drafts: AnchorDrafts, chunk: int) -> Any:
     """`function` of drafts, whose results have axes [B, A, ...], for `chunk` anchors of every row at a time.
 
     The backward pass calls it again, so nothing of what it computes is kept. All anchors in one chunk are computed

@@ -22,7 +22,7 @@ TASK = TaskID(0)
 REPORT_SECONDS = 5.0
 
 
-class Pace:
+class ProgressReport:
     """Says every few seconds how far a long piece of work is, and how long it will take."""
 
     def __init__(self, report: Report):
@@ -88,7 +88,7 @@ class Journal:
         left = (self._steps - step) * tokens / step / tokens_per_s
         self.report(f"step {step}/{self._steps}, {about}, {_minutes(left)} left")
 
-    def judged(self, step: int, tokens: int, values: dict[str, Any], is_best: bool) -> None:
+    def log_evaluation(self, step: int, tokens: int, values: dict[str, Any], is_best: bool) -> None:
         """The metrics of a judgement on held-out text."""
         self._write({"step": step, "tokens": tokens, "eval": values, "is_best": is_best}, "eval")
         self.report(f"held out at step {step}: {line_of(values)}{' (best so far)' if is_best else ''}")

@@ -154,7 +154,7 @@ def first_state(params: Any, config: LoopConfig) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Judge:
+class Evaluator:
     """What a run is judged by while it trains, and where its best weights go."""
 
     every: int
@@ -175,7 +175,7 @@ def fit(
     journal: Journal,
     shardings: Callable[[Any], Any] = lambda state: None,
     place: Callable[[Batch], Batch] = lambda batch: batch,
-    judge: Judge | None = None,
+    evaluator: Evaluator | None = None,
     note: dict[str, Any] | None = None,
     begin: Callable[[], None] = lambda: None,
     stages: Sequence[tuple[int, Loss]] = (),
@@ -220,8 +220,8 @@ def fit(
             state, metrics = train_step(state, frozen, place(next(batches)))
             # A step is checked while the next one runs: the host never waits for the device it feeds.
             is_due = done % config.log_every == 0 or done % config.checkpoint_every == 0 or done == config.steps
-            if judge is not None:
-                is_due = is_due or done % judge.every == 0
+            if evaluator is not None:
+                is_due = is_due or done % evaluator.every == 0
             for step, values in ([unchecked] if unchecked else []) + ([(done, metrics)] if is_due else []):
                 check_finite(values, step, config, checkpoints.latest_step())
             unchecked = None if is_due else (done, metrics)
@@ -233,13 +233,13 @@ def fit(
                 clock, last = now, done
                 values["learning_rate"] = float(np.asarray(rate_of(done - 1)))
                 journal.step(done, done * tokens_per_step, speed, values)
-            if judge is not None and (done % judge.every == 0 or done == config.steps):
-                judged = judge.evaluate(state["params"])
-                is_best = not best or judged["tau"] > best["tau"]
+            if evaluator is not None and (done % evaluator.every == 0 or done == config.steps):
+                evaluation = evaluator.evaluate(state["params"])
+                is_best = not best or evaluation["tau"] > best["tau"]
                 if is_best:
-                    best = {"step": done, "tau": judged["tau"]}
-                    judge.keep(state["params"], judged)
-                journal.judged(done, done * tokens_per_step, judged, is_best)
+                    best = {"step": done, "tau": evaluation["tau"]}
+                    evaluator.keep(state["params"], evaluation)
+                journal.log_evaluation(done, done * tokens_per_step, evaluation, is_best)
                 clock = time.perf_counter()  # judging is not training
                 last = done
             if done % config.checkpoint_every == 0 or done == config.steps:

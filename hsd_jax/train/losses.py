@@ -1,10 +1,10 @@
 """How far the drafter's distribution q is from the target's p at one node, and how depths and steps are weighed.
 
 Pure functions of logits over the last axis, one value a node, all in float32. Divergences are in nats, total variation
-is a probability. No gradient reaches the target's logits; nodes at one place share what `told` says of them. Read next:
+is a probability. No gradient reaches the target's logits; nodes at one place share a `TeacherDistribution`. Read next:
 `drafter.py`.
 
-With a `draft_to_target` in `told` the columns of `draft_logits` are hot tokens, and the drafter gives the cold ones
+With a `draft_to_target` the columns of `draft_logits` are hot tokens, and the drafter gives the cold ones
 nothing. The target's distribution p is normalised over all tokens, not over the hot ones, so what it gives to cold
 tokens counts as refused: `total_variation` is one minus the sum of min(p, q) as ever, `reverse_kl` is exact too. Of the
 others only the hot terms are summed. The cold ones are the same whatever the drafter does: a constant in
@@ -34,7 +34,7 @@ DraftToTarget = Int[Array, "C"] | None
 """The token of each column of the drafter's logits; None: the columns are the tokens, C = V."""
 
 
-class Told(NamedTuple):
+class TeacherDistribution(NamedTuple):
     """What the target says at some places, of the tokens that may be drafted. Made once, it serves many nodes."""
 
     logp: Float[Array, "... C"]
@@ -46,27 +46,29 @@ class Told(NamedTuple):
     log_weight: Float[Array, "C"] | None = None
     """Log of the weight of each column in sums over columns; None: all weigh 1."""
 
-    def at(self, index: Int[Array, "N"]) -> Told:
+    def at(self, index: Int[Array, "N"]) -> TeacherDistribution:
         """The same at some of the places, these on one axis."""
-        return Told(self.logp[index], self.best[index], self.is_hot[index], self.log_weight)
+        return TeacherDistribution(self.logp[index], self.best[index], self.is_hot[index], self.log_weight)
 
 
-def told(target_logits: Float[Array, "... V"], draft_to_target: DraftToTarget = None) -> Told:
+def teacher_distribution(
+    target_logits: Float[Array, "... V"], draft_to_target: DraftToTarget = None
+) -> TeacherDistribution:
     """What logits of the target say; no gradient reaches them."""
     target_logits = lax.stop_gradient(target_logits)
     logp = jax.nn.log_softmax(target_logits.astype(jnp.float32), -1)
     if draft_to_target is not None:
         logp = logp[..., draft_to_target]
-    return Told(logp, *to_columns(draft_to_target, jnp.argmax(target_logits, -1)))
+    return TeacherDistribution(logp, *to_columns(draft_to_target, jnp.argmax(target_logits, -1)))
 
 
-def told_of_sample(
+def sampled_teacher_distribution(
     logits: Float[Array, "... C"],
     log_normaliser: Float[Array, "..."],
     best: Int[Array, "..."],
     draft_to_target: Int[Array, "C"],
     log_weight: Float[Array, "C"],
-) -> Told:
+) -> TeacherDistribution:
     """What the target says of a sample of columns, where only its logits of these are there.
 
     Args:
@@ -74,10 +76,10 @@ def told_of_sample(
       best: its likeliest token, of all.
     """
     logp = lax.stop_gradient(logits.astype(jnp.float32)) - log_normaliser[..., None]
-    return Told(logp, *to_columns(draft_to_target, best), log_weight)
+    return TeacherDistribution(logp, *to_columns(draft_to_target, best), log_weight)
 
 
-Target = Float[Array, "... V"] | Told
+Target = Float[Array, "... V"] | TeacherDistribution
 """What the target says; its logits where the drafter has a column for every token."""
 
 
@@ -94,7 +96,7 @@ class _Pair(NamedTuple):
 
 
 def _log_distributions(target: Target, draft_logits: Array) -> _Pair:
-    target = target if isinstance(target, Told) else told(target)
+    target = target if isinstance(target, TeacherDistribution) else teacher_distribution(target)
     draft_logits, log_weight = draft_logits.astype(jnp.float32), target.log_weight
     if log_weight is None:
         return _Pair(target.logp, jax.nn.log_softmax(draft_logits, -1), None)

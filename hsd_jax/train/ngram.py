@@ -40,7 +40,7 @@ Documents = Sequence[tuple[np.ndarray, np.ndarray]]
 """Tokens int32 [n] of each, and which of them are counted, bool [n]."""
 
 
-class Level(NamedTuple):
+class NgramCounts(NamedTuple):
     """The n-grams of one order, ascending by parent and token."""
 
     parent: np.ndarray
@@ -53,7 +53,7 @@ class Level(NamedTuple):
     """a of the module's docstring; 0 for what is a beginning of longer n-grams only."""
 
 
-def count(documents: Documents, order: int, vocab_size: int) -> list[Level]:
+def count_ngrams(documents: Documents, order: int, vocab_size: int) -> list[NgramCounts]:
     """The n-grams of the orders 1 to `order` that end at a counted token, and their beginnings. No n-gram crosses from
     one document into the next."""
     tokens, counted = (np.concatenate(parts) for parts in zip(*documents, strict=True))
@@ -64,7 +64,7 @@ def count(documents: Documents, order: int, vocab_size: int) -> list[Level]:
         wanted[n] = (counted & (place >= n - 1)) | above
         above = np.append(wanted[n][1:], False)
     node = tokens.astype(np.int64)
-    levels = [Level(np.zeros(vocab_size, int), np.arange(vocab_size), np.zeros(vocab_size, int), np.zeros(0))]
+    orders = [NgramCounts(np.zeros(vocab_size, int), np.arange(vocab_size), np.zeros(vocab_size, int), np.zeros(0))]
     at_positions = [node]
     for n in range(2, order + 1):
         at = np.flatnonzero(wanted[n])
@@ -73,18 +73,18 @@ def count(documents: Documents, order: int, vocab_size: int) -> list[Level]:
         node[at] = found
         suffix = np.zeros(len(keys), int)
         suffix[found] = at_positions[-1][at]
-        levels.append(Level(keys // vocab_size, keys % vocab_size, suffix, np.zeros(0)))
+        orders.append(NgramCounts(keys // vocab_size, keys % vocab_size, suffix, np.zeros(0)))
         at_positions.append(node)
     for n in range(1, order + 1):
         ends = at_positions[n - 1][counted & (place >= n - 1)]
-        adjusted = np.bincount(ends, minlength=len(levels[n - 1].token))
+        adjusted = np.bincount(ends, minlength=len(orders[n - 1].token))
         if n < order:  # how many different tokens before it
             longer = np.unique(at_positions[n][counted & (place >= n)])
-            adjusted = np.bincount(levels[n].suffix[longer], minlength=len(adjusted))
+            adjusted = np.bincount(orders[n].suffix[longer], minlength=len(adjusted))
             begins = np.unique(at_positions[n - 1][counted & (place == n - 1)])
             adjusted[begins] += 1
-        levels[n - 1] = levels[n - 1]._replace(adjusted=adjusted)
-    return levels
+        orders[n - 1] = orders[n - 1]._replace(adjusted=adjusted)
+    return orders
 
 
 def discount(adjusted: np.ndarray) -> float:
@@ -93,27 +93,27 @@ def discount(adjusted: np.ndarray) -> float:
     return float(np.clip(once / max(once + 2 * twice, 1), LEAST_DISCOUNT, MOST_DISCOUNT))
 
 
-def smoothed(levels: Sequence[Level]) -> Weights:
+def smoothed(orders: Sequence[NgramCounts]) -> Weights:
     """The trie of counted n-grams: `token`, `first`, `logp` and `backoff` of `drafters/rescored/ngram.py`."""
-    vocab_size = len(levels[0].token)
+    vocab_size = len(orders[0].token)
     logp, backoff, below = [], [], np.full(1, 1.0 / vocab_size)
-    for level in levels:
-        num_parents, own = len(below) if logp else 1, discount(level.adjusted)
-        total = np.bincount(level.parent, level.adjusted, minlength=num_parents)
-        types = np.bincount(level.parent, level.adjusted > 0, minlength=num_parents)
+    for counts in orders:
+        num_parents, own = len(below) if logp else 1, discount(counts.adjusted)
+        total = np.bincount(counts.parent, counts.adjusted, minlength=num_parents)
+        types = np.bincount(counts.parent, counts.adjusted > 0, minlength=num_parents)
         left = np.where(total > 0, own * types / np.maximum(total, 1), 1.0)
-        seen = np.maximum(level.adjusted - own, 0.0) / np.maximum(total, 1)[level.parent]
+        seen = np.maximum(counts.adjusted - own, 0.0) / np.maximum(total, 1)[counts.parent]
         if logp:
             backoff.append(np.log(left))
-        below = seen + left[level.parent] * below[level.suffix]
+        below = seen + left[counts.parent] * below[counts.suffix]
         logp.append(np.log(below))
     backoff.append(np.zeros(len(below)))
-    sizes = np.cumsum([0, *(len(level.token) for level in levels)])
-    parents = [level.parent + start for level, start in zip(levels[1:], sizes, strict=False)]
+    sizes = np.cumsum([0, *(len(counts.token) for counts in orders)])
+    parents = [counts.parent + start for counts, start in zip(orders[1:], sizes, strict=False)]
     num_children = np.bincount(np.concatenate([*parents, np.zeros(0, int)]), minlength=sizes[-1])
     first = np.append(vocab_size, vocab_size + np.cumsum(num_children))
     return {
-        "token": np.concatenate([level.token for level in levels]).astype(np.int32),
+        "token": np.concatenate([counts.token for counts in orders]).astype(np.int32),
         "first": first.astype(np.int32),
         "logp": np.concatenate(logp).astype(np.float32),
         "backoff": np.concatenate(backoff).astype(np.float32),
@@ -131,7 +131,7 @@ def make_ngram(documents: Documents, order: int, vocab_size: int, vocabulary: st
     if not sum(int(counted.sum()) for _, counted in documents):
         raise ValueError("an n-gram model is counted from tokens, and there are none")
     NgramConfig(order, vocab_size, vocab_size, 1, vocabulary)  # refuses the order before anything is counted
-    weights = smoothed(count(documents, order, vocab_size))
+    weights = smoothed(count_ngrams(documents, order, vocab_size))
     most = int(np.diff(weights["first"]).max())
     return NgramConfig(order, vocab_size, len(weights["token"]), max(most, 1), vocabulary), weights
 

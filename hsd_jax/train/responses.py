@@ -26,13 +26,13 @@ from hsd_jax.params import Params
 from hsd_jax.planning import texts
 from hsd_jax.session import MOST_SLOTS, Generated
 from hsd_jax.train import data, manifest
-from hsd_jax.train.journal import Pace, Report
+from hsd_jax.train.journal import ProgressReport, Report
 from hsd_jax.train.response_prompts import GenerateConfig, Prompt, draw, read_prompts
 from hsd_jax.train.rows import spoken
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class ResponseJob:
     """One row to decode."""
 
     prompt: Prompt
@@ -40,7 +40,7 @@ class Job:
     seed: int
 
 
-def make_plan(prompts: Sequence[Prompt], config: GenerateConfig) -> list[Job]:
+def make_plan(prompts: Sequence[Prompt], config: GenerateConfig) -> list[ResponseJob]:
     """The jobs of a run, in the order of its lines.
 
     `config.batch` jobs whose prompts are of about one length follow one another, and such groups come in a random
@@ -54,7 +54,7 @@ def make_plan(prompts: Sequence[Prompt], config: GenerateConfig) -> list[Job]:
         for sample in range(config.samples_per_prompt):
             temperature = first[sample] if sample < len(first) else again[(sample - len(first)) % len(again)]
             seed = int(draw(config.seed, number, 1 + sample).integers(2**32))
-            jobs.append(Job(prompt, temperature, seed))
+            jobs.append(ResponseJob(prompt, temperature, seed))
     jobs.sort(key=lambda job: len(job.prompt.tokens))  # stable
     groups = [jobs[i : i + config.batch] for i in range(0, len(jobs), config.batch)]
     return [job for i in draw(config.seed, len(groups)).permutation(len(groups)) for job in groups[i]]
@@ -97,7 +97,7 @@ def check_settings(out: str | Path, settings: dict[str, Any]) -> None:
             )
 
 
-def lines_done(out: Path, jobs: Sequence[Job]) -> int:
+def lines_done(out: Path, jobs: Sequence[ResponseJob]) -> int:
     """Whole lines of a result that broke off, after dropping what comes after the last of them.
 
     Raises:
@@ -170,7 +170,7 @@ def run(
 def generate(
     params: Params,
     tokenizer: Tokenizer,
-    plan: Sequence[Job],
+    plan: Sequence[ResponseJob],
     out: str | Path,
     settings: dict[str, Any],
     config: GenerateConfig,
@@ -204,7 +204,7 @@ def generate(
 def _write_lines(
     params: Params,
     tokenizer: Tokenizer,
-    plan: Sequence[Job],
+    plan: Sequence[ResponseJob],
     out: Path,
     done: int,
     config: GenerateConfig,
@@ -213,7 +213,7 @@ def _write_lines(
 ) -> None:
     """Appends the lines of the plan from number `done` on, each once all before it are there: rows end out of order."""
     begun, ended, total = done, dict[int, Generated](), len(plan)
-    pace = Pace(report)
+    progress = ProgressReport(report)
     asked = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p")}
     requests = [
         {"prompt": list(job.prompt.tokens), "temperature": job.temperature, "seed": job.seed, **asked}
@@ -242,20 +242,20 @@ def _write_lines(
                     f"{out}:{done + 1}: no response to {job.prompt.source} at temperature {job.temperature:g} with seed"
                     f" {job.seed}: {following.error}. The lines before it are written"
                 )
-            pace.tokens += len(answer.tokens)
+            progress.tokens += len(answer.tokens)
             ahead = f" and {len(ended):,} that wait for the next" if ended else ""
             if done < total:
                 share = (done + len(ended) - begun) / (total - begun)
-                pace.say(f"{done:,} of {total:,} lines{ahead}, {pace.rate}", share)
-    report(f"{total:,} lines, {pace.tokens:,} new tokens in this run, {pace.rate}")
+                progress.say(f"{done:,} of {total:,} lines{ahead}, {progress.rate}", share)
+    report(f"{total:,} lines, {progress.tokens:,} new tokens in this run, {progress.rate}")
 
 
-def _num_slots(plan: Sequence[Job], config: GenerateConfig) -> int:
+def _num_slots(plan: Sequence[ResponseJob], config: GenerateConfig) -> int:
     """Rows decoded at once."""
     return min(config.batch, len(plan), MOST_SLOTS)
 
 
-def _line(tokenizer: Tokenizer, job: Job, tokens: list[int]) -> str:
+def _line(tokenizer: Tokenizer, job: ResponseJob, tokens: list[int]) -> str:
     prompt = list(job.prompt.tokens)
     record = {
         "prompt": job.prompt.text,

@@ -27,7 +27,7 @@ from hsd_jax.train.curves import draw_curves
 from hsd_jax.train.distill import DISTILLED, DistillRecipe
 from hsd_jax.train.drafter import DrafterRecipe
 from hsd_jax.train.journal import Journal, Report
-from hsd_jax.train.loop import Judge, LoopConfig, fit
+from hsd_jax.train.loop import Evaluator, LoopConfig, fit
 from hsd_jax.train.recipe import HeldOut
 from hsd_jax.train.rows import beginnings
 from hsd_jax.train.target import TargetRecipe
@@ -78,14 +78,14 @@ def train(
     params = task.begin(rows)
     _describe(report, task.kind, params, rows, loop)
     shardings, place = placement(mesh, loop, task.config)
-    judge = None
+    evaluator = None
     if asked is not None and asked.every:
-        judge = Judge(asked.every, task.scores(prompts), task.save)
+        evaluator = Evaluator(asked.every, task.scores(prompts), task.save)
     note, begin = manifest.note(claims, rows.fingerprint), functools.partial(manifest.write, out, claims)
     with task.batches(rows) as batches, _journal_of(out, loop, report) as journal:
         model = task.loss, params, task.frozen
-        params = fit(*model, batches, loop, out, journal, shardings, place, judge, note, begin, task.stages)
-    if judge is None:
+        params = fit(*model, batches, loop, out, journal, shardings, place, evaluator, note, begin, task.stages)
+    if evaluator is None:
         task.save(params)
     wait_for_all(f"{task.folder} is written")
     task.close()

@@ -41,7 +41,7 @@ from hsd_jax.train.trained import begun_with_target, started_from
 from hsd_jax.types import Weights
 
 BEFORE, JUDGED = "before.json", "judged.json"
-Judged = Callable[[Weights], dict[str, Any]]
+Evaluate = Callable[[Weights], dict[str, Any]]
 
 
 @dataclasses.dataclass
@@ -54,7 +54,7 @@ class Task:
     begin(rows): the first weights; sets `loss` and `stages`, as `loop.fit` takes them.
     scores(prompts): what judges weights.
     batches(rows): what `fit` reads.
-    save(params, judged): puts the result, and its scores if there are any, in the place of the one before.
+    save(params, evaluation): puts the result, and its scores if there are any, in the place of the one before.
     close(): says what is left to say.
     """
 
@@ -131,7 +131,7 @@ class TargetTask(Task):
         self.loss = target.make_loss(config, train.remat)
         return init_target(jax.random.key(train.seed), config) if self.start is None else self.start
 
-    def save(self, params: Weights, judged: dict[str, Any] | None = None) -> None:
+    def save(self, params: Weights, evaluation: dict[str, Any] | None = None) -> None:
         """Leaves a Hugging Face folder with its tokenizer, beside the checkpoints."""
         params, bos, eos = jax.tree.map(fetch, params), self.bos, self.eos
         if is_writer():
@@ -163,13 +163,13 @@ class TaughtTask(Task):
         settings = prompts, self.recipe.eval.max_new_tokens, temperature, self.report
         return simulate.stored_texts(self.out, f"held-out-{name}", self.target, self.owner.hash, *settings)
 
-    def put(self, write: Callable[[Path], None], judged: dict[str, Any] | None) -> None:
+    def put(self, write: Callable[[Path], None], evaluation: dict[str, Any] | None) -> None:
         """A folder that `write` fills, with the scores, in the place of the one before."""
 
         def whole(new: Path) -> None:
             write(new)
-            if judged is not None:
-                write_json(new / JUDGED, judged)
+            if evaluation is not None:
+                write_json(new / JUDGED, evaluation)
 
         replace_folder(self.folder, whole)
 
@@ -230,7 +230,7 @@ class DrafterTask(TaughtTask):
         cached = features.open_features(self.recipe.features, rows, *models, pass_rows, self.report, **kept)
         return data.batches_of(rows, train, self.recipe.data, self.mesh, cached)
 
-    def scores(self, prompts: list[np.ndarray]) -> Judged:
+    def scores(self, prompts: list[np.ndarray]) -> Evaluate:
         """Simulated tau on greedy and on sampled texts."""
         texts, tree = {}, self.recipe.eval.tree(self.config.num_steps)
         for name, temperature in (("greedy", 0.0), ("sampled", self.recipe.eval.temperature)):
@@ -238,7 +238,7 @@ class DrafterTask(TaughtTask):
             if self.hot is not None:
                 self.report(frequent_tokens.describe(self.hot, text.written, f"tokens of the held-out {name} texts"))
 
-        def judged(params: Weights) -> dict[str, Any]:
+        def evaluate(params: Weights) -> dict[str, Any]:
             values, models = {}, (self.frozen, self.reads)
             whole = draft_vocab.attach(params, self.hot, *models)
             for name, (text, temperature) in texts.items():
@@ -246,14 +246,14 @@ class DrafterTask(TaughtTask):
                 values |= found if name == "greedy" else {f"sampled_{k}": v for k, v in found.items()}
             return values
 
-        return judged
+        return evaluate
 
-    def save(self, params: Weights, judged: dict[str, Any] | None = None) -> None:
+    def save(self, params: Weights, evaluation: dict[str, Any] | None = None) -> None:
         params, config = jax.tree.map(fetch, params), self.config
-        if judged is not None:
-            config = dataclasses.replace(config, **_profiles(judged))
+        if evaluation is not None:
+            config = dataclasses.replace(config, **_profiles(evaluation))
         weights = params if self.hot is None else {**params, "draft_to_target": self.hot}
-        self.put(lambda new: drafter_files.save_drafter(new, config, weights, self.recipe.model.stored_in), judged)
+        self.put(lambda new: drafter_files.save_drafter(new, config, weights, self.recipe.model.stored_in), evaluation)
 
 
 class DistillTask(TaughtTask):
@@ -312,24 +312,24 @@ class DistillTask(TaughtTask):
         writer, seed = model_of(self.config), self.recipe.data.seed_of(train.seed)
         return contextlib.closing(MixedBatches(rows, train, seed, asked, writer, self.words.eos, self.out))
 
-    def scores(self, prompts: list[np.ndarray]) -> Judged:
+    def scores(self, prompts: list[np.ndarray]) -> Evaluate:
         """Held-out divergences, and real decodes of the same prompts; those of the first weights are written down."""
         asked, config = self.recipe.eval, self.config
         texts = self.texts("sampled", prompts, asked.temperature)
-        measure = distill.held_out(self.reads, config, self.recipe.loss, texts, asked.temperature)
+        divergences = distill.held_out_divergences(self.reads, config, self.recipe.loss, texts, asked.temperature)
 
-        def judged(learned: Weights) -> dict[str, Any]:
+        def evaluate(learned: Weights) -> dict[str, Any]:
             weights = self.kept | learned
             pair = dataclasses.replace(self.target, drafter=weights, drafter_config=config)
-            return distill.decoded(pair, prompts, asked) | measure(weights, self.target.target)
+            return distill.decoded(pair, prompts, asked) | divergences(weights, self.target.target)
 
         if not self.is_begun:
-            before = judged(self.learned)
+            before = evaluate(self.learned)
             write_json(self.out / BEFORE, before)
             self.report(f"before: {line_of(before)}")
-        return judged
+        return evaluate
 
-    def save(self, params: Weights, judged: dict[str, Any] | None = None) -> None:
+    def save(self, params: Weights, evaluation: dict[str, Any] | None = None) -> None:
         params = jax.tree.map(fetch, self.kept | params)
         words = self.start if self.start.tokenizer else self.words
 
@@ -339,7 +339,7 @@ class DistillTask(TaughtTask):
             convert.save_target(new, model_of(self.config), model, bos=words.bos, eos=words.named_eos)
             words.save_tokenizer(new)
 
-        self.put(write, judged)
+        self.put(write, evaluation)
 
     def close(self) -> None:
         if self.recipe.eval.every and is_writer():
@@ -362,7 +362,9 @@ def say_reach(report: Report, length: int, window: int | None, max_position: int
         report(f"rows of {length} tokens: {reach}; {remedy}")
 
 
-def _profiles(judged: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+def _profiles(evaluation: dict[str, Any]) -> dict[str, tuple[float, ...]]:
     """What a drafter's file keeps of its scores, for `planning/plan.py`: acceptance by depth of a chain."""
     names = {"profile": "chain_acceptance", "sampled_profile": "sampled_chain_acceptance"}
-    return {name: tuple(round(float(x), 3) for x in judged[key]) for name, key in names.items() if key in judged}
+    return {
+        name: tuple(round(float(x), 3) for x in evaluation[key]) for name, key in names.items() if key in evaluation
+    }

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.models.target import lm_head
-from hsd_jax.train.heads import LARGEST_WHOLE, Said
+from hsd_jax.train.heads import LARGEST_WHOLE, LogitSummary
 from hsd_jax.types import Weights
 
 HEAD_START = 50.0
@@ -42,20 +42,20 @@ class Sample(NamedTuple):
     """Minus the log of the chance that the column is drawn."""
 
 
-def said_by(weights: Weights, config: ModelConfig, hidden: Float[Array, "... H"], count: int) -> Said:
+def logit_summary(weights: Weights, config: ModelConfig, hidden: Float[Array, "... H"], count: int) -> LogitSummary:
     """The `count` likeliest tokens after final states, and the normaliser of all logits.
 
     Logits are there for some places at a time, as `heads.LARGEST_WHOLE` allows.
     """
 
-    def of_one(state: Float[Array, "H"]) -> Said:
+    def of_one(state: Float[Array, "H"]) -> LogitSummary:
         logits = lm_head(weights, config, state).astype(jnp.float32)
-        return Said(jax.nn.logsumexp(logits, -1), lax.top_k(logits, count)[1].astype(jnp.int32))
+        return LogitSummary(jax.nn.logsumexp(logits, -1), lax.top_k(logits, count)[1].astype(jnp.int32))
 
     flat = hidden.reshape(-1, hidden.shape[-1])
     at_once = max(1, LARGEST_WHOLE // config.vocab_size)
-    said = jax.vmap(of_one)(flat) if len(flat) <= at_once else lax.map(of_one, flat, batch_size=at_once)
-    return jax.tree.map(lambda x: x.reshape(*hidden.shape[:-1], *x.shape[1:]), said)
+    summary = jax.vmap(of_one)(flat) if len(flat) <= at_once else lax.map(of_one, flat, batch_size=at_once)
+    return jax.tree.map(lambda x: x.reshape(*hidden.shape[:-1], *x.shape[1:]), summary)
 
 
 def likely_somewhere(

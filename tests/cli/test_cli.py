@@ -439,17 +439,17 @@ def test_identity_counts_rows_that_differ_between_levels(identity_run, monkeypat
             identity_run("--levels")
         assert "levels" in capsys.readouterr().err
         return
-    levels = [*reversed(native.cpu_levels()), native.OFF]
+    isas = [*reversed(native.cpu_isas()), native.OFF]
     _, record = identity_run("--precision", "exact", "--levels")
     found = record["levels"]
-    assert found["level"] == levels[0] and found["num_prompts"] == record["num_prompts"]
-    assert [one["rows_differing"] for one in found["settings"]] == 3 * [dict.fromkeys(levels[1:], 0)]
+    assert found["level"] == isas[0] and found["num_prompts"] == record["num_prompts"]
+    assert [one["rows_differing"] for one in found["settings"]] == 3 * [dict.fromkeys(isas[1:], 0)]
     assert "whose plain text differs" in capsys.readouterr().out
     decode = hsd_jax.decode
 
     def wrong(params, prompt, *args, **kwargs):
         out = decode(params, prompt, *args, **kwargs)
-        if native.chosen_level() == native.OFF:
+        if native.selected_isa() == native.OFF:
             out.tokens[:, 0] += 1
         return out
 

@@ -16,7 +16,7 @@ import pytest
 from support import toy
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.rescored.draft import Lattice, weighed
+from hsd_jax.drafters.rescored.draft import ArcExpander, weighed
 from hsd_jax.drafters.rescored.scorers import ZERO_GRAMS, ngram_scorer
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.tree import Grower, token_free
@@ -43,7 +43,7 @@ def counted() -> tuple[Any, Any]:
     return config, {name: jnp.asarray(value) for name, value in weights.items()} | {"alpha": jnp.full(1, 0.7)}
 
 
-def over_all(lattice: Lattice, base: Any, inject: Inject | None, scorer: Any, weights: Any):
+def over_all(lattice: ArcExpander, base: Any, inject: Inject | None, scorer: Any, weights: Any):
     """An `Expand` of the whole vocabulary, -inf but for arcs, which every node chooses for itself at every level."""
     whole, hot = token_free(base, inject), lattice.draft_to_target
 
@@ -84,7 +84,7 @@ def grower_of(shape: str, scheme: DrawScheme, is_hot: bool, has_injector: bool, 
         noise = None
         if scheme is DrawScheme.COUPLED:
             noise = sampling_lib.round_noise(inputs.keys, inputs.position, DEPTH, VOCAB, inputs.sampling)
-        lattice = Lattice(ARCS, hot, inputs.sampling, noise)
+        lattice = ArcExpander(ARCS, hot, inputs.sampling, noise)
         if sees_all:
             expand = over_all(lattice, base, inject, scorer, weights)
         else:
@@ -147,7 +147,7 @@ def test_of_arcs_that_are_equally_likely_the_first_tokens_are_taken():
         return -jnp.asarray(heads)[arcs] / weights["alpha"], carry
 
     base, inputs = jnp.broadcast_to(heads, (BATCH, DEPTH, VOCAB)), inputs_of(0)
-    scorer, lattice = ZERO_GRAMS._replace(score=undo), Lattice(ARCS, None, inputs.sampling)
+    scorer, lattice = ZERO_GRAMS._replace(score=undo), ArcExpander(ARCS, None, inputs.sampling)
     weights = {"alpha": jnp.full(1, 0.5)}
     found = Grower(BEAM, DrawScheme.ARBITRARY, VOCAB).grow(
         weighed(lattice.expand(base, None), scorer, weights), (None, ()), inputs

@@ -22,7 +22,7 @@ from hsd_jax.drafters.both.draft import LONGEST, both_drafter, first_record
 from hsd_jax.drafters.drafted_for import DraftedFor
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.lookup.draft import Copied
-from hsd_jax.drafters.table import METHODS, make_drafter
+from hsd_jax.drafters.table import DRAFTING_METHODS, make_drafter
 from hsd_jax.infer import worth
 from hsd_jax.infer.accept import verdict_of
 from hsd_jax.infer.tree import ancestor_mask
@@ -370,7 +370,7 @@ def test_drawn_trees_are_refused():
     """By the drafter, and by `decode` under every rule but `match`, before anything compiles."""
     setup = setups.setup("llama", "both")
     for scheme in DRAWN_SCHEMES:
-        method = METHODS[setup.drafter_config.base.kind]
+        method = DRAFTING_METHODS[setup.drafter_config.base.kind]
         with pytest.raises(ValueError, match="lookup copies its drafts, allowed are arbitrary and coupled"):
             both_drafter(method, setup.config, setup.drafter_config, setups.BEAM, scheme=scheme)
     params = hsd_jax.Params(setup.models["target"], setup.models["drafter"], setup.config, setup.drafter_config)
@@ -394,7 +394,9 @@ def test_plans_are_those_of_the_base():
     shipped = rates.CPU_RATES["avx2"]
     seconds = [costs.CostModel(setup.config, c, shipped, 4, 4).drafting(1, setups.BEAM) for c in (base, config)]
     assert seconds[0] < seconds[1] < 1.5 * seconds[0] + 1e-3
-    assert METHODS["both"].planning.default_tree(config) == METHODS["hidden"].planning.default_tree(base)
+    assert DRAFTING_METHODS["both"].planning.default_tree(config) == DRAFTING_METHODS["hidden"].planning.default_tree(
+        base
+    )
 
 
 def test_text_of_the_bundled_pair_is_that_of_plain_decoding():

@@ -98,10 +98,10 @@ def test_ids_that_are_refused(ids, message):
 
 def test_the_most_frequent_tokens_are_hot():
     tokens = np.array([[7, 7, 7, 2], [5, 5, 2, 9]])
-    assert frequent_tokens.choose(tokens, 1, 12, []).tolist() == [7]
-    assert frequent_tokens.choose(tokens, 2, 12, []).tolist() == [2, 7]  # 2 and 5 are equals
-    assert frequent_tokens.choose(tokens, 3, 12, [11]).tolist() == [2, 7, 11]  # an end token nobody has seen
-    found = frequent_tokens.choose(tokens, 6, 12, [9, 99])  # an end token outside the vocabulary ends nothing
+    assert frequent_tokens.most_frequent(tokens, 1, 12, []).tolist() == [7]
+    assert frequent_tokens.most_frequent(tokens, 2, 12, []).tolist() == [2, 7]  # 2 and 5 are equals
+    assert frequent_tokens.most_frequent(tokens, 3, 12, [11]).tolist() == [2, 7, 11]  # an end token nobody has seen
+    found = frequent_tokens.most_frequent(tokens, 6, 12, [9, 99])  # an end token outside the vocabulary ends nothing
     assert found.tolist() == [0, 1, 2, 5, 7, 9] and found.dtype == np.int32
     assert frequent_tokens.coverage(np.array([2, 7]), tokens) == 5 / 8
     assert frequent_tokens.coverage(jnp.array([3]), tokens) == frequent_tokens.coverage(found, tokens[:0]) == 0
@@ -115,15 +115,15 @@ def test_coverage_is_the_best_there_is():
 
     tokens = np.random.default_rng(0).zipf(1.5, 200) % 8
     best = max(np.isin(tokens, ids).mean() for ids in combinations(range(8), 3))
-    assert frequent_tokens.coverage(frequent_tokens.choose(tokens, 3, 8, []), tokens) == best
+    assert frequent_tokens.coverage(frequent_tokens.most_frequent(tokens, 3, 8, []), tokens) == best
 
 
 @pytest.mark.parametrize("num, ends", [(0, []), (13, []), (1, [3, 4])])
 def test_sizes_that_are_refused(num, ends):
     with pytest.raises(ValueError, match=f"reduced draft vocabulary of {num} tokens: allowed are"):
-        frequent_tokens.choose(np.arange(5), num, 12, ends)
+        frequent_tokens.most_frequent(np.arange(5), num, 12, ends)
     with pytest.raises(ValueError, match="there are none"):
-        frequent_tokens.choose(np.arange(0), 3, 12, [])
+        frequent_tokens.most_frequent(np.arange(0), 3, 12, [])
 
 
 def test_a_run_keeps_its_ids(tmp_path):
@@ -361,7 +361,7 @@ def test_divergences_from_a_distribution_with_cold_tokens(name):
     rng = np.random.default_rng(0)
     target, draft = 2 * rng.normal(size=(5, TARGET.vocab_size)), 2 * rng.normal(size=(5, len(SOME)))
     args = jnp.asarray(target, jnp.float32), jnp.asarray(draft, jnp.float32)
-    divergence = lambda t, d: losses.DIVERGENCES[name](losses.told(t, jnp.asarray(SOME)), d)  # noqa: E731
+    divergence = lambda t, d: losses.DIVERGENCES[name](losses.teacher_distribution(t, jnp.asarray(SOME)), d)  # noqa: E731
     p = np.exp(oracle.log_softmax(target))
     cold = 1 - p[:, SOME].sum(-1)
     assert (cold > 0.1).all()
@@ -400,7 +400,7 @@ def test_the_distribution_given_that_the_token_is_hot_is_the_best():
     """No gradient there, and half the cold share weighs a node twice: hot part of p, not p renormalised."""
     target = jnp.asarray(np.random.default_rng(1).normal(size=TARGET.vocab_size), jnp.float32)
     draft_to_target = jnp.asarray(SOME)
-    grad = jax.grad(lambda d, t: losses.forward_kl(losses.told(t, draft_to_target), d))
+    grad = jax.grad(lambda d, t: losses.forward_kl(losses.teacher_distribution(t, draft_to_target), d))
     np.testing.assert_allclose(grad(target[draft_to_target], target), 0.0, atol=1e-6)
     other = target[draft_to_target] + jnp.arange(len(SOME), dtype=jnp.float32)
     colder = target.at[jnp.asarray(np.setdiff1d(np.arange(TARGET.vocab_size), SOME))].add(1.0)
@@ -414,8 +414,8 @@ def test_a_greedy_chain_ends_at_a_cold_token():
     target_logits = jnp.eye(5)[jnp.array([3, 2, 3, 4])]  # hot, cold, hot, cold behind all
     draft_logits = jnp.array([[0.0, 1.0]] * 4)
     mask = jnp.ones((1, 1, 4), bool)
-    told = losses.told(target_logits, draft_to_target)
-    found = anchors_lib.chain_metrics(anchors_lib.agreement(told, draft_logits, draft_logits, mask.shape), mask)
+    distribution = losses.teacher_distribution(target_logits, draft_to_target)
+    found = anchors_lib.chain_metrics(anchors_lib.agreement(distribution, draft_logits, draft_logits, mask.shape), mask)
     assert found["acceptance"].tolist() == [1.0, 0.0, 0.0, 0.0] and found["tau"] == 2.0
     assert found["agreement_3"] == found["agreement_3_base"] == 1.0
 

@@ -141,7 +141,7 @@ def test_rules_that_look_ahead_are_refused():
 
 def find_stale_slot(one: setups.Setup, state) -> str | None:
     """Where the small model's cache is not what a pass over committed and pending tokens gives, or None."""
-    base = pearl_lib.kept(state.drafter.base, state.drafter.told)
+    base = pearl_lib.kept(state.drafter.base, state.drafter.outcome)
     state, base = jax.tree.map(np.asarray, (state.replace(keys=None), base))
     phase, gamma = state.drafter.phase, one.drafter.max_depth
     num_pending = np.where(phase.is_post, gamma - 1, 0)
@@ -184,8 +184,8 @@ def test_both_caches_hold_what_is_committed_and_pending(capacity):
 def test_the_comparison_finds_a_cache_that_was_not_rolled_back(monkeypatch):
     one, call, rolled_back = setups.setup("llama", "pearl"), calls.mixed_call(), pearl_lib.kept
 
-    def kept(state, told):
-        own = rolled_back(state, told)
+    def kept(state, outcome):
+        own = rolled_back(state, outcome)
         return dataclasses.replace(own, cache=dataclasses.replace(own.cache, length=state.cache.length))
 
     monkeypatch.setattr(pearl_lib, "kept", kept)

@@ -147,7 +147,7 @@ def test_rounds_end_when_fewer_rows_go_on_than_are_wanted(apart):
 
 def test_the_host_reads_rarely_and_never_the_rounds_in_flight(apart, monkeypatch):
     begun, reads = [], []
-    begin, fetch = overlap.Rounds.begin, overlap.fetch
+    begin, fetch = overlap.OverlappedDecode.begin, overlap.fetch
 
     def counting(rounds):
         begun.append(begin(rounds))
@@ -157,7 +157,7 @@ def test_the_host_reads_rarely_and_never_the_rounds_in_flight(apart, monkeypatch
         reads.append((len(begun), next((i + 1 for i, where in enumerate(begun) if where is x), None)))
         return fetch(x)
 
-    monkeypatch.setattr(overlap.Rounds, "begin", counting)
+    monkeypatch.setattr(overlap.OverlappedDecode, "begin", counting)
     monkeypatch.setattr(overlap, "fetch", reading)
     hsd_jax.decode(apart, PROMPTS, **CALL)
     first, last = [x for x in reads if x[0] == 0], [x for x in reads if x[1] is None and x[0] > 0]
@@ -184,7 +184,7 @@ def test_drafts_are_made_while_the_target_reads(apart):
         return output, late(noise)
 
     late(jax.device_put(jnp.zeros((1, GAMMA + 1, apart.target_config.vocab_size)), apart.mesh.devices[0]))
-    rounds = overlap.Rounds(decoder, session.setup.models, sampling, limits, state)
+    rounds = overlap.OverlappedDecode(decoder, session.setup.models, sampling, limits, state)
     rounds.begin()  # compiles
     rounds.decoder = Slow(decoder, look)
     jax.block_until_ready(rounds.state.length)
@@ -212,14 +212,14 @@ def test_rounds_past_the_end_change_nothing(apart):
     session = prepare(apart, PROMPTS, Sampling(**CALL))
     session.run(UNBOUNDED)
     state, sampling, limits = session.rows
-    rounds = overlap.Rounds(session.setup.decoder, session.setup.models, sampling, limits, state)
+    rounds = overlap.OverlappedDecode(session.setup.decoder, session.setup.models, sampling, limits, state)
 
     def look():
         own = rounds.joined()
         base = own.drafter.base
         length = np.asarray(own.length)
         caches = [np.asarray(x) for cache in (own.cache, base.cache) for x in (*cache.keys, *cache.values)]
-        rest = own.tokens, own.length, own.done, own.stats, own.drafter.phase.rounds, own.drafter.told
+        rest = own.tokens, own.length, own.done, own.stats, own.drafter.phase.rounds, own.drafter.outcome
         kept = [x[row, :, : num - 1] for x in caches for row, num in enumerate(length)]
         return jax.tree.map(np.array, (rest, kept))
 

@@ -20,10 +20,10 @@ from support import calls, setups, toy
 import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.rescored.config import RescoredConfig
-from hsd_jax.drafters.rescored.draft import Lattice, weighed
+from hsd_jax.drafters.rescored.draft import ArcExpander, weighed
 from hsd_jax.drafters.rescored.ngram import save_ngram
 from hsd_jax.drafters.rescored.scorers import ZERO_GRAMS, Scorer, low_rank_scorer, ngram_scorer
-from hsd_jax.drafters.table import METHODS, make_drafter
+from hsd_jax.drafters.table import DRAFTING_METHODS, make_drafter
 from hsd_jax.infer.sampling import position_noise
 from hsd_jax.infer.tree import Grower, sharpness
 from hsd_jax.params import Params
@@ -59,7 +59,7 @@ def grown(scorer: Scorer, tree: TreeConfig, alpha: float):
     def grow(base, recent):
         begun, _ = scorer.begin(weights, recent)
         inputs = RoundInputs(recent[:, -1], jnp.zeros(1, jnp.int32), jax.random.key(0), greedy)
-        expand = weighed(Lattice(ARCS, None, greedy).expand(base, None), scorer, weights)
+        expand = weighed(ArcExpander(ARCS, None, greedy).expand(base, None), scorer, weights)
         return Grower(tree, DrawScheme.ARBITRARY, VOCAB).grow(expand, (None, begun), inputs)[0]
 
     return grow
@@ -226,7 +226,7 @@ def test_low_rank_scores_are_the_bias_of_token_information():
 def last_words(proposer: str):
     """log p of every token after some tokens, by the scorer of a proposer, and the base logits of its states."""
     setup = setups.setup("llama", proposer)
-    method, config = METHODS["medusa"], setup.drafter_config
+    method, config = DRAFTING_METHODS["medusa"], setup.drafter_config
     levels = jax.jit(lambda state: method.lattice(setup.config, config.base, TREE)(setup.models, state)[0])
     if proposer == "rescored_lm":
         own = {name: part for name, part in setup.models["drafter"]["rescorer"].items() if name != "alpha"}

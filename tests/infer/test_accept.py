@@ -16,7 +16,7 @@ from support.rules import DEPTH, depths_of, keyed
 
 from hsd_jax.config import ModelConfig
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.accept import check_legal, match_rule, walk
+from hsd_jax.infer.accept import check_legal, match_path, match_rule
 from hsd_jax.infer.step import make_step
 from hsd_jax.infer.tree import ancestor_mask
 from hsd_jax.types import NO_PARENT, AcceptRule, Drafter, DraftTree, DrawScheme, SamplingParams, Verdict
@@ -61,8 +61,8 @@ def batch_of_trees(seed: int):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def jitted_walk(tree: DraftTree, draws: jax.Array, walk_fn) -> Verdict:
-    return walk_fn(tree, ancestor_mask(tree, MAX_DEPTH), draws, MAX_DEPTH)
+def jitted_match(tree: DraftTree, draws: jax.Array, match_fn) -> Verdict:
+    return match_fn(tree, ancestor_mask(tree, MAX_DEPTH), draws, MAX_DEPTH)
 
 
 def has_twins(tokens, parents, valid) -> bool:
@@ -70,11 +70,11 @@ def has_twins(tokens, parents, valid) -> bool:
     return len(set(siblings)) < len(siblings)
 
 
-def find_difference(walk_fn) -> str | None:
+def find_difference(match_fn) -> str | None:
     """Where a walk and the oracle's differ, or None. Alike siblings may swap the path, never the tokens."""
     for seed in range(3):
         rows, draws, tree = batch_of_trees(seed * BATCH)
-        verdict = jax.tree.map(np.asarray, jitted_walk(tree, jnp.asarray(draws, jnp.int32), walk_fn))
+        verdict = jax.tree.map(np.asarray, jitted_match(tree, jnp.asarray(draws, jnp.int32), match_fn))
         for i, (tokens, parents, _, valid) in enumerate(rows):
             path, emitted, _ = oracle.walk(tokens, parents, valid, draws[i])
             found = int(verdict.num_accepted[i])
@@ -90,7 +90,7 @@ def find_difference(walk_fn) -> str | None:
 
 
 def test_walk_is_that_of_the_oracle():
-    assert find_difference(walk) is None
+    assert find_difference(match_path) is None
 
 
 def test_random_trees_cover_what_they_should():
@@ -112,22 +112,22 @@ def walk_to_likeliest_child(tree, ancestors, draws, max_depth):
     first = jnp.argmax((tree.parents[:, None, :] == jnp.arange(NUM)[:, None]) & tree.valid[:, None, :], -1)
     has_child = jnp.any((tree.parents[:, None, :] == jnp.arange(NUM)[:, None]) & tree.valid[:, None, :], -1)
     child_token = jnp.take_along_axis(tree.tokens, first, 1)
-    return walk(tree, ancestors, jnp.where(has_child, child_token, draws), max_depth)
+    return match_path(tree, ancestors, jnp.where(has_child, child_token, draws), max_depth)
 
 
 def walk_without_ancestors(tree, ancestors, draws, max_depth):
     """A node counts by its own match, not by those above it."""
     own = jnp.broadcast_to(jnp.eye(NUM, dtype=bool), ancestors.shape)
-    return walk(tree, own, draws, max_depth)
+    return match_path(tree, own, draws, max_depth)
 
 
 def walk_through_padding(tree, ancestors, draws, max_depth):
-    return walk(tree.replace(valid=jnp.ones_like(tree.valid)), ancestors, draws, max_depth)
+    return match_path(tree.replace(valid=jnp.ones_like(tree.valid)), ancestors, draws, max_depth)
 
 
 def walk_with_late_token(tree, ancestors, draws, max_depth):
     """Emits the draws of the nodes' parents."""
-    verdict = walk(tree, ancestors, draws, max_depth)
+    verdict = match_path(tree, ancestors, draws, max_depth)
     return verdict.replace(emitted=jnp.roll(verdict.emitted, 1, 1))
 
 

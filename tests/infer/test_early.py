@@ -279,7 +279,7 @@ def test_the_option_of_a_call(pair):
     plain = hsd_jax.decode(small, [5, 6, 7], **call | {"tree": None}, speculate=False)
     fixed, adaptive = (hsd_jax.decode(small, [5, 6, 7], **call, adaptive=x) for x in (None, True))
     np.testing.assert_array_equal(adaptive.tokens, plain.tokens)
-    assert fixed.stats.drafts is None and not fixed.stats.plan.is_chosen
+    assert fixed.stats.drafts is None and not fixed.stats.plan.is_adaptive
     made, verified = adaptive.stats.drafts
     assert verified <= made <= 4 * adaptive.stats.num_target_passes
     drawn = hsd_jax.decode(small, [5, 6, 7], **call, adaptive=True, accept="recursive").stats

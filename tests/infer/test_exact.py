@@ -15,7 +15,7 @@ from support.rules import keyed
 from support.texts import first_difference
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.table import METHODS
+from hsd_jax.drafters.table import DRAFTING_METHODS
 from hsd_jax.infer.accept import RULES
 from hsd_jax.types import DRAWN_SCHEMES, NO_TOKEN, DrawScheme
 
@@ -62,7 +62,7 @@ def test_every_kind_of_drafter_is_in_the_table():
         one.changes.get("kind", "hidden") if one.is_trained else getattr(one.config, "kind", None) for one in found
     }
     kinds |= {"rescored" if one.scorer else "both" if one.beside else None for one in found}
-    assert kinds - {None} == set(METHODS), "add a proposer to tests/support/setups.py and to TABLE"
+    assert kinds - {None} == set(DRAFTING_METHODS), "add a proposer to tests/support/setups.py and to TABLE"
 
 
 DRAWN, BRANCHING = TreeConfig(9, 3, 3), TreeConfig(branching=(3, 2, 1))

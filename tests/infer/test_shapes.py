@@ -102,12 +102,12 @@ def test_only_none_is_chosen(pair):
     tree = request.default_tree(pair.drafter_config)
     call = {"prompt": [1, 2, 3], "max_new_tokens": 8, "temperature": 0.8, "eos": ()}
     chosen = hsd_jax.decode(pair, **call).stats.plan
-    assert chosen.is_chosen and str(chosen)
+    assert chosen.is_adaptive and str(chosen)
     for params, asked in ((pair.replace(tree=tree), None), (pair, tree)):
         plan = hsd_jax.decode(params, **call, tree=asked).stats.plan
-        assert plan.tree == tree and not plan.is_chosen
+        assert plan.tree == tree and not plan.is_adaptive
     plain = hsd_jax.decode(pair, **call, speculate=False).stats
-    assert plain.plan.tree is None and not plain.plan.is_chosen and plain.drafted_share == 0.0
+    assert plain.plan.tree is None and not plain.plan.is_adaptive and plain.drafted_share == 0.0
     with pytest.raises(ValueError, match="TreeConfig"):
         hsd_jax.decode(pair, **call, tree=5)
 

@@ -62,7 +62,7 @@ def test_what_is_kept_approaches_the_most_tokens_a_second(seed, full_price):
         for count in range(batch, batch * num + 1)
     )
     for _ in range(30):  # rounds that give what was promised
-        kept, seconds = worth.choose(tree, control, priced, jnp.full(batch, 50), jnp.asarray(done))
+        kept, seconds = worth.select_nodes(tree, control, priced, jnp.full(batch, 50), jnp.asarray(done))
         tokens = jnp.sum(jnp.where(kept, likely, 0.0))
         assert float(seconds) == pytest.approx(fixed + node * int(kept.sum()) + draft)
         plain = seconds / (fixed + batch * node)  # tokens of a row
@@ -70,7 +70,7 @@ def test_what_is_kept_approaches_the_most_tokens_a_second(seed, full_price):
         for b, n in zip(*np.nonzero(np.asarray(kept)), strict=True):
             assert n == 0 or kept[b, int(tree.parents[b, n])]
     assert float(tokens / seconds) >= 0.97 * best  # the average still remembers the first rounds
-    kept, _ = worth.choose(tree, control, priced, jnp.full(batch, 50), jnp.asarray([True, False, False]))
+    kept, _ = worth.select_nodes(tree, control, priced, jnp.full(batch, 50), jnp.asarray([True, False, False]))
     assert bool(kept[0, 0])
 
 
@@ -86,7 +86,7 @@ def test_a_row_that_was_refused_gets_fewer_drafts_and_a_long_context_makes_them_
     short, long = jnp.full(2, 64), jnp.asarray([64, 4000])
     priced = costs(16, 2, node=0.3, slot=1e-3)
     poor = dataclasses.replace(fresh, predicted=jnp.asarray([0.0, 20.0]))
-    counts = lambda *args: worth.choose(tree, *args, live)[0].sum(1).tolist()  # noqa: E731
+    counts = lambda *args: worth.select_nodes(tree, *args, live)[0].sum(1).tolist()  # noqa: E731
     assert counts(fresh, priced, short)[0] == counts(fresh, priced, short)[1] > 4
     assert counts(poor, priced, short)[1] == 1 < counts(poor, priced, short)[0]
     assert counts(fresh, priced, long)[1] < counts(fresh, priced, long)[0]
@@ -99,10 +99,10 @@ def test_rows_that_are_done_cost_nothing_and_roots_stay():
     tree, length = random_tree(np.random.default_rng(0), 3, 4), jnp.full(3, 50)
     priced = costs(12, 3, node=1.0, draft=0.5)
     for done in ([False] * 3, [True, False, True], [True] * 3):
-        kept, seconds = worth.choose(tree, worth.first_control(3), priced, length, jnp.asarray(done))
+        kept, seconds = worth.select_nodes(tree, worth.first_control(3), priced, length, jnp.asarray(done))
         assert float(seconds) == pytest.approx(1.5 + int(kept[~np.array(done)].sum()))
     dear = dataclasses.replace(worth.first_control(3), tokens=jnp.full(3, 1e6), plain=jnp.ones(3))
-    kept, _ = worth.choose(tree, dear, priced, length, jnp.zeros(3, bool))
+    kept, _ = worth.select_nodes(tree, dear, priced, length, jnp.zeros(3, bool))
     np.testing.assert_array_equal(kept, tree.depth == 0)  # a rate that no node reaches
 
 
@@ -117,7 +117,7 @@ def test_every_pass_pays_for_the_slots_it_reads():
         reading = 1e-3 * nodes * seen[~np.array(done)].sum()
         assert float(worth.plain_seconds(priced, length, jnp.asarray(done))) == pytest.approx(2.0 + reading)
         tree = DraftTree(*(jnp.zeros((2, 4), jnp.int32),) * 3, jnp.ones((2, 4), bool))
-        _, seconds = worth.choose(tree, worth.first_control(2), priced, length, jnp.asarray(done))
+        _, seconds = worth.select_nodes(tree, worth.first_control(2), priced, length, jnp.asarray(done))
         assert float(seconds) == pytest.approx(2.5 + reading)
 
 
@@ -250,7 +250,7 @@ def test_a_round_is_priced_by_the_rows_that_go_on():
             score=jnp.broadcast_to(jnp.log(0.6) * jnp.arange(6.0), (batch, 6)),
         )
         control, length = worth.first_control(batch), jnp.full(batch, 100)
-        kept, seconds = worth.choose(tree, control, priced, length, ~busy)
+        kept, seconds = worth.select_nodes(tree, control, priced, length, ~busy)
         stop = worth.stop_rule(control, priced, 6, length, ~busy)
         found.append((kept[:3].tolist(), float(seconds), float(stop.price)))
     assert found[0][0] == found[1][0]
@@ -357,13 +357,13 @@ def model(skips_rows: bool = True, drafter=None, **rates) -> CostModel:
 
 
 def test_a_plan_speculates_where_a_pass_waits_for_its_weights_and_decodes_plainly_where_it_computes():
-    alone, crowd = (plan.choose(model(), batch, 512, 0.0) for batch in (1, 64))
-    assert alone.tree is not None and crowd.tree is None and alone.is_chosen
+    alone, crowd = (plan.best_plan(model(), batch, 512, 0.0) for batch in (1, 64))
+    assert alone.tree is not None and crowd.tree is None and alone.is_adaptive
     assert "1 row" in alone.reason and "plain" in str(crowd)
-    cold, warm = (plan.choose(model(), 1, 512, t).tree for t in (0.0, 1.0))
+    cold, warm = (plan.best_plan(model(), 1, 512, t).tree for t in (0.0, 1.0))
     assert warm.depth < cold.depth
-    assert plan.choose(model(), 2, 512, 0.0).tree.depth <= alone.tree.depth
-    wide = plan.choose(CostModel(**{**vars(model(False)), "rates": Rates(2e12, 3e14, 1e-8)}), 1, 512, 0.0)
+    assert plan.best_plan(model(), 2, 512, 0.0).tree.depth <= alone.tree.depth
+    wide = plan.best_plan(CostModel(**{**vars(model(False)), "rates": Rates(2e12, 3e14, 1e-8)}), 1, 512, 0.0)
     assert wide.tree.width > 1 and wide.tree.nodes >= 8
 
 
@@ -377,7 +377,7 @@ def test_products_of_pairs_are_for_weights_of_two_bytes_alone():
 
 def test_rows_of_several_temperatures_share_a_tree():
     for batch, context in ((2, 512), (2, 4096), (4, 65536)):
-        found = {plan.choose(model(), batch, context, temperature).tree for temperature in (0.0, 0.5, 1.0)}
+        found = {plan.best_plan(model(), batch, context, temperature).tree for temperature in (0.0, 0.5, 1.0)}
         assert len(found - {None}) == 1, (batch, context)
 
 
@@ -390,7 +390,7 @@ def test_slots_behind_every_window_change_no_plan():
     assert CostModel(**known | {"target": mixed}).seen(1000) == pytest.approx(650)
     assert model().seen(1000) == 1000
     gains = [
-        [some.reason.split(" times")[0] for some in (plan.choose(m, 2, c, 0.0) for c in (2048, 65536))]
+        [some.reason.split(" times")[0] for some in (plan.best_plan(m, 2, c, 0.0) for c in (2048, 65536))]
         for m in (windowed, model())
     ]
     assert gains[0][0] == gains[0][1] and gains[1][0] != gains[1][1]
@@ -421,7 +421,7 @@ def test_a_tree_is_wide_where_drafts_often_fail_and_a_chain_where_they_seldom_do
     for first, is_wide in ((0.45, True), (0.9, False)):
         known = {"profile": (first, *[first + 0.05] * 6), "sampled_profile": (first,) * 7, "num_steps": 7, "rank": 128}
         drafter = toy.drafter_config(target, intermediate_size=1536, **known)
-        tree = plan.choose(
+        tree = plan.best_plan(
             CostModel(target, drafter, Rates(4e10, 1.8e11, 3e-6, skips_rows=True, narrow=1.8), 2, 2), 1, 512, 0.0
         ).tree
         assert (tree.width > 1) == is_wide, (first, tree)

@@ -267,7 +267,7 @@ def test_embeddings_of_a_table_in_parts_cross_the_mesh_alone(held, shape):
     with program.on_mesh(mesh), native.compiled_for("gpu"):
         found = jax.jit(lambda *x: ops.embed(*x))(split, whole)
         assert collectives(lambda *x: ops.embed(*x), split, whole) == {"all-reduce": math.prod(shape) * 16}
-    assert jnp.array_equal(found, ops.rows_of(table, tokens))
+    assert jnp.array_equal(found, ops.take_rows(table, tokens))
 
 
 def test_the_best_of_logits_in_parts_is_found_by_one_transfer():

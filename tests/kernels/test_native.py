@@ -23,7 +23,7 @@ from hsd_jax.models.target import read_chunk
 
 # Not where `available` is False: a kernel that does not build must fail here.
 pytestmark = pytest.mark.skipif(
-    native.compiler() is None or native.chosen_level() == native.OFF, reason="no kernels wanted"
+    native.compiler() is None or native.selected_isa() == native.OFF, reason="no kernels wanted"
 )
 with_xla_as_users_have_it = pytest.mark.usefixtures("fully_optimized")
 """Where XLA computes what goes into a kernel; the kernels' own bits do not depend on it."""
@@ -32,29 +32,29 @@ WIDTHS = [64, 40, 37]  # whole vectors, a vector left over, odd
 ROWS = [*range(1, 10), 63, 65, 130]
 
 
-@pytest.fixture(params=native.cpu_levels(), autouse=True)
-def level(request, monkeypatch):
-    """Every test here runs at each level that this processor has."""
+@pytest.fixture(params=native.cpu_isas(), autouse=True)
+def isa(request, monkeypatch):
+    """Every test here runs for each instruction set that this processor has."""
     monkeypatch.setenv(native.ISA_VARIABLE, request.param)
     return request.param
 
 
-def as_multiplied(x: jax.Array, dtype, level: str) -> jax.Array:
-    """Rows as a product with weights in `dtype` takes them: one level rounds them as the weights are."""
-    is_rounded = level == "avx512_bf16" and dtype == jnp.bfloat16
+def as_multiplied(x: jax.Array, dtype, isa: str) -> jax.Array:
+    """Rows as a product with weights in `dtype` takes them: one instruction set rounds them as the weights are."""
+    is_rounded = isa == "avx512_bf16" and dtype == jnp.bfloat16
     return x.astype(jnp.bfloat16).astype(jnp.float32) if is_rounded else x
 
 
-def mlp_in_jax(weights, x, level: str, up_bias=0.0, activation="silu"):
+def mlp_in_jax(weights, x, isa: str, up_bias=0.0, activation="silu"):
     gate, up, down = (weights["params"][name]["kernel"] for name in ("gate", "up", "down"))
-    gated, raised = (as_multiplied(x, k.dtype, level) @ k.astype(jnp.float32).T for k in (gate, up))
+    gated, raised = (as_multiplied(x, k.dtype, isa) @ k.astype(jnp.float32).T for k in (gate, up))
     hidden = ops.activate(gated, activation) * (raised + up_bias)
-    return as_multiplied(hidden, down.dtype, level) @ down.astype(jnp.float32).T
+    return as_multiplied(hidden, down.dtype, isa) @ down.astype(jnp.float32).T
 
 
-def flips(level: str, dtype, atol: float) -> float:
+def flips(isa: str, dtype, atol: float) -> float:
     """A tolerance: where hidden numbers are rounded, another last bit before may be another bfloat16."""
-    return 0.02 if level == "avx512_bf16" and dtype == jnp.bfloat16 else atol
+    return 0.02 if isa == "avx512_bf16" and dtype == jnp.bfloat16 else atol
 
 
 def on(function, *args, active=None):
@@ -75,10 +75,10 @@ def normal(seed: int, *shape: int) -> jax.Array:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("outputs", [1, 6, 33])
-def test_a_product_is_right_and_a_row_keeps_its_bits(width, outputs, dtype, level):
+def test_a_product_is_right_and_a_row_keeps_its_bits(width, outputs, dtype, isa):
     x, kernel = normal(0, 130, width), normal(1, outputs, width).astype(dtype)
     whole = np.asarray(on(ops.matmul, x, kernel))
-    exact = np.asarray(as_multiplied(x, dtype, level), np.float64) @ np.asarray(kernel, np.float64).T
+    exact = np.asarray(as_multiplied(x, dtype, isa), np.float64) @ np.asarray(kernel, np.float64).T
     np.testing.assert_allclose(whole, exact, atol=2e-5)
 
     begins = [first for first in (0, 1, 2, 3, 5, 8, 16, 31, 32) if first < outputs]
@@ -95,7 +95,7 @@ def test_a_product_is_right_and_a_row_keeps_its_bits(width, outputs, dtype, leve
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_pieces_of_unlike_products_fit_together(dtype, level):
+def test_pieces_of_unlike_products_fit_together(dtype, isa):
     """Products so large that several pieces of each are worked on, and rows in three blocks of two sizes."""
     width = 520
     x, kernels = normal(0, 19, width), [normal(i, n, width).astype(dtype) for i, n in enumerate((701, 5, 130), 1)]
@@ -107,7 +107,7 @@ def test_pieces_of_unlike_products_fit_together(dtype, level):
     for found in on(parts, x, *kernels):
         for y, kernel, rows in zip(found, kernels, whole, strict=True):
             np.testing.assert_array_equal(y, rows[: len(y)])
-            exact = np.asarray(as_multiplied(x[: len(y)], dtype, level), np.float64) @ np.asarray(kernel, np.float64).T
+            exact = np.asarray(as_multiplied(x[: len(y)], dtype, isa), np.float64) @ np.asarray(kernel, np.float64).T
             np.testing.assert_allclose(y, exact, atol=2e-4)
 
 
@@ -139,13 +139,13 @@ def is_quick(dtypes: str, activation: str, width: int) -> bool:
     ("dtypes", "activation", "width"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (not is_quick(*case))) for case in MLPS],
 )
-def test_an_mlp_is_right_and_a_row_keeps_its_bits(width, activation, dtypes, level):
+def test_an_mlp_is_right_and_a_row_keeps_its_bits(width, activation, dtypes, isa):
     dtypes = [jnp.bfloat16 if dtype == "b" else jnp.float32 for dtype in dtypes]
     weights, mlp = mlp_weights(40, width, dtypes), layers.MLP(width, activation)
     x = 3 * normal(9, 130, 40)  # gates from far below zero to far above
     whole = np.asarray(on(mlp.apply, weights, x))
-    exact = mlp_in_jax(weights, x, level, activation=activation)
-    np.testing.assert_allclose(whole, exact, atol=flips(level, dtypes[2], 5e-5))
+    exact = mlp_in_jax(weights, x, isa, activation=activation)
+    np.testing.assert_allclose(whole, exact, atol=flips(isa, dtypes[2], 5e-5))
     parts = on(lambda w, x: [mlp.apply(w, x[:n]) for n in ROWS], weights, x)
     for n, found in zip(ROWS, parts, strict=True):
         np.testing.assert_array_equal(found, whole[:n])
@@ -153,13 +153,13 @@ def test_an_mlp_is_right_and_a_row_keeps_its_bits(width, activation, dtypes, lev
 
 @pytest.mark.parametrize("dtypes", ["fff", "bbb"])
 @pytest.mark.parametrize("width", [31, 117, 2000])
-def test_a_rows_own_bias_on_the_up_projection(width, dtypes, level):
+def test_a_rows_own_bias_on_the_up_projection(width, dtypes, isa):
     """Of the rows that count, whichever these are; a bias of zeros changes no bit."""
     dtypes = [jnp.bfloat16 if dtype == "b" else jnp.float32 for dtype in dtypes]
     weights, mlp = mlp_weights(40, width, dtypes), layers.MLP(width)
     x, bias = 3 * normal(9, 130, 40), normal(10, 130, width)
     whole = np.asarray(on(mlp.apply, weights, x, bias))
-    np.testing.assert_allclose(whole, mlp_in_jax(weights, x, level, bias), atol=flips(level, dtypes[2], 1e-4))
+    np.testing.assert_allclose(whole, mlp_in_jax(weights, x, isa, bias), atol=flips(isa, dtypes[2], 1e-4))
     np.testing.assert_array_equal(on(mlp.apply, weights, x, jnp.zeros_like(bias)), on(mlp.apply, weights, x))
     active = jnp.arange(130) % 3 == 1
 
@@ -240,7 +240,7 @@ def test_rows_of_a_table_are_those_of_jax(shape):
 
     def rows(on: bool):
         with native.enabled(on):
-            return jax.jit(lambda table, index: ops.rows_of(table, index))(table, index)
+            return jax.jit(lambda table, index: ops.take_rows(table, index))(table, index)
 
     assert rows(True).shape == (*shape, 19) and rows(True).dtype == jnp.float32
     np.testing.assert_array_equal(rows(True), rows(False))
@@ -355,11 +355,11 @@ def test_noise_and_places_of_rows_that_are_not_active_are_zeros():
     np.testing.assert_array_equal(inside(nodes), np.asarray(nodes) & np.asarray(rows)[:, None])
 
 
-def test_noise_is_the_same_on_every_level():
+def test_noise_is_the_same_on_every_instruction_set():
     keys = jax.random.split(jax.random.key(4), 3)
     found = []
-    for level in native.cpu_levels():
-        with native.enabled(True, level):
+    for isa in native.cpu_isas():
+        with native.enabled(True, isa):
             found.append(np.asarray(jax.jit(lambda keys: native.gumbel(keys, 5000))(keys)))
     assert all((noise == found[0]).all() for noise in found)
 
@@ -414,7 +414,7 @@ def test_an_entry_counts_the_same_committed_or_not():
         pytest.param("gemma", "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_verification_has_the_bits_of_plain_decoding(variant, dtype, level):
+def test_verification_has_the_bits_of_plain_decoding(variant, dtype, isa):
     """Logits of a text from passes of 1 node and of N nodes; bfloat16 as in the fast configuration."""
     config = setups.setup(variant).config
     weights = jax.tree.map(lambda x: x.astype(dtype), setups.weights(variant))
@@ -424,4 +424,4 @@ def test_verification_has_the_bits_of_plain_decoding(variant, dtype, level):
         found = replay_logits(weights, config, text[:9], text[9:], num_nodes, dtype=jnp.float32)
         np.testing.assert_array_equal(found, plain)
     by_xla = replay_logits(weights, config, text[:9], text[9:], dtype=jnp.float32, use_native=False)
-    np.testing.assert_allclose(by_xla, plain, atol=0.1 if flips(level, jnp.dtype(dtype), 0) else 1e-3)
+    np.testing.assert_allclose(by_xla, plain, atol=0.1 if flips(isa, jnp.dtype(dtype), 0) else 1e-3)

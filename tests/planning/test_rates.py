@@ -15,15 +15,15 @@ from hsd_jax.kernels import native
 from hsd_jax.planning import plan, rates
 from hsd_jax.planning.costs import CostModel
 
-LEVEL = "avx2"
+ISA = "avx2"
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty folder of rates."""
     monkeypatch.setenv(rates.FOLDER_VARIABLE, str(tmp_path / "rates"))
-    monkeypatch.setattr(native, "chosen_level", lambda: LEVEL)
-    monkeypatch.setattr(native, "available", lambda level=None: True)
+    monkeypatch.setattr(native, "selected_isa", lambda: ISA)
+    monkeypatch.setattr(native, "available", lambda isa=None: True)
     rates._kept_or_measured.cache_clear()
     yield tmp_path / "rates"
     rates._kept_or_measured.cache_clear()
@@ -32,9 +32,9 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def measured(monkeypatch):
     """What a processor would measure, and how often it did."""
-    found = rates.Measured("a processor", 5e10, 3e11, 1.5, 0.01, time.time())
+    found = rates.MeasuredRates("a processor", 5e10, 3e11, 1.5, 0.01, time.time())
     calls = []
-    monkeypatch.setattr(rates, "measure", lambda level: calls.append(level) or found)
+    monkeypatch.setattr(rates, "measure_rates", lambda isa: calls.append(isa) or found)
     return found, calls
 
 
@@ -44,24 +44,24 @@ def test_the_first_use_measures_and_all_others_read(folder, measured, capsys):
         here = rates.rates_here(True)
         assert (here.bytes_per_second, here.flops_per_second, here.narrow) == (5e10, 3e11, 1.5) and here.skips_rows
         rates._kept_or_measured.cache_clear()  # as another process
-    assert calls == [LEVEL] and "once" in capsys.readouterr().err
+    assert calls == [ISA] and "once" in capsys.readouterr().err
     assert json.loads(next(folder.glob("*.json")).read_text()) == dataclasses.asdict(found)
 
 
 def test_what_is_shipped_counts_where_nothing_is_measured(folder, measured, monkeypatch):
     assert rates.rates_here(False) == rates.shipped(native.OFF)  # on a mesh
     monkeypatch.setenv(rates.FOLDER_VARIABLE, "off")
-    assert rates.rates_here(True) == rates.shipped(LEVEL)
+    assert rates.rates_here(True) == rates.shipped(ISA)
     monkeypatch.setenv(rates.FOLDER_VARIABLE, str(folder))
     monkeypatch.setattr(rates.jax, "process_count", lambda: 2)  # they must agree
-    assert rates.rates_here(True) == rates.shipped(LEVEL)
+    assert rates.rates_here(True) == rates.shipped(ISA)
     assert not measured[1] and not folder.exists()
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"device": "x"}', '{"bytes_per_second": -1}'])
 def test_a_damaged_file_is_named_and_made_again(folder, measured, content):
     rates.rates_here(True)
-    path = rates.kept_path(LEVEL)
+    path = rates.kept_path(ISA)
     path.write_text(content)
     rates._kept_or_measured.cache_clear()
     with pytest.warns(UserWarning, match="measured again") as caught:
@@ -76,13 +76,13 @@ def test_a_damaged_file_is_named_and_made_again(folder, measured, content):
 def test_a_folder_that_takes_no_file_leaves_the_shipped_rates(folder, measured):
     folder.write_text("a file")
     with pytest.warns(UserWarning, match="cannot be kept"):
-        assert rates.rates_here(True) == rates.shipped(LEVEL)
+        assert rates.rates_here(True) == rates.shipped(ISA)
 
 
 def test_rates_of_a_busy_machine_are_measured_again_later(folder, measured):
     _, calls = measured
     rates.rates_here(True)
-    path = rates.kept_path(LEVEL)
+    path = rates.kept_path(ISA)
     kept = json.loads(path.read_text())
     for change, times in (
         ({}, 1),
@@ -99,7 +99,7 @@ def test_rates_of_a_busy_machine_are_measured_again_later(folder, measured):
 def test_processes_that_start_together_share_one_measurement(folder, measured, monkeypatch):
     """The second waits for the lock, and then finds the file."""
     found, calls = measured
-    path = rates.kept_path(LEVEL)
+    path = rates.kept_path(ISA)
 
     class Lock:
         def __init__(self, *_, **__): ...
@@ -115,7 +115,7 @@ def test_processes_that_start_together_share_one_measurement(folder, measured, m
 def test_plans_follow_the_measured_rates(folder, measured):
     model = CostModel.of(hsd_jax.load("demo"))
     assert model.rates.bytes_per_second == 5e10
-    assert plan.choose(model, 1, 512, 0.0).tree is not None
+    assert plan.best_plan(model, 1, 512, 0.0).tree is not None
 
 
 @pytest.mark.skipif(not native.available(), reason="the CPU kernels do not run here")
@@ -123,16 +123,16 @@ def test_what_is_measured_is_in_the_range_of_processors(monkeypatch):
     """A core reads 1 to 100 GB/s and does 5 to 1,000 GFLOP/s."""
     monkeypatch.setattr(rates, "WEIGHTS", 4)
     monkeypatch.setattr(rates, "TIMES", 3)
-    level = native.chosen_level()
-    found = rates.measure(level)
+    isa = native.selected_isa()
+    found = rates.measure_rates(isa)
     assert 1e9 < found.bytes_per_second < 1e12 and 5e9 < found.flops_per_second < 1e13
-    assert found.rates(level).skips_rows and (found.narrow == 1.0 or native.LEVELS[level].rounds_rows)
+    assert found.rates(isa).skips_rows and (found.narrow == 1.0 or native.ISAS[isa].rounds_rows)
 
 
 def test_info_measures_and_shows(folder, measured, capsys):
     assert hsd("info", "--rates") == 0
     out = capsys.readouterr().out
-    assert "50 GB/s" in out and "1.50 times" in out and str(rates.kept_path(LEVEL)) in out
+    assert "50 GB/s" in out and "1.50 times" in out and str(rates.kept_path(ISA)) in out
     assert hsd("info") != 0 and hsd("info", "demo", "--rates") != 0
 
 
@@ -140,7 +140,7 @@ def test_rates_follow_from_the_timings(monkeypatch):
     """One row through all matrices takes 1 s, and products in float32 twice as long as in bfloat16."""
     timings = iter([(1.0, 0.1), (2e-3, 0.3), (1e-3, 0.2)])
     monkeypatch.setattr(rates, "_seconds", lambda *_, iterations: next(timings))
-    found = rates.measure("avx512_bf16")
+    found = rates.measure_rates("avx512_bf16")
     assert found.bytes_per_second == 2 * rates.WEIGHTS * rates.WIDTH**2
     assert found.flops_per_second == pytest.approx(rates.ROWS * rates.SMALL_WIDTH**2 * 1e3)
     assert (found.narrow, found.spread, found.is_busy) == (2.0, 0.3, True)

@@ -84,7 +84,7 @@ def test_the_fastest_is_chosen_and_settings_decode_the_same_text(monkeypatch, pa
     assert [row.name for row in rest] == ["3x2x1", "5x4x1", "8x3x2", "up to 3x2x1"]
     assert [row.speedup["median"] for row in rest] == pytest.approx([1.5, 1.2, 0.9, 0.1])
     out = hsd_jax.decode(params, PROMPTS[0], max_new_tokens=NEW_TOKENS, tuned=record)
-    assert out.stats.plan.tree == SMALL and not out.stats.plan.is_chosen
+    assert out.stats.plan.tree == SMALL and not out.stats.plan.is_adaptive
     without = hsd_jax.decode(params, PROMPTS[0], max_new_tokens=NEW_TOKENS, speculate=False)
     np.testing.assert_array_equal(out.tokens, without.tokens)
     assert out.stats.tau > 1
@@ -156,7 +156,7 @@ def test_what_pays_is_verified_where_that_was_the_fastest(monkeypatch, params):
     (found,) = record.choices
     assert (found.tree, found.is_whole, found.name) == (SMALL, False, "up to 3x2x1")
     out = hsd_jax.decode(params, PROMPTS[0], max_new_tokens=4, tuned=record)
-    assert out.stats.plan.is_chosen and str(out.stats.plan).startswith("trees of up to 3x2x1: 4.00 times as fast")
+    assert out.stats.plan.is_adaptive and str(out.stats.plan).startswith("trees of up to 3x2x1: 4.00 times as fast")
 
 
 @pytest.mark.slow
@@ -263,11 +263,11 @@ def test_prompts_by_size_in_full_batches(params):
 def test_every_combination_has_a_choice(monkeypatch, params):
     seen = []
 
-    def choose(calls, *_):
+    def tune_size(calls, *_):
         seen.append((calls.batch, calls.slots, calls.temperature, len(calls.prompts)))
         return calls.choice(tuned.Candidate(SMALL), 1.5)
 
-    monkeypatch.setattr(tuning, "_choose", choose)
+    monkeypatch.setattr(tuning, "_tune_size", tune_size)
     settings = {"temperature": [0, 0.8], "batch": (1, 3), "max_new_tokens": 8, "keep": False}
     record = hsd_jax.tune(params, PROMPTS, report=lambda line: None, **settings)
     assert seen == [(1, 256, 0.0, 3), (1, 256, 0.8, 3), (3, 256, 0.0, 3), (3, 256, 0.8, 3)]
@@ -360,7 +360,7 @@ def test_decode_finds_what_was_kept(found_by_name, kept_folder):
     path = make_record(params, make_choice(reuse="none", temperature=0.0)).keep()
     assert path.parent == kept_folder
     found = plan_of(params)
-    assert found.tree == SMALL and "when `tune` measured it" in found.reason and not found.is_chosen
+    assert found.tree == SMALL and "when `tune` measured it" in found.reason and not found.is_adaptive
     assert plan_of(params, tuned=False) == usual != found
     assert plan_of(params, tree=CHAIN).reason == plan_of(params, speculate=False).reason == "asked for"
     for settings in ({"reuse": "sum"}, {"accept": "recursive"}, {"temperature": 0.8}):  # not measured so
@@ -368,7 +368,7 @@ def test_decode_finds_what_was_kept(found_by_name, kept_folder):
     # A later record for the same size takes its place; those for other sizes stay.
     make_record(params, make_choice(CHAIN, "none", temperature=0.0, is_whole=False)).keep()
     make_record(params, make_choice(rows=2)).keep()
-    assert (plan_of(params).tree, plan_of(params).is_chosen) == (CHAIN, True)
+    assert (plan_of(params).tree, plan_of(params).is_adaptive) == (CHAIN, True)
     assert [choice.rows for choice in hsd_jax.Tuned.load(path, params).choices] == [2, 1]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hsd_jax.infer import sampling as sampling_lib
-from hsd_jax.infer.accept import walk
+from hsd_jax.infer.accept import match_path
 from hsd_jax.types import NO_PARENT, AcceptRule, DrawScheme
 
 DEPTH = 3
@@ -21,6 +21,6 @@ def keyed(predicted, max_depth: int = DEPTH) -> AcceptRule:
 
     def verify(keys, tree, ancestors, logits, sampling, root_position, noise=None):
         positions = predicted(root_position[:, None], tree.depth)
-        return walk(tree, ancestors, sampling_lib.draw(keys, logits, positions, sampling), max_depth)
+        return match_path(tree, ancestors, sampling_lib.draw(keys, logits, positions, sampling), max_depth)
 
     return AcceptRule("keyed", frozenset(DrawScheme), verify)

@@ -36,7 +36,7 @@ from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.steered.config import SteeredConfig
 from hsd_jax.drafters.steered.steering import STEERING, init_steering
-from hsd_jax.drafters.table import METHODS, pictures_of
+from hsd_jax.drafters.table import DRAFTING_METHODS, pictures_of
 from hsd_jax.drafters.table import make_drafter as drafter_of
 from hsd_jax.infer.accept import make_rule, match_rule
 from hsd_jax.infer.decode import Decoder
@@ -263,7 +263,7 @@ def drafter_weights_of(config: Any, target: dict[str, Any], seed: int = 2) -> di
         return make_small_lm(target, seed=seed)
     if config.kind == SteeredConfig.kind:
         return {**make_small_lm(target, seed=seed), STEERING: make_steering(config)}
-    return {} if METHODS[config.kind].parse is not None else make_drafter(config, VARIANTS["llama"], target)
+    return {} if DRAFTING_METHODS[config.kind].parse is not None else make_drafter(config, VARIANTS["llama"], target)
 
 
 def make_steering(config: SteeredConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from hsd_jax.config import (
 )
 from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
 from hsd_jax.drafters.hidden.weights import inject
-from hsd_jax.drafters.table import METHODS, init_drafter
+from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.types import (
@@ -71,7 +71,7 @@ causal_pass = jax.jit(forward_sequence, static_argnums=1, static_argnames="aux_l
 
 
 def drafter_config(config: ModelConfig, kind: str = HiddenConfig.kind, **changes) -> DrafterConfig:
-    made = METHODS[kind].config
+    made = DRAFTING_METHODS[kind].config
     plain = dict(
         hidden_size=config.hidden_size,
         num_layers=1,

@@ -69,13 +69,13 @@ def test_a_loss_in_chunks_is_that_of_all_nodes_at_once(name, hot):
     def loss(learned, chunk: int):
         states, output_norm, injector = learned
         models = heads.Models(params | {"output_norm": output_norm, "injector": injector}, config, frozen, TARGET)
-        drafts = heads.Drafts(jnp.zeros(shape[:2], int), states, jnp.asarray(places), jnp.asarray(previous), mask)
-        teacher = heads.taught(models, drafts, hidden, chunk)
+        drafts = heads.AnchorDrafts(jnp.zeros(shape[:2], int), states, jnp.asarray(places), jnp.asarray(previous), mask)
+        teacher = heads.teacher_output(models, drafts, hidden, chunk)
 
         def of_some(some):
-            told, base, draft_logits = heads.logits_of(models, some, teacher)
-            values = drafter.node_loss(loss_config, told, base, draft_logits, jnp.int32(3))
-            return values.reshape(some.mask.shape), agreement(told, draft_logits, base, some.mask.shape)
+            distribution, base, draft_logits = heads.logits_of(models, some, teacher)
+            values = drafter.node_loss(loss_config, distribution, base, draft_logits, jnp.int32(3))
+            return values.reshape(some.mask.shape), agreement(distribution, draft_logits, base, some.mask.shape)
 
         values, found = heads.in_chunks(of_some, drafts, chunk)
         return losses.over_depths(values, mask, losses.depth_weights(config.num_steps, 0.8)), found
@@ -93,7 +93,7 @@ def test_a_loss_in_chunks_is_that_of_all_nodes_at_once(name, hot):
 
 def test_a_chunk_is_chosen_by_what_logits_take():
     mask = np.ones((4, 128, 8), bool)
-    drafts = heads.Drafts(*[None] * 4, mask)
+    drafts = heads.AnchorDrafts(*[None] * 4, mask)
     assert heads.chunk_of(None, drafts, 4096) == 128
     assert heads.chunk_of(None, drafts, 128_256) == 32
     assert heads.chunk_of(None, drafts, 10**9) == 1

@@ -78,15 +78,17 @@ def test_a_batch_without_labels_teaches_nothing():
 
 
 def test_the_predicted_acceptance_is_the_measured_one():
-    """Two tables of one overlap at every node: what `held_out` predicts on the target's texts, and the share of first
-    drafts that decoding accepts, within 3 standard errors of 4,096 of them (a false alarm in 370)."""
+    """Two tables of one overlap at every node: what `held_out_divergences` predicts on the target's texts, and the
+    share of first drafts that decoding accepts, within 3 standard errors of 4,096 of them (a false alarm in 370)."""
     p, q = np.random.default_rng(1).dirichlet(np.ones(5), 2)
     tables = [np.log(np.stack([np.roll(x, a) for a in range(5)])) for x in (p, q)]
     (config, weights), (_, small) = map(toy.markov_target, tables)
     params = Params(weights, small, config, SmallLMConfig(**vars(config)), max_len=64, precision="exact")
     prompts = [np.array([a, b], np.int32) for a in range(4) for b in range(4)]
     texts = write_texts(params, prompts, 24, 1.0, seed=0)
-    measured = distill.held_out(config, params.drafter_config, distill.DistillLoss(), texts, 1.0)(small, weights)
+    measured = distill.held_out_divergences(config, params.drafter_config, distill.DistillLoss(), texts, 1.0)(
+        small, weights
+    )
     overlap = np.minimum(p, q).sum()
     np.testing.assert_allclose(measured["predicted_acceptance"], overlap, rtol=1e-4)
     accepted, rows = 0, 1024

@@ -299,7 +299,9 @@ def test_chain_metrics_against_loops():
     mask[1, 5:, 2:] = False
     mask[0, 2, 0] = mask[1, 1, 1] = False
     target, *own = (jnp.asarray(x.reshape(-1, 5)) for x in (target_logits, draft_logits, base))
-    got = anchors_lib.chain_metrics(anchors_lib.agreement(losses.told(target), *own, shape), jnp.asarray(mask))
+    got = anchors_lib.chain_metrics(
+        anchors_lib.agreement(losses.teacher_distribution(target), *own, shape), jnp.asarray(mask)
+    )
     reached, kept, with_info, without, num, tokens = np.zeros(4), np.zeros(4), 0, 0, 0, 0
     for i in np.argwhere(mask.all(-1)):
         agrees = (draft_logits.argmax(-1) == target_logits.argmax(-1))[tuple(i)]
@@ -437,11 +439,11 @@ def test_every_divergence_is_the_one_named(name):
     target, base, draft = (jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32))
     config = drafter.LossConfig(divergence=name, jsd_beta=0.3, anneal_steps=10)
     of = functools.partial(losses.jensen_shannon, beta=0.3) if name == "jsd" else losses.DIVERGENCES[name]
-    told = losses.told(target)
-    found = drafter.node_loss(config, told, base, draft, jnp.int32(4))
+    distribution = losses.teacher_distribution(target)
+    found = drafter.node_loss(config, distribution, base, draft, jnp.int32(4))
     np.testing.assert_allclose(found, 0.6 * of(target, base) + 0.4 * of(target, draft), rtol=1e-6)
     config = dataclasses.replace(config, anneal_steps=0)
-    np.testing.assert_array_equal(drafter.node_loss(config, told, base, draft, jnp.int32(4)), of(target, draft))
+    np.testing.assert_array_equal(drafter.node_loss(config, distribution, base, draft, jnp.int32(4)), of(target, draft))
 
 
 def test_states_are_drawn_to_the_later_hidden_states():

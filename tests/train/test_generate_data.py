@@ -178,7 +178,7 @@ def test_records_without_a_prompt(folder, tokenizer, record, message):
         prompts_of(folder, tokenizer, [record])
 
 
-def plan_of(num: int = 60, **changes) -> list[responses.Job]:
+def plan_of(num: int = 60, **changes) -> list[responses.ResponseJob]:
     prompts = [Prompt(tuple(range(1 + i * 7 % 13)), str(i), f"f:{i}") for i in range(num)]
     return responses.make_plan(prompts, GenerateConfig(**{"batch": 8, **changes}))
 

@@ -54,8 +54,8 @@ def test_held_out_divergences(standard_dtypes):
     texts = Texts.join(
         [list(row[: 2 + i]) for i, row in enumerate(rows)], [list(row[2 + i : 9]) for i, row in enumerate(rows)]
     )
-    measure = distill.held_out(TARGET, SMALL, distill.DistillLoss(jsd_beta=0.2), texts, 0.7)
-    found = measure(drafter, frozen)
+    held_out_divergences = distill.held_out_divergences(TARGET, SMALL, distill.DistillLoss(jsd_beta=0.2), texts, 0.7)
+    found = held_out_divergences(drafter, frozen)
     p, q = laws(0.7, (frozen, TARGET, texts.tokens[:, :-1]), (drafter, SMALL, texts.tokens[:, :-1]))
     written = np.zeros((ROWS, 8), bool)
     for i in range(ROWS):

@@ -504,7 +504,7 @@ def test_a_terminal_shows_a_bar(tmp_path):
         for step in (3, 4):
             shown.advance(step)
         shown.step(4, 400, 100.0, {"loss": 1.5})
-        shown.judged(4, 400, {"tau": 2.5}, True)
+        shown.log_evaluation(4, 400, {"tau": 2.5}, True)
     text = screen.getvalue()
     assert "step 4/8" in text and "left, loss 1.500, 100 tokens/s" in text and "━" in text
     assert lines == ["resuming at step 2 of 8", "held out at step 4: tau 2.500 (best so far)"]

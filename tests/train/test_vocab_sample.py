@@ -64,12 +64,12 @@ def test_what_is_likely_somewhere_counts_where_it_is_drafted():
 def test_the_target_is_asked_a_few_places_at_a_time(monkeypatch):
     _, _, frozen = make()
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 24)), jnp.float32)
-    whole = vocab_sample.said_by(frozen, TARGET, hidden, 3)
+    whole = vocab_sample.logit_summary(frozen, TARGET, hidden, 3)
     logits = np.asarray(hidden @ frozen["embedding"].T)
     np.testing.assert_array_equal(whole.likeliest, np.argsort(-logits, -1)[..., :3])
     np.testing.assert_allclose(whole.log_normaliser, np.log(np.exp(logits).sum(-1)), rtol=1e-5)
     monkeypatch.setattr(vocab_sample, "LARGEST_WHOLE", 4 * 29)  # ten places: twice four, and two
-    parts = vocab_sample.said_by(frozen, TARGET, hidden, 3)
+    parts = vocab_sample.logit_summary(frozen, TARGET, hidden, 3)
     np.testing.assert_array_equal(parts.likeliest, whole.likeliest)
     np.testing.assert_allclose(parts.log_normaliser, whole.log_normaliser, rtol=1e-6)
 
@@ -86,10 +86,10 @@ def test_frequencies_leave_no_token_out():
 def test_divergences_over_all_columns_with_weight_one(name):
     target, draft = (jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(2, 4, 9)).astype(np.float32))
     ids = jnp.arange(9)
-    said = jax.nn.logsumexp(target, -1), jnp.argmax(target, -1)
-    told = losses.told_of_sample(target, *said, ids, jnp.zeros(9))
-    np.testing.assert_allclose(losses.named(name)(told, draft), losses.named(name)(target, draft), rtol=1e-5)
-    doubled = told._replace(log_weight=jnp.full(9, np.log(2.0)))  # each stands for itself and a twin
+    summary = jax.nn.logsumexp(target, -1), jnp.argmax(target, -1)
+    distribution = losses.sampled_teacher_distribution(target, *summary, ids, jnp.zeros(9))
+    np.testing.assert_allclose(losses.named(name)(distribution, draft), losses.named(name)(target, draft), rtol=1e-5)
+    doubled = distribution._replace(log_weight=jnp.full(9, np.log(2.0)))  # each stands for itself and a twin
     assert abs(losses.named(name)(doubled, draft) - losses.named(name)(target, draft)).max() > 0.01
 
 
@@ -133,8 +133,8 @@ def test_what_a_cache_holds_stands_in_for_the_target():
     call = graded(loss_config, feature_layers=(0, 1))
     (wanted, _), (wanted_grad, _) = call(weights, frozen, batch)
     output, _, _ = read_rows({"target": frozen, "drafter": weights}, config, batch["tokens"])
-    said = vocab_sample.said_by(frozen, TARGET, output.hidden, 3)
-    cached = {"hidden": jnp.concatenate([output.hidden, *output.features], -1), **said._asdict()}
+    summary = vocab_sample.logit_summary(frozen, TARGET, output.hidden, 3)
+    cached = {"hidden": jnp.concatenate([output.hidden, *output.features], -1), **summary._asdict()}
     broken = {k: v if k == "embedding" else jax.tree.map(lambda x: x * jnp.nan, v) for k, v in frozen.items()}
     (found, _), (grad, _) = call(weights, broken, batch | cached)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)

@@ -10,7 +10,7 @@ from hsd_jax.drafters.based import on_base
 from hsd_jax.drafters.both.config import BothConfig
 from hsd_jax.drafters.both.draft import both_drafter
 from hsd_jax.drafters.lookup import LOOKUP
-from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.method import DraftingMethod
 
 
 def copying_seconds(costs: Any, config: BothConfig, batch: int, tree: TreeConfig) -> float:
@@ -18,7 +18,7 @@ def copying_seconds(costs: Any, config: BothConfig, batch: int, tree: TreeConfig
     return 2 * LOOKUP.planning.drafting_seconds(costs, config.lookup, batch, tree)
 
 
-def both(methods: Mapping[str, Method]) -> Method:
+def both(methods: Mapping[str, DraftingMethod]) -> DraftingMethod:
     """The row of the table, in terms of the rows of the drafters that are trained."""
     row = on_base(methods, BothConfig, both_drafter, copying_seconds)
     planning = row.planning._replace(chains_nest=False)  # which of the two drafts a chain depends on its length

@@ -21,7 +21,7 @@ from hsd_jax.axes import ROWS, named
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.both.config import LONGEST, BothConfig
 from hsd_jax.drafters.lookup.draft import Copied, LookupState, copied, lookup_drafter
-from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.method import DraftingMethod
 from hsd_jax.infer import worth
 from hsd_jax.infer.chains import chain_of
 from hsd_jax.infer.tree import best_tree, on_text
@@ -238,7 +238,7 @@ def learned_of_copied(
 
 
 def both_drafter(
-    method: Method,
+    method: DraftingMethod,
     target_config: ModelConfig,
     config: BothConfig,
     tree: TreeConfig,

@@ -8,7 +8,7 @@ from hsd_jax.config import TreeConfig, layer_numbers
 from hsd_jax.drafters.eagle.config import EagleConfig
 from hsd_jax.drafters.eagle.draft import eagle_drafter
 from hsd_jax.drafters.eagle.weights import init_weights
-from hsd_jax.drafters.method import Method, Training, planning_of_trained
+from hsd_jax.drafters.method import DraftingMethod, Training, planning_of_trained
 from hsd_jax.models.unroll import unroll
 
 
@@ -20,4 +20,6 @@ def drafting_seconds(costs: Any, config: EagleConfig, batch: int, tree: TreeConf
     return tree.depth * (float(level) + costs.layers(config) + 10 * costs.rates.operation_seconds)
 
 
-EAGLE = Method(EagleConfig, eagle_drafter, planning_of_trained(drafting_seconds), Training(init_weights, unroll))
+EAGLE = DraftingMethod(
+    EagleConfig, eagle_drafter, planning_of_trained(drafting_seconds), Training(init_weights, unroll)
+)

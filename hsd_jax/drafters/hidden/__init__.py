@@ -10,7 +10,7 @@ from hsd_jax.drafters.hidden.draft import hidden_drafter, lattice, pictures
 from hsd_jax.drafters.hidden.schedule import aged
 from hsd_jax.drafters.hidden.stages import stages
 from hsd_jax.drafters.hidden.weights import begin_from, init_weights, inject, read_paths, token_bias
-from hsd_jax.drafters.method import Inspection, Method, TokenInformation, Training, planning_of_trained
+from hsd_jax.drafters.method import DraftingMethod, Inspection, TokenInformation, Training, planning_of_trained
 from hsd_jax.models.unroll import unroll
 
 
@@ -28,7 +28,7 @@ def drafting_seconds(costs: Any, config: HiddenConfig, batch: int, tree: TreeCon
     return states + logits + tree.depth * float(bias + 12 * small)
 
 
-HIDDEN = Method(
+HIDDEN = DraftingMethod(
     HiddenConfig,
     hidden_drafter,
     planning_of_trained(drafting_seconds),

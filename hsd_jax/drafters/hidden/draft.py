@@ -92,7 +92,7 @@ def hidden_drafter(
 
 
 def lattice(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig) -> Callable[..., Any]:
-    """As `Method.lattice`: base logits of fresh states, and the injector, if there is one."""
+    """As `DraftingMethod.lattice`: base logits of fresh states, and the injector, if there is one."""
     levels_of_round = make_schedule(target_config, config, tree, NO_REUSE, tree.depth)
 
     def levels(models, state: TrunkState):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
 from hsd_jax.host.distributed import fetch
-from hsd_jax.kernels.ops import matmul, rms_norm, rows_of
+from hsd_jax.kernels.ops import matmul, rms_norm, take_rows
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.models.trunk import init_fusion, init_trunk
 from hsd_jax.types import NO_PARENT, Weights
@@ -83,7 +83,7 @@ def read_token(
     """
     if config.rank == 0:
         return jnp.zeros((*token.shape, 0))
-    row = rows_of(weights["injector"]["previous"], token)
+    row = take_rows(weights["injector"]["previous"], token)
     if above is not None and config.injection == PATH:
         row = row + matmul(above, weights["injector"]["path"])
     return rms_norm(row, weights["injector"]["norm"], config.norm_eps)

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.drafters.lookup.draft import lookup_drafter
-from hsd_jax.drafters.method import Method, Planning
+from hsd_jax.drafters.method import DraftingMethod, Planning
 
-LOOKUP = Method(LookupConfig, lookup_drafter, Planning(has_score=False), parse=LookupConfig.parse)
+LOOKUP = DraftingMethod(LookupConfig, lookup_drafter, Planning(has_score=False), parse=LookupConfig.parse)

@@ -8,7 +8,7 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.medusa.config import MedusaConfig
 from hsd_jax.drafters.medusa.draft import lattice, medusa_drafter, pictures
 from hsd_jax.drafters.medusa.weights import init_weights, unroll
-from hsd_jax.drafters.method import Inspection, Method, Training, planning_of_trained
+from hsd_jax.drafters.method import DraftingMethod, Inspection, Training, planning_of_trained
 
 
 def drafting_seconds(costs: Any, config: MedusaConfig, batch: int, tree: TreeConfig) -> float:
@@ -18,7 +18,7 @@ def drafting_seconds(costs: Any, config: MedusaConfig, batch: int, tree: TreeCon
     return float(heads + logits) + 20 * costs.rates.operation_seconds
 
 
-MEDUSA = Method(
+MEDUSA = DraftingMethod(
     MedusaConfig,
     medusa_drafter,
     planning_of_trained(drafting_seconds, has_score=False),

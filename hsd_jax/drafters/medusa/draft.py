@@ -104,7 +104,7 @@ def branching_tree(tree: TreeConfig) -> StaticTree:
 
 
 def lattice(target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig) -> Callable[..., Any]:
-    """As `Method.lattice`: the logits of the heads, to which drafted tokens add nothing."""
+    """As `DraftingMethod.lattice`: the logits of the heads, to which drafted tokens add nothing."""
 
     def levels(models, state: MedusaState):
         with jax.named_scope("head"):

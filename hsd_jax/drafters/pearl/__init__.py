@@ -6,7 +6,7 @@ from typing import Any
 
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters import small_lm
-from hsd_jax.drafters.method import Method, Planning
+from hsd_jax.drafters.method import DraftingMethod, Planning
 from hsd_jax.drafters.pearl.config import PearlConfig
 from hsd_jax.drafters.pearl.draft import pearl_drafter
 from hsd_jax.drafters.pearl.overlap import Overlapped
@@ -17,7 +17,7 @@ def drafting_seconds(costs: Any, config: PearlConfig, batch: int, tree: TreeConf
     return small_lm.drafting_seconds(costs, config.base, batch, tree)
 
 
-PEARL = Method(
+PEARL = DraftingMethod(
     PearlConfig,
     pearl_drafter,
     Planning(

@@ -12,10 +12,10 @@ y_1 is the tip of the round's tree: a draft with no row of the target behind it,
 Drafts, coins and residuals are keyed by absolute position: when a token is drafted changes nothing. The text is that of
 a decoder which drafts and tests one token at a time, whatever gamma is; under `match` it is that of plain decoding.
 
-A round has two halves: the small model's (`Halves.propose`) and the target's (`Halves.chained`, `Halves.judged`). The
-first is told of a round when it begins the next. Here one program runs both, one after the other: the exact machine,
-scheduled. `overlap.py` gives each its own devices. A hidden-state drafter needs no such machine: its states run ahead
-of verification with `reuse="ahead"`, and tokens are chosen from them afterwards.
+A round has two halves: the small model's (`Halves.propose`) and the target's (`Halves.chained`,
+`Halves.after_verdict`). The first is told of a round when it begins the next. Here one program runs both, one after the
+other: the exact machine, scheduled. `overlap.py` gives each its own devices. A hidden-state drafter needs no such
+machine: its states run ahead of verification with `reuse="ahead"`, and tokens are chosen from them afterwards.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from hsd_jax.types import (
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
 @flax.struct.dataclass
-class Drafts:
+class DraftChain:
     """Tokens in a row, and what each was drawn from."""
 
     tokens: Int[Array, "B M"]
@@ -61,8 +61,8 @@ class Drafts:
 
 @typing.no_type_check
 @flax.struct.dataclass
-class Told:
-    """What the small model is told of a round that was judged."""
+class RoundOutcome:
+    """The outcome of a verification, as the small model needs it."""
 
     is_right: Bool[Array, "B"]
     """Whether all it believed in was committed: the rest is then of no interest."""
@@ -79,9 +79,9 @@ class Phase:
 
     is_post: Bool[Array, "B"]
     """The phase: post-verify, so `pending` counts; else pre-verify, nothing is pending."""
-    pending: Drafts
+    pending: DraftChain
     """y_2 .. y_gamma of the round before."""
-    fresh: Drafts
+    fresh: DraftChain
     """y_1 .. y_gamma, while a round is judged."""
     root: Int[Array, "B"]
     position: Int[Array, "B"]
@@ -95,15 +95,15 @@ class Phase:
 class PearlState:
     """`base` has read the committed text, what is pending and all drafts but the last, as though all were committed.
 
-    Where a draft was refused, `kept(base, told)` has read the committed text alone.
+    Where a draft was refused, `kept(base, outcome)` has read the committed text alone.
     """
 
     base: SmallLMState
-    told: Told
+    outcome: RoundOutcome
     """Of the last round."""
     phase: Phase
     is_overlapped: bool = flax.struct.field(pytree_node=False, default=False)
-    """Whether `base` and `told` lie on devices of their own."""
+    """Whether `base` and `outcome` lie on devices of their own."""
 
 
 class Halves(NamedTuple):
@@ -115,31 +115,31 @@ class Halves(NamedTuple):
     base: Drafter
     """The small model."""
 
-    def first(self, length: Int[Array, "B"]) -> tuple[Told, Phase]:
+    def first(self, length: Int[Array, "B"]) -> tuple[RoundOutcome, Phase]:
         """Before the first round: nothing to roll back, nothing pending."""
         batch, none = len(length), jnp.zeros_like(length)
         pending, fresh = (self._no_drafts(batch, num) for num in (self.gamma - 1, self.gamma))
         phase = Phase(none > 0, pending, fresh, none, none, jnp.zeros((batch, 2), jnp.int32))
-        return Told(none == 0, none, none), phase
+        return RoundOutcome(none == 0, none, none), phase
 
-    def _no_drafts(self, batch: int, num: int) -> Drafts:
+    def _no_drafts(self, batch: int, num: int) -> DraftChain:
         logp = None if self.vocab_size is None else jnp.zeros((batch, num, self.vocab_size))
-        return Drafts(jnp.zeros((batch, num), jnp.int32), logp)
+        return DraftChain(jnp.zeros((batch, num), jnp.int32), logp)
 
     def propose(
-        self, models, base: SmallLMState, told: Told, keys: jax.Array, sampling: SamplingParams
-    ) -> tuple[Drafts, SmallLMState]:
+        self, models, base: SmallLMState, outcome: RoundOutcome, keys: jax.Array, sampling: SamplingParams
+    ) -> tuple[DraftChain, SmallLMState]:
         """gamma drafts behind all that the small model believes in."""
-        base = kept(base, told)
+        base = kept(base, outcome)
         # Its root is the last of what is pending. The target's noise there is beyond what the round computed.
         inputs = RoundInputs(base.pending[:, 0], base.cache.length, keys, sampling)
         drafted, base = self.base.draft(models, base, inputs)
-        fresh = Drafts(drafted.tokens[:, 1:], drafted.draft_logp)
+        fresh = DraftChain(drafted.tokens[:, 1:], drafted.draft_logp)
         all_of_them = jnp.full_like(inputs.root, self.gamma)
         return fresh, self.base.commit(models, base, verdict_of(fresh.tokens, all_of_them), None, all_of_them)
 
     def chained(
-        self, phase: Phase, fresh: Drafts, root: Int[Array, "B"], position: Int[Array, "B"]
+        self, phase: Phase, fresh: DraftChain, root: Int[Array, "B"], position: Int[Array, "B"]
     ) -> tuple[DraftTree, Phase]:
         """The tree to judge: what is pending, and y_1 as its tip."""
         num_pending = self.num_pending(phase)
@@ -154,7 +154,9 @@ class Halves(NamedTuple):
         """Drafts that wait to be judged."""
         return jnp.where(phase.is_post, self.gamma - 1, 0)
 
-    def judged(self, phase: Phase, verdict: Verdict, num_committed: Int[Array, "B"]) -> tuple[Told, Phase]:
+    def after_verdict(
+        self, phase: Phase, verdict: Verdict, num_committed: Int[Array, "B"]
+    ) -> tuple[RoundOutcome, Phase]:
         """The next phase, and what the small model is to know."""
         num_pending = self.num_pending(phase)
         is_right = (verdict.next_token == phase.fresh.tokens[:, 0]) & (verdict.num_accepted == num_pending)
@@ -164,7 +166,7 @@ class Halves(NamedTuple):
         root = jnp.take_along_axis(text, num_committed[:, None], 1)[:, 0]
         pending, rounds = jax.tree.map(lambda x: x[:, 1:], phase.fresh), phase.rounds + now.astype(jnp.int32)
         phase = dataclasses.replace(phase, is_post=is_right, pending=pending, rounds=rounds)
-        return Told(is_right, root, phase.position + num_committed), phase
+        return RoundOutcome(is_right, root, phase.position + num_committed), phase
 
 
 def halves(
@@ -201,13 +203,13 @@ def pearl_drafter(
         return dataclasses.replace(state, base=both.base.read(models, state.base, *chunk))
 
     def draft(models, state: PearlState, inputs: RoundInputs):
-        fresh, base = both.propose(models, state.base, state.told, inputs.keys, inputs.sampling)
+        fresh, base = both.propose(models, state.base, state.outcome, inputs.keys, inputs.sampling)
         chain, phase = both.chained(state.phase, fresh, inputs.root, inputs.position)
         return chain, dataclasses.replace(state, base=base, phase=phase)
 
     def commit(models, state: PearlState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        told, phase = both.judged(state.phase, verdict, num_committed)
-        return dataclasses.replace(state, told=told, phase=phase)
+        outcome, phase = both.after_verdict(state.phase, verdict, num_committed)
+        return dataclasses.replace(state, outcome=outcome, phase=phase)
 
     def resize(state: PearlState, capacity: int):
         return dataclasses.replace(state, base=both.base.resize(state.base, capacity))
@@ -222,12 +224,14 @@ def pearl_drafter(
     return Drafter(*functions, scheme, both.gamma, lookahead=lookahead, drafts_ahead=True, counts=counts)
 
 
-def kept(own: SmallLMState, told: Told) -> SmallLMState:
+def kept(own: SmallLMState, outcome: RoundOutcome) -> SmallLMState:
     """The small model's state: as it is where it guessed right, elsewhere rolled back to the new root.
 
     All before that was committed, so it was drafted, and read; slot index equals position.
     """
     width = own.pending.shape[1]
-    pending = jnp.where(told.is_right[:, None], own.pending, jnp.pad(told.root[:, None], ((0, 0), (0, width - 1))))
-    cache = dataclasses.replace(own.cache, length=jnp.where(told.is_right, own.cache.length, told.position))
+    pending = jnp.where(
+        outcome.is_right[:, None], own.pending, jnp.pad(outcome.root[:, None], ((0, 0), (0, width - 1)))
+    )
+    cache = dataclasses.replace(own.cache, length=jnp.where(outcome.is_right, own.cache.length, outcome.position))
     return dataclasses.replace(own, cache=cache, pending=pending, num_pending=jnp.ones_like(own.num_pending))

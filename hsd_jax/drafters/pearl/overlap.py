@@ -4,10 +4,10 @@ A round is three programs. `propose` runs beside `look`: neither needs the other
 
     drafter's devices    propose -> drafts ----.              propose of the next round
                                                 \\            /
-    target's devices     look -> logits ------- judge -> told
+    target's devices     look -> logits ------- judge -> outcome
                          (root and pending)     (accept, commit; the next round's look follows)
 
-The host only says what comes next, rounds ahead of the devices: what goes across are drafts and `Told`, by
+The host only says what comes next, rounds ahead of the devices: what goes across are drafts and `RoundOutcome`, by
 `jax.device_put`, which waits for nothing here. Every EVERY rounds it reads where rows were EVERY rounds ago, so the
 devices have work while it reads. Rounds past the end of a row leave it as it is. Read first: `draft.py`.
 """
@@ -28,7 +28,7 @@ from jaxtyping import Array, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
 from hsd_jax.drafters.pearl.config import PearlConfig
-from hsd_jax.drafters.pearl.draft import Drafts, Halves, PearlState, Phase, Told, halves, pearl_drafter
+from hsd_jax.drafters.pearl.draft import DraftChain, Halves, PearlState, Phase, RoundOutcome, halves, pearl_drafter
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.small_lm.tree import SmallLMState, read_prompt
 from hsd_jax.host.distributed import fetch
@@ -132,15 +132,15 @@ class Overlapped(Decoder):
         return self._joined(self.here.clear(here, slot), self._clear_ahead(base, slot))
 
     def _joined(self, state: DecodeState, base: SmallLMState) -> DecodeState:
-        """The state of both halves: of the target's, in which the drafter's is (Told, Phase), and the small model's."""
-        told, phase = state.drafter
-        return dataclasses.replace(state, drafter=PearlState(base, self._across(told), phase, is_overlapped=True))
+        """The state of both halves. That of the drafter on the target's half is (RoundOutcome, Phase)."""
+        outcome, phase = state.drafter
+        return dataclasses.replace(state, drafter=PearlState(base, self._across(outcome), phase, is_overlapped=True))
 
     def _apart(self, state: DecodeState) -> tuple[DecodeState, SmallLMState]:
         """What `_joined` joins."""
         own: PearlState = state.drafter
-        told = jax.device_put(own.told, NamedSharding(self.mesh, PartitionSpec()))
-        return dataclasses.replace(state, drafter=(told, own.phase)), own.base
+        outcome = jax.device_put(own.outcome, NamedSharding(self.mesh, PartitionSpec()))
+        return dataclasses.replace(state, drafter=(outcome, own.phase)), own.base
 
     def _across(self, tree: Any) -> Any:
         """Small arrays, whole on each of the small model's devices."""
@@ -159,7 +159,7 @@ class Overlapped(Decoder):
         state: DecodeState,
     ) -> DecodeState:
         """In place of the compiled loop. Rounds that were in flight when a row ended were run all the same."""
-        rounds, longest, num = Rounds(self, models, sampling, limits, state), fetch(limits.max_length), 0
+        rounds, longest, num = OverlappedDecode(self, models, sampling, limits, state), fetch(limits.max_length), 0
         seen, flying = Seen(0, fetch(state.length), fetch(state.done)), deque()
         capacity = state.cache.capacity
         while True:
@@ -195,19 +195,19 @@ class Seen(NamedTuple):
 
 
 def landed(num: int, where: jax.Array) -> Seen:
-    """What `Rounds.begin` returned for round `num`, once it is there."""
+    """What `OverlappedDecode.begin` returned for round `num`, once it is there."""
     length, done = fetch(where)
     return Seen(num, length, done.astype(bool))
 
 
-class Rounds:
+class OverlappedDecode:
     """A decode in flight: the state of either half, as arrays that may still have to be computed."""
 
     def __init__(self, decoder: Overlapped, models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState):
         self.decoder, self.settings = decoder, (sampling, limits)
         self.target, self.small = ({name: models[name]} for name in ("target", "drafter"))
         own: PearlState = state.drafter
-        self.base, self.told = own.base, own.told
+        self.base, self.outcome = own.base, own.outcome
         self.state = dataclasses.replace(state, drafter=own.phase)
         self.there = decoder._across((state.keys, sampling))
 
@@ -215,17 +215,17 @@ class Rounds:
         """Dispatches a round, and reads nothing; returns where rows will be, as in `landed`."""
         sampling, _ = self.settings
         one, across = self.decoder, NamedSharding(self.decoder.mesh, PartitionSpec())
-        fresh, self.base = one.propose(self.small, self.base, self.told, *self.there)
+        fresh, self.base = one.propose(self.small, self.base, self.outcome, *self.there)
         output, noise = one.look(self.target, sampling, self.state)
         fresh = jax.device_put(fresh, across)
-        self.state, told, where = one.judge(*self.settings, self.state, fresh, output, noise)
-        self.told = one._across(told)
+        self.state, outcome, where = one.judge(*self.settings, self.state, fresh, output, noise)
+        self.outcome = one._across(outcome)
         where.copy_to_host_async()
         return where
 
     def joined(self) -> DecodeState:
         """The state of both halves."""
-        drafter = PearlState(self.base, self.told, self.state.drafter, is_overlapped=True)
+        drafter = PearlState(self.base, self.outcome, self.state.drafter, is_overlapped=True)
         return dataclasses.replace(self.state, drafter=drafter)
 
 
@@ -233,10 +233,10 @@ class Rounds:
 
 
 def target_half(drafter: Drafter, both: Halves) -> Drafter:
-    """The target's half as a `Drafter` whose state is (Told, Phase) and which drafts nothing."""
+    """The target's half as a `Drafter` whose state is (RoundOutcome, Phase) and which drafts nothing."""
 
     def commit(models, state: Phase, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        return both.judged(state, verdict, num_committed)
+        return both.after_verdict(state, verdict, num_committed)
 
     def read(models, state, *chunk):
         return state
@@ -273,10 +273,10 @@ def make_read(config: SmallLMConfig, base: Drafter) -> Callable:
 
 
 def make_propose(both: Halves) -> Callable:
-    """`propose(models, base, told, keys, sampling) -> (drafts, base)`: as `Halves.propose`, its state where it was."""
+    """`propose(models, base, outcome, keys, sampling) -> (drafts, base)`: `Halves.propose`, its state where it was."""
 
-    def propose(models: dict, base: SmallLMState, told: Told, keys: jax.Array, sampling: SamplingParams):
-        fresh, base = both.propose(models, base, told, keys, sampling)
+    def propose(models: dict, base: SmallLMState, outcome: RoundOutcome, keys: jax.Array, sampling: SamplingParams):
+        fresh, base = both.propose(models, base, outcome, keys, sampling)
         return fresh, rows.placed(base)
 
     return propose
@@ -297,17 +297,23 @@ def make_look(config: ModelConfig, here: Drafter, both: Halves) -> Callable:
 
 
 def make_judge(here: Drafter, rule: AcceptRule, both: Halves) -> Callable:
-    """`judge(sampling, limits, state, drafts, output, noise) -> (state, told, where)`, `where` [2, B] for `landed`."""
+    """`judge(sampling, limits, state, drafts, output, noise) -> (state, outcome, where)`, `where` [2, B] for
+    `landed`."""
 
     def judge(
-        sampling: SamplingParams, limits: Limits, state: DecodeState, fresh: Drafts, output: ModelOutput, noise: Array
-    ) -> tuple[DecodeState, Told, Int[Array, "2 B"]]:
+        sampling: SamplingParams,
+        limits: Limits,
+        state: DecodeState,
+        fresh: DraftChain,
+        output: ModelOutput,
+        noise: Array,
+    ) -> tuple[DecodeState, RoundOutcome, Int[Array, "2 B"]]:
         tree, phase = both.chained(state.drafter, fresh, *root_of(state))
         state, ancestors = dataclasses.replace(state, drafter=phase), ancestor_mask(tree, here.max_depth)
-        after, _, _ = step_lib.commit({}, here, rule, sampling, limits, state, tree, output, ancestors, noise)
-        told, phase = after.drafter
+        after, _, _ = step_lib.judge_and_commit({}, here, rule, sampling, limits, state, tree, output, ancestors, noise)
+        outcome, phase = after.drafter
         after = rows.placed(dataclasses.replace(after, drafter=phase))
-        return after, told, jnp.stack([after.length, after.done.astype(jnp.int32)])
+        return after, outcome, jnp.stack([after.length, after.done.astype(jnp.int32)])
 
     return judge
 

@@ -8,7 +8,7 @@ from typing import Any
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters import small_lm
 from hsd_jax.drafters.based import on_base
-from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.method import DraftingMethod
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.rescored.draft import rescored_drafter
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
@@ -21,6 +21,6 @@ def scoring_seconds(costs: Any, config: RescoredConfig, batch: int, tree: TreeCo
     return 40 * tree.depth * costs.rates.operation_seconds
 
 
-def rescored(methods: Mapping[str, Method]) -> Method:
+def rescored(methods: Mapping[str, DraftingMethod]) -> DraftingMethod:
     """The row of the table, in terms of the rows of the drafters that make the states."""
     return on_base(methods, RescoredConfig, rescored_drafter, scoring_seconds)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.method import DraftingMethod
 from hsd_jax.drafters.rescored.config import RescoredConfig
 from hsd_jax.drafters.rescored.scorers import Scorer, make_scorer
 from hsd_jax.infer import sampling as sampling_lib
@@ -47,7 +47,7 @@ class RescoredState:
     scorer: Any
 
 
-class Lattice(NamedTuple):
+class ArcExpander(NamedTuple):
     """How arcs are chosen from the logits of states."""
 
     num_arcs: int
@@ -108,7 +108,7 @@ def weighed(expand: Expand, scorer: Scorer, weights: Weights) -> Expand:
 
 
 def rescored_drafter(
-    method: Method,
+    method: DraftingMethod,
     target_config: ModelConfig,
     config: RescoredConfig,
     tree: TreeConfig,
@@ -146,7 +146,7 @@ def rescored_drafter(
                 noise = sampling_lib.round_noise(inputs.keys, inputs.position, *size, inputs.sampling)
                 inputs = dataclasses.replace(inputs, noise=noise)
             noise = inputs.noise if scheme is DrawScheme.COUPLED else None
-            expand = Lattice(config.arcs, draft_to_target, inputs.sampling, noise).expand(logits, inject)
+            expand = ArcExpander(config.arcs, draft_to_target, inputs.sampling, noise).expand(logits, inject)
             drafted, _ = grower.grow(weighed(expand, scorer, weights), (None, begun), inputs)
         return drafted, RescoredState(own, remembered)
 

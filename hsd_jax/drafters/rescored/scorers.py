@@ -21,7 +21,7 @@ from hsd_jax.drafters.rescored import ngram
 from hsd_jax.drafters.rescored.config import NgramConfig
 from hsd_jax.drafters.small_lm import tree
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
-from hsd_jax.kernels.ops import rows_of
+from hsd_jax.kernels.ops import take_rows
 from hsd_jax.models import cache as cache_lib
 from hsd_jax.models.draft_vocab import to_columns
 from hsd_jax.types import NO_TOKEN, Verdict, Weights
@@ -93,7 +93,7 @@ def low_rank_scorer(config: HiddenConfig) -> Scorer:
         above = None if above is None else cache_lib.take_nodes(above, parents, axis=1)
         read = read_token(weights, config, tokens, above)
         columns, is_known = to_columns(weights.get("draft_to_target"), arcs)
-        scores = jnp.einsum("bwkr,bwr->bwk", rows_of(weights["injector"]["bias"], columns), read)
+        scores = jnp.einsum("bwkr,bwr->bwk", take_rows(weights["injector"]["bias"], columns), read)
         return jnp.where(is_known, scores, 0.0), read
 
     return _stateless(None, score)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hsd_jax.config import ModelConfig, TreeConfig, model_of
 from hsd_jax.drafters.drafted_for import DraftedFor
-from hsd_jax.drafters.method import Distilled, Method, Planning
+from hsd_jax.drafters.method import Distilled, DraftingMethod, Planning
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.drafters.small_lm.draft import small_lm_drafter
 from hsd_jax.models.checkpoint import Checkpoint
@@ -60,7 +60,7 @@ DISTILLED = Distilled(
 )
 
 
-SMALL_LM = Method(
+SMALL_LM = DraftingMethod(
     SmallLMConfig,
     small_lm_drafter,
     Planning(drafting_seconds, lambda config: DEFAULT_CHAIN, lambda config: 7, ends_early=True),

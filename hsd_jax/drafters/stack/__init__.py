@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hsd_jax.config import TreeConfig
-from hsd_jax.drafters.method import Method, Planning
+from hsd_jax.drafters.method import DraftingMethod, Planning
 from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.stack.draft import stack_drafter
 
@@ -16,10 +16,10 @@ TOKENS_A_ROUND = 2.0
 """That a round of the middle model is taken to add."""
 
 
-def stack(methods: Mapping[str, Method]) -> Method:
+def stack(methods: Mapping[str, DraftingMethod]) -> DraftingMethod:
     """The row of the table, in terms of the rows of the drafters at the bottom."""
 
-    def of(config: StackConfig) -> Method:
+    def of(config: StackConfig) -> DraftingMethod:
         return methods[config.inner.kind]
 
     def make(target_config: Any, config: StackConfig, *args: Any, **options: Any) -> Any:
@@ -37,4 +37,4 @@ def stack(methods: Mapping[str, Method]) -> Method:
         lambda config: TreeConfig.chain(config.length + ENOUGH),
         lambda config: config.length + 2 * ENOUGH,
     )
-    return Method(StackConfig, make, planning)
+    return DraftingMethod(StackConfig, make, planning)

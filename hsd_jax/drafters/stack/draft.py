@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hsd_jax.axes import ROWS, SLOTS, named
 from hsd_jax.config import ModelConfig, TreeConfig
-from hsd_jax.drafters.method import Method
+from hsd_jax.drafters.method import DraftingMethod
 from hsd_jax.drafters.reading import read_on
 from hsd_jax.drafters.shared import check_chain, check_vocabulary, follow_path
 from hsd_jax.drafters.stack.config import StackConfig
@@ -77,15 +77,15 @@ class StackState:
     inner: Any
     stats: DecodeStats
     """Of the middle's rounds: its passes, and how many inner drafts each accepted."""
-    said: Said
-    """While a round is judged: what the middle said of it."""
-    num_said: Int[Array, "B"]
+    states: MiddleStates
+    """While a round is judged: the middle's states."""
+    num_middle: Int[Array, "B"]
     """Tokens that the middle said in this round."""
 
 
 @typing.no_type_check
 @flax.struct.dataclass
-class Said:
+class MiddleStates:
     """What the middle computed behind the root and each token that it said after it, in order."""
 
     hidden: Float[Array, "B M H"]
@@ -133,7 +133,9 @@ class Stack(NamedTuple):
         return self.most + self.inner.max_depth + 1
 
 
-def stack_of(method: Method, config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme) -> Stack:
+def stack_of(
+    method: DraftingMethod, config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
+) -> Stack:
     """The levels below the target; raises as the inner drafter."""
     length = min(config.length, max(tree.depth - 1, 1))
     inner_scheme = DrawScheme.COUPLED if scheme in DRAWN_SCHEMES else scheme
@@ -143,7 +145,7 @@ def stack_of(method: Method, config: StackConfig, tree: TreeConfig, cache_dtype:
 
 
 def stack_drafter(
-    method: Method,
+    method: DraftingMethod,
     target_config: ModelConfig,
     config: StackConfig,
     tree: TreeConfig,
@@ -178,21 +180,21 @@ def stack_drafter(
     def draft(models, state: StackState, inputs: RoundInputs):
         own = models_below(models)
         state = read_unread(levels, own, state, inputs.live)
-        now, said, drawn = write_on(levels, own, state, inputs)
+        now, states, drawn = write_on(levels, own, state, inputs)
         num = now.length - state.length
         drafted = cache_lib.take_nodes(now.tokens, state.length[:, None] + jnp.arange(levels.depth), axis=1)
         # What was kept of the round if nothing is accepted: caches hold more, past the lengths that count.
         cache = dataclasses.replace(now.cache, length=state.cache.length)
         known = counted(cache_lib.rolled_back(state.inner, now.drafter), now.drafter)
-        state = dataclasses.replace(state, cache=cache, inner=known, stats=now.stats, said=said, num_said=num)
+        state = dataclasses.replace(state, cache=cache, inner=known, stats=now.stats, states=states, num_middle=num)
         return handed_up(inputs.root, drafted, num, drawn, scheme), state
 
     def commit(models, state: StackState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         """Keeps what the middle has read of the committed tokens, and lets the inner drafter follow that far."""
-        num = jnp.minimum(num_committed, state.num_said)
+        num = jnp.minimum(num_committed, state.num_middle)
         cache = dataclasses.replace(state.cache, length=state.cache.length + num)
-        said = state.said.hidden, state.said.features
-        known = follow_path(inner, models_below(models), state.inner, verdict.emitted, *said, num)
+        states = state.states.hidden, state.states.features
+        known = follow_path(inner, models_below(models), state.inner, verdict.emitted, *states, num)
         state = dataclasses.replace(state, cache=cache, inner=known)
         return follow(models, state, verdict, output, num_committed)
 
@@ -239,7 +241,7 @@ def empty_state(
         cache_lib.cache_of(middle, batch, capacity, cache_dtype),
         inner.init(tokens, length, capacity),
         DecodeStats(none, jnp.zeros((batch, inner.max_depth + 1), jnp.int32), none),
-        Said(hidden, (hidden,) * len(inner.aux_layers)),
+        MiddleStates(hidden, (hidden,) * len(inner.aux_layers)),
         none,
     )
 
@@ -270,7 +272,7 @@ def read_unread(levels: Stack, models: dict[str, Any], state: StackState, live: 
 
 def write_on(
     levels: Stack, models: dict[str, Any], state: StackState, inputs: RoundInputs
-) -> tuple[DecodeState, Said, Drawn]:
+) -> tuple[DecodeState, MiddleStates, Drawn]:
     """Rounds of the middle and the inner drafter until every row has enough; what the middle said, token by token.
 
     A row that has enough is done here, and so is one that is done above.
@@ -292,7 +294,7 @@ def write_on(
         return jnp.any(~carry[0].done)
 
     def round_of(carry):
-        now, said, drawn = carry
+        now, states, drawn = carry
         num = now.length - before
         of_round = cache_lib.take_nodes(noise, num[:, None] + jnp.arange(num_noisy), axis=1)
         tree, known = step_lib.draft(models, inner, sampling, now, of_round)
@@ -300,19 +302,19 @@ def write_on(
         output, ancestors = step_lib.target_pass(models, levels.middle, inner, now, tree)
         output = sane(output)
         judged = now, tree, output, ancestors, of_round
-        now, verdict, _ = step_lib.commit(models, inner, levels.rule, sampling, limits, *judged)
+        now, verdict, _ = step_lib.judge_and_commit(models, inner, levels.rule, sampling, limits, *judged)
         now = dataclasses.replace(now, done=is_done | (now.length - before >= levels.enough))
         put = lambda old, new: cache_lib.write_rows(old, along(verdict, new), num, axis=1)  # noqa: E731
-        said = Said(put(said.hidden, output.hidden), tuple(map(put, said.features, output.features)))
+        states = MiddleStates(put(states.hidden, output.hidden), tuple(map(put, states.features, output.features)))
         how = how_drawn(levels, verdict, along(verdict, output.logits), of_round, sampling, inputs.sampling)
-        return now, said, jax.tree.map(lambda old, new: cache_lib.write_rows(old, new, num, axis=1), drawn, how)
+        return now, states, jax.tree.map(lambda old, new: cache_lib.write_rows(old, new, num, axis=1), drawn, how)
 
     batch = len(before)
     begin = DecodeState(state.tokens, before, is_done, state.cache, state.inner, keys, state.stats)
     size = batch, levels.room
     is_drawn = levels.scheme in DRAWN_SCHEMES
     drawn = Drawn(None, jnp.zeros((*size, levels.middle.vocab_size))) if is_drawn else Drawn(jnp.zeros(size), None)
-    return lax.while_loop(goes_on, round_of, (begin, state.said, drawn))
+    return lax.while_loop(goes_on, round_of, (begin, state.states, drawn))
 
 
 def how_drawn(

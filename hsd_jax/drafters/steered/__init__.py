@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.config import ModelConfig, TreeConfig, model_of
 from hsd_jax.drafters import small_lm
-from hsd_jax.drafters.method import Distilled, Method, Planning
+from hsd_jax.drafters.method import Distilled, DraftingMethod, Planning
 from hsd_jax.drafters.steered.config import SteeredConfig, default_layers
 from hsd_jax.drafters.steered.draft import steered_drafter
 from hsd_jax.drafters.steered.files import load_steered, save_steering
@@ -52,7 +52,7 @@ def logits(
     return steered_sequence(weights, config, tokens, joined_features(output.features), lag, starts, remat).logits
 
 
-STEERED = Method(
+STEERED = DraftingMethod(
     SteeredConfig,
     steered_drafter,
     Planning(

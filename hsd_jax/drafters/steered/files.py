@@ -28,7 +28,7 @@ STEERING_CONFIG, STEERING_FILE = "steering_config.json", "steering.safetensors"
 
 
 @settings.dataclass
-class Stored:
+class SteeringFields:
     """What STEERING_CONFIG holds: the fields of a `SteeredConfig` that are not the model's."""
 
     target_hidden_size: Count
@@ -41,11 +41,11 @@ def save_steering(folder: str | Path, config: SteeredConfig, weights: Weights) -
     """Writes the two files, beside a model that `convert.save_target` writes."""
     folder, dtype = Path(folder), np.dtype(np.float32)
     store_tree(folder / STEERING_FILE, weights, shapes_of(init_steering, config), dtype, lambda path: path)
-    own = {field.name: getattr(config, field.name) for field in dataclasses.fields(Stored)}
+    own = {field.name: getattr(config, field.name) for field in dataclasses.fields(SteeringFields)}
     write_json(folder / STEERING_CONFIG, own)
 
 
-def read_stored(folder: Path) -> Stored | None:
+def read_stored(folder: Path) -> SteeringFields | None:
     """What steers the model in a folder; None: nothing does.
 
     Raises:
@@ -58,7 +58,7 @@ def read_stored(folder: Path) -> Stored | None:
     if len(there) == 1:
         (missing,) = {*names} - {*there}
         raise FileNotFoundError(f"{folder / missing}: no such file, though {there[0]} is there")
-    return settings.read(Stored, read_json(folder / STEERING_CONFIG), str(folder / STEERING_CONFIG))
+    return settings.read(SteeringFields, read_json(folder / STEERING_CONFIG), str(folder / STEERING_CONFIG))
 
 
 def load_steered(

@@ -36,7 +36,7 @@ END_TOKENS = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class CompileJob:
     """What is to be compiled."""
 
     name: str
@@ -52,7 +52,7 @@ class Job:
     train: LoopConfig = LoopConfig(batch=4, length=2048, compute="bfloat16")
 
 
-def params_of(job: Job, mesh: Mesh) -> Params:
+def params_of(job: CompileJob, mesh: Mesh) -> Params:
     """The shapes of both models' weights, arranged and placed as `load` leaves them."""
     target = _cast(jax.eval_shape(lambda: init_target(jax.random.key(0), job.target)))
     drafter = _cast(jax.eval_shape(lambda: _drafter_weights(job)))
@@ -70,7 +70,7 @@ def _mesh_or_none(mesh: Mesh) -> Mesh | None:
     return None if mesh.size == 1 else mesh
 
 
-def _drafter_weights(job: Job) -> Any:
+def _drafter_weights(job: CompileJob) -> Any:
     """Those of a loaded drafter, with the rows of the head that `draft_vocab.attach` copies."""
     weights = init_drafter(jax.random.key(0), job.drafter)
     num = job.drafter.reduced_vocab_size
@@ -105,13 +105,13 @@ class Program:
             return traced.lower() if by_name is None else traced.lower(lowering_platforms=(by_name,))
 
 
-def make_program(job: Job, what: str, mesh: Mesh, platform: str) -> Program:
+def make_program(job: CompileJob, what: str, mesh: Mesh, platform: str) -> Program:
     """A program of PROGRAMS; tracing it for another platform than this one is another program."""
     with native.compiled_for(platform):
         return _training_step(job, mesh) if what == TRAIN else _of_decode(job, what, mesh)
 
 
-def _of_decode(job: Job, what: str, mesh: Mesh) -> Program:
+def _of_decode(job: CompileJob, what: str, mesh: Mesh) -> Program:
     params, is_plain = params_of(job, mesh), what == PLAIN
     decoder = make_decoder(
         params.target_config,
@@ -137,7 +137,7 @@ def _of_decode(job: Job, what: str, mesh: Mesh) -> Program:
     return Program(decoder.loop, (models, None, sampling, limits, rounds, rounds, state), {}, held)
 
 
-def _rows_of_decode(job: Job, mesh: Mesh) -> tuple[Any, ...]:
+def _rows_of_decode(job: CompileJob, mesh: Mesh) -> tuple[Any, ...]:
     """Tokens, lengths, keys, limits and settings of the rows, as a session makes them."""
 
     def rows(*shape: int, dtype: Any = jnp.int32) -> Any:
@@ -150,7 +150,7 @@ def _rows_of_decode(job: Job, mesh: Mesh) -> tuple[Any, ...]:
     return sharding.placed(per_row, sharding.row_shardings(mesh, per_row, job.batch))
 
 
-def _training_step(job: Job, mesh: Mesh) -> Program:
+def _training_step(job: CompileJob, mesh: Mesh) -> Program:
     """The step of `fit` for a frozen target, as `train.run.train` calls it."""
     made = abstract_step(job.target, job.drafter, job.train, mesh, target_dtype=DTYPE)
     held = {"target": made.frozen, "state": made.state, "batch": made.batch}

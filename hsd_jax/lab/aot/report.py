@@ -27,7 +27,7 @@ from hsd_jax.infer.decode import CHUNK
 from hsd_jax.lab.aot import hlo, programs, transfers
 from hsd_jax.lab.aot.devices import make_mesh
 from hsd_jax.lab.aot.kinds import GPU, PLAIN, PREFILL, PROGRAMS, TRAIN, Devices
-from hsd_jax.lab.aot.programs import CHAIN, DTYPE, Job, Program
+from hsd_jax.lab.aot.programs import CHAIN, DTYPE, CompileJob, Program
 from hsd_jax.lab.bench.tables import make_console, make_table
 from hsd_jax.lab.random_models import usual_drafter
 from hsd_jax.lab.targets import read_target
@@ -46,7 +46,7 @@ LARGE = 2**20
 
 
 def compile_job(
-    job: Job,
+    job: CompileJob,
     devices: Devices,
     mesh_sizes: dict[str, int],
     what: Sequence[str] = PROGRAMS,
@@ -108,7 +108,9 @@ def bytes_on_device(tree: Any) -> int:
     return sum(map(one, jax.tree.leaves(tree)))
 
 
-def _compiled(job: Job, name: str, program: Program, devices: Devices, mesh_sizes: dict[str, int]) -> dict[str, Any]:
+def _compiled(
+    job: CompileJob, name: str, program: Program, devices: Devices, mesh_sizes: dict[str, int]
+) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         compiled = program.lower(devices.kind.platform).compile()
@@ -184,7 +186,7 @@ def _by_kind(found: Sequence[transfers.Collective]) -> dict[str, Any]:
 
 
 def _estimate(
-    job: Job, name: str, program: Program, record: dict[str, Any], devices: Devices, mesh_sizes: dict[str, int]
+    job: CompileJob, name: str, program: Program, record: dict[str, Any], devices: Devices, mesh_sizes: dict[str, int]
 ) -> dict[str, Any]:
     """What a round must read, and how long it should take: no measurement."""
     target = dict(program.held["target"])
@@ -224,7 +226,7 @@ def make_job(
     temperature: float,
     mesh_sizes: dict[str, int],
     revision: str | None = None,
-) -> Job:
+) -> CompileJob:
     """What is to be compiled, from the names of a command.
 
     Args:
@@ -252,7 +254,9 @@ def make_job(
         raise ValueError(f"mesh axis model={parts}: must divide the {config.num_heads} heads of the target")
     slots = -(-context // CAPACITY_UNIT) * CAPACITY_UNIT
     training = LoopConfig(batch=rows * -(-4 // rows), length=2048, compute="bfloat16")
-    return Job(target, config, drafter_config, tree, rows_bucket(batch, rows), slots, temperature, train=training)
+    return CompileJob(
+        target, config, drafter_config, tree, rows_bucket(batch, rows), slots, temperature, train=training
+    )
 
 
 def print_record(record: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from hsd_jax.drafters.table import method_of
 from hsd_jax.host.files import write_json
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.lab.bench.experiment import ALL, Experiment
-from hsd_jax.lab.bench.methods import Method, Methods
+from hsd_jax.lab.bench.methods import MethodOptions, Methods
 from hsd_jax.lab.bench.prompts import BenchPrompt, Workload
 from hsd_jax.lab.bench.replay import Round, pictured, replay, watched_step
 from hsd_jax.lab.bench.tables import say
@@ -117,7 +117,7 @@ def make_protocol(budgets: Sequence[int] | None, lengths: Sequence[int] | None, 
         for method, (layout, rule, scheme) in METHODS.items():
             tree = trees[layout].name
             groups[group].append(name := f"{method} {tree}")
-            methods[name] = Method(tree=tree, accept=rule, draw=scheme)
+            methods[name] = MethodOptions(tree=tree, accept=rule, draw=scheme)
 
     for budget in budgets or ():
         add(f"{budget} draft tokens", budget, branching_of(budget, deepest), beam_of(budget, deepest))

@@ -31,7 +31,7 @@ SHORTEST = 128
 """Tokens of the shortest rows that the target reads again: few programs for many texts."""
 
 
-class Verdict(NamedTuple):
+class GoodnessOfFit(NamedTuple):
     """What the places of so many tokens say."""
 
     tokens: int
@@ -72,9 +72,9 @@ def _places_of(
     return places(logits, row[1:], coins, sampling)
 
 
-def judge(
+def goodness_of_fit(
     params, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], settings: dict, seed: int = 0
-) -> Verdict:
+) -> GoodnessOfFit:
     """The chi-square of the places of all tokens of `texts`, each decoded behind its prompt under `settings`.
 
     Args:
@@ -92,13 +92,13 @@ def judge(
         coins = generator.random(len(row) - 1, np.float32)
         own = np.asarray(_places_of(params.target, params.target_config, row, coins, sampling, params.mesh is None))
         found.append(own[len(prompt) - 1 :][: len(text)])
-    return verdict_of(np.concatenate(found))
+    return chi_square_test(np.concatenate(found))
 
 
-def verdict_of(found: np.ndarray) -> Verdict:
+def chi_square_test(found: np.ndarray) -> GoodnessOfFit:
     """The test of places in BINS bins of equal mass; a token that the target cannot say settles it."""
     counts = np.histogram(found, BINS, (0.0, 1.0))[0]
     wanted = len(found) / BINS
     chi_square = float(((counts - wanted) ** 2 / wanted).sum())
     p_value = 0.0 if (found > 1.0).any() else float(chi2.sf(chi_square, BINS - 1))
-    return Verdict(len(found), chi_square, p_value)
+    return GoodnessOfFit(len(found), chi_square, p_value)

@@ -21,7 +21,7 @@ from hsd_jax.host.files import write_json
 from hsd_jax.lab.bench import gap
 from hsd_jax.lab.bench.identity import first_difference, is_promised
 from hsd_jax.lab.bench.machine import hardware
-from hsd_jax.lab.bench.methods import DEFAULT, PLAIN, Method
+from hsd_jax.lab.bench.methods import DEFAULT, PLAIN, MethodOptions
 from hsd_jax.lab.bench.profile import profile_mode
 from hsd_jax.lab.bench.prompts import BenchPrompt, Workload, joined_contexts
 from hsd_jax.lab.bench.quality import held_out_bits_per_byte, model_record, pooled_repeated_ngram_share, task_score
@@ -93,7 +93,7 @@ class Experiment:
     tasks: Mapping[str, Sequence[BenchPrompt]]
     temperatures: Sequence[float]
     batches: Sequence[int] = (1,)
-    methods: Mapping[str, Method] = dataclasses.field(default_factory=dict)
+    methods: Mapping[str, MethodOptions] = dataclasses.field(default_factory=dict)
     """Of which the modes were made, for the record."""
     references: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The method that another one is also divided by."""
@@ -146,7 +146,7 @@ class Experiment:
             for t in self.temperatures:
                 for b in self.batches:
                     whole = pooled([runs[Setting(task, t, b)] for task in self.tasks])
-                    record["rows"] += rows_of(Setting(ALL, t, b), self.modes, whole, self.references)
+                    record["rows"] += result_rows(Setting(ALL, t, b), self.modes, whole, self.references)
             _write(path, record)
         return record
 
@@ -198,7 +198,7 @@ class Experiment:
     def _rows(self, setting: Setting, runs: Runs) -> list[dict[str, Any]]:
         """The rows of a setting, with what is counted prompt by prompt, or measured apart."""
         params, prompts, work = self.modes[0].params, self.prompts(setting), self.work
-        rows = rows_of(setting, self.modes, runs, self.references)
+        rows = result_rows(setting, self.modes, runs, self.references)
         given = [prompt.tokens(params.tokenizer) for prompt in self.tasks[setting.task]]
         for mode, row in zip(self.modes, rows, strict=True):
             if setting.batch == 1:
@@ -245,7 +245,7 @@ def over_contexts(
         )
     modes = [Mode(PLAIN, params, eos=())]
     for tree in trees:
-        how = {"is_chosen": True, "tuned": tuned} if tree is None else {}
+        how = {"is_planned": True, "tuned": tuned} if tree is None else {}
         modes.append(Mode(DEFAULT if tree is None else f"tree {tree.name}", params, tree, eos=(), **how))
     tasks = {}
     for context in contexts:
@@ -276,7 +276,9 @@ class _Left:
             self.done = min(self.done + 1, self.num)
 
 
-def rows_of(setting: Setting, modes: Sequence[Mode], runs: Runs, references: Mapping[str, str]) -> list[dict[str, Any]]:
+def result_rows(
+    setting: Setting, modes: Sequence[Mode], runs: Runs, references: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """The figures of every mode in a setting.
 
     `over_plain` is against the fastest plain loop of the same dtype, `over_plain_whole` the same with prefill,

@@ -47,7 +47,7 @@ def _target(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _steered(checkpoint: Checkpoint, stored: steered_files.Stored) -> dict[str, Any]:
+def _steered(checkpoint: Checkpoint, stored: steered_files.SteeringFields) -> dict[str, Any]:
     """A language model and what steers it."""
     config = steered_files.SteeredConfig(**vars(checkpoint.config), **vars(stored))
     weights = steered_files.read_steering(checkpoint.path, config)

@@ -20,7 +20,7 @@ from hsd_jax.arguments import Sampling
 from hsd_jax.infer import sampling as sampling_lib
 from hsd_jax.infer.accept import make_rule
 from hsd_jax.lab import theory
-from hsd_jax.lab.bench.replay import Judged, watched_rounds, watched_step
+from hsd_jax.lab.bench.replay import JudgedRound, watched_rounds, watched_step
 from hsd_jax.models.cache import take_nodes
 from hsd_jax.planning.measure import Mode
 from hsd_jax.request import Speculation, rule_and_scheme
@@ -72,7 +72,7 @@ def gap_by_depth(
     return [_record(depth, nodes[depth], scheme) for depth in sorted(nodes)]
 
 
-def look_along_path(models: dict, sampling: SamplingParams, state: DecodeState, judged: Judged):
+def look_along_path(models: dict, sampling: SamplingParams, state: DecodeState, judged: JudgedRound):
     """What a round judged along its path, for `watched_step`: drafts accepted [B], and of the first nodes, D of them,
     valid children [B, D] and the distributions of target and drafter [B, D, V] as probabilities; what stands behind the
     accepted ones has no meaning."""

@@ -76,7 +76,7 @@ class Model:
 
 
 def read_models(params: Params, folders: Sequence[str], load: Callable[[str], Params]) -> list[Model]:
-    """The models in some folders, in their order; arguments and errors as in `measure`."""
+    """The models in some folders, in their order; arguments and errors as in `measure_hierarchies`."""
     if len(set(folders)) < len(folders):
         raise ValueError(f"--models {' '.join(folders)}: each once")
     found, hashes = {}, {params.fingerprints()[0]: TARGET}
@@ -172,7 +172,7 @@ def rounds_of(runs: Runs, name: str) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class PlanInputs:
     """What a plan is made of."""
 
     pair: Callable[[Model, Model], Params]
@@ -190,7 +190,7 @@ class Table:
     """Of the pairs in `longest`: what a verification of 1, 2, ... drafts of the first adds to text of the second."""
 
 
-def table_of(
+def plan_inputs(
     params: Params,
     models: Sequence[Model],
     load: Callable[[str], Params],
@@ -198,8 +198,8 @@ def table_of(
     work: Workload,
     temperature: float,
     max_length: int,
-) -> Table:
-    """Measures passes, rounds of neighbours and acceptance; arguments as in `measure`, and the prompts."""
+) -> PlanInputs:
+    """Measures passes, rounds of neighbours and acceptance; arguments as in `measure_hierarchies`, and the prompts."""
     num_tokens, pair = work.max_new_tokens, functools.partial(paired, load=load)
     some = ids[:: max(1, len(ids) // CALIBRATION_PROMPTS)][:CALIBRATION_PROMPTS]
     round_seconds = lambda pair, drafts: rounds.round_seconds(pair, some, num_tokens, drafts, temperature)  # noqa: E731
@@ -223,7 +223,7 @@ def table_of(
     for i, j in longest:
         both = pair(everything[i], everything[j])
         if everything[i].alone is not None:  # in a stack, the drafts of two levels may wait for one verification
-            counts, acceptance[i, j] = rounds.judged(both, texts[j], temperature)
+            counts, acceptance[i, j] = rounds.count_accepted(both, texts[j], temperature)
             laws[i, j] = rounds.laws_along(counts, texts[j], 2 * max_length)
             continue
         length = min(max_length, method_of(both.drafter_config).planning.max_depth(both.drafter_config))
@@ -232,10 +232,10 @@ def table_of(
         drafting = round_seconds(both, length) - costs[j - len(drafters)][length]
         of_drafts.append([max(drafting, 0.0) / length])
     costs, seconds = [*of_drafts, *costs], [*of_drafts, *seconds]
-    return Table(pair, everything, seconds, costs, acceptance, longest, laws)
+    return PlanInputs(pair, everything, seconds, costs, acceptance, longest, laws)
 
 
-def parts_of(table: Table, way: Hierarchy) -> list[tuple[int, int, int]]:
+def parts_of(table: PlanInputs, way: Hierarchy) -> list[tuple[int, int, int]]:
     """The pairs whose rounds tell what rounds of a way take: what drafts, what verifies, and how many drafts. A trained
     drafter drafts as many as in the way, since none of its drafts is a pass; models draft CALIBRATION."""
     found = []
@@ -245,7 +245,7 @@ def parts_of(table: Table, way: Hierarchy) -> list[tuple[int, int, int]]:
 
 
 def rounds_by_part(
-    table: Table, way: Hierarchy, prompt: Sequence[int], taken: Mapping[tuple[int, int, int], float], pace: float
+    table: PlanInputs, way: Hierarchy, prompt: Sequence[int], taken: Mapping[tuple[int, int, int], float], pace: float
 ) -> list[Rounds]:
     """What rounds of every level of a way add and take; none of its stack is run.
 
@@ -268,14 +268,14 @@ def rounds_by_part(
         else:
             length = way.lengths[level - 1]
             follow = rounds.follow_seconds(below, prompt, length)
-            again, preparing = one + follow, [follow * follows(law, n, length) for n, law in enumerate([{}, *laws])]
+            again, preparing = one + follow, [follow * num_follows(law, n, length) for n, law in enumerate([{}, *laws])]
         seconds = [float(passes[n] + besides + preparing[n]) for n in range(len(laws) + 1)]
         found.append(Rounds(lambda n, laws=laws: laws[n - 1], seconds.__getitem__, again))
         below = pair
     return found
 
 
-def follows(law: Law, drafts: int, length: int) -> float:
+def num_follows(law: Law, drafts: int, length: int) -> float:
     """How often what drafts for a middle model follows `length` + 1 tokens or fewer of those that were committed, in
     the mean: the last token of a round that accepted all drafts is read later.
 
@@ -285,7 +285,7 @@ def follows(law: Law, drafts: int, length: int) -> float:
     return sum(p * -(-min(count, drafts) // (length + 1)) for count, p in law.items())
 
 
-def measure(
+def measure_hierarchies(
     params: Params,
     folders: Sequence[str],
     load: Callable[[str], Params],
@@ -305,7 +305,7 @@ def measure(
     models = read_models(params, folders, load)
     found = work.read(params, work.prompts)
     ids = [list(map(int, row)) for row in encode(params, [prompt.tokens(params.tokenizer) for prompt in found])]
-    table = table_of(params, models, load, ids, work, temperature, max_length)
+    table = plan_inputs(params, models, load, ids, work, temperature, max_length)
     names = [model.folder for model in table.models]
     chosen = ways(table.costs, table.acceptance, table.longest)
     modes = [mode_of(name, way, names, load, params) for name, way in chosen.items()]

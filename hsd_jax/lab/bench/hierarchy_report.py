@@ -1,4 +1,4 @@
-"""What `hsd plan` prints of the record of `hierarchy.measure`."""
+"""What `hsd plan` prints of the record of `hierarchy.measure_hierarchies`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hsd_jax.lab.bench.tables import make_console, make_table
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """Prints what `measure` returned."""
+    """Prints what `measure_hierarchies` returned."""
     console, names = make_console(), [f"{i}: {name}" for i, name in enumerate(record["models"])]
     title = f"{record['num_prompts']} prompts, temperature {record['temperature']:g}; of a drafter, ms a draft"
     table = make_table(

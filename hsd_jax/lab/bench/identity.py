@@ -79,7 +79,7 @@ def compare(
         setting: dict[str, Any] = {"name": name, **sampling, "tau": tau, "drafted_share": share, "differences": []}
         settings.append(setting)
         if sampling["temperature"] and rule["accept"] not in ("auto", "match"):
-            found = distribution.judge(params, [ids for _, ids in prompts], texts, sampling, seed)
+            found = distribution.goodness_of_fit(params, [ids for _, ids in prompts], texts, sampling, seed)
             setting |= {"tokens_compared": found.tokens, "chi_square": found.chi_square, "p_value": found.p_value}
             setting["ok"] = found.p_value >= FALSE_ALARM
             continue
@@ -115,46 +115,46 @@ def compare(
     }
 
 
-def levels_here(params) -> list[str]:
-    """The levels of the CPU kernels that can be had, the most capable first, and OFF.
+def isas_here(params) -> list[str]:
+    """The instruction sets of the CPU kernels that can be had, the most capable first, and OFF.
 
     Raises:
-      ValueError: where these models run without the kernels at every level.
+      ValueError: where these models run without the kernels on every instruction set.
     """
     from hsd_jax.kernels import native
 
-    levels = [level for level in reversed(native.cpu_levels()) if native.available(level)]
-    if params.mesh is not None or not levels:
-        where = "a mesh" if params.mesh is not None else f"{native.traced_platform()} (levels {levels})"
+    isas = [isa for isa in reversed(native.cpu_isas()) if native.available(isa)]
+    if params.mesh is not None or not isas:
+        where = "a mesh" if params.mesh is not None else f"{native.traced_platform()} (levels {isas})"
         raise ValueError(f"levels: the CPU kernels do not run on {where}; allowed is one CPU that has avx2 or more")
-    return [*levels, native.OFF]
+    return [*isas, native.OFF]
 
 
-def compare_levels(
-    params, prompts: list[tuple[str, list[int]]], levels: list[str], max_new_tokens: int, batch: int, seed: int
+def compare_isas(
+    params, prompts: list[tuple[str, list[int]]], isas: list[str], max_new_tokens: int, batch: int, seed: int
 ) -> dict:
-    """Plain text at each level of the CPU kernels against that at the first.
+    """Plain text on each instruction set of the CPU kernels against that on the first.
 
-    Levels add in different orders, so two tokens that nearly tie may change places between levels. This counts the rows
-    in which that happens; `compare` says whether speculation changes a token within one level.
+    Instruction sets add in different orders, so two tokens that nearly tie may change places between them. This counts
+    the rows in which that happens; `compare` says whether speculation changes a token within one of them.
     """
     from hsd_jax.kernels import native
 
     settings: list[dict[str, Any]] = []
     for name, sampling in SETTINGS.items():
         texts = {}
-        for level in levels:
-            say(f"{name}, level {level}: {len(prompts)} prompts")
-            with native.at_level(level):
+        for isa in isas:
+            say(f"{name}, {isa}: {len(prompts)} prompts")
+            with native.at_isa(isa):
                 how = sampling | {"speculate": False}
-                texts[level], _, _ = decode_all(params, prompts, max_new_tokens, batch, seed, how)
-        first = texts[levels[0]]
+                texts[isa], _, _ = decode_all(params, prompts, max_new_tokens, batch, seed, how)
+        first = texts[isas[0]]
         differing = {
-            level: sum(first_difference(a, b) is not None for a, b in zip(first, texts[level], strict=True))
-            for level in levels[1:]
+            isa: sum(first_difference(a, b) is not None for a, b in zip(first, texts[isa], strict=True))
+            for isa in isas[1:]
         }
         settings.append({"name": name, **sampling, "rows_differing": differing})
-    return {"level": levels[0], "num_prompts": len(prompts), "precision": params.precision, "settings": settings}
+    return {"level": isas[0], "num_prompts": len(prompts), "precision": params.precision, "settings": settings}
 
 
 def is_promised(params) -> bool:

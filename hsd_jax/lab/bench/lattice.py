@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from hsd_jax.arguments import encode
 from hsd_jax.config import NO_REUSE, ModelConfig, TreeConfig
-from hsd_jax.drafters.table import METHODS, make_drafter, method_of
+from hsd_jax.drafters.table import DRAFTING_METHODS, make_drafter, method_of
 from hsd_jax.host.distributed import fetch
 from hsd_jax.infer.decode import drafter_after
 from hsd_jax.lab.bench.prompts import Workload
@@ -91,7 +91,7 @@ def look(
 def check_token_free(params: Params) -> None:
     """Raises a ValueError if the drafter has no states that read no drafted token."""
     if method_of(params.drafter_config).lattice is None:
-        having = ", ".join(kind for kind, method in METHODS.items() if method.lattice is not None)
+        having = ", ".join(kind for kind, method in DRAFTING_METHODS.items() if method.lattice is not None)
         raise ValueError(
             f"a drafter of kind {params.drafter_config.kind} has no token-free states; these have: {having}"
         )

@@ -40,7 +40,7 @@ DEFAULT = "default"
 
 
 @settings.dataclass
-class Method:
+class MethodOptions:
     """What a method changes of the drafter of the command line, its own tree, `match`; the keys of a line of YAML."""
 
     drafter: str | None = None
@@ -62,11 +62,11 @@ class Method:
     @property
     def changes(self) -> dict[str, Any]:
         """What is not as by default."""
-        usual = Method()
+        usual = MethodOptions()
         return {key: value for key, value in vars(self).items() if value != getattr(usual, key)}
 
 
-Methods = dict[str, Method]
+Methods = dict[str, MethodOptions]
 """By name."""
 
 
@@ -78,11 +78,13 @@ def read_methods(path: str | Path) -> Methods:
     """
     found = read_yaml(path)
     if not isinstance(found, dict) or not found:
-        keys = ", ".join(field.name for field in dataclasses.fields(Method))
+        keys = ", ".join(field.name for field in dataclasses.fields(MethodOptions))
         raise ValueError(f"{path}: expected NAME: {{KEY: VALUE, ...}}, a line a method; keys are {keys}")
     if PLAIN in found:
         raise ValueError(f"{path}: {PLAIN!r} is always measured; give the method another name")
-    methods = {str(name): settings.read(Method, line or {}, str(path), str(name)) for name, line in found.items()}
+    methods = {
+        str(name): settings.read(MethodOptions, line or {}, str(path), str(name)) for name, line in found.items()
+    }
     if sum(method.reference for method in methods.values()) > 1:
         raise ValueError(f"{path}: at most one method may say reference: true")
     return methods
@@ -118,8 +120,8 @@ def make_modes(params: Params, methods: Methods, load: Callable[[str], Any]) -> 
             how = {key: value for key, value in method.changes.items() if key in HOW}
             if asked == CHOSEN and how:
                 raise ValueError(f"tree: {CHOSEN}: leaves everything to `decode`; leave out {', '.join(how)}")
-            is_chosen = asked == CHOSEN
-            modes.append(Mode(name, found, None if is_chosen else parse_tree(asked), is_chosen=is_chosen, **how))
+            is_planned = asked == CHOSEN
+            modes.append(Mode(name, found, None if is_planned else parse_tree(asked), is_planned=is_planned, **how))
             modes[-1].check()
         except ValueError as error:
             raise ValueError(f"method {name!r}: {error}") from error
@@ -181,7 +183,7 @@ def of_options(
     for tree, rule, form in itertools.product(trees, rules, reuse):
         words = [f"tree {tree.name}", *([] if rule == "match" else [rule]), *([] if form == "none" else [form])]
         words += [] if Lossy.parse(lossy, rule) is None else [f"lossy {lossy}"]
-        methods[" ".join(words)] = Method(tree=tree.name, accept=rule, draw=draw, reuse=form, lossy=lossy)
+        methods[" ".join(words)] = MethodOptions(tree=tree.name, accept=rule, draw=draw, reuse=form, lossy=lossy)
     return methods
 
 
@@ -201,15 +203,15 @@ def preset_of_tasks(config: Any) -> Methods:
     """
     method = method_of(config).planning
     steps = method.max_depth(config)
-    methods = {DEFAULT: Method(tree=CHOSEN)}
+    methods = {DEFAULT: MethodOptions(tree=CHOSEN)}
     for nodes in (MOST_CHAIN // 2, MOST_CHAIN):
         chain = TreeConfig.chain(min(nodes - 1, steps))
-        methods[f"chain {chain.nodes}"] = Method(tree=chain.name)
+        methods[f"chain {chain.nodes}"] = MethodOptions(tree=chain.name)
     if method.grows_wide and steps > 1:
         for nodes in (MOST_NODES // 2, MOST_NODES):
-            methods[f"{nodes} nodes"] = Method(tree=tree_of_size(nodes, steps).name)
+            methods[f"{nodes} nodes"] = MethodOptions(tree=tree_of_size(nodes, steps).name)
     if config.kind != "lookup":
-        methods["lookup"] = Method("lookup", CHOSEN)
+        methods["lookup"] = MethodOptions("lookup", CHOSEN)
     return methods
 
 
@@ -222,7 +224,7 @@ def with_drafters(methods: Methods, drafters: dict[str, str]) -> Methods:
     for name in drafters:
         if name in (PLAIN, *methods):
             raise ValueError(f"--drafters {name}={drafters[name]}: there is a method {name!r} already; rename it")
-    return methods | {name: Method(folder, CHOSEN) for name, folder in drafters.items()}
+    return methods | {name: MethodOptions(folder, CHOSEN) for name, folder in drafters.items()}
 
 
 def ablations(config: Any, sizes: Sequence[int], drafters: dict[str, str]) -> tuple[Methods, dict[str, str]]:
@@ -236,7 +238,7 @@ def ablations(config: Any, sizes: Sequence[int], drafters: dict[str, str]) -> tu
     methods, references = {}, {}
 
     def add(name: str, nodes: int, tree: TreeConfig, against: str | None, **change: Any) -> None:
-        methods[f"{name}, {nodes}"] = Method(tree=tree.name, **change)
+        methods[f"{name}, {nodes}"] = MethodOptions(tree=tree.name, **change)
         if against is not None:
             references[f"{name}, {nodes}"] = f"{against}, {nodes}"
 

@@ -156,7 +156,7 @@ def _stages(models, config, drafter_config, tree, sampling, limits, state, accep
     def commit(models, inputs):
         tree_, ancestors, output, before = inputs
         given = before, tree_, output, ancestors, noise
-        after, _, count = step.commit(models, drafter, rule, sampling, limits, *given)
+        after, _, count = step.judge_and_commit(models, drafter, rule, sampling, limits, *given)
         cache, own = at_length(after.cache, before.cache.length), with_counts_of(after.drafter, before.drafter)
         restored = dataclasses.replace(
             after, length=before.length, done=before.done, cache=cache, drafter=own, stats=before.stats

@@ -65,7 +65,7 @@ class Round:
         return len(self.emitted) == len(self.path)
 
 
-class Judged(NamedTuple):
+class JudgedRound(NamedTuple):
     """What a round decided, of tracers."""
 
     drafted: DraftTree
@@ -82,7 +82,7 @@ def watched_step(decoder: Decoder, config: ModelConfig, rule: AcceptRule, see: C
 
     Args:
       rule: that of the decoder's step.
-      see: `see(models, sampling, state, judged) -> seen`, of the state before the round and a `Judged`.
+      see: `see(models, sampling, state, judged) -> seen`, of the state before the round and a `JudgedRound`.
     """
     drafter = decoder.drafter
     assert drafter is not None
@@ -103,7 +103,7 @@ def watched_step(decoder: Decoder, config: ModelConfig, rule: AcceptRule, see: C
         # Made anew for each trace, so that the two lists hold tracers of this trace only.
         step = make_step(config, drafter._replace(draft=draft), rule._replace(verify=verify))
         after = step(models, sampling, limits, state, costs)
-        return after, see(models, sampling, state, Judged(drafted[0], *judged[0]))
+        return after, see(models, sampling, state, JudgedRound(drafted[0], *judged[0]))
 
     return decoder.compile(watched)
 
@@ -112,7 +112,7 @@ def pictured(pictures: Pictures) -> Callable:
     """As `see`: the tree, the verdict, `logp` [B, N], None for drafters that know none of their trees, and `Origins`,
     None for those without reuse."""
 
-    def see(models: dict, sampling: SamplingParams, state: DecodeState, judged: Judged):
+    def see(models: dict, sampling: SamplingParams, state: DecodeState, judged: JudgedRound):
         tree = judged.drafted
         origins = None if pictures.node_origins is None else pictures.node_origins(state.drafter, tree)
         return tree, judged.verdict, tree_logp(pictures, models, state, tree, sampling), origins

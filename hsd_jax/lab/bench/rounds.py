@@ -114,18 +114,18 @@ def laws_of(pair: Params, texts: Texts, most: int, temperature: float) -> list[L
     """
     assert pair.drafter is not None, "of a pair"
     if method_of(pair.drafter_config).is_language_model:
-        return laws_along(judged(pair, texts, temperature)[0], texts, most)
+        return laws_along(count_accepted(pair, texts, temperature)[0], texts, most)
     drafts = [(TreeConfig.chain(n), NO_REUSE) for n in range(1, most + 1)]
     models = pair.drafter, pair.drafter_config, pair.target, pair.target_config
     return [fate.law for fate in accepted_lengths(*models, texts, drafts, temperature)[0]]
 
 
 def laws_along(counts: Int[np.ndarray, "texts ages roots"], texts: Texts, most: int) -> list[Law]:
-    """As `laws_of`, from what `judged` counted."""
+    """As `laws_of`, from what `count_accepted` found."""
     return [accepted_along(np.minimum(counts, n), texts, n).law for n in range(1, most + 1)]
 
 
-def judged(pair: Params, texts: Texts, temperature: float) -> tuple[Int[np.ndarray, "texts ages roots"], float]:
+def count_accepted(pair: Params, texts: Texts, temperature: float) -> tuple[Int[np.ndarray, "texts ages roots"], float]:
     """A language model beside the target of its pair, which wrote some text: one pass a text says it.
 
     Returns:
@@ -138,10 +138,10 @@ def judged(pair: Params, texts: Texts, temperature: float) -> tuple[Int[np.ndarr
     for row in range(num):
         tokens, keys = jnp.asarray(texts.tokens[row : row + 1]), row_keys([(int(texts.seeds[row]), 0)])
         configs = model_of(pair.drafter_config), pair.target_config
-        said, overlap = fetch(said_and_shared(models, configs, tokens, keys, sampling))
+        drafts, overlap = fetch(drafts_and_overlap(models, configs, tokens, keys, sampling))
         end = int(texts.length[row])
         for place in reversed(range(end - 1)):
-            right[row, place] = right[row, place + 1] + 1 if said[0, place] == texts.tokens[row, place + 1] else 0
+            right[row, place] = right[row, place + 1] + 1 if drafts[0, place] == texts.tokens[row, place + 1] else 0
         common.append(overlap[0, texts.prompt_length[row] - 1 : end - 1])
     roots = texts.prompt_length[:, None] - 1 + np.arange(int((texts.length - texts.prompt_length).max()))
     counts = np.take_along_axis(right, np.minimum(roots, length - 1), 1)[:, None]
@@ -149,7 +149,7 @@ def judged(pair: Params, texts: Texts, temperature: float) -> tuple[Int[np.ndarr
 
 
 @functools.partial(jax.jit, static_argnames="configs")
-def said_and_shared(
+def drafts_and_overlap(
     weights: tuple[Any, Any],
     configs: tuple[ModelConfig, ModelConfig],
     tokens: Int[Array, "B T"],

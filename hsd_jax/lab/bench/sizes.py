@@ -66,7 +66,7 @@ class Size:
         return self.draft_seconds + self.pass_seconds[TREE.nodes]
 
 
-def measure(name: str, rows: Sequence[int]) -> Size:
+def measure_size(name: str, rows: Sequence[int]) -> Size:
     """Times passes of plain rows, and drafting, of random weights of this shape in bfloat16.
 
     Rows are rows of a batch: nodes of lookup's chains that find nothing are skipped, and would cost nothing.
@@ -123,13 +123,13 @@ def run(names: Sequence[str], rows: Sequence[int], taus: Sequence[float], path: 
     """
     for name in names:
         read_target(name)
-    level = rates.level_here(True)
-    machine = None if level is None else dataclasses.asdict(rates.measure(level))
-    record: dict[str, Any] = {"hardware": hardware(), "level": level, "machine": machine, "rows": list(rows)}
+    isa = rates.isa_here(True)
+    machine = None if isa is None else dataclasses.asdict(rates.measure_rates(isa))
+    record: dict[str, Any] = {"hardware": hardware(), "level": isa, "machine": machine, "rows": list(rows)}
     record |= {"taus": list(taus), "tree": TREE.name, "sizes": []}
     for name in names:
         say(f"{name}: compiling and timing")
-        found = measure(name, sorted({1, TREE.nodes, *rows}))
+        found = measure_size(name, sorted({1, TREE.nodes, *rows}))
         speed = {f"{tau:g}": tau / found.round_seconds() for tau in taus}
         more = {"gigabytes": found.gigabytes(), "gigaflops": found.gigaflops(), "round_seconds": found.round_seconds()}
         record["sizes"].append({**dataclasses.asdict(found), **more, "tokens_per_second": speed})

@@ -167,9 +167,9 @@ def print_identity(record: dict[str, Any]) -> None:
     print_table(Table(f"{size}, {record['precision']}, {record['dtype']}", heads, rows, lines))
 
 
-def print_levels(record: dict[str, Any]) -> None:
-    """Prints, for each setting, the rows whose plain text differs between levels of the CPU kernels."""
+def print_isas(record: dict[str, Any]) -> None:
+    """Prints, for each setting, the rows whose plain text differs between instruction sets of the CPU kernels."""
     others = list(record["settings"][0]["rows_differing"])
-    rows = [(one["name"], *(str(one["rows_differing"][level]) for level in others)) for one in record["settings"]]
+    rows = [(one["name"], *(str(one["rows_differing"][isa]) for isa in others)) for one in record["settings"]]
     title = f"rows of {record['num_prompts']} whose plain text differs from that at level {record['level']}"
     print_table(Table(f"{title}, {record['precision']}", ("setting", *others), rows))

@@ -27,7 +27,7 @@ CONTEXT = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class PageToken:
     """One token of the text; `origin` says where it comes from.
 
     `text` is empty inside a UTF-8 character, and for a special token, whose spelling is then the `mark`.
@@ -45,7 +45,7 @@ class Page:
 
     facts: dict[str, str]
     prompt: str
-    pieces: list[list[Piece]]
+    pieces: list[list[PageToken]]
     drawings: list[Drawing]
     command: str
 
@@ -122,10 +122,10 @@ def label_of(tokenizer: Tokenizer | None, before: Sequence[int], token: int) -> 
     return visible(tokenizer.spelling(token) if not text or UNFINISHED in text else text)
 
 
-def _pieces(tokenizer: Tokenizer | None, prompt: Sequence[int], rounds: Sequence[Round]) -> list[list[Piece]]:
+def _pieces(tokenizer: Tokenizer | None, prompt: Sequence[int], rounds: Sequence[Round]) -> list[list[PageToken]]:
     """The tokens of each round; their texts join to that of `decode`."""
     decoder = None if tokenizer is None else IncrementalDecoder(tokenizer, prompt)
-    pieces: list[list[Piece]] = []
+    pieces: list[list[PageToken]] = []
     for index, drafted in enumerate(rounds):
         pieces.append([])
         for place, token in enumerate(drafted.emitted):
@@ -135,5 +135,5 @@ def _pieces(tokenizer: Tokenizer | None, prompt: Sequence[int], rounds: Sequence
                 text = decoder.push([token], is_last)
                 mark = visible(tokenizer.spelling(token)) if not tokenizer.decode([token]) else ""
             origin = f"drafted at depth {place + 1}" if place < drafted.num_kept else "from the target"
-            pieces[-1].append(Piece(text, token, origin, mark))
+            pieces[-1].append(PageToken(text, token, origin, mark))
     return pieces

@@ -304,7 +304,7 @@ def cpu_mesh(data: int = 1, model: int = 1) -> Mesh:
     return Mesh(places, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-def tiny_job(**changes) -> programs.Job:
+def tiny_job(**changes) -> programs.CompileJob:
     config = toy.target_config(
         vocab_size=512,
         hidden_size=64,
@@ -317,7 +317,7 @@ def tiny_job(**changes) -> programs.Job:
         tie_embeddings=False,
     )
     loop = LoopConfig(batch=2, length=64, compute="bfloat16")
-    job = programs.Job("tiny", config, usual_drafter(config, 7), slots=1024, train=loop)
+    job = programs.CompileJob("tiny", config, usual_drafter(config, 7), slots=1024, train=loop)
     return dataclasses.replace(job, **changes)
 
 

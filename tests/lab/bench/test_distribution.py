@@ -37,10 +37,10 @@ def test_draws_of_a_distribution_pass_and_those_of_another_do_not():
         np.broadcast_to(np.log(p).astype(np.float32), (num, 4)), tokens, generator.random(num, np.float32), settings()
     )
     draws = generator.choice(4, num, p=p).astype(np.int32)
-    assert distribution.verdict_of(np.asarray(places(draws))).p_value > FALSE_ALARM
+    assert distribution.chi_square_test(np.asarray(places(draws))).p_value > FALSE_ALARM
     other = generator.choice(4, num, p=p + np.array([0.03, -0.03, 0.0, 0.0])).astype(np.int32)
-    assert distribution.verdict_of(np.asarray(places(other))).p_value < FALSE_ALARM
-    assert distribution.verdict_of(np.array([0.5, 2.0])).p_value == 0.0
+    assert distribution.chi_square_test(np.asarray(places(other))).p_value < FALSE_ALARM
+    assert distribution.chi_square_test(np.array([0.5, 2.0])).p_value == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +54,16 @@ def pair():
 def verdict(pair, temperature: float = 0.8, **how):
     prompts = [PROMPTS[i % 3] for i in range(24)]
     out = hsd_jax.decode(pair, prompts, 96, temperature=0.8, eos=(), seed=0, tree=hsd_jax.TreeConfig(5, 2, 2), **how)
-    return distribution.judge(pair, prompts, out.tokens.tolist(), {"temperature": temperature})
+    return distribution.goodness_of_fit(pair, prompts, out.tokens.tolist(), {"temperature": temperature})
 
 
 def test_places_are_those_of_every_token_of_the_text(pair, monkeypatch):
     """Against the target's logits behind each prefix, filtered, so that none may be off by one."""
-    seen, verdict_of = [], distribution.verdict_of
-    monkeypatch.setattr(distribution, "verdict_of", lambda found: seen.append(found) or verdict_of(found))
+    seen, whole_test = [], distribution.chi_square_test
+    monkeypatch.setattr(distribution, "chi_square_test", lambda found: seen.append(found) or whole_test(found))
     prompts, how = [PROMPTS[0], PROMPTS[1]], {"temperature": 0.8, "top_k": 5}
     texts = hsd_jax.decode(pair, prompts, 9, eos=(), speculate=False, seed=1, **how).tokens.tolist()
-    assert distribution.judge(pair, prompts, texts, how, seed=7).tokens == 18
+    assert distribution.goodness_of_fit(pair, prompts, texts, how, seed=7).tokens == 18
     (found,), generator, wanted = seen, np.random.default_rng(7), []
     sampling = sampling_of_row(0.8, 5, None)
     for prompt, text in zip(prompts, texts, strict=True):

@@ -302,7 +302,7 @@ def record(monkeypatch):
         args = peers.build_parser().parse_args(["--demo", "--repeats", "1"])
         args.command_line = "peers"
         encode = types.SimpleNamespace(encode=lambda text: [{"a": 0, "b": 1}[text], 7])
-        return peers.measure(args, workers, FOUND, encode)
+        return peers.run_methods(args, workers, FOUND, encode)
 
     return types.SimpleNamespace(measure=measure, asked=asked)
 
@@ -350,7 +350,7 @@ def test_texts_are_compared_with_the_peers_float32_and_speeds_with_its_fastest()
     answers = {m["name"]: [[answer(texts[m["name"]], m["seconds"], m["seconds"] / 2)]] * 2 for m in methods}
     assert peers.text_reference(methods)["name"] == "l plain 2"
     assert peers.text_reference(methods[:2])["name"] == "l plain"
-    rows = peers.rows_of(methods, answers, FOUND[:1])
+    rows = peers.result_rows(methods, answers, FOUND[:1])
     assert [[d["index"] for d in row["differences"]] for row in rows] == [[0], [0], [], []]
     assert [row["over_reference"]["decode"]["value"] for row in rows] == [1.0, 4 / 9, 2.0, 4.0]
     found = peers.over_fastest(rows, answers, ["l plain", "l lookup", "l plain 2"])

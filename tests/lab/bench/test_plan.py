@@ -160,12 +160,12 @@ def test_acceptance_is_the_overlap_on_text_of_the_larger_model(folders, models):
     tokens = np.random.default_rng(0).integers(0, params.target_config.vocab_size, (2, 12))
     texts = Texts.join([row[:3] for row in tokens], [row[3:] for row in tokens])
     same = dataclasses.replace(params, drafter=params.target, drafter_config=params.target_config)
-    assert rounds.judged(same, texts, 1.0)[1] == pytest.approx(1.0, abs=1e-5)
+    assert rounds.count_accepted(same, texts, 1.0)[1] == pytest.approx(1.0, abs=1e-5)
     best = [
         np.asarray(toy.causal_pass(one.target, one.target_config, texts.tokens).logits).argmax(-1)[:, 2:-1]
         for one in (small, params)
     ]
-    _, found = rounds.judged(params, texts, 0.0)
+    _, found = rounds.count_accepted(params, texts, 0.0)
     assert found == pytest.approx((best[0] == best[1]).mean()) and 0 < found < 1
 
 
@@ -184,7 +184,7 @@ def test_a_model_is_right_where_its_drafts_are(folders, models, temperature):
         assert mean(law) == pytest.approx(fate.tau) and sum(law.values()) == pytest.approx(1.0)
         assert [law[k + 1] * fate.num_passes for k in range(n + 1)] == pytest.approx(list(fate.histogram))
     assert mean(laws[3]) > 1.2  # so something was right
-    counts, _ = rounds.judged(params, texts, temperature)
+    counts, _ = rounds.count_accepted(params, texts, temperature)
     assert counts.shape == (2, 1, int((texts.length - texts.prompt_length).max()))
 
 
@@ -231,7 +231,7 @@ def test_parts_of_rounds(monkeypatch):
     edges = {(0, 1): 3, (1, 2): 3}
     pair = lambda small, large: (small.folder, large.folder)  # noqa: E731
     laws = {edge: [{n + 1: 1.0} for n in range(1, 7)] for edge in edges}
-    table = hierarchy.Table(pair, models, passes, passes, np.eye(3), edges, laws)
+    table = hierarchy.PlanInputs(pair, models, passes, passes, np.eye(3), edges, laws)
     monkeypatch.setattr(rounds, "follow_seconds", lambda pair, prompt, length: 0.25)
     single, stack = Hierarchy((1, 2), (3,), 0.0), Hierarchy((0, 1, 2), (3, 1), 0.0)
     assert hierarchy.parts_of(table, single) == [(1, 2, 2)]
@@ -246,4 +246,4 @@ def test_parts_of_rounds(monkeypatch):
 
 def test_a_round_above_a_middle_model():
     """Of 3 drafts it adds 1, 3 or 4 tokens: its drafter follows 1, 3 and 3 of them, two at a time."""
-    assert hierarchy.follows({1: 0.25, 3: 0.5, 4: 0.25}, 3, 1) == 0.25 * 1 + 0.5 * 2 + 0.25 * 2
+    assert hierarchy.num_follows({1: 0.25, 3: 0.5, 4: 0.25}, 3, 1) == 0.25 * 1 + 0.5 * 2 + 0.25 * 2

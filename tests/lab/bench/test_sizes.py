@@ -34,7 +34,7 @@ def test_figures_follow_from_the_timings():
 def test_the_command_measures_and_writes(shape, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sizes, "ITERATIONS", 1)
     monkeypatch.setattr(sizes, "REPEATS", 1)
-    monkeypatch.setattr(rates, "level_here", lambda has_kernels: None)
+    monkeypatch.setattr(rates, "isa_here", lambda has_kernels: None)
     out = tmp_path / "sizes"
     assert hsd("bench", "sizes", "--shapes", shape, "--rows", "1,2", "--taus", "2", "--out", out) == 0
     record = json.loads((out / "sizes.json").read_text())
@@ -45,7 +45,7 @@ def test_the_command_measures_and_writes(shape, tmp_path, monkeypatch, capsys):
 
 
 def test_a_shape_that_is_none_is_named_before_anything_is_measured(shape, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sizes, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(sizes, "measure_size", lambda *_: pytest.fail("measured"))
     assert hsd("bench", "sizes", "--shapes", shape, "no-such-model", "--out", tmp_path / "out") != 0
     assert "no-such-model" in capsys.readouterr().err
 

@@ -111,10 +111,10 @@ def test_what_is_refused_beside_files(files, tokenizer, tmp_path, capsys):
         tasks.read(files | {"gsm8k": str(tmp_path / "test.txt")}, 5, tokenizer, 1000)
     with pytest.raises(ValueError, match=r"HumanEval.*: humaneval: no prompt has at most 60 tokens"):
         tasks.read(files, 5, tokenizer, 60)
-    assert methods.with_drafters({}, {"b": "DIR"})["b"] == methods.Method("DIR", "chosen")
+    assert methods.with_drafters({}, {"b": "DIR"})["b"] == methods.MethodOptions("DIR", "chosen")
     for taken in ("a", "plain"):
         with pytest.raises(ValueError, match=f"--drafters {taken}=DIR: there is a method '{taken}' already"):
-            methods.with_drafters({"a": methods.Method()}, {taken: "DIR"})
+            methods.with_drafters({"a": methods.MethodOptions()}, {taken: "DIR"})
 
 
 def test_the_preset_suits_the_drafter():
@@ -144,7 +144,7 @@ def result(count: int, passes: int, first: int = 0):
 def record():
     """Two tasks of Spec-Bench and one other, of 10 and 30 tokens, made as `Experiment.run` makes its rows."""
     params = types.SimpleNamespace(dtype="float32")
-    modes = [measure.Mode("plain", params), measure.Mode("fast", params, is_chosen=True)]
+    modes = [measure.Mode("plain", params), measure.Mode("fast", params, is_planned=True)]
     rows = []
     for number, task in enumerate(("qa", "rag", "gsm8k"), 1):
         results = {
@@ -154,7 +154,7 @@ def record():
         seconds = {"plain": [[1.0, 3.0]], "fast": [[0.5 / number, 1.5 / number]]}
         whole = {"plain": [[2.0, 4.0]], "fast": [[1.5, 1.5]]}
         runs = measure.Runs(results, seconds, whole)
-        found = experiment.rows_of(experiment.Setting(task, 0.0, 1), modes, runs, {})
+        found = experiment.result_rows(experiment.Setting(task, 0.0, 1), modes, runs, {})
         for row in found:
             named = [BenchPrompt("one", ""), BenchPrompt("two", "")]
             row["differences"] = experiment.differences(row["method"], runs, named)
@@ -220,7 +220,7 @@ def test_another_drafter_shares_the_target():
 
 def test_nothing_compiles_while_it_is_timed():
     pair, compiled = hsd_jax.load("demo"), []
-    modes = [measure.Mode("plain", pair), measure.Mode("chosen", pair, is_chosen=True)]
+    modes = [measure.Mode("plain", pair), measure.Mode("chosen", pair, is_planned=True)]
     is_timed = []
 
     def listen(event: str, *_: object, **__: object) -> None:

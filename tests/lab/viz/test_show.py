@@ -284,7 +284,7 @@ NASTY = ["<script>alert('x')</script>", '&amp;"$x_1$', "a\x00\x1b\r\ufffe\ud800b
 
 def nasty_page() -> page_lib.Page:
     drawing = layout.draw(make_round(), [layout.visible(t) for t in NASTY[:4]], NASTY[4])
-    pieces = [page_lib.Piece(text, 1, "from the target", "</s>") for text in NASTY]
+    pieces = [page_lib.PageToken(text, 1, "from the target", "</s>") for text in NASTY]
     return page_lib.Page({"a<b": "&"}, NASTY[0], [pieces], [drawing], "hsd show '<i>'")
 
 

@@ -16,26 +16,26 @@ from hsd_jax.params import describe_arithmetic
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
-    """`asked(isa, switch)` is the level for these variables, on a processor with AVX2 and no more."""
-    monkeypatch.setattr(native, "cpu_levels", lambda: ("avx2",))
-    native._choose.cache_clear()
+    """`asked(isa, switch)` is the instruction set for these variables, on a processor with AVX2 and no more."""
+    monkeypatch.setattr(native, "cpu_isas", lambda: ("avx2",))
+    native._select_isa.cache_clear()
 
     def choose(isa: str, switch: str = "") -> str:
         monkeypatch.setenv(native.ISA_VARIABLE, isa)
         monkeypatch.setenv("HSD_NATIVE", switch)
-        return native.chosen_level()
+        return native.selected_isa()
 
     yield choose
-    native._choose.cache_clear()
+    native._select_isa.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("isa", "switch", "level"), [("", "", "avx2"), ("avx2", "1", "avx2"), ("off", "", "off"), ("avx2", "0", "off")]
+    ("isa", "switch", "selected"), [("", "", "avx2"), ("avx2", "1", "avx2"), ("off", "", "off"), ("avx2", "0", "off")]
 )
-def test_levels_that_can_be_had_are_taken_without_a_word(asked, isa, switch, level):
+def test_instruction_sets_that_can_be_had_are_taken_without_a_word(asked, isa, switch, selected):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert asked(isa, switch) == level
+        assert asked(isa, switch) == selected
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_levels_that_can_be_had_are_taken_without_a_word(asked, isa, switch, lev
         ("sse9", "allowed are avx2, avx512, avx512_bf16, amx and off; using avx2"),
     ],
 )
-def test_what_cannot_be_had_is_named_once_and_another_level_runs(asked, isa, why):
+def test_what_cannot_be_had_is_named_once_and_another_instruction_set_runs(asked, isa, why):
     with pytest.warns(UserWarning, match=f"HSD_NATIVE_ISA={isa}: .*{why}"):
         assert asked(isa) == "avx2"
     with warnings.catch_warnings():
@@ -54,21 +54,21 @@ def test_what_cannot_be_had_is_named_once_and_another_level_runs(asked, isa, why
         assert asked(isa) == "avx2"
 
 
-@pytest.mark.parametrize(("isa", "level"), [("", "avx512"), ("avx2", "avx2"), ("avx512_bf16", "avx512")])
-def test_a_compiler_older_than_a_level_gets_the_one_below(asked, tmp_path, monkeypatch, isa, level):
+@pytest.mark.parametrize(("isa", "selected"), [("", "avx512"), ("avx2", "avx2"), ("avx512_bf16", "avx512")])
+def test_a_compiler_older_than_an_instruction_set_gets_the_one_below(asked, tmp_path, monkeypatch, isa, selected):
     """One that knows no bfloat16; what is asked for by name is refused with a warning."""
     compiler = tmp_path / "g++"
     compiler.write_text('#!/bin/sh\ncase "$*" in *bf16*) exit 1;; esac\n')
     compiler.chmod(0o755)
     monkeypatch.setattr(native, "compiler", lambda: str(compiler))
-    monkeypatch.setattr(native, "cpu_levels", lambda: tuple(native.LEVELS))
+    monkeypatch.setattr(native, "cpu_isas", lambda: tuple(native.ISAS))
     expected = pytest.warns(UserWarning, match="this compiler") if isa == "avx512_bf16" else contextlib.nullcontext()
     with expected:
-        assert asked(isa) == level
+        assert asked(isa) == selected
 
 
 def test_a_processor_without_vectors_has_no_kernels(asked, monkeypatch):
-    monkeypatch.setattr(native, "cpu_levels", lambda: ())
+    monkeypatch.setattr(native, "cpu_isas", lambda: ())
     assert asked("") == "off" and not native.available()
 
 
@@ -79,18 +79,16 @@ def test_off_says_so_and_holds_bfloat16_wider(asked):
     assert native.is_emulated(jnp.bfloat16)  # on every CPU: rows of XLA's matrix units are not invariant
 
 
-def test_a_level_is_part_of_a_library_s_name(tmp_path, monkeypatch):
+def test_an_instruction_set_is_part_of_a_library_s_name(tmp_path, monkeypatch):
     """Levels are compiled for themselves, with their own flags."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     commands = []
     monkeypatch.setattr(native, "_run", commands.append)
     monkeypatch.setattr(native, "write_with_checksum", lambda built, library: None)
-    names = [native._build("g++", level).name for level in native.LEVELS]
-    assert len(set(names)) == len(names) and all(
-        f"-{level}-" in n for level, n in zip(native.LEVELS, names, strict=True)
-    )
-    for command, level in zip(commands, native.LEVELS.values(), strict=True):
-        assert set(level.flags) <= set(command)
+    names = [native._build("g++", isa).name for isa in native.ISAS]
+    assert len(set(names)) == len(names) and all(f"-{isa}-" in n for isa, n in zip(native.ISAS, names, strict=True))
+    for command, one in zip(commands, native.ISAS.values(), strict=True):
+        assert set(one.flags) <= set(command)
     assert "-mavx512f" not in commands[0]
 
 
