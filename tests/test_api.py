@@ -79,16 +79,7 @@ def text_params(folders):
 @pytest.fixture(scope="module")
 def params():
     """The pair of the other tests, without a checkpoint: ids alone."""
-    setup = setups.setup("llama", "beam")
-    return hsd_jax.Params(
-        setup.models["target"],
-        setup.models["drafter"],
-        setup.config,
-        setup.drafter_config,
-        max_len=MAX_LEN,
-        precision="exact",
-        tree=setups.TREES["beam"],
-    )
+    return setups.params_of("beam", max_len=MAX_LEN, precision="exact", tree=setups.TREES["beam"])
 
 
 # --- prompts and results ----------------------------------------------------------------------------------------------
@@ -254,19 +245,15 @@ def test_sampled_text_is_that_of_plain_decoding(params):
 @pytest.mark.parametrize("speculate", [True, False])
 def test_nan_logits_name_their_row(speculate, temperature):
     """Of three rows that whose prompt ends with the one token whose embedding is NaN; nobody drafts or says it."""
-    setup = setups.setup("untied", "beam")
-    pair = hsd_jax.Params(
-        setup.models["target"], setup.models["drafter"], setup.config, setup.drafter_config, max_len=MAX_LEN, tree=TREE
-    )
-    pair = hsd_jax.restrict(pair, setups.DRAFT_TO_TARGET)
+    pair = hsd_jax.restrict(setups.params_of("beam", "untied", max_len=MAX_LEN, tree=TREE), setups.DRAFT_TO_TARGET)
     how = {"max_new_tokens": 8, "temperature": temperature, "speculate": speculate, "seed": [1, 2, 3]}
     said = {*hsd_jax.decode(pair, [ONE] * 3, **how).tokens.ravel().tolist(), *ONE, *setups.DRAFT_TO_TARGET.tolist()}
     token = next(token for token in range(toy.VOCAB) if token not in said)
     damaged = {**pair.target, "embedding": pair.target["embedding"].at[token].set(jnp.nan)}
     broken, prompts = pair.replace(target=damaged), [ONE, ONE, [2, token]]
-    with pytest.raises(ValueError, match="row 2: the target gave NaN logits, or none but -inf, after 2 tokens"):
+    with pytest.raises(ValueError, match=r"row 2: .*NaN.* 2 tokens"):
         hsd_jax.decode(broken, prompts, **how)
-    with pytest.raises(ValueError, match="row 2: the target gave NaN logits"):
+    with pytest.raises(ValueError, match=r"row 2: .*NaN"):
         list(hsd_jax.stream(broken, prompts, **how))
 
 
@@ -336,25 +323,18 @@ def test_pieces_join_to_what_decode_says(text_params, rounds, temperature):
             assert all("\ufffd" not in p.text for p in mine[:-1])
 
 
-def test_a_stream_of_ids(params):
-    whole = hsd_jax.decode(params, TWO, 12, 1.0)
-    pieces = list(hsd_jax.stream(params, TWO, 12, 1.0, rounds=2))
+def test_a_stream_of_ids_has_no_text_and_returns_the_stats_of_decode(params):
+    def drain():
+        stats.append((yield from hsd_jax.stream(params, TWO, 12, 1.0, rounds=2)))
+
+    stats: list = []
+    pieces, whole = list(drain()), hsd_jax.decode(params, TWO, 12, 1.0)
     assert all(p.text is None for p in pieces)
     for row in range(2):
         tokens = np.concatenate([p.tokens for p in pieces if p.row == row])
         np.testing.assert_array_equal(tokens, whole.tokens[row])
-
-
-def test_a_stream_returns_the_stats_of_decode(params):
-    def drain():
-        stats.append((yield from hsd_jax.stream(params, TWO, 12, rounds=2)))
-
-    stats: list = []
-    for _ in drain():
-        pass
-    whole = hsd_jax.decode(params, TWO, 12).stats
-    assert stats[0].tau == whole.tau
-    np.testing.assert_array_equal(stats[0].accepted_histogram, whole.accepted_histogram)
+    assert stats[0].tau == whole.stats.tau
+    np.testing.assert_array_equal(stats[0].accepted_histogram, whole.stats.accepted_histogram)
 
 
 def test_a_stream_complains_at_the_call(params):
@@ -388,7 +368,7 @@ def test_load_without_drafter_or_tokenizer(folders):
     loaded = hsd_jax.load(target=folders / "ids", dtype="float32")
     assert loaded.drafter is None and loaded.tokenizer is None and loaded.eos == (EOS,)
     assert loaded.max_len == loaded.target_config.max_position
-    with pytest.raises(ValueError, match=r"prompt 0 is text.*no tokenizer.*token ids"):
+    with pytest.raises(ValueError, match=r"prompt 0 .*no tokenizer"):
         hsd_jax.decode(loaded, "a")
 
 
@@ -442,37 +422,37 @@ def test_the_default_tree_fits_the_drafter(folders, tmp_path, num_steps):
 LAST = toy.VOCAB - 1
 BAD_CALLS = {
     "empty prompt": ({"prompt": []}, ["empty"]),
-    "empty row": ({"prompt": [[1], []]}, ["prompt 1 is empty"]),
+    "empty row": ({"prompt": [[1], []]}, ["prompt 1"]),
     "no prompt at all": ({"prompt": 5}, ["int"]),
     "float ids": ({"prompt": [0.5, 1.5]}, ["float64", "integers"]),
     "three axes": ({"prompt": np.zeros((1, 2, 2), int)}, ["(2, 2)"]),
-    "text without tokenizer": ({"prompt": "hello"}, ["no tokenizer", "token ids"]),
+    "text without tokenizer": ({"prompt": "hello"}, ["tokenizer"]),
     "too long": ({"prompt": [1] * MAX_LEN, "max_new_tokens": 1}, [f"{MAX_LEN} tokens", f"max_len={MAX_LEN}"]),
-    "too many new": ({"max_new_tokens": MAX_LEN}, [f"max_new_tokens is {MAX_LEN}", f"max_len={MAX_LEN}"]),
+    "too many new": ({"max_new_tokens": MAX_LEN}, [f" {MAX_LEN}", f"max_len={MAX_LEN}"]),
     "id too large": ({"prompt": [1, toy.VOCAB]}, [f"token {toy.VOCAB}", f"0 to {LAST}"]),
     "id negative": ({"prompt": [1, -1]}, ["token -1", f"0 to {LAST}"]),
     "id huge": ({"prompt": [2**70]}, ["integers"]),
-    "temperature negative": ({"temperature": -0.5}, ["temperature=-0.5", "greater than or equal to 0"]),
+    "temperature negative": ({"temperature": -0.5}, ["temperature=-0.5", " 0"]),
     "temperature nan": ({"temperature": float("nan")}, ["temperature=nan"]),
     "temperature inf": ({"temperature": float("inf")}, ["temperature=inf"]),
     "temperature None": ({"temperature": None}, ["temperature=None"]),
-    "temperature text": ({"temperature": "hot"}, ["temperature='hot'", "a valid number"]),
-    "temperature count": ({"temperature": [0.0, 1.0]}, ["temperature has 2 values for 1 rows"]),
-    "top_k zero": ({"top_k": 0}, ["top_k=0", "greater than or equal to 1"]),
+    "temperature text": ({"temperature": "hot"}, ["temperature='hot'", "number"]),
+    "temperature count": ({"temperature": [0.0, 1.0]}, ["temperature", " 2 ", " 1 "]),
+    "top_k zero": ({"top_k": 0}, ["top_k=0", " 1"]),
     "top_k negative": ({"top_k": -3}, ["top_k=-3"]),
-    "top_p zero": ({"top_p": 0.0}, ["top_p=0.0", "greater than 0"]),
-    "top_p large": ({"top_p": 1.5}, ["top_p=1.5", "less than or equal to 1"]),
+    "top_p zero": ({"top_p": 0.0}, ["top_p=0.0", " 0"]),
+    "top_p large": ({"top_p": 1.5}, ["top_p=1.5", " 1"]),
     "top_p nan": ({"top_p": float("nan")}, ["top_p=nan"]),
     "new tokens negative": ({"max_new_tokens": -1}, ["max_new_tokens=-1"]),
     "new tokens None": ({"max_new_tokens": None}, ["max_new_tokens=None"]),
-    "new tokens count": ({"max_new_tokens": [1, 2, 3]}, ["max_new_tokens has 3 values for 1 rows"]),
-    "seed count": ({"seed": [1, 2]}, ["seed has 2 values for 1 rows"]),
-    "seed negative": ({"seed": -1}, ["seed=-1", "greater than or equal to 0"]),
+    "new tokens count": ({"max_new_tokens": [1, 2, 3]}, ["max_new_tokens", " 3 ", " 1 "]),
+    "seed count": ({"seed": [1, 2]}, ["seed", " 2 ", " 1 "]),
+    "seed negative": ({"seed": -1}, ["seed=-1", " 0"]),
     "seed large": ({"seed": [2**32]}, ["seed=4294967296"]),
     "seed None": ({"seed": None}, ["seed=None"]),
-    "eos large": ({"eos": toy.VOCAB}, [f"eos={toy.VOCAB}", f"less than {toy.VOCAB}"]),
+    "eos large": ({"eos": toy.VOCAB}, [f"eos={toy.VOCAB}", f" {toy.VOCAB}"]),
     "eos negative": ({"eos": (1, -2)}, ["eos=-2"]),
-    "eos text": ({"eos": "ab"}, ["eos='ab'", "a valid integer"]),
+    "eos text": ({"eos": "ab"}, ["eos='ab'", "integer"]),
     "tree of another type": ({"tree": (8, 4, 2)}, ["tree=[8, 4, 2]", "TreeConfig"]),
     "tree too deep": ({"tree": hsd_jax.TreeConfig(nodes=8, depth=5, width=2)}, ["depth=5", "1 to 4"]),
     "pad_rows": ({"pad_rows": 0}, ["pad_rows=0"]),
@@ -484,9 +464,29 @@ BAD_CALLS = {
     ),
     "sampled tree too full": (
         {"accept": "recursive", "tree": hsd_jax.TreeConfig(nodes=9, depth=3, width=2)},
-        ["nodes=9", "lower nodes to 7"],
+        ["nodes=9", " 7"],
     ),
 }
+
+
+HOSTILE_CALLS = {  # of any type and size; an error stays short
+    "pad_rows": [10**12, "x", None, 2.5],
+    "temperature": [[[1], [1, 2]], {}, 1e38, 3.4e39, 10**400, [0.0] * 2],
+    "top_k": [2.5, "x", []],
+    "top_p": ["x", 10**400],
+    "seed": [10**14, 2.5, "x"],
+    "eos": [2.5, [None], [10**400]],
+    "speculate": ["no", None, 1],
+    "max_new_tokens": [2.5, "x", 10**400, [[1], [1, 2]]],
+    "prompt": [{}, {1}, [None], [[1], [[2]]], [1, "a"]],
+    "accept": [None, [], 5],
+    "draw": [[], 5],
+    "reuse": [None, [], "skip:" + "9" * 5000],
+    "lossy": [5, [], "linear", "linear:0.5", ("linear", 0.5), "linear:" + "9" * 5000, ("cubic", 0.5)],
+    "tree": ["8x5x2", 5],
+}
+BAD_CALLS |= {f"{key} {i}": ({key: bad}, []) for key, values in HOSTILE_CALLS.items() for i, bad in enumerate(values)}
+BAD_CALLS |= {f"an object as {key}": ({key: object()}, []) for key in ("temperature", "eos", "prompt")}
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
@@ -495,45 +495,55 @@ def test_bad_calls_are_refused(params, name):
     arguments, words = BAD_CALLS[name]
     with pytest.raises(ValueError) as error:
         hsd_jax.decode(params, **({"prompt": ONE, "max_new_tokens": 4} | arguments))
-    for word in words:
-        assert word in str(error.value)
+    assert [word for word in words if word not in str(error.value)] == [] and len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ("", ["prompt 0 is empty"]),
-        (["a", ""], ["prompt 1 is empty"]),
-        ("a\ud800", ["prompt 0", "lone surrogate at character 1"]),
-        (b"a\xff", ["prompt 0 is not UTF-8", "byte 1"]),
+        ("", ["prompt 0"]),
+        (["a", ""], ["prompt 1"]),
+        ("a\ud800", ["prompt 0", "character 1"]),
+        (b"a\xff", ["prompt 0", "byte 1"]),
     ],
 )
 def test_bad_texts_are_refused(text_params, prompt, words):
     with pytest.raises(ValueError) as error:
         hsd_jax.decode(text_params, prompt, 4)
-    for word in words:
-        assert word in str(error.value)
+    assert [word for word in words if word not in str(error.value)] == []
 
 
 BAD_LOADS = {
-    "nothing": ({}, ["load("]),
-    "name": ({"name": "llama"}, ["llama: not one of demo, smollm2", "no such path", "ORG/NAME"]),
-    "neither path nor text": ({"name": 3}, ["name=3", "a name, a folder or a file"]),
-    "revision of a path": ({"revision": "v1"}, ["revision='v1'", "is for names on the hub"]),
-    "strict": ({"strict": "yes"}, ["strict='yes'", "a valid boolean"]),
+    "nothing": ({}, ["load"]),
+    "name": ({"name": "llama"}, ["llama", "demo, smollm2", "ORG/NAME"]),
+    "neither path nor text": ({"name": 3}, ["name=3", "folder"]),
+    "revision of a path": ({"revision": "v1"}, ["revision='v1'", "hub"]),
+    "strict": ({"strict": "yes"}, ["strict='yes'", "boolean"]),
     "tokenizer": ({"tokenizer": 3}, ["tokenizer=3"]),
-    "name and target": ({"name": "demo", "target": "somewhere"}, ["load("]),
+    "name and target": ({"name": "demo", "target": "somewhere"}, ["load"]),
     "precision": ({"precision": "half"}, ["precision='half'", "'fast' or 'exact'"]),
     "dtype": ({"dtype": "float16"}, ["dtype='float16'", "float32, bfloat16"]),
-    "exact bfloat16": ({"dtype": "bfloat16", "precision": "exact"}, ["exact means float32"]),
-    "max_len small": ({"max_len": 1}, ["max_len=1", "greater than or equal to 2"]),
-    "max_len zero": ({"max_len": 0}, ["max_len=0", "greater than or equal to 2"]),
-    "max_len large": ({"max_len": 4096}, ["max_len=4096", "less than or equal to 2048"]),
+    "exact bfloat16": ({"dtype": "bfloat16", "precision": "exact"}, ["float32"]),
+    "max_len small": ({"max_len": 1}, ["max_len=1", " 2"]),
+    "max_len zero": ({"max_len": 0}, ["max_len=0", " 2"]),
+    "max_len large": ({"max_len": 4096}, ["max_len=4096", " 2048"]),
     "mesh axis": ({"mesh": "rows=2"}, ["mesh='rows=2'", "data=N", "model=N"]),
     "mesh size": ({"mesh": "data=0"}, ["'data=0'", "N >= 1"]),
     "mesh text": ({"mesh": "data=two"}, ["'data=two'"]),
-    "mesh too large": ({"mesh": "data=8,model=8"}, ["needs 64 devices", "there are"]),
+    "mesh too large": ({"mesh": "data=8,model=8"}, [" 64 devices"]),
 }
+
+
+HOSTILE_LOADS = {
+    "target": [5, b"x", []],
+    "drafter": [5, b"x"],
+    "max_len": ["64", 2.5, True, 10**400],
+    "dtype": [5, [], "int8"],
+    "tree": ["8x5x2", 5],
+    "mesh": [5, "x", "data=" + "9" * 5000],
+    "precision": [None, []],
+}
+BAD_LOADS |= {f"{key} {i}": ({key: bad}, []) for key, values in HOSTILE_LOADS.items() for i, bad in enumerate(values)}
 
 
 @pytest.mark.parametrize("name", BAD_LOADS)
@@ -543,8 +553,7 @@ def test_bad_loads_are_refused(folders, name):
         arguments = {"target": folders / "ids"} | arguments
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         hsd_jax.load(**arguments)
-    for word in words:
-        assert word in str(error.value)
+    assert [word for word in words if word not in str(error.value)] == []
 
 
 def test_missing_folders_are_named(folders, tmp_path):
@@ -561,7 +570,7 @@ def test_a_broken_tokenizer_is_named(folders, tmp_path):
     for file in (folders / "ids").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer cannot be read.*tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
         hsd_jax.load(target=tmp_path)
 
 
@@ -569,9 +578,9 @@ def test_the_drafter_of_other_weights_drafts_with_a_warning(folders, tmp_path):
     config = convert.read_config(folders / "ids")
     weights = convert.read_weights(folders / "ids", config)
     convert.save_target(tmp_path, config, weights | {"head": weights["head"] * 1.5})
-    with pytest.raises(ValueError, match=r"trained for target.*other weights"):
+    with pytest.raises(ValueError, match=r"other weights"):
         hsd_jax.load(target=tmp_path, drafter=folders / "drafter", strict=True)
-    with pytest.warns(UserWarning, match=r"trained for target.*other weights.*no text depends on that"):
+    with pytest.warns(UserWarning, match=r"other weights"):
         params = hsd_jax.load(target=tmp_path, drafter=folders / "drafter")
     plain = hsd_jax.decode(params, [1, 2, 3], 12, speculate=False).tokens
     np.testing.assert_array_equal(hsd_jax.decode(params, [1, 2, 3], 12).tokens, plain)

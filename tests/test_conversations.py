@@ -99,27 +99,24 @@ def message(**changes) -> dict:
 
 
 REFUSED = {
-    "nothing": ([], "prompt is an empty list"),
-    "an empty row": ([[HI], []], "prompt 1 is empty: give at least one token"),
-    "a mapping alone": (HI, "prompt of type dict: expected a text, token ids, a conversation"),
-    "text beside a mapping": (["hi", HI], "prompt 0, message 0 is 'hi': expected a mapping with role and content"),
-    "text behind a mapping": (["x", [HI, "hi"]], "prompt 1, message 1 is 'hi': expected a mapping"),
-    "ids beside a mapping": ([HI, 7], "prompt 0, message 1 is 7: expected a mapping"),
-    "no role": ([{"content": "hi"}], r"prompt 0, message 0: 'role' is missing; its keys are \['content'\]"),
-    "no content": ([HI, {"role": "user"}], "prompt 0, message 1: 'content' is missing"),
-    "another key": ([message(name="Ann")], "message 0: unknown key 'name'; allowed are 'role' and 'content'"),
-    "a wrong role": ([message(role="tool")], "message 0: role 'tool'; allowed are 'system', 'user', 'assistant'"),
-    "a role that is no text": ([message(role=["user"])], r"message 0: role \['user'\]; allowed are"),
-    "system second": (["x", [HI, BRIEF, HI]], "prompt 1, message 1: role 'system' is allowed in message 0 alone"),
-    "the assistant last": ([HI, YES], "prompt 0, message 1: role 'assistant' is the last: allowed is 'user'"),
-    "system alone": ([BRIEF], "prompt 0, message 0: role 'system' is the last: allowed is 'user'"),
-    "content None": ([message(content=None)], "prompt 0, message 0: content is None: expected a text"),
-    "content of bytes": ([message(content=b"hi")], "message 0: content is b'hi': expected a text"),
-    "content in parts": (
-        [message(content=[{"type": "text", "text": "hi"}])],
-        "prompt 0, message 0: content is a list of 1 parts: expected one text, theirs joined",
-    ),
-    "half a character": ([message(content="a\ud800")], r"message 0: content is not UTF-8 .*surrogate at character 1"),
+    "nothing": ([], "prompt.*empty"),
+    "an empty row": ([[HI], []], "prompt 1.*empty"),
+    "a mapping alone": (HI, "prompt of type dict"),
+    "text beside a mapping": (["hi", HI], "prompt 0, message 0 .*'hi': .*role and content"),
+    "text behind a mapping": (["x", [HI, "hi"]], "prompt 1, message 1 .*'hi'"),
+    "ids beside a mapping": ([HI, 7], "prompt 0, message 1 .*7"),
+    "no role": ([{"content": "hi"}], r"prompt 0, message 0: 'role'.*\['content'\]"),
+    "no content": ([HI, {"role": "user"}], "prompt 0, message 1: 'content'"),
+    "another key": ([message(name="Ann")], "message 0: .*'name'.*'role' and 'content'"),
+    "a wrong role": ([message(role="tool")], "message 0: role 'tool'.*'system', 'user', 'assistant'"),
+    "a role that is no text": ([message(role=["user"])], r"message 0: role \['user'\]"),
+    "system second": (["x", [HI, BRIEF, HI]], "prompt 1, message 1: role 'system'.*message 0"),
+    "the assistant last": ([HI, YES], "prompt 0, message 1: role 'assistant'.*'user'"),
+    "system alone": ([BRIEF], "prompt 0, message 0: role 'system'.*'user'"),
+    "content None": ([message(content=None)], "prompt 0, message 0: content.*None"),
+    "content of bytes": ([message(content=b"hi")], "message 0: content.*b'hi'"),
+    "content in parts": ([message(content=[{"type": "text", "text": "hi"}])], "prompt 0, message 0: content.* 1 parts"),
+    "half a character": ([message(content="a\ud800")], r"message 0: content.*character 1"),
 }
 
 
@@ -130,27 +127,23 @@ def test_what_is_no_prompt_is_named(params, prompt, error):
 
 
 def test_no_messages():
-    with pytest.raises(ValueError, match="here is a conversation without messages"):
+    with pytest.raises(ValueError, match=r"^here"):
         check_messages([], "here")
 
 
 def test_without_a_chat_template_or_a_tokenizer(params, tmp_path):
     bare = dataclasses.replace(params, tokenizer=Tokenizer.find(chat.write_tokenizer(tmp_path, None)))
-    with pytest.raises(
-        ValueError, match=r"prompt 1: this checkpoint has no chat template: give the prompt as text, or"
-    ):
+    with pytest.raises(ValueError, match=r"prompt 1: .*chat template"):
         hsd_jax.decode(bare, ["hi", [HI]])
     assert not bare.tokenizer.has_chat_template and bare.tokenizer.turn_ends == ()
     none = dataclasses.replace(params, tokenizer=None)
-    with pytest.raises(
-        ValueError, match=r"prompt 0 is a conversation, but the checkpoint has no tokenizer: give token"
-    ):
+    with pytest.raises(ValueError, match=r"prompt 0 .*tokenizer"):
         hsd_jax.decode(none, [HI])
 
 
 def test_a_template_that_refuses_names_the_prompt(params, found):
     refusing = dataclasses.replace(params, tokenizer=found(chat.REFUSING))
-    with pytest.raises(ValueError, match=r"prompt 1: the chat template refuses .*roles must alternate"):
+    with pytest.raises(ValueError, match=r"prompt 1: .*roles must alternate"):
         hsd_jax.decode(refusing, ["hi", [HI]])
 
 
@@ -208,5 +201,5 @@ def test_a_template_without_end_ends_no_turn(found, monkeypatch):
     monkeypatch.setattr(tokenizer_lib, "TEMPLATE_SECONDS", 0.2)
     forever = found("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}")
     assert forever.turn_ends == ()
-    with pytest.raises(ValueError, match=r"prompt 3: the chat template refuses .*more than 0.2 seconds"):
+    with pytest.raises(ValueError, match=r"prompt 3: .* 0.2 seconds"):
         forever.encode_chat([HI], "prompt 3")

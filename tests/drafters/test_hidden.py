@@ -247,10 +247,6 @@ def test_a_drafter_of_rank_0_drafts_as_one_whose_token_information_is_zero(tmp_p
     again, read = drafter_files.read_drafter(tmp_path)
     assert again == config
     jax.tree.map(np.testing.assert_array_equal, read, bare)
-    file = tmp_path / drafter_files.DRAFTER_CONFIG
-    file.write_text(file.read_text().replace('"rank": 0', '"rank": -1'))
-    with pytest.raises(ValueError, match=r"rank=-1: should be greater than or equal to 0"):
-        drafter_files.read_drafter(tmp_path)
 
 
 def test_base_logits_go_through_the_target_head():
@@ -353,7 +349,7 @@ def test_caches_hold_what_fresh_passes_compute(variant, proposer):
     assert (histogram > 0).all(), histogram
 
 
-@pytest.mark.parametrize("proposer", ["layers", "block_layers", "eagle_layers"])
+@pytest.mark.parametrize("proposer", ["layers", pytest.param("block_layers", marks=pytest.mark.slow), "eagle_layers"])
 def test_caches_hold_what_several_layers_say(proposer):
     """A drafter that reads fused layers, under its own trees: prefill and every round tap them."""
     setup, call = setups.setup("llama", proposer), calls.mixed_call()

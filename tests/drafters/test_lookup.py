@@ -69,18 +69,18 @@ def test_names(text, wanted):
 
 @pytest.mark.parametrize("text", ["lookup:0", "lookup:17", "lookup:4-2", "lookup:0-2"])
 def test_wrong_numbers_are_refused(text):
-    with pytest.raises(ValueError, match=r"LookupConfig\.m.._ngram=\d+: (should be .* 1|allowed are 1 to )"):
+    with pytest.raises(ValueError, match=r"LookupConfig\.m.._ngram=\d+: .*1"):
         LookupConfig.parse(text)
 
 
 def test_only_chains_that_are_not_drawn():
     """Refused before anything compiles, by `decode` too."""
-    with pytest.raises(ValueError, match=r"TreeConfig\.width=2: lookup drafts chains, allowed is 1"):
+    with pytest.raises(ValueError, match=r"TreeConfig\.width=2: .*1"):
         lookup_drafter(toy.target_config(), LookupConfig(), TreeConfig(5, 3, 2))
     for scheme in (DrawScheme.INDEPENDENT, DrawScheme.WITHOUT_REPLACEMENT):
-        with pytest.raises(ValueError, match="lookup copies its drafts, allowed is arbitrary"):
+        with pytest.raises(ValueError, match=r"lookup.*arbitrary"):
             lookup_drafter(toy.target_config(), LookupConfig(), TreeConfig(4, 3, 1), scheme=scheme)
     params = hsd_jax.Params(setups.weights("llama"), {}, toy.target_config(), LookupConfig(), tree=TreeConfig(4, 3, 1))
     for draw in (None, "arbitrary", "independent"):
-        with pytest.raises(ValueError, match=r"allowed is arbitrary|not lossless for draw='arbitrary'"):
+        with pytest.raises(ValueError, match="arbitrary"):
             hsd_jax.decode(params, [1, 2], accept="recursive", draw=draw)

@@ -29,10 +29,7 @@ GAMMA = 3
 
 @pytest.fixture(scope="module")
 def pair():
-    one = setups.setup("llama", "small_lm")
-    return hsd_jax.Params(
-        one.models["target"], one.models["drafter"], one.config, one.drafter_config, max_len=128, precision="exact"
-    )
+    return setups.params_of("small_lm", max_len=128, precision="exact")
 
 
 @pytest.fixture(scope="module")
@@ -235,15 +232,15 @@ def test_rounds_past_the_end_change_nothing(apart):
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        ((8, 1), r"too small for two programs. There are 8 devices, and 9 are needed: 8 for the target and 1"),
+        ((8, 1), "8 devices.* 9 "),
         ((0, 1), "two numbers from 1"),
         ((True, 1), "two numbers from 1"),
-        (2, "expected a pair"),
-        ((1, 1, 1), "expected a pair"),
-        ("ab", "expected a pair"),
+        (2, "pair"),
+        ((1, 1, 1), "pair"),
+        ("ab", "pair"),
         ((lambda: (jax.devices()[:2], jax.devices()[1:3])), "1 named twice"),
         ((lambda: (jax.devices()[:1] * 2, jax.devices()[1:2])), "0 named twice"),
-        ((lambda: (jax.devices()[:1], [])), "1 for the target and 0 for the drafter"),
+        ((lambda: (jax.devices()[:1], [])), "1 .*0 for the drafter"),
     ],
 )
 def test_illegal_devices(pair, devices, message):
@@ -267,13 +264,13 @@ def test_what_two_programs_cannot_do(pair, apart):
     """Each by its name, before anything compiles."""
     with pytest.raises(ValueError, match="gamma=0"):
         hsd_jax.pearl(pair, 0, devices=(1, 1))
-    with pytest.raises(ValueError, match="judges drafts of one round together"):
+    with pytest.raises(ValueError, match="block_verification"):
         hsd_jax.decode(apart, [[1]], 4, accept="block_verification")
     with pytest.raises(ValueError, match="stack"):
         hsd_jax.stack(apart, "lookup")
     with pytest.raises(ValueError, match="adaptive=True"):
         hsd_jax.decode(apart, [[1]], 4, adaptive=True)
-    with pytest.raises(ValueError, match="a small_lm drafter is part of the target's program"):
+    with pytest.raises(ValueError, match="small_lm"):
         small = dataclasses.replace(apart, drafter_config=pair.drafter_config)
         hsd_jax.decode(small, [[1]], 4)
 

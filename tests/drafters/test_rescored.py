@@ -294,8 +294,7 @@ def test_trees_after_some_rounds_are_those_of_the_whole_text(proposer, scheme):
 
 
 def params_of(proposer: str = "medusa") -> Params:
-    setup = setups.setup("llama", proposer)
-    return Params(setup.models["target"], setup.models["drafter"], setup.config, setup.drafter_config, max_len=64)
+    return setups.params_of(proposer, max_len=64)
 
 
 def test_rescoring_again_replaces_the_scorer(tmp_path):
@@ -318,17 +317,17 @@ def test_what_cannot_score_is_refused(tmp_path):
     config, weights = setups.scorer("ngram")
     save_ngram(tmp_path / "own", config, weights)
     params = params_of()
-    with pytest.raises(ValueError, match=r"of the tokenizer 0{12} \(24 tokens\); this target has 1{12} "):
+    with pytest.raises(ValueError, match=r"0{12} .*1{12} "):
         hsd_jax.rescore(dataclasses.replace(params, tokenizer=OtherTokenizer()), tmp_path / "own")
     larger = dataclasses.replace(params, target_config=dataclasses.replace(params.target_config, vocab_size=25))
     with pytest.raises(ValueError, match="25 tokens"):
         hsd_jax.rescore(larger, tmp_path / "own")
-    with pytest.raises(FileNotFoundError, match=r"no scorer; expected 0-gram, a folder with ngram_config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"nothing: .*0-gram.*ngram_config\.json"):
         hsd_jax.rescore(params, tmp_path / "nothing")
-    with pytest.raises(ValueError, match="alpha=-1: should be greater than or equal to 0"):
+    with pytest.raises(ValueError, match=r"alpha=-1: .*0"):
         hsd_jax.rescore(params, tmp_path / "own", -1)
     for proposer in ("eagle", "small_lm", "plain"):
-        with pytest.raises(ValueError, match="token-free states, hidden and medusa"):
+        with pytest.raises(ValueError, match="hidden and medusa"):
             hsd_jax.rescore(params_of(proposer), "0-gram")
-    with pytest.raises(ValueError, match="width=6: a lattice of 5 arcs allows 1 to 5"):
+    with pytest.raises(ValueError, match=r"width=6: .*1 to 5"):
         make_drafter(params.target_config, RescoredConfig(params.drafter_config, None, 5), TreeConfig(16, 3, 6))

@@ -331,9 +331,8 @@ def test_nodes_have_the_probabilities_they_were_chosen_by(proposer):
     ("text", "words"),
     [
         ("twice", ["'twice'", *REUSES]),
-        ("mix", ["reuse='mix': should be", *REUSES]),  # forms that were there once
-        ("union", ["reuse='union': should be", *REUSES]),
-        ("skip:0", ["min_spares=0", "greater than or equal to 1"]),
+        ("mix", ["reuse='mix'", *REUSES]),  # a form that was there once
+        ("skip:0", ["min_spares=0", " 1"]),
         ("sum:2", ["sum:2", "skip:N"]),
         ("skip:x", ["skip:x", "skip:2"]),
         (None, ["None", "none"]),

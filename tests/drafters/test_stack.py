@@ -343,15 +343,15 @@ def test_plain_rounds_between_drafts_are_read_on():
 
 def test_what_cannot_be_stacked_is_refused():
     config = setups.PROPOSERS["stack_small_lm"].config
-    with pytest.raises(ValueError, match=r"TreeConfig\.width=2: a stack hands up chains, allowed is 1"):
+    with pytest.raises(ValueError, match=r"TreeConfig\.width=2: .*1"):
         make_drafter(toy.target_config(), config, TreeConfig(4, 2, 2))
-    with pytest.raises(ValueError, match="vocab_size=24 and the target 23"):
+    with pytest.raises(ValueError, match=r"vocab_size=24.* 23"):
         make_drafter(toy.target_config(vocab_size=toy.VOCAB - 1), config, CHAIN)
-    with pytest.raises(ValueError, match="inner drafter has vocab_size=23 and the middle model 24"):
+    with pytest.raises(ValueError, match=r"vocab_size=23.* 24"):
         StackConfig(config.middle, dataclasses.replace(config.middle, vocab_size=23))
     with pytest.raises(ValueError, match=r"StackConfig\.length=0"):
         StackConfig(config.middle, config.inner, 0)
-    with pytest.raises(ValueError, match="trained for 1 to 4 steps"):
+    with pytest.raises(ValueError, match="1 to 4 "):
         heads = setups.PROPOSERS["stack_medusa"].config
         make_drafter(toy.target_config(), dataclasses.replace(heads, length=5), TreeConfig.chain(8))
 
@@ -392,15 +392,15 @@ def test_stacks_are_made_level_by_level(folders):
 
 def test_a_level_of_another_model_is_refused(folders):
     params = hsd_jax.load(target=folders / "target", drafter=folders / "small")
-    with pytest.raises(ValueError, match=r"language model of 23 tokens for a target of 24"):
+    with pytest.raises(ValueError, match=r"23 tokens.* 24"):
         hsd_jax.stack(params, folders / "other")
     own = hsd_jax.load(target=folders / "target", drafter=folders / "target")
-    with pytest.raises(ValueError, match="same sizes but other weights"):
+    with pytest.raises(ValueError, match="other weights"):
         hsd_jax.stack(own, folders / "heads")
-    with pytest.raises(ValueError, match="trained for 1 to 4 steps"):
+    with pytest.raises(ValueError, match="1 to 4 "):
         hsd_jax.stack(params, folders / "heads", 5)
-    with pytest.raises(ValueError, match="length=0: should be greater than or equal to 1"):
+    with pytest.raises(ValueError, match=r"length=0: .*1"):
         hsd_jax.stack(params, "lookup", 0)
     for other in (hsd_jax.load(target=folders / "target"), hsd_jax.load(target=folders / "target", drafter="lookup")):
-        with pytest.raises(ValueError, match="for a small language model that drafts"):
+        with pytest.raises(ValueError, match="small language model"):
             hsd_jax.stack(other, "lookup")

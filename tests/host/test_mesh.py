@@ -114,17 +114,7 @@ OTHERS += [*setups.RESCORED, *setups.STACKS, *setups.BOTH]
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_kind_of_drafter_on_a_mesh(name):
     """Also those that bring a second model along: a small one that drafts, or has a say in the drafts of another."""
-    one = setups.setup("llama", name)
-    here = hsd_jax.Params(
-        one.models["target"],
-        one.models["drafter"],
-        one.config,
-        one.drafter_config,
-        eos=(),
-        max_len=128,
-        precision="exact",
-        tree=setups.PROPOSERS[name].tree,
-    )
+    here = setups.params_of(name, eos=(), max_len=128, precision="exact", tree=setups.PROPOSERS[name].tree)
     placed = hsd_jax.place(here, sharding.make_mesh("data=2,model=2"))
     alone = hsd_jax.decode(here, PROMPTS, **CALL)
     found = hsd_jax.decode(placed, PROMPTS, **CALL)

@@ -302,7 +302,7 @@ def test_wrong_noise_positions_are_found(predicted):
 
 def test_a_rule_refuses_schemes_it_is_not_exact_for():
     nothing = match_rule(1)._replace(name="chain", schemes=frozenset())
-    with pytest.raises(ValueError, match="accept='chain' is not lossless for draw='arbitrary'"):
+    with pytest.raises(ValueError, match=r"accept='chain'.*draw='arbitrary'"):
         check_legal(nothing, DrawScheme.ARBITRARY)
     drafter = Drafter(*[lambda *_: None] * 5, DrawScheme.ARBITRARY, 2, 1)
     with pytest.raises(ValueError, match="arbitrary"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support import calls, setups, toy
 
-from hsd_jax.config import NO_REUSE, PARALLEL, RECURRENT, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
+from hsd_jax.config import NO_REUSE, PARALLEL, DrafterConfig, ModelConfig, ReuseConfig, TreeConfig
 from hsd_jax.drafters.hidden.config import HiddenConfig
 from hsd_jax.drafters.hidden.draft import hidden_drafter
 from hsd_jax.drafters.table import init_drafter
@@ -91,19 +91,6 @@ def test_a_prefill_computes_no_logits(use_native):
     whole = jax.jit(forward_sequence, static_argnums=1).lower(models["target"], config, tokens).compile().as_text()
     logits = re.compile(rf"f32\[({batch},{calls.PROMPT_BUCKET}|{batch * calls.PROMPT_BUCKET}),{vocab}\]")
     assert logits.search(whole) and not logits.search(prefill)
-
-
-def compiled_loop(
-    config: ModelConfig,
-    drafter_config: DrafterConfig | None,
-    batch: int,
-    capacity: int,
-    scheme: DrawScheme = DrawScheme.ARBITRARY,
-    reuse: ReuseConfig = NO_REUSE,
-):
-    """The compiled loop for abstract inputs, and the bytes of all cache buffers."""
-    programs = lowered_programs(config, drafter_config, batch, capacity, scheme, reuse)
-    return programs["loop"].compile(), programs["cache_bytes"]
 
 
 @functools.cache
@@ -191,32 +178,36 @@ def drafter_for(config: ModelConfig, **changes) -> DrafterConfig:
     )
 
 
-@pytest.mark.parametrize(
-    ("config", "batch", "trunk", "scheme"),
-    [
-        pytest.param(SMALL, 1, RECURRENT, DrawScheme.ARBITRARY, id="small-1"),
-        pytest.param(SMALL, 1, PARALLEL, DrawScheme.ARBITRARY, id="small-1-block", marks=pytest.mark.slow),
-        pytest.param(SMALL, 4, RECURRENT, DrawScheme.ARBITRARY, id="small-4", marks=pytest.mark.slow),
-        pytest.param(DEMO, 1, RECURRENT, DrawScheme.ARBITRARY, id="demo-1", marks=pytest.mark.slow),
-        pytest.param(DEMO, 4, RECURRENT, DrawScheme.ARBITRARY, id="demo-4", marks=pytest.mark.slow),
-        pytest.param(DEMO, 4, PARALLEL, DrawScheme.ARBITRARY, id="demo-4-block", marks=pytest.mark.slow),
-        pytest.param(SMALL, 1, RECURRENT, DrawScheme.WITHOUT_REPLACEMENT, id="small-1-sampled"),
-    ],
-)
-def test_the_loop_holds_no_second_cache(config, batch, trunk, scheme):
-    """Temporary memory stays below a quarter of the caches at 2,048 slots: they are updated in place."""
-    compiled, cache_bytes = compiled_loop(config, drafter_for(config, trunk=trunk), batch, 2048, scheme)
-    memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)
-    assert memory.alias_size_in_bytes >= cache_bytes
+ONE_LAYER = dataclasses.replace(SMALL, num_layers=1)
+SAMPLED = DrawScheme.WITHOUT_REPLACEMENT
+LOOPS = {  # target, changes of its drafter (None: no drafter), batch, and how drafts are made
+    "small": (SMALL, {}, 1, {}),
+    "sampled": (SMALL, {}, 1, {"scheme": SAMPLED}),
+    "window": (ONE_LAYER, {"trunk": PARALLEL, "window": 64}, 1, {}),  # its cache is half of all, and read in part
+    "skip parallel": (SMALL, {"trunk": PARALLEL, "num_steps": 9}, 1, {"reuse": ReuseConfig("skip")}),
+}
+SLOW_LOOPS = {
+    "plain": (SMALL, None, 1, {}),
+    "small parallel": (SMALL, {"trunk": PARALLEL}, 1, {}),
+    "small, 4 rows": (SMALL, {}, 4, {}),
+    "demo": (DEMO, {}, 1, {}),
+    "demo, 4 rows": (DEMO, {}, 4, {}),
+    "demo parallel, 4 rows": (DEMO, {"trunk": PARALLEL}, 4, {}),
+    "window, 4 rows": (ONE_LAYER, {"trunk": PARALLEL, "window": 64}, 4, {}),
+    "skip": (SMALL, {"num_steps": 9}, 1, {"reuse": ReuseConfig("skip")}),
+    "ahead": (SMALL, {"trunk": PARALLEL, "num_steps": 9}, 1, {"reuse": ReuseConfig("ahead")}),
+    "sum": (SMALL, {"num_steps": 9}, 1, {"reuse": ReuseConfig("sum")}),
+}
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_window_copies_its_own_slots_only(batch):
-    """A trunk behind a window reads a part of its cache, which is half of all caches here, and copies no more."""
-    config = dataclasses.replace(SMALL, num_layers=1)
-    compiled, cache_bytes = compiled_loop(config, drafter_for(config, trunk=PARALLEL, window=64), batch, 2048)
-    memory = compiled.memory_analysis()
+@pytest.mark.parametrize("name", [*LOOPS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LOOPS)])
+def test_the_loop_holds_no_second_cache(name):
+    """Temporary memory stays below a quarter of the caches at 2,048 slots: they are updated in place. Nor does the
+    branch that may run the trunk or not: it reads the cache, and what it returns is written behind."""
+    config, changes, batch, how = (LOOPS | SLOW_LOOPS)[name]
+    drafter_config = None if changes is None else drafter_for(config, **changes)
+    programs = lowered_programs(config, drafter_config, batch, 2048, **how)
+    memory, cache_bytes = programs["loop"].compile().memory_analysis(), programs["cache_bytes"]
     assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)
     assert memory.alias_size_in_bytes >= cache_bytes
 
@@ -240,28 +231,3 @@ def test_a_prefill_computes_no_more_of_a_trunk_than_keys_and_values():
     config = dataclasses.replace(SMALL, num_layers=2)
     text = lowered_programs(config, drafter_for(config, trunk=PARALLEL), 1, 64)["prefill"].compile().as_text()
     assert text.count('_gated_mlp"') == config.num_layers
-
-
-@pytest.mark.parametrize(
-    ("trunk", "form"),
-    [
-        (PARALLEL, "skip"),
-        pytest.param(RECURRENT, "skip", marks=pytest.mark.slow),
-        pytest.param(PARALLEL, "ahead", marks=pytest.mark.slow),
-        pytest.param(RECURRENT, "sum", marks=pytest.mark.slow),
-    ],
-)
-def test_reuse_holds_no_second_cache(trunk, form):
-    """Nor does the branch that may run the trunk or not: it reads the cache, and what it returns is written behind."""
-    compiled, cache_bytes = compiled_loop(
-        SMALL, drafter_for(SMALL, trunk=trunk, num_steps=9), 1, 2048, reuse=ReuseConfig(form)
-    )
-    memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < cache_bytes / 4, (memory.temp_size_in_bytes, cache_bytes)
-    assert memory.alias_size_in_bytes >= cache_bytes
-
-
-@pytest.mark.slow
-def test_the_plain_loop_holds_no_second_cache():
-    compiled, cache_bytes = compiled_loop(SMALL, None, 1, 2048)
-    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 4

@@ -58,16 +58,7 @@ def test_a_drafter_without_numbers_still_gives_a_tree(level):
 
 
 def test_lengths_within_a_bucket_compile_nothing():
-    setup = setups.setup("llama", "beam")
-    params = hsd_jax.Params(
-        setup.models["target"],
-        setup.models["drafter"],
-        setup.config,
-        setup.drafter_config,
-        max_len=128,
-        precision="exact",
-        tree=setups.TREES["beam"],
-    )
+    params = setups.params_of("beam", max_len=128, precision="exact", tree=setups.TREES["beam"])
     rng = np.random.default_rng(0)
     _decoder.cache_clear()
     for length, new in ((17, 20), (32, 32), (25, 17), (31, 1)):

@@ -159,15 +159,15 @@ def test_greedy_text_stays_greedy():
 @pytest.mark.parametrize(
     ("value", "rule", "message"),
     [
-        (("cubic", 0.5), "recursive", "'cubic': should be 'linear', 'square' or 'exponential'"),
+        (("cubic", 0.5), "recursive", "'cubic': .*'linear', 'square'.*'exponential'"),
         (("linear",), "recursive", "lossy.1|lossy: missing"),
-        (5, "recursive", "lossy=5: should be a valid tuple"),
-        ("linear", "recursive", "lossy='linear': epsilon='': should be a valid number"),
-        ("linear:x", "recursive", "epsilon='x': should be a valid number"),
-        (("linear", 0), "recursive", "epsilon=0.0: should be greater than 0"),
-        (("linear", 1.5), "recursive", "epsilon=1.5: should be less than or equal to 1"),
-        (("linear", float("nan")), "recursive", "should be a finite number"),
-        (("linear", 0.5), "match", "goes with accept='recursive' alone"),
+        (5, "recursive", "lossy=5: .*tuple"),
+        ("linear", "recursive", "lossy='linear': epsilon='': .*number"),
+        ("linear:x", "recursive", "epsilon='x': .*number"),
+        (("linear", 0), "recursive", "epsilon=0.0: .*0"),
+        (("linear", 1.5), "recursive", "epsilon=1.5: .*1"),
+        (("linear", float("nan")), "recursive", "finite"),
+        (("linear", 0.5), "match", "accept='recursive'"),
     ],
 )
 def test_what_is_refused(value, rule, message):
@@ -192,7 +192,7 @@ def test_decode_says_so_and_refuses_it_elsewhere():
     )
     asked = {"max_new_tokens": 6, "temperature": 1.0, "lossy": ("linear", 0.5)}
     for accept in ("auto", "match"):
-        with pytest.raises(ValueError, match=r"lossy=.*accept='recursive' alone, this call has accept='match'"):
+        with pytest.raises(ValueError, match=r"lossy=.*accept='recursive'.*accept='match'"):
             hsd_jax.decode(params, [1, 2, 3], accept=accept, **asked)
     assert hsd_jax.decode(params, [1, 2, 3], accept="recursive", **asked).stats.lossy == "linear:0.5"
     assert hsd_jax.decode(params, [1, 2, 3], accept="recursive", speculate=False, **asked).stats.lossy is None

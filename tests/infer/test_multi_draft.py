@@ -276,7 +276,7 @@ def test_a_chain_that_is_cut_is_a_shorter_chain():
 
 def test_block_verification_refuses_wider_trees():
     for tree in (TreeConfig(8, 5, 3), TreeConfig(branching=(2, 1))):
-        with pytest.raises(ValueError, match=f"block_verification' with tree {tree.name}: it judges chains alone"):
+        with pytest.raises(ValueError, match=rf"block_verification'.*{tree.name}: .*chains"):
             make_rule("block_verification", tree)
     assert make_rule("block_verification", TreeConfig(branching=(1, 1))).name == "block_verification"
 
@@ -457,5 +457,5 @@ def test_illegal_pairs_are_refused(name):
         if scheme in LEGAL[name]:
             check_legal(rule, scheme)
             continue
-        with pytest.raises(ValueError, match=f"accept='{name}' is not lossless for draw='{scheme.value}'"):
+        with pytest.raises(ValueError, match=rf"accept='{name}'.*draw='{scheme.value}'"):
             check_legal(rule, scheme)

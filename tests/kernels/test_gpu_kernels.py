@@ -85,7 +85,7 @@ def test_a_backend_follows_the_formula(case, backend, dtype):
     given = given[0].astype(dtype).astype(jnp.float32), to_dtype(given[1]), given[2], to_dtype(given[3]), *given[4:]
     wanted = oracle.attend(*jax.tree.map(np.asarray, given[:5]), *given[5:])
     with triton.enabled(True, interpret=True), attention.using(backend):
-        found = attention.attend(*given)
+        found = jax.jit(lambda *arrays: attention.attend(*arrays, *given[5:]))(*given[:5])
     # Weights are rounded to the dtype of the values before their product, and so is what a kernel returns.
     bound = 2e-6 if dtype == "float32" else 3e-2
     np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=bound, rtol=0)
@@ -116,14 +116,11 @@ def test_a_block_of_any_length_has_the_same_bits_in_the_kernel():
 
 
 def test_an_unknown_backend_is_named(monkeypatch):
-    with (
-        pytest.raises(ValueError, match="attention='fast': should be 'auto', 'xla' or 'triton'"),
-        attention.using("fast"),
-    ):
+    with pytest.raises(ValueError, match=r"attention='fast': .*'auto', 'xla'.*'triton'"), attention.using("fast"):
         pass
     monkeypatch.setenv(attention.VARIABLE, "slow")
     case = inputs(CASES[0])
-    with pytest.raises(ValueError, match="HSD_ATTENTION='slow': should be 'auto'"):
+    with pytest.raises(ValueError, match=r"HSD_ATTENTION='slow': .*'auto'"):
         attention.attend(*case)
 
 
@@ -351,6 +348,6 @@ def test_kernels_that_differ_are_left_aside_with_a_warning(monkeypatch):
             assert not check.gpu_kernels_agree()
         assert not check.gpu_kernels_agree()  # asked once, said once
     monkeypatch.setenv(check.VARIABLE, "none")
-    with pytest.raises(ValueError, match="HSD_GPU_KERNELS='none': should be 'on' or 'off'"):
+    with pytest.raises(ValueError, match=r"HSD_GPU_KERNELS='none': .*'on'.*'off'"):
         check.gpu_kernels_agree()
     check._agree.cache_clear()

@@ -142,10 +142,10 @@ def test_the_checks_find_a_wrong_order_and_a_wrong_grid(monkeypatch, broken):
 
 @pytest.mark.parametrize("scheme", ["coupled", "arbitrary", DrawScheme.COUPLED, "nucleus", None])
 def test_other_schemes_are_refused(scheme):
-    with pytest.raises(ValueError, match="allowed are independent, without_replacement, top_then_random"):
+    with pytest.raises(ValueError, match="independent, without_replacement, top_then_random"):
         theory.optimal_acceptance(jnp.ones(2) / 2, jnp.ones(2) / 2, 1, scheme)
 
 
 def test_no_children_are_refused():
-    with pytest.raises(ValueError, match="num_drafts=0: allowed are 1 and more"):
+    with pytest.raises(ValueError, match=r"num_drafts=0: .*1"):
         theory.optimal_acceptance(jnp.ones(2) / 2, jnp.ones(2) / 2, 0, "independent")

@@ -113,10 +113,10 @@ def test_what_was_tried_is_listed(monkeypatch, tmp_path):
 
 def test_files_of_other_kinds_and_revisions_of_paths_are_refused(folder, tmp_path):
     (tmp_path / "model.bin").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"model\.bin: expected a Hugging Face folder, or a file that ends in \.gguf"):
+    with pytest.raises(ValueError, match=r"model\.bin: .*\.gguf"):
         find(tmp_path / "model.bin")
     for source in (folder, "demo"):
-        with pytest.raises(ValueError, match="revision='v1': is for names on the hub"):
+        with pytest.raises(ValueError, match="revision='v1'"):
             find(source, "v1")
 
 
@@ -200,5 +200,5 @@ def test_a_checkpoint_is_found_again_with_another_tokenizer_only_if_asked(folder
     assert find(again).tokenizer == again.tokenizer and find(folder, tokenizer=again).tokenizer == again.tokenizer
     with pytest.raises(ValueError, match="revision='v1'"):
         find(find(folder), "v1")
-    with pytest.raises(ValueError, match="an empty name"):
+    with pytest.raises(ValueError, match="empty"):
         find("")

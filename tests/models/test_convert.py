@@ -445,18 +445,18 @@ def test_config_agrees_with_transformers(tmp_path, name, style):
     [
         ({"model_type": "mamba"}, "'mamba'.*llama, mistral"),
         ({"model_type": "gemma3"}, "text_config"),
-        ({"hidden_size": "64"}, "hidden_size='64': should be a valid integer"),
-        ({"vocab_size": "drop"}, "missing key 'vocab_size'"),
+        ({"hidden_size": "64"}, "hidden_size='64': .*integer"),
+        ({"vocab_size": "drop"}, "'vocab_size'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"head_dim": 7}, "head_dim=7"),
-        ({"hidden_act": "relu"}, "'relu'.*'silu' or 'gelu_pytorch_tanh'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*'default', 'linear' or 'llama3'"),
+        ({"hidden_act": "relu"}, "'relu'.*'silu'.*'gelu_pytorch_tanh'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*'default', 'linear'.*'llama3'"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "factor=None"),
-        ({"rope_parameters": {FULL: {"rope_type": "linear"}}}, "differ by layer type"),
+        ({"rope_parameters": {FULL: {"rope_type": "linear"}}}, "rope_parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"model_type": "gemma2", "layer_types": [FULL, "chunked_attention"] * 4}, "'chunked_attention'"),
-        ({"model_type": "gemma2", "layer_types": [SLIDING]}, "1 entries"),
+        ({"model_type": "gemma2", "layer_types": [SLIDING]}, " 1 "),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "bidirectional"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
@@ -471,7 +471,7 @@ def test_bad_config_is_named(tmp_path, changes, message):
 
 
 def test_config_file_missing_or_damaged(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no such folder"):
+    with pytest.raises(FileNotFoundError, match=r"meta-llama|nowhere"):
         convert.read_config(tmp_path / "meta-llama")
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         convert.read_config(tmp_path)
@@ -548,15 +548,15 @@ NORM, KEY = "model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.k
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop(KEY), r"missing tensor 'layers.1.self_attn.k_proj.weight' \(1 of"),
-        (lambda t: t.update({KEY: t[KEY].T.copy()}), r"k_proj.*found shape \[32, 16\], expected \[16, 32\]"),
-        (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": t[KEY]}), r"layers\.2\.mlp.*has no place"),
-        (lambda t: t.update({"layers.1.self_attn.k_proj.weight": t[KEY].copy()}), "also stored as"),
-        (lambda t: t.update({KEY: t[KEY].astype(np.int8)}), "k_proj.*found dtype I8"),
+        (lambda t: t.pop(KEY), r"'layers.1.self_attn.k_proj.weight'"),
+        (lambda t: t.update({KEY: t[KEY].T.copy()}), r"k_proj.*\[32, 16\].*\[16, 32\]"),
+        (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": t[KEY]}), r"layers\.2\.mlp"),
+        (lambda t: t.update({"layers.1.self_attn.k_proj.weight": t[KEY].copy()}), "k_proj"),
+        (lambda t: t.update({KEY: t[KEY].astype(np.int8)}), "k_proj.*I8"),
         (nan_in(KEY), "k_proj.*NaN"),
         (lambda t: t[NORM].__setitem__(0, np.inf), "input_layernorm.*infinity"),
-        (lambda t: t.pop("lm_head.weight"), "missing tensor 'lm_head.weight'"),
-        (lambda t: t.clear(), "found none"),
+        (lambda t: t.pop("lm_head.weight"), "'lm_head.weight'"),
+        (lambda t: t.clear(), "none"),
     ],
 )
 def test_bad_tensor_is_named(saved, change, message):
@@ -570,11 +570,11 @@ def test_damaged_files(saved):
     path = saved / "model.safetensors"
     whole = path.read_bytes()
     for data, message in [
-        (whole[:-100], "not a whole safetensors file"),
-        (whole[:20], "not a whole safetensors file"),
+        (whole[:-100], "safetensors"),
+        (whole[:20], "safetensors"),
         (b"", "empty"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
-        (struct.pack("<Q", 2) + b"[]", "not a whole safetensors file"),
+        (struct.pack("<Q", 2) + b"[]", "safetensors"),
     ]:
         path.write_bytes(data)
         with pytest.raises(ValueError, match=message) as raised:
@@ -583,12 +583,12 @@ def test_damaged_files(saved):
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no such folder"):
+    with pytest.raises(FileNotFoundError, match=r"meta-llama|nowhere"):
         convert.read_weights(tmp_path / "nowhere", MODEL)
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         convert.read_weights(tmp_path, MODEL)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match="pickles are never loaded"):
+    with pytest.raises(ValueError, match="pickle"):
         convert.read_weights(tmp_path, MODEL)
 
 
@@ -601,7 +601,7 @@ def test_bad_index(saved, weights):
     with pytest.raises(FileNotFoundError, match=r"b\.safetensors"):
         convert.read_weights(saved, MODEL)
     index.write_text(json.dumps({"weight_map": {"x": "../a.safetensors"}}))
-    with pytest.raises(ValueError, match="expected a file of this folder"):
+    with pytest.raises(ValueError, match=r"\.\./a\.safetensors"):
         convert.read_weights(saved, MODEL)
     index.write_text("{}")
     with pytest.raises(ValueError, match="weight_map"):
@@ -610,7 +610,7 @@ def test_bad_index(saved, weights):
 
 def test_bad_dtype_and_overflow(saved, weights):
     for dtype in ("int8", "float64", "half-ish", None):
-        with pytest.raises(ValueError, match="allowed are float32, bfloat16, float16"):
+        with pytest.raises(ValueError, match="float32, bfloat16, float16"):
             convert.read_weights(saved, MODEL, dtype)
     large = dict(weights, head=weights["head"].at[0, 0].set(1e30))
     with pytest.raises(ValueError, match=r"'head'.*float16"):
@@ -620,8 +620,8 @@ def test_bad_dtype_and_overflow(saved, weights):
 
 def test_misfit_weights_are_not_saved(tmp_path, weights):
     for wrong, message in [
-        ({k: v for k, v in weights.items() if k != "head"}, "missing tensor 'head'"),
-        (dict(weights, extra=weights["head"]), "'extra'.*no place"),
+        ({k: v for k, v in weights.items() if k != "head"}, "'head'"),
+        (dict(weights, extra=weights["head"]), "'extra'"),
         (dict(weights, head=weights["head"].T), r"'head'.*\[32, 61\]"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -703,25 +703,25 @@ def test_bad_drafter_files(tmp_path):
         config.write_text(text)
 
     file.write_bytes(whole[:-10])
-    expect(r"drafter\.safetensors: not a whole")
+    expect(r"drafter\.safetensors")
     edit_tensors(file, lambda t: t.pop("injector.bias"))
-    expect("missing tensor 'injector.bias'")
+    expect("'injector.bias'")
     edit_tensors(file, lambda t: t["injector.bias"].__setitem__((0, 0), np.nan))
     expect("injector.bias.*NaN")
     edit_json(config, rank=16)
-    expect(r"injector.*found shape \[61, 8\], expected \[61, 16\] from drafter_config.json")
+    expect(r"injector.*\[61, 8\].*\[61, 16\]")
     edit_json(config, rank="8")
     expect("rank='8'")
     edit_json(config, colour=1)
-    expect("unknown key 'colour'")
+    expect("'colour'")
     edit_json(config, kind="drop")
-    expect("kind=None: should be 'hidden', ")
+    expect("kind=None: .*'hidden'")
     edit_json(config, hidden_size="drop")
-    expect("missing key 'hidden_size'")
+    expect("'hidden_size'")
     file.unlink()
-    expect(r"drafter\.safetensors: no such file", FileNotFoundError)
+    expect(r"drafter\.safetensors", FileNotFoundError)
     config.unlink()
-    expect(r"drafter_config\.json: no such file", FileNotFoundError)
+    expect(r"drafter_config\.json", FileNotFoundError)
 
 
 def test_drafter_of_another_target():
@@ -734,20 +734,20 @@ def test_drafter_of_another_target():
 
     check(DRAFTER, True, target_hash=DRAFTER.target_hash)
     check(dataclasses.replace(DRAFTER, target_hash=""), True)
-    with pytest.raises(ValueError, match=r"trained for target 0123456789ab.*this target is f{12}.*other weights"):
+    with pytest.raises(ValueError, match=r"0123456789ab.*f{12}.*other weights"):
         check(DRAFTER, True)
     for name in ("hidden_size", "vocab_size"):
-        with pytest.raises(ValueError, match=f"trained for target.*this target has {name}=64"):
+        with pytest.raises(ValueError, match=f"{name}=64"):
             check(DRAFTER, False, dataclasses.replace(MODEL, **{name: 64}), DRAFTER.target_hash)
     knows = dataclasses.replace(DRAFTER, vocabulary_hash="a" * 64)
-    with pytest.warns(UserWarning, match=r"0123456789ab.*ffffffffffff.*no text depends on that.*strict=True") as found:
+    with pytest.warns(UserWarning, match=r"0123456789ab.*f{12}.*strict=True") as found:
         check(knows, False, vocabulary="a" * 64)
     assert "does not say" not in str(found[0].message)
-    with pytest.warns(UserWarning, match="Whether the vocabularies agree, the drafter's file does not say"):
+    with pytest.warns(UserWarning, match="does not say"):
         check(DRAFTER, False, vocabulary="a" * 64)
-    with pytest.warns(UserWarning, match="the target has no tokenizer to tell"):
+    with pytest.warns(UserWarning, match="no tokenizer"):
         check(knows, False)
-    with pytest.raises(ValueError, match=r"another vocabulary \(aaaaaaaaaaaa there, bbbbbbbbbbbb here\)"):
+    with pytest.raises(ValueError, match=r"a{12}.*b{12}"):
         check(knows, False, vocabulary="b" * 64)
     assert repr(knows) == repr(DRAFTER), "by which records of `tune` know a drafter"
 

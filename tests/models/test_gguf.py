@@ -297,7 +297,7 @@ def test_weights_are_quantized_to_int8_and_refused_as_those_of_folders(tmp_path,
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     monkeypatch.setattr(placement, "_free_on_host", lambda: 1000)
-    with pytest.raises(ValueError, match=r"by_hand.gguf: its weights need .* GB"):
+    with pytest.raises(ValueError, match=r"by_hand.gguf: .* GB"):
         file.weights()
 
 
@@ -374,10 +374,7 @@ OF_27B = ((SLIDING,) * 5 + (FULL,)) * 10 + (SLIDING,) * 2
         ({"rope.scaling.type": None}, {}),
         ({"rope.scaling.type": "none"}, {"rope": RopeConfig(1e6)}),
         ({"final_logit_softcapping": None}, {"logit_softcap": None}),
-        (
-            {"block_count": 62},
-            {"num_layers": 62, "query_scale": 8**-0.5, "layer_types": OF_27B},
-        ),
+        ({"block_count": 62}, {"num_layers": 62, "query_scale": 8**-0.5, "layer_types": OF_27B}),
     ],
 )
 def test_settings_of_gemma3(metadata, fields, tmp_path):
@@ -403,7 +400,7 @@ def test_llama3_scaling_is_found_in_its_factors(rope, head_dim, tmp_path):
     other = factors.copy()
     other[(factors > 1) & (factors < rope.factor)] *= 1.001
     for wrong in (other, factors[:-1], factors * np.nan, 1 / factors):
-        with pytest.raises(ValueError, match=r"here: tensor 'rope_freqs.weight': its .* factors"):
+        with pytest.raises(ValueError, match=r"here: .*'rope_freqs.weight'"):
             gguf_layout._llama3(wrong, config, "here")
     plain = dataclasses.replace(config, rope=RopeConfig(rope.theta))
     assert gguf_layout._llama3(np.ones_like(factors), plain, "here") == plain.rope
@@ -411,65 +408,40 @@ def test_llama3_scaling_is_found_in_its_factors(rope, head_dim, tmp_path):
 
 EXPERTS = np.zeros((2, 4, 32), np.float32)
 BAD = {
-    "other architecture": ({}, {}, "mamba", "general.architecture='mamba': allowed are llama, qwen2, qwen3, gemma3"),
-    "experts": ({"expert_count": 8}, {}, "", r"llama.expert_count=8: allowed are 0"),
-    "tensors of experts": (
-        {},
-        {"blk.0.ffn_gate_exps.weight": EXPERTS},
-        "",
-        "'blk.0.ffn_gate_exps.weight' .* has no place",
-    ),
-    "missing tensor": ({}, {"blk.1.ffn_up.weight": None}, "", r"changed.gguf: missing tensor 'blk.1.ffn_up.weight'"),
-    "no embedding": ({}, {"token_embd.weight": None}, "", "no matrix 'token_embd.weight'"),
-    "misshapen": ({}, {"blk.1.attn_k.weight": EXPERTS[0]}, "", r"'blk.1.attn_k.weight': found shape \[4, 32\]"),
-    "a NaN": (
-        {},
-        {"output_norm.weight": np.full(32, np.nan, np.float32)},
-        "",
-        r"'output_norm.weight': holds NaN or infinity",
-    ),
-    "integers": (
-        {},
-        {"output_norm.weight": np.ones(32, np.int8)},
-        "",
-        "'output_norm.weight': found dtype I8, expected one of F32",
-    ),
-    "missing key": ({"block_count": None}, {}, "", "llama.block_count=None: expected a number"),
-    "a text": ({"block_count": "2"}, {}, "", "llama.block_count='2': expected a number"),
-    "a truth": ({"embedding_length": True}, {}, "", "llama.embedding_length=True: expected a number"),
-    "heads by layer": (
-        {"attention.head_count_kv": [2, 1]},
-        {},
-        "",
-        r"llama.attention.head_count_kv=.*the same for every layer",
-    ),
+    "other architecture": ({}, {}, "mamba", "general.architecture='mamba': .*llama, qwen2, qwen3, gemma3"),
+    "experts": ({"expert_count": 8}, {}, "", r"llama.expert_count=8: .*0"),
+    "tensors of experts": ({}, {"blk.0.ffn_gate_exps.weight": EXPERTS}, "", "'blk.0.ffn_gate_exps.weight'"),
+    "missing tensor": ({}, {"blk.1.ffn_up.weight": None}, "", r"'blk.1.ffn_up.weight'"),
+    "no embedding": ({}, {"token_embd.weight": None}, "", "'token_embd.weight'"),
+    "misshapen": ({}, {"blk.1.attn_k.weight": EXPERTS[0]}, "", r"'blk.1.attn_k.weight': .*\[4, 32\]"),
+    "a NaN": ({}, {"output_norm.weight": np.full(32, np.nan, np.float32)}, "", r"'output_norm.weight': .*NaN"),
+    "integers": ({}, {"output_norm.weight": np.ones(32, np.int8)}, "", "'output_norm.weight': .*I8.*F32"),
+    "missing key": ({"block_count": None}, {}, "", "llama.block_count=None"),
+    "a text": ({"block_count": "2"}, {}, "", "llama.block_count='2'"),
+    "a truth": ({"embedding_length": True}, {}, "", "llama.embedding_length=True"),
+    "heads by layer": ({"attention.head_count_kv": [2, 1]}, {}, "", r"llama.attention.head_count_kv="),
     "no heads": ({"attention.head_count": 0}, {}, "", "num_attention_heads=0"),
-    "far too deep": ({"block_count": 9999}, {}, "", "its metadata asks for 9999 layers, more than the 21 tensors"),
-    "part of a head": (
-        {"rope.dimension_count": 8},
-        {},
-        "",
-        "llama.rope.dimension_count=8: only the size of a head, 16",
-    ),
-    "yarn": ({"rope.scaling.type": "yarn"}, {}, "", "llama.rope.scaling.type='yarn': allowed are none, linear"),
-    "a window": ({"attention.sliding_window": 8}, {}, "", "llama.attention.sliding_window=8: only gemma3"),
+    "far too deep": ({"block_count": 9999}, {}, "", "9999 layers.* 21 "),
+    "part of a head": ({"rope.dimension_count": 8}, {}, "", "llama.rope.dimension_count=8: .*16"),
+    "yarn": ({"rope.scaling.type": "yarn"}, {}, "", "llama.rope.scaling.type='yarn': .*none, linear"),
+    "a window": ({"attention.sliding_window": 8}, {}, "", "llama.attention.sliding_window=8: .*gemma3"),
     "two scalings": (
         {"rope.scaling.factor": 2.0},
         {"rope_freqs.weight": np.ones(8, np.float32)},
         "",
-        "'rope_freqs.weight' beside",
+        "'rope_freqs.weight'",
     ),
     "factors of no scaling": (
         {},
         {"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)},
         "",
-        "'rope_freqs.weight': its 8 factors, from 1 to 8",
+        "'rope_freqs.weight': .*1 to 8",
     ),
     "factors in a matrix": (
         {},
         {"rope_freqs.weight": np.ones((2, 4), np.float32)},
         "",
-        r"'rope_freqs.weight': found F32 \[2, 4\]",
+        r"'rope_freqs.weight': .*\[2, 4\]",
     ),
 }
 
@@ -488,7 +460,7 @@ def test_what_is_not_run_is_named(case, tmp_path):
 
 def test_parts_of_a_model_are_not_read(tmp_path):
     path = write(tmp_path / "part.gguf", "llama", {"split.count": 2}, {"token_embd.weight": EXPERTS[0]})
-    with pytest.raises(ValueError, match=r"part.gguf: split.count=2: .*llama-gguf-split --merge"):
+    with pytest.raises(ValueError, match=r"part.gguf: split.count=2: .*--merge"):
         _ = GgufFile(path).config
 
 
@@ -507,22 +479,22 @@ TENSOR = pack_text("token_embd.weight") + struct.pack("<IQQIQ", 2, 32, 4, 0, 0)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "not a GGUF file: begins with b''"),
-        (b"version https://git-lfs", "not a GGUF file: begins with b'vers', expected b'GGUF'. A Git LFS pointer"),
-        (header(ARCH, 1, version=1), "GGUF version 1: allowed are 2, 3"),
+        (b"", "b''"),
+        (b"version https://git-lfs", "b'vers'.*b'GGUF'.*LFS"),
+        (header(ARCH, 1, version=1), "GGUF version 1: .*2, 3"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(16), "big-endian"),
-        (header(ARCH * 2, 2), "has general.architecture twice"),
-        (header(ARCH, 1, TENSOR * 2, 2) + bytes(999), "has tensor 'token_embd.weight' twice"),
-        (header(pack_text("a") + struct.pack("<I", 13), 1), "a has a value of kind 13: allowed are 0 to 12"),
-        (header(pack_text("a") + struct.pack("<IIQ", 9, 9, 1), 1), "a is a list of values of kind 9"),
+        (header(ARCH * 2, 2), "general.architecture twice"),
+        (header(ARCH, 1, TENSOR * 2, 2) + bytes(999), "'token_embd.weight' twice"),
+        (header(pack_text("a") + struct.pack("<I", 13), 1), "kind 13: .*0 to 12"),
+        (header(pack_text("a") + struct.pack("<IIQ", 9, 9, 1), 1), "kind 9"),
         (header(pack_text("a") + struct.pack("<IIQ", 9, 0, 2**63), 1), "cut short: the list a"),
         (header(pack_text("a") + struct.pack("<IIQ", 9, 8, 2**63), 1), "cut short: the list a"),
         (header(struct.pack("<Q", 2**63), 1), "cut short: a key of the metadata"),
         (header(ARCH, 2**63), "cut short"),
         (header(pack_text("é").replace("é".encode(), b"\xff"), 1), "cut short|no UTF-8"),
-        (header(b"", 0, pack_text("t") + struct.pack("<I", 5), 1), "tensor 't' has 5 axes"),
-        (header(b"", 0, pack_text("t") + struct.pack("<IQIQ", 1, 33, 3, 0), 1), "'t' has rows of 33 numbers: Q4_1"),
-        (header(b"", 0, TENSOR, 1), "cut short: tensor 'token_embd.weight' ends at byte 608, the file at 81"),
+        (header(b"", 0, pack_text("t") + struct.pack("<I", 5), 1), "'t'.* 5 "),
+        (header(b"", 0, pack_text("t") + struct.pack("<IQIQ", 1, 33, 3, 0), 1), "'t'.* 33 .*Q4_1"),
+        (header(b"", 0, TENSOR, 1), "'token_embd.weight'.* 608.* 81"),
     ],
     ids=range(16),
 )
@@ -536,7 +508,7 @@ def test_files_that_are_none(content, message, tmp_path):
 
 def test_paths_that_are_no_files(tmp_path):
     for path in (tmp_path / "none.gguf", tmp_path):
-        with pytest.raises(FileNotFoundError, match=rf"{path}: no such file"):
+        with pytest.raises(FileNotFoundError, match=rf"^{path}: "):
             GgufFile(path)
 
 
@@ -545,7 +517,7 @@ def test_a_file_cut_anywhere_says_so(tmp_path):
     cut = tmp_path / "cut.gguf"
     for size in [*range(4, 1500, 37), len(whole) // 2, len(whole) - 33]:
         cut.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=r"cut.gguf: cut short: .*fetch it again"):
+        with pytest.raises(ValueError, match=r"cut.gguf: cut short"):
             GgufFile(cut)
 
 
@@ -570,28 +542,18 @@ def test_an_unknown_type_is_named(tmp_path):
     content = path.read_bytes()
     at = content.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + 4 + 16
     path.write_bytes(content[:at] + struct.pack("<I", 99) + content[at + 4 :])
-    with pytest.raises(
-        ValueError, match=r"tensor 'blk.0.attn_q.weight': found dtype type 99, expected one of F32, F16"
-    ):
+    with pytest.raises(ValueError, match=r"'blk.0.attn_q.weight': .*type 99.*F32, F16"):
         GgufFile(path).weights()
 
 
 @pytest.mark.parametrize(
     ("changes", "dtype", "message"),
     [
-        ({"model_type": "mistral"}, "float32", "model_type='mistral': written as GGUF are llama, qwen2"),
-        (
-            {"activation": "gelu_pytorch_tanh"},
-            "float32",
-            "activation='gelu_pytorch_tanh': a GGUF file of llama can only say 'silu'",
-        ),
+        ({"model_type": "mistral"}, "float32", "model_type='mistral': .*llama, qwen2"),
+        ({"activation": "gelu_pytorch_tanh"}, "float32", "activation='gelu_pytorch_tanh': .*'silu'"),
         ({"rope": dataclasses.replace(LLAMA3, low_freq_factor=2.0)}, "float32", "rope_freqs"),
-        ({}, "int8", "dtype 'int8': allowed are float32, bfloat16, float16, Q4_0"),
-        (
-            {"intermediate_size": 48},
-            "Q8_0",
-            "'layer_0.mlp.down.kernel' has rows of 48 numbers: Q8_0 takes multiples of 32",
-        ),
+        ({}, "int8", "dtype 'int8': .*float32, bfloat16, float16, Q4_0"),
+        ({"intermediate_size": 48}, "Q8_0", "'layer_0.mlp.down.kernel'.* 48 .*Q8_0.* 32"),
     ],
 )
 def test_what_cannot_be_written(changes, dtype, message, tmp_path):
@@ -605,10 +567,10 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path):
     config = CONFIGS["llama"]
     weights = random_weights(config)
     weights["embedding"][0, 0] = 1e5
-    with pytest.raises(ValueError, match=r"'embedding': holds NaN or infinity in float16"):
+    with pytest.raises(ValueError, match=r"'embedding': .*float16"):
         save_gguf(tmp_path / "x.gguf", config, weights, "float16")
     del weights["embedding"]
-    with pytest.raises(ValueError, match="missing tensor 'embedding'"):
+    with pytest.raises(ValueError, match="'embedding'"):
         save_gguf(tmp_path / "x.gguf", config, weights)
     assert list(tmp_path.iterdir()) == []
 

@@ -223,28 +223,28 @@ def test_the_wrapped_tokenizer_is_that_of_a_folder(smollm, tmp_path):
     other = write(tmp_path / "c.gguf", smollm)
     assert other.chat_template is None and other.tokenizer() != tokenizer
     assert other.tokenizer().has_vocabulary_of(tokenizer)
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(ValueError, match="chat template"):
         other.tokenizer().encode_chat([{"role": "user", "content": "hi"}])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, r"ggml.model='llama': only byte-level BPE, 'gpt2'.*tokenizer= \(--tokenizer\), a name"),
+        ({"model": "llama"}, r"ggml.model='llama': .*'gpt2'.*--tokenizer"),
         ({"model": "bert"}, "ggml.model='bert'"),
         ({"model": None}, "ggml.model=None"),
-        ({"pre": "tekken"}, r"ggml.pre='tekken': known are smollm, llama-bpe.*tokenizer= \(--tokenizer\), a name"),
+        ({"pre": "tekken"}, r"ggml.pre='tekken': .*smollm, llama-bpe.*--tokenizer"),
         ({"pre": None}, "ggml.pre=None"),
         ({"pre": 3}, "ggml.pre=3"),
-        ({"tokens": None}, "ggml.tokens=None: should be a valid list"),
-        ({"tokens": [1, 2]}, "ggml.tokens.0=1: should be a valid string"),
-        ({"merges": "a b"}, "ggml.merges='a b': should be a valid list"),
-        ({"merges": ["a b c"]}, "ggml.merges: 'a b c': expected two parts"),
-        ({"merges": ["zz zz"]}, "ggml.tokens and tokenizer.ggml.merges do not belong together"),
-        ({"token_type": [1, 1]}, "ggml.token_type: expected a number for each of 502 tokens"),
-        ({"bos_token_id": 502}, "ggml.bos_token_id=502: should be less than 502"),
-        ({"eos_token_id": "x"}, "ggml.eos_token_id='x': should be a valid integer"),
-        ({"add_bos_token": 1}, "ggml.add_bos_token=1: should be a valid boolean"),
+        ({"tokens": None}, "ggml.tokens=None: .*list"),
+        ({"tokens": [1, 2]}, "ggml.tokens.0=1: .*string"),
+        ({"merges": "a b"}, "ggml.merges='a b': .*list"),
+        ({"merges": ["a b c"]}, "ggml.merges: 'a b c'"),
+        ({"merges": ["zz zz"]}, "ggml.tokens.*ggml.merges"),
+        ({"token_type": [1, 1]}, "ggml.token_type: .*502"),
+        ({"bos_token_id": 502}, "ggml.bos_token_id=502: .*502"),
+        ({"eos_token_id": "x"}, "ggml.eos_token_id='x': .*integer"),
+        ({"add_bos_token": 1}, "ggml.add_bos_token=1: .*boolean"),
     ],
 )
 def test_what_is_not_read(changes, message, smollm, tmp_path):
@@ -256,7 +256,7 @@ def test_what_is_not_read(changes, message, smollm, tmp_path):
 
 def test_a_template_that_is_no_text(smollm, tmp_path):
     file = write(tmp_path / "t.gguf", smollm | {"tokenizer.chat_template": 3})
-    with pytest.raises(ValueError, match=r"t.gguf: tokenizer.chat_template=3: should be a valid string"):
+    with pytest.raises(ValueError, match=r"t.gguf: tokenizer.chat_template=3: .*string"):
         file.tokenizer()
 
 

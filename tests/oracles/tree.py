@@ -14,12 +14,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def grow_beam(
-    base_logits: np.ndarray,
-    bias: Callable[[int], np.ndarray],
-    root: int,
-    nodes: int,
-    depth: int,
-    width: int,
+    base_logits: np.ndarray, bias: Callable[[int], np.ndarray], root: int, nodes: int, depth: int, width: int
 ) -> tuple[list[int], list[int], list[int]]:
     """`grow_paths` where a path says no more than its length and its last token."""
 

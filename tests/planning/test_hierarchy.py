@@ -79,15 +79,15 @@ def test_a_model_that_is_no_use_is_left_out():
 
 def test_what_is_no_hierarchy_is_refused():
     for lengths in ((4,), (4, 0), (4, 6, 2), (4, 1.5)):
-        with pytest.raises(ValueError, match="expected 2 numbers from 1"):
+        with pytest.raises(ValueError, match="2 numbers from 1"):
             theory.hierarchy_latency(COSTS, ACCEPTANCE, lengths)
-    with pytest.raises(ValueError, match=r"costs of 2 models and acceptance of shape \(3, 3\)"):
+    with pytest.raises(ValueError, match=r" 2 .*\(3, 3\)"):
         theory.hierarchy_latency(COSTS[1:], ACCEPTANCE, (6,))
-    with pytest.raises(ValueError, match="allowed are 0 to 1"):
+    with pytest.raises(ValueError, match="0 to 1"):
         theory.plan_hierarchy(COSTS, 2 * ACCEPTANCE, 4)
-    with pytest.raises(ValueError, match="allowed are numbers from 0"):
+    with pytest.raises(ValueError, match="from 0"):
         theory.plan_hierarchy((0.1, 1.0, -1.0), ACCEPTANCE, 4)
-    with pytest.raises(ValueError, match="max_length=0: allowed are 1 and more"):
+    with pytest.raises(ValueError, match=r"max_length=0: .*1"):
         theory.plan_hierarchy(COSTS, ACCEPTANCE, 0)
 
 

@@ -15,7 +15,6 @@ from hsd_jax.drafters.lookup.config import LookupConfig
 from hsd_jax.params import Params
 from hsd_jax.planning import simulate
 from hsd_jax.planning.texts import load_arrays, save_arrays
-from hsd_jax.train.drafter import EvalConfig
 from hsd_jax.types import DraftTree
 
 TREE = TreeConfig(nodes=6, depth=3, width=2)
@@ -78,15 +77,7 @@ def test_simulated_tau_is_that_of_decoding(temperature, changes, is_hot):
 @pytest.mark.parametrize("proposer", ["rescored_hidden", "rescored_lm"])
 def test_simulated_tau_of_rescored_drafts_is_that_of_decoding(proposer, temperature):
     """So every round of a decode knows of the text before it what a scorer needs."""
-    setup = setups.setup("llama", proposer)
-    params = Params(
-        setup.models["target"],
-        setup.models["drafter"],
-        setup.config,
-        setup.drafter_config,
-        max_len=128,
-        precision="exact",
-    )
+    params = setups.params_of(proposer, max_len=128, precision="exact")
     options = {"max_new_tokens": 24, "temperature": temperature}
     texts = simulate.write_texts(params, PROMPTS, seed=5, batch=2, **options)
     models = params.drafter, params.drafter_config, params.target, params.target_config
@@ -124,8 +115,7 @@ def test_simulated_tau_with_reuse_is_that_of_decoding(form, temperature):
 
 @pytest.mark.parametrize("proposer", ["lookup", pytest.param("small_lm", marks=pytest.mark.slow)])
 def test_drafters_that_were_not_trained_are_simulated_too(proposer):
-    setup = setups.setup("llama", proposer)
-    params = Params(setup.models["target"], setup.models["drafter"], setup.config, setups.CHAINS[proposer], max_len=128)
+    params = setups.params_of(proposer, max_len=128)
     prompts = [np.arange(3, 12) % 4, np.arange(5, 7)]
     texts = simulate.write_texts(params, prompts, 24, 0.0, seed=0)
     models = params.drafter, params.drafter_config, params.target, params.target_config
@@ -193,18 +183,6 @@ def test_a_walk_follows_the_age_of_spares():
     fate = simulate.accepted_along(counts, texts, depth=2, age_after=[0, 1, 2, 0], first_age=3)
     assert fate.histogram == (2, 2, 0)  # the last round is cut by the end
     assert fate.trunk_runs == ((True, False, True, False),)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"prompts": 0}, r"EvalConfig\.prompts=0: should be greater than or equal to 1"),
-        ({"temperature": 0.0}, r"EvalConfig\.temperature=0\.0: should be greater than 0"),
-    ],
-)
-def test_eval_section_errors(change, message):
-    with pytest.raises(ValueError, match=message):
-        EvalConfig(**change)
 
 
 def test_texts_survive_a_file(tmp_path):

@@ -6,13 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.types import (
-    NO_PARENT,
-    DecodeState,
-    Drafter,
-    DraftTree,
-    DrawScheme,
-)
+from hsd_jax.types import NO_PARENT, DecodeState, Drafter, DraftTree, DrawScheme
 from support.toy import VOCAB
 
 CHAIN = "chain"

@@ -347,6 +347,12 @@ def sampled(scheme: DrawScheme, tree: TreeConfig = DRAWN_BEAM, accept: str = "re
     return dataclasses.replace(found, decoder=found.decoder_with(make_rule(accept, tree)))
 
 
+def params_of(proposer: str, variant: str = "llama", **options: Any) -> Params:
+    """A pair of the table as users have it, with `options` of `Params`."""
+    one = setup(variant, proposer)
+    return Params(one.models["target"], one.models["drafter"], one.config, one.drafter_config, **options)
+
+
 def session_of(call: Call, setup: Setup, capacity: int = CAPACITY) -> Session:
     """A session whose rows are those of the call, in caches of `capacity` slots, their prompts read."""
     params = Params(

@@ -9,21 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsd_jax.config import (
-    DrafterConfig,
-    ModelConfig,
-    TreeConfig,
-)
+from hsd_jax.config import DrafterConfig, ModelConfig, TreeConfig
 from hsd_jax.drafters.hidden.config import PATH, HiddenConfig
 from hsd_jax.drafters.hidden.weights import inject
 from hsd_jax.drafters.table import DRAFTING_METHODS, init_drafter
 from hsd_jax.infer.tree import Grower
 from hsd_jax.models.target import forward_sequence, init_target
-from hsd_jax.types import (
-    DrawScheme,
-    RoundInputs,
-    SamplingParams,
-)
+from hsd_jax.types import DrawScheme, RoundInputs, SamplingParams
 
 VOCAB = 24
 GAIN = 1.5

@@ -20,7 +20,7 @@ from hsd_jax.drafters.trunk_state import read_pending
 from hsd_jax.infer.decode import drafter_after
 from hsd_jax.models.target import forward_sequence, init_target
 from hsd_jax.models.trunk import base_logits, embed_committed, trunk_features, trunk_pass
-from hsd_jax.train import drafter
+from hsd_jax.train import drafter, losses
 
 TARGET = ModelConfig(29, 24, 2, 4, 2, 8, 40, tie_embeddings=True, embed_scale=1.5)
 
@@ -32,6 +32,10 @@ ROWS, LENGTH = 4, 9
 
 
 ALL = drafter.LossConfig(anchors_per_row=LENGTH)
+
+
+DIVERGENCES = [name for name in losses.DIVERGENCES if name not in ("kl", "tv")]
+"""Without the older names of the same functions."""
 
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

@@ -13,18 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from support.training import (
-    ALL,
-    LENGTH,
-    ROWS,
-    TARGET,
-    batch_of,
-    graded,
-    jit,
-    make,
-    random_rows,
-    some_mask,
-)
+from support.training import ALL, DIVERGENCES, LENGTH, ROWS, TARGET, batch_of, graded, jit, make, random_rows, some_mask
 
 from hsd_jax.host import sharding
 from hsd_jax.kernels import native
@@ -48,9 +37,12 @@ def assert_close(found, wanted, relative: float) -> None:
 # --- chunks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "hot"), [*((name, None) for name in losses.DIVERGENCES), ("fkl", HOT), ("ce_tv", HOT)], ids=str
-)
+FEW = [("fkl", None), ("jsd", None), ("fkl", HOT), ("ce_tv", HOT)]
+"""Chunks know nothing of the divergence, each of which is held to its formula in `test_drafter_training.py`."""
+REST = [pytest.param(name, None, marks=pytest.mark.slow) for name in DIVERGENCES if (name, None) not in FEW]
+
+
+@pytest.mark.parametrize(("name", "hot"), [*FEW, *REST], ids=str)
 def test_a_loss_in_chunks_is_that_of_all_nodes_at_once(name, hot):
     """Value, agreement and gradients of both heads, to 1e-6; five anchors, two at a time."""
     config, params, frozen = make()
@@ -295,10 +287,10 @@ def test_medusa_trains_on_a_mesh(standard_dtypes):
 def test_axes_of_rows_and_their_numbers():
     mesh = sharding.make_mesh("data=2,fsdp=4", sharding.TRAINING_AXES)
     assert dict(mesh.shape) == {"data": 2, "fsdp": 4, "model": 1} and sharding.rows_multiple(mesh) == 8
-    with pytest.raises(ValueError, match=r"a pass has 4 rows; mesh axis data=2, fsdp=4 needs a multiple of 8"):
+    with pytest.raises(ValueError, match=r" 4 rows.*data=2, fsdp=4.* 8"):
         run.placement(mesh, LoopConfig(batch=8, micro_batch=4), make()[0])
     for spec in ("fsdp=2", mesh):
-        with pytest.raises(ValueError, match="fsdp is for training alone"):
+        with pytest.raises(ValueError, match="fsdp"):
             sharding.make_mesh(spec)
 
 
@@ -322,5 +314,5 @@ def test_a_step_from_configurations_alone(standard_dtypes):
     ]
     _, metrics = compiled(*placed)
     np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-5)
-    with pytest.raises(ValueError, match="needs a multiple of 2"):
+    with pytest.raises(ValueError, match="multiple of 2"):
         abstract.abstract_step(TARGET, config, LoopConfig(batch=3), mesh)

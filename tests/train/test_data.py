@@ -115,7 +115,7 @@ def test_masks_name_the_tokens_that_hold_a_character_of_a_response(tokenizer, in
     assert done == len(text)
     expected.append(ENDS_WITH_RESPONSE[index])
     if not any(expected):
-        with pytest.raises(ValueError, match="none of the 1 documents from - on holds a response"):
+        with pytest.raises(ValueError, match=" 1 documents from -"):
             rows_of(tokenizer, [document], 1, loss_on="responses")
         return
     filler = Document("-", "")
@@ -196,14 +196,14 @@ def test_a_template_that_rewrites_or_refuses_is_named(tmp_path):
     def summary(turns, is_open):
         return f"{len(turns)} turns" + chatml(turns, is_open)
 
-    with pytest.raises(ValueError, match=r"chat\.jsonl:2: the chat template rewrites turn 2"):
+    with pytest.raises(ValueError, match=r"chat\.jsonl:2: .*turn 2"):
         documents.load_documents(tmp_path / "chat.jsonl", summary)
     assert documents.load_documents(tmp_path / "chat.jsonl", summary, find_responses=False)[0].responses == ()
 
     def refusing(turns, is_open):
         raise ValueError("the chat template refuses this conversation (no system role)")
 
-    with pytest.raises(ValueError, match=r"chat\.jsonl:2: the chat template refuses this conversation \(no system"):
+    with pytest.raises(ValueError, match=r"chat\.jsonl:2: .*no system"):
         documents.load_documents(tmp_path / "chat.jsonl", refusing, find_responses=False)
 
 
@@ -214,7 +214,7 @@ def test_a_template_that_raises(folder, tmp_path):
     settings["chat_template"] = "{{ raise_exception('roles must alternate') }}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     template = data.template_of(tmp_path)
-    with pytest.raises(ValueError, match=r"^f:1: the chat template refuses .*roles must alternate"):
+    with pytest.raises(ValueError, match=r"^f:1: .*roles must alternate"):
         to_document(CHAT, "f:1", template)
 
 
@@ -241,7 +241,7 @@ def test_padded_rows_are_cut_and_counted(tokenizer):
     full = rows_of(tokenizer, docs, len(ids) + 1, packing="padded")
     assert full.num_cut == full.num_left_out == 0 and full.num_padding == len(ids) - len(short)
     assert full.mask.sum() == full.num_tokens - 3 and not full.mask[:, 0].any()  # all but the start tokens
-    with pytest.raises(ValueError, match=r"none of the 1 documents holds a label in its first 6 tokens"):
+    with pytest.raises(ValueError, match=r" 1 documents.* 6 tokens"):
         rows_of(tokenizer, docs[2:], 5, loss_on="responses", packing="padded")
 
 
@@ -268,10 +268,10 @@ def test_sampled_tokens_are_not_tokenised_again(tokenizer):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"response": "a dog"}, r"f:1: response_tokens do not spell the response with this tokenizer"),
-        ({"response_tokens": [2, 400]}, r"f:1: holds token 400; the model has 310 tokens"),
-        ({"response_tokens": [2, -1]}, r"f:1: response_tokens\.1=-1: should be greater than or equal to 0"),
-        ({"prompt_tokens": None}, r"f:1: prompt_tokens=None: should be a valid list"),
+        ({"response": "a dog"}, r"f:1: response_tokens"),
+        ({"response_tokens": [2, 400]}, r"f:1: .*token 400.* 310 "),
+        ({"response_tokens": [2, -1]}, r"f:1: response_tokens\.1=-1: .*0"),
+        ({"prompt_tokens": None}, r"f:1: prompt_tokens=None: .*list"),
     ],
 )
 def test_sampled_tokens_of_another_target(tokenizer, changes, message):
@@ -291,53 +291,61 @@ def test_files_become_rows(folder, tmp_path):
     assert plain.fingerprint != rows.fingerprint
     own = data.read_rows([path], folder, 16, 7, 310, dataclasses.replace(config, seed=3))
     assert own.fingerprint == rows.fingerprint != data.read_rows([path], folder, 16, 7, 310, config).fingerprint
-    with pytest.raises(ValueError, match=r"words\.txt: holds token \d+; the model has 256 tokens"):
+    with pytest.raises(ValueError, match=r"words\.txt: .*token \d+.* 256 "):
         data.read_rows([folder / "words.txt"], folder, 16, 3, 256)
-    with pytest.raises(ValueError, match=r"loss_on=responses, but none of the 1 documents from .*words\.txt on holds"):
+    with pytest.raises(ValueError, match=r"loss_on=responses.* 1 documents from .*words\.txt"):
         data.read_rows([folder / "words.txt"], folder, 16, 3, 310, config)
-    with pytest.raises(ValueError, match=r"the data hold \d+ tokens: fewer than one row of 1025"):
+    with pytest.raises(ValueError, match=r"\d+ tokens.* 1025"):
         data.read_rows([path], folder, 1024, 3, 310)
-    with pytest.raises(ValueError, match="no data files given"):
+    with pytest.raises(ValueError, match="data files"):
         data.read_rows([], folder, 16, 3, 310)
-    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json: training needs"):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         data.read_rows([path], tmp_path, 16, 3, 310)
 
 
 @pytest.mark.parametrize(
-    "name, content, message",
+    ("name", "content", "said"),
     [
-        (
-            "half.jsonl",
-            b'{"text": "a"}\n{"prompt": "a"}\n',
-            r"half\.jsonl:2: field 'response' is missing beside 'prompt'",
-        ),
-        ("half.jsonl", b'{"answer": "a"}\n', r"half\.jsonl:1: field 'question' is missing beside 'answer'"),
-        ("list.jsonl", b"[1]\n", r"list\.jsonl:1: a JSON list; expected an object"),
-        ("bad.jsonl.gz", gzip.compress(b'{"text": "a"}\n{"text"\n', mtime=0), r"bad\.jsonl\.gz:2: not JSON"),
-        ("plain.jsonl.gz", b'{"text": "a"}\n', r"plain\.jsonl\.gz: cannot be read \(Not a gzipped file"),
-        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n', mtime=0)[:-9], r"cut\.jsonl\.gz: cannot be read"),
-        ("empty.jsonl.gz", gzip.compress(b"\n", mtime=0), r"empty\.jsonl\.gz: holds no document"),
-        ("lone.jsonl", b'{"text": "a \\ud83d"}\n', r"lone\.jsonl:1: holds half of a character"),
+        ("empty.jsonl", b"", ":"),
+        ("blank.txt", b" \n", ":"),
+        ("latin.txt", b"caf\xe9", ": .*UTF-8.* 3"),
+        ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', ":3: .*JSON"),
+        ("list.jsonl", b"[1]\n", ":1: .*list.*object"),
+        ("fields.jsonl", b'{"words": "a"}\n', ":1: .*'words'.*text"),
+        ("half.jsonl", b'{"text": "a"}\n{"prompt": "a"}\n', ":2: .*'response'.*'prompt'"),
+        ("half.jsonl", b'{"answer": "a"}\n', ":1: .*'question'.*'answer'"),
+        ("null.jsonl", b'{"text": "a"}\n{"text": null}\n', ":2: text.*null"),
+        ("number.jsonl", b'{"prompt": "a", "response": 3}\n', ":1: response.*3"),
+        ("sum.jsonl", b'{"question": ["a"], "answer": ""}\n', r':1: question.*\["a"\]'),
+        ("turns.jsonl", b'{"turns": "hello"}\n', ':1: turns.*"hello".*list'),
+        ("chat.jsonl", b'{"messages": [["a", "b"], {"role": "c"}]}\n', r':1: .*2 of messages.*{"role": "c"}'),
+        ("parts.jsonl", b'{"turns": [{"role": "a", "content": [1]}]}\n', ":1: .*1 of turns.*speaker"),
+        ("three.jsonl", b'{"turns": [["a", "b", "c"]]}\n', r':1: .*1 of turns.*\["a", "b", "c"\]'),
+        ("lone.jsonl", b'{"text": "a \\ud83d"}\n', ":1: .*half of a character"),
+        ("bad.jsonl.gz", gzip.compress(b'{"text": "a"}\n{"text"\n', mtime=0), ":2: .*JSON"),
+        ("plain.jsonl.gz", b'{"text": "a"}\n', ": .*gzip"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n', mtime=0)[:-9], ":"),
+        ("empty.jsonl.gz", gzip.compress(b"\n", mtime=0), ":"),
     ],
 )
-def test_files_that_are_wrong(tmp_path, name, content, message):
+def test_files_that_are_wrong(tmp_path, name, content, said):
+    """With the file, the line, and what stands there."""
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=name.replace(".", r"\.") + said):
         documents.load_documents(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"packing": "dense"}, r"DataConfig\.packing='dense': should be 'packed' or 'padded'"),
-        ({"loss_on": "answers"}, r"DataConfig\.loss_on='answers': should be 'all' or 'responses'"),
-        ({"chat_template": "yes"}, r"DataConfig\.chat_template='yes': should be a valid boolean"),
-        ({"seed": -1}, r"DataConfig\.seed=-1: should be greater than or equal to 0"),
-    ],
-)
-def test_options_that_are_wrong(values, message):
-    with pytest.raises(ValueError, match=message):
-        data.DataConfig(**values)
+def test_a_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
+        documents.read_documents(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize("field", ["turns", "messages"])
+def test_turns_in_every_form(tmp_path, field):
+    """Pairs, and the objects of two widespread chat formats; a line may mix them."""
+    turns = [["user", "Hi."], {"role": "assistant", "content": "Hello,\nyou."}, {"from": "human", "value": "Bye."}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({field: turns}) + "\n")
+    assert documents.read_documents(tmp_path / "chat.jsonl") == ["User: Hi.\nAssistant: Hello, you.\nUser: Bye."]
 
 
 # Batches.
@@ -413,9 +421,9 @@ def test_processes_share_a_batch():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: data.Batches(numbered(), 8, 0), r"7 rows of text: fewer than one batch of 8"),
-        (lambda: data.Batches(numbered(), 3, 0, process_count=2), r"train\.batch=3: must be a multiple of the 2 proc"),
-        (lambda: data.Batches(numbered(), 4, 0, process_index=2, process_count=2), r"of which this is 2"),
+        (lambda: data.Batches(numbered(), 8, 0), r" ?7 rows.* 8"),
+        (lambda: data.Batches(numbered(), 3, 0, process_count=2), r"train\.batch=3: .* 2 "),
+        (lambda: data.Batches(numbered(), 4, 0, process_index=2, process_count=2), r" 2$|is 2"),
     ],
 )
 def test_batches_that_cannot_be(make, message):
@@ -426,12 +434,9 @@ def test_batches_that_cannot_be(make, message):
 @pytest.mark.parametrize(
     "other, message",
     [
-        (
-            lambda: data.Batches(numbered(), 2, 5),
-            r"the checkpoint has seen batches of seed=5, this run has seed=1: data files",
-        ),
-        (lambda: data.Batches(numbered(), 3, 1), r"batches of batch=3, this run has batch=2"),
-        (lambda: data.Batches(numbered(8), 2, 1), r"batches of rows='[0-9a-f]{64}', this run has rows="),
+        (lambda: data.Batches(numbered(), 2, 5), r"seed=5.*seed=1"),
+        (lambda: data.Batches(numbered(), 3, 1), r"batch=3.*batch=2"),
+        (lambda: data.Batches(numbered(8), 2, 1), r"rows='[0-9a-f]{64}'.*rows="),
     ],
 )
 def test_a_state_of_other_data_is_refused(other, message):
@@ -442,5 +447,5 @@ def test_a_state_of_other_data_is_refused(other, message):
 
 def test_missing_grain_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "grain", None)
-    with pytest.raises(ValueError, match=r"pip install 'hsd_jax\[train\]'"):
+    with pytest.raises(ValueError, match=r"hsd_jax\[train\]"):
         data.Batches(numbered(), 2, seed=1)

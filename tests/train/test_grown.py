@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import toy
 from support.recipes import LOOP, TARGET_VALUES, TEXT
 
 from hsd_jax.models import convert
-from hsd_jax.models.target import forward_sequence, init_target
+from hsd_jax.models.target import init_target
 from hsd_jax.train import run, target
 
 
@@ -34,9 +35,7 @@ def test_layers_are_spread_evenly():
     assert target.layer_sources(2, 5) == [0, 0, 0, 1, 1]
     assert target.layer_sources(6, 24) == [i for i in range(6) for _ in range(4)]
     assert target.layer_sources(3, 3) == [0, 1, 2]
-    with pytest.raises(
-        ValueError, match=r"model\.num_layers=2: the model to start from has 3; allowed are as many and more"
-    ):
+    with pytest.raises(ValueError, match=r"model\.num_layers=2: .* 3"):
         target.layer_sources(3, 2)
 
 
@@ -47,8 +46,8 @@ def test_a_grown_model_says_the_same(change):
     weights = jax.tree.map(lambda x: x + 0.1, init_target(jax.random.key(0), config))
     deep = target.grown(weights, target.layer_sources(2, 5))
     tokens = jnp.arange(12).reshape(1, 12)
-    before = forward_sequence(weights, config, tokens).logits
-    after = forward_sequence(deep, dataclasses.replace(config, num_layers=5), tokens).logits
+    before = toy.causal_pass(weights, config, tokens).logits
+    after = toy.causal_pass(deep, dataclasses.replace(config, num_layers=5), tokens).logits
     np.testing.assert_allclose(before, after, atol=1e-6)
     for layer, source in enumerate((0, 0, 0, 1, 1)):
         own, given = deep[f"layer_{layer}"], weights[f"layer_{source}"]
@@ -65,7 +64,7 @@ def test_a_run_starts_from_a_shallower_model(shallow, tmp_path, standard_dtypes)
     run.train(None, data, tmp_path / "deep", still, report=str, start_dir=start)
     tokens = jnp.arange(12).reshape(1, 12)
     logits = [
-        forward_sequence(convert.read_weights(folder, config), config, tokens).logits
+        toy.causal_pass(convert.read_weights(folder, config), config, tokens).logits
         for folder in (start, tmp_path / "deep")
         for config in (convert.read_config(folder),)
     ]
@@ -84,16 +83,16 @@ def test_a_grown_run_that_broke_off_goes_on(shallow, tmp_path, standard_dtypes):
     run.train(None, data, tmp_path / "cut", recipe, report=str, start_dir=start)
     own, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut"))
     assert own == other
-    with pytest.raises(ValueError, match="another recipe: start is"):
+    with pytest.raises(ValueError, match="start"):
         run.train(start, data, tmp_path / "cut", recipe, report=str)
 
 
 def test_a_start_that_does_not_fit_is_refused(shallow, tmp_path):
     data, start = [shallow / "text.txt"], shallow / "target"
     for change, message in (
-        ({"num_layers": 1}, r"model\.num_layers=1: the model to start from has 2"),
-        ({"intermediate_size": 24}, r"model\.intermediate_size=24: the model in .* has 16"),
-        ({"model_type": "mistral"}, r"model\.model_type='mistral': the model in .* has 'llama'"),
+        ({"num_layers": 1}, r"model\.num_layers=1: .* 2"),
+        ({"intermediate_size": 24}, r"model\.intermediate_size=24: .* 16"),
+        ({"model_type": "mistral"}, r"model\.model_type='mistral': .*'llama'"),
     ):
         model = TARGET_VALUES["model"] | {"num_layers": 2, "max_position": 64} | change
         recipe = target.TargetRecipe.from_dict(dict(TARGET_VALUES, model=model), "recipe")

@@ -115,12 +115,12 @@ def test_files_hold_what_was_written(tmp_path):
     assert found == config
     jax.tree.map(np.testing.assert_array_equal, read, weights)
     (tmp_path / "ngram.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="no such file, though ngram_config"):
+    with pytest.raises(FileNotFoundError, match="ngram_config"):
         read_ngram(tmp_path)
 
 
 def test_what_cannot_be_counted_is_refused():
-    with pytest.raises(ValueError, match="order=9: should be less than or equal to 8"):
+    with pytest.raises(ValueError, match=r"order=9: .*8"):
         made(some_documents(0, 4), 9, 4)
-    with pytest.raises(ValueError, match="there are none"):
+    with pytest.raises(ValueError, match="none"):
         made([([1, 2], [False, False])], 2, 4)

@@ -195,10 +195,7 @@ def test_loss_on_policy_against_loops(monkeypatch, draft_to_target, changes):
         text[0, :length], text[0, length : length + 2] = rows[row, :length], chains[row, i]
         target_logits = np.asarray(causal(jnp.asarray(text)))[0, length - 1 : length + 2]
         # The drafter has read the row's prefix; all rows at once serve its compiled round, one is looked at.
-        prompts, previous = (
-            np.repeat(text, ROWS, 0),
-            np.repeat(text[:, length - 1 : length + 2], ROWS, 0),
-        )
+        prompts, previous = (np.repeat(text, ROWS, 0), np.repeat(text[:, length - 1 : length + 2], ROWS, 0))
         lengths = jnp.full(ROWS, length, jnp.int32)
         logits = logits_of_round(models, config, jnp.asarray(prompts), lengths, previous)[0]
         p, q = np.exp(log_softmax(target_logits))[:, columns], np.exp(log_softmax(logits))
@@ -220,7 +217,7 @@ def test_eagle_draws_each_token_from_the_state_over_those_before(monkeypatch, re
     _, features, embeddings = read_rows(models, config, jnp.asarray(rows))
     unrolled = functools.partial(unroll, weights, config, features, embeddings, anchors, None)
     drawing = functools.partial(heads.states_on_draws, unrolled=unrolled, remat=remat)
-    states, chains = drawing(jax.random.key(0), heads.Models(weights, config, frozen, TARGET))
+    states, chains = jit(lambda key: drawing(key, heads.Models(weights, config, frozen, TARGET)))(jax.random.key(0))
     for row, i in np.ndindex(anchors.shape):
         length = int(anchors[row, i]) + 2
         text = np.zeros((ROWS, LENGTH + 3), np.int32)
@@ -272,5 +269,5 @@ def test_steps_of_training_with_every_option(standard_dtypes):
 
 def test_one_depth_has_nothing_to_draw():
     config, _, _ = make(num_steps=1)
-    with pytest.raises(ValueError, match=r"loss\.on_policy=0\.5: needs model\.num_steps of at least 2"):
+    with pytest.raises(ValueError, match=r"loss\.on_policy=0\.5: .*model\.num_steps.*2"):
         drafter.make_loss(TARGET, config, dataclasses.replace(ALL, on_policy=0.5))

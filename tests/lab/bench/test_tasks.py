@@ -11,7 +11,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from support import chat, command_line
+from support import chat, command_line, toy
 
 import hsd_jax
 from hsd_jax import params as params_lib
@@ -84,36 +84,35 @@ def test_fewer_prompts_come_from_the_whole_file():
 @pytest.mark.parametrize(
     ("kind", "record", "message"),
     [
-        ("spec_bench", {"category": "poetry", "turns": ["a"]}, ".jsonl:1: category 'poetry': allowed are writing, rol"),
-        ("spec_bench", {"turns": ["a"]}, ".jsonl:1: category None: allowed are writing"),
-        ("spec_bench", {"category": "qa"}, ".jsonl:1: turns is None: expected a list of the user's texts"),
-        ("spec_bench", {"category": "qa", "turns": []}, ".jsonl:1: turns is []: expected a list"),
-        ("humaneval", {"question": "a"}, ".jsonl:1: fields ['question']; expected prompt"),
-        ("humaneval", {"prompt": 3}, ".jsonl:1: prompt is 3: expected a text"),
-        ("gsm8k", {"prompt": "a"}, ".jsonl:1: fields ['prompt']; expected question"),
-        ("gsm8k", None, "holds no prompt"),
+        ("spec_bench", {"category": "poetry", "turns": ["a"]}, ".jsonl:1: category 'poetry': .*writing, rol"),
+        ("spec_bench", {"turns": ["a"]}, ".jsonl:1: category None: .*writing"),
+        ("spec_bench", {"category": "qa"}, ".jsonl:1: turns.*None"),
+        ("spec_bench", {"category": "qa", "turns": []}, r".jsonl:1: turns.*\[\]"),
+        ("humaneval", {"question": "a"}, ".jsonl:1: .*'question'.*prompt"),
+        ("humaneval", {"prompt": 3}, ".jsonl:1: prompt.*3"),
+        ("gsm8k", {"prompt": "a"}, ".jsonl:1: .*'prompt'.*question"),
+        ("gsm8k", None, "prompt"),
     ],
 )
 def test_files_that_say_nonsense(tmp_path, tokenizer, kind, record, message):
     path = write(tmp_path / "bad.jsonl", [] if record is None else [record])
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=message):
         tasks.read(dict.fromkeys(tasks.READERS) | {kind: path}, 5, tokenizer, 1000)
-    assert message in str(error.value)
 
 
 def test_what_is_refused_beside_files(files, tokenizer, tmp_path, capsys):
-    with pytest.raises(ValueError, match="no task: give --spec-bench FILE, --humaneval FILE, --gsm8k FILE"):
+    with pytest.raises(ValueError, match=r"--spec-bench.*--humaneval.*--gsm8k"):
         tasks.read(dict.fromkeys(tasks.READERS), 5, tokenizer, 1000)
     plain = Tokenizer.find(chat.write_tokenizer(tmp_path / "plain", None))
-    with pytest.raises(ValueError, match=r"no chat template.*--tokenizer NAME"):
+    with pytest.raises(ValueError, match=r"chat template.*--tokenizer"):
         tasks.read(files, 5, plain, 1000)
-    with pytest.raises(ValueError, match=r"expected JSON lines, a file that ends in \.jsonl"):
+    with pytest.raises(ValueError, match=r"test\.txt.*\.jsonl"):
         tasks.read(files | {"gsm8k": str(tmp_path / "test.txt")}, 5, tokenizer, 1000)
-    with pytest.raises(ValueError, match=r"HumanEval.*: humaneval: no prompt has at most 60 tokens"):
+    with pytest.raises(ValueError, match=r"HumanEval.*: humaneval: .* 60 tokens"):
         tasks.read(files, 5, tokenizer, 60)
     assert methods.with_drafters({}, {"b": "DIR"})["b"] == methods.MethodOptions("DIR", "chosen")
     for taken in ("a", "plain"):
-        with pytest.raises(ValueError, match=f"--drafters {taken}=DIR: there is a method '{taken}' already"):
+        with pytest.raises(ValueError, match=f"--drafters {taken}=DIR: .*'{taken}'"):
             methods.with_drafters({"a": methods.MethodOptions()}, {taken: "DIR"})
 
 
@@ -219,7 +218,10 @@ def test_another_drafter_shares_the_target():
 
 
 def test_nothing_compiles_while_it_is_timed():
-    pair, compiled = hsd_jax.load("demo"), []
+    config = toy.target_config(max_position=2048)
+    weights, drafter_config = toy.make_target(config), toy.drafter_config(config)
+    drafter, compiled = toy.make_drafter(drafter_config, config, weights), []
+    pair = hsd_jax.Params(weights, drafter, config, drafter_config, max_len=2048)
     modes = [measure.Mode("plain", pair), measure.Mode("chosen", pair, is_planned=True)]
     is_timed = []
 
@@ -266,13 +268,13 @@ def test_the_command_writes_every_figure(files, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no task: give --spec-bench FILE"),
-        (["--spec-bench", "missing.jsonl"], "missing.jsonl: no such data file"),
-        (["--per-task", "0"], "'0': should be greater than or equal to 1"),
-        (["--gsm8k", "{gsm8k}", "--temperatures", "0", "0"], "--temperatures 0.0 0.0: each once"),
-        (["--gsm8k", "{gsm8k}", "--drafters", "lookup=DIR"], "there is a method 'lookup' already"),
+        ([], "--spec-bench"),
+        (["--spec-bench", "missing.jsonl"], "missing.jsonl"),
+        (["--per-task", "0"], "'0'"),
+        (["--gsm8k", "{gsm8k}", "--temperatures", "0", "0"], "--temperatures 0.0 0.0"),
+        (["--gsm8k", "{gsm8k}", "--drafters", "lookup=DIR"], "'lookup'"),
         (["--gsm8k", "{gsm8k}", "--drafters", "x=DIR"], "DIR"),
-        (["--gsm8k", "{gsm8k}", "--max-new-tokens", "2047"], "gsm8k: no prompt has at most 1 tokens"),
+        (["--gsm8k", "{gsm8k}", "--max-new-tokens", "2047"], "gsm8k"),
     ],
 )
 def test_bad_values_end_before_anything_compiles(files, tmp_path, capsys, arguments, message):
