@@ -1,4 +1,4 @@
-"""A time limit for work that may never end, such as code that came with a checkpoint or a download."""
+"""A time limit for work that may never end, such as a chat template of a checkpoint or a request to a server."""
 
 from __future__ import annotations
 
