@@ -43,7 +43,7 @@ class DraftedFor(NamedTuple):
         if vocabulary_hash and own and vocabulary_hash != own:
             other += f", and another vocabulary ({vocabulary_hash[:12]} there, {own[:12]} here)"
         elif not strict:
-            unknown = "the drafter's file does not name its own" if own else "the target has no tokenizer"
+            unknown = "the drafter's file does not name its vocabulary" if own else "the target has no tokenizer"
             doubt = "" if vocabulary_hash and own else f" The vocabularies could not be compared: {unknown}."
             warnings.warn(
                 f"{other}. It drafts all the same. The text does not depend on it, but the more the weights differ the"

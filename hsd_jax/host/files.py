@@ -133,7 +133,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         yield path
         return
-    path = path.resolve()  # a link stays a link
+    path = path.resolve()  # writes to the target of a link, so that the link stays
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary

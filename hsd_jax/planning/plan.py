@@ -24,8 +24,8 @@ from hsd_jax.planning.tuned import WARM, Choice, Tuned, is_warm, kept
 from hsd_jax.types import Costs
 
 LEAST_PROMISE, LEAST_OF_SHARED = 1.03, 1.0
-"""A chosen tree must promise this many times the tokens a second of plain decoding. The second value is for sampled
-calls of several rows, which share the program of greedy ones."""
+"""The predicted rate of a chosen tree must be at least this many times that of plain decoding. The second value is for
+sampled calls of several rows, which share the program of greedy ones."""
 NEARLY = 0.98
 """Trees whose predicted rate is at least this fraction of the best one count as equally good. The cost model is not
 more accurate than that."""

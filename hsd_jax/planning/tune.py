@@ -117,7 +117,7 @@ class Calls:
     """Full batches."""
     batch: int
     rows: int
-    """Of the program."""
+    """Rows of the program: the batch size, padded."""
     slots: int
     temperature: float
     max_new_tokens: int

@@ -165,7 +165,7 @@ def stack_drafter(
       ValueError: if the tree is no chain, if the vocabularies differ, or if the inner drafter cannot draft for the
         middle model.
     """
-    check_chain(tree, "a stack hands up")
+    check_chain(tree, "a stack drafts")
     check_vocabulary(config.middle, target_config, "the middle model of the stack")
     levels = stack_of(method, config, tree, cache_dtype, scheme)
     middle, inner = levels.middle, levels.inner
