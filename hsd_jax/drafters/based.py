@@ -1,4 +1,7 @@
-"""A drafter that stands on another, its `base`, and answers as the base where plans and trees ask."""
+"""Shared parts of drafters that extend another drafter, their `base`.
+
+Plans and default trees are those of the base. Read next: `both/` and `rescored/`, which use this.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from hsd_jax.types import Drafter
 
 
 class Based:
-    """What is asked of the configuration of any drafter that is trained, from the base."""
+    """Properties that the configuration of every trained drafter has, taken from the base."""
 
     base: DrafterConfig
 
@@ -21,7 +24,7 @@ class Based:
 
     @property
     def draft_vocab_size(self) -> int:
-        """What the base may draft; lookup copies any token."""
+        """The number of tokens that the base may draft. Lookup may copy any token."""
         return self.base.draft_vocab_size
 
     @property
@@ -30,7 +33,7 @@ class Based:
 
     @property
     def profile(self) -> tuple[float, ...]:
-        """That of the base alone: what stands on it is taken to do no harm."""
+        """The profile of the base alone. We assume that the extension does not lower it."""
         return self.base.profile
 
     @property
@@ -44,11 +47,12 @@ def on_base(
     make: Callable[..., Drafter],
     more_seconds: Callable[..., float],
 ) -> DraftingMethod:
-    """The row of a drafter on a base, in terms of the row of that one.
+    """The `DraftingMethod` of a drafter with a base, built from that of the base.
 
     Args:
-      make: as `DraftingMethod.make`, but for the row of the base, which comes first.
-      more_seconds: what drafting takes beside the base, as `Planning.drafting_seconds`.
+      methods: the table of methods by kind, with those of all bases.
+      make: as `DraftingMethod.make`, with the method of the base as an additional first argument.
+      more_seconds: seconds of drafting in addition to the base, as `Planning.drafting_seconds`.
     """
 
     def of(config: Any) -> Planning:

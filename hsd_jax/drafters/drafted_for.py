@@ -1,4 +1,4 @@
-"""The model that a drafter is loaded for, and what becomes of a drafter that was trained for other weights."""
+"""The model for which a drafter is loaded, and the check that the drafter was trained for it."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from hsd_jax.tokenizer import Tokenizer
 
 
 class DraftedFor(NamedTuple):
-    """A model that a drafter is loaded for."""
+    """A model for which a drafter is loaded."""
 
     config: ModelConfig
     hash: str
-    """Of the weights in its files, whatever they were quantized to."""
+    """The fingerprint of the weights in its files, before any quantization."""
     tokenizer: Tokenizer | None
 
     @property
     def vocabulary_hash(self) -> str:
-        """Of its tokenizer; empty without one."""
+        """The hash of its tokenizer's vocabulary; empty without a tokenizer."""
         return "" if self.tokenizer is None else self.tokenizer.vocabulary_hash
 
     def check_weights(self, trained_for: str, target_hash: str, vocabulary_hash: str, strict: bool) -> None:
-        """Looks twice at a drafter of the right sizes that was trained for other weights: a fine-tune, or before one.
+        """Checks whether a drafter of the right sizes was trained for other weights.
 
-        It is taken with a warning: no text depends on what a drafter guesses, only the speed does.
+        This happens if one of the two targets is a fine-tune of the other. Such a drafter is used with a warning. The
+        text does not depend on a drafter's guesses, only the speed does.
 
         Args:
-          trained_for: says of what the drafter was trained for, for messages.
-          target_hash: of the target that it was trained for; empty if it does not say, and then nothing is checked.
-          vocabulary_hash: of that target's tokenizer; empty if it does not say.
-          strict: whether it is refused in any case.
+          trained_for: text for messages that says for which target the drafter was trained.
+          target_hash: fingerprint of that target. Nothing is checked if it is empty.
+          vocabulary_hash: hash of the vocabulary of that target; empty if unknown.
+          strict: whether to refuse a drafter for other weights in any case.
         Raises:
           ValueError: naming both targets, if `strict`, or if the vocabularies differ.
         """
@@ -42,12 +43,12 @@ class DraftedFor(NamedTuple):
         if vocabulary_hash and own and vocabulary_hash != own:
             other += f", and another vocabulary ({vocabulary_hash[:12]} there, {own[:12]} here)"
         elif not strict:
-            unknown = "the drafter's file does not say" if own else "the target has no tokenizer to tell"
-            doubt = "" if vocabulary_hash and own else f" Whether the vocabularies agree, {unknown}."
+            unknown = "the drafter's file does not name its vocabulary" if own else "the target has no tokenizer"
+            doubt = "" if vocabulary_hash and own else f" The vocabularies could not be compared: {unknown}."
             warnings.warn(
-                f"{other}. It drafts all the same: no text depends on that, but the further the two are apart the less"
-                f" it guesses right.{doubt} strict=True refuses it.",
+                f"{other}. It drafts all the same. The text does not depend on it, but the more the weights differ the"
+                f" fewer drafts are accepted.{doubt} strict=True refuses it.",
                 stacklevel=2,
             )
             return
-        raise ValueError(f"{other}. Take its own drafter or train one")
+        raise ValueError(f"{other}. Use a drafter of this target, or train one")

@@ -1,4 +1,4 @@
-"""Trained drafters to and from their folders.
+"""Saves trained drafters to folders and loads them.
 
 Every file is checked against its configuration before anything compiles.
 """
@@ -28,13 +28,14 @@ _DRAFT_TO_TARGET = "draft_to_target"
 
 
 def save_drafter(folder: str | Path, config: DrafterConfig, weights: Weights, dtype: Any = "float32") -> None:
-    """Writes `drafter.safetensors` and `drafter_config.json`; each appears whole or not at all.
+    """Writes `drafter.safetensors` and `drafter_config.json`. Each appears completely or not at all.
 
-    Of a reduced draft vocabulary the ids are written, not the rows of the target's head: those are the target's.
+    With a reduced draft vocabulary its token ids are written. The rows of the target's head are not, because they can
+    be taken from the target.
 
     Raises:
-      ValueError: if a weight is missing, unexpected, misshapen or not finite, or `draft_to_target` ids are not what
-        `draft_vocab.checked_ids` asks for.
+      ValueError: if a weight is missing, unexpected, misshapen or not finite, or if `draft_vocab.checked_ids` refuses
+        the `draft_to_target` ids.
     """
     dtype, folder = checked_dtype(dtype), Path(folder)
     if config.reduced_vocab_size is not None:
@@ -58,9 +59,10 @@ def read_drafter_config(folder: str | Path) -> DrafterConfig:
 def read_drafter(
     folder: str | Path, dtype: Any = "float32", placement: Placement = HERE
 ) -> tuple[DrafterConfig, Weights]:
-    """What `save_drafter` wrote, weights in `dtype`, placed as by `convert.read_weights`.
+    """Reads what `save_drafter` wrote. Weights have the type `dtype` and are placed as by `convert.read_weights`.
 
-    Before it drafts from a reduced draft vocabulary, `draft_vocab.attach` the head.
+    A drafter with a reduced draft vocabulary also needs rows of the target's head before it can draft:
+    `draft_vocab.attach` adds them.
 
     Raises:
       FileNotFoundError: if one of the two files is missing.
@@ -85,14 +87,15 @@ def read_drafter(
 
 
 def check_drafter(config: DrafterConfig, target: DraftedFor, strict: bool = True) -> None:
-    """Refuses a drafter that cannot draft for a target.
+    """Checks that a drafter can draft for a target.
 
-    A drafter with an empty `target_hash` says nothing of its target; then only the sizes are compared.
+    A drafter with an empty `target_hash` does not name its target. Then only the sizes are compared.
 
     Args:
-      strict: whether one that was trained for other weights of the same sizes is refused, too; else a warning says so.
+      strict: whether to refuse a drafter for other weights of the same sizes. False: it gives a warning.
     Raises:
-      ValueError: naming both targets, if hidden size, vocabulary or, where they count, weights differ.
+      ValueError: naming both targets, if the hidden sizes or vocabulary sizes differ, or if `check_weights` refuses the
+        weights.
     """
     trained_for = (
         f"the drafter was trained for target {config.target_hash[:12] or '(no fingerprint)'} with hidden_size="
@@ -101,11 +104,13 @@ def check_drafter(config: DrafterConfig, target: DraftedFor, strict: bool = True
     for name in ("hidden_size", "vocab_size"):
         found = getattr(target.config, name)
         if getattr(config, name) != found:
-            raise ValueError(f"{trained_for}; this target has {name}={found}. Take its own drafter or train one")
+            raise ValueError(
+                f"{trained_for}; this target has {name}={found}. Use a drafter of this target, or train one"
+            )
     target.check_weights(trained_for, config.target_hash, config.vocabulary_hash, strict)
 
 
 def _shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of what a file holds of a drafter: the learned weights and the `draft_to_target` ids, if there are any."""
+    """Shapes of tensors in a drafter's file: the learned weights, and the `draft_to_target` ids if there are any."""
     shapes = shapes_of(init_drafter, config)
     return shapes if config.reduced_vocab_size is None else {**shapes, _DRAFT_TO_TARGET: (config.reduced_vocab_size,)}

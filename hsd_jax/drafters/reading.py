@@ -1,7 +1,8 @@
-"""How models that draft read text: what is pending, in one pass and for good; the nodes of a tree, a pass a level.
+"""How a model that drafts reads text.
 
-What a row has committed but its drafter has not read is pending: the first of some places count. A drafter with a cache
-reads it when it drafts next.
+Tokens that a row has committed but its drafter has not read yet are pending. They are stored in an array of fixed size,
+of which the first entries count. The drafter reads them in one pass when it drafts next, and its cache keeps them. It
+reads the nodes of a tree with one pass per level, and its cache keeps none of them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ def unread(
     max_pending: int,
     cache_dtype: Any,
 ) -> tuple[KVCache, Int[Array, "B M"]]:
-    """Before any of the prompts is read: a cache for them, and M = `max_pending` places with their last tokens, the
-    roots, in the first."""
+    """The cache and the pending tokens before any part of the prompts is read.
+
+    The pending tokens have M = `max_pending` places. The root, which is the prompt's last token, is in the first.
+    """
     root = jnp.take_along_axis(tokens, length[:, None] - 1, 1)
     cache = cache_lib.cache_of(config, len(length), capacity, cache_dtype)
     return cache, jnp.pad(root, ((0, 0), (0, max_pending - 1)))
@@ -43,7 +46,9 @@ def read_on(
     num: Int[Array, "B"],
     **options: Any,
 ) -> tuple[ModelOutput, KVCache]:
-    """The first `num` tokens of each row read behind its cache, and kept in it; no logits are made for that.
+    """Reads the first `num` tokens of each row after its cached tokens, and adds them to the cache.
+
+    XLA computes no logits if the caller does not use them.
 
     Args:
       options: of `forward`.
@@ -60,7 +65,7 @@ def logits_after(
     num: Int[Array, "B"],
     **options: Any,
 ) -> tuple[Float[Array, "B 1 V"], KVCache]:
-    """The logits behind the last token that `read_on` reads, and the cache that it leaves."""
+    """As `read_on`, but returns the logits after the last token that it reads, and the cache."""
     output = _read_behind(weights, config, cache, tokens, **options)
     logits = jnp.take_along_axis(output.logits, num[:, None, None] - 1, 1)
     return logits, cache_lib.commit(cache, output.new_kv, None, num, after=logits)
@@ -73,10 +78,11 @@ def _read_behind(weights: Weights, config: ModelConfig, cache: KVCache, tokens: 
 
 
 def joined(waiting: Array, num_waiting: Int[Array, "B"], new: Array, num_slots: int | None = None) -> Array:
-    """Rows [B, M, ...] of which the first `num_waiting` count, each row of `new` [B, M2, ...] put after them.
+    """The first `num_waiting` entries of each row of `waiting` [B, M, ...], then those of `new` [B, M2, ...].
 
     Args:
-      num_slots: places of the result, M + M2 if None; what has no place is cut off, what has no content is arbitrary.
+      num_slots: entries of each row of the result; None: M + M2. Further entries are cut off. Entries after the joined
+        ones are arbitrary.
     """
     room = waiting.shape[1]
     slot, num = jnp.arange(num_slots or room + new.shape[1]), num_waiting[:, None]
@@ -90,14 +96,14 @@ def last_feature(
     length: Int[Array, "B"],
     before: Float[Array, "B H"],
 ) -> Float[Array, "B H"]:
-    """The feature of each prompt's last token but one, if it is of this chunk, else `before`."""
+    """The feature of the second-to-last token of each prompt if it is in this chunk, else `before`."""
     last, num = length - 2 - start, features.shape[1]
     found = jnp.take_along_axis(features, jnp.clip(last, 0, num - 1)[:, None, None], 1)[:, 0]
     return jnp.where(((last >= 0) & (last < num))[:, None], found, before)
 
 
 class Ancestry(NamedTuple):
-    """Of the nodes of one level: which of the X nodes drafted so far they descend from, and what was read of these."""
+    """The ancestors of the nodes of one level among the X nodes drafted so far, and the keys and values of these."""
 
     sees: Bool[Array, "B w X"]
     """Which drafted nodes each node of the level sees: its ancestors and itself."""
@@ -107,13 +113,15 @@ class Ancestry(NamedTuple):
     def next_level(
         self, cache: KVCache, level: int, parents: Int[Array, "B w"], read: Callable[..., tuple[Any, NewKV]]
     ) -> tuple[Any, Ancestry]:
-        """What a pass says of the nodes of the next level, and their ancestry; the cache keeps none of it.
+        """Runs a pass over the nodes of the next level. The cache keeps none of them.
 
         Args:
           cache: of all committed tokens.
-          level: of the nodes, at least 1.
-          parents: places in this level.
-          read: `read(positions [B, w], sees [B, w, X + w], earlier) -> (anything, keys and values)`: the pass.
+          level: the depth of the nodes, at least 1.
+          parents: their parents, as indices into this level.
+          read: the pass: `read(positions [B, w], sees [B, w, X + w], earlier) -> (result, keys and values)`.
+        Returns:
+          The result of the pass, and the ancestry of the nodes.
         """
         batch, width = parents.shape
         own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
@@ -126,5 +134,5 @@ class Ancestry(NamedTuple):
 
 
 def at_root(batch: int) -> Ancestry:
-    """What the first level below the root needs."""
+    """The ancestry of the root, from which that of the first level below it is made."""
     return Ancestry(jnp.zeros((batch, 1, 0), bool), None)

@@ -1,4 +1,4 @@
-"""What several rooms need."""
+"""Checks and functions that several drafters share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hsd_jax.types import DRAWN_SCHEMES, Drafter, DraftTree, DrawScheme, ModelOu
 
 
 def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConfig, scheme: DrawScheme) -> None:
-    """Raises a ValueError if a trained drafter cannot draft such trees, or not for this target."""
+    """Raises a ValueError if a trained drafter cannot draft such trees, or cannot draft for this target."""
     config.check_feature_layers(target_config.num_layers)
     check_depth(tree, config.num_steps)
     whole = "vocabulary" if config.reduced_vocab_size is None else "reduced draft vocabulary"
@@ -27,26 +27,38 @@ def check_tree(target_config: ModelConfig, config: DrafterConfig, tree: TreeConf
 
 
 def check_depth(tree: TreeConfig, num_steps: int) -> None:
-    """Raises a ValueError for a tree deeper than a drafter was trained for."""
+    """Raises a ValueError for a tree that is deeper than the drafter was trained for."""
     if tree.depth > num_steps:
         raise ValueError(f"TreeConfig.depth={tree.depth}: this drafter was trained for 1 to {num_steps} steps")
 
 
 def check_children(tree: TreeConfig, draft_vocab_size: int, whole: str = "vocabulary") -> None:
-    """Raises a ValueError if a node is to have more children than there are tokens to draft; `whole` names these."""
+    """Raises a ValueError if a node would have more children than there are tokens to draft.
+
+    Args:
+      whole: the name of the set of these tokens, for the message.
+    """
     if tree.width > draft_vocab_size:
         asked = f"width={tree.width}" if tree.branching is None else f"branching={tree.branching}"
         raise ValueError(f"TreeConfig.{asked}: allowed are 1 to the {whole}, {draft_vocab_size}")
 
 
 def check_chain(tree: TreeConfig, who: str) -> None:
-    """Raises a ValueError for a tree that is no chain; `who`, as in "lookup drafts", makes nothing else."""
+    """Raises a ValueError for a tree that is no chain.
+
+    Args:
+      who: subject and verb of the message, for example "lookup drafts".
+    """
     if tree.width != 1:
         raise ValueError(f"TreeConfig.width={tree.width}: {who} chains, allowed is 1")
 
 
 def check_vocabulary(config: ModelConfig, target_config: ModelConfig, what: str) -> None:
-    """Raises a ValueError if a model that drafts, `what` it is, has another vocabulary than the target."""
+    """Raises a ValueError if a model that drafts has another vocabulary size than the target.
+
+    Args:
+      what: the name of the model in the message.
+    """
     if config.vocab_size != target_config.vocab_size:
         raise ValueError(
             f"{what} has vocab_size={config.vocab_size} and the target {target_config.vocab_size}: both must have the"
@@ -57,7 +69,7 @@ def check_vocabulary(config: ModelConfig, target_config: ModelConfig, what: str)
 def logp_of_tokens(
     logits: Float[Array, "B N C"], drafted: DraftTree, draft_to_target: Int[Array, "C"] | None
 ) -> Float[Array, "B N"]:
-    """Log-probability of each node's token under its own logits, 0 for the root: what pictures show."""
+    """Log-probability of each node's token under the node's logits, for pictures. 0 for the root."""
     columns, _ = to_columns(draft_to_target, drafted.tokens)
     logp = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), columns[:, :, None], 2)[:, :, 0]
     return jnp.where(drafted.depth > 0, logp, 0.0)
@@ -72,11 +84,13 @@ def follow_path(
     features: tuple[Float[Array, "B M2 H"], ...],
     num_committed: Int[Array, "B"],
 ) -> Any:
-    """The drafter's state after so many tokens that it did not draft: `Drafter.follow`, as often as it takes.
+    """The drafter's state after `num_committed` tokens that it did not draft.
+
+    Calls `Drafter.follow` as often as necessary.
 
     Args:
       emitted: the committed tokens, of which the first `num_committed` count.
-      hidden, features: of the target's pass over the token before each.
+      hidden, features: the target's output at the token before each of them.
     """
     num = drafter.max_depth + 1
     path = jnp.broadcast_to(jnp.arange(num, dtype=jnp.int32), (emitted.shape[0], num))
@@ -86,8 +100,8 @@ def follow_path(
         here = jnp.clip(num_committed - first, 0, num)
         text, hidden_here, *features_here = (take_nodes(x, first + path, axis=1) for x in (emitted, hidden, *features))
         verdict = verdict_of(text, here)
-        output = ModelOutput(None, hidden_here, tuple(features_here), None)  # type: ignore[arg-type]  # nobody reads them
-        assert drafter.follow is not None, "others are refused"
+        output = ModelOutput(None, hidden_here, tuple(features_here), None)  # type: ignore[arg-type]  # both are unused
+        assert drafter.follow is not None, "drafters without it were refused"
         return drafter.follow(models, state, verdict, output, here)
 
     return lax.fori_loop(0, -(-jnp.max(num_committed) // num), follow_on, state)

@@ -1,4 +1,7 @@
-"""The table of drafters: a kind is one folder beside this file and one row here."""
+"""The table of drafters. Each kind is one folder beside this file and one entry here.
+
+Read first: `method.py`, the interface of an entry.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from hsd_jax.drafters.steered import STEERED
 from hsd_jax.models.checkpoint import Checkpoint
 from hsd_jax.types import Drafter, DrawScheme, Weights
 
-_KINDS = HIDDEN, EAGLE, MEDUSA, STEERED, SMALL_LM, LOOKUP, PEARL  # of a folder that two would load, the first does
+_KINDS = HIDDEN, EAGLE, MEDUSA, STEERED, SMALL_LM, LOOKUP, PEARL  # if two can load a folder, the first one does
 DRAFTING_METHODS: dict[str, DraftingMethod] = {method.config.kind: method for method in _KINDS}
 DRAFTING_METHODS[RescoredConfig.kind] = rescored(DRAFTING_METHODS)
 DRAFTING_METHODS[StackConfig.kind] = stack(DRAFTING_METHODS)
@@ -33,12 +36,12 @@ DRAFTING_METHODS[BothConfig.kind] = both(DRAFTING_METHODS)
 
 
 def method_of(config: Any) -> DraftingMethod:
-    """The row of a drafter's configuration."""
+    """The entry for a drafter's configuration."""
     return DRAFTING_METHODS[config.kind]
 
 
 def language_model_of(config: Any) -> Any:
-    """The language model that drafts, be it while its last drafts are verified; None where anything else does."""
+    """The configuration of the language model that drafts, also if it drafts with PEARL. None for other drafters."""
     model = getattr(config, "base", config)
     return model if model is not None and method_of(model).is_language_model else None
 
@@ -51,12 +54,14 @@ def make_drafter(
     scheme: DrawScheme = DrawScheme.ARBITRARY,
     reuse: ReuseConfig = NO_REUSE,
 ) -> Drafter:
-    """The drafter that `config` describes, with trees of this shape whose children are chosen as `scheme` says.
+    """The drafter that `config` describes.
 
     Args:
-      reuse: of spare states.
+      tree: the shape of its trees.
+      scheme: how the children of a node are chosen.
+      reuse: how spare states are reused.
     Raises:
-      ValueError: if it cannot draft such trees, or not for this target, or has no states to reuse.
+      ValueError: if the drafter cannot draft such trees, cannot draft for this target, or has no spare states to reuse.
     """
     method = method_of(config)
     if reuse.form not in method.reuses:
@@ -66,7 +71,7 @@ def make_drafter(
 
 
 def pictures_of(target_config: ModelConfig, config: Any, tree: TreeConfig, reuse: ReuseConfig = NO_REUSE) -> Pictures:
-    """What pictures show of the trees of `make_drafter`."""
+    """Data for pictures of the trees that `make_drafter` drafts."""
     pictures = method_of(config).inspection.pictures
     return Pictures() if pictures is None else pictures(target_config, config, tree, reuse)
 
@@ -75,7 +80,7 @@ def init_drafter(key: jax.Array, config: DrafterConfig, embedding: Float[Array, 
     """Random float32 weights of a drafter that is trained on its target's features.
 
     Args:
-      embedding: the target's, which token information then begins with.
+      embedding: the target's embedding matrix, from which token information is initialised.
     """
     method = method_of(config)
     assert method.training is not None, f"a {config.kind} drafter is not trained"
@@ -86,16 +91,20 @@ def init_drafter(key: jax.Array, config: DrafterConfig, embedding: Float[Array, 
 
 
 def load_foreign(checkpoint: Checkpoint, *args: Any) -> tuple[Any, Weights]:
-    """A language model as a drafter, by the first `DraftingMethod.load` that knows it, whose arguments these are."""
+    """Loads a language model as a drafter, with the first `DraftingMethod.load` that knows it.
+
+    Args:
+      checkpoint, args: the arguments of `DraftingMethod.load`.
+    """
     found = (method.load(checkpoint, *args) for method in DRAFTING_METHODS.values() if method.load is not None)
     return next(drafter for drafter in found if drafter is not None)
 
 
 def parse(name: str) -> Any:
-    """The configuration of a drafter without weights that this name stands for; None for any other.
+    """The configuration of a drafter without weights that a name means; None for any other name.
 
     Raises:
-      ValueError: for a name whose settings are not allowed.
+      ValueError: for a name with settings that are not allowed.
     """
     found = (method.parse(name) for method in DRAFTING_METHODS.values() if method.parse is not None)
     return next((config for config in found if config is not None), None)

@@ -1,7 +1,7 @@
-"""The state of a drafter with a trunk, and all functions of its `Drafter` record but `draft`.
+"""The state of a drafter with a trunk, and all functions of its `Drafter` except `draft`.
 
-The target's features of committed positions wait in `TrunkState.pending` until the trunk reads them and its cache takes
-them in. Whether that trunk is token-free (`hidden/`) or reads drafted tokens (`eagle/`) makes no difference here.
+The target's features of committed positions wait in `TrunkState.pending` until the trunk reads them and adds them to
+its cache. This code is the same for a trunk that reads no drafted tokens (`hidden/`) and for one that does (`eagle/`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hsd_jax.types import Drafter, DrawScheme, KVCache, ModelOutput, Verdict
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
 @flax.struct.dataclass
 class TrunkState:
-    """What the drafter carries between rounds.
+    """The drafter's state between rounds.
 
-    `pending` are the features the target computed in the last round, fused if the drafter reads several layers; the
-    trunk has not read them yet. Cached plus pending features = committed tokens - 1.
+    `pending` are features that the target computed and the trunk has not read yet, normally those of the last round.
+    They are fused if the drafter reads several layers. Cached plus pending features = committed tokens - 1.
     """
 
     cache: KVCache
@@ -40,7 +40,7 @@ class TrunkState:
     """The committed token after each pending feature."""
     num_pending: Int[Array, "B"]
     spares: Any = None
-    """What a drafter keeps of earlier trunk runs for the positions ahead (`hidden/reuse.py`); None: nothing."""
+    """Spare states of earlier trunk runs for the positions ahead (`hidden/reuse.py`). None: the drafter keeps none."""
 
 
 def trunk_drafter(
@@ -52,28 +52,29 @@ def trunk_drafter(
     scheme: DrawScheme = DrawScheme.ARBITRARY,
     max_pending: int | None = None,
 ) -> Drafter:
-    """A `Drafter` over `TrunkState`: the `draft` that is given, and the other functions to go with it.
+    """A `Drafter` whose state is a `TrunkState`, with the given `draft` function.
 
-    They are for drafters whose trunk runs in every round. `hidden/draft.py` replaces some of them under reuse, where
-    rounds may go without a trunk run.
+    The other functions are for drafters whose trunk runs in every round. With reuse a round may have no trunk run, and
+    `hidden/draft.py` replaces some of these functions.
 
     Args:
-      draft: `Drafter.draft`; it leaves the pending features in the trunk's cache.
-      max_pending: features that may wait; None: those of a round.
+      draft: `Drafter.draft`. It must add the pending features to the trunk's cache.
+      max_pending: the largest number of pending features; None: those of one round.
     Raises:
-      ValueError: if the tree is deeper than the trunk was trained for, or the target lacks a layer the drafter reads.
+      ValueError: if the tree is deeper than the trunk was trained for, or if the target lacks a layer that the drafter
+        reads.
     """
     check_tree(target_config, config, tree, scheme)
     most = tree.depth + 1 if max_pending is None else max_pending
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        """A prompt of a single token leaves nothing to read but its embedding."""
+        """A prompt of a single token has no feature, so nothing is pending."""
         cache, roots = unread(config, tokens, length, capacity, most, cache_dtype)
         pending = jnp.zeros((len(length), most, target_config.hidden_size))
         return TrunkState(cache, pending, roots, jnp.where(length >= 2, 1, 0).astype(jnp.int32))
 
     def read(models, state: TrunkState, output: ModelOutput, tokens, following: Int[Array, "B chunk"], start, length):
-        """Takes in all features of the prompt but the last one, which becomes the pending query."""
+        """Reads all features of the prompt except the last one, which becomes pending."""
         batch, num = following.shape
         positions = jnp.broadcast_to(start + jnp.arange(num), (batch, num))
         num_entries = jnp.maximum(length - 2, 0)
@@ -90,7 +91,7 @@ def trunk_drafter(
         return dataclasses.replace(state, cache=cache, pending=state.pending.at[:, 0].set(feature))
 
     def commit(models, state: TrunkState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        # XLA drops the final states where the trunk reads layers below.
+        # XLA drops the final hidden states if the trunk reads only inner layers.
         read = (output.hidden, output.features)
         path = jax.tree.map(lambda x: cache_lib.take_nodes(x, verdict.path, axis=1), read)
         pending = trunk_features(models["drafter"], config, *path)
@@ -125,10 +126,12 @@ def read_pending(
     state: TrunkState,
     asking: Int[Array, "B asked"] | None = None,
 ) -> tuple[Float[Array, "B asked H"] | None, KVCache]:
-    """One pass over the pending features: the next states of those that are asked for, and the cache with all of them.
+    """One pass over the pending features.
 
     Args:
-      asking: places among the pending features; None: the states are not wanted.
+      asking: indices of the pending features whose states are needed; None: no states are needed.
+    Returns:
+      The states after the features at `asking`, and the trunk's cache with all pending features.
     """
     batch, num = state.pending.shape[:2]
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
@@ -144,6 +147,9 @@ def read_pending(
 
 
 def _reading_cache(config: TrunkConfig, states: Float[Array, "B M H"]) -> Float[Array, "B M H"] | None:
-    """What a write of keys and values waits for where the states are not wanted. Those of a single layer do not read
-    the cache: they wait for nothing, and XLA drops the rest of the layer."""
+    """The array that a write to the cache must wait for, if the states themselves are not needed.
+
+    `cache.commit` explains why a write must wait for the pass that reads the cache. A pass through a single layer whose
+    states are not needed does not read the cache. Then the write need not wait, and XLA drops the rest of the layer.
+    """
     return None if config.num_layers == 1 else states

@@ -1,1 +1,1 @@
-"""What the library asks of the machine under it: files, locks, interrupts, processes, meshes of devices."""
+"""What the library needs from the machine: files, locks, interrupts, processes and meshes of devices."""

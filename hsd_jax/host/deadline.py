@@ -1,4 +1,4 @@
-"""A limit of time for work that may never end: what came with a checkpoint, or an answer from elsewhere."""
+"""A time limit for work that may never end, such as a chat template of a checkpoint or a request to a server."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Result = TypeVar("Result")
 
 
 def within(seconds: float, work: Callable[[], Result]) -> Result:
-    """What `work` returns or raises, done in a thread of its own.
+    """Runs `work` in a thread of its own, and returns or raises what it does.
 
-    Work that takes longer is left to itself, and ends with the process at the latest: Python ends no thread.
+    Python cannot end a thread. So work that takes longer continues in the background until the process ends.
 
     Raises:
-      TimeoutError: if it takes longer.
+      TimeoutError: if the work takes longer than `seconds`.
     """
     done: Future[Result] = Future()
 
@@ -31,5 +31,5 @@ def within(seconds: float, work: Callable[[], Result]) -> Result:
         return done.result(seconds)
     except TimeoutError:
         if done.done():
-            return done.result()  # it ended this moment, or the error is its own
+            return done.result()  # the work ended this moment, or it raised the TimeoutError itself
         raise TimeoutError(f"it runs for more than {seconds:g} seconds") from None

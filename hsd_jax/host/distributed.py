@@ -1,7 +1,7 @@
-"""Several processes as one run: how they find each other, and how values pass between them and the host.
+"""Several processes as one run: how they find each other, and how they exchange values.
 
-Every process runs the same program on the same arguments; `jax.distributed` makes their devices one list. The first one
-writes (`files.set_writer`). Read next: `host/sharding.py` for who holds what.
+Every process runs the same program with the same arguments. `jax.distributed` joins their devices into one list. Only
+the first process writes files (`files.set_writer`). Read next: `host/sharding.py`, which says what each device holds.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hsd_jax.host import files
 from hsd_jax.settings import MOST, Count, shown, take
 
 VARIABLES = {"coordinator": "HSD_COORDINATOR", "num_processes": "HSD_NUM_PROCESSES", "process_id": "HSD_PROCESS_ID"}
-"""What stands for an argument of `initialize` that is not given."""
+"""The environment variable that replaces each argument of `initialize` that is not given."""
 
 COMMANDS = ("generate", "identity", "train")
-"""Of `hsd`, those that can be several processes: what they do next depends on no clock but that of process 0."""
+"""Commands of `hsd` that can run in several processes. What they do next depends on no clock but that of process 0."""
 
 HEARTBEAT_SECONDS = 20
-"""Without a sign of life after which jax counts a process as dead; it ends the others a few seconds later."""
+"""Seconds without a heartbeat after which jax counts a process as dead. It ends the others a few seconds later."""
 FAILED = 2
-"""Exit status of a process that fails as one of several."""
+"""Exit status of a process that fails while it is one of several."""
 _is_one_of_several = False
 
 
@@ -40,21 +40,24 @@ def initialize(
     process_id: int | None = None,
     timeout_seconds: int = 300,
 ) -> None:
-    """Joins the processes of one run, before anything else uses jax; each calls it with the same arguments but its id.
+    """Joins the processes of one run.
 
-    What is not given comes from HSD_COORDINATOR, HSD_NUM_PROCESSES and HSD_PROCESS_ID; and if there are none, from the
-    cluster: SLURM, TPU pods, GKE, Open MPI, as jax finds them. One process alone needs nothing and gets nothing.
+    Each process must call this before anything else uses jax. All give the same arguments, except for `process_id`.
+    Arguments that are not given come from HSD_COORDINATOR, HSD_NUM_PROCESSES and HSD_PROCESS_ID. Where these are not
+    set either, jax looks for a cluster: SLURM, TPU pods, GKE or Open MPI. A single process needs no arguments, and
+    nothing changes for it.
 
-    From then on a process that dies, or ends with an error, ends the others within 30 seconds, or a minute after an
-    error of XLA itself: jax aborts them, and names it on stderr by its number, process 0 as the leader.
+    After this call a process that dies or ends with an error also ends the others: within 30 seconds, or within a
+    minute after an error of XLA itself. jax aborts them and names the failed process on stderr by its number. It calls
+    process 0 the leader.
 
     Args:
-      coordinator: "HOST:PORT" of process 0, as the others reach it; the port is free there.
-      process_id: 0 to num_processes - 1; process 0 writes all files.
-      timeout_seconds: in which all processes must have come.
+      coordinator: "HOST:PORT" of process 0, as the others reach it. The port must be free there.
+      process_id: 0 to num_processes - 1. Process 0 writes all files.
+      timeout_seconds: how long to wait until all processes have joined.
     Raises:
       ValueError: naming the wrong value and the allowed ones; if there is no cluster; or if jax has been used before.
-      ConnectionError: if not all processes came in time.
+      ConnectionError: if not all processes joined in time.
     """
     given = _checked({"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id})
     if given["num_processes"] == 1 or _is_one_of_several:
@@ -69,7 +72,7 @@ def initialize(
 
 
 def _end_with_the_others() -> None:
-    """From here on an error that nobody catches ends this process at once: jax would wait minutes for the others."""
+    """Makes an uncaught error end this process at once. Without this jax would wait minutes for the others."""
     global _is_one_of_several
     _is_one_of_several = True
     plain = sys.excepthook
@@ -82,19 +85,19 @@ def _end_with_the_others() -> None:
 
 
 def fail(error: BaseException) -> None:
-    """Ends this process, whose error has been shown, and with it the others; without others it returns."""
+    """Ends this process, and with it the others. The caller has shown the error. Returns if there are no others."""
     if not _is_one_of_several:
         return
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError) and "Gloo" not in str(cause):
         cause = cause.__cause__ or cause.__context__
-    if cause is not None:  # a collective broke: jax is about to name the process that died, and to end this one
+    if cause is not None:  # a collective operation failed: jax will soon name the dead process, and end this one
         time.sleep(1.5 * HEARTBEAT_SECONDS)
     os._exit(FAILED)
 
 
 def _connect(given: dict[str, Any], timeout_seconds: int) -> None:
-    # jax would catch SIGTERM for itself, and a process that is told to end would go on.
+    # With this service jax would catch SIGTERM, and the process would not end.
     jax.config.update("jax_enable_preemption_service", False)
     where = given["coordinator"] or "the cluster's coordinator"
     try:
@@ -111,9 +114,9 @@ def _connect(given: dict[str, Any], timeout_seconds: int) -> None:
         ) from error
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).split("\n")[0]
-        raise ConnectionError(f"{where}: not all processes came within {timeout_seconds} s ({reason})") from error
-    except RuntimeError as error:  # jax.distributed wants to come first
-        raise ValueError(f"initialize() comes after jax has been used: call it first ({error})") from error
+        raise ConnectionError(f"{where}: not all processes joined within {timeout_seconds} s ({reason})") from error
+    except RuntimeError as error:  # jax.distributed must be initialized before jax is used
+        raise ValueError(f"initialize() was called after jax had been used; call it first ({error})") from error
 
 
 def _names() -> str:
@@ -122,7 +125,7 @@ def _names() -> str:
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, filled up from the environment: all three or none."""
+    """The arguments, with missing ones taken from the environment: all three or none."""
     names = {name: name for name in VARIABLES}
     for name, variable in VARIABLES.items():
         if given[name] is None and (text := os.environ.get(variable)):
@@ -138,33 +141,33 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     take(Count | None, num, names["num_processes"])
     take(int | None, index, names["process_id"], ge=0, lt=MOST if num is None else num)
     if there and missing and num != 1:
-        raise ValueError(f"{' and '.join(there)} without {' and '.join(missing)}: give all three, or none in a cluster")
+        raise ValueError(f"{' and '.join(there)} without {' and '.join(missing)}: give all three, or none on a cluster")
     return given
 
 
 def is_writer() -> bool:
-    """Whether this process writes files and tables: the first of a run does."""
+    """Whether this process writes files and tables. Only the first process of a run does."""
     return files.is_writer()
 
 
 def check_mesh(mesh: Mesh | None) -> None:
-    """Raises a ValueError unless the mesh is of all devices of all processes: one without would wait for ever."""
+    """Raises a ValueError unless the mesh has all devices of all processes. On a smaller mesh they would hang."""
     num_processes, num_devices = jax.process_count(), jax.device_count()
     if num_processes > 1 and (mesh is None or mesh.size != num_devices):
         found = "no mesh is given" if mesh is None else f"the mesh is of {mesh.size}"
         raise ValueError(
-            f"{num_processes} processes have {num_devices} devices and {found}: give one of all, for example"
-            f" data={num_processes},model={num_devices // num_processes}"
+            f"{num_processes} processes have {num_devices} devices and {found}: give a mesh of all devices, for"
+            f" example data={num_processes},model={num_devices // num_processes}"
         )
 
 
 def put(tree: Any, shardings: Any) -> Any:
-    """`jax.device_put` of values that every process holds whole: each device takes its part, nothing is sent."""
+    """`jax.device_put` of values that every process holds in full. Each device takes its part, and nothing is sent."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
 
     def one(x: Any, sharding: Any) -> jax.Array:
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:  # in parts already
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:  # already split over the processes
             return jax.device_put(x, sharding)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(one(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
@@ -175,25 +178,25 @@ def put(tree: Any, shardings: Any) -> Any:
 
 
 def fetch(x: Any) -> np.ndarray:
-    """An array on the host of every process, which all must ask for: parts elsewhere are sent."""
+    """An array on the host of every process. All processes must call this, since they send each other their parts."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def of_first(value: int) -> int:
-    """The value of process 0, which all must ask for."""
+    """The value of process 0. All processes must call this."""
     return value if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def wait_for_all(name: str) -> None:
-    """Returns when every process is here."""
+    """Returns when every process has called this."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 
 
 def check_same(what: str, value: str) -> None:
-    """Refuses, on all processes, to go on where one of them has another `value`: they would wait for ever.
+    """Stops all processes if one of them has a different `value`. Otherwise they would wait for each other for ever.
 
     Raises:
       ValueError: naming the processes that differ from process 0.
@@ -208,10 +211,12 @@ def check_same(what: str, value: str) -> None:
 
 
 def join(command: str) -> None:
-    """`initialize` for a command of `hsd`, whose stdout is then the writer's alone, without what Gloo says of itself.
+    """`initialize` for a command of `hsd`.
+
+    Afterwards only process 0 writes to stdout. What Gloo prints goes to stderr.
 
     Raises:
-      ValueError, ConnectionError: as `initialize`, and if the command is for one process.
+      ValueError, ConnectionError: as `initialize`, and if the command runs in one process only.
     """
     if command not in COMMANDS:
         raise ValueError(f"hsd {command} runs in one process; several are for {', '.join(COMMANDS)}")

@@ -1,7 +1,8 @@
-"""Reading and writing of files: JSON and YAML that may hold anything, results that appear whole or not at all.
+"""Reading and writing files. Readers expect any content; a written file appears completely or not at all.
 
-A result is written to a temporary file beside its place and renamed, so a full disk or a kill leaves what was there
-before. Knows nothing about what the files mean, and imports no jax. Read next: `host/lock.py`.
+A result is written to a temporary file in the same folder, which is then renamed. So after a full disk or a kill the
+old file is still there. This module does not know what the files mean, and it imports no jax. Read next:
+`host/lock.py`.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ _writes = True
 
 
 def set_writer(is_one: bool) -> None:
-    """Lets this process write results, or not: of several processes of a run the first does (`host/distributed.py`)."""
+    """Sets whether this process writes results. Of several processes only the first does (`host/distributed.py`)."""
     global _writes
     _writes = is_one
 
 
 def is_writer() -> bool:
-    """Whether this process writes results, says what it does and prints tables."""
+    """Whether this process writes results and prints progress and tables."""
     return _writes
 
 
 def sha256(*parts: str | bytes) -> str:
-    """The digest of these parts one after another, in 64 hexadecimal digits; text counts as UTF-8."""
+    """The digest of the concatenated parts, in 64 hexadecimal digits. Text is encoded as UTF-8."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.encode() if isinstance(part, str) else part)
@@ -41,28 +42,28 @@ def sha256(*parts: str | bytes) -> str:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """What a JSON text holds.
+    """Parses a JSON text.
 
     Raises:
-      ValueError: naming `where`, if it is no JSON, is no UTF-8 or is nested deeper than Python reads.
+      ValueError: naming `where`, if the text is no JSON, is no UTF-8 or is nested deeper than Python can read.
     """
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # what is no UTF-8 included
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise ValueError(f"{where}: not JSON ({error})") from error
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """What a YAML text holds.
+    """Parses a YAML text.
 
     Raises:
-      ValueError: naming `where`, if it is no YAML or is nested deeper than Python reads.
+      ValueError: naming `where`, if the text is no YAML or is nested deeper than Python can read.
     """
     import yaml
 
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:  # a date of day 99
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:  # for example a day 99
         raise ValueError(f"{where}: not YAML ({' '.join(str(error).split())})") from error
 
 
@@ -86,13 +87,13 @@ def read_text(path: str | Path) -> str:
 
     Raises:
       FileNotFoundError, OSError: as `read_bytes`.
-      ValueError: if it is no UTF-8; names the byte.
+      ValueError: naming the byte, if the file is no UTF-8.
     """
     return decoded(read_bytes(path), str(path))
 
 
 def decoded(content: bytes, where: str) -> str:
-    """UTF-8 bytes as text, without a byte order mark; a ValueError names the byte that is none."""
+    """UTF-8 bytes as text, without a byte order mark. Raises a ValueError that names the first invalid byte."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -100,29 +101,29 @@ def decoded(content: bytes, where: str) -> str:
 
 
 def with_unix_lines(text: str) -> str:
-    """Text whose lines end as they do here, wherever it was written."""
+    """The text with Unix line ends, also if it was written on Windows."""
     return text.replace("\r\n", "\n")
 
 
 def read_json(path: str | Path) -> Any:
-    """What a JSON file holds; raises as `read_text` and `parse_json`."""
+    """The content of a JSON file; raises as `read_text` and `parse_json`."""
     return parse_json(read_text(path), str(path))
 
 
 def read_yaml(path: str | Path) -> Any:
-    """What a YAML file holds; raises as `read_text` and `parse_yaml`."""
+    """The content of a YAML file; raises as `read_text` and `parse_yaml`."""
     return parse_yaml(read_text(path), str(path))
 
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary path beside `path`: put in its place if the block ends well, removed if not.
+    """A temporary path beside `path`. It replaces `path` when the block ends, and is removed if the block raises.
 
-    A device or a FIFO, /dev/stdout for example, is given as it is. A process that is no writer gets a path elsewhere,
-    which is removed.
+    If `path` is a device or a FIFO, for example /dev/stdout, the block gets `path` itself. A process that is no writer
+    gets a path in a temporary folder, which is removed.
 
     Raises:
-      OSError: of the block's kind, naming `path`, if it cannot be written.
+      OSError: of the kind that the block raised, naming `path`, if it cannot be written.
     """
     path = Path(path)
     if not is_writer():
@@ -132,7 +133,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         yield path
         return
-    path = path.resolve()  # a link stays a link
+    path = path.resolve()  # writes to the target of a link, so that the link stays
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -145,20 +146,20 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a text whole or not at all; raises as `replacing`."""
+    """Writes a text completely or not at all; raises as `replacing`."""
     with replacing(path) as temporary:
         temporary.write_bytes(text.encode("utf-8"))
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Writes JSON whole or not at all; raises as `replacing`."""
+    """Writes JSON completely or not at all; raises as `replacing`."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Puts a freshly written folder in the place of `folder`; a kill leaves the old one, the new one, or both.
+    """Replaces `folder` by one that `write` fills. After a kill the old folder, the new one, or both are there.
 
-    What `write` leaves where it fails is removed. A process that is no writer does nothing.
+    If `write` raises, its files are removed. A process that is no writer does nothing.
     """
     if not is_writer():
         return
@@ -177,11 +178,11 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def check_new_file(path: str | Path) -> Path:
-    """The path, if a file can be written there: found out before the work that fills it.
+    """Checks, before the work starts, that a file can be written, and returns its path.
 
     Raises:
       FileNotFoundError: if its folder is missing.
-      OSError, ValueError: if the folder takes no file, or the path is a folder.
+      OSError, ValueError: if the folder is not writable, or the path is a folder.
     """
     path = Path(path)
     if path.is_dir():
@@ -196,10 +197,10 @@ def check_new_file(path: str | Path) -> Path:
 
 
 def check_new_folder(path: str | Path) -> Path:
-    """The path, if files can be written into a folder there, which may have to be made with those above it.
+    """Checks that files can be written into a folder, and returns its path. The folder need not exist yet.
 
     Raises:
-      ValueError, OSError: if it, or one above it, is a file or takes none.
+      ValueError, OSError: if the path, or the nearest one above it that exists, is a file or is not writable.
     """
     path = Path(path)
     there = path.resolve()
@@ -219,20 +220,22 @@ def _try_to_write(folder: Path, wanted: Path) -> None:
 
 
 def kept_folder(variable: str, name: str) -> Path | None:
-    """Where records of a kind are kept for this user: the folder that an environment variable names, or one of this
-    name in `user_cache`; None where the variable is off, or the user has no home directory.
+    """The folder in which records of one kind are kept for this user.
+
+    The environment variable `variable` names it. If the variable is empty, it is the folder `name` in `user_cache`.
+    None if the variable is "off", or if the user has no home directory.
     """
     setting = os.environ.get(variable, "")
     if is_off(setting):
         return None
     try:
         return Path(setting).expanduser() if setting else user_cache() / name
-    except RuntimeError:  # neither HOME nor an entry of this user
+    except RuntimeError:  # HOME is not set, and the user database has no entry
         return None
 
 
 def user_cache() -> Path:
-    """This user's folder for what can be made again: compiled programs and kernels, and records of `tune`.
+    """This user's folder for files that can be made again: compiled programs and kernels, and records of `tune`.
 
     Raises:
       RuntimeError: if this user has no home directory.

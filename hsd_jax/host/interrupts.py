@@ -1,7 +1,8 @@
-"""Ctrl-C: one ends a command in an orderly way, a second one ends the process at once.
+"""Ctrl-C: the first one ends a command in an orderly way, the second one ends the process at once.
 
-Python handles a signal between two of its own instructions, so a second Ctrl-C in a long compilation would wait for the
-end of it: another thread looks for that one. Imports nothing that takes time: it is in place before what does.
+Python handles a signal only between two of its own instructions. In a long compilation a second Ctrl-C would have no
+effect until the compilation ends, so another thread waits for it. This module imports nothing slow, because it must be
+active before the slow imports begin.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ LINE = "\nhsd: interrupted"
 
 
 class Interrupts:
-    """While entered, from the main thread, SIGINT is handled as said above; elsewhere nothing changes."""
+    """A context manager that handles SIGINT as described above. It does nothing outside the main thread."""
 
     def __init__(self) -> None:
         self.seen = False
-        """Whether Ctrl-C was pressed, also where a callback of jax's has swallowed the KeyboardInterrupt."""
+        """Whether Ctrl-C was pressed. True also if a callback of jax has swallowed the KeyboardInterrupt."""
         self.is_over = False
-        """Set by whoever entered, when there is nothing left to interrupt."""
+        """The caller sets this when there is nothing left to interrupt."""
         self._before: Any = None
 
     def __enter__(self) -> Interrupts:
         is_main = threading.current_thread() is threading.main_thread()
-        is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # by whoever started it, in the background
+        is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # a shell does so for background jobs
         if not is_main or is_ignored or os.name != "posix":
             return self
         read, self._write = os.pipe()
@@ -48,7 +49,7 @@ class Interrupts:
 
     def _interrupt(self, *_: object) -> None:
         is_first, self.seen = not self.seen, True
-        if is_first and not self.is_over:  # the watcher sees to the second
+        if is_first and not self.is_over:  # `_watch` handles the second one
             raise KeyboardInterrupt
 
 

@@ -1,7 +1,8 @@
 """One writer at a time: a lock on a folder or file that a run writes to.
 
-The library filelock locks the file, and the system ends a lock with its process; here the file says who holds it. On a
-disk without locks nothing is locked. Read first: `host/files.py`.
+The library filelock locks the file. The system releases the lock when its process ends. This module also writes into
+the file which process holds the lock. On a disk that does not support locks nothing is locked. Read first:
+`host/files.py`.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ def of_folder(folder: str | Path) -> Path:
 
 
 def beside(path: str | Path) -> Path:
-    """The lock file of a file, or of a folder that must not be there yet."""
+    """The lock file of a file, or of a folder that must not exist yet."""
     path = Path(path)
     return path.with_name(f".{path.name}{NAME}")
 
 
 @contextlib.contextmanager
 def held(lock: Path) -> Iterator[None]:
-    """Holds a lock file, which is removed with the end of the block, like its folder if that was missing and is empty.
+    """Holds a lock file until the end of the block, and then removes it.
 
-    A file that a dead process left is taken over.
+    If its folder did not exist, it is made, and it is removed again if the block leaves it empty. A lock file that a
+    dead process left is taken over.
 
     Raises:
       ValueError: naming process, host, command and time of the holder, if another run holds it.
@@ -53,7 +55,7 @@ def held(lock: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                lock.unlink(missing_ok=True)  # while it is locked: whoever waits for this file finds it gone
+                lock.unlink(missing_ok=True)  # while still locked, so a process that waits for it finds no file
     finally:
         if not was_there:
             with contextlib.suppress(OSError):  # not empty: what the block wrote stays
@@ -61,7 +63,7 @@ def held(lock: Path) -> Iterator[None]:
 
 
 def check_free(lock: Path) -> None:
-    """Raises the ValueError of `held` if another run holds the lock; makes and keeps nothing."""
+    """Raises the ValueError of `held` if another run holds the lock. Creates no file."""
     if lock.is_file():
         with _acquired(lock):
             pass
@@ -74,10 +76,10 @@ def _acquired(lock: Path) -> Iterator[None]:
         try:
             file.acquire()
         except filelock.Timeout:
-            file.acquire()  # its holder may just have ended, and the file with it
+            file.acquire()  # the holder may just have ended and removed the file
     except filelock.Timeout:
         raise _in_use(lock) from None
-    except OSError:  # a disk without locks
+    except OSError:  # the disk does not support locks
         pass
     try:
         yield
@@ -96,6 +98,6 @@ def _in_use(lock: Path) -> ValueError:
     try:
         about = read_json(lock)
         holder = f"process {about['pid']} on {about['host']} since {about['since']} ({about['command']})"
-    except (OSError, ValueError, TypeError, KeyError):  # it has not said yet
+    except (OSError, ValueError, TypeError, KeyError):  # the holder has not written its name yet
         holder = "another process"
     return ValueError(f"{what}: is being written by {holder}; wait for it, end it, or choose another name")

@@ -1,6 +1,6 @@
 """Compiled programs on disk: a second process with the same models, sizes and machine compiles nothing.
 
-Switched on by `compilation_cache` from Python, by `use_setting` for the command line.
+Python code switches this on with `compilation_cache`. The command line calls `use_setting`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from hsd_jax.host.files import check_new_folder, user_cache
 from hsd_jax.settings import is_off
 
 SHORTEST = 0.1
-"""Seconds of a compilation that is worth keeping."""
+"""Programs that took at least this many seconds to compile are kept."""
 
 
 def compilation_cache(where: bool | str | Path = True) -> Path | None:
-    """Keeps the programs that jax compiles from now on in a folder, and takes them from there.
+    """Stores the programs that jax compiles from now on in a folder, and loads them from there.
 
     Args:
-      where: True for a folder of this user and this kind of CPU, a folder, or False for none.
+      where: a folder; True for the folder of this user and this kind of CPU; False for none.
     Returns:
-      The folder; None if there is none.
+      The folder, or None.
     Raises:
       ValueError: if `where` is none of these, or this user has no home directory.
-      OSError: if the folder takes no file.
+      OSError: if the folder is not writable.
     """
     import jax
 
@@ -36,7 +36,7 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
         return None
     try:
         folder = cache_folder("" if where is True else str(where))
-    except RuntimeError as error:  # neither HOME nor an entry of this user
+    except RuntimeError as error:  # HOME is not set, and the user database has no entry
         raise ValueError(f"compilation_cache({where!r}): this user has no home directory; name a folder") from error
     if where is not True:
         check_new_folder(folder)
@@ -46,11 +46,11 @@ def compilation_cache(where: bool | str | Path = True) -> Path | None:
 
 
 def use_setting() -> None:
-    """Keeps compiled programs between runs where HSD_CACHE says: the second `hsd demo` does not compile.
+    """Keeps compiled programs in the folder that HSD_CACHE names, so that the second `hsd demo` does not compile.
 
     Raises:
       ValueError: if HSD_CACHE is no folder.
-      OSError: if it takes no file.
+      OSError: if the folder is not writable.
     """
     setting = os.environ.get("HSD_CACHE", "")
     if is_off(setting):
@@ -58,15 +58,15 @@ def use_setting() -> None:
     try:
         compilation_cache(setting or True)
     except ValueError as error:
-        if setting:  # else there is nowhere to keep them, and nobody asked for it
+        if setting:  # without it the user did not ask for a cache, so its absence is no error
             raise ValueError(f"HSD_CACHE={setting}: {error}") from error
 
 
 def cache_folder(setting: str = "") -> Path:
-    """A folder of its own for each kind of CPU: a home directory may serve machines with other instructions.
+    """The folder for this kind of CPU. Machines with different instruction sets may share a home directory.
 
     Raises:
-      RuntimeError: if it is to be in a home directory, and there is none.
+      RuntimeError: if the folder would be in the home directory, and the user has none.
     """
     root = Path(setting).expanduser() if setting else user_cache()
     try:

@@ -1,7 +1,7 @@
-"""The mesh and one table: logical axis name -> mesh axis.
+"""The mesh of devices, and one table that maps each logical axis to mesh axes.
 
-Weights and decode states are placed from outside; the program is the same on one device and on many, and XLA
-inserts the collectives (Auto axes). Changing the parallelism means editing `SPLITS`.
+The program is the same on one device and on many. Only the placement of weights and decode states differs, and XLA
+inserts the collective operations (Auto axes). To change the parallelism, edit `SPLITS`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from hsd_jax.settings import shown
 MESH_AXES = ("data", "model")
 FSDP = "fsdp"
 TRAINING_AXES = ("data", FSDP, "model")
-"""In training "fsdp" splits rows as "data" does, and weights and optimizer state too, along an axis that it divides;
-XLA gathers a weight where a product needs it. A decode reads every weight in every round, so it has no such axis."""
+"""In training, "fsdp" splits rows as "data" does. It also splits weights and optimizer state along an axis whose size
+it divides, and XLA gathers a weight where a product needs it. Decoding reads every weight in every round, so it has no
+such axis."""
 
 SPLITS: dict[str | None, tuple[str, ...]] = {
     ROWS: ("data", FSDP),
@@ -32,7 +33,7 @@ SPLITS: dict[str | None, tuple[str, ...]] = {
     "embed": (),
     None: (),
 }
-"""Which mesh axes split each logical axis; those that a mesh lacks do not."""
+"""The mesh axes that split each logical axis. Axes that a mesh lacks are skipped."""
 
 WEIGHT_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
     ("q", "kernel"): ("heads", "embed"),
@@ -57,16 +58,16 @@ WEIGHT_AXES: dict[tuple[str, str], tuple[str | None, ...]] = {
     ("", "embedding"): ("vocab", "embed"),
     ("", "head"): ("vocab", "embed"),
 }
-"""Logical axes of each weight by the last two names of its path; weights that are not listed are replicated."""
+"""Logical axes of each weight, by the last two names of its path. Weights that are not listed are replicated."""
 
 
 def make_mesh(spec: str | Mesh | None, axes: tuple[str, ...] = MESH_AXES) -> Mesh | None:
-    """A mesh from "data=2,model=4"; a `Mesh` and None pass through.
+    """A mesh from a text such as "data=2,model=4", or from a `Mesh`. None stays None.
 
     Args:
-      axes: that it may have; TRAINING_AXES in training.
+      axes: the axes that the mesh may have; TRAINING_AXES in training.
     Raises:
-      ValueError: naming the wrong part, the allowed axes, or the devices there are.
+      ValueError: naming the wrong part, the allowed axes, or the number of devices.
     """
     if spec is None:
         return None
@@ -77,7 +78,7 @@ def make_mesh(spec: str | Mesh | None, axes: tuple[str, ...] = MESH_AXES) -> Mes
     sizes = mesh_sizes(spec, axes)
     needed, there = int(np.prod(list(sizes.values()))), jax.device_count()
     if needed > there:
-        of = f", of {jax.process_count()} processes together" if jax.process_count() > 1 else ""
+        of = f", in all {jax.process_count()} processes together" if jax.process_count() > 1 else ""
         raise ValueError(f"mesh={spec!r} needs {needed} devices; there are {there}{of}")
     return jax.make_mesh(
         tuple(sizes.values()), axes, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[:needed]
@@ -85,7 +86,7 @@ def make_mesh(spec: str | Mesh | None, axes: tuple[str, ...] = MESH_AXES) -> Mes
 
 
 def mesh_sizes(spec: str, axes: tuple[str, ...] = MESH_AXES) -> dict[str, int]:
-    """Devices along each axis of a mesh, from "data=2,model=4".
+    """The number of devices along each axis of a mesh, from a text such as "data=2,model=4".
 
     Args:
       axes: as in `make_mesh`.
@@ -94,7 +95,7 @@ def mesh_sizes(spec: str, axes: tuple[str, ...] = MESH_AXES) -> dict[str, int]:
     """
     allowed = ", ".join(f"{name}=N" for name in axes)
     if not isinstance(spec, str):
-        raise ValueError(f"mesh={shown(spec)}: expected a text of {allowed}, or a Mesh")
+        raise ValueError(f"mesh={shown(spec)}: expected a text made of {allowed}, or a Mesh")
     sizes: dict[str, int] = dict.fromkeys(axes, 1)
     for part in spec.split(","):
         name, _, size = part.strip().partition("=")
@@ -106,13 +107,13 @@ def mesh_sizes(spec: str, axes: tuple[str, ...] = MESH_AXES) -> dict[str, int]:
 
 
 def _why_not(names: tuple[str, ...], axes: tuple[str, ...]) -> str:
-    return f"; {FSDP} is for training alone" if FSDP in names and FSDP not in axes else ""
+    return f"; {FSDP} is for training only" if FSDP in names and FSDP not in axes else ""
 
 
 def _sharding(mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...], units: dict) -> NamedSharding:
-    """The placement of one array; an axis that does not divide evenly is replicated.
+    """The placement of one array. An axis whose size the mesh does not divide is replicated.
 
-    `units` counts the whole heads of an axis: a head is never cut in two.
+    `units` gives the number of heads along an axis, so that no head is split.
     """
     return NamedSharding(mesh, PartitionSpec(*_split(mesh, shape, axes, units)))
 
@@ -132,21 +133,21 @@ def _devices(mesh: Mesh, names: tuple[str, ...]) -> int:
 
 
 def heads_of(config: Any) -> tuple[int, int]:
-    """Query heads and key/value heads of a model, as `weight_shardings` asks for them; 1 and 1 without attention."""
+    """The numbers of query heads and key/value heads of a model, for `weight_shardings`; 1 and 1 without attention."""
     return getattr(config, "num_heads", 1), getattr(config, "num_kv_heads", 1)
 
 
 def weight_shardings(mesh: Mesh, weights: Any, num_heads: int, num_kv_heads: int) -> Any:
     """A sharding for every weight of a target or drafter, by `WEIGHT_AXES`.
 
-    On a mesh with an axis "fsdp" that also splits a matrix, along the first axis left that it divides.
+    If the mesh has an axis "fsdp", it also splits each matrix, along the first unsplit axis whose size it divides.
     """
     units = {"heads": num_heads, "kv_heads": num_kv_heads}
 
     def one(path, leaf):
         names = ["", *(p.key for p in path if isinstance(p, jax.tree_util.DictKey))]
         axes = WEIGHT_AXES.get((names[-2], names[-1])) or WEIGHT_AXES.get(("", names[-1])) or (None,) * leaf.ndim
-        spec = _split(mesh, leaf.shape, axes[: leaf.ndim], units)  # scales lie as the outputs of their kernel
+        spec = _split(mesh, leaf.shape, axes[: leaf.ndim], units)  # scales are split as the outputs of their kernel
         if FSDP in mesh.axis_names and leaf.ndim > 1:
             free = [i for i, size in enumerate(leaf.shape) if spec[i] is None and size % mesh.shape[FSDP] == 0]
             spec = [FSDP if [i] == free[:1] else split for i, split in enumerate(spec)]
@@ -156,8 +157,11 @@ def weight_shardings(mesh: Mesh, weights: Any, num_heads: int, num_kv_heads: int
 
 
 def row_shardings(mesh: Mesh, tree: Any, batch: int) -> Any:
-    """Shardings of per-row arrays by the names of their axes: rows over "data" and "fsdp", caches also over key/value
-    heads. What has no `batch` rows is whole on each device."""
+    """Shardings of per-row arrays, by the names of their axes.
+
+    Rows are split over "data" and "fsdp", caches also over key/value heads. An array whose first axis is not `batch`
+    long is replicated.
+    """
 
     def one(axes: Axes, leaf: Any) -> NamedSharding:
         if leaf.ndim == 0 or leaf.shape[0] != batch:
@@ -168,15 +172,15 @@ def row_shardings(mesh: Mesh, tree: Any, batch: int) -> Any:
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-    """Shapes with their places on a mesh, for programs that are lowered without arrays."""
+    """Shapes with their shardings, for programs that are lowered without arrays."""
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
 
 
 def check_rows(mesh: Mesh, num_rows: int) -> None:
-    """Refuses a pass of training whose rows the mesh does not divide.
+    """Checks that the mesh divides the number of rows of a training pass.
 
     Raises:
-      ValueError: naming the axes and the rows.
+      ValueError: naming the axes and the number of rows.
     """
     if num_rows % (multiple := rows_multiple(mesh)):
         axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if name in SPLITS["rows"] and size > 1)
@@ -187,7 +191,10 @@ def check_rows(mesh: Mesh, num_rows: int) -> None:
 
 
 def rows_here(mesh: Mesh | None) -> tuple[int, int]:
-    """Which part of the rows of a batch lies on this process's devices, and of how many parts; (0, 1) is all."""
+    """The index of the part of a batch's rows that is on this process's devices, and the number of parts.
+
+    (0, 1) means all rows.
+    """
     if mesh is None:
         return 0, 1
     of_rows = [mesh.axis_names.index(name) for name in SPLITS["rows"] if name in mesh.axis_names]
@@ -200,5 +207,5 @@ def rows_here(mesh: Mesh | None) -> tuple[int, int]:
 
 
 def rows_multiple(mesh: Mesh | None) -> int:
-    """Rows must come in multiples of this."""
+    """The number of rows must be a multiple of this."""
     return 1 if mesh is None else _devices(mesh, tuple(name for name in SPLITS["rows"] if name in mesh.axis_names))

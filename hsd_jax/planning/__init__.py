@@ -1,1 +1,1 @@
-"""What a round costs and yields, and which way of decoding follows from it."""
+"""Predicts or measures what a round costs and yields, and chooses the fastest way to decode."""

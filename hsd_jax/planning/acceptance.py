@@ -1,7 +1,8 @@
-"""What a round yields: the tokens of a tree by the drafter's profile, and laws of numbers of tokens.
+"""What a round yields: the expected tokens of a tree, and distributions of numbers of tokens.
 
-A profile is the share of a chain's drafts that is accepted, by depth, where all before were; a law has the chance of
-each number of tokens. Read next: `costs.py` for what a round costs.
+A profile gives the acceptance probability at each depth of a chain: the probability that a draft is accepted, given
+that all drafts before it were. A `Law` gives the probability of each number of tokens. Read next: `costs.py`, for what
+a round costs.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from hsd_jax.config import TreeConfig
 from hsd_jax.planning.tuned import WARM
 
 UNKNOWN_PROFILE = {True: (0.75,) * 8, False: (0.55,) * 8}
-"""Of a drafter without one, greedy (True) and at temperature 1: conservative, the call learns the rest."""
+"""The profile of a drafter that has none: greedy (True) and at temperature 1 (False). The values are low. A call learns
+the real ones while it decodes."""
 
 Law = Mapping[int, float]
-"""Chances of numbers of tokens."""
+"""The probability of each number of tokens."""
 
 
 def profile_at(config: Any, temperature: float) -> tuple[float, ...]:
-    """The share of a chain's drafts that is accepted, by depth, where all before were."""
+    """A drafter's acceptance probabilities by depth, at a temperature.
+
+    Between 0 and 1 they are interpolated. Temperatures below WARM count as 0, those above 1 as 1.
+    """
     greedy = getattr(config, "profile", ()) or UNKNOWN_PROFILE[True]
     sampled = getattr(config, "sampled_profile", ()) or UNKNOWN_PROFILE[False]
     share = min(temperature, 1.0) if temperature >= WARM else 0.0
@@ -31,11 +36,12 @@ def profile_at(config: Any, temperature: float) -> tuple[float, ...]:
 
 
 def expected_tokens(profile: Sequence[float], tree: TreeConfig) -> np.ndarray:
-    """Tokens a round if the 1, 2, ... N likeliest nodes of every tree are verified.
+    """Expected tokens per round if the 1, 2, ... N likeliest nodes of every tree are verified, at most [N].
 
     Each level holds the W likeliest children of each of the W likeliest nodes of the level above. The likeliest child
-    of a node is right with the profile's a, one of the first W with 1 - (1 - a)^(1 + log2(W) / 2). That is fitted: it
-    gives the tokens of trees of 8 and 16 nodes within a tenth, SmolLM2's and the demo pair's. The tuner measures.
+    of a node is accepted with the profile's probability a. One of the first W children is accepted with probability
+    1 - (1 - a)^(1 + log2(W) / 2). This formula was fitted. For trees of 8 and 16 nodes of SmolLM2 and of the demo
+    pair it gives the tokens within 10 %. The tuner measures instead.
     """
     power = 1 + np.log2(np.arange(1, tree.width + 1)) / 2
     reached, gains = np.ones(1), []
@@ -49,19 +55,24 @@ def expected_tokens(profile: Sequence[float], tree: TreeConfig) -> np.ndarray:
 
 
 def chain_law(profile: Sequence[float]) -> Law:
-    """What one verification of a chain adds that has this profile."""
+    """The distribution of the number of tokens that one verification of a chain with this profile adds."""
     reached = np.cumprod([1.0, *profile])
     stops = [1.0 - a for a in profile] + [1.0]
     return {count + 1: float(p * stop) for count, (p, stop) in enumerate(zip(reached, stops, strict=True))}
 
 
 def mean(law: Law) -> float:
-    """Of a number of tokens."""
+    """The expected number of tokens."""
     return sum(n * p for n, p in law.items())
 
 
 def mixed(judged: Law, adds: Callable[[int], Law]) -> Law:
-    """What a verification adds that judges so many drafts."""
+    """The distribution of the tokens that a verification adds if its number of drafts is random too.
+
+    Args:
+      judged: the distribution of the number of drafts.
+      adds: the distribution of the added tokens, given the number of drafts.
+    """
     found: dict[int, float] = {}
     for drafts, p in judged.items():
         for count, q in adds(drafts).items():
@@ -70,7 +81,12 @@ def mixed(judged: Law, adds: Callable[[int], Law]) -> Law:
 
 
 def accumulated(adds: Law, need: int) -> Law:
-    """How many tokens there are once there are `need`, if each round adds so many."""
+    """The distribution of the number of tokens when rounds have accumulated at least `need`.
+
+    Args:
+      adds: the distribution of the tokens that one round adds.
+      need: rounds end as soon as there are this many tokens.
+    """
     reached, final = {0: 1.0}, {}
     for have in range(need):
         for more, p in adds.items():
@@ -80,7 +96,7 @@ def accumulated(adds: Law, need: int) -> Law:
 
 
 def acceptance_giving(tokens: float, drafts: int) -> float:
-    """The acceptance, the same everywhere, with which a verification of so many drafts gives so many tokens."""
+    """The acceptance probability, equal at all depths, for which a chain of `drafts` drafts yields `tokens` tokens."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2

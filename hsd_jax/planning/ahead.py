@@ -1,6 +1,6 @@
-"""`pearl`: a small model that drafts while its last drafts are verified; how many, and on which devices.
+"""`pearl`: makes a small model draft while its last drafts are verified, and chooses how many tokens it drafts.
 
-Read next: `drafters/pearl/draft.py` for what a round is, `drafters/pearl/overlap.py` for two sets of devices.
+Read next: `drafters/pearl/draft.py` for what a round does, `drafters/pearl/overlap.py` for two sets of devices.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from hsd_jax.settings import shown, take
 
 LARGEST_GAMMA = LARGEST_TREE - 1
 TIMED_TOKENS, TURNS = 32, 3
-"""Passes that are timed together, and how often; the fastest turn counts."""
+"""The number of passes in one timing, and the number of timings. The fastest timing counts."""
 
 Devices = tuple[int | Sequence[jax.Device], int | Sequence[jax.Device]]
-"""Of the target and of the drafter: so many each, the target's first in `jax.devices()`; or which."""
+"""The devices of the target and those of the drafter. Two numbers split `jax.devices()`, the target's devices first;
+two lists name the devices."""
 
 
 def pearl(params: Params, gamma: int | None = None, devices: Devices | None = None) -> Params:
-    """The same models, the small one drafting while its last drafts are verified (methods.md 4.4); what is decoded is,
-    too.
+    """The same models, with the small one drafting while its last drafts are verified (methods.md 4.4).
 
-    In one program the two run one after the other: the exact machine, scheduled, and no faster for it. With `devices`
-    they are two programs that run at once (`drafters/pearl/overlap.py`).
+    The decoded text stays the same. Without `devices` one program runs the two models one after the other: the same
+    algorithm, but not faster. With `devices` two programs run at the same time (`drafters/pearl/overlap.py`).
 
     Args:
-      params: with a small language model that drafts.
-      gamma: tokens that it drafts in a round; None: as many as it drafts in the time of a pass of the target, measured
-        here, and 1 at least.
-      devices: of the target and of the small model, as in `(6, 2)` or `(jax.devices()[:6], jax.devices()[6:])`. Each
-        model is split over its own. None: both stay where they are.
+      params: with a small language model as drafter.
+      gamma: tokens that it drafts in a round. None: as many as it drafts during one pass of the target, at least 1.
+        This is measured here.
+      devices: of the target and of the small model, for example `(6, 2)` or `(jax.devices()[:6], jax.devices()[6:])`.
+        Each model is split over its own devices. None: both models stay where they are.
     Raises:
       ValueError: for any other drafter, or a gamma or devices that are not allowed.
     """
@@ -52,8 +52,8 @@ def pearl(params: Params, gamma: int | None = None, devices: Devices | None = No
     if base is None:
         kind = "none is loaded" if config is None else f"this one is of kind {config.kind!r}"
         raise ValueError(
-            f"pearl() is for a small language model that drafts, and {kind}. A hidden-state drafter's states run ahead"
-            " of verification with reuse='ahead'"
+            f"pearl() is for a small language model that drafts, and {kind}. A hidden-state drafter computes its states"
+            " ahead of verification with reuse='ahead'"
         )
     take(int | None, gamma, "gamma", ge=1, le=LARGEST_GAMMA)
     meshes = None if devices is None else submeshes(devices)
@@ -70,50 +70,50 @@ def submeshes(devices: Devices) -> tuple[Mesh, Mesh]:
     """A mesh of the target's devices and one of the drafter's.
 
     Raises:
-      ValueError: unless both have devices, and no device is in both.
+      ValueError: unless each model has a device, and no device is in both meshes.
     """
     if jax.process_count() > 1:
-        raise ValueError(f"devices={shown(devices)}: two programs are for one process; here are {jax.process_count()}")
+        raise ValueError(f"devices={shown(devices)}: allowed in one process only; there are {jax.process_count()}")
     is_pair = isinstance(devices, (tuple, list)) and len(devices) == 2
     if is_pair and all(type(x) is int and x > 0 for x in devices):
         first, second = (int(x) for x in devices)  # type: ignore
         there = jax.devices()
         if first + second > len(there):
             raise ValueError(
-                f"devices={shown(devices)}: a mesh too small for two programs. There are {len(there)} devices, and"
-                f" {first + second} are needed: {first} for the target and {second} for the drafter"
+                f"devices={shown(devices)}: there are {len(there)} devices, and {first + second} are needed:"
+                f" {first} for the target and {second} for the drafter"
             )
         found: list[list[Any]] = [there[:first], there[first : first + second]]
     elif is_pair and all(isinstance(x, (tuple, list)) and all(isinstance(y, jax.Device) for y in x) for x in devices):
         found = [list(x) for x in devices]  # type: ignore
     else:
         raise ValueError(
-            f"devices={shown(devices)}: expected a pair, the target's and the drafter's: two numbers from 1, or two"
+            f"devices={shown(devices)}: expected a pair, for the target and for the drafter: two numbers from 1, or two"
             " lists of jax.devices()"
         )
     if not all(found):
         raise ValueError(
             f"devices: {len(found[0])} for the target and {len(found[1])} for the drafter, of {jax.device_count()}:"
-            " each needs one at least"
+            " each needs at least one"
         )
     both = [*found[0], *found[1]]
     if twice := sorted({x.id for x in both if both.count(x) > 1}):
         raise ValueError(
             f"devices: {', '.join(map(str, twice))} named twice; target and drafter need devices of their own"
         )
-    # No axis "data": XLA may or may not name an axis of one device, and either is a program of its own.
+    # No axis "data": XLA may name an axis of one device or leave it out, and the two would be different programs.
     target, drafter = (sharding.make_mesh(Mesh(np.array(x), ("model",))) for x in found)
     assert target is not None and drafter is not None
     return target, drafter
 
 
 def gamma_for(params: Params) -> int:
-    """As many drafts as take the time of a pass of the target: round(c), 1 at least (methods.md 4.4).
+    """The number of drafts that take as long as one pass of the target: round(c), at least 1 (methods.md 4.4).
 
-    Several processes must agree, so there c is computed and not measured.
+    Several processes must agree, so for them c is computed and not measured.
 
     Args:
-      params: with a small language model that drafts, not yet ahead.
+      params: with a small language model as drafter, before `pearl` has changed it.
     """
     if jax.process_count() > 1:
         model = CostModel.of(params)
@@ -124,7 +124,10 @@ def gamma_for(params: Params) -> int:
 
 
 def measured_c(params: Params) -> float:
-    """Seconds of a pass of the target over those of a pass of the small model, each plain decoding where it lies."""
+    """The time of a pass of the target divided by that of a pass of the small model.
+
+    Each model decodes plainly on its own devices.
+    """
     num = min(TIMED_TOKENS, params.max_len - 1)
     target = dataclasses.replace(params, drafter=None, drafter_config=None, tree=None, drafter_mesh=None, pair=None)
     alone = {"target": target, "small": as_target(params)}
@@ -135,7 +138,7 @@ def measured_c(params: Params) -> float:
 
 
 def as_target(params: Params) -> Params:
-    """The small model that drafts, as the target of a pair without a drafter."""
+    """The small model of a pair as a target without a drafter."""
     config = params.drafter_config
     assert params.drafter is not None, "checked by the callers"
     return dataclasses.replace(

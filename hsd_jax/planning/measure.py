@@ -1,6 +1,7 @@
-"""Decoding the same prompts by several modes, interleaved in one process, and the figures that come of it.
+"""Decodes the same prompts in several modes, interleaved in one process, and computes the figures of each mode.
 
-`time_modes` runs, `mode_record` counts, `speedup` divides. Read next: `tune.py`, `lab/bench/experiment.py`.
+`time_modes` runs the modes, `mode_record` computes the figures of one mode, and `speedup` compares two modes. Read
+next: `tune.py`, `lab/bench/experiment.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from hsd_jax.request import LARGEST_FIRST, MOST_LOOKAHEAD, first_capacity, rule_
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 FEWEST_BATCHES = 8
-"""Of fewer batches of prompts no interval is given: it would be narrow by accident."""
+"""With fewer batches of prompts no confidence interval is given, because it could be narrow by chance."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """One way to decode; `tree` None is plain, unless `decode` is to choose."""
+    """One way to decode. Without a `tree` it is plain decoding, unless `is_planned` is set."""
 
     name: str
     params: Any
@@ -41,19 +42,19 @@ class Mode:
     draw: str | None = None
     reuse: str = "none"
     lossy: str | None = None
-    """As --lossy: such text is not the target's."""
+    """As --lossy. The text then does not have the target's distribution."""
     adaptive: bool | None = None
     """As `adaptive` of `decode`."""
     tuned: Any = None
-    """A `hsd_jax.Tuned` that names the tree: of which a round then verifies what pays."""
+    """A `hsd_jax.Tuned` that chooses the tree. Each round then verifies only the drafts that pay."""
     is_planned: bool = False
-    """`decode` chooses call by call, plain decoding included, as it does for whoever names no tree."""
+    """Whether `decode` chooses the tree, or plain decoding, for each call, as it does for a call without a tree."""
     eos: tuple[int, ...] | None = None
     """As `eos` of `decode`."""
 
     @property
     def is_plain(self) -> bool:
-        """Nothing is ever drafted."""
+        """Whether nothing is ever drafted."""
         return self.tree is None and not self.is_planned
 
     @property
@@ -61,7 +62,7 @@ class Mode:
         return self.params.dtype
 
     def check(self) -> None:
-        """Raises a ValueError for what cannot be decoded together, before anything compiles."""
+        """Raises a ValueError if these settings do not fit together, before anything compiles."""
         if self.tree is not None:
             (rule, scheme), reuse = rule_and_scheme(self.accept, self.draw), ReuseConfig.parse(self.reuse)
             config = self.params.target_config
@@ -93,11 +94,14 @@ class Mode:
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """What the modes gave for the same batches of prompts: `results[mode][batch]`, `seconds[mode][repeat][batch]`."""
+    """Results and times of the modes on the same batches of prompts.
+
+    The indices are `results[mode][batch]` and `seconds[mode][repeat][batch]`.
+    """
 
     results: dict[str, list[Any]]
     seconds: dict[str, list[list[float]]]
-    """Without prefill."""
+    """Of decoding, without prefill."""
     whole_seconds: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
     """Of the whole call, from token ids to text."""
 
@@ -110,7 +114,7 @@ class Runs:
         ]
 
     def num_tokens(self, name: str) -> list[int]:
-        """Generated tokens of every batch."""
+        """The number of generated tokens of every batch."""
         return [int(sum(result.num_tokens)) for result in self.results[name]]
 
     def rates(self, name: str) -> list[float]:
@@ -119,7 +123,7 @@ class Runs:
 
 
 def parse_tree(text: str) -> TreeConfig:
-    """A tree from "8x5x3", nodes x depth x width, or "3.2.1", the children of each node of a level ("3." of one)."""
+    """A tree from a text: nodes x depth x width, as in "8x5x3", or a branching, as in "3.2.1" ("3." for one level)."""
     text = text.strip()
     by = "." if "." in text else "x"
     numbers = text.removesuffix(".").split(by)
@@ -130,7 +134,7 @@ def parse_tree(text: str) -> TreeConfig:
 
 
 def parse_trees(text: str) -> list[TreeConfig]:
-    """Trees from "8x5x3,16x6x4,3.2.1"."""
+    """Trees from a list such as "8x5x3,16x6x4,3.2.1"."""
     return [parse_tree(part) for part in text.split(",")]
 
 
@@ -146,17 +150,18 @@ def time_modes(
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
     warms_all: bool = True,
 ) -> Runs:
-    """Decodes all prompts by all modes, 1 + `repeats` times; end tokens are honoured, prefill has a clock of its own.
+    """Decodes all prompts in all modes, 1 + `repeats` times. End tokens end a text. Prefill is timed separately.
 
-    The first time compiles. After it mode follows mode on every batch of prompts, in an order that rotates, so that a
-    change of the machine's pace and what the mode before left in the caches meet all alike.
+    The first time compiles. After that the modes take turns on every batch of prompts, and the mode that goes first
+    rotates. So a change in the machine's speed, and what the previous mode left in the processor's caches, affect all
+    modes alike.
 
     Args:
       prompts: texts or token ids.
-      batch: rows decoded at once; prompts left over at the end are decoded as a smaller batch.
-      seed: of prompt i: seed + i.
-      progress: `progress(what, done, of)`, before each batch.
-      warms_all: False: only one batch for each program is decoded before, of prompts of token ids.
+      batch: rows decoded at once. The last batch may be smaller.
+      seed: prompt i has the seed `seed` + i.
+      progress: called as `progress(what, done, of)` before each batch.
+      warms_all: False: only one batch for each program is decoded to compile it. The prompts must then be token ids.
     """
     batches = [range(i, min(i + batch, len(prompts))) for i in range(0, len(prompts), batch)]
 
@@ -194,7 +199,10 @@ def time_modes(
 def one_of_each_size(
     max_len: int, prompts: Sequence[Sequence[int]], batches: Sequence[range], max_new_tokens: int
 ) -> list[range]:
-    """One batch for each size of the caches, the longest, and every batch whose caches grow while it is decoded."""
+    """The batches that compile all programs: for each size of the caches the batch with the longest prompt.
+
+    Every batch whose caches grow while it is decoded is included too.
+    """
     sizes: dict[Any, range] = {}
     for rows in sorted(batches, key=lambda rows: -max(len(prompts[row]) for row in rows)):
         longest = max(len(prompts[row]) for row in rows)
@@ -211,9 +219,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
-    """The figures of one mode; `plain` names the mode whose texts its own are compared with."""
+    """The figures of one mode. `plain` names the mode whose texts they are compared with."""
     results, seconds = runs.results[mode.name], runs.seconds[mode.name]
-    passes = sum(r.stats.num_target_passes for r in results)  # counted a row
+    passes = sum(r.stats.num_target_passes for r in results)  # each row counts its own passes
     rounds = sum(int(r.stats.per_row.num_target_passes.max()) for r in results)
     num_tokens = sum(runs.num_tokens(mode.name))
     plain_texts = runs.texts(plain)
@@ -237,7 +245,7 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
         record["plans"] = dict(Counter(str(r.stats.plan) for r in results))
         record["drafted_share"] = statistics.mean(r.stats.drafted_share for r in results)
     if not mode.is_plain:
-        histograms = (r.stats.accepted_histogram for r in results)  # where trees are chosen, of different lengths
+        histograms = (r.stats.accepted_histogram for r in results)  # planned trees may differ in depth
         histogram = [int(sum(n)) for n in itertools.zip_longest(*histograms, fillvalue=0)]
         record |= {
             "tree": None if mode.tree is None else dataclasses.asdict(mode.tree),
@@ -254,7 +262,7 @@ def mode_record(mode: Mode, runs: Runs, plain: str) -> dict[str, Any]:
 
 
 def call_record(name: str, index: int, runs: Runs) -> dict[str, Any]:
-    """What one mode did with one batch of prompts, the raw figures."""
+    """The raw figures of one mode on one batch of prompts."""
     result = runs.results[name][index]
     record = {
         "num_tokens": int(sum(result.num_tokens)),
@@ -267,16 +275,19 @@ def call_record(name: str, index: int, runs: Runs) -> dict[str, Any]:
 
 
 def fastest(names: Sequence[str], runs: Runs) -> str:
-    """The mode of the highest median rate."""
+    """The mode with the highest median rate."""
     return max(names, key=lambda name: statistics.median(runs.rates(name)))
 
 
 def speedup(name: str, rival: str, runs: Runs, whole: bool = False) -> dict[str, Any]:
-    """Tokens per second over those of `rival`, in two ways, without prefill or of the `whole` call.
+    """Tokens per second of a mode divided by those of `rival`, computed in two ways.
 
-    `median`, `min`, `max` are of the ratios of the repeats. `value` takes every batch of prompts at the median of its
-    repeats, tokens of all over seconds of all; `low` and `high` are its percentile bootstrap over the batches, paired,
-    and None for fewer than FEWEST_BATCHES.
+    `median`, `min` and `max` are those of the ratios of the repeats. `value` is the ratio of the rates over all
+    batches, where each batch counts with its median time. `low` and `high` are a paired percentile bootstrap interval
+    of `value` over the batches. They are None for fewer than FEWEST_BATCHES batches.
+
+    Args:
+      whole: whether the times of whole calls count. False: the times without prefill.
     """
     seconds = runs.whole_seconds if whole else runs.seconds
     tokens = np.array([runs.num_tokens(n) for n in (name, rival)], float)
@@ -289,7 +300,11 @@ def speedup(name: str, rival: str, runs: Runs, whole: bool = False) -> dict[str,
 
 
 def bootstrap_ratio(tokens: np.ndarray, seconds: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """A CONFIDENCE interval of (tokens / seconds of row 0) over (of row 1), columns resampled; [2, P] each."""
+    """A CONFIDENCE interval of the rate of row 0 divided by the rate of row 1, with columns resampled.
+
+    Args:
+      tokens, seconds: [2, P], for P batches of prompts.
+    """
     num = tokens.shape[1]
     drawn = np.random.default_rng(seed).integers(0, num, (RESAMPLES, num))
     rates = tokens[:, drawn].sum(-1) / seconds[:, drawn].sum(-1)

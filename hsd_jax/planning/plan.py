@@ -1,8 +1,8 @@
-"""How a call is decoded when nobody says how: which tree at most, or plainly; and what the loop is told about costs.
+"""Plans a call that names no tree: the largest tree or plain decoding, and the costs for the decode loop.
 
-Nothing is measured here: `costs.py` computes seconds, `acceptance.py` what drafts are worth, from the share of the
-drafter's drafts that were accepted when it was trained. Inside the call `infer/worth.py` then verifies the drafts that
-pay. Where `hsd_jax.tune` has measured (`tuned.py`), its record counts instead. Read next: `infer/worth.py`.
+Nothing is measured here. `costs.py` predicts seconds, and `acceptance.py` predicts tokens from the profile that was
+stored when the drafter was trained. Within the call `infer/worth.py` then verifies only the drafts that pay. Where
+`hsd_jax.tune` has measured, its record decides instead (`tuned.py`). Read next: `infer/worth.py`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from hsd_jax.planning.tuned import WARM, Choice, Tuned, is_warm, kept
 from hsd_jax.types import Costs
 
 LEAST_PROMISE, LEAST_OF_SHARED = 1.03, 1.0
-"""A chosen tree must promise this many times the tokens a second of plain decoding. The second value is for sampled
-calls of several rows, which share the program of greedy ones."""
+"""The predicted rate of a chosen tree must be at least this many times that of plain decoding. The second value is for
+sampled calls of several rows, which share the program of greedy ones."""
 NEARLY = 0.98
-"""Trees whose predicted rate is at least this fraction of the best one count as equally good: the model of costs is no
-more exact than that."""
+"""Trees whose predicted rate is at least this fraction of the best one count as equally good. The cost model is not
+more accurate than that."""
 LONGEST_PLANNED = 8
 """Nodes of the longest chain that is considered."""
 WIDE_PLANNED = ((6, 3, 2), (8, 4, 2), (16, 7, 3))
-"""Nodes, greatest depth and width of the trees that are considered, where a drafter can grow them."""
+"""Nodes, greatest depth and width of the trees that are considered, if the drafter can grow them."""
 BETWEEN = 0.4
-"""Temperature for which the tree of several rows is chosen: they share one plan, greedy or sampled."""
+"""The temperature for which the tree of several rows is chosen. Greedy and sampled calls share this tree."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Plan:
     """The largest tree; None: plain decoding."""
     reason: str
     is_adaptive: bool = True
-    """False: this tree was asked for, or measured so, and is verified whole in every round."""
+    """Whether a round verifies only the drafts that pay. False: the tree was requested, or measured as a whole, and all
+    of it is verified in every round."""
     reuse: ReuseConfig = NO_REUSE
 
     def __str__(self) -> str:
@@ -56,7 +57,7 @@ class Plan:
 
 
 def candidates(config: Any) -> list[TreeConfig]:
-    """The trees that a drafter can grow and that may be chosen."""
+    """The trees that may be chosen for a drafter."""
     method = method_of(config).planning
     steps = method.max_depth(config)
     found = [TreeConfig.chain(depth) for depth in range(1, min(steps, LONGEST_PLANNED - 1) + 1)]
@@ -69,11 +70,11 @@ def candidates(config: Any) -> list[TreeConfig]:
 
 @functools.lru_cache(maxsize=256)
 def best_plan(model: CostModel, batch: int, context: int, temperature: float) -> Plan:
-    """The fastest way to decode by the model of costs and the drafter's profile.
+    """The fastest way to decode, predicted by the cost model and the drafter's profile.
 
     Args:
-      batch: rows, as many as the program has.
-      context: slots of the caches: the plan is one for all calls of these sizes.
+      batch: rows of the program.
+      context: slots of the caches. All calls of these sizes have one plan.
       temperature: the highest of all rows.
     """
 
@@ -83,25 +84,27 @@ def best_plan(model: CostModel, batch: int, context: int, temperature: float) ->
     deepest = len(profile_at(model.drafter, temperature))
     trees = [tree for tree in candidates(model.drafter) if tree.depth <= deepest]
     if not trees:
-        return Plan(None, "this drafter can grow no tree that is considered")
+        return Plan(None, "this drafter can grow none of the trees that are considered")
     rates = {tree: rate(tree, temperature if batch == 1 else BETWEEN) for tree in trees}
-    # Of trees that are nearly as good the deepest: drafts that do not pay after all are dropped, none can be added.
+    # The deepest of the trees that are nearly as good. A round can drop drafts that do not pay, but it can add none.
     best = max((tree for tree in trees if rates[tree] >= NEARLY * max(rates.values())), key=lambda tree: tree.depth)
     gain = rate(best, temperature) / rate(None, temperature)
     what = f"{batch} row{'s' if batch > 1 else ''}, up to {context} slots, temperature {temperature:g}"
     is_shared = batch > 1 and temperature >= WARM
     if gain < (LEAST_OF_SHARED if is_shared else LEAST_PROMISE):
-        return Plan(None, f"drafts should not pay here ({gain:.2f} times plain decoding with {best.name}; {what})")
+        return Plan(
+            None, f"drafts should not pay here ({gain:.2f} times as fast as plain decoding, with {best.name}; {what})"
+        )
     return Plan(best, f"should be {gain:.2f} times as fast as plain decoding ({what})")
 
 
 def plan_for(params: Params, batch: int, capacity: int, temperature: float, tuned: bool | Tuned = True) -> Plan:
-    """The plan of a call that leaves it to us; calls of the same sizes share one, and its programs.
+    """The plan of a call that names no tree. Calls of the same sizes share a plan and its programs.
 
     Args:
       batch, capacity: rows and slots of the program.
       temperature: the highest of all rows.
-      tuned: a record; or whether one that was kept for these params counts.
+      tuned: a record, or whether to use the record that was kept for these params.
     """
     record = tuned if isinstance(tuned, Tuned) else kept(params) if tuned else None
     choice = None if record is None else record.choice(batch, capacity, temperature)
@@ -111,12 +114,12 @@ def plan_for(params: Params, batch: int, capacity: int, temperature: float, tune
             return Plan(None, f"`tune` found nothing faster {size}", is_adaptive=False)
         reason = f"{choice.speedup:.2f} times as fast as plain decoding when `tune` measured it {size}"
         return Plan(choice.tree, reason, not choice.is_whole, ReuseConfig.parse(choice.reuse))
-    # Two plans by temperature where a tree can be deep; one tree, or none, where it is short: each is a program.
+    # Only two temperatures are planned for, greedy and 1, because each tree needs programs of its own.
     return best_plan(CostModel.of(params), batch, capacity, float(is_warm(temperature)))
 
 
 def _can_grow(params: Params, choice: Choice) -> bool:
-    """Whether this drafter can grow the tree: params that were changed by hand keep the fingerprints of others."""
+    """Whether this drafter can grow the tree. Params that were changed by hand may have the fingerprints of others."""
     if choice.tree is None:
         return True
     scheme, reuse = RULES["match"].scheme, ReuseConfig.parse(choice.reuse)
@@ -128,23 +131,23 @@ def _can_grow(params: Params, choice: Choice) -> bool:
 
 
 def may_end_early(config: Any, tree: TreeConfig) -> bool:
-    """Whether the drafter can stop before the last level of such a tree."""
+    """Whether the drafter can stop before the last level of such a tree (`infer/chains.py`)."""
     return method_of(config).planning.ends_early and tree.width == 1
 
 
 def check_adaptive(config: Any, rule: str, tree: TreeConfig) -> None:
-    """Refuses `adaptive=True` where nothing can be left out.
+    """Checks that a round may leave out drafts.
 
     Raises:
-      ValueError: without a drafter; for one that does not say how sure it is; under a rule that tests drawn drafts, for
-        trees that cannot end early: of those no node may be dropped.
+      ValueError: if the drafter does not predict how likely its drafts are to be accepted; or if the rule tests drawn
+        drafts, so that no node may be dropped, and the tree cannot end early either.
     """
     if not method_of(config).planning.has_score:
-        raise ValueError(f"adaptive=True: a {config.kind} drafter does not say how sure it is of a draft")
+        raise ValueError(f"adaptive=True: a {config.kind} drafter does not predict how likely a draft is accepted")
     if not RULES[rule].trees_may_shrink and not may_end_early(config, tree):
         raise ValueError(
-            f"adaptive=True with accept={rule!r}, a {config.kind} drafter and tree {tree.name}: there only chains"
-            " of a small language model can end early; accept='match' allows every tree"
+            f"adaptive=True with accept={rule!r}, a {config.kind} drafter and tree {tree.name}: with this rule only"
+            " chains of a small language model can end early; accept='match' allows every tree"
         )
 
 
@@ -152,12 +155,12 @@ def check_adaptive(config: Any, rule: str, tree: TreeConfig) -> None:
 def costs_of(
     model: CostModel, batch: int, tree: TreeConfig, ends_early: bool = False, tries_for: int | None = None
 ) -> Costs:
-    """What the loop weighs drafts by, on the device.
+    """The costs with which the decode loop decides whether drafts pay, on the device.
 
     Args:
-      ends_early: chains may.
-      tries_for: slots of caches. Where given, drafts are tried only while fewer rows are busy than the smallest greedy
-        batch for which no tree would be chosen.
+      ends_early: whether chains may end early.
+      tries_for: slots of the caches. If given, drafts are tried only while fewer rows are busy than the smallest
+        greedy batch for which no tree would be chosen.
     """
     costs = model.table(batch, tree, ends_early)
     if tries_for is None:

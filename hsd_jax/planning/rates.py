@@ -1,8 +1,8 @@
-"""What this processor does a second: measured once where our CPU kernels run, shipped for everything else.
+"""The speed of this processor: measured once where our CPU kernels run, a constant of this file everywhere else.
 
-The model of costs (`costs.py`) computes with these. The first call that leaves its tree to us measures for a second or
-two and says so. What it found is kept for this user by processor, cores and instruction set of the kernels;
-`hsd info --rates` measures again.
+The cost model (`costs.py`) computes with these rates. The first call that names no tree measures them for a second or
+two and prints a line about it. The result is kept for this user by processor, number of cores and instruction set of
+the kernels. `hsd info --rates` measures again.
 """
 
 from __future__ import annotations
@@ -29,32 +29,35 @@ from hsd_jax.planning.tuned import device_name, num_cores
 from hsd_jax.settings import NotNegative, Positive
 
 FOLDER_VARIABLE = "HSD_RATES"
-"""Environment variable: the folder of measured rates, ~/.cache/hsd_jax/rates if it is empty; off: the shipped ones."""
+"""Environment variable: the folder of measured rates. Empty: ~/.cache/hsd_jax/rates. "off": the default rates."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a processor does a second."""
+    """The speed of a processor."""
 
     bytes_per_second: float
     flops_per_second: float
     operation_seconds: float
-    """Of one small operation, whatever it computes."""
+    """Seconds of one small operation, whatever it computes."""
     attention_share: float = 0.6
-    """Of `flops_per_second` that attention to a cache reaches."""
+    """The fraction of `flops_per_second` that attention to a cache reaches."""
     many_rows: float = 1.0
-    """Times as long to read the weights for several rows as for one: XLA on CPU packs them then."""
+    """How many times as long the weights take to read for several rows as for one. XLA on CPU packs them first."""
     skips_rows: bool = False
     """Whether nodes that are not verified cost nothing."""
     narrow: float = 1.0
-    """Times `flops_per_second` that products with weights of two bytes reach."""
+    """How many times `flops_per_second` products reach if the weights have two bytes."""
 
     def seconds(self, num_bytes: Any, flops: Any) -> Any:
-        """To read so much and to compute so much at once: the longer of the two, a little more where both are long."""
+        """Seconds to read `num_bytes` and compute `flops` at the same time.
+
+        This is about the longer of the two times, and a little more if both are long.
+        """
         return ((num_bytes / self.bytes_per_second) ** 5 + (flops / self.flops_per_second) ** 5) ** 0.2
 
 
-CPU_RATES = {  # of one core
+CPU_RATES = {  # of one core, by instruction set
     "avx512_bf16": Rates(20e9, 90e9, 3e-6, skips_rows=True, narrow=1.8),
     "avx512": Rates(24e9, 90e9, 3e-6, skips_rows=True),
     "avx2": Rates(20e9, 55e9, 3e-6, skips_rows=True),
@@ -62,7 +65,7 @@ CPU_RATES = {  # of one core
 }
 DEVICE_RATES = {"gpu": Rates(2.0e12, 3e14, 2e-6), "tpu": Rates(6e11, 1.2e14, 1e-6)}
 MOST_CORES = 8
-"""Cores that share the memory's speed; more do not read faster."""
+"""The number of cores that reach the full speed of the memory. More cores do not read faster."""
 
 
 def rates_here(has_kernels: bool) -> Rates:
@@ -82,14 +85,14 @@ def rates_here(has_kernels: bool) -> Rates:
 
 
 def isa_here(has_kernels: bool) -> str | None:
-    """The instruction set of the CPU kernels, whose rates can be measured; None where they do not run."""
+    """The instruction set of the CPU kernels, whose rates can be measured. None if the kernels do not run."""
     runs = has_kernels and jax.default_backend() == "cpu" and native.available()
     isa = native.selected_isa()
     return isa if runs and isa != native.OFF else None
 
 
 def shipped(isa: str) -> Rates:
-    """Of all cores of a processor whose speed nobody has measured."""
+    """The default rates of all cores of a processor that was not measured."""
     rates, cores = CPU_RATES[isa], num_cores() or 1
     return dataclasses.replace(
         rates,
@@ -101,17 +104,18 @@ def shipped(isa: str) -> Rates:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 WEIGHTS, WIDTH = 48, 1024
-"""Matrices [WIDTH, WIDTH] that are read one after another: 96 MB in bfloat16, which no cache holds."""
+"""The number of matrices [WIDTH, WIDTH] that are read one after another: 96 MB in bfloat16, too much for a cache."""
 SMALL_WIDTH, ROWS = 512, 64
-"""Sizes of the products that are computed from the cache."""
+"""Sizes of the products whose weights the processor's cache holds."""
 TIMES = 15
 BUSY, AGAIN_AFTER = 0.25, 3600.0
-"""Relative spread of the timings above which the machine had other work, and seconds until they are made again then."""
+"""A relative spread of the timings above BUSY means that the machine had other work. Then the rates are measured again
+after AGAIN_AFTER seconds."""
 
 
 @settings.dataclass
 class MeasuredRates:
-    """What was measured on a processor, all cores together."""
+    """The measured rates of a processor, all cores together."""
 
     device: str
     bytes_per_second: Positive
@@ -119,28 +123,32 @@ class MeasuredRates:
     narrow: Positive
     """As in `Rates`."""
     spread: NotNegative
-    """Largest distance of the quartiles of the timings, over their median."""
+    """The interquartile range of the timings divided by their median, the largest of all measurements."""
     at: NotNegative
-    """When, in seconds since 1970."""
+    """The time of the measurement, in seconds since 1970."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether it was made beside other work."""
+        """Whether the machine had other work during the measurement."""
         return self.spread > BUSY
 
     @property
     def is_stale(self) -> bool:
-        """Whether that is long enough ago to try again."""
+        """Whether the machine was busy, and that was long enough ago to measure again."""
         return self.is_busy and time.time() - self.at > AGAIN_AFTER
 
     def rates(self, isa: str) -> Rates:
-        """With what is shipped for the instruction set."""
+        """The measured rates, with the default values of the instruction set for the rest."""
         names = ("bytes_per_second", "flops_per_second", "narrow")
         return dataclasses.replace(shipped(isa), **{name: getattr(self, name) for name in names})
 
 
 def measure_rates(isa: str) -> MeasuredRates:
-    """Times products of the kernels of an instruction set, that of this process, for a second or two."""
+    """Times products of the CPU kernels for a second or two.
+
+    Args:
+      isa: the instruction set that this process uses.
+    """
     reading, spread_of_reading = _seconds(*_reading(), iterations=1)
     wide, spread_of_wide = _seconds(*_computing(jnp.float32), iterations=32)
     narrow, spread_of_narrow = wide, 0.0
@@ -157,7 +165,7 @@ def measure_rates(isa: str) -> MeasuredRates:
 
 
 def _reading() -> tuple[Callable, dict, Any]:
-    """One row through many matrices, each the size of a layer's."""
+    """One row through many matrices, each as large as one of a layer."""
     weights = [jnp.full((WIDTH, WIDTH), 1e-3, jnp.bfloat16) + i for i in range(WEIGHTS)]
 
     def through(models, row):
@@ -170,13 +178,16 @@ def _reading() -> tuple[Callable, dict, Any]:
 
 
 def _computing(dtype: Any) -> tuple[Callable, dict, Any]:
-    """Many rows through one matrix that the cache holds."""
+    """Many rows through one matrix that the processor's cache holds."""
     models = {"weight": jnp.full((SMALL_WIDTH, SMALL_WIDTH), 1 / SMALL_WIDTH, dtype)}
     return lambda models, rows: (ops.matmul(rows, models["weight"]), rows), models, jnp.ones((ROWS, SMALL_WIDTH))
 
 
 def _seconds(run: Callable, models: dict, inputs: Any, iterations: int) -> tuple[float, float]:
-    """The median of TIMES timings, and the distance of their quartiles over it; the first two do not count."""
+    """The median of TIMES timings, and their interquartile range divided by the median.
+
+    Two timings before them do not count.
+    """
     timed = loop_timer(run, models, inputs, iterations, None, True)
     low, middle, high = np.percentile([timed() for _ in range(TIMES + 2)][2:], (25, 50, 75))
     return float(middle), float((high - low) / middle)
@@ -186,13 +197,13 @@ def _seconds(run: Callable, models: dict, inputs: Any, iterations: int) -> tuple
 
 
 def kept_path(isa: str) -> Path | None:
-    """The file of this processor's rates; None where they are not kept."""
+    """The file of this processor's rates; None if rates are not kept."""
     folder = kept_folder(FOLDER_VARIABLE, "rates")
     return None if folder is None else folder / f"{sha256(device_name(), isa)[:16]}.json"
 
 
 def renewed(isa: str) -> MeasuredRates:
-    """Measures, and keeps what was found where rates are kept."""
+    """Measures the rates, and keeps them if rates are kept."""
     found, path = measure_rates(isa), kept_path(isa)
     if path is not None:
         _keep(path, found)
@@ -202,7 +213,7 @@ def renewed(isa: str) -> MeasuredRates:
 
 @functools.lru_cache(maxsize=8)
 def _kept_or_measured(path: Path, isa: str) -> Rates:
-    """One measurement serves all processes: whoever comes second waits for the first."""
+    """The kept rates, or new ones. One process measures, and others that come meanwhile wait for its result."""
     found = _read(path)
     try:
         if found is None or found.is_stale:
@@ -210,11 +221,11 @@ def _kept_or_measured(path: Path, isa: str) -> Rates:
             with filelock.FileLock(path.with_suffix(".lock"), timeout=30):
                 found = _read(path)
                 if found is None or found.is_stale:
-                    print("hsd_jax measures this processor, once: about 2 s", file=sys.stderr, flush=True)
+                    print("hsd_jax measures the speed of this processor once (2 s)", file=sys.stderr, flush=True)
                     found = measure_rates(isa)
                     _keep(path, found)
     except (OSError, filelock.Timeout) as error:
-        warnings.warn(f"{path}: rates cannot be kept ({error}); the shipped ones count", stacklevel=2)
+        warnings.warn(f"{path}: rates cannot be kept ({error}); default rates are used", stacklevel=2)
         return shipped(isa)
     return found.rates(isa)
 
@@ -225,11 +236,11 @@ def _keep(path: Path, found: MeasuredRates) -> None:
 
 
 def _read(path: Path) -> MeasuredRates | None:
-    """What was kept; None, with a warning, for a file that is damaged."""
+    """The kept rates. None if there are none, or, with a warning, if the file is damaged."""
     if not path.is_file():
         return None
     try:
         return settings.read(MeasuredRates, read_json(path), str(path))
     except (OSError, ValueError) as error:
-        warnings.warn(f"{error}; it is measured again", stacklevel=2)
+        warnings.warn(f"{error}; the rates are measured again", stacklevel=2)
         return None

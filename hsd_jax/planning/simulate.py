@@ -1,8 +1,8 @@
-"""How a drafter would fare on texts its target has already written: simulated tau, without decoding anything.
+"""Simulated tau: what a drafter would achieve on texts that its target has already written, without decoding.
 
-Under the `match` rule a text is a function of target, prompt and keys alone. So the tree of every position of a stored
-text, and how far the text follows it, come from one pass, and a walk over these counts is the real decode, round by
-round. Read next: `planning/tune.py`; `train/run.py` calls this while it trains.
+Under the `match` rule a text depends only on target, prompt and keys. So one pass can draft a tree at every position
+of a stored text and count how many of its tokens the text follows. Walking along these counts gives the same rounds as
+a real decode. Read next: `planning/tune.py`. `train/run.py` calls this during training.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from hsd_jax.types import Drafter, DraftTree, DrawScheme, RoundInputs, SamplingP
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Prompts and what the target wrote after them, padded."""
+    """Prompts with the texts that the target wrote after them, padded."""
 
     tokens: np.ndarray
     """int32 [texts, T]."""
@@ -55,11 +55,12 @@ class Texts:
     length: np.ndarray
     """int32 [texts], prompt included."""
     seeds: np.ndarray
-    """uint32 [texts]: each was decoded alone with this seed, so COUPLED drafts see its noise. Greedy text has none."""
+    """uint32 [texts]. Each text was decoded alone with its seed, so COUPLED drafts can use the same noise. Greedy text
+    has no noise."""
 
     @property
     def written(self) -> np.ndarray:
-        """What the target wrote, all rows one after another."""
+        """The tokens that the target wrote, all rows concatenated."""
         at = np.arange(self.tokens.shape[1])
         return self.tokens[(at >= self.prompt_length[:, None]) & (at < self.length[:, None])]
 
@@ -70,13 +71,15 @@ class Texts:
         written: Sequence[Sequence[int] | np.ndarray],
         seeds: Sequence[int] | None = None,
     ) -> Texts:
-        """Of prompts, what was written after each, and the seeds it was drawn with; None: it was not drawn.
+        """Joins prompts and the texts written after them.
 
+        Args:
+          seeds: the seeds with which the texts were drawn; None: they are greedy.
         Raises:
           ValueError: for a prompt of fewer than two tokens.
         """
         if any(len(p) < 2 for p in prompts):
-            raise ValueError("a prompt of fewer than 2 tokens leaves nothing to draft from")
+            raise ValueError("a prompt has fewer than 2 tokens: at least 2 are needed for drafting")
         rows = [np.array([*prompt, *text], np.int32) for prompt, text in zip(prompts, written, strict=True)]
         padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
         for row, text in zip(padded, rows, strict=True):
@@ -88,14 +91,14 @@ class Texts:
 def write_texts(
     params: Params, prompts: Sequence[np.ndarray], max_new_tokens: int, temperature: float, seed: int, batch: int = 8
 ) -> Texts:
-    """Decodes plainly, prompt i alone with the seed `seed` + i.
+    """Writes texts by plain decoding. Prompt i has the seed `seed` + i, as if it were decoded alone.
 
     Args:
-      batch: prompts at once, at most.
+      batch: the largest number of prompts decoded at once.
     Raises:
-      ValueError: for a prompt of fewer than two tokens, and naming the row, if the target gives no distribution.
+      ValueError: for a prompt of fewer than two tokens; or naming the row, if the target gives no distribution.
     """
-    Texts.join(prompts, [()] * len(prompts))  # refuses before anything is decoded
+    Texts.join(prompts, [()] * len(prompts))  # raises for short prompts before anything is decoded
     seeds = [seed + i for i in range(len(prompts))]
     asked = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     requests = [{"prompt": p, "seed": s, **asked} for p, s in zip(prompts, seeds, strict=True)]
@@ -104,25 +107,26 @@ def write_texts(
 
 
 Draft = tuple[TreeConfig, ReuseConfig]
-"""One way to draft: the shape of the trees, and what becomes of spare states."""
+"""One way to draft: the shape of the trees and the form of reuse."""
 
 
 class AcceptedByAge(NamedTuple):
-    """How far the trees of every root are right, for spares of each age; without reuse there is one age, 0.
+    """How many tokens would be accepted from every root, for spare states of each age.
 
-    Spares of age a come from a trunk run a tokens before the root; of the largest age none is left.
+    Spares of age a come from a trunk run a tokens before the root. At the largest age no spare is left. Without reuse
+    there is only age 0.
     """
 
     counts: Int[Array, "*texts ages roots"]
-    """Tokens of the text that the tree of each root gets right."""
+    """The number of tokens of the text that the tree of each root contains."""
     age: Int[Array, "*texts ages"]
-    """How old they are when the round has drafted: 0 if the trunk ran in it."""
+    """The age of the spares after the round has drafted: 0 if the trunk ran in this round."""
 
 
 def accepted_nodes(
     tree: DraftTree, text: Int[Array, "B T"], root: Int[Array, "B"], length: Int[Array, "B"], max_depth: int
 ) -> Int[Array, "B"]:
-    """How many tokens of each tree the text follows; the root is at position `root` of its text."""
+    """How many tokens of the text each tree contains. Its root is at position `root` of the text."""
     followed = on_text(tree, text, root + 1, length, max_depth)
     return jnp.max(jnp.where(followed, tree.depth, 0), 1)
 
@@ -141,13 +145,15 @@ def accepted_by_age(
     keys: jax.Array,
     temperature: Float[Array, ""],
 ) -> tuple[list[AcceptedByAge], Float[Array, "texts roots"] | None]:
-    """Drafts from `num_roots` positions of every text, from `first` on, which was drawn at `temperature`.
+    """Drafts from `num_roots` positions of every text, beginning at position `first`.
 
     Args:
-      keys: of the rows [texts], with which the texts were drawn: COUPLED drafts, which are decoded, depend on them.
+      keys: the row keys [texts] with which the texts were drawn. COUPLED drafts depend on them.
+      temperature: at which the texts were drawn.
     Returns:
-      What each of `drafts` would have got right.
-      For each root: sum of min(p, q) at depth 1, p and q at temperature 1; None for drafters that were not trained.
+      For each of `drafts`, how many tokens would be accepted.
+      For each root, the sum of min(p, q) at depth 1, with p and q at temperature 1. None for drafters that are not
+      trained on their target's features.
     """
     scheme, method = RULES["match"].scheme, method_of(config)
     drafters = [make_drafter(target_config, config, tree, scheme=scheme, reuse=reuse) for tree, reuse in drafts]
@@ -166,7 +172,7 @@ def accepted_by_age(
         texts, ends = jnp.broadcast_to(text, (num_roots, len(text))), jnp.broadcast_to(end, roots.shape)
 
         def state_of(drafter: Drafter) -> Any:
-            """Every root as a row of one batch whose text ends there."""
+            """A batch with one row for each root, whose text ends at that root."""
             capacity = len(text) + max(drafter.max_depth, drafter.lookahead) + 1
             begin = lambda root: drafter_after(drafter, models, output, text[None], root[None] + 1, capacity)  # noqa: E731
             return jax.tree.map(lambda x: x[:, 0], jax.vmap(begin)(roots))
@@ -179,7 +185,7 @@ def accepted_by_age(
             (tree, reuse), state = draft, state_of(drafter)
             if reuse == NO_REUSE:
                 return AcceptedByAge(counted(drafter, state)[0][None], none[:1])
-            assert method.inspection.aged is not None, "others have no spare states, and were refused"
+            assert method.inspection.aged is not None, "make_drafter refuses drafters without spare states"
             num_states = reuse.num_states(tree.depth, config.num_steps)
             state_at = method.inspection.aged(models, target_config, config, num_states, state)
 
@@ -205,14 +211,14 @@ def accepted_by_age(
 
 @dataclasses.dataclass(frozen=True)
 class AcceptedLengths:
-    """What became of the drafts of one tree over a set of texts."""
+    """Accepted lengths of one way to draft over a set of texts."""
 
     tau: float
-    """Tokens a target pass, the target's own included."""
+    """Tokens per target pass, the target's own token included."""
     histogram: tuple[int, ...]
-    """Rounds by accepted tokens, [D+1]."""
+    """The number of rounds by accepted length, [D+1]."""
     trunk_runs: tuple[tuple[bool, ...], ...]
-    """Of every text, round by round: whether the drafter's trunk ran for it."""
+    """For each text and each of its rounds, whether the drafter's trunk ran."""
 
     @property
     def num_passes(self) -> int:
@@ -220,13 +226,13 @@ class AcceptedLengths:
 
     @property
     def law(self) -> Law:
-        """Of the tokens of a round."""
+        """The distribution of the number of tokens of a round."""
         return {num + 1: count / self.num_passes for num, count in enumerate(self.histogram)}
 
     def in_step(self, batch: int) -> tuple[int, int]:
-        """Rounds, and those of them in which the trunk runs, if `batch` texts are decoded at once.
+        """The number of rounds, and the number of rounds with a trunk run, if `batch` texts are decoded at once.
 
-        A batch goes on until its last row ends, and its trunk runs if any row asks for it.
+        A batch ends when its last row ends. Its trunk runs in a round if any row needs it.
         """
         batches = (self.trunk_runs[first : first + batch] for first in range(0, len(self.trunk_runs), batch))
         rounds = [any(runs) for some in batches for runs in itertools.zip_longest(*some, fillvalue=False)]
@@ -234,19 +240,19 @@ class AcceptedLengths:
 
     @property
     def acceptance(self) -> list[float]:
-        """Conditional acceptance by depth: of the rounds that got so far, the share that got one token further."""
+        """The acceptance probability by depth, given that all drafts before were accepted."""
         return conditional_acceptance(self.histogram).tolist()
 
 
 def accepted_along(
     counts: np.ndarray, texts: Texts, depth: int, age_after: Sequence[int] = (0,), first_age: int = 0
 ) -> AcceptedLengths:
-    """The rounds a decode of `texts` would take, given what `accepted_by_age` counted.
+    """The rounds that a decode of `texts` would take, from the counts of `accepted_by_age`.
 
     Args:
-      counts: [texts, ages, roots], tokens accepted at each age and root, root 0 the last token of a prompt.
-      age_after: [ages], how old spares of each age are when their round has drafted: 0 where the trunk ran in it.
-      first_age: of the first round.
+      counts: [texts, ages, roots], tokens accepted at each age and root. Root 0 is the last token of a prompt.
+      age_after: [ages], the age of spares of each age after the round has drafted: 0 if the trunk ran in this round.
+      first_age: the age in the first round.
     """
     histogram, runs, emitted = np.zeros(depth + 1, int), [], 0
     oldest = counts.shape[1] - 1
@@ -254,7 +260,7 @@ def accepted_along(
         root, age, ran = 0, first_age, []
         while root < to_emit:
             num = min(int(counts[row, age, root]) + 1, int(to_emit) - root)
-            histogram[num - 1] += 1  # as in decoding: a round cut by the end counts what it emitted
+            histogram[num - 1] += 1  # as in decoding: a round that the end cuts short counts the tokens it emitted
             after = int(age_after[age])
             ran.append(after == 0)
             root, age = root + num, min(after + num, oldest)
@@ -273,12 +279,14 @@ def accepted_lengths(
     drafts: Sequence[Draft],
     temperature: float,
 ) -> tuple[list[AcceptedLengths], float | None]:
-    """What would become of each of `drafts` on `texts`, which the target wrote at `temperature`.
+    """Simulates each of `drafts` on `texts`, which the target wrote at `temperature`.
 
-    All chains without reuse are read off the longest of them, where the beginning of a chain is the shorter chain.
+    If the beginning of a drafter's chain is its shorter chain, only the longest chain without reuse is drafted. The
+    shorter ones are read from it.
 
     Returns:
-      A fate for each of `drafts`, and the mean overlap (see `simulate`), None for a drafter that was not trained.
+      The accepted lengths of each of `drafts`, and the mean overlap (see `simulate`). The overlap is None for a drafter
+      that is not trained on its target's features.
     """
 
     def is_chain(draft: Draft) -> bool:
@@ -286,7 +294,7 @@ def accepted_lengths(
 
     longest = max(filter(is_chain, drafts), key=lambda draft: draft[0].depth, default=None)
     source = {draft: longest if is_chain(draft) and longest else draft for draft in drafts}
-    asked = tuple(sorted(set(source.values()), key=repr))  # in one order, so that the same ones compile once
+    asked = tuple(sorted(set(source.values()), key=repr))  # sorted, so that the same set compiles once
     written = texts.length - texts.prompt_length
     models = drafter, target, target_config, config
     keys = row_keys([(int(seed), 0) for seed in texts.seeds])
@@ -296,7 +304,7 @@ def accepted_lengths(
 
     def fate(draft: Draft) -> AcceptedLengths:
         (tree, reuse), (counts, age) = draft, of[source[draft]]
-        starts_fresh = reuse.form in (NONE, AHEAD)  # AHEAD runs its trunk after the prompt, the others have no spares
+        starts_fresh = reuse.form in (NONE, AHEAD)  # AHEAD runs its trunk after prefill; other forms have no spares yet
         first_age = 0 if starts_fresh else counts.shape[1] - 1
         return accepted_along(np.minimum(counts, tree.depth), texts, tree.depth, age[0], first_age)
 
@@ -314,11 +322,13 @@ def simulate(
     tree: TreeConfig,
     temperature: float,
 ) -> dict[str, Any]:
-    """How the drafter fares on `texts`, which the target wrote at `temperature`.
+    """Simulates the drafter on `texts`, which the target wrote at `temperature`.
 
     Returns:
-      tau and acceptance (by depth) of `tree`; chain_tau and chain_acceptance of a chain of all the drafter's steps;
-      overlap: mean sum of min(p, q) at depth 1, the chance that a sampled draft token is accepted at temperature 1.
+      tau, acceptance: of `tree`; acceptance is by depth.
+      chain_tau, chain_acceptance: of a chain as deep as the drafter has steps.
+      overlap: the mean of the sum of min(p, q) at depth 1. This is the probability that a sampled draft is accepted at
+        temperature 1.
     """
     chain = TreeConfig(config.num_steps + 1, config.num_steps, 1)
     drafts = (tree, NO_REUSE), (chain, NO_REUSE)
@@ -342,9 +352,9 @@ def stored_texts(
     temperature: float,
     report: Callable[[str], None],
 ) -> Texts:
-    """What the target writes after `prompts`, decoded once and kept in a file of `folder`.
+    """The texts that the target writes after `prompts`. They are decoded once and kept in a file in `folder`.
 
-    The file is named after `name` and a hash of everything the texts depend on, the end tokens included.
+    The file is named after `name` and a hash of everything that the texts depend on, including the end tokens.
     """
     asked = (np.asarray([len(prompt), *prompt], "<i4").tobytes() for prompt in prompts)
     identity = sha256(target_hash, *asked, repr((max_new_tokens, temperature, params.eos, "with seeds")))
@@ -355,7 +365,7 @@ def stored_texts(
         pass
     except ValueError as error:
         report(f"{path}: damaged ({error}); written again")
-    report(f"the target writes {len(prompts)} {name} texts of {max_new_tokens} tokens to judge by")
+    report(f"the target writes {len(prompts)} {name} texts of {max_new_tokens} tokens for the evaluation")
     written = write_texts(params, prompts, max_new_tokens, temperature, seed=0)
     save_arrays(path, vars(written))
     return written

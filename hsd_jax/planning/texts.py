@@ -1,7 +1,7 @@
-"""Texts that a model writes behind prompts, row by row from seeds of their own, and files that keep them.
+"""Texts that a model writes after prompts, each row with a seed of its own, and files that keep them.
 
-A text depends on model, prompt, settings and seed alone, whatever is written beside it. Read next: `simulate.py`, which
-judges drafters on a target's texts, `own_text.py` and `responses.py`, which make training data of them.
+A text depends only on model, prompt, settings and seed, and not on the other rows. Read next: `simulate.py`, which
+evaluates drafters on a target's texts; `own_text.py` and `responses.py`, which make training data from them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ def write(
     tree: TreeConfig | None = None,
     ordered: bool = False,
 ) -> Generator[Generated, None, None]:
-    """The answers to requests of `Session.admit`, as rows end; close it if it is not read to its end.
+    """Yields the answers to requests as their rows end. Close the generator if you do not read all answers.
 
-    Programs have the size of `max_len`, whatever comes: where rounding depends on it, which it does without the CPU
-    kernels, a run that broke off goes on with the same ones.
+    All programs have the size of `max_len`, whatever the requests are. Without the CPU kernels rounding depends on that
+    size. So a run that was interrupted continues with the same programs.
 
     Args:
+      requests: arguments of `Session.admit`.
       max_len: tokens of the longest text, prompt included.
-      tree: of the drafter in `params`, on which no text depends; None: plain decoding.
+      tree: of the drafter in `params`; None: plain decoding. No text depends on it.
       ordered: as in `Session.generate`.
     """
     longest = min(max_len, params.max_len)
@@ -45,8 +46,10 @@ def write(
 
 
 def write_all(params: Params, requests: Sequence[dict[str, Any]], slots: int, max_len: int) -> list[np.ndarray]:
-    """What plain decoding answers to each request, at most `slots` of them at once.
+    """The answers of plain decoding, in the order of the requests.
 
+    Args:
+      slots: the largest number of requests decoded at once.
     Raises:
       ValueError: naming the row, if the model gives no distribution.
     """
@@ -56,7 +59,7 @@ def write_all(params: Params, requests: Sequence[dict[str, Any]], slots: int, ma
 
 
 def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays whole or not at all."""
+    """Writes arrays to a file, completely or not at all."""
     with replacing(path) as temporary, open(temporary, "wb") as file:
         np.savez(file, **dict(arrays))  # type: ignore[arg-type]
 
@@ -66,7 +69,7 @@ def load_arrays(path: Path, *names: str) -> dict[str, np.ndarray]:
 
     Raises:
       FileNotFoundError: if there is no such file.
-      ValueError: if it cannot be read, or lacks one of the names.
+      ValueError: if the file cannot be read, or lacks one of the names.
     """
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as values:

@@ -1,4 +1,4 @@
-"""Seconds of functions, each in a compiled loop of its own; `lab/bench/profile.py` times rounds so."""
+"""Times functions, each in a compiled loop of its own. `lab/bench/profile.py` times rounds with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from hsd_jax.infer.decode import traced_with
 def loop_timer(
     run: Callable, models: dict, inputs: Any, iterations: int, precision: str | None, use_native: bool
 ) -> Callable[[], float]:
-    """Times `run(models, inputs) -> outputs, inputs` in seconds, in a compiled loop; the first call compiles."""
+    """A function that times `run(models, inputs) -> (outputs, inputs)` in a compiled loop, in seconds per iteration.
+
+    Its first call compiles.
+    """
     repeated = jax.jit(traced_with(precision, use_native, None, _repeated(run, iterations)))
     zero = jnp.zeros((), jnp.float32)
 
@@ -31,9 +34,9 @@ def loop_timer(
 
 
 def interleaved_medians(timers: Mapping[Any, Callable[[], float]], repeats: int) -> dict[Any, float]:
-    """The median of `repeats` timings of each, after one that compiles.
+    """The median of `repeats` timings of each timer, after one that compiles.
 
-    Interleaved, so that a change of the machine's pace meets all alike.
+    The timers take turns, so that a change in the machine's speed affects all alike.
     """
     for timer in timers.values():
         timer()
@@ -42,9 +45,9 @@ def interleaved_medians(timers: Mapping[Any, Callable[[], float]], repeats: int)
 
 
 def _repeated(run: Callable, iterations: int) -> Callable:
-    """`run` in a compiled loop whose every iteration reads the last one's outputs, so that XLA can hoist nothing.
+    """`run` in a compiled loop. Each iteration reads the outputs of the last one, so that XLA can hoist nothing.
 
-    `zero` is traced: XLA cannot know that the touched inputs keep their values.
+    `zero` is traced, so XLA cannot know that the inputs keep their values.
     """
 
     def repeated(models, inputs, zero):
@@ -61,13 +64,13 @@ def _repeated(run: Callable, iterations: int) -> Callable:
 
 
 def _first_number(tree: Any) -> Float[Array, ""]:
-    """The sum of one element of every array: depends on every output."""
+    """The sum of one element of every array, which depends on every output."""
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.number)]
     return sum((x[(0,) * x.ndim].astype(jnp.float32) for x in leaves), start=jnp.zeros(()))
 
 
 def _touch(tree: Any, zero: Array) -> Any:
-    """Adds a traced zero to one element of every numeric array, in place inside a loop."""
+    """Adds a traced zero to one element of every numeric array. Inside a loop this happens in place."""
 
     def one(x):
         if not jnp.issubdtype(x.dtype, jnp.number):

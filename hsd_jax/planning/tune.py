@@ -1,9 +1,9 @@
-"""The fastest way to decode on this machine: which tree, which form of reuse, or no speculation at all.
+"""Finds the fastest way to decode on this machine: which tree and form of reuse, or no speculation at all.
 
-Every candidate would have to be compiled to be measured. So most are only predicted: tau from text the target wrote
-(`simulate.py` says what any tree would have got right), the seconds of a round from a few that are measured. The best
-are then measured, interleaved with plain decoding, and the fastest of these is the choice. Read first: `measure.py`,
-then `tuned.py` for what comes out.
+A candidate must be compiled to be measured. So the speed of most candidates is only predicted: their tau by simulation
+on text that the target wrote (`simulate.py`), and the seconds of a round from the timings of a few trees. The best
+candidates are then measured, interleaved with plain decoding, and the fastest is chosen. Read first: `measure.py`, then
+`tuned.py` for the result.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from hsd_jax.settings import Count, Temperature, take
 from hsd_jax.types import DrawScheme, Weights
 
 LEAST_GAIN_OF_REUSE = 1.01
-"""A form of reuse may be a finalist where it is predicted to be so many times as fast as none in the same tree."""
+"""A form of reuse is measured only if its predicted rate is at least this many times that of the same tree without."""
 TREES_PER_FORM = 2
-"""Trees on which a form of reuse is tried: those that are predicted to be the fastest without it."""
+"""The number of trees on which a form of reuse is tried: those with the highest predicted rate without reuse."""
 LEAST_SPEEDUP = 1.02
-"""Over plain decoding, measured: what gains less may as well lose."""
+"""The least measured speed-up over plain decoding. A smaller one may be noise."""
 TRUNK_RUNS, TRUNK_TIMINGS = 20, 5
-"""Runs of a trunk in a timing, and timings, of which the median counts."""
+"""The number of trunk runs in a timing, and the number of timings. The median counts."""
 SHORTEST_CANDIDATE, LONGEST_CANDIDATE = 4, 16
 """Nodes of the chains that are candidates."""
 WIDE_CANDIDATES = ((8, 5, 2), (12, 6, 3), (16, 6, 4))
-"""Nodes, depth and width of the trees that are candidates, as far as a drafter's steps allow."""
+"""Nodes, depth and width of the trees that are candidates. The drafter's steps limit the depth."""
 
 
 def tune(
@@ -61,23 +61,23 @@ def tune(
 ) -> Tuned:
     """Finds the fastest ways to decode such prompts on this machine, and keeps them where `decode` looks.
 
-    The text is the same whatever is chosen (`accept="match"`). Run it once for a pair and a machine, with the batches,
-    temperatures and lengths of prompts to come: there is a choice for each combination, which takes as long as about
-    ten first decodes. `decode` then follows it in calls of the same size: rows, slots of the caches, greedy or
-    sampled.
+    The choice never changes the text (`accept="match"`). Run this once for each pair of models and machine, with the
+    batch sizes, temperatures and prompt lengths that you will use. It makes one choice for each combination of them,
+    and a choice takes about as long as ten first decodes. Later calls of `decode` use the choice if they have the same
+    size: the same rows, about the same slots of the caches, and either greedy or sampled.
 
     Args:
-      prompts: a handful of each length, as `decode` takes them, each of at least 2 tokens. Those that do not fill a
-        batch with others whose caches are as large are left out.
-      temperature: of all rows, one or several; 0 is greedy.
+      prompts: a few of each length, as `decode` takes them, each of at least 2 tokens. A batch has only prompts whose
+        caches have the same size. Prompts that do not fill a batch are left out.
+      temperature: of all rows, one or several values; 0 is greedy.
       batch: rows decoded at once, one number or several.
-      trees: candidates; None: chains, and trees of 8, 12 and 16 nodes, as far as the drafter's steps allow.
-      reuses: forms of reuse, as `decode` takes them; None: all that the drafter allows.
-      finalists: candidates to measure, the best by prediction.
+      trees: candidates. None: chains, and trees of 8, 12 and 16 nodes, as far as the drafter's steps allow.
+      reuses: forms of reuse, as `decode` takes them. None: all that the drafter allows.
+      finalists: the number of candidates to measure, those with the best prediction.
       repeats: timed passes over the prompts.
-      seed: of prompt i: seed + i.
-      keep: whether the record is kept for `decode` to find, beside what was kept for other sizes.
-      report: gets a line at each stage.
+      seed: prompt i has the seed `seed` + i.
+      keep: whether to keep the record where `decode` finds it. Choices for other sizes that are there stay.
+      report: called with a line of text at each stage.
     Raises:
       ValueError: naming the wrong value and the allowed ones, before anything compiles.
       OSError: if the record cannot be kept.
@@ -110,14 +110,14 @@ def tune(
 
 @dataclasses.dataclass(frozen=True)
 class Calls:
-    """Calls of one size, and what they are measured with."""
+    """Calls of one size, and the settings of their measurements."""
 
     params: Params
     prompts: list[list[int]]
     """Full batches."""
     batch: int
     rows: int
-    """Of the program."""
+    """Rows of the program: the batch size, padded."""
     slots: int
     temperature: float
     max_new_tokens: int
@@ -125,7 +125,7 @@ class Calls:
     report: Callable[[str], None]
 
     def mode(self, way: Candidate) -> Mode:
-        """`way` as something that can be timed."""
+        """A candidate as a `Mode`, which can be timed."""
         record = None if way.is_whole else Tuned(Conditions.of(self.params), (self.choice(way, 1.0),))
         return Mode(way.name, self.params, way.tree, reuse=way.reuse, tuned=record)
 
@@ -134,7 +134,11 @@ class Calls:
         return Choice(*size, way.tree, way.reuse, way.is_whole, speedup, tuple(table))
 
     def measured(self, ways: Sequence[Candidate], repeats: int) -> tuple[Runs, list[Candidate]]:
-        """Plain decoding and some ways in turns: the runs, and the ways with what was measured of each."""
+        """Measures plain decoding and some candidates in turns.
+
+        Returns:
+          The runs, and the candidates with their measurements, plain decoding first.
+        """
         ways = [Candidate(None), *ways]
         modes = [self.mode(way) for way in ways]
         self.report(f"measuring {', '.join(mode.name for mode in modes)}")
@@ -158,8 +162,8 @@ class Calls:
         return runs, found
 
     def predicted(self, ways: Sequence[Candidate], texts: Texts, cost: RoundCost) -> list[Candidate]:
-        """Some ways with what each should give: tokens from a simulated decode of `texts`, seconds from `cost`."""
-        self.report(f"simulating {len(ways)} ways to draft on what the target wrote")
+        """Some candidates with their predictions: tau from a simulated decode of `texts`, and seconds from `cost`."""
+        self.report(f"simulating {len(ways)} ways to draft on text of the target")
         drafts, models = [way.draft for way in ways], _models(self.params)
         fates, _ = accepted_lengths(*models, texts, drafts, self.temperature)
         found = []
@@ -170,10 +174,10 @@ class Calls:
 
 
 def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, finalists: int, repeats: int) -> Choice:
-    """The fastest way for calls of one size.
+    """The fastest candidate for calls of one size.
 
     Args:
-      may_be_default: whether the tree that `decode` chooses by itself is a candidate, too.
+      may_be_default: whether the tree that `decode` chooses by itself is a candidate too.
     """
     trees = list(dict.fromkeys(way.tree for way in ways if way.tree is not None))
     runs, sample = calls.measured([Candidate(tree) for tree in sample_of(trees)], 1)
@@ -189,7 +193,7 @@ def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, fi
         trunk = trunk_seconds(calls.params, calls.prompts[: calls.batch], calls.max_new_tokens, sample_of(trees)[0])
         guesses += calls.predicted(rest, texts, dataclasses.replace(cost, trunk=trunk))
     final = best_of(guesses, finalists)
-    # Trees of which only the drafts that pay are verified: the one that is predicted best, and that of `decode`.
+    # Trees of which a round verifies only the drafts that pay: the one with the best prediction, and that of `decode`.
     in_part = [next((way.tree for way in final if way.reuse == NONE), None)]
     if may_be_default:
         in_part.append(plan_for(calls.params, calls.rows, calls.slots, calls.temperature, tuned=False).tree)
@@ -205,7 +209,7 @@ def _tune_size(calls: Calls, ways: Sequence[Candidate], may_be_default: bool, fi
 
 
 def default_trees(config: Any) -> list[TreeConfig]:
-    """The candidates for a drafter: chains, and trees unless it drafts chains only."""
+    """The candidates for a drafter: chains, and trees unless it drafts only chains."""
     method = method_of(config).planning
     most = method.max_depth(config)
     last = min(most + 1, LONGEST_CANDIDATE)
@@ -223,17 +227,17 @@ def _several(value: Any) -> list[Any]:
 
 
 def _models(params: Params) -> tuple[Weights, Any, Weights, Any]:
-    """The drafter and the target, weights and settings of each."""
+    """The weights and the configuration of the drafter, then those of the target."""
     if params.drafter is None or params.drafter_config is None:
         raise ValueError("tune() chooses how to draft, and these params have no drafter: load with drafter=FOLDER")
     return params.drafter, params.drafter_config, params.target, params.target_config
 
 
 def _allowed(params: Params, trees: Sequence[TreeConfig] | None, reuses: Sequence[str] | None) -> list[Candidate]:
-    """All pairs of tree and form that this drafter allows.
+    """All pairs of a tree and a form of reuse that this drafter allows.
 
     Raises:
-      ValueError: for a tree that it does not, or a form that it allows with none of the trees.
+      ValueError: for a tree that it does not allow, or a form that it allows with none of the trees.
     """
     _, config, *_ = _models(params)
     if (trees is not None and not trees) or (reuses is not None and not reuses):
@@ -262,7 +266,7 @@ def _check_prompts(params: Params, prompts: Any, max_new_tokens: int) -> list[li
     rows = encode(params, prompts)
     for number, row in enumerate(rows):
         if len(row) < 2:
-            raise ValueError(f"prompt {number} has 1 token: at least 2 are needed, to have something to draft from")
+            raise ValueError(f"prompt {number} has 1 token: at least 2 are needed for drafting")
         check_length(params, number, len(row), max_new_tokens)
     return rows
 
@@ -270,7 +274,7 @@ def _check_prompts(params: Params, prompts: Any, max_new_tokens: int) -> list[li
 def _by_size(
     params: Params, rows: Sequence[list[int]], batch: int, max_new_tokens: int, report: Callable[[str], None]
 ) -> list[tuple[int, list[list[int]]]]:
-    """Full batches of prompts whose caches are as large, with the slots of these caches.
+    """Full batches of prompts whose caches have the same size, with the slots of these caches.
 
     Raises:
       ValueError: if no batch is full.
@@ -282,14 +286,16 @@ def _by_size(
     full = {slots: some[: len(some) // batch * batch] for slots, some in sorted(sizes.items())}
     used = sum(map(len, full.values()))
     if not used:
-        raise ValueError(f"batch={batch} with {len(rows)} prompts: give at least as many as are decoded at once")
+        raise ValueError(
+            f"batch={batch} with {len(rows)} prompts: give at least one full batch whose caches have the same size"
+        )
     if used < len(rows):
-        report(f"{used} of {len(rows)} prompts used: full batches of {batch} whose caches are as large")
+        report(f"{used} of {len(rows)} prompts used: full batches of {batch} whose caches have the same size")
     return [(slots, some) for slots, some in full.items() if some]
 
 
 def _promising(ways: Sequence[Candidate], fresh: Mapping[TreeConfig | None, Candidate]) -> list[Candidate]:
-    """Of every form of reuse its TREES_PER_FORM candidates in the trees that are the fastest without it."""
+    """For each form of reuse TREES_PER_FORM candidates: those in the trees that are the fastest without reuse."""
     ranked = sorted(ways, key=lambda way: -fresh[way.tree].promise)
     forms = dict.fromkeys(way.reuse for way in ways if way.reuse != NONE)
     return [way for form in forms for way in [w for w in ranked if w.reuse == form][:TREES_PER_FORM]]
@@ -298,11 +304,12 @@ def _promising(ways: Sequence[Candidate], fresh: Mapping[TreeConfig | None, Cand
 def trunk_seconds(
     params: Params, prompts: Sequence[Prompt], max_new_tokens: int, tree: TreeConfig
 ) -> tuple[int, float, float]:
-    """Of a run of the trunk and of the head after it, as `RoundCost.trunk`: what a round saves that drafts from spare
-    states alone.
+    """Seconds of a trunk run and the head after it, as `RoundCost.trunk`.
+
+    A round that drafts only from spare states saves this time.
 
     Args:
-      prompts, max_new_tokens, tree: of the decode at whose shapes they are timed.
+      prompts, max_new_tokens, tree: of a decode, whose shapes are timed.
     """
     config, session = params.drafter_config, prepare(params, prompts, Sampling(max_new_tokens), Speculation(tree))
     parts, rows = method_of(config).inspection.stages, session.rows
@@ -322,7 +329,7 @@ def trunk_seconds(
 
 
 def sample_of(trees: Sequence[TreeConfig]) -> list[TreeConfig]:
-    """Up to three trees that tell what nodes and what depth cost: the smallest, the deepest chain, the largest."""
+    """Up to three trees whose times show the cost of nodes and of depth: the smallest, the deepest and the largest."""
     smallest = min(trees, key=lambda tree: (tree.nodes, tree.depth))
     deepest = min(trees, key=lambda tree: (-tree.depth, tree.nodes))
     largest = max(trees, key=lambda tree: (tree.nodes, tree.depth))
@@ -330,7 +337,10 @@ def sample_of(trees: Sequence[TreeConfig]) -> list[TreeConfig]:
 
 
 def best_of(guesses: Sequence[Candidate], count: int) -> list[Candidate]:
-    """The `count` fastest by prediction; reuse counts only where it gains something over none in the same tree."""
+    """The `count` candidates with the best prediction.
+
+    A candidate with reuse counts only if it is predicted to gain over the same tree without reuse.
+    """
     least = {way.tree: LEAST_GAIN_OF_REUSE * way.promise for way in guesses if way.reuse == NONE}
     ranked = sorted(guesses, key=lambda way: -way.promise)
     return [way for way in ranked if way.reuse == NONE or way.promise > least.get(way.tree, 0.0)][:count]

@@ -1,7 +1,8 @@
-"""What `tune` found: for calls of each size it measured the fastest way to decode, and all that this was chosen from.
+"""The record that `tune` makes: for calls of each size the fastest way to decode, and all candidates.
 
-A record is kept in a folder of this user, where `decode` finds it by the fingerprints of both models and the name of
-the machine, or in a file. `planning/plan.py` reads it. Read next: `planning/tune.py`, which makes it.
+Records are kept in a folder of this user. `decode` finds them there by the fingerprints of both models and the name of
+the machine. A record may also be saved to a file. `planning/plan.py` reads records. Read next: `planning/tune.py`,
+which makes them.
 """
 
 from __future__ import annotations
@@ -25,27 +26,30 @@ from hsd_jax.params import Params
 from hsd_jax.settings import Count, NotNegative, Temperature
 
 PLAIN = "plain"
-"""Name of plain decoding among the candidates."""
+"""The name of plain decoding among the candidates."""
 WARM = 0.3
-"""From this temperature on a row is taken to be sampled: it is planned for apart from greedy ones."""
+"""Calls with a temperature of at least WARM are planned as sampled calls, the others as greedy ones."""
 FARTHEST = 5.0
-"""A choice that was measured with caches of one size serves calls whose caches are up to so many times as large or as
-small: a little more than `decode.GROWTH`, the ratio between one size and the next."""
+"""A choice serves calls whose caches are at most this many times as large or as small as the measured ones. This is a
+little more than `decode.GROWTH`, the ratio between one size and the next."""
 FOLDER_VARIABLE = "HSD_TUNED"
-"""Environment variable: the folder of records, or "off" for none; ~/.cache/hsd_jax/tuned if it is empty."""
+"""Environment variable: the folder of records. Empty: ~/.cache/hsd_jax/tuned. "off": none."""
 
 
 def is_warm(temperature: float) -> bool:
-    """Whether calls at this temperature are planned for as sampled ones."""
+    """Whether calls at this temperature are planned as sampled calls."""
     return temperature >= WARM
 
 
 @settings.dataclass
 class Conditions:
-    """What a record was made for. Another pair may not even allow the trees; anything else only changes speeds."""
+    """The conditions under which a record was made.
+
+    For another pair of models the trees may not be allowed. The other conditions only change speeds.
+    """
 
     target: str
-    """Fingerprint of the weights, and of the drafter's."""
+    """Fingerprint of the target's weights; `drafter` is that of the drafter's."""
     drafter: str
     device: str
     mesh: str | None
@@ -61,21 +65,21 @@ class Conditions:
 
 @settings.dataclass
 class Candidate:
-    """One way to decode. What was not predicted, or not measured, is None."""
+    """One way to decode. Values that were not predicted or not measured are None."""
 
     tree: TreeConfig | None
     """None: plain decoding."""
     reuse: str = NONE
     is_whole: bool = True
-    """Whether all of the tree is verified in every round, or only what pays."""
+    """Whether every round verifies the whole tree. False: only the drafts that pay."""
     predicted_tau: float | None = None
     predicted_tokens_per_second: float | None = None
     tau: float | None = None
     seconds_per_round: dict[str, float] | None = None
-    """Median, min and max over the repeats, as the two below."""
+    """Median, min and max over the repeats. The next two fields have the same form."""
     tokens_per_second: dict[str, float] | None = None
     speedup: dict[str, float] | None = None
-    """Over plain decoding, timed in turns with it."""
+    """The speed-up over plain decoding, which was timed in turns with it."""
 
     @property
     def draft(self) -> tuple[Any, ReuseConfig]:
@@ -84,16 +88,16 @@ class Candidate:
 
     @property
     def rate(self) -> float:
-        """Tokens per second: measured, else by prediction."""
+        """Measured tokens per second; predicted ones if nothing was measured."""
         return self.tokens_per_second["median"] if self.tokens_per_second else self.promise
 
     @property
     def promise(self) -> float:
-        """Tokens per second by prediction; 0 without one."""
+        """Predicted tokens per second; 0 without a prediction."""
         return self.predicted_tokens_per_second or 0.0
 
     def filled(self, other: Candidate) -> Candidate:
-        """With what `other` knows of the same way."""
+        """This candidate, with the values that `other` has for it."""
         return dataclasses.replace(self, **{name: x for name, x in vars(other).items() if x is not None})
 
     @property
@@ -109,25 +113,25 @@ class Choice:
     """The fastest way to decode calls of one size."""
 
     rows: Count
-    """Of the program: the batch, padded."""
+    """Rows of the program: the batch size, padded."""
     slots: Count
-    """Of the caches."""
+    """Slots of the caches."""
     temperature: Temperature
     tree: TreeConfig | None
     """None: plain decoding is the fastest."""
     reuse: str
     is_whole: bool
     speedup: NotNegative
-    """Over plain decoding; 1 if that is the choice."""
+    """The measured speed-up over plain decoding; 1 if plain decoding is the choice."""
     table: tuple[Candidate, ...] = ()
-    """Everything predicted or measured: plain decoding, then the fastest first."""
+    """All candidates: plain decoding, then the fastest first."""
 
     def __post_init__(self):
         ReuseConfig.parse(self.reuse)
 
     @property
     def size(self) -> tuple[int, int, bool]:
-        """Calls of one size have one choice."""
+        """The size of the calls. A record has one choice for each size."""
         return self.rows, self.slots, is_warm(self.temperature)
 
     @property
@@ -136,7 +140,7 @@ class Choice:
 
     @property
     def calls(self) -> str:
-        """The calls of this size, in words."""
+        """The size of the calls in words."""
         return f"{self.rows} row{'s' if self.rows > 1 else ''}, {self.slots} slots, temperature {self.temperature:g}"
 
     def __str__(self) -> str:
@@ -147,25 +151,26 @@ class Choice:
 
 @settings.dataclass
 class Tuned:
-    """The fastest ways to decode that `tune` found: `decode(params, prompt, tuned=record)`, `stream` likewise.
+    """The fastest ways to decode that `tune` found.
 
-    A record that was kept (`keep`) needs no argument: `decode` finds it.
+    Pass it on as `decode(params, prompt, tuned=record)`, and to `stream` in the same way. `decode` finds a record that
+    was kept (`keep`) without this argument.
     """
 
     conditions: Conditions
     choices: tuple[Choice, ...]
 
     def alike(self, rows: int, temperature: float) -> list[Choice]:
-        """The choices for so many rows on the same side of WARM, for caches of any size."""
+        """The choices for this number of rows on the same side of WARM, for caches of any size."""
         return [c for c in self.choices if c.rows == rows and is_warm(c.temperature) == is_warm(temperature)]
 
     def choice(self, rows: int, slots: int, temperature: float) -> Choice | None:
-        """The choice for calls of a size; None where nothing like it was measured.
+        """The choice for calls of a size; None if no similar size was measured.
 
         Args:
-          rows: of the program; only choices for as many rows count.
-          slots: of the caches; the nearest choice counts, unless it is FARTHEST times as large or as small.
-          temperature: the highest of all rows; choices on the same side of WARM count.
+          rows: of the program. Only choices for the same number of rows count.
+          slots: of the caches. The nearest choice counts, if it is at most FARTHEST times as large or as small.
+          temperature: the highest of all rows. Only choices on the same side of WARM count.
         """
         alike = self.alike(rows, temperature)
         near = [(max(c.slots, slots) / min(c.slots, slots), number) for number, c in enumerate(alike)]
@@ -176,11 +181,11 @@ class Tuned:
         return "\n".join(map(str, self.choices))
 
     def only(self, choice: Choice) -> Tuned:
-        """This choice alone, for calls of its size."""
+        """A record with this choice alone."""
         return dataclasses.replace(self, choices=(choice,))
 
     def joined(self, older: Tuned | None) -> Tuned:
-        """With the choices of an older record for sizes that this one does not know."""
+        """This record, with the choices of an older record for other sizes added."""
         if older is None:
             return self
         known = {choice.size for choice in self.choices}
@@ -192,12 +197,12 @@ class Tuned:
         write_json(path, dataclasses.asdict(self))
 
     def keep(self) -> Path | None:
-        """Keeps the record where `decode` looks for it, with the choices for other sizes that are there already.
+        """Writes the record where `decode` looks for it. Choices for other sizes that are already there stay.
 
         Returns:
-          The file; None where records are not kept (HSD_TUNED=off, or no home directory).
+          The file; None if records are not kept (HSD_TUNED=off, or no home directory).
         Raises:
-          OSError: if the folder takes no file.
+          OSError: if the folder is not writable.
         """
         path = kept_path(self.conditions)
         if path is None:
@@ -208,13 +213,14 @@ class Tuned:
 
     @classmethod
     def load(cls, path: str | Path, params: Params, report: Callable[[str], None] = warnings.warn) -> Tuned:
-        """Reads what `save` wrote, for the pair it was made for.
+        """Reads a record that `save` wrote for this pair of models.
 
         Args:
-          report: gets a line if the record was made under other conditions, where another choice may be faster.
+          report: called with a line of text if the record was made under other conditions. Another choice may then be
+            faster.
         Raises:
           FileNotFoundError: if there is no such file.
-          ValueError: if it is no such record, or that of another target or drafter.
+          ValueError: if the file is no such record, or is for another target or drafter.
         """
         found, here = _read(Path(path)), Conditions.of(params)
         made = found.conditions
@@ -230,16 +236,16 @@ class Tuned:
 
 
 def kept_path(conditions: Conditions) -> Path | None:
-    """Where the record of these conditions is kept; None where records are not."""
+    """The file in which the record for these conditions is kept; None if records are not kept."""
     folder = kept_folder(FOLDER_VARIABLE, "tuned")
     return None if folder is None else folder / f"{sha256(repr(conditions))[:16]}.json"
 
 
 def check_keeping(params: Params) -> None:
-    """Finds out whether a record for such params can be kept, before the work that makes it.
+    """Checks, before the work starts, that a record for such params can be kept.
 
     Raises:
-      ValueError, OSError: if the folder is a file, or takes none.
+      ValueError, OSError: if the folder is a file, or is not writable.
     """
     path = kept_path(Conditions.of(params))
     if path is not None:
@@ -247,14 +253,14 @@ def check_keeping(params: Params) -> None:
 
 
 _read_before: dict[Path, tuple[tuple[int, int], Tuned | None]] = {}
-"""Of every file that `kept` has read: its time and size then, and what it held."""
+"""For every file that `kept` has read: its modification time and size at that moment, and its content."""
 
 
 def kept(params: Params) -> Tuned | None:
-    """The record that was kept for such params on this machine; none for several processes, which must all agree.
+    """The record that was kept for such params on this machine, or None.
 
-    Looked for at every call, so that one kept a moment ago is found. One that cannot be read is named in a warning,
-    once.
+    Several processes must all agree, so they use no record. The file is checked at every call, so a new record is found
+    at once. A file that cannot be read gives a warning, once.
     """
     if params.pair is None or jax.process_count() > 1:
         return None
@@ -281,25 +287,25 @@ def _kept(path: Path) -> Tuned | None:
 def _read(path: Path) -> Tuned:
     try:
         return settings.read(Tuned, read_json(path), str(path))
-    except ValueError as error:  # what is no JSON included
+    except ValueError as error:  # also for a file that is no JSON
         raise ValueError(f"{error}; this is no record of `hsd tune`") from error
 
 
 def device_name() -> str:
-    """What decodes, in a line: two machines of the same name are about equally fast."""
+    """The name of the processor or accelerator. Two machines with the same name are about equally fast."""
     if jax.default_backend() != "cpu":
         return jax.devices()[0].device_kind
     return f"{cpu_model()}, {num_cores()} cores, {native.selected_isa() if native.available() else 'no'} kernels"
 
 
 def num_cores() -> int | None:
-    """Cores this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 @functools.cache
 def cpu_model() -> str:
-    """The processor's name, as far as the system tells it."""
+    """The processor's name, or its architecture if the system gives no name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,7 @@
-"""A trained drafter and prompt lookup in one tree, which share its nodes by what was accepted lately."""
+"""A trained drafter and prompt lookup in one tree. Recent acceptance decides how they share its nodes.
+
+Read next: `draft.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from hsd_jax.drafters.method import DraftingMethod
 
 
 def copying_seconds(costs: Any, config: BothConfig, batch: int, tree: TreeConfig) -> float:
-    """Of lookup, and as much again for the tree that the two share and what is learned of it."""
+    """Seconds of lookup, and as much again to merge the two drafts and to update their record."""
     return 2 * LOOKUP.planning.drafting_seconds(costs, config.lookup, batch, tree)
 
 
 def both(methods: Mapping[str, DraftingMethod]) -> DraftingMethod:
-    """The row of the table, in terms of the rows of the drafters that are trained."""
+    """The entry of the table, built from the entries of the trained drafters."""
     row = on_base(methods, BothConfig, both_drafter, copying_seconds)
-    planning = row.planning._replace(chains_nest=False)  # which of the two drafts a chain depends on its length
+    planning = row.planning._replace(chains_nest=False)  # the length of a chain decides which of the two drafts it
     return row._replace(planning=planning, has_weights_of_base=True)

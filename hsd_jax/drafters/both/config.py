@@ -1,4 +1,4 @@
-"""What is static of a trained drafter and prompt lookup that draft together, and the names of such pairs."""
+"""The configuration of a trained drafter and prompt lookup that draft together, and the names of such pairs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hsd_jax.drafters.based import Based
 from hsd_jax.drafters.lookup.config import LookupConfig
 
 LONGEST = 8
-"""Tokens of a repetition from which on all count as equally long."""
+"""The longest repetition in tokens. Longer ones count as this long."""
 
 
 @settings.dataclass
 class BothConfig(Based):
-    """A drafter that is trained on its target's features, and prompt lookup beside it.
+    """A drafter that is trained on its target's features, with prompt lookup in addition.
 
-    The weights are the base's own.
+    Its weights are those of the base.
     """
 
     kind: ClassVar[str] = "both"
@@ -27,9 +27,10 @@ class BothConfig(Based):
 
     @staticmethod
     def split(name: str) -> tuple[str, LookupConfig] | None:
-        """The base's name and the lookup that "NAME+lookup" or "NAME+lookup:2-4" stand for; None for any other text.
+        """The base's name and the lookup in "NAME+lookup" or "NAME+lookup:2-4"; None for any other text.
 
-        Without numbers n-grams have up to LONGEST tokens: how likely a copy is to be right depends on their length.
+        Without numbers the n-grams have up to LONGEST tokens, because the acceptance probability of a copied token
+        depends on the length of its repetition.
 
         Raises:
           ValueError: for numbers that are not allowed.
@@ -41,7 +42,7 @@ class BothConfig(Based):
 
     @property
     def num_heads(self) -> int:
-        """Of the base's trunk; without one an AttributeError, as of the base."""
+        """Query heads of the base's trunk. Raises an AttributeError, as the base does, if the base has no trunk."""
         return self.base.num_heads  # type: ignore[attr-defined]
 
     @property

@@ -1,8 +1,9 @@
 """Two drafts under one root: a trained drafter's tree, and the chain that prompt lookup copies.
 
-Where both say the same they share nodes, and the nodes of a round go to the drafts that are the likeliest to be
-accepted, by how either drafter fared lately in that row. Both are judged in every round, also by nodes that were not
-verified: under `match` what is committed is the target's own text, whatever was drafted. Read first: `infer/worth.py`.
+Equal tokens of the two share a node. The nodes of a round go to the drafts that are the likeliest to be accepted, which
+is estimated from the recent acceptance of each drafter in that row. Every round updates these estimates for both
+drafts, including nodes that were not verified: under `match` the committed text does not depend on the drafts, so it
+can be compared with all of them. Read first: `infer/worth.py`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from hsd_jax.types import (
 )
 
 SHARED, LEAVES, BEYOND = range(3)
-"""Where a copied token stands: on a node of the base's tree, where the chain leaves that tree, or behind that. Where
-the two disagree lookup is right far less often than where they agree, and only there does it cost a node."""
+"""The place of a copied token: on a node of the base's tree, where the chain leaves that tree, or after that. Where the
+two drafters disagree, lookup is accepted far less often, and only there it needs nodes of its own."""
 FIRST_RATE = np.array(
     [
         [0.85, 0.9, 0.9, 0.9, 0.9, 0.95, 0.95, 0.95],
@@ -47,51 +48,51 @@ FIRST_RATE = np.array(
     ],
     np.float32,
 )
-"""How often a token copied there after a repetition of 1, 2, ... tokens is taken to be right, before any was seen: near
-what was counted on the dialogues and maths problems of the demo."""
+"""The acceptance probability of a copied token before anything was observed, by its place and after a repetition of 1,
+2, ... tokens. The values are close to counts on the dialogues and maths problems of the demo."""
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
 @flax.struct.dataclass
 class Record:
-    """What became of either draft in the rounds of each row so far, in sums that decay as those of `worth.py`."""
+    """Acceptance of both drafts in the rounds of each row so far. The sums decay as those of `worth.py`."""
 
     accepted: Float[Array, "B"] = flax.struct.field(metadata=named(ROWS))
-    """Drafts of the base that the text went through."""
+    """The number of drafts of the base that the text contains."""
     predicted: Float[Array, "B"] = flax.struct.field(metadata=named(ROWS))
-    """How many the base expected of those that were tried."""
+    """The number of accepted drafts that the base expected."""
     copied: Float[Array, "B 3 R"] = flax.struct.field(metadata=named(ROWS, None, None))
-    """Copied tokens that were right, by where they stood, after repetitions of 1, 2, ... R = LONGEST tokens."""
+    """The number of correct copied tokens, by place and after repetitions of 1, 2, ... R = LONGEST tokens."""
     tried: Float[Array, "B 3 R"] = flax.struct.field(metadata=named(ROWS, None, None))
-    """Those and the first wrong one of each chain."""
+    """The number of correct copied tokens and of the first wrong token of each chain."""
 
 
 @typing.no_type_check
 @flax.struct.dataclass
 class BothState:
-    """Of both drafters, and what is known of them."""
+    """The states of both drafters and the record of their acceptance."""
 
     base: Any
     lookup: LookupState
     record: Record
     drafted: DraftTree
-    """The base's own tree of the last round, which `commit` judges."""
+    """The base's own tree of the last round. `commit` compares it with the text."""
 
 
 def first_record(batch: int) -> Record:
-    """Nothing is known of any row."""
+    """The record before the first round."""
     shape = batch, *FIRST_RATE.shape
     return Record(jnp.zeros(batch), jnp.zeros(batch), jnp.zeros(shape), jnp.zeros(shape))
 
 
 def with_scores(tree: DraftTree) -> DraftTree:
-    """The base's tree; one of a drafter without an opinion is as sure of every node."""
+    """The base's tree with scores. If the drafter gives none, every node has the score 0."""
     score = jnp.zeros(tree.tokens.shape) if tree.score is None else jnp.fmin(tree.score, 0.0)
     return dataclasses.replace(tree, score=score)
 
 
 def no_tree(root: Int[Array, "B"], tree: TreeConfig, scheme: DrawScheme) -> DraftTree:
-    """A tree of this size that holds nothing but the root."""
+    """A tree of this size that has only the root."""
     rest = jnp.zeros((len(root), tree.nodes - 1), jnp.int32)
     return with_scores(chain_of(root, rest, 0, scheme=scheme))
 
@@ -100,29 +101,31 @@ def no_tree(root: Int[Array, "B"], tree: TreeConfig, scheme: DrawScheme) -> Draf
 
 
 def shared_nodes(tree: DraftTree, chain: Int[Array, "B D"]) -> Int[Array, "B D"]:
-    """The node of the tree that each token of a chain stands on, N and more from where the chain has left the tree."""
+    """The node of the tree that equals each token of a chain; at least N for tokens after the chain left the tree."""
     num, at, found = tree.tokens.shape[1], jnp.zeros(len(chain), jnp.int32), []
     for i in range(chain.shape[1]):
         is_next = tree.valid & (tree.parents == at[:, None]) & (tree.tokens == chain[:, i, None])
-        at = jnp.where(jnp.any(is_next, 1), jnp.argmax(is_next, 1), num + i).astype(jnp.int32)  # no child there
+        at = jnp.where(jnp.any(is_next, 1), jnp.argmax(is_next, 1), num + i).astype(jnp.int32)  # num + i: no such child
         found.append(at)
     return jnp.stack(found, 1)
 
 
 def _above(values: Array, first: bool | int) -> Array:
-    """Of each token of chains [B, D] the value of the one above it, which is `first` for the first."""
+    """For each token of chains [B, D] the value of the token before it; `first` for the first token."""
     return jnp.pad(values[:, :-1], ((0, 0), (1, 0)), constant_values=first)
 
 
 def _cells(found: Copied, is_shared: Bool[Array, "B D"]) -> Int[Array, "B D"]:
-    """Which of the 3 x LONGEST rates that of each copied token is, if those before it are right."""
+    """The index among the 3 x LONGEST rates for each copied token, given that the tokens before it are right."""
     place = jnp.where(is_shared, SHARED, jnp.where(_above(is_shared, True), LEAVES, BEYOND))
     length = jnp.clip(found.run[:, None] - 1 + jnp.arange(found.tokens.shape[1]), 0, LONGEST - 1)
     return place * LONGEST + length
 
 
 def score_tree(tree: DraftTree, record: Record, first: float = 1.0) -> Float[Array, "B N"]:
-    """Log of how likely the base's nodes are, by its own scores and how these came true; -inf where there is none.
+    """Log of the acceptance probability of the base's nodes, from its own scores and their recent accuracy.
+
+    -inf for places without a node.
 
     Args:
       first: `worth.first_trust` of the base.
@@ -133,7 +136,7 @@ def score_tree(tree: DraftTree, record: Record, first: float = 1.0) -> Float[Arr
 
 
 def score_copied(found: Copied, is_shared: Bool[Array, "B D"], record: Record) -> Float[Array, "B D"]:
-    """The same of the copied tokens, by how often such ones were right."""
+    """Log of the acceptance probability of the copied tokens, from how often similar ones were right."""
     rates = worth.log_share(record.copied, record.tried, jnp.asarray(FIRST_RATE)[None])
     edges = jnp.take_along_axis(rates.reshape(len(rates), -1), _cells(found, is_shared), 1)
     return jnp.where(found.run[:, None] > 0, jnp.cumsum(edges, 1), -jnp.inf)
@@ -152,24 +155,24 @@ def merged(
 ) -> DraftTree:
     """The best `num_nodes` nodes of the base's tree and the copied chain, as one tree without equal siblings.
 
-    The chain goes down the tree as long as there is such a child; what is left of it hangs there. A node of both is as
-    likely as the more confident of the two says.
+    The chain follows the nodes of the tree as long as there is an equal child. The rest of it becomes new nodes below.
+    A node of both drafts has the higher of the two scores.
 
     Args:
       nodes: `shared_nodes` of the two.
-      of_tree, of_copied: scores that fall along paths, -inf for what is not there; that of the root is not read.
+      of_tree, of_copied: scores that fall along paths; -inf where there is no node. The root's score is not read.
     """
     num, depth = tree.tokens.shape[1], found.tokens.shape[1]
     is_node = nodes[:, :, None] == jnp.arange(num)
     scores = jnp.maximum(of_tree, jnp.max(jnp.where(is_node, of_copied[:, :, None], -jnp.inf), 1))
     of_rest = jnp.where(nodes < num, -jnp.inf, of_copied)
 
-    # Candidates are the nodes of the tree but its root, then those of the chain: each is a node less 1.
+    # Candidates are the nodes of the tree except the root, then the tokens of the chain. Index = node - 1.
     def joined(of_nodes: Array, of_chain: Array) -> Array:
         return jnp.concatenate([of_nodes[:, 1:], of_chain], 1)
 
     parents = joined(jnp.where(tree.valid, tree.parents, 0), _above(nodes, 0)) - 1
-    assert NO_PARENT == -1, "what lies below the root has no candidate above it"
+    assert NO_PARENT == -1, "the root is no candidate, so its children have index -1 as their parent"
     depths = joined(tree.depth, jnp.broadcast_to(jnp.arange(1, depth + 1, dtype=jnp.int32), found.tokens.shape))
     return best_tree(
         tree.tokens[:, 0],
@@ -184,7 +187,7 @@ def merged(
 
 
 def likelier(tree: DraftTree, found: Copied, of_tree: Float[Array, "B N"], of_copied: Float[Array, "B D"]) -> DraftTree:
-    """Of two chains the one of which more tokens should be accepted; arguments as of `merged`."""
+    """The one of two chains with the higher expected accepted length; arguments as of `merged`."""
     of_copied = jnp.concatenate([jnp.zeros((len(of_copied), 1)), of_copied], 1)
     is_copied = (jnp.sum(jnp.exp(of_copied[:, 1:]), 1) > jnp.sum(jnp.exp(of_tree[:, 1:]), 1))[:, None]
     depth = found.tokens.shape[1]
@@ -199,7 +202,7 @@ def likelier(tree: DraftTree, found: Copied, of_tree: Float[Array, "B N"], of_co
 def learned_of_tree(
     record: Record, tree: DraftTree, text: Int[Array, "B M"], num_known: Int[Array, "B"], max_depth: int
 ) -> Record:
-    """What a text shows of the base's tree; what it is too short to judge is not tried."""
+    """The record after the base's tree was compared with a text. Nodes beyond the end of the text do not count."""
     on_path = on_text(tree, text, jnp.zeros_like(num_known), num_known, max_depth)
     known = dataclasses.replace(tree, valid=tree.valid & (tree.depth <= num_known[:, None]))
     accepted = jnp.sum(on_path & (tree.depth > 0), 1).astype(jnp.float32)
@@ -217,7 +220,7 @@ def learned_of_copied(
     text: Int[Array, "B M"],
     num_known: Int[Array, "B"],
 ) -> Record:
-    """What a text shows of a copied chain: the tokens before its first mistake, and that one."""
+    """The record after a copied chain was compared with a text. Tokens up to the first wrong one count."""
     depth = found.tokens.shape[1]
     is_known = (jnp.arange(depth) < num_known[:, None]) & (found.run[:, None] > 0)
     right = jnp.cumprod((is_known & (found.tokens == text[:, :depth])).astype(jnp.int32), 1) > 0
@@ -245,12 +248,14 @@ def both_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` whose trees hold the best nodes of `config.base` and of lookup; of chains, the likelier one a round.
+    """A `Drafter` whose trees have the best nodes of `config.base` and of lookup.
+
+    For chains each round takes the chain of one of the two, the likelier one.
 
     Args:
       method: of the base.
     Raises:
-      ValueError: as the base, and for trees that are to be drawn: copied tokens follow no distribution.
+      ValueError: as the base; and for schemes that draw, because copied tokens are not drawn from a distribution.
     """
     if scheme in DRAWN_SCHEMES:
         raise ValueError(
@@ -259,7 +264,7 @@ def both_drafter(
     depth = tree.depth
     base = method.make(target_config, config.base, tree, cache_dtype, scheme)
     lookup = lookup_drafter(target_config, config.lookup, TreeConfig.chain(depth))
-    assert base.ready is None and base.follow is not None and base.counts is None, "so is every base without reuse"
+    assert base.ready is None and base.follow is not None and base.counts is None, "true of every base without reuse"
     follow_base = base.follow
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
@@ -287,7 +292,7 @@ def both_drafter(
         own = base.commit(models, state.base, verdict, output, num_committed)
         with jax.named_scope("both"):
             drafted, text = state.drafted, verdict.emitted
-            found = copied(state.lookup, config.lookup, depth)  # again what `draft` found: XLA computes it once
+            found = copied(state.lookup, config.lookup, depth)  # the same call as in `draft`; XLA computes it once
             is_shared = shared_nodes(drafted, found.tokens) < tree.nodes
             record = learned_of_copied(state.record, found, is_shared, text, num_committed)
             record = learned_of_tree(record, drafted, text, num_committed, depth)
@@ -295,7 +300,7 @@ def both_drafter(
         return BothState(own, other, record, drafted)
 
     def follow(models, state: BothState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        """The record stays: how often lookup is right where it leaves a tree, text without a tree does not show."""
+        """The record does not change, because without a tree one cannot see where lookup would leave it."""
         own = follow_base(models, state.base, verdict, output, num_committed)
         other = lookup.commit(models, state.lookup, verdict, output, num_committed)
         return dataclasses.replace(state, base=own, lookup=other)

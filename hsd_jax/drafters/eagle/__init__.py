@@ -1,4 +1,4 @@
-"""EAGLE: a recurrence that reads the drafted tokens (arXiv:2401.15077, arXiv:2406.16858)."""
+"""EAGLE: a recurrent drafter that reads the drafted tokens (arXiv:2401.15077, arXiv:2406.16858)."""
 
 from __future__ import annotations
 

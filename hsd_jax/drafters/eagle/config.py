@@ -1,4 +1,4 @@
-"""What is static of an EAGLE drafter."""
+"""The configuration of an EAGLE drafter."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The EAGLE drafter: a recurrence, which reads the drafted tokens, one trunk pass and one head a level.
+"""The EAGLE drafter: a recurrent drafter that reads the drafted tokens, with one trunk pass and one head per level.
 
-The state after a node is what the trunk makes of its parent's state and the embedding of its own token, so siblings
-differ and a tree is grown level by level (EAGLE, arXiv:2401.15077); its shape follows the drafter's confidence, and the
-best nodes over all levels are verified (EAGLE-2, arXiv:2406.16858, section 4). What it keeps between rounds, and which
-layers of the target it reads, is in `drafters/trunk_state.py`. Read that first.
+The trunk computes the state after a node from the state of its parent and the embedding of its own token. So the states
+of siblings differ, and a tree grows level by level (EAGLE, arXiv:2401.15077). The drafter's confidence decides its
+shape, and the best nodes of all levels are verified (EAGLE-2, arXiv:2406.16858, section 4). Read first:
+`drafters/trunk_state.py`, for the state between rounds and the layers of the target that the drafter reads.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def eagle_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` whose trees have the shape of `tree`, their children chosen as `scheme` says.
+    """A `Drafter` whose trees have the shape of `tree`, with children chosen as `scheme` says.
 
-    A round costs `tree.depth` trunk passes, of up to `width` nodes but for the first, and as many products with the
-    LM head.
+    A round costs `tree.depth` trunk passes and as many products with the LM head. The first pass reads the pending
+    features, and each other pass reads up to `width` nodes.
 
     Raises:
       ValueError: as `trunk_drafter`.
@@ -49,7 +49,7 @@ def eagle_drafter(
             first, cache = read_pending(models, target_config, config, state, last)
 
         def expand(level: int, tokens: Array, parents: Array, above: tuple[Array, Ancestry]):
-            """The state after a node comes from its token and its parent's state; that after the root is `first`."""
+            """Computes the state after a node from its token and its parent's state. The root's state is `first`."""
             states, ancestry = above
             if level > 0:
                 embeddings = embed_committed(models["target"], target_config, config, tokens)

@@ -1,4 +1,4 @@
-"""The weights of an EAGLE drafter: a trunk that reads tokens needs no token information after it."""
+"""The weights of an EAGLE drafter. Its trunk reads drafted tokens, so it needs no token information."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from hsd_jax.types import Weights
 
 
 def init_weights(key: jax.Array, config: EagleConfig) -> Weights:
-    """Random float32 weights, the same trunk as a hidden-state drafter's of the same key."""
+    """Random float32 weights. The trunk equals that of a hidden-state drafter with the same key."""
     return init_fusion(key, config) | {"trunk": init_trunk(jax.random.split(key)[0], config)}

@@ -1,4 +1,5 @@
-"""Hidden-state drafting: K token-free states, token information after the head (Lyanna, arXiv:2602.21224)."""
+"""Hidden-state drafting: K states that read no drafted token, and token information after the LM head (Lyanna,
+arXiv:2602.21224). Read next: `draft.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from hsd_jax.models.unroll import unroll
 
 
 def drafting_seconds(costs: Any, config: HiddenConfig, batch: int, tree: TreeConfig) -> float:
-    """Trunk, one product of all states with the head, and token information level by level."""
+    """Seconds of the trunk, of one product of all states with the head, and of token information level by level."""
     small = costs.rates.operation_seconds
     trunk = config.num_layers * layer_numbers(config) + 2 * config.hidden_size**2
     per_pass = costs.layers(config)

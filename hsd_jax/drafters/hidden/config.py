@@ -1,4 +1,4 @@
-"""What is static of a hidden-state drafter."""
+"""The configuration of a hidden-state drafter."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hsd_jax.config import RECURRENT, TRUNKS, TrunkConfig
 from hsd_jax.settings import OneOf, Whole
 
 PREVIOUS, PATH = INJECTIONS = ("previous", "path")
-"""What token information knows: the token before, or all drafted tokens up to it (`weights.py`)."""
+"""What token information reads: the previous token, or all drafted tokens up to it (`weights.py`)."""
 
 
 @settings.dataclass
 class HiddenConfig(TrunkConfig):
-    """A trunk that never reads a drafted token, and token information added to its logits."""
+    """A trunk that never reads a drafted token, and token information that is added to its logits."""
 
     kind: ClassVar[str] = "hidden"
 

@@ -1,8 +1,8 @@
-"""The hidden-state drafter: K token-free trunk states, one batched head, a tree with token information.
+"""The hidden-state drafter: K token-free trunk states, one product with the LM head, and a tree with token information.
 
-The trunk reads the target's features and its own states only; drafted tokens first appear in the `Grower` (Lyanna,
-arXiv:2602.21224; methods.md 1.5). When the trunk runs, and what becomes of states a round did not use, is in
-`schedule.py`. The trunk is `models/trunk.py`, token information `weights.py`.
+The trunk reads only the target's features and its own states. Drafted tokens first appear in the `Grower` (Lyanna,
+arXiv:2602.21224; methods.md 1.5). `schedule.py` decides when the trunk runs and how unused states are reused. The trunk
+is in `models/trunk.py`, and token information in `weights.py`.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def hidden_drafter(
     scheme: DrawScheme = DrawScheme.ARBITRARY,
     reuse: ReuseConfig = NO_REUSE,
 ) -> Drafter:
-    """A `Drafter` whose trees have the shape of `tree`, their children chosen as `scheme` says.
+    """A `Drafter` whose trees have the shape of `tree`, with children chosen as `scheme` says.
 
-    `draft` is made here; without reuse all other functions are those of `trunk_drafter`. With reuse `read` and `resize`
-    still are; `init` and `commit` call those of `trunk_drafter` and keep the spare states beside; `ready`, under AHEAD
-    alone, makes the states of the first tree; `follow` is None: the drafter must draft in every round.
+    Without reuse all functions except `draft` are those of `trunk_drafter`. With reuse `init` and `commit` also keep
+    the spare states. Under AHEAD `ready` makes the states of the first tree. With reuse `follow` is None, because the
+    drafter must draft in every round.
 
     Args:
-      reuse: what becomes of states that a round leaves over; no form changes what is decoded.
+      reuse: how the spare states of a round are reused. It never changes the decoded text.
     Raises:
-      ValueError: if the tree is deeper than the trunk was trained for, the target lacks a layer the drafter reads, a
-        tree of this scheme cannot have this shape, or this form of reuse needs another tree or drafter.
+      ValueError: if the tree is deeper than the trunk was trained for, if the target lacks a layer that the drafter
+        reads, if a tree of this scheme cannot have this shape, or if this form of reuse needs another tree or drafter.
     """
     reuse_lib.check_reuse(reuse, config, tree)
     num_states = reuse.num_states(tree.depth, config.num_steps)
@@ -63,8 +63,8 @@ def hidden_drafter(
             draft_to_target = models["drafter"].get("draft_to_target")
             return grower.grow_token_free(levels.logits, added_by, inputs, draft_to_target, levels.num), state
 
-    # A row without a trunk run keeps its pending features. Since a tree is no deeper than the spares it grows from, a
-    # row commits at most K + 1 tokens from one trunk run to the next.
+    # A row without a trunk run keeps its pending features. A tree is no deeper than the number of spares that it grows
+    # from, so a row commits at most K + 1 tokens from one trunk run to the next.
     max_pending = None if runs_every_round else num_states + 1
     basis = trunk_drafter(target_config, config, tree, draft, cache_dtype, scheme, max_pending)
     if reuse.form == NONE:
@@ -75,7 +75,7 @@ def hidden_drafter(
         return dataclasses.replace(basis.init(tokens, length, capacity), spares=spares)
 
     def ready(models, state: TrunkState):
-        """AHEAD: the first tree needs states, and no round has made any."""
+        """AHEAD: makes the states of the first tree, because no round before has made any."""
         states, _ = run_trunk(models, target_config, config, num_states, state)
         logits = base_logits(models["drafter"], config, models["target"], target_config, states)
         return dataclasses.replace(state, spares=reuse_lib.fresh_spares(logits))
@@ -92,7 +92,7 @@ def hidden_drafter(
 
 
 def lattice(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig) -> Callable[..., Any]:
-    """As `DraftingMethod.lattice`: base logits of fresh states, and the injector, if there is one."""
+    """As `DraftingMethod.lattice`: the base logits of fresh states, and the injector if there is one."""
     levels_of_round = make_schedule(target_config, config, tree, NO_REUSE, tree.depth)
 
     def levels(models, state: TrunkState):
@@ -103,7 +103,7 @@ def lattice(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig) 
 
 
 def pictures(target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, reuse: ReuseConfig) -> Pictures:
-    """What pictures show of the trees of `hidden_drafter`."""
+    """Data for pictures of the trees of `hidden_drafter`."""
     levels_of_round = make_schedule(target_config, config, tree, reuse, reuse.num_states(tree.depth, config.num_steps))
 
     def node_logp(models, state: TrunkState, drafted: DraftTree, sampling: SamplingParams):

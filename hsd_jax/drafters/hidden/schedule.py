@@ -1,8 +1,8 @@
-"""The trunk's part in a round: what a row carries from round to round, its runs, and what a tree grows from.
+"""When the trunk runs, and which logits the tree of a round grows from.
 
-The trunk reads the target's features and its own states only, so what it forecast stays true when drafts are rejected.
-Under each form of reuse (`reuse.py`) `make_schedule` says when it runs and what becomes of the states of earlier
-rounds. Read next: `draft.py`, which grows trees from them.
+The trunk reads only the target's features and its own states, so its states stay valid when drafts are rejected. For
+each form of reuse (`reuse.py`) `make_schedule` decides when the trunk runs and how the states of earlier rounds are
+used. Read next: `draft.py`, which grows trees from the logits.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from hsd_jax.types import KVCache, NewKV
 
 
 class Forecast(NamedTuple):
-    """What the tree of a round grows from."""
+    """The base logits from which the tree of a round grows."""
 
     logits: Float[Array, "B D C"]
     num: Int[Array, "B"] | None = None
-    """Levels of each row that have logits; None: all."""
+    """The number of levels of each row that have logits; None: all."""
 
 
 def run_trunk(
     models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
 ) -> tuple[Float[Array, "B K H"], NewKV]:
-    """K = `num_states` token-free states, and keys and values of the pending features."""
+    """K = `num_states` token-free states, and the keys and values of the pending features."""
     embeddings = embed_committed(models["target"], target_config, config, state.next_tokens)
     read = STATES[config.trunk]
     return read(models["drafter"], config, state.pending, embeddings, state.num_pending, num_states, state.cache)
@@ -54,10 +54,10 @@ def trunk_states(
 def aged(
     models, target_config: ModelConfig, config: TrunkConfig, num_states: int, state: TrunkState
 ) -> Callable[[Array], TrunkState]:
-    """`state_at(age)`: the state of every row with the spares that a trunk run `age` rows earlier would have left.
+    """A function `state_at(age)` that gives every row the spare states of a trunk run `age` rows earlier.
 
     Args:
-      state: of roots that follow one another in a text, a row each.
+      state: a drafter state whose rows are consecutive roots of one text.
     """
     states, _ = run_trunk(models, target_config, config, num_states, state)
     logits = base_logits(models["drafter"], config, models["target"], target_config, states)
@@ -71,7 +71,7 @@ def aged(
 
 
 def spares_of(state: TrunkState) -> Spares:
-    """The spare states of a state that was made with reuse."""
+    """The spare states of a drafter state that was made with reuse."""
     assert state.spares is not None, "the state was made without reuse"
     return state.spares
 
@@ -79,9 +79,9 @@ def spares_of(state: TrunkState) -> Spares:
 def append_pending(
     state: TrunkState, features: Float[Array, "B M2 H"], tokens: Int[Array, "B M2"], num_new: Int[Array, "B"]
 ) -> TrunkState:
-    """The state with `num_new` features and the tokens after them, after those of each row that still wait.
+    """Appends `num_new` features of each row, and the tokens after them, to the pending ones.
 
-    The caller guarantees room for them; what does not count is cut off.
+    The caller guarantees that they fit. Entries that do not count may be cut off.
     """
     num, num_slots = state.num_pending, state.pending.shape[1]
     return dataclasses.replace(
@@ -95,8 +95,11 @@ def append_pending(
 def make_schedule(
     target_config: ModelConfig, config: TrunkConfig, tree: TreeConfig, reuse: ReuseConfig, num_states: int
 ) -> Callable[..., tuple[Forecast, TrunkState]]:
-    """`levels_of_round(models, state, live=None) -> (levels, state)`: what a round drafts from, and when the trunk runs
-    for it; `live` as `RoundInputs.live`."""
+    """A function `levels_of_round(models, state, live=None) -> (levels, state)` for this form of reuse.
+
+    It runs the trunk if the round needs it, and returns the `Forecast` from which the round drafts. `live` is
+    `RoundInputs.live`.
+    """
 
     def read_pending(models, state: TrunkState) -> tuple[Float[Array, "B K C"], TrunkState]:
         """Base logits of a trunk run for every row, and the state with the pending features committed."""
@@ -111,28 +114,28 @@ def make_schedule(
         return Forecast(logits), state
 
     def fuse(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
-        """SUM: old and new states take part in one tree, so one target pass judges both."""
+        """SUM: old and new states make one tree, so one target pass judges both."""
         fresh, after = read_pending(models, state)
         with jax.named_scope("reuse"):
             levels = Forecast(reuse_lib.add(fresh, spares_of(state)))
-        # Only what a trunk says itself is kept, so no state counts in more than two rounds (methods.md, A8).
+        # Only the fresh logits are kept, and not the sums, so no state counts in more than two rounds (methods.md, A8).
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
     def run_ahead(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
-        """AHEAD: the tree grows from states of the round before, while the trunk runs for the next one.
+        """AHEAD: the tree grows from states of the last round, while the trunk runs for the next round.
 
-        The tree needs nothing of this trunk run, nor the run anything of this round's target pass: they may go side by
-        side.
+        The tree does not need this trunk run, and the run does not need this round's target pass. So they may run at
+        the same time.
         """
         fresh, after = read_pending(models, state)
         levels = Forecast(spares_of(state).logits[:, : tree.depth])
         return levels, dataclasses.replace(after, spares=reuse_lib.fresh_spares(fresh))
 
     def run_if_needed(models, state: TrunkState, live: Bool[Array, "B"] | None = None):
-        """SKIP and UNFUSED: rows with spares enough draft from these; the trunk runs if any other row is left.
+        """SKIP and UNFUSED: rows with enough spare states draft from these. The trunk runs if any other row needs it.
 
-        Which states a row drafts from does not depend on the other rows: one with spares enough uses them even where
-        the trunk runs for another. A row that is done asks for no run, which the others would wait for.
+        A row with enough spare states uses them even if the trunk runs for another row. So the states that a row drafts
+        from do not depend on the other rows. A finished row needs no run, so that the others do not wait for one.
         """
         old = spares_of(state)
         needs = reuse_lib.needs_run(reuse, old, tree.depth, config.num_steps)
@@ -147,11 +150,11 @@ def make_schedule(
 
         with jax.named_scope("trunk"):
             logits, kv = lax.cond(jnp.any(needs), run, keep)
-            # Written in every round, counted for rows that ran; the next write covers the rest.
+            # Written for all rows, but counted only for rows whose trunk ran. The next write overwrites the rest.
             cache = cache_lib.commit(state.cache, kv, None, jnp.where(needs, state.num_pending, 0), after=logits)
         logits = jnp.where(needs[:, None, None], logits, old.logits)
         num = jnp.where(needs, num_states, old.num)
-        kept = jnp.where(needs, num, 0) if reuse.form == UNFUSED else num  # spares are resampled from once
+        kept = jnp.where(needs, num, 0) if reuse.form == UNFUSED else num  # UNFUSED resamples from spare states once
         state = dataclasses.replace(
             state, cache=cache, num_pending=jnp.where(needs, 0, state.num_pending), spares=Spares(logits, kept)
         )

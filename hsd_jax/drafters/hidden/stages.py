@@ -1,4 +1,4 @@
-"""The parts of drafting apart, for profiles: the functions that `draft.py` runs."""
+"""The parts of drafting as separate functions, so that each can be timed. `draft.py` runs the same functions."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from hsd_jax.types import DraftTree, DrawScheme, RoundInputs
 def stages(
     target_config: ModelConfig, config: HiddenConfig, tree: TreeConfig, scheme: DrawScheme
 ) -> tuple[Callable, ...]:
-    """`trunk(models, state) -> (states, state)`, `head(models, states) -> logits` and `grow(models, logits, inputs)`.
+    """The three parts of drafting, as functions.
 
-    The trunk's cache keeps its length, so that every run does the same work.
+    The length of the trunk's cache does not change, so that every run does the same work.
+
+    Returns:
+      `trunk(models, state) -> (states, state)`, `head(models, states) -> logits` and
+      `grow(models, logits, inputs) -> tree`.
     """
 
     grower = Grower(tree, scheme, config.vocab_size)

@@ -1,7 +1,7 @@
-"""Token information: what drafted tokens add to the logits of token-free states, and the weights of the whole drafter.
+"""Token information, and the weights of the whole drafter.
 
-The injector adds a low-rank bias after the LM head, from the previous token or from the path up to it. The trunk is
-`models/trunk.py`. Read next: `draft.py`.
+The injector adds a low-rank bias to the logits of token-free states. The bias depends on the previous token, or on all
+drafted tokens of the path up to it. The trunk is in `models/trunk.py`. Read next: `draft.py`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hsd_jax.types import NO_PARENT, Weights
 
 
 def init_weights(key: jax.Array, config: HiddenConfig) -> Weights:
-    """Random float32 weights; the injector adds nothing yet, so the first logits are those of the trunk.
+    """Random float32 weights. The injector adds nothing yet, so the first logits are those of the trunk.
 
-    These are the weights that are learned; with a reduced draft vocabulary `draft_vocab.attach` adds the rest.
+    These are the weights that training learns. With a reduced draft vocabulary `draft_vocab.attach` adds the rest.
     """
     weights = init_fusion(key, config)
     trunk_key, table_key = jax.random.split(key)
@@ -38,17 +38,18 @@ def init_weights(key: jax.Array, config: HiddenConfig) -> Weights:
 
 
 FIRST_SIZE = 0.2
-"""Root mean square of W1's first rows. `read_token` takes it out again; the smaller, the faster Adam turns them."""
+"""Root mean square of the initial rows of W1. The norm in `read_token` cancels it. Adam changes the direction of small
+rows faster."""
 
 
 def begin_from(weights: Weights, embedding: Float[Array, "V H"]) -> Weights:
-    """Fresh weights whose W1 begins as what tells the target's embeddings apart: their first principal components.
+    """Initialises W1 with the first principal components of the target's embeddings.
 
-    So tokens that the target takes for alike are read alike from the first step. After 0.2 M tokens of training the
-    demo drafter's loss was 0.31 in place of 0.45 (docs/history.md, session 18). Columns beyond H stay random, and so
-    do rows of tokens that nothing tells apart.
+    So tokens with similar embeddings are read alike from the first step. After 0.2 M tokens of training the demo
+    drafter's loss was 0.31 instead of 0.45 (docs/history.md). Columns beyond H stay random. So do rows of tokens whose
+    components are all zero.
 
-    The embedding may be sharded; not to be called under `jit`.
+    The embedding may be sharded. This function must not be called under `jit`.
     """
     if "injector" not in weights:
         return weights
@@ -75,11 +76,11 @@ def begin_from(weights: Weights, embedding: Float[Array, "V H"]) -> Weights:
 def read_token(
     weights: Weights, config: HiddenConfig, token: Int[Array, "..."], above: Float[Array, "... r"] | None = None
 ) -> Float[Array, "... r"]:
-    """What the injector has read at a token: RMSNorm(W1[token] + R . above) of the token's `rank`.
+    """The injector's state after it has read a token: RMSNorm(W1[token] + R . above), a vector of `rank` numbers.
 
     Args:
-      token: any token, cold ones too (methods.md, A10).
-      above: what it had read on the token's parent; None at a root. Without a path, R is zero.
+      token: any token of the target, also one that may not be drafted (methods.md, A10).
+      above: the injector's state after the token's parent; None at a root. Without PATH, R is zero.
     """
     if config.rank == 0:
         return jnp.zeros((*token.shape, 0))
@@ -90,9 +91,9 @@ def read_token(
 
 
 def token_bias(weights: Weights, config: HiddenConfig, read: Float[Array, "... r"]) -> Float[Array, "... C"]:
-    """The bias after a token: what the injector has read . W2; C are the tokens that may be drafted.
+    """The bias after a token: the injector's state times W2, for the C tokens that may be drafted.
 
-    A drafter of rank 0 was trained without token information.
+    A drafter with rank 0 was trained without token information, and its bias is zero.
     """
     if config.rank == 0:
         return jnp.zeros((*read.shape[:-1], config.draft_vocab_size))
@@ -102,7 +103,7 @@ def token_bias(weights: Weights, config: HiddenConfig, read: Float[Array, "... r
 def inject(
     weights: Weights, config: HiddenConfig, tokens: Int[Array, "..."], above: Float[Array, "... r"] | None
 ) -> tuple[Float[Array, "... C"], Float[Array, "... r"] | None]:
-    """The bias after each token, and what its children need of it: `above` of their own call, None without a path.
+    """The bias after each token, and the argument `above` of the call for its children, which is None without PATH.
 
     The bias is zero at initialisation (methods.md 1.5, 3).
     """
@@ -111,7 +112,7 @@ def inject(
 
 
 def read_paths(weights: Weights, config: HiddenConfig, paths: Int[Array, "... K"]) -> Float[Array, "... K r"]:
-    """What the injector has read on each token of paths that start at their roots."""
+    """The injector's state after each token of paths that start at their roots."""
     if config.injection != PATH:
         return read_token(weights, config, paths.reshape(-1)).reshape(*paths.shape, -1)
     read = [read_token(weights, config, paths[..., 0])]
@@ -123,7 +124,11 @@ def read_paths(weights: Weights, config: HiddenConfig, paths: Int[Array, "... K"
 def read_tree(
     weights: Weights, config: HiddenConfig, tokens: Int[Array, "B N"], parents: Int[Array, "B N"], num_levels: int
 ) -> Float[Array, "B N r"]:
-    """What the injector has read on each node of trees with this many levels below their roots, all nodes at once."""
+    """The injector's state after each node of trees, computed for all nodes at once.
+
+    Args:
+      num_levels: levels of the trees below their roots.
+    """
     read = read_token(weights, config, tokens)
     if config.injection == PATH:
         for _ in range(num_levels):

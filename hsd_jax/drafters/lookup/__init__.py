@@ -1,4 +1,4 @@
-"""Prompt lookup: copies what followed an earlier occurrence of the last tokens."""
+"""Prompt lookup: drafts by copying the tokens that followed an earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is static of prompt lookup."""
+"""The configuration of prompt lookup."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hsd_jax import settings
 
 @settings.dataclass
 class LookupConfig:
-    """Prompt lookup: drafts what followed the longest n-gram of the context that ends it once more.
+    """Prompt lookup: finds the longest n-gram at the end of the context that occurred before, and drafts what followed.
 
     Args:
-      max_ngram: longest n-gram, in tokens; longer repetitions count as this long.
-      min_ngram: shortest n-gram; where the context repeats none of these, nothing is drafted.
+      max_ngram: the longest n-gram, in tokens. Longer repetitions count as this long.
+      min_ngram: the shortest n-gram. If the last `min_ngram` tokens did not occur before, nothing is drafted.
     Raises:
       ValueError: naming the wrong value and the allowed ones.
     """
@@ -34,7 +34,7 @@ class LookupConfig:
 
     @classmethod
     def parse(cls, text: str) -> LookupConfig | None:
-        """The configuration that "lookup", "lookup:4" (up to 4) or "lookup:2-4" names; None for any other text.
+        """The configuration that "lookup", "lookup:4" (up to 4) or "lookup:2-4" means; None for any other text.
 
         Raises:
           ValueError: for numbers that are not allowed.

@@ -1,8 +1,9 @@
-"""Prompt lookup: drafts what followed an earlier occurrence of the last tokens. No weights.
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the last tokens. It has no weights.
 
-Good where an answer repeats its prompt (summaries, edits, code). Drafting costs next to nothing, but the target's pass
-over all nodes is paid where nothing is found, too. It looks on the device, in a copy of the context of its own. Prompt
-lookup decoding (Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding); LLMA (arXiv:2304.04487) copies likewise.
+It works well if an answer repeats its prompt (summaries, edits, code). Drafting costs almost nothing. But the target's
+pass over all nodes costs the same if nothing is found. The search runs on the device, in the drafter's own copy of the
+context. Source: prompt lookup decoding (Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding). LLMA
+(arXiv:2304.04487) copies in the same way.
 """
 
 from __future__ import annotations
@@ -26,27 +27,30 @@ from hsd_jax.types import DRAWN_SCHEMES, Drafter, DraftTree, DrawScheme, ModelOu
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
 @flax.struct.dataclass
 class LookupState:
-    """The committed tokens of each row; what comes after `length` is meaningless."""
+    """The committed tokens of each row. Tokens after `length` are meaningless."""
 
     tokens: Int[Array, "B T"] = flax.struct.field(metadata=named(ROWS, SLOTS))
     length: Int[Array, "B"] = flax.struct.field(metadata=named(ROWS))
 
 
 class Copied(NamedTuple):
-    """What follows where the context says once more what it ends with."""
+    """The tokens that followed an earlier occurrence of the end of the context."""
 
     tokens: Int[Array, "B D"]
-    """Meaningless where nothing is found."""
+    """Meaningless if nothing was found."""
     run: Int[Array, "B"]
-    """Tokens that both places have in common, `max_ngram` at most; 0: fewer than `min_ngram`, so nothing is found."""
+    """The length of the repetition in tokens, at most `max_ngram`. 0: it is below `min_ngram`, so nothing was found."""
 
 
 def find_repetition(
     tokens: Int[Array, "B T"], length: Int[Array, "B"], config: LookupConfig
 ) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
-    """Where the context goes on after its longest earlier occurrence of its own end, and how long that is.
+    """Finds the longest earlier occurrence of the end of the context.
 
-    An occurrence is at most `max_ngram` tokens long; of equally long ones the latest counts. 0: none is long enough.
+    An occurrence is at most `max_ngram` tokens long. If several are equally long, the latest counts.
+
+    Returns:
+      The position after the occurrence, and its length in tokens; 0 if none is at least `min_ngram` long.
     """
     num = tokens.shape[1]
     place = jnp.arange(num)
@@ -56,16 +60,16 @@ def find_repetition(
         last = jnp.take_along_axis(tokens, jnp.maximum(length - 1 - back, 0)[:, None], 1)
         goes_on = goes_on & (jnp.roll(tokens, back, 1) == last) & (place >= back)
         run = run + goes_on.astype(jnp.int32)
-    latest = num - 1 - jnp.argmax(run[:, ::-1], -1)  # argmax takes the first of equals
+    latest = num - 1 - jnp.argmax(run[:, ::-1], -1)  # on a tie argmax takes the first, here the latest
     longest = jnp.take_along_axis(run, latest[:, None], 1)[:, 0]
     return (latest + 1).astype(jnp.int32), jnp.where(longest >= config.min_ngram, longest, 0)
 
 
 def copied(state: LookupState, config: LookupConfig, depth: int) -> Copied:
-    """`depth` tokens from where the context goes on.
+    """The `depth` tokens that followed the repetition.
 
-    Where the copy reaches the end of the context it goes on with what it has copied, so a loop is drafted to any
-    length.
+    If the copy reaches the end of the context, it continues with the tokens that it has copied. So a loop is drafted to
+    any length.
     """
     first, run = find_repetition(state.tokens, state.length, config)
     period = jnp.maximum(state.length - first, 1)
@@ -74,7 +78,7 @@ def copied(state: LookupState, config: LookupConfig, depth: int) -> Copied:
 
 
 def copied_chain(state: LookupState, root: Int[Array, "B"], config: LookupConfig, depth: int) -> DraftTree:
-    """The chain of what is `copied`; all padding where nothing is found."""
+    """A chain of the `copied` tokens; only padding if nothing was found."""
     tokens, run = copied(state, config, depth)
     return chain_of(root, tokens, jnp.where(run > 0, depth, 0))
 
@@ -89,16 +93,17 @@ def lookup_drafter(
     """A `Drafter` of chains of `tree.depth` copied tokens.
 
     Raises:
-      ValueError: if the tree is no chain, or is to be drawn: copied tokens follow no distribution.
+      ValueError: if the tree is no chain, or if the scheme draws, because copied tokens are not drawn from a
+        distribution.
     """
     check_chain(tree, "lookup drafts")
     if scheme in DRAWN_SCHEMES:
         raise ValueError(f"draw={scheme.value!r}: lookup copies its drafts, allowed is arbitrary, with accept='match'")
-    scheme = DrawScheme.ARBITRARY  # coupled to any noise, a distribution of one token is that token
+    scheme = DrawScheme.ARBITRARY  # a distribution with a single token gives that token, whatever the coupled noise is
     depth = tree.depth
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
-        room = capacity + 1 - tokens.shape[1]  # a round commits at most depth + 1 tokens; the cache has room for depth
+        room = capacity + 1 - tokens.shape[1]  # a round commits up to depth + 1 tokens; the capacity allows for depth
         return LookupState(jnp.pad(tokens, ((0, 0), (0, room))), length)
 
     def read(models, state: LookupState, *rest):

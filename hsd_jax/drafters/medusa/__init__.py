@@ -1,4 +1,4 @@
-"""Medusa: heads that guess their positions apart from one another (arXiv:2401.10774, arXiv:1811.03115)."""
+"""Medusa: K heads that predict K positions independently of each other (arXiv:2401.10774, arXiv:1811.03115)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hsd_jax.drafters.method import DraftingMethod, Inspection, Training, planni
 
 
 def drafting_seconds(costs: Any, config: MedusaConfig, batch: int, tree: TreeConfig) -> float:
-    """One product for all heads, and one with the head of the vocabulary."""
+    """One product for all heads, and one with the LM head."""
     heads = costs.product(tree.depth * config.hidden_size**2, batch)
     logits = costs.product(config.draft_vocab_size * config.hidden_size, batch * tree.depth)
     return float(heads + logits) + 20 * costs.rates.operation_seconds

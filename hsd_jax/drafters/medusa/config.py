@@ -1,4 +1,4 @@
-"""What is static of Medusa heads."""
+"""The configuration of Medusa heads."""
 
 from __future__ import annotations
 

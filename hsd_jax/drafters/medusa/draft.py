@@ -1,8 +1,8 @@
-"""Medusa: K heads that each guess one position ahead from the same feature, and a static tree.
+"""Medusa: K heads that each predict one position ahead from the same feature, and a static tree.
 
-Heads know nothing of one another, nor of the root (Medusa, arXiv:2401.10774; blockwise parallel decoding,
-arXiv:1811.03115). Which ranks of which head form the tree is fixed before anything is drafted. Weights: `weights.py`.
-Typical acceptance, Medusa's rule above temperature 0, is lossy and not here.
+The heads do not read each other's tokens, nor the root (Medusa, arXiv:2401.10774; blockwise parallel decoding,
+arXiv:1811.03115). The shape of the tree, and the rank of each node among the tokens of its head, are fixed before
+drafting. Typical acceptance, Medusa's rule above temperature 0, is lossy and not implemented. Read next: `weights.py`.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from hsd_jax.types import (
 )
 
 FIRST_RANK, NEXT_RANK = 0.6, 0.3
-"""How likely a head's best guess is taken to be right, and each further guess against the one before: a prior, which
-shapes the tree and nothing else."""
+"""A prior that only decides the shape of the tree: the probability that a head's likeliest token is right, and the
+ratio of the probability of each further token to that of the one before."""
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
 @flax.struct.dataclass
 class MedusaState:
-    """The feature of the last committed token but one: of the last position the target has seen."""
+    """The feature of the last position that the target has read: the second-to-last committed token."""
 
     feature: Float[Array, "B H"]
 
 
 class StaticTree(typing.NamedTuple):
-    """Parents and depths of the nodes, the root first, and which guess of its head each node is (0 for the root)."""
+    """The nodes of a tree, the root first. A rank is that of the node's token in its head; the root's is 0."""
 
     parents: np.ndarray
     depths: np.ndarray
@@ -65,10 +65,10 @@ class StaticTree(typing.NamedTuple):
 
 
 def static_tree(tree: TreeConfig) -> StaticTree:
-    """The `tree.nodes` likeliest nodes under the prior, ranks below `tree.width`, in falling order of likelihood.
+    """The `tree.nodes` likeliest nodes under the prior, with ranks below `tree.width`, the likeliest first.
 
-    A node's likelihood is the product over its path; of equals the shallower comes first, then the better first rank.
-    With `tree.branching` no prior counts: every node of a level has the best ranks for children.
+    The likelihood of a node is the product over its path. On a tie the shallower node comes first, then the node with
+    the better first rank. With `tree.branching` the prior is not used: the children of every node are the best ranks.
     """
     if tree.branching is not None:
         return branching_tree(tree)
@@ -92,7 +92,7 @@ def static_tree(tree: TreeConfig) -> StaticTree:
 
 
 def branching_tree(tree: TreeConfig) -> StaticTree:
-    """The layout of `levels.grow`: level by level, the children of a node together, likeliest first."""
+    """The layout of `levels.grow`: level by level, with the children of a node together, the likeliest first."""
     parents, depths, ranks, first = [NO_PARENT], [0], [0], 0
     for depth, count in enumerate(tree.branching or ()):
         above = first + levels.parents_of_level(tree, depth)
@@ -104,7 +104,7 @@ def branching_tree(tree: TreeConfig) -> StaticTree:
 
 
 def lattice(target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig) -> Callable[..., Any]:
-    """As `DraftingMethod.lattice`: the logits of the heads, to which drafted tokens add nothing."""
+    """As `DraftingMethod.lattice`: the logits of the heads. Drafted tokens add nothing to them."""
 
     def levels(models, state: MedusaState):
         with jax.named_scope("head"):
@@ -121,12 +121,13 @@ def medusa_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` with a static tree of this size, or with trees drawn from the heads' distributions, as `scheme` says.
+    """A `Drafter` with a static tree of this size, or, if `scheme` draws, with trees drawn from the heads.
 
     A round costs one product for all heads and one with the LM head.
 
     Raises:
-      ValueError: as `hidden_drafter`.
+      ValueError: if the tree is deeper than the drafter was trained for, if the target lacks a layer that it reads, or
+        if a tree of this scheme cannot have this shape.
     """
     check_tree(target_config, config, tree, scheme)
     shape, levels = static_tree(tree), lattice(target_config, config, tree)
@@ -135,7 +136,7 @@ def medusa_drafter(
         return MedusaState(jnp.zeros((len(length), target_config.hidden_size)))
 
     def read(models, state: MedusaState, output: ModelOutput, tokens, following, start, length: Int[Array, "B"]):
-        """Keeps the prompt's last feature; one of a single token has none."""
+        """Keeps the prompt's last feature. A prompt of a single token has none."""
         features = trunk_features(models["drafter"], config, output.hidden, output.features)
         return MedusaState(last_feature(features, start, length, state.feature))
 
@@ -182,7 +183,7 @@ def medusa_drafter(
 
 
 def pictures(target_config: ModelConfig, config: MedusaConfig, tree: TreeConfig, reuse: ReuseConfig) -> Pictures:
-    """What pictures show of the trees of `medusa_drafter`."""
+    """Data for pictures of the trees of `medusa_drafter`."""
 
     levels = lattice(target_config, config, tree)
 

@@ -1,4 +1,4 @@
-"""Heads that each turn the target's last feature into the state of one position ahead."""
+"""The weights of Medusa heads, and the states that they compute: one for each position ahead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hsd_jax.types import Weights
 
 
 def init_weights(key: jax.Array, config: MedusaConfig) -> Weights:
-    """Heads that add nothing yet: the first logits are those of the feature."""
+    """Heads that add nothing yet, so the first logits are those of the feature."""
     rows = config.num_steps * config.hidden_size
     heads = {"kernel": jnp.zeros((rows, config.hidden_size)), "bias": jnp.zeros(rows)}
     return init_fusion(key, config) | {"heads": heads}
@@ -22,11 +22,11 @@ def init_weights(key: jax.Array, config: MedusaConfig) -> Weights:
 def head_states(
     weights: Weights, config: MedusaConfig, features: Float[Array, "... H"], num_states: int
 ) -> Float[Array, "... K H"]:
-    """States of the first K heads : f + SiLU(W_k f + b_k) of one feature f each.
+    """The states of the first K heads, f + SiLU(W_k f + b_k), for each feature f.
 
     References:
-      Medusa (arXiv:2401.10774, section 2.1.1), with the target's own LM head after all heads as in blockwise parallel
-      decoding (Stern et al., arXiv:1811.03115).
+      Medusa (arXiv:2401.10774, section 2.1.1). As in blockwise parallel decoding (Stern et al., arXiv:1811.03115), all
+      heads share the target's own LM head.
     """
     width = num_states * config.hidden_size
     added = matmul(features, weights["heads"]["kernel"][:width]) + weights["heads"]["bias"][:width].astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""PEARL: a small model that drafts while its last drafts are verified (arXiv:2408.11850)."""
+"""PEARL: a small model that drafts while its last drafts are verified (arXiv:2408.11850). Read next: `draft.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hsd_jax.drafters.pearl.overlap import Overlapped
 
 
 def drafting_seconds(costs: Any, config: PearlConfig, batch: int, tree: TreeConfig) -> float:
-    """As the small model alone: on one device nothing overlaps."""
+    """The same as for the small model alone, because nothing overlaps on one device."""
     return small_lm.drafting_seconds(costs, config.base, batch, tree)
 
 

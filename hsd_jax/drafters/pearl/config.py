@@ -1,4 +1,4 @@
-"""What is static of a small model that drafts while its last drafts are verified."""
+"""The configuration of a small model that drafts while its last drafts are verified."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hsd_jax.settings import Count
 
 @settings.dataclass
 class PearlConfig:
-    """A small language model, and how many tokens it drafts while the target verifies as many."""
+    """A small language model, and the number of tokens that it drafts in a round, `gamma`."""
 
     kind: ClassVar[str] = "pearl"
 

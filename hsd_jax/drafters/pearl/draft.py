@@ -1,21 +1,24 @@
-"""Drafting beside verification: PEARL's two phases (Liu et al., arXiv:2408.11850, algorithm 2; methods.md 4.4).
+"""Drafting during verification: PEARL's two phases (Liu et al., arXiv:2408.11850, algorithm 2; methods.md 4.4).
 
-Every round the small model drafts gamma tokens y_1 .. y_gamma, whatever the target says meanwhile.
+In every round the small model drafts gamma tokens y_1 .. y_gamma, without waiting for the target's verdict.
 
-* *Pre-verify*: the target reads the root alone and so judges y_1. Accepted: it is the next root, and y_2 .. y_gamma
-  are pending.
-* *Post-verify*: the target reads the root and the gamma - 1 pending drafts and so judges them and y_1, which the model
-  drafted behind them. All accepted: y_1 is the next root, y_2 .. y_gamma are pending.
-* After a rejection the token in its place is the root, nothing is pending, both caches hold committed - 1 tokens.
+* *Pre-verify*: the target reads only the root, so it can judge y_1. If y_1 is accepted, it is the next root, and
+  y_2 .. y_gamma are pending.
+* *Post-verify*: the target reads the root and the gamma - 1 pending drafts. So it can judge these and y_1, which the
+  small model drafted after them. If all are accepted, y_1 is the next root, and y_2 .. y_gamma are pending.
+* After a rejection the token in place of the rejected draft is the root, nothing is pending, and both caches have
+  committed - 1 tokens.
 
-y_1 is the tip of the round's tree: a draft with no row of the target behind it, so that no round takes a bonus token.
-Drafts, coins and residuals are keyed by absolute position: when a token is drafted changes nothing. The text is that of
-a decoder which drafts and tests one token at a time, whatever gamma is; under `match` it is that of plain decoding.
+y_1 is the tip of the round's tree: the target does not compute logits after it, so no round has a bonus token. Drafts,
+coins and residuals are keyed by absolute position. So the round in which a token is drafted does not matter. For every
+gamma the text is that of a decoder that drafts and tests one token at a time. Under `match` it is that of plain
+decoding.
 
-A round has two halves: the small model's (`Halves.propose`) and the target's (`Halves.chained`,
-`Halves.after_verdict`). The first is told of a round when it begins the next. Here one program runs both, one after the
-other: the exact machine, scheduled. `overlap.py` gives each its own devices. A hidden-state drafter needs no such
-machine: its states run ahead of verification with `reuse="ahead"`, and tokens are chosen from them afterwards.
+A round has two halves: that of the small model (`Halves.propose`) and that of the target (`Halves.chained`,
+`Halves.after_verdict`). The small model gets the outcome of a round when it begins the next one. Here one program runs
+the two halves one after the other, which gives the same text but no overlap. `overlap.py` runs each half on its own
+devices. A hidden-state drafter does not need this: with `reuse="ahead"` its states are computed ahead of verification,
+and tokens are chosen from them afterwards.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ from hsd_jax.types import (
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
 @flax.struct.dataclass
 class DraftChain:
-    """Tokens in a row, and what each was drawn from."""
+    """Consecutive drafts, and the distribution from which each was drawn."""
 
     tokens: Int[Array, "B M"]
     logp: Float[Array, "B M V"] | None
@@ -62,10 +65,10 @@ class DraftChain:
 @typing.no_type_check
 @flax.struct.dataclass
 class RoundOutcome:
-    """The outcome of a verification, as the small model needs it."""
+    """The outcome of a verification that the small model needs."""
 
     is_right: Bool[Array, "B"]
-    """Whether all it believed in was committed: the rest is then of no interest."""
+    """Whether all tokens that it had assumed were committed. The other fields are then not needed."""
     root: Int[Array, "B"]
     """The last committed token."""
     position: Int[Array, "B"]
@@ -75,35 +78,36 @@ class RoundOutcome:
 @typing.no_type_check
 @flax.struct.dataclass
 class Phase:
-    """What the target's half keeps."""
+    """The state of the target's half."""
 
     is_post: Bool[Array, "B"]
-    """The phase: post-verify, so `pending` counts; else pre-verify, nothing is pending."""
+    """Whether the phase is post-verify. In the phase pre-verify nothing is pending, and `pending` does not count."""
     pending: DraftChain
-    """y_2 .. y_gamma of the round before."""
+    """y_2 .. y_gamma of the last round."""
     fresh: DraftChain
-    """y_1 .. y_gamma, while a round is judged."""
+    """y_1 .. y_gamma of the round that is judged."""
     root: Int[Array, "B"]
+    """The root of the round that is judged; `position` is its absolute position."""
     position: Int[Array, "B"]
-    """Of the root of the round that is judged."""
     rounds: Int[Array, "B 2"]
-    """Rounds of each row so far: pre-verify, post-verify."""
+    """The number of rounds of each row so far: pre-verify, post-verify."""
 
 
 @typing.no_type_check
 @flax.struct.dataclass
 class PearlState:
-    """`base` has read the committed text, what is pending and all drafts but the last, as though all were committed.
+    """The state of both halves.
 
-    Where a draft was refused, `kept(base, outcome)` has read the committed text alone.
+    `base` has read the committed text, the pending drafts and all new drafts except the last, as if all were committed.
+    If a draft was rejected, `kept(base, outcome)` rolls it back to the committed text.
     """
 
     base: SmallLMState
     outcome: RoundOutcome
-    """Of the last round."""
+    """The outcome of the last round."""
     phase: Phase
     is_overlapped: bool = flax.struct.field(pytree_node=False, default=False)
-    """Whether `base` and `outcome` lie on devices of their own."""
+    """Whether `base` and `outcome` are on the small model's own devices."""
 
 
 class Halves(NamedTuple):
@@ -111,12 +115,12 @@ class Halves(NamedTuple):
 
     gamma: int
     vocab_size: int | None
-    """Of distributions that drafts are drawn from; None: they are not drawn."""
+    """The size of the distributions from which drafts are drawn; None: drafts are not drawn."""
     base: Drafter
     """The small model."""
 
     def first(self, length: Int[Array, "B"]) -> tuple[RoundOutcome, Phase]:
-        """Before the first round: nothing to roll back, nothing pending."""
+        """The state before the first round: nothing to roll back, and nothing is pending."""
         batch, none = len(length), jnp.zeros_like(length)
         pending, fresh = (self._no_drafts(batch, num) for num in (self.gamma - 1, self.gamma))
         phase = Phase(none > 0, pending, fresh, none, none, jnp.zeros((batch, 2), jnp.int32))
@@ -129,9 +133,10 @@ class Halves(NamedTuple):
     def propose(
         self, models, base: SmallLMState, outcome: RoundOutcome, keys: jax.Array, sampling: SamplingParams
     ) -> tuple[DraftChain, SmallLMState]:
-        """gamma drafts behind all that the small model believes in."""
+        """gamma drafts after all tokens that the small model assumes to be committed."""
         base = kept(base, outcome)
-        # Its root is the last of what is pending. The target's noise there is beyond what the round computed.
+        # The small model's root is its pending token. It is later than the positions for which the round has computed
+        # the target's noise, so the drafter computes the noise itself.
         inputs = RoundInputs(base.pending[:, 0], base.cache.length, keys, sampling)
         drafted, base = self.base.draft(models, base, inputs)
         fresh = DraftChain(drafted.tokens[:, 1:], drafted.draft_logp)
@@ -141,7 +146,7 @@ class Halves(NamedTuple):
     def chained(
         self, phase: Phase, fresh: DraftChain, root: Int[Array, "B"], position: Int[Array, "B"]
     ) -> tuple[DraftTree, Phase]:
-        """The tree to judge: what is pending, and y_1 as its tip."""
+        """The tree to judge: the pending drafts, and y_1 as the tip."""
         num_pending = self.num_pending(phase)
         tokens, logp = joined(phase.pending.tokens, num_pending, fresh.tokens, self.gamma), None
         if phase.pending.logp is not None and fresh.logp is not None:
@@ -151,13 +156,13 @@ class Halves(NamedTuple):
         return dataclasses.replace(chain, tip=chain.depth == num_pending[:, None] + 1), phase
 
     def num_pending(self, phase: Phase) -> Int[Array, "B"]:
-        """Drafts that wait to be judged."""
+        """The number of drafts that wait for their verdict."""
         return jnp.where(phase.is_post, self.gamma - 1, 0)
 
     def after_verdict(
         self, phase: Phase, verdict: Verdict, num_committed: Int[Array, "B"]
     ) -> tuple[RoundOutcome, Phase]:
-        """The next phase, and what the small model is to know."""
+        """The outcome for the small model, and the next phase."""
         num_pending = self.num_pending(phase)
         is_right = (verdict.next_token == phase.fresh.tokens[:, 0]) & (verdict.num_accepted == num_pending)
         is_right &= num_committed == num_pending + 1
@@ -176,10 +181,10 @@ def halves(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Halves:
-    """The halves of rounds of chains; gamma is the depth of `tree`.
+    """The two halves of rounds. gamma is the depth of `tree`.
 
     Raises:
-      ValueError: if the tree is no chain, or the two models differ in their vocabulary.
+      ValueError: if the tree is no chain, or if the two models have different vocabularies.
     """
     check_chain(tree, "PEARL drafts")
     base = small_lm_drafter(target_config, config.base, tree, cache_dtype, scheme)
@@ -193,7 +198,7 @@ def pearl_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` of chains, both halves in one program; raises as `halves`."""
+    """A `Drafter` of chains, with both halves in one program; raises as `halves`."""
     both = halves(target_config, config, tree, cache_dtype, scheme)
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int):
@@ -225,9 +230,10 @@ def pearl_drafter(
 
 
 def kept(own: SmallLMState, outcome: RoundOutcome) -> SmallLMState:
-    """The small model's state: as it is where it guessed right, elsewhere rolled back to the new root.
+    """The small model's state, rolled back to the new root in rows where an assumed token was not committed.
 
-    All before that was committed, so it was drafted, and read; slot index equals position.
+    All tokens before the new root were drafted and accepted, so the model has read them. Slot index equals position, so
+    it is enough to set the length of the cache.
     """
     width = own.pending.shape[1]
     pending = jnp.where(

@@ -1,15 +1,16 @@
 """PEARL on two sets of devices: the small model drafts on one while the target verifies on the other.
 
-A round is three programs. `propose` runs beside `look`: neither needs the other. `judge` needs both, and is small.
+A round consists of three programs. `propose` and `look` run at the same time, because neither needs the other. `judge`
+needs the results of both, and is small.
 
     drafter's devices    propose -> drafts ----.              propose of the next round
                                                 \\            /
     target's devices     look -> logits ------- judge -> outcome
                          (root and pending)     (accept, commit; the next round's look follows)
 
-The host only says what comes next, rounds ahead of the devices: what goes across are drafts and `RoundOutcome`, by
-`jax.device_put`, which waits for nothing here. Every EVERY rounds it reads where rows were EVERY rounds ago, so the
-devices have work while it reads. Rounds past the end of a row leave it as it is. Read first: `draft.py`.
+The host only dispatches programs, rounds ahead of the devices. Drafts and `RoundOutcome` move between the devices by
+`jax.device_put`, which does not block here. Once in EVERY rounds the host reads the lengths that rows had EVERY rounds
+ago, so the devices have work meanwhile. A round after the end of a row does not change the row. Read first: `draft.py`.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ from hsd_jax.types import (
 )
 
 EVERY = 2
-"""Rounds from one look at the rows to the next; as many are in flight meanwhile."""
+"""The number of rounds between two reads of the rows' lengths by the host. As many rounds are in flight."""
 
 
 class Overlapped(Decoder):
-    """The compiled functions of PEARL on two meshes, used as a `Decoder` is.
+    """The compiled functions of PEARL on two meshes, with the interface of a `Decoder`.
 
     Args:
-      tree: the chain, gamma long.
-      mesh, drafter_mesh: of the target's devices, and of the small model's.
+      tree: a chain of gamma drafts.
+      mesh, drafter_mesh: the mesh of the target's devices, and that of the small model's devices.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Overlapped(Decoder):
         check_legal(rule, drafter.scheme, drafter.drafts_ahead)
         both = halves(config, drafter_config, tree, cache_dtype, scheme)
         here = target_half(drafter, both)
-        # The target's half: a decoder whose loop, in one program, is never compiled.
+        # The target's half. The loop of this decoder, which would be one program, is never compiled.
         self.here = Decoder(config, make_plain_step(config), here, cache_dtype, precision, mesh=mesh)
         self.drafter, self.mesh, self.drafter_mesh = drafter, mesh, drafter_mesh
         self.max_depth, self.lookahead, self._slots = self.here.max_depth, self.here.lookahead, self.here._slots
@@ -132,21 +133,21 @@ class Overlapped(Decoder):
         return self._joined(self.here.clear(here, slot), self._clear_ahead(base, slot))
 
     def _joined(self, state: DecodeState, base: SmallLMState) -> DecodeState:
-        """The state of both halves. That of the drafter on the target's half is (RoundOutcome, Phase)."""
+        """The state of both halves. In `state`, of the target's half, the drafter's state is (RoundOutcome, Phase)."""
         outcome, phase = state.drafter
         return dataclasses.replace(state, drafter=PearlState(base, self._across(outcome), phase, is_overlapped=True))
 
     def _apart(self, state: DecodeState) -> tuple[DecodeState, SmallLMState]:
-        """What `_joined` joins."""
+        """The two states that `_joined` joins."""
         own: PearlState = state.drafter
         outcome = jax.device_put(own.outcome, NamedSharding(self.mesh, PartitionSpec()))
         return dataclasses.replace(state, drafter=(outcome, own.phase)), own.base
 
     def _across(self, tree: Any) -> Any:
-        """Small arrays, whole on each of the small model's devices."""
+        """Copies small arrays to each of the small model's devices."""
         return jax.device_put(tree, NamedSharding(self.drafter_mesh, PartitionSpec()))
 
-    hold = staticmethod(dict)  # the models go different ways
+    hold = staticmethod(dict)  # each program takes one of the two models, so they stay a dict
 
     def loop(
         self,
@@ -158,7 +159,7 @@ class Overlapped(Decoder):
         least_live: Any,
         state: DecodeState,
     ) -> DecodeState:
-        """In place of the compiled loop. Rounds that were in flight when a row ended were run all the same."""
+        """Replaces the compiled loop. Rounds that were in flight when the last row ended still run."""
         rounds, longest, num = OverlappedDecode(self, models, sampling, limits, state), fetch(limits.max_length), 0
         seen, flying = Seen(0, fetch(state.length), fetch(state.done)), deque()
         capacity = state.cache.capacity
@@ -168,17 +169,18 @@ class Overlapped(Decoder):
                 if num % EVERY == 0:
                     flying.append((num, where))
                     seen = landed(*flying.popleft()) if len(flying) > 1 else seen
-            elif seen.num < num:  # by what was seen no further round is needed, or there may be no room for it
+            elif seen.num < num:  # as far as the host knows, no round is needed, or one might not fit: it reads again
                 seen = Seen(num, fetch(rounds.state.length), fetch(rounds.state.done))
                 flying.clear()
             else:
                 return rounds.joined()
 
     def _is_next(self, num: int, seen: Seen, longest: np.ndarray, capacity: int, least_live: int) -> bool:
-        """Whether a round after the first `num` may have something to do for enough rows, and surely has room.
+        """Whether a further round may be needed by enough rows, and certainly fits into the caches.
 
         Args:
-          longest: tokens at which each row is done. A round gives a row 1 to gamma tokens.
+          num: rounds that were dispatched. Each gives a row 1 to gamma tokens.
+          longest: the length in tokens at which each row is done.
         """
         since = num - seen.num
         may_go_on = ~seen.done & (seen.length + since < longest)
@@ -187,7 +189,7 @@ class Overlapped(Decoder):
 
 
 class Seen(NamedTuple):
-    """Where rows were after so many rounds, on the host."""
+    """The state of the rows after `num` rounds, on the host."""
 
     num: int
     length: np.ndarray
@@ -195,13 +197,13 @@ class Seen(NamedTuple):
 
 
 def landed(num: int, where: jax.Array) -> Seen:
-    """What `OverlappedDecode.begin` returned for round `num`, once it is there."""
+    """Waits for the result of `OverlappedDecode.begin` for round `num`."""
     length, done = fetch(where)
     return Seen(num, length, done.astype(bool))
 
 
 class OverlappedDecode:
-    """A decode in flight: the state of either half, as arrays that may still have to be computed."""
+    """A decode in flight: the states of both halves, as arrays that may not be computed yet."""
 
     def __init__(self, decoder: Overlapped, models: dict, sampling: SamplingParams, limits: Limits, state: DecodeState):
         self.decoder, self.settings = decoder, (sampling, limits)
@@ -212,7 +214,7 @@ class OverlappedDecode:
         self.there = decoder._across((state.keys, sampling))
 
     def begin(self) -> jax.Array:
-        """Dispatches a round, and reads nothing; returns where rows will be, as in `landed`."""
+        """Dispatches a round without waiting for it. Returns the future state of the rows, for `landed`."""
         sampling, _ = self.settings
         one, across = self.decoder, NamedSharding(self.decoder.mesh, PartitionSpec())
         fresh, self.base = one.propose(self.small, self.base, self.outcome, *self.there)
@@ -233,7 +235,7 @@ class OverlappedDecode:
 
 
 def target_half(drafter: Drafter, both: Halves) -> Drafter:
-    """The target's half as a `Drafter` whose state is (RoundOutcome, Phase) and which drafts nothing."""
+    """The target's half as a `Drafter` that drafts nothing. Its state is (RoundOutcome, Phase)."""
 
     def commit(models, state: Phase, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
         return both.after_verdict(state, verdict, num_committed)
@@ -245,8 +247,11 @@ def target_half(drafter: Drafter, both: Halves) -> Drafter:
 
 
 def make_read(config: SmallLMConfig, base: Drafter) -> Callable:
-    """`read(models, tokens [B, P], length [B], num_chunks, state, capacity=) -> SmallLMState`: so many chunks more of
-    the prompts but their last tokens. Where `state` is None, a new one; where there are no weights, nothing is read."""
+    """`read(models, tokens [B, P], length [B], num_chunks, state, capacity=) -> SmallLMState`.
+
+    It reads `num_chunks` further chunks of the prompts, without their last tokens. If `state` is None, it begins with a
+    new one. If there are no weights, it reads nothing.
+    """
 
     def read(
         models: dict,
@@ -273,7 +278,10 @@ def make_read(config: SmallLMConfig, base: Drafter) -> Callable:
 
 
 def make_propose(both: Halves) -> Callable:
-    """`propose(models, base, outcome, keys, sampling) -> (drafts, base)`: `Halves.propose`, its state where it was."""
+    """`propose(models, base, outcome, keys, sampling) -> (drafts, base)`.
+
+    It is `Halves.propose`, with the resulting state placed on the mesh as before.
+    """
 
     def propose(models: dict, base: SmallLMState, outcome: RoundOutcome, keys: jax.Array, sampling: SamplingParams):
         fresh, base = both.propose(models, base, outcome, keys, sampling)
@@ -283,9 +291,9 @@ def make_propose(both: Halves) -> Callable:
 
 
 def make_look(config: ModelConfig, here: Drafter, both: Halves) -> Callable:
-    """`look(models, sampling, state) -> (output, noise)`: the target's pass over the root and what is pending.
+    """`look(models, sampling, state) -> (output, noise)`: the target's pass over the root and the pending drafts.
 
-    The tip is not known yet: its node has the token of an earlier one, and no row of the target.
+    The tip is not known yet. Its node has an older token, which does not matter, because the target does not read it.
     """
 
     def look(models: dict, sampling: SamplingParams, state: DecodeState) -> tuple[ModelOutput, Array]:
@@ -297,8 +305,10 @@ def make_look(config: ModelConfig, here: Drafter, both: Halves) -> Callable:
 
 
 def make_judge(here: Drafter, rule: AcceptRule, both: Halves) -> Callable:
-    """`judge(sampling, limits, state, drafts, output, noise) -> (state, outcome, where)`, `where` [2, B] for
-    `landed`."""
+    """`judge(sampling, limits, state, drafts, output, noise) -> (state, outcome, where)`.
+
+    `where` [2, B] is for `landed`: the length of each row, and whether it is done.
+    """
 
     def judge(
         sampling: SamplingParams,

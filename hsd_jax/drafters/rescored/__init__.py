@@ -1,4 +1,4 @@
-"""Rescored drafts: the lattice of token-free states, and a transition scorer (arXiv:2404.09221)."""
+"""Rescored drafts: a lattice of token-free states and a transition scorer (arXiv:2404.09221). Read next: `draft.py`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hsd_jax.drafters.small_lm.config import SmallLMConfig
 
 
 def scoring_seconds(costs: Any, config: RescoredConfig, batch: int, tree: TreeConfig) -> float:
-    """Of a small language model what it takes to draft such a tree, of others a few small operations a level."""
+    """Seconds of scoring: for a small language model those of drafting such a tree, else a few operations per level."""
     if isinstance(config.scorer, SmallLMConfig):
         return small_lm.drafting_seconds(costs, config.scorer, batch, tree)
     return 40 * tree.depth * costs.rates.operation_seconds
 
 
 def rescored(methods: Mapping[str, DraftingMethod]) -> DraftingMethod:
-    """The row of the table, in terms of the rows of the drafters that make the states."""
+    """The entry of the table, built from the entries of the drafters that make the states."""
     return on_base(methods, RescoredConfig, rescored_drafter, scoring_seconds)

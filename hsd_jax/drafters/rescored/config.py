@@ -1,4 +1,4 @@
-"""What is static of a drafter whose trees a second model has a say in, and of the n-gram models that may be that."""
+"""The configuration of a drafter whose drafts a scorer rescores, and of n-gram models, which may be the scorer."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from hsd_jax.drafters.based import Based
 from hsd_jax.settings import Count
 
 ZERO_GRAM = "0-gram"
-"""The name of the scorer that says nothing: trees of the likeliest paths by the heads alone."""
+"""The name of the scorer that adds nothing: the trees have the likeliest paths of the heads alone."""
 ARCS = 16
-"""Tokens of each state that may be drafted (Kim et al., arXiv:2404.09221: top-16 lattices)."""
+"""The number of tokens of each state that may be drafted (Kim et al., arXiv:2404.09221: top-16 lattices)."""
 
 
 ALPHA = 0.5
-"""What log p of a scorer is multiplied by where nobody says."""
+"""The default factor of a scorer's log p."""
 
 
 @settings.dataclass
 class NgramConfig:
-    """The sizes of an n-gram model, and the tokenizer it was counted with; `ngram.py` has the numbers."""
+    """The sizes of an n-gram model, and the tokenizer with which it was counted. `ngram.py` has its weights."""
 
     kind: ClassVar[str] = "ngram"
 
     order: Annotated[int, Field(ge=2, le=8)]
     vocab_size: Count
     num_nodes: Count
-    """n-grams of all orders, those of one token included."""
+    """The number of n-grams of all orders, including those of one token."""
     most_children: Count
-    """Different tokens after one context, at most."""
+    """The largest number of different tokens after one context."""
     vocabulary: str
-    """`tokenizer.hash_of` the vocabulary."""
+    """`tokenizer.hash_of` the tokenizer's vocabulary."""
 
 
 @settings.dataclass
 class RescoredConfig(Based):
-    """A drafter with token-free states, and what scores the transitions between their tokens."""
+    """A drafter with token-free states, and a scorer of the transitions between their tokens."""
 
     kind: ClassVar[str] = "rescored"
 
@@ -47,14 +47,14 @@ class RescoredConfig(Based):
     scorer: Any = None
     """An `NgramConfig`, a `HiddenConfig` (its token information), a `SmallLMConfig`, or None: ZERO_GRAM."""
     arcs: Count = ARCS
-    """Tokens that may follow a node: the likeliest of its state."""
+    """The number of tokens that may follow a node: the likeliest ones of its state."""
 
     @staticmethod
     def base_of(config: Any) -> Any:
-        """The drafter that makes the states: of one whose trees are rescored the base, of any other itself."""
+        """The drafter that makes the states: the base of a `RescoredConfig`, and any other drafter itself."""
         return config.base if isinstance(config, RescoredConfig) else config
 
     @property
     def draft_vocab_size(self) -> int:
-        """No node has more children than arcs."""
+        """The largest number of children of a node, which are its arcs."""
         return min(self.arcs, self.base.draft_vocab_size)

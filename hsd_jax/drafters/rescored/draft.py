@@ -1,8 +1,9 @@
-"""A lattice of token-free states, rescored: the best paths under heads and scorer together, merged into one tree.
+"""Rescored drafts: the best paths through a lattice by the scores of heads and scorer together, merged into one tree.
 
-Heads that guess apart from one another repeat and contradict each other. Of each state the likeliest tokens are kept as
-*arcs*, and a transition scorer has a say in which of them follow which (Kim et al., arXiv:2404.09221; methods.md 3.1).
-The paths are searched by the beam of every other drafter, so they share prefixes as nodes of one tree.
+Heads that predict independently repeat and contradict each other. So the likeliest tokens of each state are kept as
+*arcs*, and a transition scorer adds a score for each arc after the path before it (Kim et al., arXiv:2404.09221;
+methods.md 3.1). The search is the beam search that all drafters use. So paths share their prefixes as nodes of one
+tree. Read next: `scorers.py`.
 """
 
 from __future__ import annotations
@@ -41,27 +42,27 @@ from hsd_jax.types import (
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
 @flax.struct.dataclass
 class RescoredState:
-    """Of the drafter that makes the states, and of the scorer."""
+    """The states of the drafter that makes the trunk states (`base`) and of the scorer."""
 
     base: Any
     scorer: Any
 
 
 class ArcExpander(NamedTuple):
-    """How arcs are chosen from the logits of states."""
+    """Chooses arcs from the logits of states."""
 
     num_arcs: int
     draft_to_target: Int[Array, "C"] | None
     sampling: SamplingParams
     noise: Float[Array, "B D V"] | None = None
-    """Of the target's draws, for COUPLED trees: arcs are then the likeliest given that noise, for the likeliest of all
-    would leave out what the target draws."""
+    """The noise of the target's draws, for COUPLED trees. The arcs are then the likeliest tokens given that noise.
+    Without it they could lack the token that the target draws."""
 
     def arcs(self, level: Any, logits: Float[Array, "B M C"]) -> Candidates:
         """The likeliest tokens of each state.
 
         Args:
-          level: of all M states; None: the states are those of M levels.
+          level: the level of all M states; None: state i is that of level i.
         """
         ranked = logits
         if self.noise is not None:
@@ -72,8 +73,11 @@ class ArcExpander(NamedTuple):
         return Candidates(jnp.take_along_axis(logits, columns, -1), to_tokens(self.draft_to_target, columns))
 
     def expand(self, base_logits: Float[Array, "B D C"], inject: Inject | None) -> Expand:
-        """`token_free` of the arcs alone: chosen once for all levels where drafted tokens add nothing, else for every
-        node."""
+        """As `token_free`, but only for the arcs.
+
+        Without `inject` drafted tokens add nothing, and the arcs are chosen once for all levels. Otherwise they are
+        chosen for every node.
+        """
         if inject is not None:
             whole = token_free(base_logits, inject)
 
@@ -92,9 +96,9 @@ class ArcExpander(NamedTuple):
 
 
 def weighed(expand: Expand, scorer: Scorer, weights: Weights) -> Expand:
-    """An `Expand` that says log p_head + alpha * log p_scorer of the arcs, up to a constant a node.
+    """An `Expand` that gives log p_head + alpha * log p_scorer of the arcs, up to a constant for each node.
 
-    alpha is `weights["alpha"]`. The carry is that of `expand`, which names arcs, and that of the scorer.
+    alpha is `weights["alpha"]`. The carry is a pair: that of `expand`, which must return arcs, and that of the scorer.
     """
 
     def expand_weighed(level: Any, tokens: Array, parents: Array, carry: Any):
@@ -115,16 +119,16 @@ def rescored_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """The drafter `config.base` with trees grown from the states it makes, scored by `config.scorer`.
+    """The drafter `config.base`, with trees that `config.scorer` rescores.
 
     Args:
       method: of the base.
     Raises:
-      ValueError: as the base, and if a node may have more children than arcs.
+      ValueError: as the base, and if the width of the tree is above the number of arcs.
     """
     if tree.width > config.arcs:
         raise ValueError(f"TreeConfig.width={tree.width}: a lattice of {config.arcs} arcs allows 1 to {config.arcs}")
-    assert method.lattice is not None, "others were refused"
+    assert method.lattice is not None, "drafters without it were refused"
     base = method.make(target_config, config.base, tree, cache_dtype, scheme)
     levels = method.lattice(target_config, config.base, tree)
     scorer, grower = make_scorer(config.scorer, tree.depth, cache_dtype), Grower(tree, scheme, config.base.vocab_size)

@@ -1,4 +1,4 @@
-"""A transition scorer from a folder: what lies there decides its kind."""
+"""Loads a transition scorer. The files in its folder decide its kind."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _EXPECTED = (
 def read_scorer(
     scorer: Source, target: DraftedFor, dtype: Any = "float32", placement: Placement = HERE
 ) -> tuple[Any, Weights]:
-    """The configuration and the weights of ZERO_GRAM, or of what a folder or a name stands for.
+    """The configuration and the weights of a scorer.
 
     Args:
-      scorer: ZERO_GRAM; or a folder of `hsd train ngram`; of a hidden-state drafter, whose token information scores; or
-        a language model, named as a target is.
+      scorer: one of four: ZERO_GRAM; a folder of `hsd train ngram`; the folder of a hidden-state drafter, whose token
+        information scores; or a language model, named as a target is.
       dtype: of weights that are multiplied.
     Raises:
       FileNotFoundError, ValueError: if it is none of these, or was made for another target or tokenizer.
@@ -53,10 +53,10 @@ def read_scorer(
         config, weights = drafter_files.read_drafter(folder, dtype, placement)
         drafter_files.check_drafter(config, target)
         if not isinstance(config, HiddenConfig) or config.rank == 0:
-            raise ValueError(f"{folder}: a drafter without token information, which is what would score")
+            raise ValueError(f"{folder}: this drafter has no token information, so it cannot score")
         return config, {name: weights[name] for name in ("injector", "draft_to_target") if name in weights}
     if (folder / STEERING_CONFIG).is_file():
-        raise ValueError(f"{folder}: a small model steered by its target; take the plain one, what it was trained from")
+        raise ValueError(f"{folder}: a small model steered by its target; use the model from which it was trained")
     if folder.is_file() or (folder / "config.json").is_file():
         return small_lm.load(checkpoint, target, dtype, placement)
     raise FileNotFoundError(f"{folder}: {_EXPECTED}")

@@ -1,8 +1,9 @@
 """n-gram models on the device: a trie in four arrays, its look-up by bisection, and its file.
 
-Node i < V is the n-gram of the token i alone; the nodes that go on from node i are `first[i]` to `first[i + 1]` - 1, in
-the order of their tokens. A node takes 16 bytes, whatever the vocabulary. The probabilities are made in
-`train/ngram.py`, by interpolated Kneser-Ney smoothing; here they are read in the backing-off form that is equal to it:
+Node i < V is the n-gram of the single token i. The children of node i, which are one token longer, are the nodes
+`first[i]` to `first[i + 1]` - 1, in the order of their tokens. A node takes 16 bytes for any vocabulary.
+`train/ngram.py` computes the probabilities by interpolated Kneser-Ney smoothing. Here they are read in the equal
+back-off form:
 
     log p(w | h) = logp[h w] if there is such a node, else backoff[h] + log p(w | h without its first token)
 """
@@ -27,7 +28,7 @@ from hsd_jax.types import Weights
 
 NGRAM_CONFIG, NGRAM_FILE = "ngram_config.json", "ngram.safetensors"
 NO_NODE = -1
-"""In place of the node of an n-gram that the model does not have."""
+"""Stands for the node of an n-gram that the model does not have."""
 _IDS = ("token", "first")
 
 
@@ -44,11 +45,11 @@ def save_ngram(folder: str | Path, config: NgramConfig, weights: Weights) -> Non
 
 
 def read_ngram(folder: str | Path, placement: Placement = HERE) -> tuple[NgramConfig, Weights]:
-    """What `save_ngram` wrote.
+    """Reads what `save_ngram` wrote.
 
     Raises:
       FileNotFoundError: if one of the two files is missing.
-      ValueError: for a configuration or tensors that are not of an n-gram model.
+      ValueError: for a configuration or tensors that are not those of an n-gram model.
     """
     folder = Path(folder)
     config = settings.read(NgramConfig, read_json(folder / NGRAM_CONFIG), str(folder / NGRAM_CONFIG))
@@ -60,7 +61,7 @@ def read_ngram(folder: str | Path, placement: Placement = HERE) -> tuple[NgramCo
 
 
 def children(weights: Weights, config: NgramConfig, nodes: Int[Array, "..."], tokens: Int[Array, "..."]) -> Array:
-    """The node that goes on from each node with a token, NO_NODE where there is none."""
+    """The child of each node for a token; NO_NODE if there is none."""
     token, first = weights["token"], weights["first"]
     at = jnp.maximum(nodes, 0)
 
@@ -80,14 +81,14 @@ def children(weights: Weights, config: NgramConfig, nodes: Int[Array, "..."], to
 def contexts_after(
     weights: Weights, config: NgramConfig, contexts: Int[Array, "*rows C1"], tokens: Int[Array, "*rows"]
 ) -> Int[Array, "*rows C1"]:
-    """The nodes of the last 1, 2, ... order - 1 tokens once another token has followed; NO_TOKEN forgets them all."""
+    """The nodes of the last 1, 2, ... order - 1 tokens after one more token. NO_TOKEN sets all to NO_NODE."""
     longer = children(weights, config, contexts[..., :-1], tokens[..., None])
     longer = jnp.where(tokens[..., None] < 0, NO_NODE, longer)
     return jnp.concatenate([jnp.where(tokens < 0, NO_NODE, tokens)[..., None], longer], -1)
 
 
 def contexts_of(weights: Weights, config: NgramConfig, tokens: Int[Array, "*rows C1"]) -> Int[Array, "*rows C1"]:
-    """`contexts_after` the last order - 1 tokens of a text."""
+    """The nodes of the last 1, 2, ... order - 1 tokens of a text, from its last order - 1 tokens."""
     contexts = jnp.full(tokens.shape, NO_NODE, jnp.int32)
     for i in range(tokens.shape[-1]):
         contexts = contexts_after(weights, config, contexts, tokens[..., i])

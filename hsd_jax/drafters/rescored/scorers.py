@@ -1,7 +1,7 @@
-"""Transition scorers: how likely a token is after the path of drafted tokens before it, each a record of functions.
+"""Transition scorers: how likely a token is after the path of drafted tokens before it.
 
-An n-gram model, the token information of a hidden-state drafter (low rank), a small language model, or nothing. What
-they add to the states of a drafter is weighed in `draft.py`.
+A scorer is an n-gram model, the token information of a hidden-state drafter (low rank), a small language model, or
+nothing. `draft.py` adds the weighted scores to the logits of a drafter.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from hsd_jax.types import NO_TOKEN, Verdict, Weights
 
 
 class Scorer(NamedTuple):
-    """A scorer as pure functions of its `weights` and of a state: what it remembers of the committed text."""
+    """A scorer as pure functions of its `weights` and of its state, which depends on the committed text."""
 
     init: Callable[..., Any]
-    """`init(tokens [B, P], length [B], capacity) -> state`, before any of the prompts is read."""
+    """`init(tokens [B, P], length [B], capacity) -> state`, before any part of the prompts is read."""
     read: Callable[..., Any]
-    """`read(weights, state, tokens [B, chunk], start, length) -> state`: a chunk of the prompts."""
+    """`read(weights, state, tokens [B, chunk], start, length) -> state`: reads a chunk of the prompts."""
     begin: Callable[..., Any]
-    """`begin(weights, state) -> (carry, state)`: what scoring a tree starts from."""
+    """`begin(weights, state) -> (carry, state)`: the carry with which scoring a tree starts."""
     score: Callable[..., tuple[Array, Any]]
-    """`score(weights, level, tokens [B, w], parents [B, w], arcs [B, w, k], carry) -> (scores [B, w, k], carry)`: of
-    the tokens `arcs` after each node of a level, up to a constant a node; called as a `tree.Expand` is."""
+    """`score(weights, level, tokens [B, w], parents [B, w], arcs [B, w, k], carry) -> (scores [B, w, k], carry)`: the
+    scores of the tokens `arcs` after each node of a level, up to a constant for each node. It is called as `Expand`."""
     commit: Callable[..., Any]
-    """`commit(weights, state, verdict, num_committed) -> state`."""
+    """`commit(weights, state, verdict, num_committed) -> state`, after a round that scored a tree."""
     follow: Callable[..., Any]
-    """The same after plain passes, for which nothing was scored."""
+    """The same after plain passes, which scored no tree."""
     resize: Callable[..., Any]
     """`resize(state, capacity) -> state`."""
 
@@ -63,7 +63,7 @@ def _keep(weights: Weights, state: Any, *_) -> Any:
 
 
 def _stateless(begin: Any, score: Callable[..., tuple[Array, Any]]) -> Scorer:
-    """A scorer that needs to know of the text but the tree's own tokens; `begin` is the carry of the root."""
+    """A scorer that reads only the tokens of the tree. `begin` is the carry at the root."""
     return Scorer(
         init=lambda tokens, length, capacity: (),
         read=_keep,
@@ -80,13 +80,14 @@ def _say_nothing(weights: Weights, level: int, tokens: Array, parents: Array, ar
 
 
 ZERO_GRAMS = _stateless((), _say_nothing)
-"""Trees of the heads' likeliest paths."""
+"""The scorer that adds nothing, so trees have the heads' likeliest paths."""
 
 
 def low_rank_scorer(config: HiddenConfig) -> Scorer:
-    """Scores W2 r(node) of another drafter's token information (methods.md 1.3): logits, not probabilities.
+    """Scores by the token information of another drafter: W2 r(node) (methods.md 1.3). These are logits, not
+    log-probabilities.
 
-    A token outside that drafter's reduced draft vocabulary scores 0, the score of no information.
+    A token outside that drafter's reduced draft vocabulary has the score 0, which means no information.
     """
 
     def score(weights: Weights, level: int, tokens: Array, parents: Array, arcs: Array, above: Any):
@@ -100,7 +101,7 @@ def low_rank_scorer(config: HiddenConfig) -> Scorer:
 
 
 def ngram_scorer(config: NgramConfig) -> Scorer:
-    """Scores log p of an n-gram model. Its state is the last order - 1 committed tokens [B, order - 1]."""
+    """Scores by log p of an n-gram model. The state is the last order - 1 committed tokens, [B, order - 1]."""
     num = config.order - 1
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int) -> Array:
@@ -125,8 +126,10 @@ def ngram_scorer(config: NgramConfig) -> Scorer:
 
 
 def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scorer:
-    """Scores log p of a causal language model, which reads the committed text and the path: a pass a level, as it
-    drafts trees of its own."""
+    """Scores by log p of a causal language model, which reads the committed text and the path.
+
+    It takes one pass per level, as when it drafts trees of its own.
+    """
 
     def init(tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int) -> tree.SmallLMState:
         return tree.empty_state(config, tokens, length, capacity, depth + 1, cache_dtype)
@@ -139,7 +142,7 @@ def small_lm_scorer(config: SmallLMConfig, depth: int, cache_dtype: Any) -> Scor
         return (state.cache, logits, at_root(len(logits))), state
 
     def score(weights: Weights, level: int, tokens: Array, parents: Array, arcs: Array, carry: tuple):
-        """The carry: the cache of all committed tokens, and of the last level its logits and its ancestry."""
+        """The carry is the cache of all committed tokens, and the logits and the ancestry of the last level."""
         cache, logits, ancestry = carry
         if level > 0:
             logits, ancestry = tree.read_level(weights, config, cache, level, tokens, parents, ancestry)

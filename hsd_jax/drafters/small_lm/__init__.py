@@ -1,4 +1,5 @@
-"""An independent small language model (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318)."""
+"""An independent small language model as a drafter (Leviathan et al., arXiv:2211.17192; Chen et al.,
+arXiv:2302.01318). Read next: `draft.py`."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ from hsd_jax.tokenizer import Tokenizer
 from hsd_jax.types import Weights
 
 DEFAULT_CHAIN = TreeConfig(nodes=5, depth=4, width=1)
-"""A small model pays for each token of its chain."""
+"""Short, because a small model needs one pass for each token of its chain."""
 
 
 def drafting_seconds(costs: Any, config: ModelConfig, batch: int, tree: TreeConfig) -> float:
-    """A pass of the model for every token of the longest path, of the nodes that its level expands."""
+    """Seconds of one pass of the model for each level, over the nodes that the level expands."""
     return tree.depth * costs.drafter_pass(config, batch * tree.most_expanded)
 
 
 def load_model(
     checkpoint: Checkpoint, target: ModelConfig, tokenizer: Tokenizer | None, dtype: Any, placement: Placement
 ) -> tuple[ModelConfig, Weights]:
-    """Any language model whose vocabulary is the target's.
+    """Loads any language model that has the target's vocabulary.
 
     Args:
       tokenizer: the target's.
@@ -47,7 +48,7 @@ def load_model(
 def load(
     checkpoint: Checkpoint, target: DraftedFor, dtype: Any, placement: Placement, strict: bool = False
 ) -> tuple[SmallLMConfig, Weights]:
-    """`load_model`, as a drafter; it is made for no target in particular."""
+    """Loads a language model as a drafter with `load_model`. It was not trained for a particular target."""
     model, weights = load_model(checkpoint, target.config, target.tokenizer, dtype, placement)
     return SmallLMConfig(**vars(model), fingerprint=checkpoint.hash()), weights
 

@@ -1,4 +1,4 @@
-"""What is static of a small language model that drafts."""
+"""The configuration of a small language model that drafts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class SmallLMConfig(ModelConfig):
 
     kind: ClassVar[str] = "small_lm"
     aux_layers: ClassVar[tuple[int, ...]] = ()
-    """Of the target, whose states it reads: none."""
+    """It reads no layer of the target."""
 
     fingerprint: str = dataclasses.field(default="", repr=False, compare=False)
-    """Of the weights in its files, by which a drafter made for it is known; empty: nobody asked."""
+    """Fingerprint of the weights in its files, with which drafters that were trained for it are checked. Empty if it
+    was not computed."""

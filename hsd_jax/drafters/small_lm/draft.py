@@ -1,8 +1,8 @@
 """An independent small language model with a cache of its own, which drafts from its own distribution.
 
 Drawn chains under the `recursive` rule are standard speculative sampling (Leviathan et al., arXiv:2211.17192, algorithm
-1; Chen et al., arXiv:2302.01318, algorithm 2), drawn trees RSD (Jeon et al., arXiv:2402.14160). Any target folder of
-the same vocabulary will do; nothing is trained. Read first: `tree.py`.
+1; Chen et al., arXiv:2302.01318, algorithm 2). Drawn trees are RSD (Jeon et al., arXiv:2402.14160). Any language model
+with the target's vocabulary can draft without training. Read first: `tree.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from hsd_jax.types import (
 )
 
 MAX_PENDING = 2
-"""Of a chain: the root, and before it the last draft of a round that was accepted whole: the model never read that."""
+"""The largest number of pending tokens for a chain: the root, and the last draft before it if the whole chain was
+accepted, because the model has not read its own last draft."""
 
 
 def small_lm_drafter(
@@ -51,16 +52,15 @@ def small_lm_drafter(
     scheme: DrawScheme = DrawScheme.ARBITRARY,
     steered: Steered | None = None,
 ) -> Drafter:
-    """A `Drafter` whose trees have the shape of `tree`, their children chosen as `scheme` says.
+    """A `Drafter` whose trees have the shape of `tree`, with children chosen as `scheme` says.
 
-    A round costs `tree.depth` passes of the small model: of a chain one or two rows each; of a tree first those that
-    the last round committed, then the nodes of a level.
+    A round costs `tree.depth` passes of the small model. For a chain each pass reads one or two tokens. For a tree the
+    first pass reads the tokens that the last round committed, and each other pass reads the nodes of a level.
 
     Args:
-      steered: by states of the target, if it is (`drafters/steered`).
-
+      steered: how states of the target steer the model (`drafters/steered`); None: they do not.
     Raises:
-      ValueError: if a tree of this scheme cannot have this shape, or the two models differ in their vocabulary.
+      ValueError: if a tree of this scheme cannot have this shape, or if the two models have different vocabularies.
     """
     check_children(tree, config.vocab_size)
     if scheme in DRAWN_SCHEMES:
@@ -82,8 +82,8 @@ def small_lm_drafter(
         bias = bias_of_pending(models["drafter"], steered, state)
 
         def expand(level: int | Int[Array, ""], tokens: Array, parents: Array, cache: KVCache):
-            """Reads the pending tokens, then each draft, and keeps them all."""
-            is_first = isinstance(level, int) and level == 0  # of a chain that may end early the others are traced
+            """Reads the pending tokens, then one draft per level. The cache keeps them all."""
+            is_first = isinstance(level, int) and level == 0  # if the chain may end early, later levels are traced
             num_read = state.num_pending if is_first else jnp.ones_like(inputs.root)
             nodes = state.pending if is_first else tokens
             up_bias = bias.pending if is_first else bias.drafts
@@ -94,11 +94,11 @@ def small_lm_drafter(
         return drafted, dataclasses.replace(state, cache=cache, num_drafted=num_drafted)
 
     def commit(models, state: SmallLMState, verdict: Verdict, output: Any, num_committed: Int[Array, "B"]):
-        """Forgets the rejected drafts. The drafts read are all but the last, after the root."""
+        """Removes the rejected drafts from the cache. It holds the root and all drafts except the last."""
         root_position = state.cache.length - state.num_drafted
         root = jnp.take_along_axis(state.pending, state.num_pending[:, None] - 1, 1)
-        # Of a round that commits n tokens the model has read the root and n - 1 accepted drafts, but never the last
-        # draft of the chain; of a finished row (n = 0) the root is pending again.
+        # If a round commits n tokens, the model has read the root and n - 1 accepted drafts, but never the last draft
+        # of the chain. In a finished row (n = 0) the root is pending again.
         num_read = jnp.minimum(num_committed, state.num_drafted)
         text = jnp.concatenate([root, verdict.emitted], 1)
         places = num_read[:, None] + jnp.arange(MAX_PENDING)
@@ -110,7 +110,7 @@ def small_lm_drafter(
         return SmallLMState(cache, pending, 1 + num_committed - num_read, state.num_drafted, features)
 
     def follow(models, state: SmallLMState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        """Reads the tokens that it did not draft, but for the last one."""
+        """Reads tokens that it did not draft, except the last one."""
         nodes = joined(state.pending, state.num_pending, verdict.emitted)
         num_read = jnp.where(num_committed > 0, state.num_pending + num_committed - 1, 0)
         active, bias, features = jnp.arange(nodes.shape[1]) < num_read[:, None], None, None

@@ -1,7 +1,7 @@
-"""What a small language model keeps between rounds, and how it drafts a tree: a pass for every level, none of it kept.
+"""The state of a small language model between rounds, and how it drafts a tree: with one pass per level.
 
-Which drafts will be accepted is not known when they are read, and the nodes that are verified are not all that were
-read, so a tree leaves nothing in the cache. Chains, which do, are in `draft.py`. Read that next.
+The cache keeps no node of a tree. When nodes are read it is not known which of them will be accepted, and not all of
+them are verified. Chains keep their drafts in the cache. They are in `draft.py`. Read that next.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from hsd_jax.types import KVCache, ModelOutput, NewKV, RoundInputs, Verdict, Wei
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
 @flax.struct.dataclass
 class SmallLMState:
-    """Cached plus pending tokens = committed tokens.
+    """The state of the small model. Cached plus pending tokens = committed tokens.
 
-    While a round is judged, the cache of a chain also holds the drafts the model has read; slot index equals position,
-    so `commit` keeps the accepted ones by setting the length. Drafts of a tree are never cached: what is accepted of
-    them is pending, and the next round reads it first.
+    While a round is judged, the cache of a chain also has the drafts that the model has read. Slot index equals
+    position, so `commit` only sets the length to keep the accepted ones. Drafts of a tree are never cached. The
+    accepted ones are pending, and the next round reads them first.
     """
 
     cache: KVCache
     pending: Int[Array, "B M"]
     num_pending: Int[Array, "B"]
     num_drafted: Int[Array, "B"]
-    """Drafts of the round that is judged, if it is a chain."""
+    """The number of drafts in the round that is judged, if it is a chain."""
     features: Float[Array, "B M X"] | None = None
-    """What steers each pending token: the target's states of the token before it. None: nothing does."""
+    """The states that steer each pending token: the target's states of the token before it. None: no steering."""
 
 
 class Steered(NamedTuple):
-    """What steers a model (`drafters/steered`), as functions of the weights."""
+    """The steering of a model (`drafters/steered`), as functions of the weights."""
 
     aux_layers: tuple[int, ...]
     width: int
-    """Numbers of a token's features, all layers together."""
+    """Length of a token's feature vector, all layers together."""
     joined: Callable[..., Float[Array, "B N X"]]
-    """`joined(ModelOutput.features)`: those of a token side by side."""
+    """`joined(ModelOutput.features)`: the features of all layers side by side."""
     steer: Callable[..., Steer]
-    """`steer(weights, features [B, N, X])`: what `forward` takes as `up_bias`."""
+    """`steer(weights, features [B, N, X])`: the `up_bias` of `forward`."""
 
 
 class Bias(NamedTuple):
-    """`up_bias` of the tokens of a round; None: nothing steers them."""
+    """`up_bias` of the tokens of a round; None: no steering."""
 
     pending: Float[Array, "B M L F"] | None = None
     drafts: Float[Array, "B 1 L F"] | None = None
@@ -75,7 +75,7 @@ def empty_state(
     cache_dtype: Any,
     steered: Steered | None = None,
 ) -> SmallLMState:
-    """Before any of the prompts is read: their last tokens, the roots, are pending."""
+    """The state before any part of the prompts is read. Their last tokens, the roots, are pending."""
     cache, pending = unread(config, tokens, length, capacity, max_pending, cache_dtype)
     features = None if steered is None else jnp.zeros((*pending.shape, steered.width))
     return SmallLMState(cache, pending, jnp.ones_like(length), jnp.zeros_like(length), features)
@@ -90,7 +90,7 @@ def read_prompt(
     length: Int[Array, "B"],
     up_bias: Steer | None = None,
 ) -> SmallLMState:
-    """Reads a chunk of the prompts but their last tokens."""
+    """Reads a chunk of the prompts, without their last tokens."""
     _, cache = read_chunk(weights, config, state.cache, tokens, start, length - 1, up_bias=up_bias)
     return dataclasses.replace(state, cache=cache)
 
@@ -103,8 +103,12 @@ def steered_prompt(
     start: Int[Array, ""] | int,
     length: Int[Array, "B"],
 ) -> tuple[Steer, SmallLMState]:
-    """What steers a chunk's tokens, each by the states of the token before it, and the state with those of the newest
-    token that was read; after the last chunk, of the one before the root."""
+    """The steering of a chunk's tokens.
+
+    Returns:
+      The steering, each token by the target's states of the token before it.
+      The state with the features of the newest token so far. After the last chunk that is the token before the root.
+    """
     assert state.features is not None, "the state of a steered model"
     features, before = steered.joined(output.features), state.features[:, :1]
     num = features.shape[1]
@@ -117,7 +121,7 @@ def steered_prompt(
 
 
 def bias_of_pending(weights: Weights, steered: Steered | None, state: SmallLMState) -> Bias:
-    """What steers the pending tokens, and the drafts of the round as it does the root; None: nothing does."""
+    """The bias of the pending tokens, and of the drafts, which is that of the root. NO_BIAS without steering."""
     if steered is None:
         return NO_BIAS
     with native.only(jnp.arange(state.pending.shape[1]) < state.num_pending[:, None]):
@@ -126,7 +130,7 @@ def bias_of_pending(weights: Weights, steered: Steered | None, state: SmallLMSta
 
 
 def features_of_text(steered: Steered, state: SmallLMState, verdict: Verdict, output: ModelOutput) -> Array:
-    """What steers the root and each emitted token: states of the token before it, [B, D + 2, X]."""
+    """The features that steer the root and each emitted token, [B, D + 2, X]: those of the token before it."""
     assert state.features is not None, "the state of a steered model"
     root = cache_lib.take_nodes(state.features, state.num_pending[:, None] - 1, axis=1)
     return jnp.concatenate([root, cache_lib.take_nodes(steered.joined(output.features), verdict.path, axis=1)], 1)
@@ -135,7 +139,7 @@ def features_of_text(steered: Steered, state: SmallLMState, verdict: Verdict, ou
 def read_pending(
     weights: Weights, config: ModelConfig, state: SmallLMState, bias: Bias = NO_BIAS
 ) -> tuple[Float[Array, "B 1 V"], SmallLMState]:
-    """The logits behind the root, and the state with all that was pending in the cache."""
+    """The logits after the root, and the state with all pending tokens in the cache."""
     is_there = jnp.arange(state.pending.shape[1]) < state.num_pending[:, None]
     options = {"active": is_there, "up_bias": bias.pending}
     first, cache = logits_after(weights, config, state.cache, state.pending, state.num_pending, **options)
@@ -152,7 +156,11 @@ def read_level(
     above: Ancestry,
     bias: Bias = NO_BIAS,
 ) -> tuple[Float[Array, "B w V"], Ancestry]:
-    """The logits behind the nodes of a level, 1 and more, and their ancestry; the cache keeps none of it."""
+    """The logits after the nodes of a level, and their ancestry. The cache keeps none of them.
+
+    Args:
+      level: depth of the nodes, at least 1.
+    """
     up_bias = None if bias.drafts is None else jnp.broadcast_to(bias.drafts, (*tokens.shape, *bias.drafts.shape[2:]))
 
     def read(positions: Array, sees: Array, earlier: NewKV | None):
@@ -168,11 +176,12 @@ def all_pending(
     num_committed: Int[Array, "B"],
     features: Float[Array, "B M2 X"] | None = None,
 ) -> SmallLMState:
-    """After a round that began with `read_pending`: all that it committed is pending; of a finished row, which
-    committed nothing, the root again.
+    """The state after a round that began with `read_pending`. All tokens that it committed are pending.
+
+    A finished row has committed nothing. There the root is pending again.
 
     Args:
-      features: what steers the root and each token of the verdict.
+      features: the features that steer the root and each token of the verdict.
     """
     root = jnp.take_along_axis(state.pending, state.num_pending[:, None] - 1, 1)
     is_idle = num_committed == 0
@@ -187,7 +196,7 @@ def tree_round(config: ModelConfig, grower: Grower, steered: Steered | None) -> 
     """`draft` and `commit` of a `Drafter` whose trees have siblings."""
 
     def draft(models, state: SmallLMState, inputs: RoundInputs):
-        """Reads what is pending and keeps that; then reads the nodes of each level, and keeps none."""
+        """Reads the pending tokens, which the cache keeps; then the nodes of each level, which it does not keep."""
         bias = bias_of_pending(models["drafter"], steered, state)
         first, state = read_pending(models["drafter"], config, state, bias)
 

@@ -1,4 +1,5 @@
-"""A stack of drafters: hierarchical speculative decoding (Globerson et al., arXiv:2510.19705)."""
+"""A stack of drafters: hierarchical speculative decoding (Globerson et al., arXiv:2510.19705). Read next:
+`draft.py`."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from hsd_jax.drafters.stack.config import StackConfig
 from hsd_jax.drafters.stack.draft import stack_drafter
 
 ENOUGH = 4
-"""Tokens of the middle model that go up at least, where nobody says."""
+"""The default of the least number of the middle model's tokens that the target verifies in a round."""
 TOKENS_A_ROUND = 2.0
-"""That a round of the middle model is taken to add."""
+"""The number of tokens that a round of the middle model is assumed to add."""
 
 
 def stack(methods: Mapping[str, DraftingMethod]) -> DraftingMethod:
-    """The row of the table, in terms of the rows of the drafters at the bottom."""
+    """The entry of the table, built from the entries of the drafters at the bottom."""
 
     def of(config: StackConfig) -> DraftingMethod:
         return methods[config.inner.kind]
@@ -26,7 +27,7 @@ def stack(methods: Mapping[str, DraftingMethod]) -> DraftingMethod:
         return stack_drafter(of(config), target_config, config, *args, **options)
 
     def drafting_seconds(costs: Any, config: StackConfig, batch: int, tree: TreeConfig) -> float:
-        """Rounds of the middle model, each with a pass and what the inner drafter takes."""
+        """Seconds of the middle model's rounds: each has a pass and the inner drafter's drafting."""
         middle, chain = config.middle, TreeConfig.chain(min(config.length, max(tree.depth - 1, 1)))
         one = costs.drafter_pass(middle, batch * chain.nodes)
         one += of(config).planning.drafting_seconds(costs, config.inner, batch, chain)

@@ -1,4 +1,4 @@
-"""What is static of a stack: a middle model, and a drafter of any kind that drafts for it."""
+"""The configuration of a stack: a middle model, and a drafter of any kind that drafts for it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from hsd_jax.types import Weights
 
 @settings.dataclass
 class StackConfig:
-    """A small language model that drafts for the target, and a drafter that drafts for it.
+    """A small language model that drafts for the target, and a drafter that drafts for this model.
 
     Args:
-      inner: the configuration of any drafter made for the middle model, of another stack, too.
-      length: tokens that the inner drafter drafts in a round (methods.md 4.3: T of the level below).
+      middle: the small language model.
+      inner: the configuration of any drafter for the middle model. It may be another stack.
+      length: tokens that the inner drafter drafts in a round (T of the level below in methods.md 4.3).
     Raises:
       ValueError: naming the wrong value, or both vocabularies if they differ.
     """
@@ -43,7 +44,7 @@ class StackConfig:
 
 
 def at_bottom(config: Any, weights: Weights, change: Callable[..., tuple[Any, Weights]]) -> tuple[Any, Weights]:
-    """A stack whose drafter at the bottom is what `change(config, weights)` makes of it; of no stack just that."""
+    """Applies `change(config, weights)` to the drafter at the bottom of a stack, or to a drafter that is no stack."""
     if not isinstance(config, StackConfig):
         return change(config, weights)
     inner, own = at_bottom(config.inner, weights["inner"], change)

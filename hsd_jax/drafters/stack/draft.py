@@ -1,18 +1,21 @@
 """A stack: a drafter whose drafts are the text of a middle model, for which another drafter drafts.
 
-Hierarchical speculative decoding (Globerson et al., arXiv:2510.19705; methods.md 4.3). The middle model writes its own
-text by rounds of `infer/step.py`, under `match`, so what goes up is a sample path of the middle model to the bit,
-whatever drafts for it: the target may judge it as drawn from the middle model. Stacks nest: `inner` may be a stack.
+This is hierarchical speculative decoding (Globerson et al., arXiv:2510.19705; methods.md 4.3). The middle model writes
+its own text in rounds of `infer/step.py`, under `match`. So its drafts for the target are bit for bit a sample path of
+the middle model, whatever drafter drafts for it, and the target may judge them as drawn from the middle model. Stacks
+nest: `inner` may be a stack.
 
-How much goes up. The tree is a chain of D tokens, and an inner draft has L. Rounds go on until D - L tokens are there,
-so that another round has room. All tokens that were accumulated go up, at most D. (The "whole accumulation" of
-`theory.hierarchy_latency`; T there is D - L.) Earlier tokens alone decide whether a token goes up: its own value can
-only stop later ones. So a chain is as lossless cut there as whole.
+How many drafts the target verifies. Its tree is a chain of at most D drafts, and a chain of the inner drafter has L
+drafts. A round of the middle model adds at most L + 1 tokens. Rounds go on until there are at least D - L tokens, so
+the tokens of the last round still fit. The target verifies all accumulated tokens, at most D. (This is the case
+`buffered=False` of `hierarchy_latency` in `planning/hierarchy.py`, with T = D - L.) Whether a token is passed to the
+target depends only on earlier tokens. Its own value can only stop later tokens. So a chain that ends there is lossless.
 
-Which noise. COUPLED drafts are drawn with the target's own: then every level says what the target will say, as far as
-it can know. Trees that are drawn must not be: all levels share a noise of their own, `level_keys`, keyed by position.
-After a rejection they meet the noise of later positions again. It is still fresh: what was kept, the verdict and how
-far the chain went, depended on the tokens up to the rejection alone, and so on no noise behind it.
+Which noise is used. COUPLED drafts are drawn with the target's own noise. Then every level drafts the token that the
+target will choose, as well as it can predict it. Drafts of schemes that draw must not use that noise. For these, all
+levels share a separate noise, `level_keys`, keyed by position. After a rejection the levels use the noise of later
+positions again. That noise is still fresh: the kept tokens, the verdict and the length of the chain depended only on
+the tokens up to the rejection, and so on no noise after it.
 """
 
 from __future__ import annotations
@@ -57,18 +60,18 @@ from hsd_jax.types import (
 )
 
 LONGEST = 2**30
-"""Tokens of a text that no limit of the middle's own cuts."""
+"""A text length that is never reached. The middle model has no limit of its own."""
 
 
 @typing.no_type_check  # tree.map puts shapes and shardings in place of arrays
 @flax.struct.dataclass
 class StackState:
-    """The committed text, and what the middle model and the inner drafter know of it.
+    """The committed text, and the states of the middle model and the inner drafter.
 
-    The middle has read the text but for the root, which is its last token, and the tokens that others wrote. Those are
-    the bonus token after a chain that was accepted whole, and the tokens of plain rounds. It reads them next.
-    `inner` knows what the middle has read, and the token after it. Slot index equals position in all caches, so that
-    what a rejection left behind lies past the length that counts.
+    The middle model has read the text except for the root, which is the last token, and tokens that it did not write:
+    the bonus token after a fully accepted chain, and the tokens of plain rounds. It reads these next. `inner` has the
+    text that the middle model has read, and the token after it. Slot index equals position in all caches, so entries
+    of rejected tokens are after the length that counts.
     """
 
     tokens: Int[Array, "B T"] = flax.struct.field(metadata=named(ROWS, SLOTS))
@@ -76,71 +79,71 @@ class StackState:
     cache: KVCache
     inner: Any
     stats: DecodeStats
-    """Of the middle's rounds: its passes, and how many inner drafts each accepted."""
+    """Counts of the middle model's rounds: its passes, and their accepted lengths."""
     states: MiddleStates
-    """While a round is judged: the middle's states."""
+    """The middle model's states, while a round is judged."""
     num_middle: Int[Array, "B"]
-    """Tokens that the middle said in this round."""
+    """The number of tokens that the middle model wrote in this round."""
 
 
 @typing.no_type_check
 @flax.struct.dataclass
 class MiddleStates:
-    """What the middle computed behind the root and each token that it said after it, in order."""
+    """The middle model's states of the root and of each token that it wrote after it, in order."""
 
     hidden: Float[Array, "B M H"]
     features: tuple[Float[Array, "B M H"], ...]
-    """Of the layers that the inner drafter reads."""
+    """Those of the layers that the inner drafter reads."""
 
 
 @typing.no_type_check
 @flax.struct.dataclass
 class Drawn:
-    """How the middle came to each token that it said."""
+    """The probabilities of each token that the middle model wrote."""
 
     logp: Float[Array, "B M"] | None
-    """How likely the drafter takes it to be accepted; None for drawn chains."""
+    """Log of the predicted probability that the token is accepted; None for drawn chains."""
     distribution: Float[Array, "B M V"] | None
-    """Log-probabilities that it was drawn from; None for others."""
+    """Log-probabilities from which the token was drawn; None for chains that are not drawn."""
 
 
 def level_keys(keys: jax.Array) -> jax.Array:
-    """Row keys for the levels of a stack whose drafts are drawn: no other noise is keyed with them."""
+    """Row keys for the levels of a stack whose drafts are drawn. No other noise uses these keys."""
     return jax.vmap(jax.random.fold_in, (0, None))(keys, sampling_lib.LEVEL_NOISE)
 
 
 class Stack(NamedTuple):
-    """What is static of a stack."""
+    """The static settings of a stack."""
 
     middle: ModelConfig
     inner: Drafter
     rule: AcceptRule
-    """By which the middle judges inner drafts."""
+    """The rule with which the middle model judges the inner drafts."""
     depth: int
-    """Drafts that go up at most."""
+    """The largest number of drafts that the target verifies in a round."""
     enough: int
-    """Tokens of the middle with which a round ends."""
+    """The number of the middle model's tokens with which a round ends."""
     scheme: DrawScheme
 
     @property
     def most(self) -> int:
-        """Tokens that a round accumulates, with what the last inner round overshoots."""
+        """The largest number of tokens that a round accumulates, including those by which it exceeds `enough`."""
         return self.enough + self.inner.max_depth
 
     @property
     def room(self) -> int:
-        """Places for them: rows that have enough write past what they have."""
+        """The number of places for these tokens. Rows that have enough still write after their tokens."""
         return self.most + self.inner.max_depth + 1
 
 
 def stack_of(
     method: DraftingMethod, config: StackConfig, tree: TreeConfig, cache_dtype: Any, scheme: DrawScheme
 ) -> Stack:
-    """The levels below the target; raises as the inner drafter."""
+    """The levels below the target. Raises as the inner drafter."""
     length = min(config.length, max(tree.depth - 1, 1))
     inner_scheme = DrawScheme.COUPLED if scheme in DRAWN_SCHEMES else scheme
     inner = method.make(config.middle, config.inner, TreeConfig.chain(length), cache_dtype, inner_scheme)
-    assert inner.follow is not None, "without reuse every drafter can be followed"
+    assert inner.follow is not None, "without reuse every drafter has `follow`"
     return Stack(config.middle, inner, match_rule(length), tree.depth, max(tree.depth - length, 1), scheme)
 
 
@@ -152,17 +155,17 @@ def stack_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` of chains of the middle model's text.
+    """A `Drafter` whose chains are text of the middle model.
 
-    The weights are those of both levels: `models["drafter"]` has "middle" and "inner".
+    `models["drafter"]` has the weights of both levels, "middle" and "inner".
 
     Args:
       method: of the inner drafter.
     Raises:
-      ValueError: if the tree is no chain, the vocabularies differ, or the inner drafter cannot draft for the middle
-        model.
+      ValueError: if the tree is no chain, if the vocabularies differ, or if the inner drafter cannot draft for the
+        middle model.
     """
-    check_chain(tree, "a stack hands up")
+    check_chain(tree, "a stack drafts")
     check_vocabulary(config.middle, target_config, "the middle model of the stack")
     levels = stack_of(method, config, tree, cache_dtype, scheme)
     middle, inner = levels.middle, levels.inner
@@ -171,7 +174,7 @@ def stack_drafter(
         return empty_state(levels, tokens, length, capacity, cache_dtype)
 
     def read(models, state: StackState, output: ModelOutput, tokens, following, start, length: Int[Array, "B"]):
-        """The middle reads the chunk of the prompt, and the inner drafter what the middle says of it."""
+        """The middle model reads the chunk of the prompt, and the inner drafter reads the middle model's output."""
         own, layers = models_below(models), inner.aux_layers
         output, cache = read_chunk(own["target"], middle, state.cache, tokens, start, length - 1, aux_layers=layers)
         known = inner.read(own, state.inner, output, tokens, following, start, length)
@@ -183,14 +186,14 @@ def stack_drafter(
         now, states, drawn = write_on(levels, own, state, inputs)
         num = now.length - state.length
         drafted = cache_lib.take_nodes(now.tokens, state.length[:, None] + jnp.arange(levels.depth), axis=1)
-        # What was kept of the round if nothing is accepted: caches hold more, past the lengths that count.
+        # The state if no draft is accepted. The caches have further entries, after the lengths that count.
         cache = dataclasses.replace(now.cache, length=state.cache.length)
         known = counted(cache_lib.rolled_back(state.inner, now.drafter), now.drafter)
         state = dataclasses.replace(state, cache=cache, inner=known, stats=now.stats, states=states, num_middle=num)
         return handed_up(inputs.root, drafted, num, drawn, scheme), state
 
     def commit(models, state: StackState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        """Keeps what the middle has read of the committed tokens, and lets the inner drafter follow that far."""
+        """Keeps the committed tokens that the middle model has read, and updates the inner drafter with them."""
         num = jnp.minimum(num_committed, state.num_middle)
         cache = dataclasses.replace(state.cache, length=state.cache.length + num)
         states = state.states.hidden, state.states.features
@@ -199,7 +202,7 @@ def stack_drafter(
         return follow(models, state, verdict, output, num_committed)
 
     def follow(models, state: StackState, verdict: Verdict, output: ModelOutput, num_committed: Int[Array, "B"]):
-        """Takes the text down; what of it is unread the middle reads when it drafts next."""
+        """Appends the committed text. The middle model reads the unread part when it drafts next."""
         tokens = cache_lib.write_rows(state.tokens, verdict.emitted, state.length, axis=1)
         return dataclasses.replace(state, tokens=tokens, length=state.length + num_committed)
 
@@ -224,14 +227,14 @@ def stack_drafter(
 
 
 def models_below(models: Any) -> dict[str, Any]:
-    """The weights of a pair: the middle model, and what drafts for it."""
+    """The weights of the pair below: the middle model as the target, and the inner drafter."""
     return {"target": models["drafter"]["middle"], "drafter": models["drafter"]["inner"]}
 
 
 def empty_state(
     levels: Stack, tokens: Int[Array, "B P"], length: Int[Array, "B"], capacity: int, cache_dtype: Any
 ) -> StackState:
-    """Before any of the prompts is read."""
+    """The state before any part of the prompts is read."""
     batch, middle, inner = len(length), levels.middle, levels.inner
     none = jnp.zeros(batch, jnp.int32)
     hidden = jnp.zeros((batch, levels.room, middle.hidden_size))
@@ -247,10 +250,10 @@ def empty_state(
 
 
 def read_unread(levels: Stack, models: dict[str, Any], state: StackState, live: Bool[Array, "B"] | None) -> StackState:
-    """The middle reads what was committed without its doing, if there is any, and the inner drafter follows.
+    """The middle model reads committed tokens that it has not read, if there are any, and the inner drafter follows.
 
     Args:
-      live: as `RoundInputs.live`; the other rows need not have read all.
+      live: as `RoundInputs.live`. The other rows may keep unread tokens.
     """
     inner, num_nodes = levels.inner, levels.depth + 1
 
@@ -273,15 +276,18 @@ def read_unread(levels: Stack, models: dict[str, Any], state: StackState, live: 
 def write_on(
     levels: Stack, models: dict[str, Any], state: StackState, inputs: RoundInputs
 ) -> tuple[DecodeState, MiddleStates, Drawn]:
-    """Rounds of the middle and the inner drafter until every row has enough; what the middle said, token by token.
+    """Runs rounds of the middle model and the inner drafter until every row has enough tokens.
 
-    A row that has enough is done here, and so is one that is done above.
+    A row is done here if it has enough tokens, or if the target's loop has finished it.
+
+    Returns:
+      The state of the middle model's decode, and its states and probabilities, token by token.
     """
     inner, num_noisy = levels.inner, levels.inner.max_depth + 1
     keys, sampling, noise = inputs.keys, inputs.sampling, inputs.noise
     if levels.scheme in DRAWN_SCHEMES:
         keys = level_keys(keys)
-    elif levels.scheme is DrawScheme.ARBITRARY:  # the likeliest tokens, of every level
+    elif levels.scheme is DrawScheme.ARBITRARY:  # every level takes its likeliest tokens
         sampling = dataclasses.replace(sampling, temperature=jnp.zeros_like(sampling.temperature))
     if noise is None:
         vocab_size = levels.middle.vocab_size
@@ -325,10 +331,11 @@ def how_drawn(
     sampling: SamplingParams,
     asked: SamplingParams,
 ) -> Drawn:
-    """Of the tokens of a verdict.
+    """The `Drawn` of the tokens of a verdict.
 
     Args:
-      sampling, asked: with which the middle draws, and the target.
+      sampling: the settings with which the middle model draws.
+      asked: the settings of the target.
     """
     if levels.scheme in DRAWN_SCHEMES:
         return Drawn(None, sampling_lib.target_distribution(logits, sampling))
@@ -337,24 +344,27 @@ def how_drawn(
 
 
 def counted(before: Any, after: Any) -> Any:
-    """The state `before` with the counts `after`, of all levels: rounds that are rolled back were run all the same."""
+    """The state `before`, with the counts of `after` at all levels. Rounds that are rolled back still count as run."""
     if not isinstance(after, StackState):
         return before
     return dataclasses.replace(before, stats=after.stats, inner=counted(before.inner, after.inner))
 
 
 def rounds_of_levels(state: Any) -> list[DecodeStats]:
-    """The rounds of each middle model of a drafter's state, the largest first; none if it is no stack."""
+    """The statistics of each middle model in a drafter's state, the largest model first; empty if it is no stack."""
     return [state.stats, *rounds_of_levels(state.inner)] if isinstance(state, StackState) else []
 
 
 def along(verdict: Verdict, values: Float[Array, "B N C"]) -> Float[Array, "B M C"]:
-    """What a pass gave for the nodes of the accepted path."""
+    """The values of a pass at the nodes of the accepted path."""
     return cache_lib.take_nodes(values, verdict.path, axis=1)
 
 
 def sane(output: ModelOutput) -> ModelOutput:
-    """A middle model that is broken costs speed alone: whatever its numbers are, they give a distribution."""
+    """Replaces numbers that are not finite, so that logits always give a distribution.
+
+    A broken middle model then costs only speed.
+    """
     least = float(jnp.finfo(jnp.float32).min)
     logits, hidden = (jnp.nan_to_num(x, nan=0.0, posinf=0.0, neginf=least) for x in (output.logits, output.hidden))
     return dataclasses.replace(output, logits=logits, hidden=hidden)
@@ -367,8 +377,7 @@ def logp_of(
     sampling: SamplingParams,
     scale: Float[Array, "B"],
 ) -> Float[Array, "B M"]:
-    """Log-probability of each token as a beam would score it (`tree.Grower`): what `scale` times the draw's logits
-    say."""
+    """Log-probability of each token as a beam would score it (`tree.Grower`): under `scale` times the draw's logits."""
     scaled = sampling_lib.perturb(noise, logits, sampling) * scale[:, None, None]
     own = jnp.take_along_axis(scaled, tokens[:, :, None], 2)[:, :, 0]
     return jnp.fmin(own - jax.nn.logsumexp(scaled, axis=-1), 0.0)
@@ -377,7 +386,7 @@ def logp_of(
 def handed_up(
     root: Int[Array, "B"], drafted: Int[Array, "B D"], num: Int[Array, "B"], drawn: Drawn, scheme: DrawScheme
 ) -> DraftTree:
-    """The chain of the first `num` of these tokens."""
+    """The chain of the first `num` drafted tokens, for the target."""
     score, draft_logp = drawn.logp, drawn.distribution
     if score is not None:
         score = jnp.pad(jnp.cumsum(score[:, : drafted.shape[1]], 1), ((0, 0), (1, 0)))

@@ -1,4 +1,4 @@
-"""SD²: a small language model that drafts, steered by the verifier's states (arXiv:2511.09844)."""
+"""SD²: a small language model that drafts, steered by the target's states (arXiv:2511.09844). Read next: `draft.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hsd_jax.types import ModelOutput, Weights
 
 
 def drafting_seconds(costs: Any, config: SteeredConfig, batch: int, tree: TreeConfig) -> float:
-    """As the small model, and once a round what steers it."""
+    """Seconds of the small model, and of computing the steering bias once per round."""
     width = config.target_hidden_size
     numbers = width * (config.num_layers * config.intermediate_size + len(config.steering_layers) * width)
     once = float(costs.product(numbers, batch))
@@ -28,7 +28,7 @@ def drafting_seconds(costs: Any, config: SteeredConfig, batch: int, tree: TreeCo
 def config_of(
     model: ModelConfig, target: ModelConfig, target_hash: str, layers: tuple[int, ...], num_steps: int
 ) -> SteeredConfig:
-    """As `Distilled.config_of`; no layers: the default ones."""
+    """As `Distilled.config_of`. Without `layers` it takes the default ones."""
     layers = layers or default_layers(target.num_layers)
     if isinstance(model, SteeredConfig) and model.steering_layers != layers:
         raise ValueError(f"steering_layers={layers}: the model to start from is steered by {model.steering_layers}")
@@ -47,7 +47,8 @@ def logits(
     starts: Int[Array, "B T"] | None = None,
     remat: bool = False,
 ) -> Float[Array, "B T V"]:
-    """As `Distilled.logits`: each token is steered by the states of one before it, as far before as in a round."""
+    """As `Distilled.logits`. Each token is steered by the states of an earlier token, at a random distance of those
+    that occur in a round."""
     lag = 1 if key is None else jax.random.randint(key, tokens.shape, 1, config.num_steps + 1)
     return steered_sequence(weights, config, tokens, joined_features(output.features), lag, starts, remat).logits
 

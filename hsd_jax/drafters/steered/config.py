@@ -1,4 +1,4 @@
-"""What is static of a small language model that its target's states steer."""
+"""The configuration of a small language model that is steered by its target's states."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ Layer = Annotated[int, Field(ge=1, le=10_000)]
 
 @settings.dataclass
 class SteeredConfig(ModelConfig):
-    """A language model whose MLPs have a bias made of the target's states; the other fields are those of the model."""
+    """A language model whose MLPs have a bias computed from the target's states.
+
+    The other fields are those of the language model.
+    """
 
     kind: ClassVar[str] = "steered"
 
     _: dataclasses.KW_ONLY
     target_hidden_size: Count
     steering_layers: tuple[Layer, ...]
-    """Layers of the target whose states steer, ascending, counted as `hidden_states` of Hugging Face: 1 is the state
-    after the first layer."""
+    """Layers of the target whose states steer, ascending. They are counted as in `hidden_states` of Hugging Face: 1 is
+    the state after the first layer."""
     num_steps: Annotated[int, Field(ge=1, le=LARGEST_TREE - 1)] = 8
-    """Tokens that a state is trained to steer: as deep as trees may be."""
+    """The number of following tokens that a state was trained to steer, and the largest depth of trees."""
     target_hash: str = ""
-    """Fingerprint of the target it was trained for."""
+    """Fingerprint of the target for which it was trained."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -38,15 +41,15 @@ class SteeredConfig(ModelConfig):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The same layers, counted from 0, as `forward` asks for them."""
+        """The same layers counted from 0, for `forward`."""
         return tuple(layer - 1 for layer in self.steering_layers)
 
     def check_target(self, target: ModelConfig) -> None:
-        """Raises a ValueError if a target has other widths, or not these layers."""
+        """Raises a ValueError if a target has another hidden size, or lacks one of these layers."""
         if self.target_hidden_size != target.hidden_size:
             raise ValueError(
                 f"the drafter was trained for states of {self.target_hidden_size} numbers; this target has"
-                f" hidden_size={target.hidden_size}. Take its own drafter or train one"
+                f" hidden_size={target.hidden_size}. Use a drafter of this target, or train one"
             )
         if self.steering_layers[-1] > target.num_layers:
             raise ValueError(
@@ -56,8 +59,10 @@ class SteeredConfig(ModelConfig):
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """Layers 3, L / 2 and L - 3 of a target of L layers, as the paper has them; of a shallow one a low, a middle and a
-    high one, of fewer than four layers all."""
+    """Layers 3, L / 2 and L - 3 of a target of L layers, as in the paper.
+
+    For a target with fewer than 9 layers, a low, a middle and a high layer. For one with fewer than 4 layers, all.
+    """
     if num_layers < 4:
         return tuple(range(1, num_layers + 1))
     low = 3 if num_layers >= 9 else num_layers // 4

@@ -1,11 +1,12 @@
-"""A small language model that drafts, steered by the verifier's states (SD², Berdoz et al., arXiv:2511.09844).
+"""A small language model that drafts, steered by the target's states (SD², Berdoz et al., arXiv:2511.09844).
 
-Every token that it reads is read with the newest states of the target from before that token: of a committed token
-those of the token before it, of a draft those of the token before the round's root, since the root itself the target
-reads no earlier than the drafts. So one g steers all drafts of a round, and it changes at `commit` alone. A cached
-draft that is accepted stays as it was read. The first token of a text, which nothing is before, is steered by zeros.
+Each token is read with the newest states that the target has computed for earlier tokens. For a committed token these
+are the states of the token before it. For a draft they are the states of the token before the round's root, because the
+target reads the root only together with the drafts. So one vector g steers all drafts of a round, and it changes only
+at `commit`. If a cached draft is accepted, its cache entry does not change. The first token of a text has no token
+before it and is steered by zeros.
 
-Drafting is that of the small model (`drafters/small_lm`), handed the bias. Read first: `models/steering.py`.
+Drafting is that of the small model (`drafters/small_lm`), with this bias. Read first: `models/steering.py`.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ def steered_drafter(
     cache_dtype: Any = jnp.float32,
     scheme: DrawScheme = DrawScheme.ARBITRARY,
 ) -> Drafter:
-    """A `Drafter` as that of the small model, with the bias of the round in its MLPs.
+    """The `Drafter` of the small model, with the bias of the round in its MLPs.
 
     Raises:
-      ValueError: as `small_lm_drafter`, for a tree deeper than was trained, or a target without these layers.
+      ValueError: as `small_lm_drafter`; for a tree that is deeper than the drafter was trained for; or for a target
+        without these layers.
     """
     config.check_target(target_config)
     check_depth(tree, config.num_steps)

@@ -1,4 +1,4 @@
-"""A steered model in a folder: a Hugging Face folder of the model, and two files for what steers it."""
+"""Saves and loads a steered model: a Hugging Face folder of the model, with two more files for its steering."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEERING_CONFIG, STEERING_FILE = "steering_config.json", "steering.safetensors"
 
 @settings.dataclass
 class SteeringFields:
-    """What STEERING_CONFIG holds: the fields of a `SteeredConfig` that are not the model's."""
+    """The content of STEERING_CONFIG: the fields of a `SteeredConfig` that are not the model's."""
 
     target_hidden_size: Count
     steering_layers: tuple[Layer, ...]
@@ -38,7 +38,7 @@ class SteeringFields:
 
 
 def save_steering(folder: str | Path, config: SteeredConfig, weights: Weights) -> None:
-    """Writes the two files, beside a model that `convert.save_target` writes."""
+    """Writes the two files into the folder of the model, which `convert.save_target` writes."""
     folder, dtype = Path(folder), np.dtype(np.float32)
     store_tree(folder / STEERING_FILE, weights, shapes_of(init_steering, config), dtype, lambda path: path)
     own = {field.name: getattr(config, field.name) for field in dataclasses.fields(SteeringFields)}
@@ -46,10 +46,10 @@ def save_steering(folder: str | Path, config: SteeredConfig, weights: Weights) -
 
 
 def read_stored(folder: Path) -> SteeringFields | None:
-    """What steers the model in a folder; None: nothing does.
+    """The steering configuration in a folder; None if the model there is not steered.
 
     Raises:
-      FileNotFoundError: if one of the two files is there alone.
+      FileNotFoundError: if only one of the two files is there.
     """
     names = STEERING_CONFIG, STEERING_FILE
     there = [name for name in names if (folder / name).is_file()]
@@ -64,11 +64,11 @@ def read_stored(folder: Path) -> SteeringFields | None:
 def load_steered(
     checkpoint: Checkpoint, target: DraftedFor, dtype: Any, placement: Placement, strict: bool = False
 ) -> tuple[SteeredConfig, Weights] | None:
-    """What the trainer wrote; None for a model that nothing steers.
+    """Loads a steered model that the trainer wrote. Returns None for a model that is not steered.
 
     Raises:
       FileNotFoundError: as `read_stored`.
-      ValueError: as `small_lm.load_model`, or if it was trained for a target of other sizes, or is `strict` and the
+      ValueError: as `small_lm.load_model`; if it was trained for a target of other sizes; or, with `strict`, if the
         target has other weights.
     """
     own = read_stored(checkpoint.path)
@@ -77,16 +77,17 @@ def load_steered(
     config = SteeredConfig(**vars(checkpoint.config), **vars(own))
     config.check_target(target.config)
     trained_for = f"{checkpoint}: trained for target {own.target_hash[:12]}"
-    target.check_weights(trained_for, own.target_hash, target.vocabulary_hash, strict)  # `load_model` compares them
+    # The target's own vocabulary hash, because `load_model` compares the vocabularies.
+    target.check_weights(trained_for, own.target_hash, target.vocabulary_hash, strict)
     _, weights = load_model(checkpoint, target.config, target.tokenizer, dtype, placement)
     return config, {**weights, STEERING: read_steering(checkpoint.path, config, dtype, placement)}
 
 
 def read_steering(folder: Path, config: SteeredConfig, dtype: Any = "float32", placement: Placement = HERE) -> Weights:
-    """The weights that `save_steering` wrote.
+    """Reads the weights that `save_steering` wrote.
 
     Raises:
-      ValueError: for tensors that are not of such a configuration.
+      ValueError: for tensors that do not fit the configuration.
     """
     shapes = shapes_of(init_steering, config)
     stored = {tensor.name: tensor for tensor in open_all([folder / STEERING_FILE])}

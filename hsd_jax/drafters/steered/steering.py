@@ -1,4 +1,4 @@
-"""What steers a small model, as functions of its weights and configuration; `models/steering.py` is the module.
+"""Steering a small model, as functions of its weights and configuration. The Flax module is in `models/steering.py`.
 
 Read next: `draft.py`.
 """
@@ -16,7 +16,7 @@ from hsd_jax.models.target import forward_sequence
 from hsd_jax.types import ModelOutput, Weights
 
 STEERING = "steering"
-"""The name of its weights among those of the model."""
+"""The key of the steering weights among the weights of the model."""
 
 
 def _module(config: SteeredConfig) -> Steering:
@@ -24,12 +24,12 @@ def _module(config: SteeredConfig) -> Steering:
 
 
 def steer(weights: Weights, config: SteeredConfig, features: Float[Array, "B N X"]) -> Steer:
-    """What `forward` takes as `up_bias`, for tokens that the states `features` steer."""
+    """The `up_bias` of `forward` for tokens that are steered by the states `features`."""
     return _module(config).apply({"params": weights[STEERING]}, features)  # type: ignore[return-value]
 
 
 def init_steering(key: jax.Array, config: SteeredConfig) -> Weights:
-    """Float32 weights that do not steer yet."""
+    """Float32 weights with which the bias is still zero."""
     width = len(config.steering_layers) * config.target_hidden_size
     return dict(_module(config).init(key, jnp.zeros((1, 1, width)))["params"])
 
@@ -48,11 +48,12 @@ def steered_sequence(
     starts: Int[Array, "B T"] | None = None,
     remat: bool = False,
 ) -> ModelOutput:
-    """`forward_sequence`, each token steered by the target's states of the token `lag` places before it, at least 1.
+    """`forward_sequence` with steering. Each token is steered by the target's states of an earlier token.
 
     Args:
-      features: of every token, those of the layers that steer side by side; no gradient passes into them.
-      starts: as in `sequence_layout`; a token whose lag reaches before its document is steered by zeros.
+      features: the target's states of every token, the steering layers side by side. No gradient flows into them.
+      lag: the distance to the token whose states steer, at least 1.
+      starts: as in `sequence_layout`. A token whose lag reaches before the start of its document is steered by zeros.
     """
     at = jnp.arange(tokens.shape[1]) - jnp.broadcast_to(jnp.asarray(lag), tokens.shape)
     is_there = at >= (0 if starts is None else starts)
