@@ -331,7 +331,7 @@ def tuned_of(args: argparse.Namespace, params) -> Any:
 
     Raises:
       FileNotFoundError, ValueError: if there is no such record, if it is for another pair, or if an option contradicts
-      it.
+        it.
     """
     if args.tuned is None:
         return not args.no_tuned
