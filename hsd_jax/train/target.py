@@ -37,7 +37,7 @@ class TargetRecipe(Recipe):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any] | None, where: str) -> Self:
-        """As `Recipe.from_dict`, but `vocab_size` stands outside of the section `model`."""
+        """As `Recipe.from_dict`, but `vocab_size` is outside of the section `model`."""
         if isinstance(values, dict) and isinstance(model := values.get("model"), dict):
             if "vocab_size" in model:
                 raise ValueError(f"{where}: model.vocab_size: write vocab_size outside of model")
